@@ -1,0 +1,1 @@
+"""Recipes: what is computed. Frozen dataclasses, strict TOML, `--set` overrides. No torch."""

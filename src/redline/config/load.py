@@ -1,0 +1,145 @@
+"""Strict reading: TOML or a shipped name -> Recipe, with `--set table.key=value` overrides; and back to TOML.
+
+An unknown key, a wrong type or an impossible combination is an error that names the nearest right thing. No aliases and no
+silent defaults: what a recipe does not say is the default written in `recipe.py`.
+"""
+
+import dataclasses
+import difflib
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+from redline.config.recipe import Recipe, check
+from redline.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def shipped() -> dict[str, Path]:
+    """Names of the recipes that come with the package, in alphabetical order."""
+    root = Path(str(resources.files("redline"))) / "recipes"
+    return {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.toml"))}
+
+
+def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe by its shipped name or its path, apply `table.key=value` overrides, and check every rule."""
+    path = _find(name_or_path)
+    try:
+        table = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file: {error}") from error
+    for override in overrides:
+        _apply(table, override)
+    table.setdefault("name", path.stem)
+    return check(build(Recipe, table, where=str(name_or_path)))
+
+
+def _find(name_or_path: str) -> Path:
+    recipes = shipped()
+    if name_or_path in recipes:
+        return recipes[name_or_path]
+    path = Path(name_or_path)
+    if path.is_file():
+        return path
+    raise ConfigError(f"no recipe {name_or_path!r}: give a path or one of {', '.join(recipes)}{_nearest(name_or_path, recipes)}")
+
+
+def build(kind: type[T], table: Any, where: str) -> T:
+    """Make the frozen dataclass `kind` from a table, refusing unknown keys, missing keys and wrong types."""
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where} must be a table, got {table!r}")
+    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(kind)
+    for key in table:
+        if key not in fields:
+            raise ConfigError(f"{where}: unknown key {key!r}{_nearest(key, fields)}; known: {', '.join(fields)}")
+    values = {key: _convert(hints[key], value, f"{where}: {key}") for key, value in table.items()}
+    for name, f in fields.items():
+        if name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{where}: {name!r} is missing")
+    return kind(**values)
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return build(typing.cast(type, hint), value, where)
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        if value not in args:
+            raise ConfigError(f"{where} must be one of {', '.join(map(str, args))}; got {value!r}{_nearest(str(value), args)}")
+        return value
+    if origin in (types.UnionType, typing.Union):
+        inner = [a for a in args if a is not types.NoneType]
+        return None if value is None else _convert(inner[0], value, where)
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise ConfigError(f"{where} must be a {hint.__name__}, got {value!r} ({type(value).__name__})")
+    if hint is float and not (abs(value) < float("inf")):
+        raise ConfigError(f"{where} must be a finite number, got {value}")
+    return value
+
+
+def _nearest(word: str, known: Any) -> str:
+    close = difflib.get_close_matches(word, [str(k) for k in known], n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _apply(table: dict[str, Any], override: str) -> None:
+    """Set `a.b=value` in the table. The value is read as TOML, and as a plain string where that fails."""
+    dotted, equals, text = override.partition("=")
+    if not equals or not dotted.strip():
+        raise ConfigError(f"--set takes table.key=value, got {override!r}")
+    *parents, key = dotted.strip().split(".")
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {override!r}: {parent!r} is not a table")
+    if text.strip() == "none":
+        table.pop(key, None)
+        return
+    try:
+        table[key] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        table[key] = text
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The recipe as TOML that `load_recipe` reads back to an equal recipe; values that are not given are left out."""
+    lines: list[str] = []
+
+    def table(obj: Any, prefix: str) -> None:
+        nested = []
+        for f in dataclasses.fields(obj):
+            value = getattr(obj, f.name)
+            if dataclasses.is_dataclass(value):
+                nested.append((f.name, value))
+            elif value is not None:
+                lines.append(f"{f.name} = {_toml_value(value)}")
+        for name, value in nested:
+            lines.extend(["", f"[{prefix}{name}]"])
+            table(value, f"{prefix}{name}.")
+
+    table(recipe, "")
+    return "\n".join(lines) + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)
+
+
+def from_toml(text: str, where: str) -> Recipe:
+    """Read back what `to_toml` wrote."""
+    return check(build(Recipe, tomllib.loads(text), where))

@@ -1,0 +1,1 @@
+"""What this machine is (facts, without torch) and what it can do (measured ceilings, with torch)."""

@@ -1,0 +1,1 @@
+"""The transformer, and weights in and out of Hugging Face folders and GGUF files."""

@@ -1,0 +1,1 @@
+"""The Record: the run folder and the lines that a running program appends to it. No torch."""

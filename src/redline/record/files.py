@@ -1,0 +1,61 @@
+"""Durable files: what is reported as written survives a crash, and nobody ever sees half a file."""
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from redline.errors import StorageError
+
+
+@contextlib.contextmanager
+def storage_errors(what: str, path: Path) -> Iterator[None]:
+    """Turn the operating system's refusal to write into one line that says what to do about it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageError(
+                f"the disk is full: {what} could not be written to {path}; free some space and run the same command"
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
+            raise StorageError(f"{what} cannot be written to {path}: {error.strerror}; choose another folder") from error
+        raise
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace the file by `text`: temporary name, fsync, rename, fsync of the folder."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with storage_errors(path.name, path.parent):
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames and new names in the folder durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_file(path: Path) -> None:
+    """Make the content of a file that somebody else wrote durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def cache_folder() -> Path:
+    """Where measured ceilings and built data sets are kept: $REDLINE_CACHE, else the user's cache folder."""
+    if named := os.environ.get("REDLINE_CACHE"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redline"

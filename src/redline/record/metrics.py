@@ -1,0 +1,31 @@
+"""The metrics of a run: every name, its unit and its meaning, stated once. Documents, exporters and the live view read this table."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Metric:
+    unit: str
+    meaning: str
+
+
+METRICS: dict[str, Metric] = {
+    "step": Metric("updates", "optimiser updates done, this one included"),
+    "loss": Metric("nats/token", "mean cross entropy over the tokens of this update, before the update"),
+    "lr": Metric("1", "learning rate of this update (of AdamW's parameters under Muon)"),
+    "grad_norm": Metric("1", "global norm of the gradient before clipping"),
+    "tokens": Metric("tokens", "tokens trained on since the start of the run"),
+    "step_s": Metric("s", "wall time from the end of the previous update to the end of this one"),
+    "tokens_per_s": Metric("tokens/s", "tokens of this update over step_s, all processes together"),
+    "mfu": Metric("1", "model FLOPs (6N + 12LdT per token, PaLM convention) over the dense datasheet peak of the compute dtype"),
+    "ceiling_share": Metric("1", "model FLOPs over the matmul rate measured on this machine for the compute dtype"),
+    "data_wait_s": Metric("s", "time the step waited for the loader"),
+    "memory_bytes": Metric("bytes", "peak memory: allocated by torch on the GPU since the run began; resident memory on a CPU"),
+    "elapsed_s": Metric("s", "training time since the start of the run, over all its attempts"),
+    "loss_scale": Metric("1", "factor on the loss against fp16 underflow; only with fp16"),
+    "skipped": Metric("1", "1 where fp16 overflowed and the update was skipped; only with fp16"),
+    "valid_loss": Metric("nats/token", "mean cross entropy on the validation split; on steps that validate"),
+    "valid_perplexity": Metric("1", "exp(valid_loss)"),
+    "valid_bits_per_byte": Metric("bits/byte", "valid_loss in bits over the bytes of text behind the tokens"),
+}
+"""`mfu` and `ceiling_share` are null where no peak is known (a CPU has no datasheet peak)."""

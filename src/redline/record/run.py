@@ -1,0 +1,119 @@
+"""The run folder: where a run's Recipe, Plan and Record live.
+
+    runs/nano/
+        recipe.toml        what was computed
+        plan.json          how, every value with its reason
+        metrics.jsonl      one line per optimiser step, nothing twice (names and units: metrics.py)
+        events.jsonl       what happened beside the steps: starts, resumes, checkpoints, validations, recoveries
+        tokenizer.json     the tokenizer that made the tokens
+        checkpoints/       step-N folders, best.json
+
+Lines are appended whole. After a crash the metrics are cut back to the checkpoint that the run resumes from, so each step stands
+there once; events are never cut.
+"""
+
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from redline.errors import ConfigError, DataError, StorageError
+from redline.record.files import storage_errors, write_atomic
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a JSONL file; a torn last line (the process died while writing it) is left out."""
+    if not path.exists():
+        return []
+    raw = path.read_bytes()
+    lines = raw[: raw.rfind(b"\n") + 1].splitlines()
+    try:
+        return [json.loads(line) for line in lines if line.strip()]
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is damaged: {error}; move it away to go on without it") from error
+
+
+class LineWriter:
+    """Appends JSON lines, each with one write, so that a reader never sees half of one from a living process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with storage_errors(path.name, path.parent):
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
+            _end_with_newline(path, self._file)
+
+    def append(self, line: dict[str, Any]) -> None:
+        with storage_errors(self.path.name, self.path.parent):
+            data = (json.dumps(line) + "\n").encode()
+            while data:  # a nearly full disk may take a part of it
+                data = data[self._file.write(data) :]
+
+    def sync(self) -> None:
+        """Make every line so far survive a power cut."""
+        with storage_errors(self.path.name, self.path.parent):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _end_with_newline(path: Path, file: Any) -> None:
+    """Cut off a torn last line, so that the next one starts clean."""
+    raw = path.read_bytes()
+    if raw and not raw.endswith(b"\n"):
+        file.truncate(raw.rfind(b"\n") + 1)
+
+
+class RunFolder:
+    """A run folder that this process owns until it leaves the `with` block; a second owner is refused."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe_path = path / "recipe.toml"
+        self.plan_path = path / "plan.json"
+        self.metrics_path = path / "metrics.jsonl"
+        self.events_path = path / "events.jsonl"
+        self.tokenizer_path = path / "tokenizer.json"
+        self.checkpoints_path = path / "checkpoints"
+
+    def __enter__(self) -> Self:
+        with storage_errors("the run folder", self.path):
+            self.checkpoints_path.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 - held until __exit__
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StorageError(
+                f"{self.path} is in use by another process: wait for it, or give another folder with --run"
+            ) from None
+        self._events = LineWriter(self.events_path)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._events.close()
+        self._lock.close()
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """Append one event, durably."""
+        self._events.append({"at": round(time.time(), 3), "event": kind, **facts})
+        self._events.sync()
+
+    def adopt_recipe(self, toml: str, fingerprint: str, saved_fingerprint: str | None) -> None:
+        """Write the recipe of a new run; refuse to go on with a run that was made by another recipe."""
+        if saved_fingerprint is not None and saved_fingerprint != fingerprint:
+            raise ConfigError(
+                f"{self.path} holds a run of another recipe (fingerprint {saved_fingerprint}, now {fingerprint}): "
+                "give another folder with --run, or the recipe it was made with"
+            )
+        write_atomic(self.recipe_path, toml)
+
+    def cut_metrics(self, step: int) -> int:
+        """Keep the metrics up to and including `step`, drop later ones (they will be computed again); return how many were dropped."""
+        lines = read_lines(self.metrics_path)
+        kept = [line for line in lines if line["step"] <= step]
+        if len(kept) < len(lines):
+            write_atomic(self.metrics_path, "".join(json.dumps(line) + "\n" for line in kept))
+        return len(lines) - len(kept)

@@ -1,0 +1,1 @@
+"""The training step, the loop around it, optimisers, schedules, precision and checkpoints."""
