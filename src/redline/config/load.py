@@ -76,6 +76,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         if value not in args:
             raise ConfigError(f"{where} must be one of {', '.join(map(str, args))}; got {value!r}{_nearest(str(value), args)}")
         return value
+    if origin in (dict, tuple):
+        return _convert_many(origin, args, value, where)
     if origin in (types.UnionType, typing.Union):
         inner = [a for a in args if a is not types.NoneType]
         return None if value is None else _convert(inner[0], value, where)
@@ -86,6 +88,15 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if hint is float and not (abs(value) < float("inf")):
         raise ConfigError(f"{where} must be a finite number, got {value}")
     return value
+
+
+def _convert_many(origin: type, args: tuple[Any, ...], value: Any, where: str) -> Any:
+    """A table of like values (`dict[str, T]`) or a list of them (`tuple[T, ...]`)."""
+    if origin is dict and isinstance(value, dict):
+        return {key: _convert(args[1], entry, f"{where}.{key}") for key, entry in value.items()}
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_convert(args[0], entry, where) for entry in value)
+    raise ConfigError(f"{where} must be a {'table' if origin is dict else 'list'}, got {value!r}")
 
 
 def _nearest(word: str, known: Any) -> str:

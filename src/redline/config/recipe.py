@@ -21,6 +21,10 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 Compile = Literal["off", "default", "max-autotune-no-cudagraphs"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["auto", "flash", "cudnn", "efficient", "math"]
+CrossEntropy = Literal["torch", "fused"]
+
+IGNORED = -100
+"""A target that counts for nothing; the value that torch's cross entropy takes by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +140,7 @@ class PlanPins:
     recompute: Recompute | None = None
     """Activation checkpointing."""
     attention: Attention | None = None
+    cross_entropy: CrossEntropy | None = None
     loss_chunks: int | None = None
     """Pieces in which the output head and the loss are computed; more pieces, less memory."""
     loader_threads: int | None = None
@@ -221,9 +226,13 @@ def _rules(recipe: Recipe) -> list[tuple[bool, str]]:
     rules += [(v >= 0, f"{k} must not be negative, got {v}") for k, v in not_negative]
     rules += [(low <= v <= high, f"{k} must lie between {low} and {high}, got {v}") for k, v, low, high in fractions]
     rules += [(v < 1, f"{k} must be less than 1, got {v}") for k, v in [("train.beta1", t.beta1), ("train.beta2", t.beta2)]]
-    if not all(holds for holds, _ in rules):
-        return rules  # the relations below divide by these values
-    return rules + [
+    return rules if not all(holds for holds, _ in rules) else rules + _relations(recipe)
+
+
+def _relations(recipe: Recipe) -> list[tuple[bool, str]]:
+    """Rules between values that are each in range."""
+    m, d, t, p = recipe.model, recipe.data, recipe.train, recipe.plan
+    return [
         (
             m.num_heads % m.kv_heads == 0,
             f"model.num_heads ({m.num_heads}) must be a multiple of model.num_kv_heads ({m.kv_heads})",
@@ -246,7 +255,7 @@ def _rules(recipe: Recipe) -> list[tuple[bool, str]]:
             f"train.early_stop_evals ({t.early_stop_evals}) needs train.eval_every greater than 0",
         ),
         (
-            t.eval_every == 0 and not t.early_stop_evals or d.valid_fraction > 0 or not d.source,
+            t.eval_every == 0 or d.valid_fraction > 0,
             "train.eval_every needs a validation split: give data.valid_fraction greater than 0",
         ),
         (
@@ -255,8 +264,8 @@ def _rules(recipe: Recipe) -> list[tuple[bool, str]]:
         ),
         (
             p.precision != "fp8" or all(s % 16 == 0 for s in (m.hidden_size, m.ffn_size, m.head_size * m.kv_heads)),
-            f"plan.precision fp8 needs matrix sides that are multiples of 16: hidden_size {m.hidden_size}, ffn_size {m.ffn_size}, "
-            f"key/value width {m.head_size * m.kv_heads}",
+            f"plan.precision fp8 needs matrix sides that are multiples of 16: hidden_size {m.hidden_size}, "
+            f"ffn_size {m.ffn_size}, key/value width {m.head_size * m.kv_heads}",
         ),
         (m.vocab_size < 2**31, f"model.vocab_size must be below 2^31, got {m.vocab_size}"),
     ]

@@ -2,11 +2,10 @@
 
     model = build_model(config, device="cuda", seed=0)      # fp32 weights, initialised from the seed and each weight's name
     logits_BTV = model(tokens_BT)                           # in model.compute_dtype
-    loss_sum = model(tokens_BT, targets_BT)                 # summed over targets that are not IGNORE; the caller divides
+    loss_sum = model(tokens_BT, targets_BT)                 # summed over targets that are not IGNORED; the caller divides
 
 Weights stay in fp32; activations, the residual stream included, are in `compute_dtype`, and each layer casts its weight where it
-is used (the compiler folds the cast into one pass; it costs under 1 % of a step and spares a second copy). Norms and the loss
-compute in fp32 inside. Query/key/value and the two halves of SwiGLU are one matrix each: three small matrix products instead of
+is used (it costs under 1 % of a step and spares a second copy). Norms and the loss compute in fp32 inside. Query/key/value and the two halves of SwiGLU are one matrix each: three small matrix products instead of
 one cost about 3 % at width 768. Left out: dropout, sliding windows, mixtures of experts.
 
 Shapes: B batch, T tokens, D hidden, H query heads, K key/value heads, C head width, F feed-forward width, V vocabulary, S cache.
@@ -21,11 +20,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from redline.config.recipe import ModelConfig, Recompute
-
-IGNORE = -100  # a target that does not count, the value torch's cross entropy uses
+from redline.config.recipe import CrossEntropy, ModelConfig, Recompute
+from redline.model.cross_entropy import linear_cross_entropy
 
 
 class Linear(nn.Linear):
@@ -114,34 +113,43 @@ class Block(nn.Module):
         super().__init__()
         self.attn_norm, self.attn = Norm(config.hidden_size, config), Attention(config, layer)
         self.ffn_norm, self.ffn = Norm(config.hidden_size, config), FeedForward(config)
+        self.recompute: Recompute = "none"
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: KVCache | None = None) -> Tensor:
+        if self.recompute == "none" or cache is not None or not torch.is_grad_enabled():
+            return self._residuals(x, rope, cache)
+        # Inside the block, so that a compiler that sees the block sees what may be recomputed.
+        return checkpoint(self._residuals, x, rope, None, use_reentrant=False, **_context(self.recompute))
+
+    def _residuals(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: KVCache | None) -> Tensor:
         x = x + self.attn(self.attn_norm(x), rope, cache)
         return x + self.ffn(self.ffn_norm(x))
 
 
 class Transformer(nn.Module):
-    """Embedding, blocks, final norm, head. Execution choices (`compute_dtype`, `recompute`, `loss_chunks`) are plain attributes."""
+    """Embedding, blocks, final norm, head. Execution choices (`compute_dtype`, `cross_entropy`, ...) are attributes."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.compute_dtype = torch.float32
-        self.recompute: Recompute = "none"
+        self.cross_entropy: CrossEntropy = "torch"
         self.loss_chunks = 1
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.positions = nn.Embedding(config.context_length, config.hidden_size) if config.positions == "learned" else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.norm = Norm(config.hidden_size, config)
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_embeddings:
+        self.tie()
+        self.rope_cos, self.rope_sin = (nn.Buffer(table, persistent=False) for table in rope_table(config))
+
+    def tie(self) -> None:
+        """Share the embedding with the head, if the config says so; to be repeated after `to_empty`, which gives each its own."""
+        if self.config.tie_embeddings:
             self.head.weight = self.embed.weight
-        cos, sin = rope_table(config)
-        self.register_buffer("rope_cos", cos, persistent=False)
-        self.register_buffer("rope_sin", sin, persistent=False)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, *, cache: KVCache | None = None) -> Tensor:
-        """Logits, or with targets the sum of the losses over the targets that are not IGNORE."""
+        """Logits, or with targets the sum of the losses over the targets that are not IGNORED."""
         x = self._hidden(tokens_BT, cache)
         if targets_BT is None:
             return self.head(x)
@@ -154,6 +162,7 @@ class Transformer(nn.Module):
 
     def _hidden(self, tokens_BT: Tensor, cache: KVCache | None) -> Tensor:
         start, T = (cache.length if cache is not None else 0), tokens_BT.shape[1]
+        assert start == 0 or T == 1, "the causal mask fits a whole prompt or one token, not a piece of a prompt"
         x = self.embed(tokens_BT)
         rope = None
         if self.positions is not None:
@@ -162,16 +171,13 @@ class Transformer(nn.Module):
             rope = self.rope_cos[start : start + T], self.rope_sin[start : start + T]
         x = x.to(self.compute_dtype)
         for block in self.blocks:
-            if self.recompute == "none" or not torch.is_grad_enabled():
-                x = block(x, rope, cache)
-            else:
-                x = checkpoint(block, x, rope, use_reentrant=False, **_context(self.recompute))
+            x = block(x, rope, cache)
         if cache is not None:
             cache.length += T
         return self.norm(x)
 
     def _loss_sum(self, x_ND: Tensor, targets_N: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(x_ND).float(), targets_N, ignore_index=IGNORE, reduction="sum")
+        return linear_cross_entropy(x_ND, self.head.weight, targets_N, fused=self.cross_entropy == "fused")
 
 
 def rope_table(config: ModelConfig) -> tuple[Tensor, Tensor]:
@@ -189,30 +195,40 @@ def rotate(x_BTHC: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     return (x_BTHC * cos + torch.cat([-b, a], dim=-1) * sin).to(x_BTHC.dtype)
 
 
-def build_model(config: ModelConfig, *, device: torch.device | str, seed: int) -> Transformer:
-    """A model with fp32 weights on the device. Every weight is drawn from the seed and its own name, so the order and the number
-    of processes that hold it do not matter."""
+def build_model(config: ModelConfig, *, device: torch.device | str, seed: int, shape: Callable[[Any], None] | None = None) -> Transformer:
+    """A model with fp32 weights on the device. Every weight is drawn from the seed and its own name, so neither the order nor the
+    number of processes that hold it matters. `shape(model)` may shard or convert layers while the model has no memory yet."""
     with torch.device("meta"):
         model = Transformer(config)
+    if shape is not None:
+        shape(model)
     model.to_empty(device=device)
+    model.tie()
     fill(model, seed)
     return model
 
 
 @torch.no_grad()
-def fill(model: Transformer, seed: int, write: Callable[[Tensor, Tensor], None] = Tensor.copy_) -> None:
-    """Initialise in place. `write(parameter, full_value)` is the hook by which sharded parameters take their own part."""
+def fill(model: Transformer, seed: int) -> None:
+    """Initialise in place; a sharded parameter takes its own part of the value that an unsharded one would get."""
     for name, parameter in model.named_parameters():
         value = torch.empty(parameter.shape, device=parameter.device)
         if "norm" in name or name.endswith("bias"):
             value.fill_(1.0 if name.endswith("weight") else 0.0)
         else:
-            generator = torch.Generator(parameter.device).manual_seed((seed << 32) + zlib.crc32(name.encode()))
+            # One number of 32 bits: a CPU generator takes no more, and would drop a seed put above them.
+            generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
             value.normal_(0.0, _std(name, model.config), generator=generator)
-        write(parameter, value)
-    cos, sin = rope_table(model.config)
-    model.rope_cos.copy_(cos)
-    model.rope_sin.copy_(sin)
+        write_part(parameter, value)
+    for buffer, table in zip((model.rope_cos, model.rope_sin), rope_table(model.config), strict=True):
+        buffer.copy_(table)
+
+
+def write_part(parameter: Tensor, value: Tensor) -> None:
+    """Copy a whole value into a parameter, or the part of it that this process holds."""
+    if isinstance(parameter, DTensor):
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(value)
 
 
 def _std(name: str, config: ModelConfig) -> float:

@@ -1,0 +1,70 @@
+"""Build token shards from text, JSONL(.gz, .xz), Parquet or a folder of them; or look at a folder that was built.
+
+  redline data build corpus.jsonl.gz --out data/corpus --tokenizer gpt2/tokenizer.json
+  redline data info data/corpus --verify
+"""
+
+import argparse
+from pathlib import Path
+
+HELP = "build token shards from text, or look at them"
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    from redline.cli.options import add_json
+
+    verbs = command.add_subparsers(dest="verb", metavar="VERB", required=True)
+    build = verbs.add_parser("build", help="tokenise a corpus into memory-mapped shards; killed, the same command goes on")
+    build.add_argument("source", help="a file, a folder, or `tinyshakespeare`")
+    build.add_argument("--out", type=Path, required=True, help="the data folder to write")
+    build.add_argument("--tokenizer", default="bpe", help="a tokenizer.json or a folder with one; default: train a byte-level BPE on the source")
+    build.add_argument("--vocab-size", type=int, default=32768, help="vocabulary of the trained BPE (default 32768)")
+    build.add_argument("--text-field", default="text", help="field of a JSONL or Parquet row that holds the text (default text)")
+    build.add_argument("--valid-fraction", type=float, default=0.01, help="share of the documents held out (default 0.01)")
+    build.add_argument("--workers", type=int, help="threads (default: all cores)")
+    add_json(build)
+    info = verbs.add_parser("info", help="what a data folder holds")
+    info.add_argument("folder", type=Path)
+    info.add_argument("--verify", action="store_true", help="read every shard and compare its hash")
+    add_json(info)
+
+
+def run(options: argparse.Namespace) -> None:
+    from redline.cli.options import byte_progress
+    from redline.data.build import build
+    from redline.data.shards import Manifest, TokenDataset
+
+    if options.verb == "build":
+        manifest = build(
+            options.source,
+            options.out,
+            tokenizer=options.tokenizer,
+            vocab_size=options.vocab_size,
+            text_field=options.text_field,
+            valid_fraction=options.valid_fraction,
+            workers=options.workers,
+            progress=byte_progress("tokenising"),
+        )
+        folder = options.out
+    else:
+        folder = options.folder
+        manifest = Manifest.load(folder)
+        for split in ("train", "valid"):
+            TokenDataset.open(folder, split, verify=options.verify)
+    _print(folder, manifest, options.json)
+
+
+def _print(folder: Path, manifest, as_json: bool) -> None:  # type: ignore[no-untyped-def]
+    import json
+
+    from redline.record.units import format_bytes
+
+    if as_json:
+        print(json.dumps(json.loads(manifest.to_json()), indent=2))
+        return
+    print(f"{folder}: vocabulary {manifest.vocab_size:,} ({manifest.dtype}), tokenizer {manifest.tokenizer_fingerprint[:12]}")
+    for split in ("train", "valid"):
+        shards = manifest.shards(split)
+        tokens, text = sum(s.tokens for s in shards), sum(s.bytes_of_text for s in shards)
+        ratio = f"{text / tokens:.2f} bytes/token" if tokens else "empty"
+        print(f"  {split:<5}  {tokens:>14,} tokens  {format_bytes(text):>9} of text  {ratio}  {len(shards)} shard(s)")

@@ -1,0 +1,54 @@
+"""`redline`: one sub-command a verb. Each lives in its own file, imports its room when it runs, and holds no logic.
+
+A user's mistake is one line on standard error and an exit code that is not zero; anything else keeps its traceback.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from redline import __version__
+from redline.cli import bench, data, evaluate, export, generate, machine, plan, recipes, train
+from redline.errors import RedlineError
+
+COMMANDS = {
+    "machine": machine,
+    "recipes": recipes,
+    "plan": plan,
+    "data": data,
+    "train": train,
+    "generate": generate,
+    "evaluate": evaluate,
+    "export": export,
+    "bench": bench,
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line; building it imports no torch."""
+    root = argparse.ArgumentParser(prog="redline", description="Train language models at the limit of the GPU, and prove it.")
+    root.add_argument("--version", action="version", version=f"redline {__version__}")
+    commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, module in COMMANDS.items():
+        command = commands.add_parser(name, help=module.HELP, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        module.add_arguments(command)
+    return root
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    try:
+        return COMMANDS[options.command].run(options) or 0
+    except RedlineError as error:
+        print(f"redline: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("redline: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader (head, less) has gone
+        sys.stderr.close()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Options and printing that several commands share."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from redline.config.load import load_recipe
+from redline.config.recipe import Recipe
+
+
+def add_recipe(command: argparse.ArgumentParser) -> None:
+    command.add_argument("recipe", help="a shipped recipe (see `redline recipes`) or a path to a .toml file")
+    command.add_argument("--set", action="append", default=[], metavar="TABLE.KEY=VALUE", help="override a value, e.g. train.steps=100")
+
+
+def add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print JSON for programs instead of text for people")
+
+
+def recipe_of(options: argparse.Namespace) -> Recipe:
+    return load_recipe(options.recipe, options.set)
+
+
+def typed_pins(options: argparse.Namespace) -> frozenset[str]:
+    """Names of the plan values that the user typed with --set."""
+    return frozenset(text.partition("=")[0].strip().removeprefix("plan.") for text in options.set if text.strip().startswith("plan."))
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, default=str))
+
+
+def status(text: str) -> None:
+    """A line about progress, on standard error so that standard output stays clean."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def byte_progress(what: str) -> Callable[[int, int, int], None]:
+    """A progress bar for work counted in bytes: share, rate and time left. Redrawn in a terminal, a line every five seconds else."""
+    from redline.record.units import format_bytes, format_duration, format_rate
+
+    started_s = time.monotonic()
+    last_s = started_s
+    terminal = sys.stderr.isatty()
+
+    def show(done: int, total: int, tokens: int) -> None:
+        nonlocal last_s
+        now_s = time.monotonic()
+        if now_s - last_s < (0.2 if terminal else 5.0) and done < total:
+            return
+        last_s, elapsed_s = now_s, max(1e-9, now_s - started_s)
+        left_s = elapsed_s * (total - done) / done if done else None
+        bar = "█" * (24 * done // max(1, total))
+        text = f"{what} [{bar:<24}] {done / max(1, total):4.0%}  {format_bytes(done / elapsed_s)}/s  {format_rate(tokens / elapsed_s, 'tokens')}"
+        text += f"  left {format_duration(left_s)}"
+        print(f"\r\033[K{text}" if terminal else text, end="" if terminal and done < total else "\n", file=sys.stderr, flush=True)
+
+    return show

@@ -1,0 +1,54 @@
+"""Show how a recipe would be executed: every value with its reason and source, predicted memory and speed. Needs no GPU and no torch.
+
+  redline plan gpt2-124m --as a100-40g        for a GPU that is not here
+  redline plan gpt2-124m --save plan.json     then: redline train gpt2-124m --plan plan.json
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+HELP = "how a recipe would be executed, and why"
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    from redline.cli.options import add_json, add_recipe
+
+    add_recipe(command)
+    command.add_argument("--as", dest="as_gpu", metavar="GPU", help="plan for this GPU: a100-40g, a100-80g, v100-32g, h100-80g, h200-141g, ...")
+    command.add_argument("--nproc", type=int, default=1, metavar="N", help="processes, one a GPU (default 1)")
+    command.add_argument("--profile", metavar="NAME", help="upper bounds of a named profile: a100-80g, a100-40g, v100-32g, conservative")
+    command.add_argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")
+    add_json(command)
+
+
+def run(options: argparse.Namespace) -> None:
+    from redline.cli.options import print_json, recipe_of, status
+    from redline.plan.plan import save, to_json
+
+    recipe = recipe_of(options)
+    plan = make(options, recipe, as_gpu=options.as_gpu, nproc=options.nproc, profile=options.profile)
+    if options.save:
+        save(plan, options.save)
+        status(f"plan written to {options.save}")
+    if options.json:
+        print_json(to_json(plan))
+        return
+    from redline.cli.tables import print_plan
+
+    print_plan(plan, recipe)
+
+
+def make(options: argparse.Namespace, recipe, *, as_gpu: str | None = None, nproc: int, profile: str | None = None):  # type: ignore[no-untyped-def]
+    """The plan for this machine, or for the one named."""
+    from redline.cli.options import status, typed_pins
+    from redline.machine.facts import read_facts
+    from redline.machine.store import cached
+    from redline.plan.hardware import hardware_as, hardware_here
+    from redline.plan.planner import Outside, make_plan
+    from redline.plan.profiles import find_profile
+
+    facts = read_facts()
+    hardware = hardware_as(as_gpu, facts.cpu_cores) if as_gpu else hardware_here(facts, cached(facts, progress=status))
+    outside = Outside(environment=os.environ, profile=find_profile(profile) if profile else None, typed=typed_pins(options))
+    return make_plan(recipe, hardware, world_size=nproc, outside=outside)

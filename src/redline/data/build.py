@@ -1,0 +1,300 @@
+"""`redline data build`: documents -> tokenizer -> token shards with a manifest. And `prepare`: the data folder for a recipe.
+
+    manifest = build("articles.jsonl.xz", Path("data/articles"), tokenizer="gpt2/tokenizer.json")
+
+The output depends on the inputs alone: not on the number of workers, and not on how often the build was killed. Work proceeds in
+units of about `shard_tokens` tokens; a unit is one train and one valid shard of whole documents, written under temporary names
+and renamed. `building.json` then records the unit and where the next one starts, so the same command continues there.
+`manifest.json` comes last: a folder without it is unfinished.
+
+Workers are threads: the tokenizer's Rust code releases the GIL. On two cores two threads encode 3.5-4.7 MB/s of Wikipedia with
+GPT-2's tokenizer, two processes 3.1-4.0, and the library's own thread pool, which cannot be told how many cores to take, 3.1-4.5.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from redline.config.recipe import DataConfig
+from redline.data.encode import Corpus, Document, encoded
+from redline.data.read import SPLITS, documents, find_sources, split_of
+from redline.data.shards import FORMAT, Inputs, Manifest, Shard, SourceFile, check_vocab, parse
+from redline.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from redline.errors import DataError
+from redline.record.files import cache_folder, storage_errors, sync_folder, write_atomic
+
+Progress = Callable[[int, int, int], None]
+"""Called with the bytes of the source files done, their bytes in all, and the tokens written."""
+
+BPE_SAMPLE_BYTES = 64 * 2**20
+"""Text that a BPE is trained on; more changes few merges and costs minutes."""
+SHARD_TOKENS = 50_000_000
+STATE = "building.json"
+
+
+def build(
+    source: str,
+    out: Path,
+    *,
+    tokenizer: str = "bpe",
+    vocab_size: int | None = None,
+    text_field: str = "text",
+    valid_fraction: float = 0.01,
+    workers: int | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Build the data folder `out`, or continue or return the one that is there.
+
+    `vocab_size` is the size of the BPE, or the most ids that a given tokenizer may have; `workers` not given: one a core.
+    """
+    inputs, given = _inputs(source, tokenizer, vocab_size, text_field, valid_fraction, shard_tokens)
+    return _build_into(out, inputs, given, workers, progress)
+
+
+def prepare(data: DataConfig, vocab_size: int, *, progress: Progress | None = None) -> Path:
+    """The data folder for a recipe: the one it names, or one built once into the cache, keyed by everything that decides it."""
+    folder = Path(data.source).expanduser()
+    if (folder / "manifest.json").exists():
+        manifest = Manifest.load(folder)
+        if data.tokenizer != "bpe" and load_tokenizer(data.tokenizer).fingerprint != manifest.tokenizer:
+            raise DataError(f"wrong tokenizer: {folder} was built with another than {data.tokenizer}; build it again")
+    elif (folder / STATE).exists():
+        raise DataError(f"{folder} is an unfinished build: run the same redline data build again, it continues where it stopped")
+    else:
+        inputs, given = _inputs(data.source, data.tokenizer, vocab_size, data.text_field, data.valid_fraction, SHARD_TOKENS)
+        folder = cache_folder() / "data" / inputs.key
+        manifest = _build_into(folder, inputs, given, None, progress)
+    check_vocab(manifest.vocab_size, vocab_size)
+    return folder
+
+
+def _inputs(
+    source: str, tokenizer: str, vocab_size: int | None, text_field: str, valid_fraction: float, shard_tokens: int
+) -> tuple[Inputs, Tokenizer | None]:
+    given = None if tokenizer == "bpe" else load_tokenizer(tokenizer)
+    if given is None and vocab_size is None:
+        raise DataError("training a BPE needs a vocabulary size: give one, or give a tokenizer.json")
+    if given is not None and vocab_size is not None:
+        check_vocab(given.vocab_size, vocab_size)
+    if not 0 <= valid_fraction < 1:
+        raise DataError(f"valid_fraction must be at least 0 and below 1, got {valid_fraction}")
+    if shard_tokens < 1:
+        raise DataError(f"shard_tokens must be at least 1, got {shard_tokens}")
+    files = [(path.resolve(), path.stat()) for path in find_sources(source)]
+    inputs = Inputs(
+        sources=tuple(SourceFile(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in files),
+        tokenizer=given.fingerprint if given else "bpe",
+        vocab_size=None if given else vocab_size,
+        text_field=text_field,
+        valid_fraction=valid_fraction,
+        shard_tokens=shard_tokens,
+    )
+    return inputs, given
+
+
+def _build_into(out: Path, inputs: Inputs, given: Tokenizer | None, workers: int | None, progress: Progress | None) -> Manifest:
+    if finished := _finished(out, inputs):
+        return finished
+    with storage_errors("the data folder", out):
+        out.mkdir(parents=True, exist_ok=True)
+        with _only_builder(out):
+            # Another process may have built it while this one waited.
+            return _finished(out, inputs) or _build(out, inputs, given, workers or _cores(), progress)
+
+
+def _cores() -> int:
+    """Cores that this process may use, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _finished(out: Path, inputs: Inputs) -> Manifest | None:
+    if not (out / "manifest.json").exists():
+        return None
+    manifest = Manifest.load(out)
+    _same_inputs(out, manifest.inputs, inputs)
+    return manifest
+
+
+def _same_inputs(out: Path, there: Inputs, asked: Inputs) -> None:
+    if there != asked:
+        before, now = asdict(there), asdict(asked)
+        changed = ", ".join(name for name in now if now[name] != before[name])
+        raise DataError(f"{out} was built from other inputs ({changed} differ): choose another folder, or remove this one")
+
+
+@contextlib.contextmanager
+def _only_builder(out: Path) -> Iterator[None]:
+    """Wait until no other process builds into the folder. The kernel frees the lock of a process that dies."""
+    with open(out / ".lock", "w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(out: Path, inputs: Inputs, given: Tokenizer | None, workers: int, progress: Progress | None) -> Manifest:
+    state = _load_state(out, inputs)
+    state.save(out)  # claims the folder: a tokenizer.json in it is known to be ours
+    if state.units:
+        tokenizer = load_tokenizer(out)
+    else:
+        tokenizer = given or train_bpe(_sample(inputs), inputs.vocab_size or 0)
+        tokenizer.save(out / "tokenizer.json")
+    state = _write_shards(out, state, tokenizer, workers, progress)
+    if not any(shard.bytes_of_text for shard in (*state.train, *state.valid)):
+        raise DataError(f"the corpus is empty: there is no text in {', '.join(source.path for source in inputs.sources[:3])}")
+    manifest = Manifest(
+        format=FORMAT,
+        inputs=inputs,
+        tokenizer=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        dtype="uint16" if tokenizer.dtype == np.uint16 else "uint32",
+        train=state.train,
+        valid=state.valid,
+    )
+    write_atomic(out / "manifest.json", manifest.to_json())
+    (out / STATE).unlink()
+    return manifest
+
+
+@dataclass(frozen=True)
+class _State:
+    """`building.json`: the finished units, and the file and document where the next one starts."""
+
+    inputs: Inputs
+    file: int = 0
+    document: int = 0
+    units: int = 0
+    train: tuple[Shard, ...] = ()
+    valid: tuple[Shard, ...] = ()
+
+    def save(self, out: Path) -> None:
+        write_atomic(out / STATE, json.dumps(asdict(self)))
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in (*self.train, *self.valid))
+
+
+def _load_state(out: Path, inputs: Inputs) -> _State:
+    path = out / STATE
+    if not path.exists():
+        foreign = [p.name for p in out.iterdir() if not p.name.startswith(".")]
+        if foreign:
+            raise DataError(f"{out} holds other files ({foreign[0]}): choose a new or empty folder for the build")
+        return _State(inputs)
+    state: _State = parse(_State, json.loads(path.read_text(encoding="utf-8")), path)
+    if not state.tokens:
+        return _State(inputs)  # nothing to lose, so other inputs are welcome
+    _same_inputs(out, state.inputs, inputs)
+    return state
+
+
+def _sample(inputs: Inputs) -> Iterator[str]:
+    """Training documents for the BPE, an even share from each file."""
+    left_bytes = BPE_SAMPLE_BYTES
+    for number, source in enumerate(inputs.sources):
+        share_bytes = left_bytes // (len(inputs.sources) - number)
+        for text in documents(Path(source.path), inputs.text_field):
+            if share_bytes <= 0:
+                break
+            utf8 = text.encode()
+            if split_of(utf8, inputs.valid_fraction) == "train":
+                share_bytes -= len(utf8)
+                left_bytes -= len(utf8)
+                yield text
+
+
+def _write_shards(out: Path, state: _State, tokenizer: Tokenizer, workers: int, progress: Progress | None) -> _State:
+    inputs = state.inputs
+    corpus = Corpus(tuple(Path(source.path) for source in inputs.sources), inputs.text_field, inputs.valid_fraction)
+    bytes_before = [sum(source.bytes for source in inputs.sources[:number]) for number in range(len(inputs.sources) + 1)]
+    unit, tokens_before = _Unit(out, tokenizer.dtype), state.tokens
+    reading = encoded(corpus, tokenizer, splits=SPLITS, file=state.file, document=state.document, workers=workers)
+    with _one_thread_a_call(), contextlib.closing(reading):
+        for document in reading:
+            unit.add(document)
+            if unit.tokens >= inputs.shard_tokens:
+                state = unit.finish(state, document.file, document.number + 1)
+                unit, tokens_before = _Unit(out, tokenizer.dtype), state.tokens
+            if progress:
+                progress(bytes_before[document.file] + document.offset_bytes, bytes_before[-1], tokens_before + unit.tokens)
+    return unit.finish(state, len(corpus.files), 0)
+
+
+class _Unit:
+    """One shard of each split, being written."""
+
+    def __init__(self, out: Path, dtype: np.dtype) -> None:
+        self._out = out
+        self._writers = {split: _ShardWriter(out / f".{split}.tmp", dtype) for split in SPLITS}
+        self.tokens = 0
+
+    def add(self, document: Document) -> None:
+        self._writers[document.split].add(document)
+        self.tokens += len(document.tokens)
+
+    def finish(self, state: _State, file: int, document: int) -> _State:
+        """Give the shards their names and record them; only then are they part of the folder."""
+        new = {split: writer.finish(f"{split}-{state.units:05d}.bin") for split, writer in self._writers.items()}
+        sync_folder(self._out)
+        state = replace(
+            state,
+            file=file,
+            document=document,
+            units=state.units + 1,
+            train=state.train + new["train"],
+            valid=state.valid + new["valid"],
+        )
+        state.save(self._out)
+        return state
+
+
+class _ShardWriter:
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
+        self._path = path
+        self._dtype = dtype.newbyteorder("<")
+        self._file = open(path, "wb")  # noqa: SIM115  closed in finish; a build that fails leaves a temporary name
+        self._hash = hashlib.sha256()
+        self._tokens = self._documents = self._bytes_of_text = self._max_id = 0
+
+    def add(self, document: Document) -> None:
+        data = document.tokens.astype(self._dtype, copy=False).tobytes()
+        self._file.write(data)
+        self._hash.update(data)
+        self._tokens += len(document.tokens)
+        self._documents += 1
+        self._bytes_of_text += document.bytes_of_text
+        self._max_id = max(self._max_id, int(document.tokens.max()))
+
+    def finish(self, name: str) -> tuple[Shard, ...]:
+        """The shard, durable and under its name; none where the unit had no document of this split."""
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        if not self._tokens:
+            self._path.unlink()
+            return ()
+        os.replace(self._path, self._path.with_name(name))
+        return (Shard(name, self._tokens, self._documents, self._bytes_of_text, self._max_id, self._hash.hexdigest()),)
+
+
+@contextlib.contextmanager
+def _one_thread_a_call() -> Iterator[None]:
+    """Keep the tokenizer's own thread pool out of it: the workers are the parallelism, and as many as were asked for."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,120 @@
+"""Batches for training and validation, prepared by threads while the GPU computes.
+
+    loader = Loader(dataset, batch_size=512, seq_len=1024, seed=0, rank=rank, world_size=world_size, position=checkpoint.position)
+    batch = loader.next()                # this rank's slice; batch.position is where the next one starts
+
+The batch of a step is the same on any number of processes: rank r takes rows [r * B / W, (r + 1) * B / W) of it. Threads, not
+processes, because reading a batch is copying from a memory map, which releases the GIL on page faults. B: batch, T: sequence.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from redline.data.shards import Job, Position, TokenDataset
+from redline.data.stream import TokenStream
+from redline.errors import ConfigError
+
+IGNORED = -100
+"""Target that counts for nothing; torch's default `ignore_index`."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This rank's part of one update's sequences."""
+
+    inputs_BT: torch.Tensor
+    targets_BT: torch.Tensor
+    position: Position
+    """Where the next batch starts: what a checkpoint after this batch must hold."""
+
+
+class Loader:
+    """Prepares batches ahead; `next` gives them in order. A failed read is raised by the `next` that would have returned it."""
+
+    def __init__(
+        self,
+        source: TokenDataset | TokenStream,
+        *,
+        batch_size: int,
+        seq_len: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        position: Position | None = None,
+        threads: int = 1,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+    ) -> None:
+        if batch_size % world_size:
+            raise ConfigError(f"train.batch_size ({batch_size}) must be a multiple of the number of processes ({world_size})")
+        self.waited_s = 0.0
+        """Time that `next` spent waiting, over the loader's life."""
+        self._batch_size = batch_size
+        share = batch_size // world_size
+        self._rows = slice(rank * share, (rank + 1) * share)
+        self._pin = pin_memory and torch.cuda.is_available()
+        self._order = source.order(seq_len=seq_len, seed=seed, position=position)
+        # A stream has one place from which it reads, so its jobs run one after another.
+        self._pool = ThreadPoolExecutor(
+            1 if isinstance(source, TokenStream) else threads,
+            thread_name_prefix="loader",
+            # A new thread starts on device 0; pinning from there would open a context on it in every process.
+            initializer=partial(torch.cuda.set_device, torch.cuda.current_device()) if self._pin else None,
+        )
+        self._ahead: deque[Future[Batch]] = deque()
+        for _ in range(max(1, prefetch)):
+            self._submit()
+
+    def next(self) -> Batch:
+        started_s = time.perf_counter()
+        try:
+            batch = self._ahead[0].result()
+        finally:
+            self.waited_s += time.perf_counter() - started_s
+        self._ahead.popleft()
+        self._submit()
+        return batch
+
+    def close(self) -> None:
+        """Stop preparing batches; returns when the threads have ended."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _submit(self) -> None:
+        self._ahead.append(self._pool.submit(self._prepare, self._order.claim(self._batch_size, self._rows)))
+
+    def _prepare(self, job: Job) -> Batch:
+        rows, position = job()
+        inputs_BT, targets_BT = _shift(rows)
+        if self._pin:
+            inputs_BT, targets_BT = inputs_BT.pin_memory(), targets_BT.pin_memory()
+        return Batch(inputs_BT, targets_BT, position)
+
+
+def valid_batches(
+    dataset: TokenDataset, *, seq_len: int, sequences: int, micro_batch: int, rank: int = 0, world_size: int = 1
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The first `sequences` windows, or all there are, each on one rank: inputs and targets of at most `micro_batch` rows.
+
+    Every rank gives as many batches of as many rows, because a sharded model must run forward on all ranks at once: where the
+    windows do not divide evenly, a rank ends with a row whose targets are all IGNORED. Call `dataset.need_window` at start.
+    """
+    count = min(sequences, dataset.windows(seq_len))
+    share = -(-count // world_size)
+    for first in range(0, share, micro_batch):
+        # Dealt like cards, so that no rank is more than one window short.
+        indices = np.arange(first, min(first + micro_batch, share)) * world_size + rank
+        inputs_BT, targets_BT = _shift(dataset.read_windows(np.minimum(indices, count - 1), seq_len))
+        targets_BT[torch.from_numpy(indices >= count)] = IGNORED
+        yield inputs_BT, targets_BT
+
+
+def _shift(rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.from_numpy(rows)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -1,0 +1,173 @@
+"""Documents from disk: text, Markdown, JSONL (plain, .gz, .xz), Parquet, or a folder that mixes them.
+
+`find_sources` turns the name of a source into files in a fixed order; `documents` yields the texts of one file, and `scan` the
+same with the bytes of the file read so far, for a progress bar. Memory is bounded by the longest document, not by the file.
+`split_of` decides which split a document belongs to. Left out: cleaning, filtering and deduplication of text.
+"""
+
+import codecs
+import gzip
+import hashlib
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO, Literal, cast
+
+from redline.errors import DataError, need
+
+Split = Literal["train", "valid"]
+SPLITS: tuple[Split, ...] = ("train", "valid")
+
+SHIPPED = {"tinyshakespeare": Path(__file__).parent / "corpora" / "tinyshakespeare.txt"}
+
+# A text file has no rows, so it is cut into documents: memory stays constant, and a file of a megabyte still has enough of them
+# (68 in tinyshakespeare; pieces of 64 KiB would give 17) for a hash to hold some out.
+PIECE_BYTES = 16 * 1024
+LONGEST_PIECE_BYTES = 4 * PIECE_BYTES
+
+
+def find_sources(source: str) -> list[Path]:
+    """The files that a source names: a shipped corpus, one file, or every readable file under a folder, in sorted order."""
+    path = SHIPPED.get(source) or Path(source).expanduser()
+    if path.is_dir():
+        inside = ((p.relative_to(path), p) for p in path.rglob("*") if p.is_file() and p.name.endswith(tuple(_FORMATS)))
+        files = [p for name, p in sorted(inside) if not any(part.startswith(".") for part in name.parts)]
+        if not files:
+            raise DataError(f"{path} holds no file that can be read as a corpus; it needs one of {_known()}")
+        return files
+    if not path.exists():
+        raise DataError(f"no such corpus: {source}; give a file, a folder, or the name of a shipped one ({', '.join(SHIPPED)})")
+    if not path.name.endswith(tuple(_FORMATS)):
+        raise DataError(f"{path} cannot be read as a corpus: the name must end in one of {_known()}")
+    return [path]
+
+
+def documents(path: Path, text_field: str, skip: int = 0) -> Iterator[str]:
+    """The texts of one file in order, without the first `skip`."""
+    return (text for text, _ in scan(path, text_field, skip))
+
+
+def scan(path: Path, text_field: str, skip: int = 0) -> Iterator[tuple[str, int]]:
+    """`documents`, each with the number of bytes of the (perhaps compressed) file that were read to get it."""
+    read = next(read for suffix, read in _FORMATS.items() if path.name.endswith(suffix))
+    try:
+        yield from read(path, text_field, skip)
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise DataError(f"{path} cannot be read: {error}; the file may be truncated or not what its name says") from error
+
+
+def split_of(text: bytes, valid_fraction: float) -> Split:
+    """The split of a document. It hangs on the text alone, so order, files and repeats cannot move a document across."""
+    return "valid" if int.from_bytes(hashlib.sha256(text).digest()[:8]) < valid_fraction * 2**64 else "train"
+
+
+def _known() -> str:
+    return ", ".join(_FORMATS)
+
+
+def _read_text(path: Path, text_field: str, skip: int) -> Iterator[tuple[str, int]]:
+    """Pieces that end at a blank line, or at LONGEST_PIECE_BYTES where no blank line comes; joined they are the file."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    piece: list[str] = []
+    size_bytes = pieces = line_number = 0
+    with open(path, "rb") as file:
+        # The limit serves files without line ends; the decoder keeps a character that it cuts in two.
+        while line := file.readline(LONGEST_PIECE_BYTES):
+            line_number += 1
+            try:
+                piece.append(decoder.decode(line))
+            except UnicodeDecodeError as error:
+                raise _not_utf8(path, line_number, error) from error
+            size_bytes += len(line)
+            if size_bytes >= LONGEST_PIECE_BYTES or (size_bytes >= PIECE_BYTES and not line.strip()):
+                pieces += 1
+                if pieces > skip:
+                    yield "".join(piece), file.tell()
+                piece, size_bytes = [], 0
+        try:
+            piece.append(decoder.decode(b"", final=True))
+        except UnicodeDecodeError as error:
+            raise _not_utf8(path, line_number, error) from error
+        if pieces >= skip and any(piece):
+            yield "".join(piece), file.tell()
+
+
+def _read_jsonl(path: Path, text_field: str, skip: int) -> Iterator[tuple[str, int]]:
+    with open(path, "rb") as file:
+        rows = 0
+        for line_number, line in enumerate(_decompressed(path, file), start=1):
+            if not line.strip():
+                continue
+            rows += 1
+            if rows > skip:
+                yield _text_of_row(line, text_field, f"{path}, line {line_number}"), file.tell()
+
+
+def _decompressed(path: Path, file: BinaryIO) -> BinaryIO:
+    if path.name.endswith(".gz"):
+        return cast(BinaryIO, gzip.GzipFile(fileobj=file))
+    if path.name.endswith(".xz"):
+        return cast(BinaryIO, lzma.LZMAFile(file))
+    return file
+
+
+def _text_of_row(line: bytes, text_field: str, where: str) -> str:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not a JSON row: {error}") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a row must be a JSON object, got {type(row).__name__}")
+    if text_field not in row:
+        raise DataError(f"{where}: no field '{text_field}'; the row has {', '.join(row) or 'none'}: set text_field")
+    return _checked_text(row[text_field], text_field, where)
+
+
+def _checked_text(text: object, text_field: str, where: str) -> str:
+    if not isinstance(text, str):
+        raise DataError(f"{where}: field '{text_field}' must be text, got {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which no tokenizer accepts
+        raise DataError(f"{where}: field '{text_field}' is not Unicode text: {error}") from error
+    return text
+
+
+def _read_parquet(path: Path, text_field: str, skip: int) -> Iterator[tuple[str, int]]:
+    parquet = need("pyarrow.parquet", extra="parquet")
+    arrow_error = need("pyarrow", extra="parquet").ArrowException
+    size_bytes = path.stat().st_size
+    try:
+        with parquet.ParquetFile(path) as file:
+            if text_field not in file.schema_arrow.names:
+                raise DataError(f"{path}: no column '{text_field}'; it has {', '.join(file.schema_arrow.names)}: set text_field")
+            row = 0
+            for group in range(file.metadata.num_row_groups):
+                group_rows = file.metadata.row_group(group).num_rows
+                if row + group_rows <= skip:
+                    row += group_rows
+                    continue
+                for batch in file.iter_batches(batch_size=256, row_groups=[group], columns=[text_field]):
+                    for text in batch.column(0).to_pylist():
+                        row += 1
+                        if row > skip:
+                            offset_bytes = size_bytes * row // file.metadata.num_rows
+                            yield _checked_text(text, text_field, f"{path}, row {row}"), offset_bytes
+    except arrow_error as error:
+        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def _not_utf8(path: Path, line_number: int, error: UnicodeDecodeError) -> DataError:
+    return DataError(f"{path}, line {line_number}: not UTF-8 text ({error.reason}); convert the file to UTF-8")
+
+
+_FORMATS: dict[str, Callable[[Path, str, int], Iterator[tuple[str, int]]]] = {
+    ".txt": _read_text,
+    ".md": _read_text,
+    ".jsonl": _read_jsonl,
+    ".jsonl.gz": _read_jsonl,
+    ".jsonl.xz": _read_jsonl,
+    ".parquet": _read_parquet,
+}

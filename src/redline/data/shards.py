@@ -1,0 +1,248 @@
+"""Token shards: what `redline data build` leaves on disk, and how training reads it.
+
+A data folder holds `manifest.json`, `tokenizer.json` and per split `train-00000.bin`, `valid-00000.bin`, ...: bare little-endian
+token ids, whole documents, the end-of-text token after each. A split is the concatenation of its shards; training reads windows
+of `seq_len` tokens and one more (the last target) from it, so a shard's border is nothing that a model sees.
+
+    dataset = TokenDataset.open(folder, "train")
+    tokens = dataset.read_windows(np.array([0, 7]), seq_len=1024)        # (2, 1025), int64
+
+Left out: writing shards (`build`), and the order in which windows are read in training other than `ShuffledWindows`.
+"""
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, is_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from redline.data.read import Split
+from redline.errors import DataError
+
+FORMAT = 1
+
+Position = dict[str, int]
+"""Where the next batch starts; goes into a checkpoint as JSON."""
+Job = Callable[[], tuple[np.ndarray, Position]]
+"""Prepares a batch, perhaps in another thread: the rows, and the position after them."""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file that the shards were made from, as it was then."""
+
+    path: str
+    bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything that decides the content of a data folder; equal inputs give equal bytes."""
+
+    sources: tuple[SourceFile, ...]
+    tokenizer: str
+    """`bpe`, or the fingerprint of the tokenizer that was given."""
+    vocab_size: int | None
+    """Size of the BPE to train; none when a tokenizer was given."""
+    text_field: str
+    valid_fraction: float
+    shard_tokens: int
+
+    @property
+    def key(self) -> str:
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of tokens."""
+
+    name: str
+    tokens: int
+    documents: int
+    bytes_of_text: int
+    """UTF-8 bytes of the documents, for bits per byte."""
+    max_id: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of `manifest.json`. It is written last: a folder that has one is complete."""
+
+    format: int
+    inputs: Inputs
+    tokenizer: str
+    """Fingerprint of the folder's tokenizer.json."""
+    vocab_size: int
+    dtype: Literal["uint16", "uint32"]
+    train: tuple[Shard, ...]
+    valid: tuple[Shard, ...]
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        path = folder / "manifest.json"
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(f"no data folder can be read from {folder}: {error}; make one with redline data build") from error
+        if not isinstance(value, dict) or value.get("format") != FORMAT:
+            raise DataError(f"{path} is not of format {FORMAT}, which this version reads: remove {folder} and build it again")
+        return parse(cls, value, path)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    def shards(self, split: Split) -> tuple[Shard, ...]:
+        return self.train if split == "train" else self.valid
+
+
+def check_vocab(tokenizer_vocab_size: int, model_vocab_size: int) -> None:
+    if tokenizer_vocab_size > model_vocab_size:
+        raise DataError(
+            f"the tokenizer has {tokenizer_vocab_size} ids and model.vocab_size is {model_vocab_size}: "
+            f"set model.vocab_size to at least {tokenizer_vocab_size}, or use another tokenizer"
+        )
+
+
+def parse(kind: Any, value: Any, path: Path) -> Any:
+    """A dataclass made from JSON, if the value has exactly its fields and their types."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints = get_type_hints(kind)
+        if isinstance(value, dict) and set(value) == set(hints):
+            return kind(**{name: parse(hint, value[name], path) for name, hint in hints.items()})
+        wrong = f"wrong or missing keys {sorted(set(value) ^ set(hints))}" if isinstance(value, dict) else "no object"
+        raise DataError(f"{path} is damaged: {kind.__name__} has {wrong}; remove {path.parent} and build it again")
+    if get_origin(kind) is tuple and isinstance(value, list):
+        return tuple(parse(get_args(kind)[0], each, path) for each in value)
+    if get_origin(kind) is Literal:
+        fits = value in get_args(kind)
+    else:
+        fits = get_origin(kind) is not tuple and isinstance(value, int | float if kind is float else kind)
+    if not fits:
+        raise DataError(f"{path} is damaged: {value!r} stands where {kind} should; remove {path.parent} and build it again")
+    return value
+
+
+class TokenDataset:
+    """One split, as the concatenation of memory-mapped shards (or of arrays in memory)."""
+
+    def __init__(self, name: str, arrays: list[np.ndarray], *, vocab_size: int, bytes_of_text: int) -> None:
+        self.name = name
+        self.vocab_size = vocab_size
+        self.bytes_of_text = bytes_of_text
+        self._arrays = arrays
+        self._starts = np.cumsum([0, *(len(array) for array in arrays)])
+        self.tokens = int(self._starts[-1])
+
+    @classmethod
+    def open(cls, folder: str | Path, split: Split, *, verify: bool = False) -> Self:
+        """Map the shards of a data folder. Sizes and ids are always checked, hashes (a full read) when `verify`."""
+        folder = Path(folder)
+        manifest = Manifest.load(folder)
+        shards = manifest.shards(split)
+        arrays = [_map(folder / shard.name, shard, manifest, verify) for shard in shards]
+        bytes_of_text = sum(shard.bytes_of_text for shard in shards)
+        return cls(f"{split} split of {folder}", arrays, vocab_size=manifest.vocab_size, bytes_of_text=bytes_of_text)
+
+    def check_vocab(self, model_vocab_size: int) -> None:
+        check_vocab(self.vocab_size, model_vocab_size)
+
+    def windows(self, seq_len: int) -> int:
+        """How many non-overlapping windows there are; each needs one token more for its last target."""
+        return max(0, self.tokens - 1) // seq_len
+
+    def need_window(self, seq_len: int) -> None:
+        """Refuse a split too short for a single sequence; to be called at start, not at the first validation."""
+        if not self.windows(seq_len):
+            raise DataError(
+                f"{self.name} has {self.tokens} tokens and one sequence needs {seq_len + 1}: "
+                "give more text, a smaller data.seq_len, or (for validation) a larger data.valid_fraction"
+            )
+
+    def read_windows(self, indices: np.ndarray, seq_len: int) -> np.ndarray:
+        """The windows as (len(indices), seq_len + 1) int64; window i starts at token i * seq_len."""
+        rows = np.empty((len(indices), seq_len + 1), dtype=np.int64)
+        starts = np.asarray(indices, dtype=np.int64) * seq_len
+        first_shards = np.searchsorted(self._starts, starts, side="right") - 1
+        for row, start, shard in zip(rows, starts.tolist(), first_shards.tolist(), strict=True):
+            filled = 0
+            while filled < len(row):
+                offset = start + filled - int(self._starts[shard])
+                part = self._arrays[shard][offset : offset + len(row) - filled]
+                row[filled : filled + len(part)] = part
+                filled += len(part)
+                shard += 1
+        if rows.size and (highest := int(rows.max())) >= self.vocab_size:
+            raise DataError(f"{self.name} holds token {highest}, beyond the vocabulary of {self.vocab_size}: build it again")
+        return rows
+
+    def order(self, *, seq_len: int, seed: int, position: Position | None) -> "ShuffledWindows":
+        return ShuffledWindows(self, seq_len=seq_len, seed=seed, position=position)
+
+
+def _map(path: Path, shard: Shard, manifest: Manifest, verify: bool) -> np.ndarray:
+    dtype = np.dtype(manifest.dtype).newbyteorder("<")
+    expected_bytes = shard.tokens * dtype.itemsize
+    wrong = None
+    try:
+        if (size_bytes := path.stat().st_size) != expected_bytes:
+            wrong = f"has {size_bytes} bytes and should have {expected_bytes}"
+        elif shard.max_id >= manifest.vocab_size:
+            wrong = f"holds token {shard.max_id}, beyond the vocabulary of {manifest.vocab_size}"
+        elif verify:
+            with open(path, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
+                    wrong = "was altered: its sha256 is not the manifest's"
+        if wrong is None:
+            return np.memmap(path, dtype=dtype, mode="r")
+    except OSError as error:
+        raise DataError(f"shard {path} cannot be read ({error}): remove {path.parent} and build it again") from error
+    raise DataError(f"shard {path} {wrong}: remove {path.parent} and build it again")
+
+
+class ShuffledWindows:
+    """The order of training: in each epoch a seeded permutation of all windows, none skipped, none twice.
+
+    The n-th sequence of a run depends on n and the seed alone, so the position is one number and a batch is the same on any
+    number of processes. A batch may span epochs.
+    """
+
+    def __init__(self, dataset: TokenDataset, *, seq_len: int, seed: int, position: Position | None) -> None:
+        dataset.need_window(seq_len)
+        self._dataset = dataset
+        self._seq_len = seq_len
+        self._seed = seed
+        self._windows = dataset.windows(seq_len)
+        self._next = position["sequence"] if position else 0
+        self._epochs: dict[int, np.ndarray] = {}
+        self._lock = threading.Lock()
+
+    def claim(self, count: int, rows: slice) -> Job:
+        """Move past the next `count` sequences; the job reads those of them that `rows` selects."""
+        sequences = np.arange(self._next, self._next + count)[rows]
+        self._next += count
+        return partial(self._read, sequences, {"sequence": self._next})
+
+    def _read(self, sequences: np.ndarray, position_after: Position) -> tuple[np.ndarray, Position]:
+        epochs, places = np.divmod(sequences, self._windows)
+        indices = np.empty_like(sequences)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            indices[here] = self._permutation(int(epoch))[places[here]]
+        return self._dataset.read_windows(indices, self._seq_len), position_after
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        """Sorting raw draws, because numpy promises those for ever, and `Generator.permutation` for one version only."""
+        with self._lock:
+            if epoch not in self._epochs:
+                draws = np.random.PCG64([self._seed, epoch]).random_raw(self._windows)
+                self._epochs = {e: p for e, p in self._epochs.items() if e == epoch - 1}
+                self._epochs[epoch] = np.argsort(draws, kind="stable").astype(np.uint32 if self._windows < 2**32 else np.uint64)
+            return self._epochs[epoch]

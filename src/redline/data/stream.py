@@ -1,0 +1,121 @@
+"""Streaming: tokenise while training, without shards (`data.stream = true`).
+
+The stream gives the windows that the shards would give, unshuffled: the same split, the same tokens, the same cuts, epoch after
+epoch. Its position (epoch, file, document in the file, token in the document) is where the next window starts; resuming skips to
+that document and tokenises on.
+
+    stream = TokenStream(data, tokenizer)               # the training split, for the loader
+    valid = stream.head("valid", tokens=65_537)         # the first validation tokens, held in memory
+
+What it costs: no shuffling beyond the order of the files; every process reads and tokenises the whole stream and keeps its slice
+of each batch; a resumed run reads the current file again up to its position. Build shards when a text is read more than once.
+"""
+
+from collections import deque
+from functools import partial
+
+import numpy as np
+
+from redline.config.recipe import DataConfig
+from redline.data.encode import Corpus, Document, encoded
+from redline.data.read import Split, find_sources
+from redline.data.shards import Job, Position, TokenDataset
+from redline.data.tokenizer import Tokenizer
+from redline.errors import DataError
+
+
+class TokenStream:
+    """A corpus that is tokenised as it is read. Reading starts with `order` or `head`, each from the beginning."""
+
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer) -> None:
+        self.name = f"the stream of {data.source}"
+        self.tokenizer = tokenizer
+        self.corpus = Corpus(tuple(find_sources(data.source)), data.text_field, data.valid_fraction)
+
+    def order(self, *, seq_len: int, seed: int, position: Position | None) -> "StreamedWindows":
+        del seed  # the order is that of the files
+        return StreamedWindows(self, seq_len=seq_len, position=position)
+
+    def head(self, split: Split, *, tokens: int) -> TokenDataset:
+        """The first documents of a split, at least `tokens` tokens where there are as many, as a data set in memory."""
+        arrays: list[np.ndarray] = []
+        bytes_of_text = found = 0
+        for document in encoded(self.corpus, self.tokenizer, splits=(split,)):
+            arrays.append(document.tokens)
+            bytes_of_text += document.bytes_of_text
+            found += len(document.tokens)
+            if found >= tokens:
+                break
+        name = f"the {split} split of {self.name}"
+        return TokenDataset(name, arrays, vocab_size=self.tokenizer.vocab_size, bytes_of_text=bytes_of_text)
+
+
+class StreamedWindows:
+    """Windows of seq_len + 1 tokens with a stride of seq_len over the training split. Jobs must run one at a time, in order."""
+
+    def __init__(self, stream: TokenStream, *, seq_len: int, position: Position | None) -> None:
+        start = position or {"epoch": 0, "file": 0, "document": 0, "token": 0}
+        self._stream = stream
+        self._seq_len = seq_len
+        self._epoch = start["epoch"]
+        self._buffer: deque[Document] = deque()
+        self._held = -start["token"]
+        self._offset = start["token"]
+        self._restart(start["file"], start["document"])
+
+    def claim(self, count: int, rows: slice) -> Job:
+        """A job that reads the next `count` windows and keeps those that `rows` selects."""
+        return partial(self._read, count, rows)
+
+    def _read(self, count: int, rows: slice) -> tuple[np.ndarray, Position]:
+        windows = np.stack([self._window() for _ in range(count)])
+        return windows[rows], self._position()
+
+    def _restart(self, file: int, document: int) -> None:
+        self._start = (file, document)
+        self._documents = encoded(self._stream.corpus, self._stream.tokenizer, splits=("train",), file=file, document=document)
+        self._windows_since_start = 0
+
+    def _window(self) -> np.ndarray:
+        while not self._fill():
+            if not self._windows_since_start and self._start == (0, 0) and not self._offset:
+                raise DataError(
+                    f"{self._stream.name} has {self._held} training tokens and one sequence needs {self._seq_len + 1}: give more text"
+                )
+            self._epoch += 1
+            self._buffer.clear()
+            self._held = self._offset = 0
+            self._restart(0, 0)
+        self._windows_since_start += 1
+        return self._take()
+
+    def _fill(self) -> bool:
+        """Read until a window is held; false at the end of the corpus, whose last tokens make no window (as in the shards)."""
+        while self._held < self._seq_len + 1:
+            document = next(self._documents, None)
+            if document is None:
+                return False
+            self._buffer.append(document)
+            self._held += len(document.tokens)
+        return True
+
+    def _take(self) -> np.ndarray:
+        row = np.empty(self._seq_len + 1, dtype=np.int64)
+        filled = 0
+        for document in self._buffer:
+            skip = self._offset if filled == 0 else 0
+            part = document.tokens[skip : skip + len(row) - filled]
+            row[filled : filled + len(part)] = part
+            filled += len(part)
+            if filled == len(row):
+                break
+        self._held -= self._seq_len
+        self._offset += self._seq_len
+        while self._offset >= len(self._buffer[0].tokens):
+            self._offset -= len(self._buffer.popleft().tokens)
+        return row
+
+    def _position(self) -> Position:
+        """The window after this one starts with the last token of this one, so the buffer is never empty here."""
+        head = self._buffer[0]
+        return {"epoch": self._epoch, "file": head.file, "document": head.number, "token": self._offset}

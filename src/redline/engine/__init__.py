@@ -1,1 +1,0 @@
-"""Generation from a model that is in memory."""

@@ -1,0 +1,283 @@
+"""Measured ceilings: the fastest this machine was seen to multiply, copy and launch. Needs torch; import it only to measure.
+
+    ceilings = load_or_measure(read_facts(), progress=print)    # seconds the first time, then read from the cache
+
+Method: random data (zeros draw less power and run faster than any training), inputs rotated so that they do not stay in the
+L2 cache, warm-up, then the median of seven blocks timed by CUDA events with a synchronise only at block edges. Calls are queued
+one by one as a training step queues them, so the smallest matrices show the launch cost too.
+Left out: sustained clocks over minutes, several GPUs (the current one is measured), NVLink and disk.
+"""
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import torch
+
+from redline.errors import MachineError, StorageError
+from redline.machine.facts import MachineFacts
+from redline.machine.specs import GpuSpec, match_spec
+from redline.machine.store import Ceilings, MatmulPoint, Progress, cached, save
+
+_SHAPES_MNK = (
+    (1024, 1024, 1024),
+    (2048, 2048, 2048),
+    (4096, 4096, 4096),
+    (8192, 8192, 8192),
+    (65536, 3072, 768),  # feed-forward of a 124M model over 64 sequences of 1024 tokens
+    (16384, 8192, 2048),  # feed-forward of a 1.3B model over 16 of them
+)
+_DTYPES = {  # torch's type, and the least compute capability with hardware for it
+    "bf16": (torch.bfloat16, (8, 0)),
+    "fp16": (torch.float16, (7, 0)),
+    "tf32": (torch.float32, (8, 0)),
+    "fp32": (torch.float32, (0, 0)),
+    "fp8": (torch.float8_e4m3fn, (8, 9)),
+}
+_BLOCKS = 7
+_BLOCK_S = 0.02
+_BOOST_MARGIN = 1.15
+"""Datasheets quote peaks at one boost clock and boards go up to 15 % beyond it, GeForce most; timing mistakes go much further."""
+_COPY_BYTES = 2**30
+_TRANSFER_BYTES = 2**28
+_LEAST_FREE_BYTES = 3 * 2**30  # two copy buffers, and something over for the libraries
+_TINY_KERNELS = 1000
+
+Work = Callable[[int], object]
+"""Does the measured thing once; takes the number of the call, to rotate its inputs."""
+
+
+def load_or_measure(facts: MachineFacts, refresh: bool = False, progress: Progress | None = None) -> Ceilings:
+    """The ceilings kept for this kind of machine, measured and kept when there are none or a fresh measurement is asked for."""
+    tell = progress or _silent
+    unusable: list[str] = []
+
+    def hear(line: str) -> None:
+        unusable.append(line)
+        tell(line)
+
+    if not refresh and (kept := cached(facts, hear)) is not None:
+        return kept
+    ceilings = measure(progress)
+    ceilings = dataclasses.replace(ceilings, notes=(*unusable, *ceilings.notes))
+    try:
+        save(facts, ceilings)
+    except StorageError as error:
+        # A home that cannot be written costs one measurement for each process, not the run.
+        tell(f"the ceilings are not kept and will be measured again next time: {error}")
+    return ceilings
+
+
+def measure(progress: Progress | None = None) -> Ceilings:
+    """Measure the current GPU, where there is one, and the CPU. Torch's random state and precision stay as they were."""
+    tell = progress or _silent
+    tell("measuring the CPU")
+    ceilings = Ceilings(
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        device="cpu",
+        matmul=(),
+        copy_bytes_per_s=None,
+        host_to_device_bytes_per_s=None,
+        device_to_host_bytes_per_s=None,
+        launch_latency_s=None,
+        graph_launch_latency_s=None,
+        cpu_threads=torch.get_num_threads(),
+        cpu_matmul_gflops=_cpu_matmul_gflops(),
+        cpu_copy_bytes_per_s=_cpu_copy_bytes_per_s(),
+        notes=(),
+    )
+    return _measure_gpu(ceilings, tell) if torch.cuda.is_available() else ceilings
+
+
+def _measure_gpu(ceilings: Ceilings, tell: Progress) -> Ceilings:
+    """The ceilings with the current GPU's values filled in."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(device)
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    if free_bytes < _LEAST_FREE_BYTES:
+        raise MachineError(
+            f"measuring {properties.name} needs {_LEAST_FREE_BYTES / 2**30:.0f} GiB of free GPU memory, "
+            f"{free_bytes / 2**30:.1f} are free: end what else runs on it"
+        )
+    random = torch.Generator(device).manual_seed(0)
+    points, notes = _matmul_points(properties, random, tell)
+    tell(f"measuring copies and launches on {properties.name}")
+    copy_bytes_per_s = _copy_bytes_per_s(random)
+    host_to_device_bytes_per_s, device_to_host_bytes_per_s = _transfer_bytes_per_s(random)
+    launch_latency_s, graph_launch_latency_s = _launch_latencies_s(random)
+    torch.cuda.empty_cache()
+    measured = dataclasses.replace(
+        ceilings,
+        device=properties.name,
+        matmul=points,
+        copy_bytes_per_s=copy_bytes_per_s,
+        host_to_device_bytes_per_s=host_to_device_bytes_per_s,
+        device_to_host_bytes_per_s=device_to_host_bytes_per_s,
+        launch_latency_s=launch_latency_s,
+        graph_launch_latency_s=graph_launch_latency_s,
+        notes=notes,
+    )
+    spec = match_spec(properties.name, properties.total_memory)
+    return measured if spec is None else reject_impossible(measured, spec)
+
+
+def _matmul_points(properties: Any, random: torch.Generator, tell: Progress) -> tuple[tuple[MatmulPoint, ...], tuple[str, ...]]:
+    """Every shape in every type that the GPU has hardware for, and a note for each that did not fit into its memory."""
+    points, notes = [], []
+    for dtype, (_, least_capability) in _DTYPES.items():
+        if (properties.major, properties.minor) < least_capability:
+            continue
+        tell(f"measuring matmul in {dtype} on {properties.name}")
+        for m, n, k in _SHAPES_MNK:
+            try:
+                with _fp32_precision("tf32" if dtype == "tf32" else "ieee"):
+                    points.append(_matmul_point(dtype, m, n, k, random, properties.L2_cache_size))
+            except torch.OutOfMemoryError:
+                notes.append(f"matmul {dtype} {m}x{n}x{k} was skipped: not enough free GPU memory")
+            torch.cuda.empty_cache()
+    return tuple(points), tuple(notes)
+
+
+def reject_impossible(ceilings: Ceilings, spec: GpuSpec) -> Ceilings:
+    """The ceilings without the values that the board cannot reach, each named in the notes: the measurement went wrong."""
+    possible, notes = [], list(ceilings.notes)
+    for point in ceilings.matmul:
+        peak_tflops = spec.peak_tflops(point.dtype)
+        if peak_tflops is None or point.tflops > _BOOST_MARGIN * peak_tflops:
+            shape = f"{point.m}x{point.n}x{point.k}"
+            notes.append(
+                f"matmul {point.dtype} {shape} was rejected: {point.tflops:.0f} TFLOP/s, the datasheet says {peak_tflops}"
+            )
+        else:
+            possible.append(point)
+    copy_bytes_per_s = ceilings.copy_bytes_per_s
+    if copy_bytes_per_s is not None and copy_bytes_per_s > spec.memory_bandwidth_bytes_per_s:
+        bandwidth = spec.memory_bandwidth_bytes_per_s
+        notes.append(f"copy was rejected: {copy_bytes_per_s / 1e9:.0f} GB/s, the datasheet says {bandwidth / 1e9:.0f}")
+        copy_bytes_per_s = None
+    return dataclasses.replace(ceilings, matmul=tuple(possible), copy_bytes_per_s=copy_bytes_per_s, notes=tuple(notes))
+
+
+def _matmul_point(dtype: str, m: int, n: int, k: int, random: torch.Generator, l2_bytes: int) -> MatmulPoint:
+    torch_dtype = _DTYPES[dtype][0]
+    set_bytes = (m * k + k * n) * torch_dtype.itemsize
+    num_sets = max(1, math.ceil(2 * l2_bytes / set_bytes))
+    lefts = [_randn(random, m, k).to(torch_dtype) for _ in range(num_sets)]
+    rights = [_randn(random, n, k).to(torch_dtype).t() for _ in range(num_sets)]  # column-major: fp8 takes no other
+    if dtype == "fp8":
+        scale = torch.ones((), device=random.device)
+
+        # Fast accumulation is what fp8 training uses in the forward pass, and the only way to the full rate on Hopper.
+        def work(call: int) -> object:
+            left, right = lefts[call % num_sets], rights[call % num_sets]
+            return torch._scaled_mm(left, right, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+    else:
+
+        def work(call: int) -> object:
+            return torch.mm(lefts[call % num_sets], rights[call % num_sets])
+
+    seconds, spread = _median_s(work, _time_cuda_s)
+    return MatmulPoint(dtype=dtype, m=m, n=n, k=k, tflops=2 * m * n * k / seconds / 1e12, spread=spread)
+
+
+def _copy_bytes_per_s(random: torch.Generator) -> float:
+    source = _randn(random, _COPY_BYTES // 4)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _median_s(lambda _: target.copy_(source), _time_cuda_s)[0]
+
+
+def _transfer_bytes_per_s(random: torch.Generator) -> tuple[float, float]:
+    """Host to device and device to host."""
+    on_device = _randn(random, _TRANSFER_BYTES // 4)
+    pinned = torch.empty(on_device.shape, pin_memory=True)
+    to_host_s, _ = _median_s(lambda _: pinned.copy_(on_device, non_blocking=True), _time_cuda_s)
+    to_device_s, _ = _median_s(lambda _: on_device.copy_(pinned, non_blocking=True), _time_cuda_s)
+    return on_device.nbytes / to_device_s, on_device.nbytes / to_host_s
+
+
+def _launch_latencies_s(random: torch.Generator) -> tuple[float, float]:
+    """Seconds per tiny kernel: queued by torch one by one, and replayed in one CUDA graph."""
+    tiny = _randn(random, 1)
+
+    def burst(_: int) -> None:
+        for _ in range(_TINY_KERNELS):
+            tiny.mul_(-1.0)
+
+    queued_s, _ = _median_s(burst, _time_cuda_s)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        burst(0)
+    replayed_s, _ = _median_s(lambda _: graph.replay(), _time_cuda_s)
+    return queued_s / _TINY_KERNELS, replayed_s / _TINY_KERNELS
+
+
+def _cpu_matmul_gflops() -> float:
+    """The better of a small and a large product; the large one only where it takes less than a quarter of a second."""
+    random = torch.Generator().manual_seed(0)
+    best_gflops = 0.0
+    for size in (1024, 4096):
+        flops = 2 * size**3
+        if best_gflops and flops / (best_gflops * 1e9) > 0.25:
+            break
+        left, right = _randn(random, size, size), _randn(random, size, size)
+        seconds, _ = _median_s(lambda _, a=left, b=right: a @ b, _time_cpu_s)  # type: ignore[misc]
+        best_gflops = max(best_gflops, flops / seconds / 1e9)
+    return best_gflops
+
+
+def _cpu_copy_bytes_per_s() -> float:
+    random = torch.Generator().manual_seed(0)
+    source = _randn(random, 2**20).repeat(_TRANSFER_BYTES // 2**22)  # repeated: drawing so many numbers would take seconds
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _median_s(lambda _: target.copy_(source), _time_cpu_s)[0]
+
+
+def _median_s(work: Work, time_s: Callable[[Work, int], float]) -> tuple[float, float]:
+    """Seconds per call, the median over the blocks, and the distance between the quartiles as a share of it."""
+    time_s(work, 1)  # loads kernels and lets the library choose among them
+    calls = max(1, round(_BLOCK_S / time_s(work, 1)))
+    time_s(work, calls)  # brings the clocks to where they stay
+    low, median, high = np.percentile([time_s(work, calls) / calls for _ in range(_BLOCKS)], (25, 50, 75))
+    return float(median), float((high - low) / median)
+
+
+def _time_cuda_s(work: Work, calls: int) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for call in range(calls):
+        work(call)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def _time_cpu_s(work: Work, calls: int) -> float:
+    started_s = time.perf_counter()
+    for call in range(calls):
+        work(call)
+    return time.perf_counter() - started_s
+
+
+@contextlib.contextmanager
+def _fp32_precision(precision: str) -> Iterator[None]:
+    """How fp32 matrices are multiplied on the GPU. Only this interface: torch raises when it is mixed with `allow_tf32`."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = precision
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def _randn(random: torch.Generator, *shape: int) -> torch.Tensor:
+    """Normal values of a generator of our own, so that a measurement does not move the seed of a run."""
+    return torch.randn(shape, device=random.device, generator=random)
+
+
+def _silent(_: str) -> None:
+    """Progress that nobody listens to."""

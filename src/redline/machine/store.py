@@ -1,0 +1,90 @@
+"""Measured ceilings as data, and their cache: one JSON file for each kind of machine. No torch; ceilings.py does the measuring.
+
+    ceilings = cached(read_facts())    # None when this machine has not been measured yet
+
+The file is read strictly: one that is broken or was written in another layout counts as absent, and the reason is said.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from redline.config.load import build
+from redline.errors import ConfigError
+from redline.machine.facts import MachineFacts, machine_key
+from redline.record.files import cache_folder, storage_errors, write_atomic
+
+Progress = Callable[[str], None]
+"""Receives one line at a time about what is being done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatmulPoint:
+    """One matrix product on the GPU: (m, k) times (k, n)."""
+
+    dtype: str
+    m: int
+    n: int
+    k: int
+    tflops: float
+    """Median over the blocks."""
+    spread: float
+    """Distance between the quartiles, as a share of the median."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """What this machine was seen to do at best. The GPU's values are None on a machine without one."""
+
+    measured_at: str
+    """ISO time, UTC."""
+    device: str
+    """The GPU measured, or `cpu`."""
+    matmul: tuple[MatmulPoint, ...]
+    copy_bytes_per_s: float | None
+    """Within GPU memory, bytes read and bytes written both counted."""
+    host_to_device_bytes_per_s: float | None
+    """From pinned memory."""
+    device_to_host_bytes_per_s: float | None
+    launch_latency_s: float | None
+    """Time per tiny kernel when torch queues many."""
+    graph_launch_latency_s: float | None
+    """The same, replayed in a CUDA graph."""
+    cpu_threads: int
+    cpu_matmul_gflops: float
+    """fp32 with all of torch's threads."""
+    cpu_copy_bytes_per_s: float
+    """Within host memory, read and written both counted."""
+    notes: tuple[str, ...]
+    """What was skipped or rejected, and why."""
+
+    def matmul_tflops(self, dtype: str) -> float | None:
+        """The best measured for bf16, fp16, tf32, fp32 or fp8 on the GPU; None when the GPU has no such arithmetic."""
+        return max((point.tflops for point in self.matmul if point.dtype == dtype), default=None)
+
+
+def cached(facts: MachineFacts, progress: Progress | None = None) -> Ceilings | None:
+    """The ceilings kept for this kind of machine; None when there are none, or none that can be used."""
+    path = cache_path(facts)
+    if not path.exists():
+        return None
+    try:
+        return build(Ceilings, json.loads(path.read_text(encoding="utf-8")), where="ceilings")
+    except (OSError, ValueError, ConfigError) as error:  # ValueError covers broken JSON and broken UTF-8
+        if progress is not None:
+            progress(f"the ceilings kept in {path} cannot be used and will be measured again: {error}")
+        return None
+
+
+def save(facts: MachineFacts, ceilings: Ceilings) -> None:
+    """Keep the ceilings for this kind of machine."""
+    path = cache_path(facts)
+    with storage_errors("the measured ceilings", path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps(dataclasses.asdict(ceilings), indent=1) + "\n")
+
+
+def cache_path(facts: MachineFacts) -> Path:
+    return cache_folder() / "machine" / f"{machine_key(facts)}.json"

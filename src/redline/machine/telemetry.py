@@ -1,0 +1,55 @@
+"""Cheap readings while a run trains: the GPU's own counters through NVML, and the memory of this process. No torch, no CUDA sync.
+
+    telemetry = GpuTelemetry(0)
+    telemetry.read()    # {'gpu_util': 0.97, 'memory_used_bytes': ..., 'power_w': ..., 'sm_clock_mhz': ..., 'temperature_c': ...}
+
+A reading never raises: a run must not die of its instruments. What the board does not answer is left out of the reading.
+"""
+
+import os
+from pathlib import Path
+
+import psutil
+import pynvml
+
+from redline.errors import MachineError
+from redline.machine.nvml import ask, visible_handles
+
+
+class GpuTelemetry:
+    """The counters of one visible GPU. Without NVML every reading is empty."""
+
+    def __init__(self, index: int) -> None:
+        self._handle = None
+        try:
+            pynvml.nvmlInit()  # held until the process ends: opening it anew for each reading would take milliseconds
+            handles = visible_handles()
+        except pynvml.NVMLError:
+            return
+        if not 0 <= index < len(handles):
+            raise MachineError(f"no GPU {index}: this process sees {len(handles)}; look at CUDA_VISIBLE_DEVICES")
+        self._handle = handles[index]
+
+    def read(self) -> dict[str, float]:
+        """One reading; `gpu_util` is the share of the driver's last sampling period (up to a second) with a kernel running."""
+        if self._handle is None:
+            return {}
+        util = ask(pynvml.nvmlDeviceGetUtilizationRates, self._handle)
+        memory = ask(pynvml.nvmlDeviceGetMemoryInfo, self._handle)
+        power_mw = ask(pynvml.nvmlDeviceGetPowerUsage, self._handle)
+        readings = {
+            "gpu_util": None if util is None else util.gpu / 100,
+            "memory_used_bytes": None if memory is None else memory.used,
+            "power_w": None if power_mw is None else power_mw / 1000,
+            "sm_clock_mhz": ask(pynvml.nvmlDeviceGetClockInfo, self._handle, pynvml.NVML_CLOCK_SM),
+            "temperature_c": ask(pynvml.nvmlDeviceGetTemperature, self._handle, pynvml.NVML_TEMPERATURE_GPU),
+        }
+        return {name: value for name, value in readings.items() if value is not None}
+
+
+def process_rss_bytes() -> int:
+    """Memory of this process that is in RAM."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return psutil.Process().memory_info().rss

@@ -1,0 +1,381 @@
+"""Hugging Face folders in and out: GPT-2, Llama (SmolLM2), Qwen2 and Qwen3.
+
+    loaded = read_folder(Path("SmolLM2-135M"))          # config.json, *.safetensors, tokenizer.json
+    load_weights(model, loaded.weights)
+    write_folder(Path("export"), config, weights, tokenizer_json, torch.bfloat16)     # `transformers` loads it
+
+Weights are read in the dtype they are stored in (half the memory of fp32 for bf16, and copying them into a model is exact).
+What we would compute otherwise than transformers does is refused with its name and value, never passed over. Left out: pickled
+weights, rope scaling, dropout (which changes training and not the model), mixtures of experts, quantised checkpoints.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from redline.config.recipe import ModelConfig
+from redline.errors import CheckpointError, ConfigError, StorageError
+from redline.model.weights import Loaded, Table, checked, join, split
+from redline.record.files import storage_errors, sync_folder
+
+SHARD_BYTES = 5_000_000_000
+"""Largest weight file; a bigger model is written in several, with an index."""
+
+_GPT2: Table = {
+    "embed": ("transformer.wte",),
+    "positions": ("transformer.wpe",),
+    "blocks.{i}.attn_norm": ("transformer.h.{i}.ln_1",),
+    "blocks.{i}.attn.qkv": ("transformer.h.{i}.attn.c_attn",),
+    "blocks.{i}.attn.out": ("transformer.h.{i}.attn.c_proj",),
+    "blocks.{i}.ffn_norm": ("transformer.h.{i}.ln_2",),
+    "blocks.{i}.ffn.up": ("transformer.h.{i}.mlp.c_fc",),
+    "blocks.{i}.ffn.down": ("transformer.h.{i}.mlp.c_proj",),
+    "norm": ("transformer.ln_f",),
+    "head": ("lm_head",),
+}
+_LLAMA: Table = {
+    "embed": ("model.embed_tokens",),
+    "blocks.{i}.attn_norm": ("model.layers.{i}.input_layernorm",),
+    "blocks.{i}.attn.qkv": tuple(f"model.layers.{{i}}.self_attn.{part}_proj" for part in "qkv"),
+    "blocks.{i}.attn.q_norm": ("model.layers.{i}.self_attn.q_norm",),
+    "blocks.{i}.attn.k_norm": ("model.layers.{i}.self_attn.k_norm",),
+    "blocks.{i}.attn.out": ("model.layers.{i}.self_attn.o_proj",),
+    "blocks.{i}.ffn_norm": ("model.layers.{i}.post_attention_layernorm",),
+    "blocks.{i}.ffn.up": ("model.layers.{i}.mlp.gate_proj", "model.layers.{i}.mlp.up_proj"),
+    "blocks.{i}.ffn.down": ("model.layers.{i}.mlp.down_proj",),
+    "norm": ("model.norm",),
+    "head": ("lm_head",),
+}
+_CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2 stores these (in, out)
+_BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")  # constants that old checkpoints carry along
+_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
+
+
+def read_folder(folder: Path) -> Loaded:
+    """Everything that a Hugging Face folder says about a model."""
+    config = read_config(folder)
+    tokenizer, template = folder / "tokenizer.json", folder / "chat_template.jinja"
+    in_config = (
+        _json(folder / "tokenizer_config.json").get("chat_template") if (folder / "tokenizer_config.json").is_file() else None
+    )
+    generation = folder / "generation_config.json"
+    eos = _json(generation if generation.is_file() else folder / "config.json").get("eos_token_id")
+    return Loaded(
+        config=config,
+        weights=read_weights(folder, config),
+        tokenizer_json=_text(tokenizer) if tokenizer.is_file() else None,
+        chat_template=_text(template) if template.is_file() else in_config if isinstance(in_config, str) else None,
+        eos_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+    )
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The model that `config.json` describes; one that we would compute otherwise than transformers does is refused."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder} must be a Hugging Face folder, and it has no config.json; give another folder")
+    raw = _json(path)
+    readers = {
+        "GPT2LMHeadModel": _read_gpt2,
+        "LlamaForCausalLM": _read_llama,
+        "Qwen2ForCausalLM": _read_llama,
+        "Qwen3ForCausalLM": _read_llama,
+    }
+    name = next(iter(raw.get("architectures") or []), None)
+    if name not in readers:
+        raise CheckpointError(f"{path}: architectures must name one of {', '.join(readers)}, got {name}")
+    _accept(path, raw, "quantization_config", None)
+    try:
+        return checked(readers[name](path, name, raw), where=str(path))
+    except KeyError as error:
+        raise CheckpointError(f"{path}: {error} must be given for {name}, and it is not; the folder is not complete") from error
+
+
+def _read_gpt2(path: Path, name: str, raw: dict[str, Any]) -> ModelConfig:
+    _accept(path, raw, "activation_function", *_TANH_GELU)
+    _accept(path, raw, "scale_attn_weights", None, True)
+    for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        _accept(path, raw, key, None, False)
+    return ModelConfig(
+        vocab_size=raw["vocab_size"],
+        num_layers=raw["n_layer"],
+        hidden_size=raw["n_embd"],
+        num_heads=raw["n_head"],
+        ffn_size=raw.get("n_inner") or 4 * raw["n_embd"],
+        context_length=raw["n_positions"],
+        norm="layernorm",
+        norm_eps=raw["layer_norm_epsilon"],
+        positions="learned",
+        activation="gelu",
+        bias=True,
+        tie_embeddings=raw.get("tie_word_embeddings", True),
+        init_std=raw.get("initializer_range", 0.02),
+    )
+
+
+def _read_llama(path: Path, name: str, raw: dict[str, Any]) -> ModelConfig:
+    _accept(path, raw, "hidden_act", "silu")
+    ropes = [raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}, raw]
+    for rope in ropes:
+        _accept(path, rope, "rope_type" if "rope_type" in rope else "type", None, "default")
+        _accept(path, rope, "partial_rotary_factor", None, 1.0)
+    windows = raw.get("use_sliding_window") and raw.get("sliding_window", 4096) is not None
+    windowed = bool(windows) and raw.get("max_window_layers", 28) < raw["num_hidden_layers"]
+    kinds = raw.get("layer_types") or (["sliding_attention"] if windowed else [])
+    if any(kind != "full_attention" for kind in kinds):
+        raise CheckpointError(f"{path}: every layer must attend to the whole context, and some have a sliding window")
+    if name == "LlamaForCausalLM":
+        # Only the agreement of its two switches is a model of ours: all biases, or none.
+        _accept(path, raw, "mlp_bias", *((True,) if raw.get("attention_bias") else (None, False)))
+    else:
+        _accept(path, raw, "attention_bias", None, False)
+    heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
+    # The defaults are those of transformers; where its families differ, the value must be given.
+    kv_heads = raw.get("num_key_value_heads") if name == "LlamaForCausalLM" else raw["num_key_value_heads"]
+    head_dim = raw["head_dim"] if name == "Qwen3ForCausalLM" else raw.get("head_dim")
+    return ModelConfig(
+        vocab_size=raw["vocab_size"],
+        num_layers=raw["num_hidden_layers"],
+        hidden_size=hidden,
+        num_heads=heads,
+        ffn_size=raw["intermediate_size"],
+        context_length=raw["max_position_embeddings"],
+        num_kv_heads=None if kv_heads == heads else kv_heads,
+        head_dim=None if head_dim is None or head_dim * heads == hidden else head_dim,
+        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rope_theta=float(next((rope["rope_theta"] for rope in ropes if "rope_theta" in rope), 10_000.0)),
+        bias=bool(raw.get("attention_bias")),
+        qkv_bias=name == "Qwen2ForCausalLM",
+        qk_norm=name == "Qwen3ForCausalLM",
+        tie_embeddings=raw.get("tie_word_embeddings", False),
+        init_std=raw.get("initializer_range", 0.02),
+    )
+
+
+def read_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
+    """Our parameters, in the dtype they are stored in, mapped from the files where a matrix is one of theirs."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    files = sorted({folder / name for name in _json(index)["weight_map"].values()}) if index.is_file() else [single]
+    if absent := [file.name for file in files if not file.is_file()]:
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
+        way_out = "its weights are pickled, which can run code: convert them to safetensors" if pickled else "fetch them again"
+        raise CheckpointError(
+            f"{folder} must hold its weights as safetensors, and {', '.join(absent[:3])} is not there; {way_out}"
+        )
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            tensors |= safetensors.torch.load_file(file)
+        except SafetensorError as error:
+            raise CheckpointError(f"{file} is truncated or altered ({error}); fetch it again") from error
+    return from_huggingface(config, tensors, where=str(folder))
+
+
+def from_huggingface(config: ModelConfig, tensors: Mapping[str, Tensor], *, where: str) -> dict[str, Tensor]:
+    """Our weights, from tensors by the names that transformers gives them."""
+    family = architecture(config)
+    # GPT-2's own checkpoints were saved from the model without its head, so their names lack the first part.
+    bare = family == "GPT2LMHeadModel" and "wte.weight" in tensors
+    theirs = {}
+    for name, tensor in tensors.items():
+        if name.endswith(_BUFFERS):
+            continue
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise CheckpointError(
+                f"{where}: {name} must be fp32, bf16 or fp16, got {tensor.dtype}; quantised weights are not read"
+            )
+        full = f"transformer.{name}" if bare and name != "lm_head.weight" else name
+        theirs[full] = tensor.t() if family == "GPT2LMHeadModel" and full.endswith(_CONV1D) else tensor
+    embedding, head = theirs.get(_table(config)["embed"][0] + ".weight"), theirs.get("lm_head.weight")
+    if config.tie_embeddings and embedding is not None and head is not None:
+        if not torch.equal(embedding, head):
+            raise CheckpointError(
+                f"{where}: tie_word_embeddings is true, yet lm_head.weight is not the embedding; correct config.json"
+            )
+        del theirs["lm_head.weight"]
+    return join(config, _table(config), theirs, where=where)
+
+
+def to_huggingface(config: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by the names that transformers gives them, as views of ours."""
+    conv1d = architecture(config) == "GPT2LMHeadModel"
+    tensors = split(config, _table(config), weights)
+    return {name: tensor.t() if conv1d and name.endswith(_CONV1D) else tensor for name, tensor in tensors.items()}
+
+
+def architecture(config: ModelConfig) -> str:
+    """The class of transformers that computes this model; a switch that none of them has is refused by name."""
+    if config.positions == "learned":
+        name = "GPT2LMHeadModel"
+        needed = {"norm": "layernorm", "activation": "gelu", "bias": True, "qk_norm": False, "kv_heads": config.num_heads}
+        needed["head_size"] = config.hidden_size / config.num_heads
+    else:
+        name = "LlamaForCausalLM"
+        needed = {"norm": "rmsnorm", "activation": "swiglu"}
+        if config.qk_norm:
+            name = "Qwen3ForCausalLM"
+            needed |= {"bias": False, "qkv_bias": False}
+        elif config.qkv_bias and not config.bias:
+            name = "Qwen2ForCausalLM"
+    for field, want in needed.items():
+        if (got := getattr(config, field)) != want:
+            raise ConfigError(f"model.{field} = {got} has no equivalent in transformers: its {name} needs {want}")
+    if name == "LlamaForCausalLM" and config.hidden_size % config.num_heads:
+        raise ConfigError(
+            f"model.hidden_size = {config.hidden_size} has no equivalent in transformers: its {name} needs a multiple of "
+            f"model.num_heads ({config.num_heads})"
+        )
+    return name
+
+
+def write_folder(
+    folder: Path,
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    tokenizer_json: str | None,
+    dtype: torch.dtype,
+    *,
+    chat_template: str | None = None,
+    eos_ids: Sequence[int] = (),
+) -> None:
+    """Write a folder that transformers loads; it appears complete or not at all, and never replaces another."""
+    tensors = to_huggingface(config, weights)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise StorageError(f"a model is written to a new folder, and {folder} is there already; remove it or choose another")
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    with storage_errors("the model", folder):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for name, text in _texts(config, dtype, tokenizer_json, chat_template, eos_ids).items():
+            (temporary / name).write_text(text, encoding="utf-8")
+        _write_weights(temporary, tensors, dtype)
+        for path in (*temporary.iterdir(), temporary):
+            sync_folder(path)
+        os.replace(temporary, folder)
+        sync_folder(folder.parent)
+
+
+def _texts(
+    config: ModelConfig, dtype: torch.dtype, tokenizer_json: str | None, chat_template: str | None, eos_ids: Sequence[int]
+) -> dict[str, str]:
+    """Every file of the folder that is not weights."""
+    eos = None if not eos_ids else eos_ids[0] if len(eos_ids) == 1 else list(eos_ids)
+    # Given even when null: the defaults of transformers are the ids of Llama's and GPT-2's own tokenizers.
+    ids = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None}
+    files: dict[str, object] = {
+        "config.json": _config_json(config) | ids | {"dtype": str(dtype).removeprefix("torch.")},
+        "generation_config.json": ids,
+    }
+    texts = {name: json.dumps(value, indent=2) + "\n" for name, value in files.items()}
+    if tokenizer_json is not None:
+        tokens = {token["id"]: token["content"] for token in json.loads(tokenizer_json)["added_tokens"]}
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.context_length}
+        about |= {"eos_token": tokens[eos_ids[0]]} if eos_ids and eos_ids[0] in tokens else {}
+        # Without it, transformers 4 turns " ." into "." when it decodes.
+        about |= {"clean_up_tokenization_spaces": False}
+        texts |= {"tokenizer.json": tokenizer_json, "tokenizer_config.json": json.dumps(about, indent=2) + "\n"}
+    if chat_template is not None:
+        texts["chat_template.jinja"] = chat_template
+    return texts
+
+
+def _config_json(config: ModelConfig) -> dict[str, Any]:
+    name = architecture(config)
+    shared: dict[str, Any] = {
+        "architectures": [name],
+        "model_type": name.removesuffix("LMHeadModel").removesuffix("ForCausalLM").lower(),
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
+        "initializer_range": config.init_std,
+    }
+    if name == "GPT2LMHeadModel":
+        return shared | {
+            "n_layer": config.num_layers,
+            "n_embd": config.hidden_size,
+            "n_head": config.num_heads,
+            "n_inner": config.ffn_size,
+            "n_positions": config.context_length,
+            "layer_norm_epsilon": config.norm_eps,
+            "activation_function": "gelu_new",
+            # We train without dropout; transformers would add its own when the model is trained further.
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        }
+    biases = {"attention_bias": config.bias, "mlp_bias": config.bias} if name == "LlamaForCausalLM" else {}
+    return shared | {
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "intermediate_size": config.ffn_size,
+        "max_position_embeddings": config.context_length,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": "silu",
+        # Both spellings: transformers 5 reads the first, transformers 4 the second.
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_theta": config.rope_theta,
+        **biases,
+    }
+
+
+def _write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    shards: list[list[str]] = [[]]
+    sizes_bytes = {name: tensor.numel() * dtype.itemsize for name, tensor in tensors.items()}
+    for name, size_bytes in sizes_bytes.items():
+        if shards[-1] and sum(sizes_bytes[other] for other in shards[-1]) + size_bytes > SHARD_BYTES:
+            shards.append([])
+        shards[-1].append(name)
+    files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        files = ["model.safetensors"]
+    else:
+        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": sum(sizes_bytes.values())}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    for file, names in zip(files, shards, strict=True):
+        # One shard at a time, so that no second copy of the whole model is held.
+        shard = {name: tensors[name].detach().to("cpu", dtype).contiguous() for name in names}
+        try:
+            safetensors.torch.save_file(shard, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise StorageError(
+                f"{file} could not be written to {folder.parent} ({error}); free some space and try again"
+            ) from error
+        shutil.copymode(folder / "config.json", folder / file)  # safetensors leaves it readable by its owner alone
+
+
+def _table(config: ModelConfig) -> Table:
+    return _GPT2 if architecture(config) == "GPT2LMHeadModel" else _LLAMA
+
+
+def _accept(path: Path, raw: dict[str, Any], key: str, *values: object) -> None:
+    if (got := raw.get(key)) not in values:
+        wanted = " or ".join("absent" if value is None else str(value) for value in values)
+        raise CheckpointError(
+            f"{path}: {key} must be {wanted} for a model that we compute exactly, got {got}; it cannot be loaded"
+        )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} must be UTF-8 text ({error}); fetch it again") from error
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(_text(path))
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path} must be JSON ({error}); fetch it again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}; fetch it again")
+    return value

@@ -1,0 +1,133 @@
+"""Weights under other names: how our fused matrices are made of, and split into, the tensors of a foreign file.
+
+    weights = join(config, TABLE, tensors, where="model.safetensors")   # their tensors -> ours, every name and shape checked
+    tensors = split(config, TABLE, weights)                             # ours -> their tensors
+    load_weights(model, weights)                                        # strict, in place
+
+A table maps a module of ours to the modules of theirs whose rows, one after the other, make up our matrix; `{i}` stands for the
+layer. `huggingface` and `gguf` each bring their tables and both return `Loaded`. What makes a layout special (GPT-2's transposed
+matrices, the permuted heads of Llama GGUF files) is undone there, before `join`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from redline.config.recipe import ModelConfig
+from redline.errors import CheckpointError
+from redline.model.transformer import Transformer, write_part
+
+Table = Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A model read from a foreign folder or file, with what is needed to speak to it."""
+
+    config: ModelConfig
+    weights: dict[str, Tensor]
+    """By the names of our parameters; no `head.weight` when the embeddings are tied."""
+    tokenizer_json: str | None
+    """The text of a `tokenizer.json`."""
+    chat_template: str | None
+    """Jinja, as transformers renders it."""
+    eos_ids: tuple[int, ...]
+    """Tokens that end a generation."""
+
+
+def checked(config: ModelConfig, *, where: str) -> ModelConfig:
+    """Return the configuration, or refuse sizes that no model has: a foreign file may say anything."""
+    sizes = ("vocab_size", "num_layers", "hidden_size", "num_heads", "ffn_size", "context_length", "kv_heads", "head_size")
+    for name in sizes:
+        if not isinstance(size := getattr(config, name), int) or size < 1:
+            raise CheckpointError(f"{where}: {name} must be a whole number greater than 0, got {size}")
+    if config.num_heads % config.kv_heads:
+        raise CheckpointError(f"{where}: {config.num_heads} heads must be a multiple of {config.kv_heads} key/value heads")
+    if config.head_dim is None and config.hidden_size % config.num_heads:
+        raise CheckpointError(f"{where}: hidden_size {config.hidden_size} must be a multiple of {config.num_heads} heads")
+    return config
+
+
+def shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    """Name and shape of every parameter of the model."""
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in Transformer(config).named_parameters()}
+
+
+def join(config: ModelConfig, table: Table, tensors: Mapping[str, Tensor], *, where: str) -> dict[str, Tensor]:
+    """Our weights made of theirs; a tensor that is missing, left over or of another shape is refused by name."""
+    ours = shapes(config)
+    expected = _parts(config, table, ours)
+    wanted = {name for parts in expected.values() for name, _ in parts}
+    _refuse(where, "missing", wanted - tensors.keys())
+    _refuse(where, "not expected", tensors.keys() - wanted)
+    bad = []
+    for name, parts in expected.items():
+        for part, rows in parts:
+            want, got = (rows, *ours[name][1:]), tuple(tensors[part].shape)
+            if got != want:
+                bad.append(f"{part} {got} instead of {want}")
+    _refuse(where, "of another shape", bad)
+    return {
+        name: tensors[parts[0][0]] if len(parts) == 1 else torch.cat([tensors[part] for part, _ in parts])
+        for name, parts in expected.items()
+    }
+
+
+def split(config: ModelConfig, table: Table, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Their tensors, as views of ours."""
+    ours, tensors = shapes(config), {}
+    check(ours, weights)
+    for name, parts in _parts(config, table, ours).items():
+        pieces = weights[name].split([rows for _, rows in parts])
+        tensors.update({part: piece for (part, _), piece in zip(parts, pieces, strict=True)})
+    return tensors
+
+
+@torch.no_grad()
+def load_weights(model: Transformer, weights: Mapping[str, Tensor]) -> None:
+    """Copy every weight into the model in place, a sharded parameter taking its own part; names and shapes must fit exactly."""
+    parameters = dict(model.named_parameters())
+    check({name: parameter.shape for name, parameter in parameters.items()}, weights)
+    for name, parameter in parameters.items():
+        write_part(parameter, weights[name])
+
+
+def check(expected: Mapping[str, torch.Size], weights: Mapping[str, Tensor]) -> None:
+    """Raise unless the weights have exactly the expected names and shapes."""
+    _refuse("the weights", "missing", expected.keys() - weights.keys())
+    _refuse("the weights", "not expected", weights.keys() - expected.keys())
+    bad = [
+        f"{name} {tuple(weights[name].shape)} instead of {tuple(want)}"
+        for name, want in expected.items()
+        if weights[name].shape != want
+    ]
+    _refuse("the weights", "of another shape", bad)
+
+
+def _parts(config: ModelConfig, table: Table, ours: Mapping[str, torch.Size]) -> dict[str, list[tuple[str, int]]]:
+    """For each of our parameters, the names of theirs and the rows that each one brings."""
+    kv_width = config.kv_heads * config.head_size
+    rows_of = {
+        "blocks.{i}.attn.qkv": [config.num_heads * config.head_size, kv_width, kv_width],
+        "blocks.{i}.ffn.up": [config.ffn_size, config.ffn_size],
+    }
+    parts = {}
+    for name, shape in ours.items():
+        module, leaf = name.rsplit(".", 1)
+        layer = module.split(".")[1] if module.startswith("blocks.") else ""
+        key = module.replace(f"blocks.{layer}.", "blocks.{i}.", 1)
+        theirs = [f"{part.format(i=layer)}.{leaf}" for part in table[key]]
+        parts[name] = list(zip(theirs, rows_of[key] if len(theirs) > 1 else [shape[0]], strict=True))
+    return parts
+
+
+def _refuse(where: str, what: str, names: Iterable[str]) -> None:
+    first = sorted(names)
+    if first:
+        more = f" and {len(first) - 3} more" if len(first) > 3 else ""
+        raise CheckpointError(
+            f"{where}: every tensor must fit the model that its configuration describes; {what}: {', '.join(first[:3])}{more}"
+        )

@@ -1,0 +1,67 @@
+"""From machine facts, a datasheet entry and measured ceilings to the one `Hardware` that the planner reads. No torch."""
+
+from redline.machine.facts import MachineFacts
+from redline.machine.specs import GpuSpec, find_spec, match_spec
+from redline.machine.store import Ceilings
+from redline.plan.plan import Hardware
+
+DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp8")
+
+
+def hardware_as(name: str, cores: int) -> Hardware:
+    """A GPU that is not here, by its short name: datasheet figures alone."""
+    spec = find_spec(name)
+    return _from_spec(spec, spec.title, spec.memory_bytes, cores, None, f"datasheet ({spec.source}); nothing measured")
+
+
+def hardware_here(facts: MachineFacts, ceilings: Ceilings | None) -> Hardware:
+    """The first GPU of this machine, or its CPU."""
+    measured = f"measured {ceilings.measured_at}" if ceilings else "nothing measured yet: run `redline machine`"
+    if not facts.gpus:
+        return Hardware(
+            title=f"{facts.cpu_name}, {facts.cpu_cores} cores",
+            kind="cpu",
+            memory_bytes=facts.memory_bytes,
+            compute_capability=(),
+            cores=facts.cpu_cores,
+            peak_tflops={},
+            measured_tflops={"fp32": ceilings.cpu_matmul_gflops / 1e3} if ceilings else {},
+            bandwidth_bytes_per_s=ceilings.cpu_copy_bytes_per_s if ceilings else None,
+            source=measured,
+        )
+    gpu = facts.gpus[0]
+    spec = match_spec(gpu.name, gpu.memory_bytes)
+    source = f"datasheet ({spec.source}) and {measured}" if spec else f"no datasheet entry for {gpu.name}; {measured}"
+    if spec is not None:
+        return _from_spec(spec, gpu.name, gpu.memory_bytes, facts.cpu_cores, ceilings, source)
+    return Hardware(
+        title=gpu.name,
+        kind="cuda",
+        memory_bytes=gpu.memory_bytes,
+        compute_capability=gpu.compute_capability,
+        cores=facts.cpu_cores,
+        peak_tflops={},
+        measured_tflops=_measured(ceilings),
+        bandwidth_bytes_per_s=ceilings.copy_bytes_per_s if ceilings else None,
+        source=source,
+    )
+
+
+def _from_spec(spec: GpuSpec, title: str, memory_bytes: int, cores: int, ceilings: Ceilings | None, source: str) -> Hardware:
+    return Hardware(
+        title=title,
+        kind="cuda",
+        memory_bytes=memory_bytes,
+        compute_capability=spec.compute_capability,
+        cores=cores,
+        peak_tflops={dtype: peak for dtype in DTYPES if (peak := spec.peak_tflops(dtype)) is not None},
+        measured_tflops=_measured(ceilings),
+        bandwidth_bytes_per_s=spec.memory_bandwidth_bytes_per_s,
+        source=source,
+    )
+
+
+def _measured(ceilings: Ceilings | None) -> dict[str, float]:
+    if ceilings is None:
+        return {}
+    return {dtype: tflops for dtype in DTYPES if (tflops := ceilings.matmul_tflops(dtype)) is not None}

@@ -1,0 +1,143 @@
+"""The Plan: how a recipe is executed on one kind of hardware. Values, the reason and source of each, and what they should give.
+
+    plan = make_plan(recipe, hardware)         # planner.py
+    plan.micro_batch                           # 64
+    plan.why["micro_batch"]                    # Why(reason="65,536 tokens a pass fill the GPU ...", source="rule")
+    save(plan, path); load(path)               # plan.json, strict both ways
+
+A plan never changes the training: micro_batch x accumulation x world_size is the recipe's batch, exactly.
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from redline.config.load import build
+from redline.config.recipe import Attention, Compile, CrossEntropy, Precision, Recipe, Recompute
+from redline.errors import ConfigError
+from redline.record.files import write_atomic
+
+Source = Literal["rule", "measurement", "recipe", "user", "environment", "profile"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """What the planner needs to know of one device: a GPU, or a CPU with its memory."""
+
+    title: str
+    kind: Literal["cuda", "cpu"]
+    memory_bytes: int
+    compute_capability: tuple[int, ...]
+    """Empty for a CPU."""
+    cores: int
+    peak_tflops: dict[str, float]
+    """Dense datasheet peak by dtype; a dtype that is missing is not supported."""
+    measured_tflops: dict[str, float]
+    """Best matrix product measured on this machine by dtype; empty when nothing was measured."""
+    bandwidth_bytes_per_s: float | None
+    source: str
+    """Where the figures come from, in words."""
+
+    def rate_tflops(self, precision: str) -> float | None:
+        """What matrix products can reach: measured where it was, else 80 % of the datasheet (what Hopper gives at best)."""
+        if precision in self.measured_tflops:
+            return self.measured_tflops[precision]
+        peak = self.peak_tflops.get(precision)
+        return None if peak is None else 0.8 * peak
+
+
+@dataclass(frozen=True, kw_only=True)
+class Why:
+    reason: str
+    source: Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What the plan should give; arithmetic, not a measurement."""
+
+    parameters: int
+    flops_per_token: int
+    memory_parts_bytes: dict[str, int]
+    memory_bytes: int
+    ceiling_tokens_per_s: float | None
+    """Tokens/s if the GPU did nothing but the model's matrix products at its best rate."""
+    attainable_tokens_per_s: float | None
+    """Tokens/s by the roofline: matrix products, attention, memory traffic and the update, one after the other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    recipe: str
+    fingerprint: str
+    hardware: Hardware
+    world_size: int
+    precision: Precision
+    micro_batch: int
+    accumulation: int
+    compile: Compile
+    recompute: Recompute
+    attention: Attention
+    cross_entropy: CrossEntropy
+    loss_chunks: int
+    loader_threads: int
+    prefetch: int
+    allocator: str
+    sample_batch: int
+    sample_chunk: int
+    prediction: Prediction
+    why: dict[str, Why]
+
+
+PLANNED = tuple(f.name for f in fields(Plan) if f.name not in ("recipe", "fingerprint", "hardware", "world_size", "prediction", "why"))
+"""The names of the execution values, each with an entry in `why`."""
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """The plan with every value beside its reason, as it is saved and printed."""
+    table = asdict(plan)
+    why = table.pop("why")
+    for name in PLANNED:
+        table[name] = {"value": table[name], **why[name]}
+    return table
+
+
+def save(plan: Plan, path: Path) -> None:
+    write_atomic(path, json.dumps(to_json(plan), indent=2) + "\n")
+
+
+def load(path: Path) -> Plan:
+    """Read a saved plan; anything unknown, missing or of the wrong type is an error."""
+    try:
+        table = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"no plan at {path}: make one with `redline plan RECIPE --save {path}`") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a plan: {error}") from error
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: not a plan: a table is needed, got {type(table).__name__}")
+    why = {}
+    for name in PLANNED:
+        entry = table.get(name)
+        if not isinstance(entry, dict) or set(entry) != {"value", "reason", "source"}:
+            raise ConfigError(f"{path}: {name} must hold value, reason and source, got {entry!r}")
+        table[name] = entry["value"]
+        why[name] = {"reason": entry["reason"], "source": entry["source"]}
+    return build(Plan, {**table, "why": why}, where=str(path))
+
+
+def check_fit(plan: Plan, recipe: Recipe, world_size: int) -> None:
+    """A plan that was loaded must be for this recipe and this number of processes."""
+    if plan.fingerprint != recipe.fingerprint:
+        raise ConfigError(
+            f"the plan was made for recipe {plan.recipe} (fingerprint {plan.fingerprint}), not for {recipe.name} ({recipe.fingerprint}): "
+            "make it again with `redline plan`"
+        )
+    if plan.world_size != world_size:
+        raise ConfigError(f"the plan is for {plan.world_size} processes, this run has {world_size}: make it again with `redline plan`")
+    if plan.micro_batch * plan.accumulation * plan.world_size != recipe.train.batch_size:
+        raise ConfigError(
+            f"micro_batch {plan.micro_batch} x accumulation {plan.accumulation} x {plan.world_size} processes must be "
+            f"train.batch_size, {recipe.train.batch_size}: a plan never changes the batch"
+        )

@@ -1,0 +1,283 @@
+"""Facts + recipe -> plan. Each value is decided by one function that returns it with its reason.
+
+Who decides, first match wins: the environment, a profile (as an upper bound), the recipe's `[plan]` table or `--set plan.x=`, the rule.
+The environment variables are those of the systems Redline grew out of: A100_BATCH_SIZE and A100_GRAD_ACCUM set the micro-batch and
+the accumulation (their product must keep the recipe's batch), MICRO_BATCH_SIZE and CHUNK_SIZE bound generation from above.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from redline.config.recipe import Recipe
+from redline.errors import ConfigError, MachineError
+from redline.plan import arithmetic
+from redline.plan.plan import Hardware, Plan, Prediction, Why
+from redline.plan.profiles import Profile
+from redline.plan.roofline import attainable_tokens_per_s
+
+MEMORY_SHARE = 0.92
+"""Share of a device's memory that a plan may fill: the rest holds the CUDA context, libraries' workspaces and fragmentation."""
+FULL_PASS_TOKENS = {"cuda": 65_536, "cpu": 4_096}
+"""Tokens in one pass beyond which nothing gets faster (H200, 124M: 32k tokens 97 % of the speed of 64k)."""
+THIN_PASS_TOKENS = 4_096
+"""Below this a GPU starves, and recomputing activations to fit more tokens pays."""
+COMPILE_PAYS_S = 120.0
+"""Compiling takes 20 to 60 s; a run predicted shorter than this is not worth it."""
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What comes from outside the recipe: environment, profile, and which pins the user typed."""
+
+    environment: Mapping[str, str]
+    profile: Profile | None = None
+    typed: frozenset[str] = frozenset()
+
+
+def make_plan(recipe: Recipe, hardware: Hardware, *, world_size: int = 1, outside: Outside | None = None) -> Plan:
+    """Decide every execution value. Raises MachineError when the recipe cannot fit, ConfigError when pins contradict the batch."""
+    outside = outside or Outside(environment={})
+    if recipe.train.batch_size % world_size:
+        raise ConfigError(f"train.batch_size ({recipe.train.batch_size}) must be a multiple of the number of processes, {world_size}")
+    decide = _Decider(recipe, hardware, world_size, outside)
+    values: dict[str, Any] = {
+        "precision": decide.pinned("precision", decide.precision),
+        "attention": decide.pinned("attention", decide.attention),
+        "compile": decide.pinned("compile", decide.compile),
+        "cross_entropy": decide.pinned("cross_entropy", decide.cross_entropy),
+        **decide.batch(),
+        "loader_threads": decide.pinned("loader_threads", decide.loader_threads),
+        "prefetch": decide.pinned("prefetch", decide.prefetch),
+        "allocator": decide.record("allocator", decide.allocator()),
+        "sample_batch": decide.record("sample_batch", decide.sample_batch()),
+        "sample_chunk": decide.record("sample_chunk", decide.sample_chunk()),
+    }
+    return Plan(
+        recipe=recipe.name,
+        fingerprint=recipe.fingerprint,
+        hardware=hardware,
+        world_size=world_size,
+        prediction=decide.prediction(values),
+        why=decide.why,
+        **values,
+    )
+
+
+Decision = tuple[Any, Why]
+
+
+def _rule(value: Any, reason: str) -> Decision:
+    return value, Why(reason=reason, source="rule")
+
+
+class _Decider:
+    """One planning session: remembers the reason of each value as it is decided."""
+
+    def __init__(self, recipe: Recipe, hardware: Hardware, world_size: int, outside: Outside) -> None:
+        self.recipe, self.hardware, self.world_size, self.outside = recipe, hardware, world_size, outside
+        self.why: dict[str, Why] = {}
+        self.chosen: dict[str, Any] = {}
+
+    def record(self, name: str, decision: Decision) -> Any:
+        value, self.why[name] = decision
+        self.chosen[name] = value
+        return value
+
+    def pinned(self, name: str, rule: Callable[[], Decision]) -> Any:
+        """The recipe's or the user's own value if there is one, else the rule's."""
+        return self.record(name, self._pin(name) or rule())
+
+    def _pin(self, name: str) -> Decision | None:
+        value = getattr(self.recipe.plan, name)
+        if value is None:
+            return None
+        if name in self.outside.typed:
+            return value, Why(reason=f"--set plan.{name}", source="user")
+        return value, Why(reason=f"pinned in the recipe's [plan] table", source="recipe")
+
+    def precision(self) -> Decision:
+        capability = self.hardware.compute_capability
+        if self.hardware.kind == "cpu":
+            return _rule("fp32", "a CPU without matrix units for bf16 computes it far slower than fp32")
+        if capability >= (8, 0):
+            return _rule("bf16", f"compute capability {_dotted(capability)} multiplies bf16 at full rate, and bf16 needs no loss scaling")
+        return _rule("fp16", f"compute capability {_dotted(capability)} has no bf16; fp16 with a loss scaler, which costs one host sync an update")
+
+    def attention(self) -> Decision:
+        if self.hardware.kind == "cpu":
+            return _rule("auto", "torch picks its CPU flash kernel")
+        if self.hardware.compute_capability[:1] == (9,) and self.chosen["precision"] in ("bf16", "fp16", "fp8"):
+            return _rule("cudnn", "on Hopper cuDNN's kernel measured faster than the flash kernel that torch picks by itself (LOG.md)")
+        return _rule("auto", "torch picks the flash kernel where the hardware has it")
+
+    def cross_entropy(self) -> Decision:
+        if self.hardware.kind == "cuda" and self.chosen["precision"] in ("bf16", "fp16", "fp8"):
+            return _rule("fused", "one kernel turns the logits into their gradient in place: fewer passes over memory, one copy less")
+        return _rule("torch", "the fused kernel is for half precision on CUDA")
+
+    def compile(self) -> Decision:
+        if self.hardware.kind == "cpu":
+            return _rule("off", "compiling takes 15 to 30 s on a CPU and a small run does not earn it back")
+        rate = self.hardware.rate_tflops(self.chosen["precision"])
+        model, train = self.recipe.model, self.recipe.train
+        flops = arithmetic.flops_per_token(model, self.recipe.data.seq_len) * self.recipe.tokens_per_step * train.steps
+        run_s = flops / (0.3 * 1e12 * rate * self.world_size) if rate else float("inf")
+        if train.max_hours is not None:
+            run_s = min(run_s, train.max_hours * 3600)
+        if run_s < COMPILE_PAYS_S:
+            return _rule("off", f"the whole run should take {run_s:.0f} s; compiling takes 20 to 60 s")
+        return _rule("default", "fused kernels: 1.9x on an H200 at 124M parameters (LOG.md); the first step takes 20 to 60 s longer")
+
+    def batch(self) -> dict[str, Any]:
+        """Micro-batch, accumulation, recomputation and loss chunks together: they trade one memory against each other."""
+        share = self.recipe.train.batch_size // self.world_size
+        values = dict(zip(("micro_batch", "recompute", "loss_chunks"), self._fit(share), strict=True))
+        accumulation = share // values["micro_batch"]
+        reason = f"{self.recipe.train.batch_size} sequences an update / ({values['micro_batch']} a pass x {self.world_size} process(es))"
+        source = self.why["micro_batch"].source
+        self.record("accumulation", (accumulation, Why(reason=reason, source="environment" if source == "environment" else "rule")))
+        return {**values, "accumulation": accumulation}
+
+    def _fit(self, share: int) -> tuple[int, str, int]:
+        pins = {name: self._forced_micro_batch(share) if name == "micro_batch" else self._pin(name) for name in ("micro_batch", "recompute", "loss_chunks")}
+        limit = FULL_PASS_TOKENS[self.hardware.kind]
+        seq_len = self.recipe.data.seq_len
+        sizes = [d for d in range(share, 0, -1) if share % d == 0 and (d == 1 or d * seq_len <= limit)]
+        if (profile := self.outside.profile) is not None:
+            sizes = [d for d in sizes if d <= profile.micro_batch] or [1]
+        ways = [
+            (micro, recompute, chunks)
+            for recompute, chunks in ((("none", 1), ("none", 8), ("selective", 8), ("full", 8)))
+            for micro in sizes
+        ]
+        if any(pins.values()):
+            ways = [tuple(pin[0] if pin else given for pin, given in zip(pins.values(), way, strict=True)) for way in ways]  # type: ignore[misc]
+        budget = MEMORY_SHARE * self.hardware.memory_bytes
+        fitting = [way for way in ways if self._memory(*way).total <= budget]
+        if not fitting:
+            self._refuse(ways[-1] if not pins["micro_batch"] else ways[0])
+        wide = [way for way in fitting if way[0] * seq_len >= THIN_PASS_TOKENS or way[0] == share]
+        best = wide[0] if wide else max(fitting, key=lambda way: way[0])
+        self._explain(best, pins, share)
+        return best
+
+    def _forced_micro_batch(self, share: int) -> Decision | None:
+        """A100_BATCH_SIZE / A100_GRAD_ACCUM, or the pin; it must divide the batch."""
+        size, times = (_positive(self.outside.environment, name) for name in ("A100_BATCH_SIZE", "A100_GRAD_ACCUM"))
+        if size is None and times is None:
+            pin = self._pin("micro_batch")
+            if pin and share % pin[0]:
+                raise ConfigError(f"plan.micro_batch ({pin[0]}) must divide the {share} sequences that each process takes of train.batch_size")
+            return pin
+        set_ = " and ".join(f"{n}={v}" for n, v in (("A100_BATCH_SIZE", size), ("A100_GRAD_ACCUM", times)) if v is not None)
+        if size is None:
+            assert times is not None
+            size = share // times if share % times == 0 else 0
+        if size == 0 or share % size or (times is not None and size * times != share):
+            raise ConfigError(
+                f"{set_} in the environment must keep the recipe's batch: micro-batch x accumulation must be {share} "
+                f"(train.batch_size {self.recipe.train.batch_size} over {self.world_size} process(es)); unset or correct them"
+            )
+        return size, Why(reason=f"{set_} in the environment", source="environment")
+
+    def _explain(self, best: tuple[int, str, int], pins: dict[str, Decision | None], share: int) -> None:
+        micro, recompute, chunks = best
+        tokens, predicted = micro * self.recipe.data.seq_len, self._memory(*best).total
+        fits = f"{tokens:,} tokens a pass, predicted peak {predicted / 2**30:.1f} of {self.hardware.memory_bytes / 2**30:.1f} GiB"
+        profile = self.outside.profile
+        source: Any = "profile" if profile is not None and micro == profile.micro_batch else "rule"
+        if micro == share:
+            reason = f"the whole batch in one pass: {fits}"
+        elif source == "profile":
+            reason = f"at most {micro} by profile {profile.name}: {fits}" if profile else ""
+        else:
+            reason = f"{fits}; the largest divisor of {share} within {FULL_PASS_TOKENS[self.hardware.kind]:,} tokens, where speed levels off"
+        self.record("micro_batch", pins["micro_batch"] or (micro, Why(reason=reason, source=source)))
+        kept = "activations fit, and recomputing them costs up to a third of the step"
+        traded = f"activations do not fit at {THIN_PASS_TOKENS:,} tokens a pass without it; "
+        cost = {"none": kept, "selective": traded + "cheap operations are redone", "full": traded + "every block is computed twice"}[recompute]
+        self.record("recompute", pins["recompute"] or _rule(recompute, cost))
+        why = "logits fit in one piece, which is fastest" if chunks == 1 else "logits in pieces: less memory, the head is computed twice"
+        self.record("loss_chunks", pins["loss_chunks"] or _rule(chunks, why))
+
+    def _refuse(self, way: tuple[int, str, int]) -> None:
+        need, have = self._memory(*way), self.hardware.memory_bytes
+        raise MachineError(
+            f"recipe {self.recipe.name} does not fit {self.hardware.title}: predicted {need.total / 2**30:.1f} GiB at micro-batch {way[0]}, "
+            f"recompute {way[1]}, of {have / 2**30:.1f} GiB ({MEMORY_SHARE:.0%} usable); use more processes, a smaller model or a shorter data.seq_len"
+        )
+
+    def _memory(self, micro: int, recompute: Any, chunks: int) -> arithmetic.Memory:
+        return arithmetic.memory(
+            self.recipe.model,
+            self.recipe.train,
+            seq_len=self.recipe.data.seq_len,
+            micro_batch=micro,
+            precision=self.chosen["precision"],
+            recompute=recompute,
+            loss_chunks=chunks,
+            world_size=self.world_size,
+            compiled=self.chosen["compile"] != "off",
+        )
+
+    def loader_threads(self) -> Decision:
+        if self.recipe.data.stream:
+            threads = max(1, min(4, self.hardware.cores - 1))
+            return _rule(threads, f"tokenising while training, in Rust threads that leave a core of {self.hardware.cores} free")
+        return _rule(1, "reading memory-mapped tokens takes well under a millisecond an update")
+
+    def prefetch(self) -> Decision:
+        return _rule(2, "one batch in use, one ready; more only hides a loader that is too slow on average")
+
+    def allocator(self) -> Decision:
+        if self.hardware.kind == "cpu":
+            return _rule("", "only CUDA has an allocator to set")
+        return _rule("expandable_segments:True", "segments that grow do not fragment when the micro-batch changes after an out-of-memory")
+
+    def sample_batch(self) -> Decision:
+        """Sequences generated at once: as many as half of the memory left by the weights can cache."""
+        model = self.recipe.model
+        per_sequence = 2 * 2 * model.num_layers * model.kv_heads * model.head_size * model.context_length
+        room = max(0.0, 0.5 * (self.hardware.memory_bytes - 4 * arithmetic.parameters(model).total))
+        slots = max(1, min(1024, int(room // per_sequence)))
+        derived = f"{per_sequence / 2**20:.1f} MiB of keys and values a sequence in half of the free memory, at most 1,024"
+        return self._bounded(slots, derived, "MICRO_BATCH_SIZE", "sample_batch")
+
+    def sample_chunk(self) -> Decision:
+        return self._bounded(self.chosen["sample_batch"], "all samples of a prompt share its prefill", "CHUNK_SIZE", "sample_chunk")
+
+    def _bounded(self, value: int, reason: str, variable: str, name: str) -> Decision:
+        bound = _positive(self.outside.environment, variable)
+        if bound is not None:
+            return min(value, bound), Why(reason=f"{variable}={bound} in the environment, an upper bound; without it {value}: {reason}", source="environment")
+        if (profile := self.outside.profile) is not None:
+            bound = getattr(profile, name)
+            return min(value, bound), Why(reason=f"at most {bound} by profile {profile.name}; without it {value}: {reason}", source="profile")
+        return _rule(value, reason)
+
+    def prediction(self, values: dict[str, Any]) -> Prediction:
+        parts = self._memory(values["micro_batch"], values["recompute"], values["loss_chunks"])
+        flops = arithmetic.flops_per_token(self.recipe.model, self.recipe.data.seq_len)
+        rate = self.hardware.rate_tflops(values["precision"])
+        return Prediction(
+            parameters=arithmetic.parameters(self.recipe.model).total,
+            flops_per_token=flops,
+            memory_parts_bytes=asdict(parts),
+            memory_bytes=parts.total,
+            ceiling_tokens_per_s=self.world_size * rate * 1e12 / flops if rate else None,
+            attainable_tokens_per_s=attainable_tokens_per_s(self.recipe, self.hardware, self.world_size, values),
+        )
+
+
+def _positive(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name)
+    if text is None or text == "":
+        return None
+    if not text.isdecimal() or int(text) == 0:
+        raise ConfigError(f"{name} in the environment must be a whole number greater than 0, got {text!r}")
+    return int(text)
+
+
+def _dotted(capability: tuple[int, ...]) -> str:
+    return ".".join(map(str, capability))

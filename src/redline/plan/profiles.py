@@ -1,0 +1,39 @@
+"""Named sets of upper bounds, as the systems Redline grew out of shipped them. On any GPU the planner derives its own values; a profile
+only lowers them, and the plan says so."""
+
+import difflib
+from dataclasses import dataclass
+
+from redline.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    name: str
+    sample_batch: int
+    """Sequences generated at once (MICRO_BATCH_SIZE)."""
+    sample_chunk: int
+    """Samples of one prompt generated at once (CHUNK_SIZE)."""
+    micro_batch: int
+    """Sequences in one training pass (A100_BATCH_SIZE)."""
+    samples_per_question: int
+    questions_at_once: int
+
+
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        Profile(name="a100-80g", sample_batch=512, sample_chunk=15, micro_batch=64, samples_per_question=50, questions_at_once=12),
+        Profile(name="a100-40g", sample_batch=256, sample_chunk=10, micro_batch=32, samples_per_question=30, questions_at_once=8),
+        Profile(name="v100-32g", sample_batch=128, sample_chunk=5, micro_batch=16, samples_per_question=20, questions_at_once=4),
+        Profile(name="conservative", sample_batch=32, sample_chunk=3, micro_batch=8, samples_per_question=15, questions_at_once=1),
+    )
+}
+
+
+def find_profile(name: str) -> Profile:
+    if name not in PROFILES:
+        close = difflib.get_close_matches(name, PROFILES, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ConfigError(f"no profile {name!r}{hint}: known are {', '.join(PROFILES)}")
+    return PROFILES[name]

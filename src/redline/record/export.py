@@ -1,0 +1,249 @@
+"""Exporters: every line of metrics.jsonl also to TensorBoard or Weights & Biases, off the hot path.
+
+    exporters = make_exporters(["tensorboard"], run_folder, run_name="nano", config=..., warn=say, resume_step=0)
+    exporters[0].metrics(line)  # microseconds: the line goes into a queue, a daemon thread does the work
+    exporters[0].close()        # drains the queue, for at most CLOSE_LIMIT_S
+
+An exporter never stops or slows a run: what goes wrong in its thread is said once through `warn` (mostly called from that thread)
+and the exporter drops itself. metrics.jsonl stays the record, exports are copies of it; events are not exported, they stand in
+events.jsonl. To add a target: one class with open, write and close, and one line in `_SINKS`.
+"""
+
+import contextlib
+import difflib
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from redline.errors import ConfigError, need
+from redline.record.files import write_atomic
+from redline.record.metrics import METRICS
+
+QUEUE_LINES = 10_000
+"""Lines that may wait for a slow target (about 10 MB); beyond that the oldest are dropped."""
+CLOSE_LIMIT_S = 10.0
+
+
+@dataclass(frozen=True)
+class ExportedRun:
+    """What a sink may know about the run."""
+
+    folder: Path
+    name: str
+    config: dict[str, Any]
+    warn: Callable[[str], None]
+    resume_step: int
+
+
+def make_exporters(
+    names: Sequence[str],
+    folder: Path,
+    *,
+    run_name: str,
+    config: dict[str, Any],
+    warn: Callable[[str], None],
+    resume_step: int = 0,
+) -> list["Exporter"]:
+    """One running exporter a name. `resume_step` is the last step that stays: the checkpoint's, or 0 for a new run."""
+    for name in names:
+        if name not in _SINKS:
+            nearest = difflib.get_close_matches(name, _SINKS, n=1)
+            hint = f", did you mean {nearest[0]!r}?" if nearest else ""
+            raise ConfigError(f"an exporter is one of {', '.join(_SINKS)}; got {name!r}{hint}")
+    run = ExportedRun(folder=folder, name=run_name, config=config, warn=warn, resume_step=resume_step)
+    sinks = [_SINKS[name](run) for name in names]
+    return [Exporter(sink, warn) for sink in sinks]
+
+
+def exported_name(name: str) -> str:
+    """`loss` -> `train/loss`, `valid_loss` -> `valid/loss`."""
+    return f"valid/{name.removeprefix('valid_')}" if name.startswith("valid_") else f"train/{name}"
+
+
+def exported_values(line: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a metrics line under their exported names; `step` is the axis, and null is not a number."""
+    return {exported_name(name): float(value) for name, value in line.items() if name != "step" and value is not None}
+
+
+def document() -> str:
+    """A Markdown table of every metric, for docs/metrics.md."""
+    rows = [
+        f"| `{name}` | {'the x axis' if name == 'step' else f'`{exported_name(name)}`'} | {metric.unit} | {metric.meaning} |\n"
+        for name, metric in METRICS.items()
+    ]
+    return "| metrics.jsonl | exported as | unit | meaning |\n|---|---|---|---|\n" + "".join(rows)
+
+
+class Sink(Protocol):
+    """Where lines go. All three methods run in the exporter's thread and may raise; the constructor only imports."""
+
+    title: str
+
+    def open(self) -> None: ...
+
+    def write(self, at: float, line: dict[str, Any]) -> None:
+        """One metrics line, and the time in Unix seconds at which it came."""
+
+    def close(self) -> None: ...
+
+
+class Exporter:
+    """An observer of the training loop that hands every line, which must not change any more, to a sink in its own thread."""
+
+    def __init__(self, sink: Sink, warn: Callable[[str], None]) -> None:
+        self._sink = sink
+        self._warn = warn
+        self._queue: queue.Queue[tuple[float, dict[str, Any]] | None] = queue.Queue(QUEUE_LINES)
+        self._num_dropped = 0
+        self._given_up = False
+        self._thread = threading.Thread(target=self._work, name=f"redline-export-{sink.title}", daemon=True)
+        self._thread.start()
+
+    def metrics(self, line: dict[str, Any]) -> None:
+        if self._thread.is_alive():
+            self._put((time.time(), line))
+
+    def event(self, kind: str, facts: dict[str, Any]) -> None:
+        """Events are not exported."""
+
+    def close(self) -> None:
+        """Write what is queued, for at most CLOSE_LIMIT_S, and say what was lost."""
+        if self._thread.is_alive():
+            self._put(None)
+        self._thread.join(CLOSE_LIMIT_S)
+        if self._thread.is_alive():
+            self._given_up = True
+            waiting = max(0, self._queue.qsize() - 1)  # the end mark is no line
+            self._warn(
+                f"{self._sink.title} was not done within {CLOSE_LIMIT_S:.0f} s of the end, {waiting} lines wait: "
+                "the export is left unfinished, metrics.jsonl holds every line"
+            )
+        if self._num_dropped:
+            self._warn(f"{self._sink.title} was too slow: {self._num_dropped} lines were dropped, metrics.jsonl holds every line")
+
+    def _put(self, item: tuple[float, dict[str, Any]] | None) -> None:
+        while True:
+            try:
+                return self._queue.put_nowait(item)
+            except queue.Full:
+                with contextlib.suppress(queue.Empty):  # the thread may just have made room
+                    self._queue.get_nowait()
+                    self._drop_one()
+
+    def _drop_one(self) -> None:
+        self._num_dropped += 1
+        if self._num_dropped == 1:
+            self._warn(f"{self._sink.title} is slower than the run: {QUEUE_LINES} lines wait, the oldest are dropped from now on")
+
+    def _work(self) -> None:
+        try:
+            self._sink.open()
+            while (item := self._queue.get()) is not None:
+                self._sink.write(*item)
+            self._sink.close()
+        except Exception as error:  # noqa: BLE001 - whatever a foreign library raises in here, the run must go on
+            if not self._given_up:  # close() has said it already
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                self._warn(f"{self._sink.title} export stopped ({reason}): the run goes on, metrics.jsonl holds every line")
+
+
+class TensorBoard:
+    """Event files under <run>/tensorboard, framed by tensorboard's own RecordWriter.
+
+    Not through its EventFileWriter: that one imports tensorflow where there is one, and on a full disk prints a traceback
+    from a second thread.
+    """
+
+    title = "TensorBoard"
+
+    def __init__(self, run: ExportedRun) -> None:
+        self._folder = run.folder / "tensorboard"
+        self._resume_step = run.resume_step
+        self._event = need("tensorboard.compat.proto.event_pb2", extra="tensorboard")
+        self._summary = need("tensorboard.compat.proto.summary_pb2", extra="tensorboard").Summary
+        self._record_writer = need("tensorboard.summary.writer.record_writer", extra="tensorboard").RecordWriter
+
+    def open(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads the files of a folder in the order of their names, so a resumed run must sort after the one before it.
+        path = self._folder / f"events.out.tfevents.{time.time_ns():020d}"
+        self._file = self._record_writer(open(path, "xb"))  # noqa: SIM115 - lives as long as the run
+        self._write(wall_time=time.time(), file_version="brain.Event:2")
+        # At START TensorBoard discards every point from this step on that an earlier attempt left behind.
+        start = self._event.SessionLog(status=self._event.SessionLog.START)
+        self._write(wall_time=time.time(), step=self._resume_step + 1, session_log=start)
+
+    def write(self, at: float, line: dict[str, Any]) -> None:
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in exported_values(line).items()]
+        self._write(wall_time=at, step=line["step"], summary=self._summary(value=values))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, **fields: Any) -> None:
+        try:
+            self._file.write(self._event.Event(**fields).SerializeToString())
+            self._file.flush()
+        except OSError:
+            with contextlib.suppress(OSError):  # closed here, or the garbage collector tries to flush again and complains
+                self._file.close()
+            raise
+
+
+class WandB:
+    """A Weights & Biases run; its id stands in <run>/wandb_id, so a resumed run goes on with it. Honours W&B's own settings.
+
+    Without an API key it writes offline and says so. W&B cannot take points back: steps that it holds from before a crash keep
+    their first values, and are not logged again.
+    """
+
+    title = "W&B"
+
+    def __init__(self, run: ExportedRun) -> None:
+        self._run = run
+        self._wandb = need("wandb", extra="wandb")
+
+    def open(self) -> None:
+        run, id_path = self._run, self._run.folder / "wandb_id"
+        if not id_path.exists():
+            write_atomic(id_path, secrets.token_hex(4))
+        # Its messages and its capture of stdout would tear the live view. The limits are for a server that is gone: with W&B's
+        # own ones (90 s and none) the exit of the whole program waits for it.
+        settings = self._wandb.Settings(silent=True, console="off", init_timeout=30.0, finish_timeout=CLOSE_LIMIT_S)
+        self._log = self._wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "redline"),
+            name=run.name,
+            dir=str(run.folder),
+            config=run.config,
+            id=id_path.read_text(),
+            resume="allow",
+            mode=self._mode(),
+            settings=settings,
+        )
+        if (held := self._log.starting_step - 1) > run.resume_step:
+            run.warn(f"W&B holds steps {run.resume_step + 1} to {held} from before the resume: they are not logged again")
+
+    def write(self, at: float, line: dict[str, Any]) -> None:
+        if line["step"] >= self._log.starting_step:
+            self._log.log(exported_values(line), step=line["step"])
+
+    def close(self) -> None:
+        self._log.finish()
+
+    def _mode(self) -> str:
+        """W&B's own mode, but offline where going online would ask for an API key."""
+        mode: str = self._wandb.setup(self._wandb.Settings(silent=True)).settings.mode
+        if mode == "online" and not self._wandb.login(prompt=False, verify=False):
+            where = self._run.folder / "wandb"
+            self._run.warn(f"W&B has no API key: the run is written offline to {where}; `wandb login`, then `wandb sync` it")
+            return "offline"
+        return mode
+
+
+_SINKS: dict[str, Callable[[ExportedRun], Sink]] = {"tensorboard": TensorBoard, "wandb": WandB}

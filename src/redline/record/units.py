@@ -1,0 +1,89 @@
+"""Numbers as people read them: bytes, rates, durations, shares, and a line of values as one row of blocks.
+
+Used by the live view and the command line. None (not known) is shown as `–`; a number that is not finite is shown as what it is,
+because hiding a nan would hide a fault. Parsing is left out: records hold plain numbers, units are only for reading.
+"""
+
+import math
+from collections.abc import Sequence
+
+DASH = "–"
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def format_bytes(count: float | None) -> str:
+    """`1.2 GiB`: powers of 1024, one decimal from KiB on."""
+    if count is None:
+        return DASH
+    value, unit = _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), largest=1023.95)
+    return f"{value:.0f} {unit}" if unit == "B" else f"{_decimal(value)} {unit}"
+
+
+def format_count(count: float | None) -> str:
+    """`41.2k`: powers of 1000, one decimal from a thousand on."""
+    if count is None:
+        return DASH
+    value, unit = _scaled(count, 1000, ("", "k", "M", "G", "T"), largest=999.95)
+    return f"{value:.3g}" if unit == "" else f"{_decimal(value)}{unit}"
+
+
+def format_rate(per_s: float | None, what: str) -> str:
+    """`41.2k tok/s`."""
+    return DASH if per_s is None else f"{format_count(per_s)} {what}/s"
+
+
+def format_share(share: float | None) -> str:
+    """`46.8 %`."""
+    return DASH if share is None else f"{_decimal(share * 100)} %"
+
+
+def format_duration(duration_s: float | None) -> str:
+    """`210 ms`, `3.4 s`, `42 s`, `2 m 10 s`, `3 h 5 m`, `2 d 4 h`: two units at most, rounded before they are split."""
+    if duration_s is None:
+        return DASH
+    if not math.isfinite(duration_s):
+        return f"{duration_s} s"
+    sign, length_s = ("-" if duration_s < 0 else ""), abs(duration_s)
+    if length_s == 0:
+        return "0 s"
+    if length_s < 0.9995:
+        return f"{sign}{length_s * 1000:.3g} ms"
+    if length_s < 9.95:
+        return f"{sign}{length_s:.1f} s"
+    if (seconds := round(length_s)) < 60:
+        return f"{sign}{seconds} s"
+    if seconds < 3600:
+        return f"{sign}{seconds // 60} m {seconds % 60} s"
+    if (minutes := round(length_s / 60)) < 24 * 60:
+        return f"{sign}{minutes // 60} h {minutes % 60} m"
+    hours = round(length_s / 3600)
+    return f"{sign}{hours // 24} d {hours % 24} h"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """One block a value, lowest to highest; `×` where a value is not finite, middle blocks where all are equal."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return "×" * len(values)
+    low, high = min(finite), max(finite)
+    return "".join(_block(value, low, high) if math.isfinite(value) else "×" for value in values)
+
+
+def _block(value: float, low: float, high: float) -> str:
+    if low == high:
+        return _BLOCKS[3]
+    # Each term is divided on its own: high - low overflows for the largest floats.
+    share = (value / 2 - low / 2) / (high / 2 - low / 2)
+    return _BLOCKS[min(int(share * len(_BLOCKS)), len(_BLOCKS) - 1)]
+
+
+def _scaled(value: float, base: int, units: tuple[str, ...], *, largest: float) -> tuple[float, str]:
+    """Divide until the value, as it will be rounded, stays below the base."""
+    place = 0
+    while math.isfinite(value) and abs(value) >= largest and place < len(units) - 1:
+        value, place = value / base, place + 1
+    return value, units[place]
+
+
+def _decimal(value: float) -> str:
+    return f"{value:.1f}" if abs(value) < 1e6 or not math.isfinite(value) else f"{value:.1e}"

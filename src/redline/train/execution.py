@@ -1,0 +1,81 @@
+"""Putting a plan into force: dtype, matmul precision, attention kernel, FP8, recomputation, compilation, allocator.
+
+Everything here changes how the same training is computed, and never what.
+"""
+
+import os
+import warnings
+
+import torch
+from torch import nn
+
+from redline.config.recipe import Recipe
+from redline.errors import MachineError, need
+from redline.model.transformer import Transformer, build_model
+from redline.plan.plan import Plan
+from redline.train.process import Process, shard
+
+COMPUTE_DTYPE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+
+
+def set_allocator(plan: Plan) -> None:
+    """Must run before CUDA is first touched; a user's own setting wins."""
+    if plan.allocator and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "PYTORCH_ALLOC_CONF" not in os.environ:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = plan.allocator
+
+
+def check_device(plan: Plan) -> None:
+    if plan.hardware.kind == "cuda" and not torch.cuda.is_available():
+        raise MachineError(f"the plan is for {plan.hardware.title} and torch sees no CUDA device: plan again without --as, or check the driver")
+
+
+def build(recipe: Recipe, plan: Plan, process: Process) -> Transformer:
+    """The recipe's model on this process's device, sharded and converted as the plan says; compiles lazily, at the first call."""
+    torch.set_float32_matmul_precision("high" if plan.precision == "tf32" else "highest")
+    _select_attention(plan)
+    dtype = COMPUTE_DTYPE[plan.precision]
+
+    def shape(model: Transformer) -> None:
+        if plan.precision == "fp8":
+            _convert_to_fp8(model, plan)
+        if process.world_size > 1:
+            shard(model, process, dtype)
+
+    model = build_model(recipe.model, device=process.device, seed=recipe.train.seed, shape=shape)
+    model.compute_dtype, model.cross_entropy, model.loss_chunks = dtype, plan.cross_entropy, plan.loss_chunks
+    for block in model.blocks:
+        block.recompute = plan.recompute
+        if plan.compile != "off":
+            # One graph for all blocks, compiled once: as fast as the whole model in one graph, in half the time to the first step,
+            # and it leaves FSDP's hooks, which stand between the blocks, alone.
+            block.compile(mode=None if plan.compile == "default" else plan.compile, fullgraph=True)
+    return model
+
+
+def _select_attention(plan: Plan) -> None:
+    cuda = torch.backends.cuda
+    wanted = plan.attention
+    for name, switch in (
+        ("flash", cuda.enable_flash_sdp),
+        ("cudnn", cuda.enable_cudnn_sdp),
+        ("efficient", cuda.enable_mem_efficient_sdp),
+        ("math", cuda.enable_math_sdp),
+    ):
+        switch(wanted in ("auto", name))
+
+
+def _convert_to_fp8(model: Transformer, plan: Plan) -> None:
+    """FP8 for the matrices inside the blocks, tensor-wise scales; the head stays in bf16."""
+    if plan.hardware.kind == "cuda" and plan.hardware.compute_capability < (8, 9):
+        raise MachineError(f"fp8 needs compute capability 8.9, {plan.hardware.title} has {plan.hardware.compute_capability}: use bf16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchao warns about kernels for other hardware that it could not load
+        float8 = need("torchao.float8", extra="fp8")
+    recipe = float8.Float8LinearConfig.from_recipe_name("tensorwise")
+    if plan.hardware.kind == "cpu":
+        recipe = float8.Float8LinearConfig(emulate=True)
+
+    def inside_blocks(module: nn.Module, name: str) -> bool:
+        return name.startswith("blocks.") and isinstance(module, nn.Linear)
+
+    float8.convert_to_float8_training(model, config=recipe, module_filter_fn=inside_blocks)

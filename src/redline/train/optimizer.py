@@ -1,0 +1,132 @@
+"""Optimisers: fused AdamW, and Muon for the matrices inside the blocks.
+
+    optimizers = make_optimizers(model, recipe.train)     # state exists at once, so a first update cannot run out of memory
+    set_lr(optimizers, factor)
+    state_tensors(model, optimizers)                      # flat name -> tensor, for checkpoints
+
+Muon works on stacks of equal matrices: one batched product instead of hundreds of small ones. It equals `torch.optim.Muon` (held by a
+test). Sharded matrices are gathered, orthogonalised on every process and cut again; that is the price of whole-matrix updates.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from redline.config.recipe import TrainConfig
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients of the quintic iteration, chosen by Muon's author for a steep slope at zero."""
+STACK_ELEMENTS = 2**27
+"""Matrices orthogonalised at once: 256 MiB in bf16, so that the stack stays small beside the model."""
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is made orthogonal (Newton-Schulz in bf16), with decoupled weight decay."""
+
+    def __init__(self, params: Iterable[nn.Parameter], *, lr: float, weight_decay: float, momentum: float = 0.95, steps: int = 5) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "steps": steps})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for stack in _stacks(group["params"]):
+                self._update(stack, group)
+
+    def _update(self, stack: Sequence[Tensor], group: dict[str, Any]) -> None:
+        updates = []
+        for p in stack:
+            assert p.grad is not None
+            buffer = self.state[p]["momentum_buffer"]
+            buffer.lerp_(p.grad, 1 - group["momentum"])
+            updates.append(_whole(p.grad.lerp(buffer, group["momentum"])).bfloat16())  # Nesterov
+        rows, columns = stack[0].shape
+        lr = group["lr"] * max(1.0, rows / columns) ** 0.5
+        for p, update in zip(stack, orthogonalize(torch.stack(updates), group["steps"]), strict=True):
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+            p.add_(_part(update, p).to(p.dtype), alpha=-lr)
+
+
+def orthogonalize(x: Tensor, steps: int) -> Tensor:
+    """Push the singular values of each matrix of a stack towards one."""
+    a, b, c = NEWTON_SCHULZ
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def _stacks(params: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Parameters with gradients, grouped by shape, in pieces of at most STACK_ELEMENTS."""
+    by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
+    for p in params:
+        if p.grad is not None:
+            by_shape[p.shape].append(p)
+    stacks = []
+    for shape, group in by_shape.items():
+        size = max(1, STACK_ELEMENTS // shape.numel())
+        stacks += [group[i : i + size] for i in range(0, len(group), size)]
+    return stacks
+
+
+def _whole(t: Tensor) -> Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def _part(whole: Tensor, like: Tensor) -> Tensor:
+    if isinstance(like, DTensor):
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return whole
+
+
+def make_optimizers(model: nn.Module, train: TrainConfig) -> list[torch.optim.Optimizer]:
+    """AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest. Vectors (norms, biases) do not decay."""
+    hidden, matrices, vectors = [], [], []
+    for name, p in model.named_parameters():
+        if p.ndim < 2:
+            vectors.append(p)
+        elif train.optimizer == "muon" and name.startswith("blocks."):
+            hidden.append(p)
+        else:
+            matrices.append(p)
+    groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    adamw = torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, fused=True)
+    for p in matrices + vectors:
+        adamw.state[p] = {
+            "step": torch.zeros((), dtype=torch.float32, device=p.device),
+            "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(p),
+        }
+    optimizers: list[torch.optim.Optimizer] = [adamw]
+    if hidden:
+        optimizers.append(Muon(hidden, lr=train.muon_lr, weight_decay=train.weight_decay))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
+    return optimizers
+
+
+def set_lr(optimizers: Sequence[torch.optim.Optimizer], factor: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+
+
+def state_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """Weights as `model.<name>` and optimiser state as `optimizer.<slot>.<name>`; the tensors themselves, not copies."""
+    names = {p: name for name, p in model.named_parameters()}
+    tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for p, name in names.items()}
+    for optimizer in optimizers:
+        for p, slots in optimizer.state.items():
+            tensors |= {f"optimizer.{slot}.{names[p]}": value for slot, value in slots.items()}
+    return tensors

@@ -1,0 +1,71 @@
+"""This process among the others: rank, device, sharding. One process is world size one and takes the same path.
+
+Under torchrun (its RANK and WORLD_SIZE are set) a process group is started: NCCL on GPUs, gloo on CPUs. Weights, gradients and
+optimiser state are sharded by FSDP2, block by block; gradients are reduced in fp32 after every pass, which costs communication that
+overlaps the backward and keeps them sharded.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from redline.model.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class Process:
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, value: float) -> float:
+        """The sum over all processes; a host-side exchange, for numbers that are on the host anyway."""
+        if self.world_size == 1:
+            return value
+        total = torch.tensor(value, dtype=torch.float64)  # on the host, so that gloo carries it and the GPU is not waited for
+        dist.all_reduce(total)
+        return total.item()
+
+    def any(self, flag: bool) -> bool:
+        """True on every process if it is true on one: processes stop at the same step or hang."""
+        return self.sum(float(flag)) > 0
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+
+@contextmanager
+def join(kind: str) -> Iterator[Process]:
+    """Take this process's place: alone, or in torchrun's group."""
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world_size == 1:
+        yield Process(0, 1, device)
+        return
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield Process(rank, world_size, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def shard(model: Transformer, process: Process, dtype: torch.dtype) -> None:
+    """Spread every weight of a model that has no memory yet over the processes; computes in `dtype`, reduces in fp32."""
+    mesh = init_device_mesh(process.device.type, (process.world_size,))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -1,0 +1,67 @@
+"""A trained model from wherever it lies: a run folder, a checkpoint, a Hugging Face folder or a GGUF file.
+
+    opened = open_model(Path("runs/nano"), device="cpu")
+    opened.model, opened.tokenizer, opened.config
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from redline.config.load import from_toml
+from redline.config.recipe import ModelConfig, Recipe
+from redline.data.tokenizer import Tokenizer
+from redline.errors import CheckpointError, DataError
+from redline.model.gguf import read_gguf
+from redline.model.huggingface import read_folder
+from redline.model.transformer import Transformer, build_model
+from redline.model.weights import Loaded, load_weights
+from redline.record.run import RunFolder
+from redline.train.checkpoint import read_tensors, resolve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A model's weights with what belongs to them; `recipe` where it was trained here."""
+
+    loaded: Loaded
+    recipe: Recipe | None
+    source: Path
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.loaded.config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self.loaded.tokenizer_json is None:
+            raise DataError(f"{self.source} has no tokenizer.json: put one beside the weights")
+        return Tokenizer(self.loaded.tokenizer_json, name=str(self.source))
+
+    def build(self, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Transformer:
+        model = build_model(self.config, device=device, seed=0)
+        load_weights(model, self.loaded.weights)
+        model.compute_dtype = dtype
+        return model.eval()
+
+
+def open_weights(path: Path, which: str = "last") -> Opened:
+    """Read weights and tokenizer; `which` is last, best or step-N, for a run."""
+    if path.suffix == ".gguf":
+        return Opened(loaded=read_gguf(path), recipe=None, source=path)
+    if (path / "config.json").is_file():
+        return Opened(loaded=read_folder(path), recipe=None, source=path)
+    if not path.exists():
+        raise CheckpointError(f"no such path: {path}; give a run folder, a checkpoint, a Hugging Face folder or a .gguf file")
+    step = resolve(path, which)
+    run = RunFolder(step.parent.parent)
+    if not run.recipe_path.is_file():
+        raise CheckpointError(f"{step} belongs to no run: {run.recipe_path} is missing")
+    recipe = from_toml(run.recipe_path.read_text(), where=str(run.recipe_path))
+    tokenizer_json = run.tokenizer_path.read_text() if run.tokenizer_path.is_file() else None
+    eos = (Tokenizer(tokenizer_json, name=str(run.tokenizer_path)).eot_id,) if tokenizer_json else ()
+    loaded = Loaded(
+        config=recipe.model, weights=read_tensors(step, "model."), tokenizer_json=tokenizer_json, chat_template=None, eos_ids=eos
+    )
+    return Opened(loaded=loaded, recipe=recipe, source=step)

@@ -1,0 +1,91 @@
+"""One optimiser update: schedule, forward, backward, clip, update. Nothing here waits for the GPU (fp16 aside).
+
+The loss of an update is the sum over all its tokens divided by their number, over every pass and process, so any split of the same
+batch into passes gives the same gradient.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from redline.model.transformer import Transformer
+from redline.train.optimizer import set_lr
+from redline.train.process import Process
+
+
+@dataclass
+class LossScale:
+    """fp16's guard against underflow: doubles after `patience` good updates, halves on overflow (and that update is skipped)."""
+
+    value: float = 65536.0
+    good: int = 0
+    patience: int = 2000
+
+    def update(self, finite: bool) -> None:
+        self.good = self.good + 1 if finite else 0
+        if not finite:
+            self.value = max(1.0, self.value / 2)
+        elif self.good % self.patience == 0:
+            self.value *= 2
+
+
+@dataclass
+class Learner:
+    """What an update changes."""
+
+    model: Transformer
+    optimizers: Sequence[torch.optim.Optimizer]
+    process: Process
+    clip_norm: float | None
+    scale: LossScale | None = None
+    before_update: Callable[[], None] = field(default=lambda: None)
+    """Called when the gradients are there and the weights are about to change."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an update gives; tensors that are still on their way on a GPU."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    skipped: bool = False
+
+
+def take_step(learner: Learner, inputs_BT: Tensor, targets_BT: Tensor, *, micro_batch: int, tokens: float, lr_factor: float) -> Update:
+    """Train on one batch (this process's part of it). `tokens` counts the targets of all processes."""
+    set_lr(learner.optimizers, lr_factor)
+    scale = learner.scale.value if learner.scale else 1.0
+    weight = scale * learner.process.world_size / tokens  # FSDP averages over processes; the loss is a sum
+    loss = torch.zeros((), device=inputs_BT.device)
+    for x_BT, y_BT in zip(inputs_BT.split(micro_batch), targets_BT.split(micro_batch), strict=True):
+        loss_sum = learner.model(x_BT, y_BT)
+        (loss_sum * weight).backward()
+        loss += loss_sum.detach()
+    learner.before_update()
+    grad_norm = clip(learner, scale)
+    skipped = learner.scale is not None and not bool(grad_norm.isfinite())
+    if learner.scale is not None:
+        learner.scale.update(not skipped)
+    for optimizer in learner.optimizers:
+        if not skipped:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    if learner.process.world_size > 1:
+        dist.all_reduce(loss)
+    return Update(loss / tokens, grad_norm, skipped)
+
+
+def clip(learner: Learner, scale: float) -> Tensor:
+    """Undo the loss scale, clip, and return the norm before clipping."""
+    parameters = [p for p in learner.model.parameters() if p.grad is not None]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if scale != 1.0:
+        torch._foreach_mul_(gradients, 1.0 / scale)
+    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+    if learner.clip_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, learner.clip_norm, norm, foreach=True)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,0 +1,241 @@
+"""The build: same bytes whatever the workers, the kills and the order of work; refusals; the cache for recipes."""
+
+import errno
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from redline.config.recipe import DataConfig
+from redline.data import build as build_module
+from redline.data import encode as encode_module
+from redline.data.build import build, prepare
+from redline.data.read import SHIPPED, documents, split_of
+from redline.data.shards import Manifest, TokenDataset
+from redline.data.tokenizer import load_tokenizer, train_bpe
+from redline.errors import DataError, StorageError
+
+TEXTS = list(documents(SHIPPED["tinyshakespeare"], "text"))[:12]
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path: Path) -> str:
+    train_bpe(iter(TEXTS), 400).save(tmp_path / "given.json")
+    return str(tmp_path / "given.json")
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Two files of short documents, with repeats and an empty one."""
+    rows = [text[start : start + 997] for text in TEXTS for start in range(0, len(text), 997)] + ["", "again", "again"]
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for name, part in (("a.jsonl", rows[::2]), ("b.jsonl", rows[1::2])):
+        (folder / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+    return folder
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir() if not path.name.startswith(".")
+    }
+
+
+def test_shards_hold_every_document_once_in_its_split(tmp_path: Path, corpus: Path, tokenizer_file: str) -> None:
+    manifest = build(str(corpus), tmp_path / "out", tokenizer=tokenizer_file, valid_fraction=0.2, shard_tokens=20_000)
+    tokenizer = load_tokenizer(tmp_path / "out")
+    texts = [text for name in ("a.jsonl", "b.jsonl") for text in documents(corpus / name, "text")]
+    assert len(manifest.train) > 3
+    for split in ("train", "valid"):
+        wanted = [text for text in texts if split_of(text.encode(), 0.2) == split]
+        expected = [token for text in wanted for token in [*tokenizer.encode([text])[0], tokenizer.eot_id]]
+        shards = manifest.shards(split)
+        seen = np.concatenate([np.fromfile(tmp_path / "out" / shard.name, dtype="<u2") for shard in shards])
+        assert seen.tolist() == expected
+        assert sum(shard.documents for shard in shards) == len(wanted)
+        assert sum(shard.bytes_of_text for shard in shards) == sum(len(text.encode()) for text in wanted)
+        assert max(shard.max_id for shard in shards) == max(expected)
+        dataset = TokenDataset.open(tmp_path / "out", split, verify=True)
+        assert (dataset.tokens, dataset.bytes_of_text) == (len(expected), sum(len(text.encode()) for text in wanted))
+    assert Manifest.load(tmp_path / "out") == manifest
+    assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.suffix != ".bin") == [
+        ".lock",
+        "manifest.json",
+        "tokenizer.json",
+    ]
+
+
+def test_workers_and_batches_do_not_change_a_byte(
+    tmp_path: Path, corpus: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(str(corpus), tmp_path / "one", tokenizer=tokenizer_file, valid_fraction=0.2, shard_tokens=30_000, workers=1)
+    monkeypatch.setattr(encode_module, "BATCH_BYTES", 3_000)
+    seen: list[tuple[int, int, int]] = []
+    manifest = build(
+        str(corpus),
+        tmp_path / "four",
+        tokenizer=tokenizer_file,
+        valid_fraction=0.2,
+        shard_tokens=30_000,
+        workers=4,
+        progress=lambda *numbers: seen.append(numbers),
+    )
+    assert digests(tmp_path / "one") == digests(tmp_path / "four")
+    assert seen == sorted(seen)
+    total_bytes = sum(path.stat().st_size for path in corpus.iterdir())
+    assert seen[-1] == (total_bytes, total_bytes, sum(shard.tokens for shard in (*manifest.train, *manifest.valid)))
+    assert os.environ.get("TOKENIZERS_PARALLELISM") is None
+
+
+def test_trained_bpe_comes_from_the_training_documents(tmp_path: Path) -> None:
+    build("tinyshakespeare", tmp_path / "out", vocab_size=300, valid_fraction=0.1)
+    train = [text for text in documents(SHIPPED["tinyshakespeare"], "text") if split_of(text.encode(), 0.1) == "train"]
+    assert load_tokenizer(tmp_path / "out").fingerprint == train_bpe(iter(train), 300).fingerprint
+
+
+def test_a_killed_build_continues_to_the_same_bytes(tmp_path: Path, corpus: Path) -> None:
+    options = {"tokenizer": "bpe", "vocab_size": 400, "valid_fraction": 0.2, "shard_tokens": 15_000}
+    build(str(corpus), tmp_path / "unbroken", **options)
+    out = tmp_path / "killed"
+    code = (
+        "import sys, time, json; from pathlib import Path; from redline.data.build import build\n"
+        "build(sys.argv[1], Path(sys.argv[2]), progress=lambda *_: time.sleep(0.004), **json.loads(sys.argv[3]))"
+    )
+    units = []
+    for _ in range(3):
+        child = subprocess.Popen([sys.executable, "-c", code, str(corpus), str(out), json.dumps(options)])
+        known = units[-1] if units else -1
+        deadline_s = time.monotonic() + 20
+        while child.poll() is None and time.monotonic() < deadline_s:  # kill in the middle of the unit after the next
+            state = out / "building.json"
+            if state.exists() and (found := json.loads(state.read_text())["units"]) > max(known, 0):
+                units.append(found)
+                break
+            time.sleep(0.002)
+        time.sleep(0.02)
+        child.send_signal(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+        assert not (out / "manifest.json").exists()
+        with pytest.raises(DataError, match="unfinished build"):
+            prepare(DataConfig(source=str(out), seq_len=8), 400)
+    assert units == sorted(set(units))  # each child went on from where the last was killed
+    read_from: list[int] = []
+    build(str(corpus), out, progress=lambda done_bytes, *_: read_from.append(done_bytes), **options)
+    assert read_from[0] > 2_000  # and so did this one
+    assert digests(out) == digests(tmp_path / "unbroken")
+
+
+def test_a_finished_folder_is_returned_and_other_inputs_refused(tmp_path: Path, corpus: Path, tokenizer_file: str) -> None:
+    manifest = build(str(corpus), tmp_path / "out", tokenizer=tokenizer_file)
+
+    def never(*_: int) -> None:
+        raise AssertionError("built again")
+
+    assert build(str(corpus), tmp_path / "out", tokenizer=tokenizer_file, progress=never) == manifest
+    with pytest.raises(DataError, match=r"other inputs \(valid_fraction differ\)"):
+        build(str(corpus), tmp_path / "out", tokenizer=tokenizer_file, valid_fraction=0.3)
+    (corpus / "a.jsonl").write_text('{"text": "changed"}\n')
+    with pytest.raises(DataError, match=r"other inputs \(sources differ\)"):
+        build(str(corpus), tmp_path / "out", tokenizer=tokenizer_file)
+    with pytest.raises(DataError, match=r"holds other files \([ab].jsonl\)"):
+        build(str(corpus), corpus, tokenizer=tokenizer_file)
+
+
+def test_bad_corpora_and_options_are_refused(tmp_path: Path, tokenizer_file: str) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    with pytest.raises(DataError, match=r"the corpus is empty: .*empty\.txt"):
+        build(str(empty), tmp_path / "out", tokenizer=tokenizer_file)
+    empty.write_text("no longer")  # the failed build stands in nobody's way
+    assert build(str(empty), tmp_path / "out", tokenizer=tokenizer_file).train[0].documents == 1
+    with pytest.raises(DataError, match=r"the tokenizer has 400 ids and model\.vocab_size is 399"):
+        build(str(empty), tmp_path / "x", tokenizer=tokenizer_file, vocab_size=399)
+    with pytest.raises(DataError, match="needs a vocabulary size"):
+        build(str(empty), tmp_path / "x")
+    with pytest.raises(DataError, match=r"valid_fraction must be .* got 1"):
+        build(str(empty), tmp_path / "x", tokenizer=tokenizer_file, valid_fraction=1)
+    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\nnot json\n')
+    with pytest.raises(DataError, match=r"bad\.jsonl, line 2"):
+        build(str(tmp_path / "bad.jsonl"), tmp_path / "bad", tokenizer=tokenizer_file)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_disk_that_refuses_is_one_clear_line(
+    tmp_path: Path, corpus: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="choose another folder"):
+        build(str(corpus), tmp_path / "file" / "out", tokenizer=tokenizer_file)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build_module.os, "fsync", full)
+        with pytest.raises(StorageError, match="the disk is full"):
+            build(str(corpus), tmp_path / "out", tokenizer=tokenizer_file)
+    build(str(corpus), tmp_path / "out", tokenizer=tokenizer_file)  # after space was freed
+    TokenDataset.open(tmp_path / "out", "train", verify=True)
+
+
+def test_batches_in_flight_are_bounded(
+    tmp_path: Path, corpus: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read but not yet written is bounded by the workers, not by the corpus."""
+    monkeypatch.setattr(encode_module, "BATCH_BYTES", 1_000)
+    read = written = largest = 0
+    scan = encode_module.scan
+
+    def counted(*arguments: object) -> object:
+        nonlocal read
+        for each in scan(*arguments):
+            read += 1
+            yield each
+
+    def progress(*_: int) -> None:
+        nonlocal written, largest
+        written += 1
+        largest = max(largest, read - written)
+
+    monkeypatch.setattr(encode_module, "scan", counted)
+    build(str(corpus), tmp_path / "out", tokenizer=tokenizer_file, workers=2, progress=progress)
+    assert written == read > 150
+    assert largest <= 2 * 2 * 2 + 2  # two batches a worker, of two documents each, and the one being read
+
+
+def test_prepare_builds_once_and_checks_the_tokenizer(
+    tmp_path: Path, corpus: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "cache"))
+    data = DataConfig(source=str(corpus), seq_len=32, tokenizer=tokenizer_file)
+    built: list[int] = []
+    folders: list[Path] = []
+
+    def one() -> None:
+        folders.append(prepare(data, 512, progress=lambda *_: built.append(threading.get_ident())))
+
+    threads = [threading.Thread(target=one) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(folders)) == 1
+    assert len(set(built)) == 1  # the others waited and found it done
+    folder = folders[0]
+    assert folder.is_relative_to(tmp_path / "cache")
+    assert prepare(DataConfig(source=str(folder), seq_len=32), 512) == folder
+    assert prepare(DataConfig(source=str(folder), seq_len=32, tokenizer=tokenizer_file), 512) == folder
+    train_bpe(iter(TEXTS), 300).save(tmp_path / "other.json")
+    with pytest.raises(DataError, match="wrong tokenizer"):
+        prepare(DataConfig(source=str(folder), seq_len=32, tokenizer=str(tmp_path / "other.json")), 512)
+    with pytest.raises(DataError, match=r"has 400 ids and model\.vocab_size is 320"):
+        prepare(DataConfig(source=str(folder), seq_len=32), 320)
+    assert prepare(DataConfig(source=str(corpus), seq_len=32, tokenizer="bpe"), 300) != folder

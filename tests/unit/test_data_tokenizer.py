@@ -1,0 +1,94 @@
+"""The tokenizer: lossless on any text, trained to the same bytes twice, identified by meaning."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from redline.data.read import SHIPPED, documents
+from redline.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from redline.errors import DataError
+
+
+def small_corpus() -> list[str]:
+    return list(documents(SHIPPED["tinyshakespeare"], "text"))[:8]
+
+
+BPE = train_bpe(iter(small_corpus()), 512)
+
+
+@given(st.lists(st.text(), max_size=4))
+def test_any_text_survives_the_round_trip(texts: list[str]) -> None:
+    assert [BPE.decode(ids) for ids in BPE.encode(texts)] == texts
+
+
+def test_the_name_of_the_end_token_in_a_text_is_text() -> None:
+    (ids,) = BPE.encode(["a<|endoftext|>b"])
+    assert BPE.eot_id not in ids
+    assert BPE.decode(ids) == "a<|endoftext|>b"
+    assert BPE.decode([*ids, BPE.eot_id]).endswith("b<|endoftext|>")
+
+
+def test_documents_end_with_the_end_token() -> None:
+    texts = ["To be", ""]
+    (full, empty), (ids, _) = BPE.encode_documents(texts), BPE.encode(texts)
+    assert full.tolist() == [*ids, BPE.eot_id]
+    assert empty.tolist() == [BPE.eot_id]
+    assert full.dtype == np.uint16
+
+
+def test_training_twice_gives_the_same_bytes(tmp_path: Path) -> None:
+    BPE.save(tmp_path / "a.json")
+    train_bpe(iter(small_corpus()), 512).save(tmp_path / "b.json")
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    assert BPE.vocab_size == 512
+    assert len(BPE.encode([small_corpus()[0]])[0]) < 0.6 * len(small_corpus()[0])  # it did learn merges
+
+
+def test_a_saved_tokenizer_is_the_same_one(tmp_path: Path) -> None:
+    BPE.save(tmp_path / "tokenizer.json")
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        loaded = load_tokenizer(path)
+        assert (loaded.fingerprint, loaded.vocab_size, loaded.eot_id) == (BPE.fingerprint, BPE.vocab_size, BPE.eot_id)
+        assert loaded.encode(["wherefore"]) == BPE.encode(["wherefore"])
+
+
+def test_the_fingerprint_is_of_the_meaning_not_the_layout(tmp_path: Path) -> None:
+    BPE.save(tmp_path / "tokenizer.json")
+    settings = json.loads((tmp_path / "tokenizer.json").read_text())
+    settings["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    same = Tokenizer(json.dumps(settings), "same")
+    assert same.fingerprint == BPE.fingerprint
+    assert same.encode(["a long text that no setting may cut"]) == BPE.encode(["a long text that no setting may cut"])
+    assert train_bpe(iter(small_corpus()), 500).fingerprint != BPE.fingerprint
+
+
+def test_bad_tokenizers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no tokenizer can be read"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"is not a tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    BPE.save(tmp_path / "tokenizer.json")
+    renamed = (tmp_path / "tokenizer.json").read_text().replace("<|endoftext|>", "[END]")
+    with pytest.raises(DataError, match="no token that ends a document"):
+        Tokenizer(renamed, "renamed")
+    with pytest.raises(DataError, match=r"at least 257 .* got 256"):
+        train_bpe(iter(small_corpus()), 256)
+
+
+@pytest.mark.parametrize(
+    ("name", "vocab_size", "eot_id", "itemsize"), [("gpt2", 50257, 50256, 2), ("qwen2_5", 151665, 151643, 4)]
+)
+def test_published_tokenizers(name: str, vocab_size: int, eot_id: int, itemsize: int) -> None:
+    path = Path("/work/shared/data/tokenizers") / name
+    if not path.exists():
+        pytest.skip("the shared data is not on this machine")
+    tokenizer = load_tokenizer(path)
+    assert (tokenizer.vocab_size, tokenizer.eot_id, tokenizer.dtype.itemsize) == (vocab_size, eot_id, itemsize)
+    assert tokenizer.decode(tokenizer.encode(["Hello, wörld <|endoftext|>"])[0]) == "Hello, wörld <|endoftext|>"
+    if name == "gpt2":
+        assert tokenizer.encode(["Hello world"]) == [[15496, 995]]  # as published

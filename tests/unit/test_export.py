@@ -1,0 +1,282 @@
+"""Exporters: what TensorBoard and W&B read back, what a resume does to it, and that a run never feels them."""
+
+import errno
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.errors import ConfigError, MissingExtra
+from redline.record import export
+from redline.record.export import Exporter, document, exported_name, make_exporters
+from redline.record.metrics import METRICS
+
+
+def line(step: int, **more: Any) -> dict[str, Any]:
+    return {"step": step, "loss": 10.0 / step, "tokens_per_s": 1000.0 * step, "mfu": None, **more}
+
+
+def make(name: str, folder: Path, said: list[str], resume_step: int = 0) -> Exporter:
+    return make_exporters([name], folder, run_name="nano", config={"lr": 0.1}, warn=said.append, resume_step=resume_step)[0]
+
+
+class FakeSink:
+    """Keeps lines; waits for `gate` before the first, and raises at step `fails_at`."""
+
+    title = "Fake"
+
+    def __init__(self, fails_at: int = 0, gate: threading.Event | None = None) -> None:
+        self.fails_at, self.gate, self.steps, self.closed = fails_at, gate, [], False
+
+    def open(self) -> None:
+        if self.gate:
+            self.gate.wait(30)
+
+    def write(self, at: float, line: dict[str, Any]) -> None:
+        if line["step"] == self.fails_at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.steps.append(line["step"])
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def until_dead(exporter: Exporter) -> None:
+    exporter._thread.join(10)
+    assert not exporter._thread.is_alive()
+
+
+def test_names_and_document() -> None:
+    assert exported_name("loss") == "train/loss"
+    assert exported_name("valid_bits_per_byte") == "valid/bits_per_byte"
+    rows = document().splitlines()
+    assert len(rows) == 2 + len(METRICS)
+    assert "| `data_wait_s` | `train/data_wait_s` | s | time the step waited for the loader |" in rows
+    assert all(row.count("|") == 5 for row in rows)
+
+
+def test_unknown_name_suggests_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"got 'tensorbord', did you mean 'tensorboard'\?"):
+        make("tensorbord", tmp_path, [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_package_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MissingExtra, match=r"redline\[wandb\]"):
+        make("wandb", tmp_path, [])
+
+
+class TestTensorBoard:
+    @pytest.fixture(autouse=True)
+    def _needs_it(self) -> None:
+        pytest.importorskip("tensorboard")
+
+    @staticmethod
+    def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        accumulator = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+        accumulator.Reload()
+        return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+
+    def test_round_trip(self, tmp_path: Path) -> None:
+        said: list[str] = []
+        exporter = make("tensorboard", tmp_path, said)
+        before = time.time()
+        exporter.metrics(line(1))
+        exporter.event("checkpoint", {"step": 1})
+        exporter.metrics(line(2, valid_loss=4.5, valid_perplexity=90.0, skipped=True))
+        exporter.close()
+        assert said == []
+        assert self.read(tmp_path) == {
+            "train/loss": [(1, 10.0), (2, 5.0)],
+            "train/tokens_per_s": [(1, 1000.0), (2, 2000.0)],
+            "train/skipped": [(2, 1.0)],
+            "valid/loss": [(2, 4.5)],
+            "valid/perplexity": [(2, 90.0)],
+        }
+        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+        events = list(EventFileLoader(str(next((tmp_path / "tensorboard").iterdir()))).Load())
+        assert all(before - 1 <= event.wall_time <= time.time() for event in events)
+
+    def test_resume_replaces_the_orphaned_steps(self, tmp_path: Path) -> None:
+        first = make("tensorboard", tmp_path, [])
+        for step in range(1, 8):
+            first.metrics(line(step))
+        first.close()
+        resumed = make("tensorboard", tmp_path, [], resume_step=4)
+        for step in range(5, 7):  # a shorter attempt: step 7 of the first one must go as well
+            resumed.metrics(line(step, loss=1.0))
+        resumed.close()
+        assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+        read = self.read(tmp_path)
+        assert [step for step, _ in read["train/loss"]] == [1, 2, 3, 4, 5, 6]
+        assert [value for _, value in read["train/loss"]][3:] == [2.5, 1.0, 1.0]
+
+    def test_unwritable_folder_is_said_once(self, tmp_path: Path) -> None:
+        (tmp_path / "tensorboard").write_text("in the way")
+        said: list[str] = []
+        exporter = make("tensorboard", tmp_path, said)
+        until_dead(exporter)
+        exporter.metrics(line(1))
+        exporter.close()
+        assert len(said) == 1
+        assert "TensorBoard export stopped (FileExistsError" in said[0]
+
+
+class TestWandb:
+    @pytest.fixture(autouse=True)
+    def _alone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """No key, no settings of the person who runs the tests, and nothing that would report home."""
+        wandb = pytest.importorskip("wandb")
+        for name in ("WANDB_API_KEY", "WANDB_PROJECT", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+        monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+        monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+        monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+        monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # were anything sent, it would not leave this machine
+        yield
+        wandb.teardown()
+
+    def test_offline_run_and_its_resume(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        said: list[str] = []
+        for resume_step in (0, 3):
+            exporter = make("wandb", tmp_path, said, resume_step)
+            for step in range(resume_step + 1, resume_step + 4):
+                exporter.metrics(line(step))
+            exporter.close()
+        assert said == []
+        run_id = (tmp_path / "wandb_id").read_text()
+        files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+        assert files
+        assert {path.name for path in files} == {f"run-{run_id}.wandb"}
+        assert any(b"train/loss" in path.read_bytes() for path in files)
+
+    def test_without_a_key_it_goes_offline_and_says_so(self, tmp_path: Path) -> None:
+        said: list[str] = []
+        exporter = make("wandb", tmp_path, said)
+        exporter.metrics(line(1))
+        exporter.close()
+        assert len(said) == 1
+        assert said[0].startswith("W&B has no API key: the run is written offline")
+        assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+    def test_steps_that_the_server_holds_are_not_logged_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A stand-in for the server's answer: this run already has steps up to 6."""
+        logged: list[int] = []
+
+        class Run:
+            starting_step = 7
+
+            def log(self, values: dict[str, float], step: int) -> None:
+                assert values == {"train/loss": 10.0 / step, "train/tokens_per_s": 1000.0 * step}
+                logged.append(step)
+
+            def finish(self) -> None:
+                logged.append(-1)
+
+        given: dict[str, Any] = {}
+        monkeypatch.setattr("wandb.init", lambda **options: given.update(options) or Run())
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        said: list[str] = []
+        exporter = make("wandb", tmp_path, said, resume_step=4)
+        for step in range(5, 10):
+            exporter.metrics(line(step))
+        exporter.close()
+        assert logged == [7, 8, 9, -1]
+        assert said == ["W&B holds steps 5 to 6 from before the resume: they are not logged again"]
+        assert (given["project"], given["resume"], given["mode"], given["config"]) == ("redline", "allow", "offline", {"lr": 0.1})
+        assert given["id"] == (tmp_path / "wandb_id").read_text()
+
+
+class TestExporter:
+    def test_failure_is_said_once_and_drops_the_exporter(self) -> None:
+        said: list[str] = []
+        sink = FakeSink(fails_at=3)
+        exporter = Exporter(sink, said.append)
+        for step in range(1, 4):
+            exporter.metrics(line(step))
+        until_dead(exporter)
+        for step in range(4, 50):
+            exporter.metrics(line(step))
+        exporter.close()
+        assert sink.steps == [1, 2]
+        assert len(said) == 1
+        assert "Fake export stopped (OSError: [Errno 28] No space left on device)" in said[0]
+
+    def test_failure_with_a_full_queue_is_not_called_slow(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(export, "QUEUE_LINES", 3)
+        said: list[str] = []
+        gate = threading.Event()
+        exporter = Exporter(FakeSink(fails_at=1, gate=gate), said.append)
+        for step in range(1, 4):
+            exporter.metrics(line(step))
+        gate.set()
+        until_dead(exporter)
+        exporter.metrics(line(4))
+        exporter.close()
+        assert ["export stopped" in text for text in said] == [True]
+
+    def test_close_drains(self) -> None:
+        said: list[str] = []
+        gate = threading.Event()
+        sink = FakeSink(gate=gate)
+        exporter = Exporter(sink, said.append)
+        for step in range(1, 2001):
+            exporter.metrics(line(step))
+        gate.set()
+        exporter.close()
+        assert sink.steps == list(range(1, 2001))
+        assert sink.closed
+        assert said == []
+
+    def test_slow_target_loses_the_oldest_lines_and_the_count_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(export, "QUEUE_LINES", 10)
+        said: list[str] = []
+        gate = threading.Event()
+        sink = FakeSink(gate=gate)
+        exporter = Exporter(sink, said.append)
+        for step in range(1, 26):
+            exporter.metrics(line(step))
+        assert said == ["Fake is slower than the run: 10 lines wait, the oldest are dropped from now on"]
+        gate.set()
+        while len(sink.steps) < 10:
+            time.sleep(0.001)
+        exporter.close()
+        assert sink.steps == list(range(16, 26))
+        assert said[1:] == ["Fake was too slow: 15 lines were dropped, metrics.jsonl holds every line"]
+
+    def test_close_gives_up_after_its_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(export, "CLOSE_LIMIT_S", 0.2)
+        said: list[str] = []
+        gate = threading.Event()
+        exporter = Exporter(FakeSink(fails_at=1, gate=gate), said.append)
+        exporter.metrics(line(1))
+        started = time.monotonic()
+        exporter.close()
+        assert 0.2 <= time.monotonic() - started < 2
+        gate.set()
+        until_dead(exporter)  # its late failure is not said a second time
+        assert len(said) == 1
+        assert "Fake was not done within 0 s of the end, 1 lines wait" in said[0]
+
+    def test_metrics_returns_in_microseconds(self, tmp_path: Path) -> None:
+        pytest.importorskip("tensorboard")
+        exporter = make("tensorboard", tmp_path, [])
+        took_s = []
+        for step in range(1, 1001):
+            given = line(step)
+            started = time.perf_counter()
+            exporter.metrics(given)
+            took_s.append(time.perf_counter() - started)
+        exporter.close()
+        assert statistics.median(took_s) < 50e-6

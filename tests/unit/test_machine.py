@@ -1,0 +1,428 @@
+"""The machine room on a CPU: datasheets against hand-computed peaks, facts against /proc, the cache, measuring against numpy."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pynvml
+import pytest
+import torch
+
+from redline.errors import ConfigError, MachineError
+from redline.machine import ceilings as measuring
+from redline.machine import facts as facts_module
+from redline.machine.facts import machine_key, read_facts
+from redline.machine.specs import SPECS, find_spec, match_spec
+from redline.machine.store import Ceilings, MatmulPoint, cache_path, cached, save
+from redline.machine.telemetry import GpuTelemetry, process_rss_bytes
+
+MIB = 2**20
+
+# Name and memory (MiB) as seen in nvidia-smi or torch on real machines.
+REAL_NAMES = [
+    ("NVIDIA A100-SXM4-80GB", 81920, "a100-80g"),
+    ("NVIDIA A100-SXM4-80GB", 81251, "a100-80g"),
+    ("NVIDIA A100 80GB PCIe", 81920, "a100-80g"),
+    ("NVIDIA A100-PCIE-40GB", 40960, "a100-40g"),
+    ("A100-SXM4-40GB", 40536, "a100-40g"),
+    ("NVIDIA H100 80GB HBM3", 81559, "h100-80g"),
+    ("NVIDIA H100 PCIe", 81559, "h100-pcie-80g"),
+    ("NVIDIA H200", 143771, "h200-141g"),
+    ("Tesla V100-SXM2-32GB", 32510, "v100-32g"),
+    ("NVIDIA L4", 23034, "l4-24g"),
+    ("NVIDIA L40S", 46068, "l40s-48g"),
+    ("NVIDIA GeForce RTX 3090", 24576, "rtx-3090-24g"),
+    ("NVIDIA GeForce RTX 4090", 24564, "rtx-4090-24g"),
+    ("Tesla T4", 15360, "t4-16g"),
+    ("NVIDIA B200", 183359, "b200-192g"),
+    # Boards with other figures than their namesakes, and a MIG slice.
+    ("NVIDIA H100 NVL", 95830, None),
+    ("NVIDIA H200 NVL", 143771, None),
+    ("NVIDIA L40", 46068, None),
+    ("NVIDIA GeForce RTX 3090 Ti", 24564, None),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", 16376, None),
+    ("Tesla V100-SXM2-16GB", 16384, None),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9856, None),
+]
+
+# Multiprocessors, dense half-precision FLOP per clock and multiprocessor, boost clock in MHz, from the architecture papers.
+SILICON = {
+    "v100-32g": (80, 1024, 1530),
+    "a100-40g": (108, 2048, 1410),
+    "a100-80g": (108, 2048, 1410),
+    "h100-80g": (132, 4096, 1830),
+    "h100-pcie-80g": (114, 4096, 1620),
+    "h200-141g": (132, 4096, 1830),
+    "b200-192g": (148, 8192, 1850),
+    "l4-24g": (58, 1024, 2040),
+    "l40s-48g": (142, 1024, 2490),
+    "rtx-3090-24g": (82, 512, 1695),
+    "rtx-4090-24g": (128, 512, 2520),
+    "t4-16g": (40, 1024, 1590),
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def ceilings() -> Ceilings:
+    return Ceilings(
+        measured_at="2026-11-15T00:00:00+00:00",
+        device="NVIDIA H200",
+        matmul=(
+            MatmulPoint(dtype="bf16", m=1024, n=1024, k=1024, tflops=310.5, spread=0.02),
+            MatmulPoint(dtype="bf16", m=8192, n=8192, k=8192, tflops=770.25, spread=0.01),
+            MatmulPoint(dtype="fp32", m=8192, n=8192, k=8192, tflops=50.5, spread=0.0),
+        ),
+        copy_bytes_per_s=4.17e12,
+        host_to_device_bytes_per_s=55e9,
+        device_to_host_bytes_per_s=54e9,
+        launch_latency_s=3.1e-6,
+        graph_launch_latency_s=1.1e-6,
+        cpu_threads=16,
+        cpu_matmul_gflops=900.0,
+        cpu_copy_bytes_per_s=20e9,
+        notes=("one was skipped",),
+    )
+
+
+@pytest.mark.parametrize(("name", "memory_mib", "expected"), REAL_NAMES)
+def test_real_names_find_their_datasheet(name, memory_mib, expected):
+    spec = match_spec(name, memory_mib * MIB)
+    assert (spec and spec.name) == expected
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_peaks_follow_from_the_silicon(name):
+    spec = SPECS[name]
+    multiprocessors, flop_per_clock, boost_mhz = SILICON[name]
+    assert spec.fp16_tflops == pytest.approx(multiprocessors * flop_per_clock * boost_mhz / 1e6, rel=0.01)
+    assert (spec.bf16_tflops is None) == (spec.tf32_tflops is None) == (spec.compute_capability < (8, 0))
+    assert (spec.fp8_tflops is None) == (spec.compute_capability < (8, 9))
+    if spec.bf16_tflops and spec.tf32_tflops:
+        assert spec.bf16_tflops == spec.fp16_tflops == pytest.approx(2 * spec.tf32_tflops, rel=0.02)
+    assert spec.peak_tflops("fp32") == spec.fp32_tflops
+
+
+def test_unknown_spec_names_the_nearest_and_the_list():
+    with pytest.raises(ConfigError, match=r"'h100-80gb'.*did you mean 'h100-80g'.*v100-32g.*b200-192g"):
+        find_spec("h100-80gb")
+    assert find_spec("t4-16g").title == "T4 16 GB"
+
+
+def test_facts_agree_with_proc():
+    facts = read_facts()
+    with open("/proc/meminfo") as file:
+        total_bytes = int(file.readline().split()[1]) * 1024
+    assert 0 < facts.memory_bytes <= total_bytes
+    assert 1 <= facts.cpu_cores <= len(os.sched_getaffinity(0))
+    with open("/proc/cpuinfo") as file:
+        assert facts.cpu_name in file.read()
+    disk = os.statvfs(".")
+    assert facts.disk_free_bytes == pytest.approx(disk.f_bavail * disk.f_frsize, rel=0.05)
+    assert facts.versions["torch"] == torch.__version__
+    assert facts.versions["numpy"] == np.__version__
+    assert facts.python == sys.version.split()[0]
+    assert json.loads(json.dumps(dataclasses.asdict(facts)))["cpu_cores"] == facts.cpu_cores
+
+
+@pytest.mark.parametrize(
+    ("listing", "files", "cores", "memory_bytes"),
+    [
+        ("0::/job", {"job/cpu.max": "max 100000", "job/memory.max": "max"}, 8, 64 * MIB),
+        ("0::/job/step", {"job/cpu.max": "250000 100000", "job/step/memory.max": "max", "job/memory.max": str(MIB)}, 2, MIB),
+        ("0::/host/path/not/here", {"cpu.max": "50000 100000", "memory.max": str(2 * MIB)}, 1, 2 * MIB),
+        (
+            "4:memory:/a\n1:cpuacct,cpu:/a\n0::/",
+            {
+                "cpu/a/cpu.cfs_quota_us": "300000",
+                "cpu/a/cpu.cfs_period_us": "100000",
+                "memory/memory.limit_in_bytes": str(2**63 - 4096),
+            },
+            3,
+            64 * MIB,
+        ),
+        ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8, 64 * MIB),
+    ],
+)
+def test_control_groups_limit_cores_and_memory(listing, files, cores, memory_bytes, tmp_path, monkeypatch):
+    (tmp_path / "listing").write_text(listing + "\n")
+    for name, content in files.items():
+        (tmp_path / "mount" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "mount" / name).write_text(content + "\n")
+    monkeypatch.setattr(facts_module, "_CGROUP_LISTING", tmp_path / "listing")
+    monkeypatch.setattr(facts_module, "_CGROUP_MOUNT", tmp_path / "mount")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * MIB))
+    facts = read_facts()
+    assert (facts.cpu_cores, facts.memory_bytes) == (cores, memory_bytes)
+
+
+@pytest.fixture
+def three_gpus(monkeypatch):
+    """NVML as a machine with three GPUs answers; a handle is the GPU's UUID."""
+    uuids = ["GPU-aa11", "GPU-aa22", "GPU-bb33"]
+
+    def unsupported(*_):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    answers = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlSystemGetDriverVersion": lambda: "580.1",
+        "nvmlSystemGetCudaDriverVersion_v2": lambda: 13010,
+        "nvmlDeviceGetCount": lambda: 3,
+        "nvmlDeviceGetHandleByIndex": lambda index: uuids[index],
+        "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
+        "nvmlDeviceGetUUID": lambda handle: handle,
+        "nvmlDeviceGetName": lambda handle: f"NVIDIA {handle}",
+        "nvmlDeviceGetMemoryInfo": lambda _: SimpleNamespace(total=80 * MIB, free=79 * MIB, used=MIB),
+        "nvmlDeviceGetCudaComputeCapability": lambda _: (9, 0),
+        "nvmlDeviceGetEnforcedPowerLimit": lambda _: 700_000,
+        "nvmlDeviceGetMaxClockInfo": lambda *_: 1980,
+        "nvmlDeviceGetMaxPcieLinkGeneration": lambda _: 5,
+        "nvmlDeviceGetMaxPcieLinkWidth": unsupported,
+        "nvmlDeviceGetUtilizationRates": lambda _: SimpleNamespace(gpu=97, memory=40),
+        "nvmlDeviceGetPowerUsage": lambda _: 651_500,
+        "nvmlDeviceGetClockInfo": lambda *_: 1755,
+        "nvmlDeviceGetTemperature": unsupported,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, name, answer)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "seen"),
+    [
+        (None, ["GPU-aa11", "GPU-aa22", "GPU-bb33"]),
+        ("2,0", ["GPU-bb33", "GPU-aa11"]),
+        ("GPU-bb, 1", ["GPU-bb33", "GPU-aa22"]),
+        ("", []),
+        ("-1", []),
+        ("1,7,0", ["GPU-aa22"]),  # what follows an entry that names no GPU is ignored
+        ("GPU-aa", []),  # names two
+        ("1,1", []),
+    ],
+)
+def test_visible_devices_are_read_as_cuda_reads_them(chosen, seen, three_gpus, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    facts = read_facts()
+    assert [gpu.name.removeprefix("NVIDIA ") for gpu in facts.gpus] == seen
+    assert [gpu.index for gpu in facts.gpus] == list(range(len(seen)))
+    assert facts.cuda_driver == "13.1"
+    for gpu in facts.gpus:
+        assert (gpu.power_limit_w, gpu.pcie_generation, gpu.pcie_lanes, gpu.free_bytes) == (700.0, 5, None, 79 * MIB)
+
+
+def test_telemetry_leaves_out_what_the_board_does_not_answer(three_gpus, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    telemetry = GpuTelemetry(0)
+    assert telemetry.read() == {"gpu_util": 0.97, "memory_used_bytes": MIB, "power_w": 651.5, "sm_clock_mhz": 1755}
+    with pytest.raises(MachineError, match="no GPU 1: this process sees 1"):
+        GpuTelemetry(1)
+
+
+@pytest.mark.parametrize(
+    ("code", "trouble"),
+    [
+        (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, False),
+        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, False),
+        (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, True),
+    ],
+)
+def test_without_nvml_there_are_no_gpus_and_no_readings(code, trouble, monkeypatch):
+    def refuse():
+        raise pynvml.NVMLError(code)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", refuse)
+    facts = read_facts()
+    assert facts.gpus == ()
+    assert bool(facts.gpu_trouble) == trouble
+    assert GpuTelemetry(0).read() == {}
+
+
+def test_machine_key_names_hardware_and_software_and_nothing_that_drifts():
+    facts = read_facts()
+    key = machine_key(facts)
+    assert key == machine_key(dataclasses.replace(facts, disk_free_bytes=1, os="other"))
+    assert key != machine_key(dataclasses.replace(facts, versions=facts.versions | {"torch": "9.9"}))
+    assert key != machine_key(dataclasses.replace(facts, cpu_cores=facts.cpu_cores + 1))
+
+
+def test_rss_agrees_with_psutil():
+    assert process_rss_bytes() == pytest.approx(psutil.Process().memory_info().rss, rel=0.05)
+
+
+def test_cache_gives_back_what_was_kept(ceilings):
+    facts = read_facts()
+    assert cached(facts) is None
+    save(facts, ceilings)
+    assert cached(facts) == ceilings
+    assert cached(dataclasses.replace(facts, cpu_name="another")) is None
+    assert (ceilings.matmul_tflops("bf16"), ceilings.matmul_tflops("fp8")) == (770.25, None)
+
+
+def _without_a_field(table):
+    del table["notes"]
+
+
+def _with_a_field(table):
+    table["format"] = 2
+
+
+def _with_text_for_a_number(table):
+    table["matmul"][0]["tflops"] = "fast"
+
+
+def _not_a_number(table):
+    table["copy_bytes_per_s"] = float("nan")
+
+
+@pytest.mark.parametrize("spoil", [None, _without_a_field, _with_a_field, _with_text_for_a_number, _not_a_number])
+def test_a_broken_cache_file_is_measured_again_and_said(spoil, ceilings, monkeypatch):
+    facts = read_facts()
+    save(facts, ceilings)
+    path = cache_path(facts)
+    if spoil is None:
+        path.write_bytes(path.read_bytes()[:100])
+    else:
+        table = json.loads(path.read_text())
+        spoil(table)
+        path.write_text(json.dumps(table))
+    fresh = dataclasses.replace(ceilings, device="measured again", notes=())
+    monkeypatch.setattr(measuring, "measure", lambda progress: fresh)
+    said: list[str] = []
+    got = measuring.load_or_measure(facts, progress=said.append)
+    assert got.device == "measured again"
+    assert list(got.notes) == said
+    assert str(path) in said[0]
+    assert cached(facts) == got
+
+
+def test_refresh_measures_again_and_a_full_cache_does_not(ceilings, monkeypatch):
+    facts = read_facts()
+    fresh = dataclasses.replace(ceilings, device="measured again")
+    monkeypatch.setattr(measuring, "measure", lambda progress: fresh)
+    save(facts, ceilings)
+    assert measuring.load_or_measure(facts) == ceilings
+    assert measuring.load_or_measure(facts, refresh=True) == fresh == cached(facts)
+
+
+def test_a_cache_that_cannot_be_written_costs_only_the_caching(ceilings, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(measuring, "measure", lambda progress: ceilings)
+    said: list[str] = []
+    assert measuring.load_or_measure(read_facts(), progress=said.append) == ceilings
+    assert "not kept" in said[0]
+
+
+def test_impossible_values_are_rejected_with_a_note(ceilings):
+    wrong = dataclasses.replace(ceilings.matmul[0], tflops=1500.0)
+    unsupported = dataclasses.replace(ceilings.matmul[0], dtype="fp8")
+    seen = dataclasses.replace(ceilings, matmul=(*ceilings.matmul, wrong), copy_bytes_per_s=9e12)
+    checked = measuring.reject_impossible(seen, find_spec("h200-141g"))
+    assert checked.matmul == ceilings.matmul
+    assert checked.copy_bytes_per_s is None
+    assert [note.split(":")[0] for note in checked.notes[1:]] == ["matmul bf16 1024x1024x1024 was rejected", "copy was rejected"]
+    a100 = measuring.reject_impossible(dataclasses.replace(ceilings, matmul=(unsupported,)), find_spec("a100-80g"))
+    assert a100.matmul == ()
+    assert measuring.reject_impossible(ceilings, find_spec("h200-141g")) == ceilings
+
+
+def test_a_shape_that_does_not_fit_is_skipped_and_said(monkeypatch):
+    def point(dtype, m, n, k, random, l2_bytes):
+        if m == 8192:
+            raise torch.OutOfMemoryError
+        return MatmulPoint(dtype=dtype, m=m, n=n, k=k, tflops=1.0, spread=0.0)
+
+    monkeypatch.setattr(measuring, "_matmul_point", point)
+    turing = SimpleNamespace(name="Tesla T4", major=7, minor=5, L2_cache_size=4 * MIB)
+    points, notes = measuring._matmul_points(turing, torch.Generator(), lambda _: None)
+    assert {p.dtype for p in points} == {"fp16", "fp32"}
+    assert [note[:27] for note in notes] == ["matmul fp16 8192x8192x8192 ", "matmul fp32 8192x8192x8192 "]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp8"])
+def test_matmul_point_counts_the_flops_it_times(dtype, monkeypatch):
+    """The GPU's path with the CPU's clock: a known time per call must come back as the known FLOP/s."""
+    times = []
+
+    def tick(work, calls):
+        for call in range(min(calls, 3)):
+            assert work(call).shape == (64, 32)
+        times.append(calls)
+        return calls * 1e-3
+
+    monkeypatch.setattr(measuring, "_time_cuda_s", tick)
+    point = measuring._matmul_point(dtype, 64, 32, 16, torch.Generator().manual_seed(0), l2_bytes=10_000)
+    assert point.tflops == pytest.approx(2 * 64 * 32 * 16 / 1e-3 / 1e12)
+    assert point.spread == pytest.approx(0.0, abs=1e-9)
+    assert times == [1, 1] + [20] * 8
+
+
+@pytest.mark.parametrize("before", ["ieee", "tf32"])
+def test_measuring_leaves_precision_as_it_was(before):
+    matmul = torch.backends.cuda.matmul
+    original = matmul.fp32_precision
+    matmul.fp32_precision = before
+    try:
+        with measuring._fp32_precision("tf32"):
+            assert matmul.fp32_precision == "tf32"
+        assert matmul.fp32_precision == before
+    finally:
+        matmul.fp32_precision = original
+
+
+@pytest.mark.parametrize(("seconds", "flops"), [(0.1, 2 * 1024**3), (0.001, 2 * 4096**3)])
+def test_cpu_rates_count_what_they_time(seconds, flops, monkeypatch):
+    """With a clock that always says the same: a slow CPU keeps to the small product, a fast one is given the large one too."""
+    monkeypatch.setattr(measuring, "_median_s", lambda work, time_s: (seconds, 0.0))
+    assert measuring._cpu_matmul_gflops() == pytest.approx(flops / seconds / 1e9)
+    assert measuring._cpu_copy_bytes_per_s() == pytest.approx(2 * 256 * MIB / seconds)
+
+
+def _numpy_gflops() -> float:
+    left, right = np.random.default_rng(0).standard_normal((2, 1024, 1024), dtype=np.float32)
+    rates = []
+    for _ in range(6):
+        started_s = time.perf_counter()
+        left @ right
+        rates.append(2 * 1024**3 / (time.perf_counter() - started_s) / 1e9)
+    return float(np.median(rates[1:]))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures the GPU too; tests/gpu does that")
+def test_cpu_ceilings_agree_with_numpy():
+    seed_before = torch.get_rng_state()
+    for _ in range(4):  # others may use the machine: one calm moment is enough, a wrong unit or count never passes
+        numpy_before = _numpy_gflops()
+        measured = measuring.measure()
+        reference = [numpy_before, _numpy_gflops()]
+        if min(reference) / 2 < measured.cpu_matmul_gflops < 2 * max(reference):
+            break
+    else:
+        pytest.fail(f"measured {measured.cpu_matmul_gflops:.0f} GFLOP/s, numpy {reference}")
+    assert (measured.device, measured.matmul, measured.copy_bytes_per_s) == ("cpu", (), None)
+    assert 0.5e9 < measured.cpu_copy_bytes_per_s < 2e12
+    assert torch.equal(seed_before, torch.get_rng_state())
+
+
+def test_everything_but_measuring_runs_without_torch():
+    code = (
+        "import sys, redline.machine.specs, redline.machine.store, redline.machine.telemetry as t, redline.machine.facts as f;"
+        "facts = f.read_facts(); redline.machine.store.cached(facts); t.GpuTelemetry(0).read() if not facts.gpus else None;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,135 @@
+"""The transformer against transformers: logits, loss and the gradient of every parameter, family by family."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference_models import CONFIGS, reference, tokens_BT
+from torch import Tensor
+
+from redline.config.recipe import ModelConfig
+from redline.model.huggingface import from_huggingface, read_folder
+from redline.model.transformer import IGNORE, KVCache, Transformer, build_model
+from redline.model.weights import load_weights
+
+CONFIG = ModelConfig(vocab_size=64, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=48, context_length=32)
+
+
+def loss_and_gradients(model: Transformer, tokens: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = model(tokens, targets)
+    loss.backward()
+    return loss.detach(), {
+        name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_logits_loss_and_gradients_equal_transformers(family, tmp_path):
+    theirs = reference(family)
+    theirs.save_pretrained(tmp_path)
+    loaded = read_folder(tmp_path)
+    ours = build_model(loaded.config, device="cpu", seed=0)
+    load_weights(ours, loaded.weights)
+
+    tokens, targets = tokens_BT(), tokens_BT().roll(-1, dims=1)
+    targets[0, :5] = IGNORE
+    logits = theirs(tokens).logits
+    torch.testing.assert_close(ours(tokens), logits, rtol=1e-5, atol=2e-6)
+
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100)
+    expected.backward()
+    loss, gradients = loss_and_gradients(ours, tokens, targets)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0.0)
+    named = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for name, gradient in from_huggingface(loaded.config, named, where="gradients").items():
+        torch.testing.assert_close(gradients.pop(name), gradient, rtol=1e-4, atol=2e-6 * float(gradient.abs().max()), msg=name)
+    assert not gradients, "parameters that transformers does not have"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "smollm2", "qwen3"])
+def test_greedy_continuation_by_cache_equals_generate(family, tmp_path):
+    theirs = reference(family)
+    theirs.save_pretrained(tmp_path)
+    loaded = read_folder(tmp_path)
+    ours = build_model(loaded.config, device="cpu", seed=0)
+    load_weights(ours, loaded.weights)
+    prompt = tokens_BT(length=6)
+    mask = torch.ones_like(prompt)  # given, since generate would otherwise guess that token 0 is padding
+    expected = theirs.generate(prompt, attention_mask=mask, max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+    cache = KVCache(loaded.config, 2, 16, device=torch.device("cpu"), dtype=torch.float32)
+    tokens, new = prompt, prompt
+    with torch.no_grad():
+        for _ in range(10):
+            logits = ours(new, cache=cache)
+            torch.testing.assert_close(logits[:, -1], ours(tokens)[:, -1], rtol=1e-5, atol=2e-6)
+            new = logits[:, -1:].argmax(-1)
+            tokens = torch.cat([tokens, new], dim=1)
+    assert torch.equal(tokens, expected)
+
+
+def test_a_piece_of_a_prompt_after_another_is_refused():
+    model = build_model(CONFIG, device="cpu", seed=0)
+    cache = KVCache(CONFIG, 1, 8, device=torch.device("cpu"), dtype=torch.float32)
+    model(torch.zeros(1, 3, dtype=torch.int64), cache=cache)
+    with pytest.raises(AssertionError, match="causal mask"):
+        model(torch.zeros(1, 2, dtype=torch.int64), cache=cache)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("loss_chunks", [1, 4])
+def test_recomputation_and_chunks_change_nothing(recompute, loss_chunks):
+    model = build_model(CONFIG, device="cpu", seed=0)
+    tokens, targets = tokens_BT() % 64, tokens_BT().roll(-1, dims=1) % 64
+    targets[1, 3:9] = IGNORE
+    loss, gradients = loss_and_gradients(model, tokens, targets)
+    model.recompute, model.loss_chunks = recompute, loss_chunks
+    again_loss, again = loss_and_gradients(model, tokens, targets)
+    torch.testing.assert_close(again_loss, loss, rtol=1e-6, atol=0.0)
+    assert again.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(again[name], gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputation_saves_activations(recompute):
+    """What autograd keeps for the backward pass, counted: the point of recomputing."""
+
+    def kept_bytes(kind: str) -> int:
+        model = build_model(CONFIG, device="cpu", seed=0)
+        model.recompute = kind  # type: ignore[assignment]
+        storages: dict[int, int] = {}
+        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model._hidden(tokens_BT() % 64, None)
+        return sum(storages.values())
+
+    assert kept_bytes(recompute) < 0.5 * kept_bytes("none")
+
+
+def test_weights_are_drawn_from_the_seed_and_their_name_alone():
+    small = dict(build_model(CONFIG, device="cpu", seed=3).named_parameters())
+    deep = dict(build_model(ModelConfig(**{**vars(CONFIG), "num_layers": 3}), device="cpu", seed=3).named_parameters())
+    for name, weight in small.items():
+        residual = name.endswith(("attn.out.weight", "ffn.down.weight"))  # these shrink with depth: std / sqrt(2 layers)
+        torch.testing.assert_close(weight, deep[name] * (3 / 2) ** 0.5 if residual else deep[name], rtol=1e-6, atol=0.0)
+    other = dict(build_model(CONFIG, device="cpu", seed=4).named_parameters())
+    drawn = [name for name in small if "norm" not in name]
+    assert all(not torch.equal(small[name], other[name]) for name in drawn)
+    assert not torch.equal(small["blocks.0.ffn.up.weight"], small["blocks.1.ffn.up.weight"])
+    assert float(small["embed.weight"].detach().std()) == pytest.approx(0.02, rel=0.1)
+    assert float(small["blocks.0.ffn.down.weight"].detach().std()) == pytest.approx(0.02 / 4**0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_built_model_ties_its_embeddings_as_configured(tied):
+    model = build_model(ModelConfig(**{**vars(CONFIG), "tie_embeddings": tied}), device="cpu", seed=0)
+    assert (model.head.weight is model.embed.weight) == tied
+    assert ("head.weight" in dict(model.named_parameters())) != tied
