@@ -7,8 +7,9 @@ CUDA graphs and log-probabilities come with the engine's own issue.
 """
 
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     stop_ids: tuple[int, ...] = ()
+    first_sample: int = 0
+    """Number of the first sample, so that samples generated in several calls differ as they would in one."""
 
     def __post_init__(self) -> None:
         for name, holds, rule in (
@@ -41,17 +44,15 @@ class Sampling:
 
 
 @torch.no_grad()
-def generate(
-    model: Transformer, prompt: Sequence[int], sampling: Sampling, on_token: Callable[[int, int], None] | None = None
-) -> list[list[int]]:
-    """New tokens of each sample. `on_token(sample, token)` is told of each one as it comes."""
+def generate(model: Transformer, prompt: Sequence[int], sampling: Sampling) -> list[list[int]]:
+    """New tokens of each sample, the stop token left out."""
     room = model.config.context_length - len(prompt)
     if not prompt:
         raise ConfigError("the prompt must hold at least one token")
     if room <= 0:
         raise ConfigError(f"the prompt has {len(prompt)} tokens, and the model's context holds {model.config.context_length}: shorten it")
     device, rows = model.embed.weight.device, sampling.samples
-    generators = [torch.Generator(device).manual_seed(zlib.crc32(f"{sampling.seed}/{row}".encode())) for row in range(rows)]
+    generators = [_generator(device, sampling.seed, sampling.first_sample + row) for row in range(rows)]
     length = min(sampling.max_new_tokens, room)
     cache = KVCache(model.config, rows, len(prompt) + length, device=device, dtype=model.compute_dtype)
     logits_BV = _prefill(model, prompt, cache)
@@ -64,12 +65,14 @@ def generate(
                 open_rows.remove(row)
             elif row in open_rows:
                 texts[row].append(token)
-                if on_token is not None:
-                    on_token(row, token)
         if not open_rows or step == length - 1:
             break
         logits_BV = model(tokens_B[:, None], cache=cache)[:, -1].float()
     return texts
+
+
+def _generator(device: torch.device, seed: int, sample: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{sample}".encode()))
 
 
 def _prefill(model: Transformer, prompt: Sequence[int], cache: KVCache) -> Tensor:
@@ -95,3 +98,13 @@ def _sample(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Ge
         probabilities = torch.zeros_like(probabilities).scatter(-1, order, sorted_.masked_fill(before >= sampling.top_p, 0.0))
     rows = [torch.multinomial(row, 1, generator=generator) for row, generator in zip(probabilities, generators, strict=True)]
     return torch.cat(rows)
+
+
+def generate_all(model: Transformer, tokenizer: Any, prompt: str, sampling: Sampling, *, at_once: int | None) -> Iterator[str]:
+    """Texts of every sample of a prompt, at most `at_once` sequences in memory; an empty prompt begins a new document."""
+    ids = tokenizer.encode([prompt])[0] or [tokenizer.eot_id]
+    stops = sampling.stop_ids or (tokenizer.eot_id,)
+    size = min(sampling.samples, at_once or sampling.samples)
+    for first in range(0, sampling.samples, size):
+        part = replace(sampling, samples=min(size, sampling.samples - first), first_sample=first, stop_ids=stops)
+        yield from (tokenizer.decode(tokens) for tokens in generate(model, ids, part))

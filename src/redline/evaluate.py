@@ -8,15 +8,19 @@ Runs eagerly even when the model is compiled: a second graph for a few batches w
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from redline.config.recipe import IGNORED
+from redline.config.recipe import IGNORED, DataConfig
 from redline.data.loader import valid_batches
-from redline.data.shards import TokenDataset
+from redline.data.read import Split
+from redline.data.shards import Manifest, TokenDataset
+from redline.data.stream import TokenStream
+from redline.errors import ConfigError, DataError
 from redline.model.transformer import Transformer
 from redline.train.process import Process
+from redline.train.restore import Opened
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,34 @@ class _in_pieces:
         self.model.loss_chunks = self.chunks
 
 
-def loss_of_tokens(model: Transformer, tokens: Tensor) -> float:
-    """Mean loss of one sequence of tokens, each predicted from those before it."""
-    with torch.no_grad():
-        return model(tokens[None, :-1], tokens[None, 1:]).item() / (len(tokens) - 1)
+def evaluate_opened(
+    opened: Opened, model: Transformer, *, source: str | None, text_field: str, seq_len: int | None, sequences: int
+) -> HeldOut:
+    """The loss of an opened model on a run's validation split, or on any text; a data folder gives its validation split."""
+    recipe = opened.recipe
+    seq_len = seq_len or (recipe.data.seq_len if recipe else model.config.context_length)
+    if not 0 < seq_len <= model.config.context_length:
+        raise ConfigError(f"the sequence length must lie between 1 and the model's context, {model.config.context_length}; got {seq_len}")
+    if sequences < 1:
+        raise ConfigError(f"the number of sequences must be at least 1, got {sequences}")
+    dataset = _held_out(opened, source, text_field, tokens=sequences * seq_len + 1)
+    dataset.need_window(seq_len)
+    dataset.check_vocab(model.config.vocab_size)
+    process = Process(0, 1, model.embed.weight.device)
+    return held_out_loss(model, dataset, seq_len=seq_len, sequences=sequences, micro_batch=8, process=process)
+
+
+def _held_out(opened: Opened, source: str | None, text_field: str, *, tokens: int) -> TokenDataset:
+    if source is None and opened.recipe is None:
+        raise ConfigError("a model that was not trained here has no validation split: give --data SOURCE")
+    split: Split = "train"
+    if source is None:
+        assert opened.recipe is not None
+        data, split = opened.recipe.data, "valid"
+    else:
+        data = DataConfig(source=source, seq_len=1, text_field=text_field, valid_fraction=0.0)
+    if (Path(data.source) / "manifest.json").exists():
+        if Manifest.load(Path(data.source)).tokenizer != opened.tokenizer.fingerprint:
+            raise DataError(f"wrong tokenizer: {data.source} was built with another than {opened.source}'s; evaluate on its text instead")
+        return TokenDataset.open(data.source, "valid")
+    return TokenStream(data, opened.tokenizer).head(split, tokens=tokens)

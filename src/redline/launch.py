@@ -8,9 +8,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-OUT_OF_MEMORY = 75
-"""Exit code by which a process asks to be started again with a smaller micro-batch."""
+from redline.record.run import read_lines
+
+
+def out_of_memory_override(events: Path) -> str | None:
+    """The override that the last out-of-memory event of a run asks for, if that event ended the attempt."""
+    last = next((event for event in reversed(read_lines(events)) if event["event"] != "end"), None)
+    if last is None or last["event"] != "out_of_memory":
+        return None
+    return f"plan.micro_batch={last['micro_batch']}"
 
 
 def under_torchrun() -> bool:

@@ -17,7 +17,7 @@ import pytest
 from redline.config.recipe import DataConfig
 from redline.data import build as build_module
 from redline.data import encode as encode_module
-from redline.data.build import build, prepare
+from redline.data.build import build, prepare, tokenizer_for
 from redline.data.read import SHIPPED, documents, split_of
 from redline.data.shards import Manifest, TokenDataset
 from redline.data.tokenizer import load_tokenizer, train_bpe
@@ -99,6 +99,8 @@ def test_trained_bpe_comes_from_the_training_documents(tmp_path: Path) -> None:
     build("tinyshakespeare", tmp_path / "out", vocab_size=300, valid_fraction=0.1)
     train = [text for text in documents(SHIPPED["tinyshakespeare"], "text") if split_of(text.encode(), 0.1) == "train"]
     assert load_tokenizer(tmp_path / "out").fingerprint == train_bpe(iter(train), 300).fingerprint
+    streamed = tokenizer_for(DataConfig(source="tinyshakespeare", seq_len=8, valid_fraction=0.1), 300)
+    assert streamed.fingerprint == load_tokenizer(tmp_path / "out").fingerprint
 
 
 def test_a_killed_build_continues_to_the_same_bytes(tmp_path: Path, corpus: Path) -> None:

@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from redline.config.recipe import DataConfig
+from redline.config.recipe import IGNORED, DataConfig
 from redline.data.build import build
-from redline.data.loader import IGNORED, Loader, valid_batches
+from redline.data.loader import Loader, valid_batches
 from redline.data.read import SHIPPED
 from redline.data.shards import TokenDataset
 from redline.data.stream import TokenStream

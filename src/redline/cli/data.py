@@ -1,7 +1,7 @@
 """Build token shards from text, JSONL(.gz, .xz), Parquet or a folder of them; or look at a folder that was built.
 
-  redline data build corpus.jsonl.gz --out data/corpus --tokenizer gpt2/tokenizer.json
-  redline data info data/corpus --verify
+redline data build corpus.jsonl.gz --out data/corpus --tokenizer gpt2/tokenizer.json
+redline data info data/corpus --verify
 """
 
 import argparse
@@ -17,7 +17,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     build = verbs.add_parser("build", help="tokenise a corpus into memory-mapped shards; killed, the same command goes on")
     build.add_argument("source", help="a file, a folder, or `tinyshakespeare`")
     build.add_argument("--out", type=Path, required=True, help="the data folder to write")
-    build.add_argument("--tokenizer", default="bpe", help="a tokenizer.json or a folder with one; default: train a byte-level BPE on the source")
+    build.add_argument(
+        "--tokenizer", default="bpe", help="a tokenizer.json or a folder with one; default: train a byte-level BPE on the source"
+    )
     build.add_argument("--vocab-size", type=int, default=32768, help="vocabulary of the trained BPE (default 32768)")
     build.add_argument("--text-field", default="text", help="field of a JSONL or Parquet row that holds the text (default text)")
     build.add_argument("--valid-fraction", type=float, default=0.01, help="share of the documents held out (default 0.01)")

@@ -65,9 +65,7 @@ def make_view(
     stream = stream or sys.stdout
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")  # a terminal that cannot show – must not end the run
-    seen = Seen(
-        title=title, total_steps=total_steps, max_hours=max_hours, peak_note=peak_note, memory_total_bytes=memory_total_bytes
-    )
+    seen = Seen(title=title, total_steps=total_steps, max_hours=max_hours, peak_note=peak_note, memory_total_bytes=memory_total_bytes)
     return LiveView(seen, Console(file=stream)) if _is_terminal(stream) else PlainView(seen, stream)
 
 

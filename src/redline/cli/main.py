@@ -30,7 +30,9 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"redline {__version__}")
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, module in COMMANDS.items():
-        command = commands.add_parser(name, help=module.HELP, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        command = commands.add_parser(
+            name, help=module.HELP, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         module.add_arguments(command)
     return root
 

@@ -54,8 +54,8 @@ def byte_progress(what: str) -> Callable[[int, int, int], None]:
         last_s, elapsed_s = now_s, max(1e-9, now_s - started_s)
         left_s = elapsed_s * (total - done) / done if done else None
         bar = "█" * (24 * done // max(1, total))
-        text = f"{what} [{bar:<24}] {done / max(1, total):4.0%}  {format_bytes(done / elapsed_s)}/s  {format_rate(tokens / elapsed_s, 'tokens')}"
-        text += f"  left {format_duration(left_s)}"
+        text = f"{what} [{bar:<24}] {done / max(1, total):4.0%}  {format_bytes(done / elapsed_s)}/s"
+        text += f"  {format_rate(tokens / elapsed_s, 'tokens')}  left {format_duration(left_s)}"
         print(f"\r\033[K{text}" if terminal else text, end="" if terminal and done < total else "\n", file=sys.stderr, flush=True)
 
     return show

@@ -30,7 +30,9 @@ def run(options: argparse.Namespace) -> None:
     recipes = [load_recipe(name) for name in shipped()]
     names = list(shipped())
     if options.json:
-        print_json([{"name": name, "about": r.about, "parameters": parameters(r.model).total} for name, r in zip(names, recipes, strict=True)])
+        print_json(
+            [{"name": name, "about": r.about, "parameters": parameters(r.model).total} for name, r in zip(names, recipes, strict=True)]
+        )
         return
     width = max(map(len, names))
     for name, r in zip(names, recipes, strict=True):

@@ -7,8 +7,9 @@ units of about `shard_tokens` tokens; a unit is one train and one valid shard of
 and renamed. `building.json` then records the unit and where the next one starts, so the same command continues there.
 `manifest.json` comes last: a folder without it is unfinished.
 
-Workers are threads: the tokenizer's Rust code releases the GIL. On two cores two threads encode 3.5-4.7 MB/s of Wikipedia with
-GPT-2's tokenizer, two processes 3.1-4.0, and the library's own thread pool, which cannot be told how many cores to take, 3.1-4.5.
+Workers are threads: the tokenizer's Rust code releases the GIL. Encoding Wikipedia with GPT-2's tokenizer on two shared cores,
+two threads (3.1-4.7 MB/s), two processes (3.2-4.0) and the library's own thread pool (3.1-4.5) could not be told apart; threads
+copy nothing between processes, and unlike the pool they can be told how many cores to take.
 """
 
 import contextlib
@@ -76,6 +77,13 @@ def prepare(data: DataConfig, vocab_size: int, *, progress: Progress | None = No
     return folder
 
 
+def tokenizer_for(data: DataConfig, vocab_size: int) -> Tokenizer:
+    """The tokenizer of a recipe that streams: the one it names, or the BPE that a build of the same source would train."""
+    if data.tokenizer != "bpe":
+        return load_tokenizer(data.tokenizer)
+    return train_bpe(_sample(Corpus(tuple(find_sources(data.source)), data.text_field, data.valid_fraction)), vocab_size)
+
+
 def _inputs(
     source: str, tokenizer: str, vocab_size: int | None, text_field: str, valid_fraction: float, shard_tokens: int
 ) -> tuple[Inputs, Tokenizer | None]:
@@ -139,14 +147,15 @@ def _only_builder(out: Path) -> Iterator[None]:
 
 
 def _build(out: Path, inputs: Inputs, given: Tokenizer | None, workers: int, progress: Progress | None) -> Manifest:
+    corpus = Corpus(tuple(Path(source.path) for source in inputs.sources), inputs.text_field, inputs.valid_fraction)
     state = _load_state(out, inputs)
     state.save(out)  # claims the folder: a tokenizer.json in it is known to be ours
     if state.units:
         tokenizer = load_tokenizer(out)
     else:
-        tokenizer = given or train_bpe(_sample(inputs), inputs.vocab_size or 0)
+        tokenizer = given or train_bpe(_sample(corpus), inputs.vocab_size or 0)
         tokenizer.save(out / "tokenizer.json")
-    state = _write_shards(out, state, tokenizer, workers, progress)
+    state = _write_shards(out, state, corpus, tokenizer, workers, progress)
     if not any(shard.bytes_of_text for shard in (*state.train, *state.valid)):
         raise DataError(f"the corpus is empty: there is no text in {', '.join(source.path for source in inputs.sources[:3])}")
     manifest = Manifest(
@@ -196,24 +205,23 @@ def _load_state(out: Path, inputs: Inputs) -> _State:
     return state
 
 
-def _sample(inputs: Inputs) -> Iterator[str]:
+def _sample(corpus: Corpus) -> Iterator[str]:
     """Training documents for the BPE, an even share from each file."""
     left_bytes = BPE_SAMPLE_BYTES
-    for number, source in enumerate(inputs.sources):
-        share_bytes = left_bytes // (len(inputs.sources) - number)
-        for text in documents(Path(source.path), inputs.text_field):
+    for number, path in enumerate(corpus.paths):
+        share_bytes = left_bytes // (len(corpus.paths) - number)
+        for text in documents(path, corpus.text_field):
             if share_bytes <= 0:
                 break
             utf8 = text.encode()
-            if split_of(utf8, inputs.valid_fraction) == "train":
+            if split_of(utf8, corpus.valid_fraction) == "train":
                 share_bytes -= len(utf8)
                 left_bytes -= len(utf8)
                 yield text
 
 
-def _write_shards(out: Path, state: _State, tokenizer: Tokenizer, workers: int, progress: Progress | None) -> _State:
+def _write_shards(out: Path, state: _State, corpus: Corpus, tokenizer: Tokenizer, workers: int, progress: Progress | None) -> _State:
     inputs = state.inputs
-    corpus = Corpus(tuple(Path(source.path) for source in inputs.sources), inputs.text_field, inputs.valid_fraction)
     bytes_before = [sum(source.bytes for source in inputs.sources[:number]) for number in range(len(inputs.sources) + 1)]
     unit, tokens_before = _Unit(out, tokenizer.dtype), state.tokens
     reading = encoded(corpus, tokenizer, splits=SPLITS, file=state.file, document=state.document, workers=workers)
@@ -225,7 +233,7 @@ def _write_shards(out: Path, state: _State, tokenizer: Tokenizer, workers: int, 
                 unit, tokens_before = _Unit(out, tokenizer.dtype), state.tokens
             if progress:
                 progress(bytes_before[document.file] + document.offset_bytes, bytes_before[-1], tokens_before + unit.tokens)
-    return unit.finish(state, len(corpus.files), 0)
+    return unit.finish(state, len(corpus.paths), 0)
 
 
 class _Unit:

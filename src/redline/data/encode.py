@@ -22,7 +22,7 @@ BATCH_BYTES = 256 * 1024
 class Corpus:
     """Files, and how documents are taken from them."""
 
-    files: tuple[Path, ...]
+    paths: tuple[Path, ...]
     text_field: str
     valid_fraction: float
 
@@ -69,9 +69,9 @@ def encoded(
 
 
 def _texts(corpus: Corpus, splits: tuple[Split, ...], first_file: int, first_document: int) -> Iterator[_Text]:
-    for file in range(first_file, len(corpus.files)):
+    for file in range(first_file, len(corpus.paths)):
         skip = first_document if file == first_file else 0
-        for number, (text, offset_bytes) in enumerate(scan(corpus.files[file], corpus.text_field, skip), start=skip):
+        for number, (text, offset_bytes) in enumerate(scan(corpus.paths[file], corpus.text_field, skip), start=skip):
             utf8 = text.encode()
             split = split_of(utf8, corpus.valid_fraction)
             if split in splits:

@@ -17,12 +17,10 @@ from functools import partial
 import numpy as np
 import torch
 
+from redline.config.recipe import IGNORED
 from redline.data.shards import Job, Position, TokenDataset
 from redline.data.stream import TokenStream
 from redline.errors import ConfigError
-
-IGNORED = -100
-"""Target that counts for nothing; torch's default `ignore_index`."""
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,12 @@ class Manifest:
     def shards(self, split: Split) -> tuple[Shard, ...]:
         return self.train if split == "train" else self.valid
 
+    @property
+    def fingerprint(self) -> str:
+        """Names the tokens themselves, wherever they were built from."""
+        hashes = [self.tokenizer, *(shard.sha256 for shard in (*self.train, *self.valid))]
+        return hashlib.sha256("\n".join(hashes).encode()).hexdigest()[:16]
+
 
 def check_vocab(tokenizer_vocab_size: int, model_vocab_size: int) -> None:
     if tokenizer_vocab_size > model_vocab_size:
@@ -153,6 +159,11 @@ class TokenDataset:
 
     def check_vocab(self, model_vocab_size: int) -> None:
         check_vocab(self.vocab_size, model_vocab_size)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of text behind a token, by which nats per token become bits per byte."""
+        return self.bytes_of_text / self.tokens
 
     def windows(self, seq_len: int) -> int:
         """How many non-overlapping windows there are; each needs one token more for its last target."""

@@ -80,7 +80,8 @@ class StreamedWindows:
         while not self._fill():
             if not self._windows_since_start and self._start == (0, 0) and not self._offset:
                 raise DataError(
-                    f"{self._stream.name} has {self._held} training tokens and one sequence needs {self._seq_len + 1}: give more text"
+                    f"{self._stream.name} has {self._held} training tokens and one sequence needs {self._seq_len + 1}: "
+                    "give more text, or a smaller data.seq_len"
                 )
             self._epoch += 1
             self._buffer.clear()

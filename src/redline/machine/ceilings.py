@@ -150,9 +150,7 @@ def reject_impossible(ceilings: Ceilings, spec: GpuSpec) -> Ceilings:
         peak_tflops = spec.peak_tflops(point.dtype)
         if peak_tflops is None or point.tflops > _BOOST_MARGIN * peak_tflops:
             shape = f"{point.m}x{point.n}x{point.k}"
-            notes.append(
-                f"matmul {point.dtype} {shape} was rejected: {point.tflops:.0f} TFLOP/s, the datasheet says {peak_tflops}"
-            )
+            notes.append(f"matmul {point.dtype} {shape} was rejected: {point.tflops:.0f} TFLOP/s, the datasheet says {peak_tflops}")
         else:
             possible.append(point)
     copy_bytes_per_s = ceilings.copy_bytes_per_s

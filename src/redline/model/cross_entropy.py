@@ -37,14 +37,12 @@ class _Fused(torch.autograd.Function):
         logits_NV = F.linear(x_ND, weight_VD)
         losses_N = torch.empty(len(x_ND), device=x_ND.device, dtype=torch.float32)
         vocab_size = logits_NV.shape[1]
-        _loss_and_gradient[(len(x_ND),)](
-            logits_NV, targets_N, losses_N, vocab_size, logits_NV.stride(0), IGNORED, BLOCK=4096, num_warps=8
-        )
+        _loss_and_gradient[(len(x_ND),)](logits_NV, targets_N, losses_N, vocab_size, logits_NV.stride(0), IGNORED, BLOCK=4096, num_warps=8)
         ctx.save_for_backward(x_ND, weight_VD, logits_NV)
         return losses_N.sum()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weight_VD, dlogits_NV = ctx.saved_tensors
         # The factor goes onto the small operand before the sum over tokens, which could overflow fp16 without it.
         return (dlogits_NV @ weight_VD) * grad, dlogits_NV.T @ (x_ND * grad).to(x_ND.dtype), None

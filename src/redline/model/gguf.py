@@ -120,9 +120,7 @@ def _unpacked(path: Path, gguf: Any, tensor: Any) -> Tensor:
     try:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError as error:
-        raise CheckpointError(
-            f"{path}: {tensor.name} has a quantisation that gguf cannot undo ({error}); take another file"
-        ) from error
+        raise CheckpointError(f"{path}: {tensor.name} has a quantisation that gguf cannot undo ({error}); take another file") from error
     return torch.from_numpy(numpy.require(values, numpy.float32, ["C", "W"]))  # fp32 comes as a read-only view of the file
 
 
@@ -140,9 +138,7 @@ def _tokenizer_json(path: Path, about: dict[str, Any]) -> str:
     vocab = {token: i for token, i, of in listed if of in (_NORMAL, _CONTROL, _USER_DEFINED)}
     merges = [tuple(merge.split(" ")) for merge in about["tokenizer.ggml.merges"]]
     if any(token not in vocab for merge in merges for token in (*merge, "".join(merge))):
-        raise CheckpointError(
-            f"{path}: every merge of the tokenizer must join two of its tokens, and some do not; fetch it again"
-        )
+        raise CheckpointError(f"{path}: every merge of the tokenizer must join two of its tokens, and some do not; fetch it again")
     tokenizer = Tokenizer(models.BPE(vocab, merges))
     splits = {
         "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
@@ -153,9 +149,7 @@ def _tokenizer_json(path: Path, about: dict[str, Any]) -> str:
         ],
     }
     if rule not in splits:
-        raise CheckpointError(
-            f"{path}: tokenizer.ggml.pre must be one of {', '.join(splits)}, whose splitting we know, got {rule}"
-        )
+        raise CheckpointError(f"{path}: tokenizer.ggml.pre must be one of {', '.join(splits)}, whose splitting we know, got {rule}")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits[rule])
     if rule == "qwen2":
         tokenizer.normalizer = normalizers.NFC()

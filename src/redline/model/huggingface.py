@@ -63,9 +63,7 @@ def read_folder(folder: Path) -> Loaded:
     """Everything that a Hugging Face folder says about a model."""
     config = read_config(folder)
     tokenizer, template = folder / "tokenizer.json", folder / "chat_template.jinja"
-    in_config = (
-        _json(folder / "tokenizer_config.json").get("chat_template") if (folder / "tokenizer_config.json").is_file() else None
-    )
+    in_config = _json(folder / "tokenizer_config.json").get("chat_template") if (folder / "tokenizer_config.json").is_file() else None
     generation = folder / "generation_config.json"
     eos = _json(generation if generation.is_file() else folder / "config.json").get("eos_token_id")
     return Loaded(
@@ -167,9 +165,7 @@ def read_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
     if absent := [file.name for file in files if not file.is_file()]:
         pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
         way_out = "its weights are pickled, which can run code: convert them to safetensors" if pickled else "fetch them again"
-        raise CheckpointError(
-            f"{folder} must hold its weights as safetensors, and {', '.join(absent[:3])} is not there; {way_out}"
-        )
+        raise CheckpointError(f"{folder} must hold its weights as safetensors, and {', '.join(absent[:3])} is not there; {way_out}")
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
@@ -189,17 +185,13 @@ def from_huggingface(config: ModelConfig, tensors: Mapping[str, Tensor], *, wher
         if name.endswith(_BUFFERS):
             continue
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise CheckpointError(
-                f"{where}: {name} must be fp32, bf16 or fp16, got {tensor.dtype}; quantised weights are not read"
-            )
+            raise CheckpointError(f"{where}: {name} must be fp32, bf16 or fp16, got {tensor.dtype}; quantised weights are not read")
         full = f"transformer.{name}" if bare and name != "lm_head.weight" else name
         theirs[full] = tensor.t() if family == "GPT2LMHeadModel" and full.endswith(_CONV1D) else tensor
     embedding, head = theirs.get(_table(config)["embed"][0] + ".weight"), theirs.get("lm_head.weight")
     if config.tie_embeddings and embedding is not None and head is not None:
         if not torch.equal(embedding, head):
-            raise CheckpointError(
-                f"{where}: tie_word_embeddings is true, yet lm_head.weight is not the embedding; correct config.json"
-            )
+            raise CheckpointError(f"{where}: tie_word_embeddings is true, yet lm_head.weight is not the embedding; correct config.json")
         del theirs["lm_head.weight"]
     return join(config, _table(config), theirs, where=where)
 
@@ -346,9 +338,7 @@ def _write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dty
         try:
             safetensors.torch.save_file(shard, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:
-            raise StorageError(
-                f"{file} could not be written to {folder.parent} ({error}); free some space and try again"
-            ) from error
+            raise StorageError(f"{file} could not be written to {folder.parent} ({error}); free some space and try again") from error
         shutil.copymode(folder / "config.json", folder / file)  # safetensors leaves it readable by its owner alone
 
 
@@ -359,9 +349,7 @@ def _table(config: ModelConfig) -> Table:
 def _accept(path: Path, raw: dict[str, Any], key: str, *values: object) -> None:
     if (got := raw.get(key)) not in values:
         wanted = " or ".join("absent" if value is None else str(value) for value in values)
-        raise CheckpointError(
-            f"{path}: {key} must be {wanted} for a model that we compute exactly, got {got}; it cannot be loaded"
-        )
+        raise CheckpointError(f"{path}: {key} must be {wanted} for a model that we compute exactly, got {got}; it cannot be loaded")
 
 
 def _text(path: Path) -> str:

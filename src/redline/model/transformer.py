@@ -5,8 +5,9 @@
     loss_sum = model(tokens_BT, targets_BT)                 # summed over targets that are not IGNORED; the caller divides
 
 Weights stay in fp32; activations, the residual stream included, are in `compute_dtype`, and each layer casts its weight where it
-is used (it costs under 1 % of a step and spares a second copy). Norms and the loss compute in fp32 inside. Query/key/value and the two halves of SwiGLU are one matrix each: three small matrix products instead of
-one cost about 3 % at width 768. Left out: dropout, sliding windows, mixtures of experts.
+is used (it costs under 1 % of a step and spares a second copy). Norms and the loss compute in fp32 inside. Query/key/value and the
+two halves of SwiGLU are one matrix each: three small matrix products instead of one cost more, and so does adding up their
+gradients. Left out: dropout, sliding windows, mixtures of experts.
 
 Shapes: B batch, T tokens, D hidden, H query heads, K key/value heads, C head width, F feed-forward width, V vocabulary, S cache.
 """
@@ -137,7 +138,7 @@ class Transformer(nn.Module):
         self.loss_chunks = 1
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.positions = nn.Embedding(config.context_length, config.hidden_size) if config.positions == "learned" else None
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.blocks: list[Block] = nn.ModuleList(Block(config, i) for i in range(config.num_layers))  # type: ignore[assignment]
         self.norm = Norm(config.hidden_size, config)
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()

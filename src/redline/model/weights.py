@@ -100,9 +100,7 @@ def check(expected: Mapping[str, torch.Size], weights: Mapping[str, Tensor]) -> 
     _refuse("the weights", "missing", expected.keys() - weights.keys())
     _refuse("the weights", "not expected", weights.keys() - expected.keys())
     bad = [
-        f"{name} {tuple(weights[name].shape)} instead of {tuple(want)}"
-        for name, want in expected.items()
-        if weights[name].shape != want
+        f"{name} {tuple(weights[name].shape)} instead of {tuple(want)}" for name, want in expected.items() if weights[name].shape != want
     ]
     _refuse("the weights", "of another shape", bad)
 

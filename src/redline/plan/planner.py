@@ -94,7 +94,7 @@ class _Decider:
             return None
         if name in self.outside.typed:
             return value, Why(reason=f"--set plan.{name}", source="user")
-        return value, Why(reason=f"pinned in the recipe's [plan] table", source="recipe")
+        return value, Why(reason="pinned in the recipe's [plan] table", source="recipe")
 
     def precision(self) -> Decision:
         capability = self.hardware.compute_capability
@@ -102,7 +102,10 @@ class _Decider:
             return _rule("fp32", "a CPU without matrix units for bf16 computes it far slower than fp32")
         if capability >= (8, 0):
             return _rule("bf16", f"compute capability {_dotted(capability)} multiplies bf16 at full rate, and bf16 needs no loss scaling")
-        return _rule("fp16", f"compute capability {_dotted(capability)} has no bf16; fp16 with a loss scaler, which costs one host sync an update")
+        return _rule(
+            "fp16",
+            f"compute capability {_dotted(capability)} has no bf16; fp16 with a loss scaler, which costs one host sync an update",
+        )
 
     def attention(self) -> Decision:
         if self.hardware.kind == "cpu":
@@ -132,15 +135,18 @@ class _Decider:
     def batch(self) -> dict[str, Any]:
         """Micro-batch, accumulation, recomputation and loss chunks together: they trade one memory against each other."""
         share = self.recipe.train.batch_size // self.world_size
-        values = dict(zip(("micro_batch", "recompute", "loss_chunks"), self._fit(share), strict=True))
-        accumulation = share // values["micro_batch"]
-        reason = f"{self.recipe.train.batch_size} sequences an update / ({values['micro_batch']} a pass x {self.world_size} process(es))"
+        micro, recompute, chunks = self._fit(share)
+        accumulation = share // micro
+        reason = f"{self.recipe.train.batch_size} sequences an update / ({micro} a pass x {self.world_size} process(es))"
         source = self.why["micro_batch"].source
         self.record("accumulation", (accumulation, Why(reason=reason, source="environment" if source == "environment" else "rule")))
-        return {**values, "accumulation": accumulation}
+        return {"micro_batch": micro, "accumulation": accumulation, "recompute": recompute, "loss_chunks": chunks}
 
     def _fit(self, share: int) -> tuple[int, str, int]:
-        pins = {name: self._forced_micro_batch(share) if name == "micro_batch" else self._pin(name) for name in ("micro_batch", "recompute", "loss_chunks")}
+        pins = {
+            name: self._forced_micro_batch(share) if name == "micro_batch" else self._pin(name)
+            for name in ("micro_batch", "recompute", "loss_chunks")
+        }
         limit = FULL_PASS_TOKENS[self.hardware.kind]
         seq_len = self.recipe.data.seq_len
         sizes = [d for d in range(share, 0, -1) if share % d == 0 and (d == 1 or d * seq_len <= limit)]
@@ -168,7 +174,9 @@ class _Decider:
         if size is None and times is None:
             pin = self._pin("micro_batch")
             if pin and share % pin[0]:
-                raise ConfigError(f"plan.micro_batch ({pin[0]}) must divide the {share} sequences that each process takes of train.batch_size")
+                raise ConfigError(
+                    f"plan.micro_batch ({pin[0]}) must divide the {share} sequences that each process takes of train.batch_size"
+                )
             return pin
         set_ = " and ".join(f"{n}={v}" for n, v in (("A100_BATCH_SIZE", size), ("A100_GRAD_ACCUM", times)) if v is not None)
         if size is None:
@@ -192,11 +200,17 @@ class _Decider:
         elif source == "profile":
             reason = f"at most {micro} by profile {profile.name}: {fits}" if profile else ""
         else:
-            reason = f"{fits}; the largest divisor of {share} within {FULL_PASS_TOKENS[self.hardware.kind]:,} tokens, where speed levels off"
+            reason = (
+                f"{fits}; the largest divisor of {share} within {FULL_PASS_TOKENS[self.hardware.kind]:,} tokens, where speed levels off"
+            )
         self.record("micro_batch", pins["micro_batch"] or (micro, Why(reason=reason, source=source)))
         kept = "activations fit, and recomputing them costs up to a third of the step"
         traded = f"activations do not fit at {THIN_PASS_TOKENS:,} tokens a pass without it; "
-        cost = {"none": kept, "selective": traded + "cheap operations are redone", "full": traded + "every block is computed twice"}[recompute]
+        cost = {
+            "none": kept,
+            "selective": traded + "cheap operations are redone",
+            "full": traded + "every block is computed twice",
+        }[recompute]
         self.record("recompute", pins["recompute"] or _rule(recompute, cost))
         why = "logits fit in one piece, which is fastest" if chunks == 1 else "logits in pieces: less memory, the head is computed twice"
         self.record("loss_chunks", pins["loss_chunks"] or _rule(chunks, why))
@@ -204,8 +218,9 @@ class _Decider:
     def _refuse(self, way: tuple[int, str, int]) -> None:
         need, have = self._memory(*way), self.hardware.memory_bytes
         raise MachineError(
-            f"recipe {self.recipe.name} does not fit {self.hardware.title}: predicted {need.total / 2**30:.1f} GiB at micro-batch {way[0]}, "
-            f"recompute {way[1]}, of {have / 2**30:.1f} GiB ({MEMORY_SHARE:.0%} usable); use more processes, a smaller model or a shorter data.seq_len"
+            f"recipe {self.recipe.name} does not fit {self.hardware.title}: predicted {need.total / 2**30:.1f} GiB at micro-batch "
+            f"{way[0]}, recompute {way[1]}, of {have / 2**30:.1f} GiB ({MEMORY_SHARE:.0%} usable); use more processes, a smaller model "
+            "or a shorter data.seq_len"
         )
 
     def _memory(self, micro: int, recompute: Any, chunks: int) -> arithmetic.Memory:
@@ -250,10 +265,15 @@ class _Decider:
     def _bounded(self, value: int, reason: str, variable: str, name: str) -> Decision:
         bound = _positive(self.outside.environment, variable)
         if bound is not None:
-            return min(value, bound), Why(reason=f"{variable}={bound} in the environment, an upper bound; without it {value}: {reason}", source="environment")
+            return min(value, bound), Why(
+                reason=f"{variable}={bound} in the environment, an upper bound; without it {value}: {reason}",
+                source="environment",
+            )
         if (profile := self.outside.profile) is not None:
             bound = getattr(profile, name)
-            return min(value, bound), Why(reason=f"at most {bound} by profile {profile.name}; without it {value}: {reason}", source="profile")
+            return min(value, bound), Why(
+                reason=f"at most {bound} by profile {profile.name}; without it {value}: {reason}", source="profile"
+            )
         return _rule(value, reason)
 
     def prediction(self, values: dict[str, Any]) -> Prediction:
@@ -268,6 +288,12 @@ class _Decider:
             ceiling_tokens_per_s=self.world_size * rate * 1e12 / flops if rate else None,
             attainable_tokens_per_s=attainable_tokens_per_s(self.recipe, self.hardware, self.world_size, values),
         )
+
+
+def sampling_bound(environment: Mapping[str, str]) -> int | None:
+    """Sequences that generation may hold at once by the environment's MICRO_BATCH_SIZE and CHUNK_SIZE; None: no bound."""
+    bounds = [bound for name in ("MICRO_BATCH_SIZE", "CHUNK_SIZE") if (bound := _positive(environment, name)) is not None]
+    return min(bounds, default=None)
 
 
 def _positive(environment: Mapping[str, str], name: str) -> int | None:

@@ -19,14 +19,14 @@ def storage_errors(what: str, path: Path) -> Iterator[None]:
             raise StorageError(
                 f"the disk is full: {what} could not be written to {path}; free some space and run the same command"
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EFBIG, errno.EIO):
             raise StorageError(f"{what} cannot be written to {path}: {error.strerror}; choose another folder") from error
         raise
 
 
 def write_atomic(path: Path, text: str) -> None:
     """Replace the file by `text`: temporary name, fsync, rename, fsync of the folder."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with storage_errors(path.name, path.parent):
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)

@@ -82,13 +82,11 @@ class RunFolder:
     def __enter__(self) -> Self:
         with storage_errors("the run folder", self.path):
             self.checkpoints_path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 - held until __exit__
+            self._lock = open(self.path / ".lock", "w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StorageError(
-                f"{self.path} is in use by another process: wait for it, or give another folder with --run"
-            ) from None
+            raise StorageError(f"{self.path} is in use by another process: wait for it, or give another folder with --run") from None
         self._events = LineWriter(self.events_path)
         return self
 

@@ -292,9 +292,7 @@ def _said(kind: tuple[tuple[int, ...], torch.dtype]) -> str:
 def _saved(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of every whole tensor in the checkpoint."""
     saved = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {
-        name: (tuple(meta.size), meta.properties.dtype) for name, meta in saved.items() if isinstance(meta, TensorStorageMetadata)
-    }
+    return {name: (tuple(meta.size), meta.properties.dtype) for name, meta in saved.items() if isinstance(meta, TensorStorageMetadata)}
 
 
 def _fill(folder: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -153,9 +153,7 @@ def read_best(folder: Path) -> int | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{folder / BEST} is not what was written there: remove it, and the next best is marked anew"
-        ) from error
+        raise CheckpointError(f"{folder / BEST} is not what was written there: remove it, and the next best is marked anew") from error
     return step if step in step_folders(folder) else None
 
 
@@ -218,9 +216,7 @@ def _check_size(path: Path, expected_bytes: int) -> None:
     except OSError as error:
         raise CheckpointError(f"checkpoint file {path} cannot be read: {error.strerror}") from error
     if found_bytes != expected_bytes:
-        raise CheckpointError(
-            f"checkpoint file {path} is truncated or altered: {expected_bytes} bytes expected, {found_bytes} found"
-        )
+        raise CheckpointError(f"checkpoint file {path} is truncated or altered: {expected_bytes} bytes expected, {found_bytes} found")
 
 
 def _check_hash(path: Path, expected: str) -> None:

@@ -15,7 +15,13 @@ from redline.model.transformer import Transformer, build_model
 from redline.plan.plan import Plan
 from redline.train.process import Process, shard
 
-COMPUTE_DTYPE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+COMPUTE_DTYPE = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,
+}
 
 
 def set_allocator(plan: Plan) -> None:
@@ -26,7 +32,9 @@ def set_allocator(plan: Plan) -> None:
 
 def check_device(plan: Plan) -> None:
     if plan.hardware.kind == "cuda" and not torch.cuda.is_available():
-        raise MachineError(f"the plan is for {plan.hardware.title} and torch sees no CUDA device: plan again without --as, or check the driver")
+        raise MachineError(
+            f"the plan is for {plan.hardware.title} and torch sees no CUDA device: plan again without --as, or check the driver"
+        )
 
 
 def build(recipe: Recipe, plan: Plan, process: Process) -> Transformer:

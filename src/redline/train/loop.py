@@ -36,6 +36,8 @@ from redline.train.process import Process
 from redline.train.schedule import lr_factor
 from redline.train.step import Learner, LossScale, Update, take_step
 
+STOPPED = "stopped by signal"
+
 
 class Observer(Protocol):
     """Somebody who watches a run: the live view, an exporter. Calls stand in the loop and must return at once."""
@@ -45,12 +47,6 @@ class Observer(Protocol):
     def close(self) -> None: ...
 
 
-class OutOfMemory(TrainingError):
-    """A GPU of several ran out of memory. The others wait in a collective, so the launcher starts all of them again."""
-
-    exit_code = 75
-
-
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """Everything a run needs. `validate(model, micro_batch)` returns the `valid_*` metrics; it is handed in because it lives above."""
@@ -58,6 +54,8 @@ class Job:
     recipe: Recipe
     plan: Plan
     source: TokenDataset | TokenStream
+    data_fingerprint: str
+    """Changes when the tokens do; a run goes on only with the data it began with."""
     run: Path
     """Where the run folder is; the same on every process."""
     folder: RunFolder | None
@@ -93,6 +91,10 @@ class Trainer:
         self.recipe, self.plan, self.train = job.recipe, job.plan, job.recipe.train
         self.micro_batch = job.plan.micro_batch
         self.progress = Progress()
+        self.why: str | None = None
+        """Why the run ends, once it does."""
+        self.better = False
+        """Whether the last validation was the best so far and its weights are not saved yet."""
         self.stop_requested = False
         model = execution.build(job.recipe, job.plan, process)
         if job.initial_weights is not None:
@@ -100,23 +102,47 @@ class Trainer:
         scale = LossScale() if job.plan.precision == "fp16" else None
         self.learner = Learner(model, make_optimizers(model, self.train), process, self.train.clip_norm, scale)
         self.tensors = {**state_tensors(model, self.learner.optimizers), "rng.cpu": torch.get_rng_state()}
+        self.checkpoints = Checkpoints(RunFolder(job.run).checkpoints_path, keep=self.train.keep_checkpoints)
+        self.learner.before_update = self.checkpoints.copy_done
+        self._resume()
+        self.metrics = self._open_metrics()
+        self.last_line: dict[str, Any] = {}
+        self.loader = Loader(
+            job.source,
+            batch_size=self.train.batch_size,
+            seq_len=job.recipe.data.seq_len,
+            seed=self.train.seed,
+            rank=process.rank,
+            world_size=process.world_size,
+            position=self.progress.position,
+            threads=job.plan.loader_threads,
+            prefetch=job.plan.prefetch,
+            pin_memory=process.device.type == "cuda",
+        )
+        self.waited_s = 0.0
+        self.clock_started_s = time.monotonic()
+        self.instruments = Instruments(job.recipe, job.plan, process.device)
 
     def run(self) -> Outcome:
         """Train to the end, to the time limit, or to a request to stop; always leaves a checkpoint behind."""
-        self._open()
         try:
             with _stop_on_signal(self._request_stop):
-                while (why := self._why_stop()) is None:
-                    batch = self.loader.next()
-                    self._update(batch)
-                    self._write(self.instruments.ready())
-                    if self._due(self.train.eval_every):
+                self.why = self._why_stop()
+                while self.why is None:
+                    self._update(self.loader.next())
+                    self.why = self._why_stop()
+                    if self._validation_due():
                         self._validate()
-                    elif self._due(self.train.checkpoint_every):
+                    if self._checkpoint_due():
                         self._checkpoint()
-                return self._finish(why)
+                    self._write(self.instruments.ready())
+            self.checkpoints.wait()
+            self._event("end", step=self.progress.step, why=self.why, elapsed_s=round(self._elapsed_s(), 3))
+            return Outcome(self.progress.step, self.why, self.last_line)
         finally:
-            self._close()
+            self.loader.close()
+            if self.metrics is not None:
+                self.metrics.close()
 
     # ---- the parts of a step ----
 
@@ -136,12 +162,12 @@ class Trainer:
             "step": done.step,
             "lr": self.train.lr * factor,
             "tokens": done.tokens,
-            "data_wait_s": self.loader.waited_s - self._waited_s,
+            "data_wait_s": self.loader.waited_s - self.waited_s,
             "elapsed_s": self._elapsed_s(),
         }
         if self.learner.scale is not None:
             facts |= {"loss_scale": self.learner.scale.value, "skipped": int(update.skipped)}
-        self._waited_s = self.loader.waited_s
+        self.waited_s = self.loader.waited_s
         self.instruments.push(facts, update)
 
     def _attempt(self, batch: Batch, tokens: float, factor: float) -> Update:
@@ -156,14 +182,14 @@ class Trainer:
         advice = "lower data.seq_len, set plan.recompute=full, or use more processes"
         if smaller == 0:
             raise TrainingError(f"out of memory at step {step} with micro-batch 1: {advice}") from error
-        if self.process.world_size > 1:
-            raise OutOfMemory(
+        self._event("out_of_memory", step=step, micro_batch_before=self.micro_batch, micro_batch=smaller, batch_size=self.train.batch_size)
+        if self.process.world_size > 1:  # the others wait in a collective; the launcher starts all of them again
+            raise TrainingError(
                 f"out of memory at step {step} with micro-batch {self.micro_batch}: start again with --set plan.micro_batch={smaller}"
             ) from error
         for optimizer in self.learner.optimizers:
             optimizer.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
-        self._event("out_of_memory", step=step, micro_batch_before=self.micro_batch, micro_batch=smaller, batch_size=self.train.batch_size)
         self.micro_batch = smaller
 
     def _write(self, lines: Sequence[dict[str, Any]], extra: dict[str, Any] | None = None) -> None:
@@ -173,34 +199,28 @@ class Trainer:
             lost = not math.isfinite(full["loss"])
             if lost and not (full.get("skipped") and full["loss_scale"] > 1.0):
                 raise TrainingError(
-                    f"the loss is {full['loss']} at step {full['step']}: lower train.lr (now {self.train.lr}), set train.clip_norm, or look at the "
-                    "data; nothing after the last checkpoint was saved, and the same command goes on from there"
+                    f"the loss is {full['loss']} at step {full['step']}: lower train.lr (now {self.train.lr}), set train.clip_norm, or "
+                    "look at the data; nothing after the last checkpoint was saved, and the same command goes on from there"
                 )
-            self._last_line = full
-            if self._metrics is not None:
-                self._metrics.append(full)
+            self.last_line = full
+            if self.metrics is not None:
+                self.metrics.append(full)
             for observer in self.job.observers:
                 observer.metrics(full)
 
     def _validate(self) -> None:
-        """Validate, put the result into this step's line, and keep the checkpoint if it is the best so far."""
+        """Validate, put the result into this step's line, and remember whether it is the best so far."""
+        assert self.job.validate is not None
         lines = self.instruments.ready(drain=True)
-        if self.job.validate is None:
-            self._write(lines)
-            self._checkpoint()
-            return
         found = self.job.validate(self.learner.model, self.micro_batch)
         self._write(lines, found)
-        loss, done = found["valid_loss"], self.progress
-        better = done.best_loss is None or loss < done.best_loss
-        done.evals_without_gain = 0 if better else done.evals_without_gain + 1
-        if better:
-            done.best_loss = loss
-        self._event("validation", step=done.step, **found, best=better)
-        if better or self._due(self.train.checkpoint_every):
-            self._checkpoint()
-        if better:
-            self.checkpoints.mark_best(done.step, loss)
+        done = self.progress
+        self.better = done.best_loss is None or found["valid_loss"] < done.best_loss
+        done.evals_without_gain = 0 if self.better else done.evals_without_gain + 1
+        done.best_loss = found["valid_loss"] if self.better else done.best_loss
+        self._event("validation", step=done.step, **found, best=self.better)
+        if self.why is None and self.train.early_stop_evals and done.evals_without_gain >= self.train.early_stop_evals:
+            self.why = f"early stop: {done.evals_without_gain} validations without a better loss"
         self.instruments.restart()
 
     def _checkpoint(self) -> None:
@@ -208,96 +228,73 @@ class Trainer:
         self._write(self.instruments.ready(drain=True))
         self.tensors["rng.cpu"] = torch.get_rng_state()
         self.progress.elapsed_s = self._elapsed_s()
-        self._clock_started = time.monotonic()
+        self.clock_started_s = time.monotonic()
         state = {**vars(self.progress), "fingerprint": self.recipe.fingerprint, "micro_batch": self.micro_batch}
+        state["data_fingerprint"] = self.job.data_fingerprint
         if self.learner.scale is not None:
             state["loss_scale"] = vars(self.learner.scale)
-        before_commit = self._metrics.sync if self._metrics is not None else None
+        before_commit = self.metrics.sync if self.metrics is not None else None
         stalled_s = self.checkpoints.save(self.progress.step, self.tensors, state, before_commit=before_commit)
-        self._saved_step = self.progress.step
         self._event("checkpoint", step=self.progress.step, stalled_s=round(stalled_s, 6))
+        if self.better:
+            assert self.progress.best_loss is not None
+            self.checkpoints.mark_best(self.progress.step, self.progress.best_loss)
+            self.better = False
         self.instruments.restart()
 
     # ---- beginning and end ----
 
-    def _open(self) -> None:
-        folder = self.job.folder
-        self.checkpoints = Checkpoints(RunFolder(self.job.run).checkpoints_path, keep=self.train.keep_checkpoints)
-        self._saved_step = self._resume()
-        self.learner.before_update = self.checkpoints.copy_done
-        self._metrics = None
-        if folder is not None:
-            dropped = folder.cut_metrics(self.progress.step)
-            self._metrics = LineWriter(folder.metrics_path)
-            kind = "resume" if self.progress.step else "start"
-            self._event(kind, step=self.progress.step, world_size=self.process.world_size, metrics_dropped=dropped, recipe=self.recipe.name)
-        self.loader = Loader(
-            self.job.source,
-            batch_size=self.train.batch_size,
-            seq_len=self.recipe.data.seq_len,
-            seed=self.train.seed,
-            rank=self.process.rank,
-            world_size=self.process.world_size,
-            position=self.progress.position,
-            threads=self.plan.loader_threads,
-            prefetch=self.plan.prefetch,
-            pin_memory=self.process.device.type == "cuda",
-        )
-        self._waited_s = self.loader.waited_s
-        self._last_line: dict[str, Any] = {}
-        self._clock_started = time.monotonic()
-        self.instruments = Instruments(self.recipe, self.plan, self.process.device)
+    def _open_metrics(self) -> LineWriter | None:
+        """The record of the steps, cut back to where the run resumes; on the first process."""
+        folder, step = self.job.folder, self.progress.step
+        if folder is None:
+            return None
+        dropped = folder.cut_metrics(step)
+        kind = "resume" if step else "start"
+        self._event(kind, step=step, recipe=self.recipe.name, world_size=self.process.world_size, metrics_dropped=dropped)
+        return LineWriter(folder.metrics_path)
 
-    def _resume(self) -> int | None:
+    def _resume(self) -> None:
         step = self.checkpoints.latest()
         if step is None:
-            return None
+            return
         folder = self.checkpoints.folder / step_name(step)
         state = load(folder, self.tensors)
         if state["fingerprint"] != self.recipe.fingerprint:
             raise CheckpointError(f"{folder} was made by another recipe ({state['fingerprint']}, not {self.recipe.fingerprint})")
+        if state["data_fingerprint"] != self.job.data_fingerprint:
+            raise CheckpointError(
+                f"{folder} was trained on other tokens than {self.job.source.name} now holds: restore them, or give another --run"
+            )
         torch.set_rng_state(self.tensors["rng.cpu"])
         self.progress = Progress(**{name: state[name] for name in vars(Progress())})
         if self.learner.scale is not None:
             self.learner.scale = LossScale(**state["loss_scale"])
         if self.process.world_size == 1:
             self.micro_batch = min(self.micro_batch, state["micro_batch"])  # it ran out of memory with more
-        return step
 
     def _why_stop(self) -> str | None:
-        done, train = self.progress, self.train
-        if done.step >= train.steps:
+        if self.progress.step >= self.train.steps:
             return "finished"
-        if train.early_stop_evals and done.evals_without_gain >= train.early_stop_evals:
-            return f"early stop: {done.evals_without_gain} validations without a better loss"
-        if train.max_hours is not None and self._elapsed_s() >= train.max_hours * 3600:
-            return f"time limit of {train.max_hours} h"
-        if self.process.any(self.stop_requested):
-            return "stopped by signal"
-        return None
+        if self.train.max_hours is not None and self._elapsed_s() >= self.train.max_hours * 3600:
+            return f"time limit of {self.train.max_hours} h"
+        if self.train.early_stop_evals and self.progress.evals_without_gain >= self.train.early_stop_evals:
+            return "stopped early before"
+        return STOPPED if self.process.any(self.stop_requested) else None
 
-    def _finish(self, why: str) -> Outcome:
-        """The last validation and checkpoint, unless this step already has them."""
-        if self._saved_step != self.progress.step:
-            if why != "stopped by signal" and self.job.validate is not None and "valid_loss" not in self._last_line:
-                self._validate()
-            if self._saved_step != self.progress.step:
-                self._checkpoint()
-        self.checkpoints.wait()
-        self._event("end", step=self.progress.step, why=why, elapsed_s=round(self._elapsed_s(), 3))
-        return Outcome(self.progress.step, why, self._last_line)
+    def _validation_due(self) -> bool:
+        """At the end of a run and every `eval_every` updates; who stops a run with a signal does not want to wait for it."""
+        every = self.train.eval_every
+        at_end = self.why is not None and self.why != STOPPED
+        return self.job.validate is not None and (at_end or (every > 0 and self.progress.step % every == 0))
 
-    def _close(self) -> None:
-        for part in ("loader", "_metrics"):
-            if getattr(self, part, None) is not None:
-                getattr(self, part).close()
-
-    def _due(self, every: int) -> bool:
-        return bool(every) and self.progress.step % every == 0 and self.progress.step < self.train.steps
+    def _checkpoint_due(self) -> bool:
+        every = self.train.checkpoint_every
+        return self.why is not None or self.better or (every > 0 and self.progress.step % every == 0)
 
     def _elapsed_s(self) -> float:
         """Training time over all attempts. With several processes the first one's clock counts where the schedule depends on it."""
-        elapsed_s = self.progress.elapsed_s + time.monotonic() - self._clock_started
+        elapsed_s = self.progress.elapsed_s + time.monotonic() - self.clock_started_s
         if self.train.max_hours is None or self.process.world_size == 1:
             return elapsed_s
         return self.process.sum(elapsed_s if self.process.is_first else 0.0)

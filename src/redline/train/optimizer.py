@@ -124,7 +124,7 @@ def set_lr(optimizers: Sequence[torch.optim.Optimizer], factor: float) -> None:
 
 def state_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """Weights as `model.<name>` and optimiser state as `optimizer.<slot>.<name>`; the tensors themselves, not copies."""
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for p, name in names.items()}
     for optimizer in optimizers:
         for p, slots in optimizer.state.items():

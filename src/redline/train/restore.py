@@ -1,7 +1,7 @@
 """A trained model from wherever it lies: a run folder, a checkpoint, a Hugging Face folder or a GGUF file.
 
-    opened = open_model(Path("runs/nano"), device="cpu")
-    opened.model, opened.tokenizer, opened.config
+opened = open_weights(Path("runs/nano"))             # weights, tokenizer, config
+opened, model = open_on(Path("runs/nano"), "best")   # and the model on this machine's GPU, or CPU
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import torch
 from redline.config.load import from_toml
 from redline.config.recipe import ModelConfig, Recipe
 from redline.data.tokenizer import Tokenizer
-from redline.errors import CheckpointError, DataError
+from redline.errors import CheckpointError, ConfigError, DataError, MachineError
 from redline.model.gguf import read_gguf
 from redline.model.huggingface import read_folder
 from redline.model.transformer import Transformer, build_model
@@ -44,6 +44,18 @@ class Opened:
         load_weights(model, self.loaded.weights)
         model.compute_dtype = dtype
         return model.eval()
+
+
+def open_on(path: Path, which: str = "last", device: str | None = None) -> tuple[Opened, Transformer]:
+    """Open weights and build the model: bf16 on a GPU that has it, fp32 elsewhere."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cuda", "cpu"):
+        raise ConfigError(f"the device must be cuda or cpu, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise MachineError("torch sees no CUDA device: use --device cpu, or check the driver")
+    opened = open_weights(path, which)
+    dtype = torch.bfloat16 if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    return opened, opened.build(device, dtype)
 
 
 def open_weights(path: Path, which: str = "last") -> Opened:

@@ -1,0 +1,102 @@
+"""Tables for people: a machine, a plan. Every number with its unit and where it comes from."""
+
+from rich.console import Console
+from rich.table import Table
+
+from redline.config.recipe import Recipe
+from redline.machine.facts import MachineFacts
+from redline.machine.specs import match_spec
+from redline.machine.store import Ceilings
+from redline.plan.plan import PLANNED, Plan
+from redline.record.units import format_bytes, format_count, format_rate
+
+
+def print_machine(facts: MachineFacts, ceilings: Ceilings | None) -> None:
+    console = Console()
+    table = Table(title="Facts", title_justify="left", show_header=False, box=None, padding=(0, 2))
+    for gpu in facts.gpus:
+        pcie = f", PCIe {gpu.pcie_generation} x{gpu.pcie_lanes}" if gpu.pcie_generation else ""
+        limit = f", {gpu.power_limit_w:.0f} W limit" if gpu.power_limit_w else ""
+        text = f"{gpu.name}, {format_bytes(gpu.memory_bytes)} ({format_bytes(gpu.free_bytes)} free), driver {gpu.driver}{limit}{pcie}"
+        table.add_row(f"GPU {gpu.index}", text)
+    if not facts.gpus:
+        table.add_row("GPU", facts.gpu_trouble or "none")
+    table.add_row("CPU", f"{facts.cpu_name}, {facts.cpu_cores} cores usable, {format_bytes(facts.memory_bytes)} memory")
+    table.add_row("disk", f"{format_bytes(facts.disk_free_bytes)} free in this folder")
+    table.add_row("system", f"{facts.os}, Python {facts.python}")
+    table.add_row("packages", ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version))
+    console.print(table)
+    if ceilings is not None:
+        _print_ceilings(console, facts, ceilings)
+
+
+def _print_ceilings(console: Console, facts: MachineFacts, ceilings: Ceilings) -> None:
+    spec = match_spec(facts.gpus[0].name, facts.gpus[0].memory_bytes) if facts.gpus else None
+    table = Table(title=f"\nCeilings, measured {ceilings.measured_at}", title_justify="left", box=None, padding=(0, 2))
+    for column in ("what", "measured", "datasheet", "share", "on"):
+        table.add_column(column, justify="right" if column in ("measured", "datasheet", "share") else "left")
+    for dtype in ("bf16", "fp16", "tf32", "fp32", "fp8"):
+        if (best := ceilings.matmul_tflops(dtype)) is None:
+            continue
+        point = max((p for p in ceilings.matmul if p.dtype == dtype), key=lambda p: p.tflops)
+        peak = spec.peak_tflops(dtype) if spec else None
+        shape = f"best of {sum(p.dtype == dtype for p in ceilings.matmul)} shapes: {point.m}x{point.n}x{point.k}"
+        table.add_row(
+            f"matmul {dtype}",
+            f"{best:,.0f} TFLOP/s",
+            f"{peak:,.0f}" if peak else "–",
+            f"{best / peak:.0%}" if peak else "–",
+            shape,
+        )
+    rows = (
+        ("GPU memory copy", ceilings.copy_bytes_per_s, "bytes read + written"),
+        ("host to GPU", ceilings.host_to_device_bytes_per_s, "page-locked memory"),
+        ("GPU to host", ceilings.device_to_host_bytes_per_s, "page-locked memory"),
+        ("CPU memory copy", ceilings.cpu_copy_bytes_per_s, "bytes read + written"),
+    )
+    for name, rate, note in rows:
+        if rate is not None:
+            table.add_row(name, f"{rate / 1e9:,.1f} GB/s", "–", "–", note)
+    for name, latency in (
+        ("kernel launch", ceilings.launch_latency_s),
+        ("same in a CUDA graph", ceilings.graph_launch_latency_s),
+    ):
+        if latency is not None:
+            table.add_row(name, f"{latency * 1e6:.2f} µs", "–", "–", "per tiny kernel, many queued")
+    table.add_row("CPU matmul fp32", f"{ceilings.cpu_matmul_gflops:,.0f} GFLOP/s", "–", "–", f"{ceilings.cpu_threads} threads")
+    console.print(table)
+    for note in ceilings.notes:
+        console.print(f"note: {note}")
+
+
+def print_plan(plan: Plan, recipe: Recipe) -> None:
+    console = Console()
+    p = plan.prediction
+    console.print(f"[bold]{plan.recipe}[/bold] on {plan.hardware.title}, {plan.world_size} process(es); fingerprint {plan.fingerprint}")
+    console.print(f"hardware figures: {plan.hardware.source}", highlight=False)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("value", "", "source", "reason"):
+        table.add_column(column)
+    for name in PLANNED:
+        why = plan.why[name]
+        table.add_row(name, str(getattr(plan, name)), why.source, why.reason)
+    console.print(table)
+    console.print(
+        f"\n[bold]predicted[/bold] (arithmetic, not measured): {format_count(p.parameters)} parameters, "
+        f"{p.flops_per_token / 1e6:,.1f} MFLOP/token (6N + 12LdT)"
+    )
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in p.memory_parts_bytes.items() if size)
+    share = p.memory_bytes / plan.hardware.memory_bytes
+    console.print(
+        f"peak memory {format_bytes(p.memory_bytes)} ({share:.0%} of {format_bytes(plan.hardware.memory_bytes)}): {parts}",
+        highlight=False,
+    )
+    if p.attainable_tokens_per_s and p.ceiling_tokens_per_s:
+        hours = recipe.tokens_per_step * recipe.train.steps / p.attainable_tokens_per_s / 3600
+        console.print(
+            f"speed: attainable {format_rate(p.attainable_tokens_per_s, 'tokens')} by roofline, "
+            f"{format_rate(p.ceiling_tokens_per_s, 'tokens')} if only matrix products took time; the run at the attainable speed takes {hours:,.2f} h",
+            highlight=False,
+        )
+    else:
+        console.print("speed: no measured or datasheet rate is known for this hardware; run `redline machine`")

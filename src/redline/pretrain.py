@@ -1,0 +1,152 @@
+"""The pre-training workload: a recipe and a plan become a run folder.
+
+    with join(plan.hardware.kind) as process:
+        outcome = pretrain(recipe, plan, Path("runs/nano"), process)
+
+Run again with the same arguments it goes on where it stopped. The first process owns the folder; the others follow it.
+"""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from redline.config.load import from_toml, to_toml
+from redline.config.recipe import ModelConfig, Recipe
+from redline.data.build import Progress, prepare, tokenizer_for
+from redline.data.shards import Manifest, TokenDataset, check_vocab
+from redline.data.stream import TokenStream
+from redline.data.tokenizer import Tokenizer, load_tokenizer
+from redline.errors import ConfigError
+from redline.evaluate import held_out_loss
+from redline.model.transformer import Transformer
+from redline.model.weights import load_weights
+from redline.plan.plan import Plan, save
+from redline.record.run import RunFolder
+from redline.train.checkpoint_files import step_folders
+from redline.train.execution import check_device
+from redline.train.loop import Job, Observer, Outcome, Trainer
+from redline.train.process import Process
+from redline.train.restore import open_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """What a run trains and validates on."""
+
+    train: TokenDataset | TokenStream
+    valid: TokenDataset | None
+    tokenizer: Tokenizer
+    fingerprint: str
+    """Changes when the tokens do; a run does not go on with others."""
+
+
+def pretrain(
+    recipe: Recipe,
+    plan: Plan,
+    run: Path,
+    process: Process,
+    *,
+    observers: Callable[[int], Sequence[Observer]] = lambda resume_step: (),
+    progress: Progress | None = None,
+) -> Outcome:
+    """Train the recipe in the run folder. `observers(resume_step)` is called once on the first process, when the folder is open."""
+    check_device(plan)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(RunFolder(run)) if process.is_first else None
+        if folder is not None:
+            _adopt(folder, recipe)
+        corpus = open_corpus(recipe, run, process, progress)
+        watching: Sequence[Observer] = ()
+        if folder is not None:
+            save(plan, folder.plan_path)
+            if not folder.tokenizer_path.exists():
+                corpus.tokenizer.save(folder.tokenizer_path)
+            watching = observers(max(step_folders(folder.checkpoints_path), default=0))
+            for observer in watching:
+                stack.callback(observer.close)
+        job = Job(
+            recipe=recipe,
+            plan=plan,
+            source=corpus.train,
+            data_fingerprint=corpus.fingerprint,
+            run=run,
+            folder=folder,
+            validate=_validation(recipe, corpus.valid, process),
+            initial_weights=_initial_weights(recipe.model),
+            observers=watching,
+        )
+        return Trainer(job, process).run()
+
+
+def _adopt(folder: RunFolder, recipe: Recipe) -> None:
+    saved = None
+    if folder.recipe_path.exists():
+        saved = from_toml(folder.recipe_path.read_text(), where=str(folder.recipe_path)).fingerprint
+    folder.adopt_recipe(to_toml(recipe), recipe.fingerprint, saved)
+
+
+def open_corpus(recipe: Recipe, run: Path, process: Process, progress: Progress | None) -> Corpus:
+    """Build what must be built (once, by the first process), then open it on every process; refuses what cannot be trained on."""
+    data, seq_len = recipe.data, recipe.data.seq_len
+    if data.stream:
+        corpus = _stream(recipe, run, process)
+    else:
+        if process.is_first:
+            prepare(data, recipe.model.vocab_size, progress=progress)
+        process.barrier()
+        shards = prepare(data, recipe.model.vocab_size)
+        train, valid = (TokenDataset.open(shards, split) for split in ("train", "valid"))
+        corpus = Corpus(train=train, valid=valid, tokenizer=load_tokenizer(shards), fingerprint=Manifest.load(shards).fingerprint)
+        train.need_window(seq_len)
+    if data.valid_fraction == 0:
+        return Corpus(train=corpus.train, valid=None, tokenizer=corpus.tokenizer, fingerprint=corpus.fingerprint)
+    assert corpus.valid is not None
+    corpus.valid.need_window(seq_len)
+    return corpus
+
+
+def _stream(recipe: Recipe, run: Path, process: Process) -> Corpus:
+    kept = RunFolder(run).tokenizer_path
+    if process.is_first and not kept.exists():
+        tokenizer_for(recipe.data, recipe.model.vocab_size).save(kept)
+    process.barrier()
+    tokenizer = load_tokenizer(kept)
+    check_vocab(tokenizer.vocab_size, recipe.model.vocab_size)
+    stream = TokenStream(recipe.data, tokenizer)
+    valid = stream.head("valid", tokens=recipe.train.eval_sequences * recipe.data.seq_len + 1)
+    sizes = [[path.name, path.stat().st_size] for path in stream.corpus.paths]
+    fingerprint = hashlib.sha256(json.dumps([tokenizer.fingerprint, sizes]).encode()).hexdigest()[:16]
+    return Corpus(train=stream, valid=valid, tokenizer=tokenizer, fingerprint=fingerprint)
+
+
+def _validation(recipe: Recipe, valid: TokenDataset | None, process: Process) -> Callable[[Transformer, int], dict[str, float]] | None:
+    if valid is None:
+        return None
+
+    def validate(model: Transformer, micro_batch: int) -> dict[str, float]:
+        found = held_out_loss(
+            model,
+            valid,
+            seq_len=recipe.data.seq_len,
+            sequences=recipe.train.eval_sequences,
+            micro_batch=micro_batch,
+            process=process,
+        )
+        return found.metrics()
+
+    return validate
+
+
+def _initial_weights(config: ModelConfig) -> Callable[[Transformer], None] | None:
+    """Weights that the run starts from, where the recipe names some; their shape must be the recipe's."""
+    if config.init_from is None:
+        return None
+    opened = open_weights(Path(config.init_from))
+    for name in ("num_layers", "hidden_size", "num_heads", "kv_heads", "head_size", "ffn_size", "vocab_size"):
+        ours, theirs = getattr(config, name), getattr(opened.config, name)
+        if ours != theirs:
+            raise ConfigError(f"model.{name} is {ours} and the weights at {config.init_from} have {theirs}: correct the recipe")
+    return lambda model: load_weights(model, opened.loaded.weights)
