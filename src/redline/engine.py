@@ -6,6 +6,7 @@ A seed fixes the text of every sample whatever the number of samples. All sample
 CUDA graphs and log-probabilities come with the engine's own issue.
 """
 
+import math
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,9 @@ from torch import Tensor
 
 from redline.errors import ConfigError
 from redline.model.transformer import KVCache, Transformer
+
+COLDEST = 1e-5
+"""Below this temperature logits overflow in fp32, and the likeliest token is certain anyway."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +39,7 @@ class Sampling:
         for name, holds, rule in (
             ("max_new_tokens", self.max_new_tokens > 0, "greater than 0"),
             ("samples", self.samples > 0, "greater than 0"),
-            ("temperature", self.temperature >= 0, "0 or more"),
+            ("temperature", self.temperature == 0 or COLDEST <= self.temperature < math.inf, f"0 (greedy) or a number from {COLDEST}"),
             ("top_k", self.top_k is None or self.top_k > 0, "greater than 0"),
             ("top_p", 0 < self.top_p <= 1, "greater than 0 and at most 1"),
         ):

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from reference_models import CONFIGS, reference, tokens_BT
 from torch import Tensor
 
-from redline.config.recipe import ModelConfig
+from redline.config.recipe import IGNORED, ModelConfig
 from redline.model.huggingface import from_huggingface, read_folder
-from redline.model.transformer import IGNORE, KVCache, Transformer, build_model
+from redline.model.transformer import KVCache, Transformer, build_model
 from redline.model.weights import load_weights
 
 CONFIG = ModelConfig(vocab_size=64, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=48, context_length=32)
@@ -18,9 +18,7 @@ def loss_and_gradients(model: Transformer, tokens: Tensor, targets: Tensor) -> t
     model.zero_grad()
     loss = model(tokens, targets)
     loss.backward()
-    return loss.detach(), {
-        name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
-    }
+    return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -32,7 +30,7 @@ def test_logits_loss_and_gradients_equal_transformers(family, tmp_path):
     load_weights(ours, loaded.weights)
 
     tokens, targets = tokens_BT(), tokens_BT().roll(-1, dims=1)
-    targets[0, :5] = IGNORE
+    targets[0, :5] = IGNORED
     logits = theirs(tokens).logits
     torch.testing.assert_close(ours(tokens), logits, rtol=1e-5, atol=2e-6)
 
@@ -81,9 +79,11 @@ def test_a_piece_of_a_prompt_after_another_is_refused():
 def test_recomputation_and_chunks_change_nothing(recompute, loss_chunks):
     model = build_model(CONFIG, device="cpu", seed=0)
     tokens, targets = tokens_BT() % 64, tokens_BT().roll(-1, dims=1) % 64
-    targets[1, 3:9] = IGNORE
+    targets[1, 3:9] = IGNORED
     loss, gradients = loss_and_gradients(model, tokens, targets)
-    model.recompute, model.loss_chunks = recompute, loss_chunks
+    model.loss_chunks = loss_chunks
+    for block in model.blocks:
+        block.recompute = recompute
     again_loss, again = loss_and_gradients(model, tokens, targets)
     torch.testing.assert_close(again_loss, loss, rtol=1e-6, atol=0.0)
     assert again.keys() == gradients.keys()
@@ -97,7 +97,8 @@ def test_recomputation_saves_activations(recompute):
 
     def kept_bytes(kind: str) -> int:
         model = build_model(CONFIG, device="cpu", seed=0)
-        model.recompute = kind  # type: ignore[assignment]
+        for block in model.blocks:
+            block.recompute = kind  # type: ignore[assignment]
         storages: dict[int, int] = {}
         own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 

@@ -1,9 +1,51 @@
-"""bench placeholder"""
+"""Measure Redline's training loop beside the bare step, plain PyTorch and Hugging Face's Trainer, in one run on the same work.
+
+redline bench train                        the recipes and arms of benchmarks/
+redline bench train --recipe nano          one recipe, also on a CPU
+"""
 
 import argparse
+from pathlib import Path
 
-HELP = "measure"
+HELP = "measure the training loop beside its alternatives"
+STANDARD = (
+    ("gpt2-124m", (), ("loop", "plain", "hf")),
+    ("gpt-1.3b", ("train.batch_size=64",), ("loop", "hf")),
+    ("gpt-1.3b", ("train.batch_size=64", "plan.precision=fp8"), ("loop",)),
+)
+"""Recipe, overrides and arms. 1.3B takes smaller batches so that six blocks of every arm take minutes, not hours."""
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None: ...
-def run(options: argparse.Namespace) -> None: ...
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    verbs = command.add_subparsers(dest="verb", metavar="WHAT", required=True)
+    train = verbs.add_parser("train", help="training speed")
+    train.add_argument("--recipe", action="append", metavar="RECIPE", help="bench this instead of the standard set; may be repeated")
+    train.add_argument("--set", action="append", default=[], metavar="TABLE.KEY=VALUE", help="override a value of every recipe")
+    train.add_argument("--arm", action="append", metavar="ARM", help="loop, plain or hf (default: all)")
+    train.add_argument("--data", default="tinyshakespeare", metavar="SOURCE", help="what to train on (default tinyshakespeare)")
+    train.add_argument("--blocks", type=int, default=6, help="timed blocks of each arm (default 6)")
+    train.add_argument("--steps-per-block", type=int, default=2, metavar="N", help="updates in a block (default 2)")
+    train.add_argument("--out", type=Path, default=Path("benchmarks"), help="folder of the results (default benchmarks)")
+
+
+def run(options: argparse.Namespace) -> None:
+    from redline.bench.train import ARMS, bench_train
+    from redline.cli.options import status
+    from redline.config.load import load_recipe
+    from redline.errors import ConfigError
+    from redline.machine.ceilings import load_or_measure
+    from redline.machine.facts import read_facts
+    from redline.plan.hardware import hardware_here
+
+    for arm in options.arm or ():
+        if arm not in ARMS:
+            raise ConfigError(f"--arm must be one of {', '.join(ARMS)}, got {arm!r}")
+    data = [f'data.source="{options.data}"', 'data.tokenizer="bpe"', "data.valid_fraction=0.05"]
+    standard = [(name, sets, options.arm or arms) for name, sets, arms in STANDARD]
+    chosen = [(name, (), options.arm or ARMS) for name in options.recipe] if options.recipe else standard
+    cases = [(load_recipe(name, [*data, *sets, *options.set]), arms) for name, sets, arms in chosen]
+    facts = read_facts()
+    hardware = hardware_here(facts, load_or_measure(facts, progress=status))
+    path = bench_train(cases, hardware, facts, options.out, blocks=options.blocks, steps_per_block=options.steps_per_block, progress=status)
+    print(path.read_text())
+    print(f"written to {path} and {path.with_suffix('.json')}")

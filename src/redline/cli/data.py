@@ -6,6 +6,10 @@ redline data info data/corpus --verify
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from redline.data.shards import Manifest
 
 HELP = "build token shards from text, or look at them"
 
@@ -56,7 +60,7 @@ def run(options: argparse.Namespace) -> None:
     _print(folder, manifest, options.json)
 
 
-def _print(folder: Path, manifest, as_json: bool) -> None:  # type: ignore[no-untyped-def]
+def _print(folder: Path, manifest: "Manifest", as_json: bool) -> None:
     import json
 
     from redline.record.units import format_bytes
@@ -64,7 +68,7 @@ def _print(folder: Path, manifest, as_json: bool) -> None:  # type: ignore[no-un
     if as_json:
         print(json.dumps(json.loads(manifest.to_json()), indent=2))
         return
-    print(f"{folder}: vocabulary {manifest.vocab_size:,} ({manifest.dtype}), tokenizer {manifest.tokenizer_fingerprint[:12]}")
+    print(f"{folder}: vocabulary {manifest.vocab_size:,} ({manifest.dtype}), tokenizer {manifest.tokenizer[:12]}")
     for split in ("train", "valid"):
         shards = manifest.shards(split)
         tokens, text = sum(s.tokens for s in shards), sum(s.bytes_of_text for s in shards)

@@ -1,6 +1,7 @@
 """Tables for people: a machine, a plan. Every number with its unit and where it comes from."""
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from redline.config.recipe import Recipe
@@ -72,14 +73,16 @@ def _print_ceilings(console: Console, facts: MachineFacts, ceilings: Ceilings) -
 def print_plan(plan: Plan, recipe: Recipe) -> None:
     console = Console()
     p = plan.prediction
-    console.print(f"[bold]{plan.recipe}[/bold] on {plan.hardware.title}, {plan.world_size} process(es); fingerprint {plan.fingerprint}")
+    console.print(
+        f"[bold]{escape(plan.recipe)}[/bold] on {plan.hardware.title}, {plan.world_size} process(es); fingerprint {plan.fingerprint}"
+    )
     console.print(f"hardware figures: {plan.hardware.source}", highlight=False)
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("value", "", "source", "reason"):
         table.add_column(column)
     for name in PLANNED:
         why = plan.why[name]
-        table.add_row(name, str(getattr(plan, name)), why.source, why.reason)
+        table.add_row(name, str(getattr(plan, name)), why.source, escape(why.reason))
     console.print(table)
     console.print(
         f"\n[bold]predicted[/bold] (arithmetic, not measured): {format_count(p.parameters)} parameters, "
@@ -95,7 +98,8 @@ def print_plan(plan: Plan, recipe: Recipe) -> None:
         hours = recipe.tokens_per_step * recipe.train.steps / p.attainable_tokens_per_s / 3600
         console.print(
             f"speed: attainable {format_rate(p.attainable_tokens_per_s, 'tokens')} by roofline, "
-            f"{format_rate(p.ceiling_tokens_per_s, 'tokens')} if only matrix products took time; the run at the attainable speed takes {hours:,.2f} h",
+            f"{format_rate(p.ceiling_tokens_per_s, 'tokens')} if only matrix products took time; "
+            f"at the attainable speed the run takes {hours:,.2f} h",
             highlight=False,
         )
     else:

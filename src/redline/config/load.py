@@ -7,6 +7,7 @@ silent defaults: what a recipe does not say is the default written in `recipe.py
 import dataclasses
 import difflib
 import json
+import math
 import tomllib
 import types
 import typing
@@ -31,11 +32,9 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe by its shipped name or its path, apply `table.key=value` overrides, and check every rule."""
     path = _find(name_or_path)
     try:
-        table = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a text file: {error}") from error
+        table = _parse(path.read_text(encoding="utf-8"), where=str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as a text file: {error}") from error
     for override in overrides:
         _apply(table, override)
     table.setdefault("name", path.stem)
@@ -50,6 +49,13 @@ def _find(name_or_path: str) -> Path:
     if path.is_file():
         return path
     raise ConfigError(f"no recipe {name_or_path!r}: give a path or one of {', '.join(recipes)}{_nearest(name_or_path, recipes)}")
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError
+        raise ConfigError(f"{where}: not valid TOML: {error}") from error
 
 
 def build(kind: type[T], table: Any, where: str) -> T:
@@ -81,11 +87,13 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin in (types.UnionType, typing.Union):
         inner = [a for a in args if a is not types.NoneType]
         return None if value is None else _convert(inner[0], value, where)
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        raise ConfigError(f"{where} must be a number of at most 64 bits, got one of {value.bit_length()}")
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
         raise ConfigError(f"{where} must be a {hint.__name__}, got {value!r} ({type(value).__name__})")
-    if hint is float and not (abs(value) < float("inf")):
+    if hint is float and not math.isfinite(value):
         raise ConfigError(f"{where} must be a finite number, got {value}")
     return value
 
@@ -119,7 +127,7 @@ def _apply(table: dict[str, Any], override: str) -> None:
         return
     try:
         table[key] = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         table[key] = text
 
 
@@ -153,4 +161,4 @@ def _toml_value(value: Any) -> str:
 
 def from_toml(text: str, where: str) -> Recipe:
     """Read back what `to_toml` wrote."""
-    return check(build(Recipe, tomllib.loads(text), where))
+    return check(build(Recipe, _parse(text, where), where))

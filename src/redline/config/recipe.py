@@ -110,11 +110,11 @@ class TrainConfig:
     schedule: Schedule = "cosine"
     warmup_steps: int = 0
     decay_fraction: float = 0.2
-    """Share of the run spent decaying, for the warm-up-stable-decay schedule (`wsd`)."""
+    """Share of the run after its warm-up that is spent decaying, for the warm-up-stable-decay schedule (`wsd`)."""
     min_lr_ratio: float = 0.1
     """Learning rate at the end of the run, as a share of the peak."""
-    clip_norm: float | None = 1.0
-    """Gradients are scaled down to this global norm; not given: no clipping."""
+    clip_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0: no clipping."""
     seed: int = 0
     """Seeds the weights and the order of the data."""
     eval_every: int = 0
@@ -185,8 +185,8 @@ def _rules(recipe: Recipe) -> list[tuple[bool, str]]:
         ("model.num_layers", m.num_layers),
         ("model.hidden_size", m.hidden_size),
         ("model.num_heads", m.num_heads),
-        ("model.num_kv_heads", m.kv_heads),
-        ("model.head_dim", m.head_size),
+        ("model.num_kv_heads", m.num_kv_heads),
+        ("model.head_dim", m.head_dim),
         ("model.ffn_size", m.ffn_size),
         ("model.context_length", m.context_length),
         ("model.norm_eps", m.norm_eps),
@@ -199,7 +199,6 @@ def _rules(recipe: Recipe) -> list[tuple[bool, str]]:
         ("train.muon_lr", t.muon_lr),
         ("train.eps", t.eps),
         ("train.max_hours", t.max_hours),
-        ("train.clip_norm", t.clip_norm),
         ("train.eval_sequences", t.eval_sequences),
         ("train.keep_checkpoints", t.keep_checkpoints),
         ("plan.micro_batch", p.micro_batch),
@@ -209,6 +208,7 @@ def _rules(recipe: Recipe) -> list[tuple[bool, str]]:
     ]
     not_negative = [
         ("train.weight_decay", t.weight_decay),
+        ("train.clip_norm", t.clip_norm),
         ("train.warmup_steps", t.warmup_steps),
         ("train.eval_every", t.eval_every),
         ("train.early_stop_evals", t.early_stop_evals),

@@ -263,7 +263,7 @@ def _texts(
     # Given even when null: the defaults of transformers are the ids of Llama's and GPT-2's own tokenizers.
     ids = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None}
     files: dict[str, object] = {
-        "config.json": _config_json(config) | ids | {"dtype": str(dtype).removeprefix("torch.")},
+        "config.json": config_json(config) | ids | {"dtype": str(dtype).removeprefix("torch.")},
         "generation_config.json": ids,
     }
     texts = {name: json.dumps(value, indent=2) + "\n" for name, value in files.items()}
@@ -279,7 +279,7 @@ def _texts(
     return texts
 
 
-def _config_json(config: ModelConfig) -> dict[str, Any]:
+def config_json(config: ModelConfig) -> dict[str, Any]:
     name = architecture(config)
     shared: dict[str, Any] = {
         "architectures": [name],

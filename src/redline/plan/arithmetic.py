@@ -56,6 +56,10 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.workspace
 
 
+CUBLAS_BYTES = 64 * 2**20
+"""Workspaces that cuBLAS takes from torch's allocator on Hopper."""
+
+
 def memory(
     model: ModelConfig,
     train: TrainConfig,
@@ -67,53 +71,69 @@ def memory(
     loss_chunks: int,
     world_size: int,
     compiled: bool,
+    fused_loss: bool,
 ) -> Memory:
-    """Peak bytes of one process: weights, gradients and optimiser state are sharded, activations are its own."""
-    count = parameters(model)
-    tokens = micro_batch * seq_len
+    """Peak bytes of one process: weights, gradients and optimiser state are sharded, activations are its own.
+
+    The peak stands either in the head (all activations, the logits and their gradient) or in the backward of the last block (all
+    activations and that block's temporaries), whichever is larger.
+    """
+    count, tokens = parameters(model), micro_batch * seq_len
     states = 8 * (count.total - count.hidden) + 4 * count.hidden if train.optimizer == "muon" else 8 * count.total
-    per_token = activation_bytes(model, precision, recompute, compiled)
+    head = _head_bytes(model, tokens, precision, loss_chunks, fused_loss)
+    block = tokens * _block_temporaries(model, precision, recompute, compiled)
     return Memory(
         weights=4 * count.total // world_size,
         gradients=4 * count.total // world_size,
         optimizer=states // world_size,
-        activations=tokens * per_token,
-        logits=_logit_bytes(model, tokens, precision, loss_chunks, compiled),
-        workspace=_workspace_bytes(model, precision, world_size),
+        activations=tokens * model.num_layers * kept_bytes(model, precision, recompute, compiled),
+        logits=head,
+        workspace=_workspace_bytes(model, precision, recompute, world_size) + max(0, block - head),
     )
 
 
-def activation_bytes(model: ModelConfig, precision: str, recompute: Recompute, compiled: bool) -> int:
-    """Bytes that one token keeps alive between forward and backward, over all layers."""
+def kept_bytes(model: ModelConfig, precision: str, recompute: Recompute, compiled: bool) -> int:
+    """Bytes that one token keeps in one block between forward and backward (what torch.compile was seen to save).
+
+    Without recomputation the inputs of all four matrix products and both norms are kept; selective recomputation (and FP8, which
+    quantises its inputs again) keeps what the products and attention put out; full recomputation keeps the block's input.
+    """
     a, D, F, C = BYTES[precision], model.hidden_size, model.ffn_size, model.head_size
     width, kv_width = model.num_heads * C, model.kv_heads * C
-    block_input = a * D
-    if recompute == "full":
-        return model.num_layers * block_input
     inner = F * (2 if model.activation == "swiglu" else 1)
-    # What the backward of each matrix product and of attention reads: inputs of four products, q/k/v, attention's output and
-    # its log-sum-exp, and the pre-activation; the two residual sums are kept for the norms.
-    matmul_outputs = a * (width + 2 * kv_width + width + D + inner) + 4 * model.num_heads
-    if recompute == "selective":
-        return model.num_layers * (block_input + matmul_outputs)
-    # The compiler recomputes the activation function from its input instead of keeping its output; eager mode keeps both, and
-    # the inner products of the gated ones and of RMSNorm besides.
-    norm_outputs = a * 2 * D
-    activated = a * F if compiled else a * F * (3 if model.activation == "swiglu" else 2)
-    return model.num_layers * (block_input + matmul_outputs + norm_outputs + activated)
+    if recompute == "full":
+        return a * D
+    rotated = width + kv_width if model.positions == "rope" else 0
+    attention = a * (width + 2 * kv_width + width) + 4 * model.num_heads  # q, k, v, output and log-sum-exp
+    if recompute == "selective" or precision == "fp8":
+        return a * (2 * D + inner + (rotated if recompute == "none" else 0)) + attention
+    kept = a * (4 * D + inner + F + rotated) + attention
+    if compiled:
+        return kept
+    # Eager mode also keeps the gate's activation, and what norms and rotation computed in fp32.
+    gate = a * F if model.activation == "swiglu" else 0
+    upcast = 2 * 4 * (2 * D if model.norm == "rmsnorm" else 0) + (2 * 4 * rotated if a == 2 else 0)
+    return kept + gate + upcast
 
 
-def _logit_bytes(model: ModelConfig, tokens: int, precision: str, chunks: int, compiled: bool) -> int:
-    """Logits and their gradient; the loss upcasts to fp32, which the compiler folds away and eager mode materialises."""
-    a = BYTES[precision]
-    copies = 2 * a if compiled else 2 * a + 8
-    return -(-tokens // chunks) * model.vocab_size * copies
+def _block_temporaries(model: ModelConfig, precision: str, recompute: Recompute, compiled: bool) -> int:
+    """Bytes a token needs while one block runs backward: gradients of its parts, and what is computed again."""
+    a, inner = BYTES[precision], model.ffn_size * (2 if model.activation == "swiglu" else 1)
+    gradients = a * (inner + model.ffn_size + 2 * model.hidden_size)
+    return gradients + (0 if recompute == "none" else kept_bytes(model, precision, "none", compiled))
 
 
-def _workspace_bytes(model: ModelConfig, precision: str, world_size: int) -> int:
-    """The compute-dtype copy of the weights in use, and with several processes the gathered weights of the largest part."""
-    count = parameters(model)
-    block = count.hidden // model.num_layers
-    head = model.vocab_size * model.hidden_size
-    casts = BYTES[precision] * max(block, head) if precision in ("bf16", "fp16", "fp8") else 0
-    return casts + (4 * 2 * max(block, head) if world_size > 1 else 0)
+def _head_bytes(model: ModelConfig, tokens: int, precision: str, chunks: int, fused: bool) -> int:
+    """Logits and their gradient (one copy where the fused kernel writes one over the other, else three, two in fp32), the last hidden
+    states with their gradients, and the head's weight in the compute dtype with its gradient."""
+    a, V, D = BYTES[precision], model.vocab_size, model.hidden_size
+    logits = -(-tokens // chunks) * V * (a if fused else a + 8)
+    return logits + tokens * D * 4 * a + (2 * a * V * D if a == 2 else 4 * V * D)
+
+
+def _workspace_bytes(model: ModelConfig, precision: str, recompute: Recompute, world_size: int) -> int:
+    """Weights in the compute dtype that the blocks keep for their backward, and with several processes the gathered weights."""
+    hidden = parameters(model).hidden
+    casts = BYTES[precision] * hidden if precision in ("bf16", "fp16") and recompute == "none" and world_size == 1 else 0
+    largest = max(hidden // model.num_layers, model.vocab_size * model.hidden_size)
+    return CUBLAS_BYTES + casts + (2 * 4 * largest if world_size > 1 else 0)

@@ -110,10 +110,10 @@ def save(plan: Plan, path: Path) -> None:
 def load(path: Path) -> Plan:
     """Read a saved plan; anything unknown, missing or of the wrong type is an error."""
     try:
-        table = json.loads(path.read_text())
+        table = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"no plan at {path}: make one with `redline plan RECIPE --save {path}`") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError covers broken JSON and broken UTF-8
         raise ConfigError(f"{path}: not a plan: {error}") from error
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: not a plan: a table is needed, got {type(table).__name__}")
@@ -124,6 +124,8 @@ def load(path: Path) -> Plan:
             raise ConfigError(f"{path}: {name} must hold value, reason and source, got {entry!r}")
         table[name] = entry["value"]
         why[name] = {"reason": entry["reason"], "source": entry["source"]}
+        if type(entry["value"]) is int and entry["value"] < 1:
+            raise ConfigError(f"{path}: {name} must be greater than 0, got {entry['value']}")
     return build(Plan, {**table, "why": why}, where=str(path))
 
 

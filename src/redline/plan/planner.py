@@ -22,6 +22,8 @@ FULL_PASS_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 """Tokens in one pass beyond which nothing gets faster (H200, 124M: 32k tokens 97 % of the speed of 64k)."""
 THIN_PASS_TOKENS = 4_096
 """Below this a GPU starves, and recomputing activations to fit more tokens pays."""
+NEEDED_CAPABILITY = {"bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9)}
+"""CUDA compute capability from which a precision is in the hardware; the others are in all of them."""
 COMPILE_PAYS_S = 120.0
 """Compiling takes 20 to 60 s; a run predicted shorter than this is not worth it."""
 
@@ -38,11 +40,13 @@ class Outside:
 def make_plan(recipe: Recipe, hardware: Hardware, *, world_size: int = 1, outside: Outside | None = None) -> Plan:
     """Decide every execution value. Raises MachineError when the recipe cannot fit, ConfigError when pins contradict the batch."""
     outside = outside or Outside(environment={})
+    if world_size < 1:
+        raise ConfigError(f"the number of processes must be at least 1, got {world_size}")
     if recipe.train.batch_size % world_size:
         raise ConfigError(f"train.batch_size ({recipe.train.batch_size}) must be a multiple of the number of processes, {world_size}")
     decide = _Decider(recipe, hardware, world_size, outside)
     values: dict[str, Any] = {
-        "precision": decide.pinned("precision", decide.precision),
+        "precision": decide.supported(decide.pinned("precision", decide.precision)),
         "attention": decide.pinned("attention", decide.attention),
         "compile": decide.pinned("compile", decide.compile),
         "cross_entropy": decide.pinned("cross_entropy", decide.cross_entropy),
@@ -100,12 +104,22 @@ class _Decider:
         capability = self.hardware.compute_capability
         if self.hardware.kind == "cpu":
             return _rule("fp32", "a CPU without matrix units for bf16 computes it far slower than fp32")
-        if capability >= (8, 0):
+        if capability >= NEEDED_CAPABILITY["bf16"]:
             return _rule("bf16", f"compute capability {_dotted(capability)} multiplies bf16 at full rate, and bf16 needs no loss scaling")
         return _rule(
             "fp16",
             f"compute capability {_dotted(capability)} has no bf16; fp16 with a loss scaler, which costs one host sync an update",
         )
+
+    def supported(self, precision: str) -> str:
+        """A pinned precision that the GPU would emulate, or not have at all, is refused."""
+        has, needs = self.hardware.compute_capability, NEEDED_CAPABILITY.get(precision, ())
+        if self.hardware.kind == "cuda" and has < needs:
+            raise MachineError(
+                f"plan.precision {precision} needs compute capability {_dotted(needs)}, {self.hardware.title} has {_dotted(has)}: "
+                "leave it to the planner with --set plan.precision=none"
+            )
+        return precision
 
     def attention(self) -> Decision:
         if self.hardware.kind == "cpu":
@@ -149,7 +163,7 @@ class _Decider:
         }
         limit = FULL_PASS_TOKENS[self.hardware.kind]
         seq_len = self.recipe.data.seq_len
-        sizes = [d for d in range(share, 0, -1) if share % d == 0 and (d == 1 or d * seq_len <= limit)]
+        sizes = [d for d in range(min(share, max(1, limit // seq_len)), 0, -1) if share % d == 0]
         if (profile := self.outside.profile) is not None:
             sizes = [d for d in sizes if d <= profile.micro_batch] or [1]
         ways = [
@@ -177,7 +191,8 @@ class _Decider:
                 raise ConfigError(
                     f"plan.micro_batch ({pin[0]}) must divide the {share} sequences that each process takes of train.batch_size"
                 )
-            return pin
+            profile = self.outside.profile
+            return None if pin and profile and pin[0] > profile.micro_batch else pin
         set_ = " and ".join(f"{n}={v}" for n, v in (("A100_BATCH_SIZE", size), ("A100_GRAD_ACCUM", times)) if v is not None)
         if size is None:
             assert times is not None
@@ -191,19 +206,7 @@ class _Decider:
 
     def _explain(self, best: tuple[int, str, int], pins: dict[str, Decision | None], share: int) -> None:
         micro, recompute, chunks = best
-        tokens, predicted = micro * self.recipe.data.seq_len, self._memory(*best).total
-        fits = f"{tokens:,} tokens a pass, predicted peak {predicted / 2**30:.1f} of {self.hardware.memory_bytes / 2**30:.1f} GiB"
-        profile = self.outside.profile
-        source: Any = "profile" if profile is not None and micro == profile.micro_batch else "rule"
-        if micro == share:
-            reason = f"the whole batch in one pass: {fits}"
-        elif source == "profile":
-            reason = f"at most {micro} by profile {profile.name}: {fits}" if profile else ""
-        else:
-            reason = (
-                f"{fits}; the largest divisor of {share} within {FULL_PASS_TOKENS[self.hardware.kind]:,} tokens, where speed levels off"
-            )
-        self.record("micro_batch", pins["micro_batch"] or (micro, Why(reason=reason, source=source)))
+        self.record("micro_batch", pins["micro_batch"] or (micro, self._why_micro_batch(best, share)))
         kept = "activations fit, and recomputing them costs up to a third of the step"
         traded = f"activations do not fit at {THIN_PASS_TOKENS:,} tokens a pass without it; "
         cost = {
@@ -214,6 +217,19 @@ class _Decider:
         self.record("recompute", pins["recompute"] or _rule(recompute, cost))
         why = "logits fit in one piece, which is fastest" if chunks == 1 else "logits in pieces: less memory, the head is computed twice"
         self.record("loss_chunks", pins["loss_chunks"] or _rule(chunks, why))
+
+    def _why_micro_batch(self, best: tuple[int, str, int], share: int) -> Why:
+        micro, seq_len, profile = best[0], self.recipe.data.seq_len, self.outside.profile
+        have, limit = self.hardware.memory_bytes, FULL_PASS_TOKENS[self.hardware.kind]
+        fits = f"{micro * seq_len:,} tokens a pass, predicted peak {self._memory(*best).total / 2**30:.1f} of {have / 2**30:.1f} GiB"
+        larger = next((d for d in range(micro + 1, min(share, limit // seq_len) + 1) if share % d == 0), None)
+        if micro == share:
+            return Why(reason=f"the whole batch in one pass: {fits}", source="rule")
+        if larger is None:
+            return Why(reason=f"{fits}; the largest divisor of {share} within {limit:,} tokens, where speed levels off", source="rule")
+        if profile is not None and larger > profile.micro_batch:
+            return Why(reason=f"at most {profile.micro_batch} by profile {profile.name}: {fits}", source="profile")
+        return Why(reason=f"{fits}; the next divisor of {share}, {larger}, would not fit", source="rule")
 
     def _refuse(self, way: tuple[int, str, int]) -> None:
         need, have = self._memory(*way), self.hardware.memory_bytes
@@ -234,6 +250,7 @@ class _Decider:
             loss_chunks=chunks,
             world_size=self.world_size,
             compiled=self.chosen["compile"] != "off",
+            fused_loss=self.chosen["cross_entropy"] == "fused",
         )
 
     def loader_threads(self) -> Decision:
@@ -300,7 +317,7 @@ def _positive(environment: Mapping[str, str], name: str) -> int | None:
     text = environment.get(name)
     if text is None or text == "":
         return None
-    if not text.isdecimal() or int(text) == 0:
+    if not text.isdecimal() or len(text) > 18 or int(text) == 0:
         raise ConfigError(f"{name} in the environment must be a whole number greater than 0, got {text!r}")
     return int(text)
 

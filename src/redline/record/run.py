@@ -31,9 +31,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     raw = path.read_bytes()
     lines = raw[: raw.rfind(b"\n") + 1].splitlines()
     try:
-        return [json.loads(line) for line in lines if line.strip()]
+        found = [json.loads(line) for line in lines if line.strip()]
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is damaged: {error}; move it away to go on without it") from error
+    if wrong := next((line for line in found if not isinstance(line, dict)), None):
+        raise DataError(f"{path} is damaged: {wrong!r} is no record; move it away to go on without it")
+    return found
 
 
 class LineWriter:

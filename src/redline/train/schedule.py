@@ -16,12 +16,14 @@ def progress(train: TrainConfig, step: int, elapsed_s: float) -> float:
 
 
 def lr_factor(train: TrainConfig, step: int, elapsed_s: float = 0.0) -> float:
-    """Warm-up over the first `warmup_steps`, then the schedule's shape down to `min_lr_ratio`."""
-    if step <= train.warmup_steps:
-        return step / train.warmup_steps
-    warm = train.warmup_steps / train.steps
-    behind = max(0.0, (progress(train, step, elapsed_s) - warm) / (1.0 - warm)) if warm < 1.0 else 1.0
-    return train.min_lr_ratio + (1.0 - train.min_lr_ratio) * _shape(train, behind)
+    """Warm-up over the first `warmup_steps`, then the schedule's shape down to `min_lr_ratio`.
+
+    The lower of the two counts, so a clock that runs out during a slow warm-up bends the rate down instead of dropping it.
+    """
+    ramp = min(1.0, step / train.warmup_steps) if train.warmup_steps else 1.0
+    warm, now = train.warmup_steps / train.steps, progress(train, step, elapsed_s)
+    behind = max(0.0, (now - warm) / (1.0 - warm)) if warm < 1.0 else float(now == 1.0)
+    return min(ramp, train.min_lr_ratio + (1.0 - train.min_lr_ratio) * _shape(train, behind))
 
 
 def _shape(train: TrainConfig, behind: float) -> float:

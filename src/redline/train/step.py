@@ -40,7 +40,8 @@ class Learner:
     model: Transformer
     optimizers: Sequence[torch.optim.Optimizer]
     process: Process
-    clip_norm: float | None
+    clip_norm: float
+    """0: no clipping."""
     scale: LossScale | None = None
     before_update: Callable[[], None] = field(default=lambda: None)
     """Called when the gradients are there and the weights are about to change."""
@@ -86,6 +87,6 @@ def clip(learner: Learner, scale: float) -> Tensor:
     if scale != 1.0:
         torch._foreach_mul_(gradients, 1.0 / scale)
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-    if learner.clip_norm is not None:
+    if learner.clip_norm:
         torch.nn.utils.clip_grads_with_norm_(parameters, learner.clip_norm, norm, foreach=True)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

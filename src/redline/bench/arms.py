@@ -1,0 +1,278 @@
+"""The arms of `redline bench train`, each run in a process of its own: `python -m redline.bench.arms '{"arm": "loop", ...}'`.
+
+`loop`   the real training loop (loader, clipping, logging, instruments), and interleaved with it in the same process, on the same
+         compiled model: the same loop without instruments, and the bare step (one batch on the GPU, no loader, no record).
+`plain`  what plain PyTorch gives: the same model under autocast, compiled whole, torch's own attention choice and cross entropy.
+`hf`     Hugging Face's Trainer on its own model of the same shape, with the same data, batch, passes and optimiser.
+
+A block of steps is timed between two synchronisations; a result is the median over blocks with the interval of all of them (six
+blocks: 97 % confidence for the median). The last line printed is the result as JSON.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from redline.config.load import from_toml
+from redline.config.recipe import Recipe
+from redline.data.shards import TokenDataset
+from redline.errors import need
+from redline.plan.plan import Plan, load
+from redline.pretrain import open_corpus
+from redline.record.run import RunFolder
+from redline.train.execution import build, set_allocator
+from redline.train.loop import Job, Trainer
+from redline.train.optimizer import make_optimizers
+from redline.train.process import Process, join
+from redline.train.step import Learner, Update, take_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One arm on one recipe."""
+
+    arm: str
+    recipe: str
+    """The recipe as TOML."""
+    plan: str
+    """Path of the plan."""
+    blocks: int
+    steps_per_block: int
+
+
+def main(text: str) -> None:
+    task = Task(**json.loads(text))
+    recipe, plan = from_toml(task.recipe, where="bench"), load(Path(task.plan))
+    set_allocator(plan)
+    with join(plan.hardware.kind) as process:
+        result = {"loop": _loop, "plain": _plain, "hf": _hf}[task.arm](task, recipe, plan, process)
+    sys.stdout.write(json.dumps(result) + "\n")
+
+
+# ---- Redline's own loop ----
+
+
+def _loop(task: Task, recipe: Recipe, plan: Plan, process: Process) -> dict[str, Any]:
+    started_s = time.perf_counter()
+    with tempfile.TemporaryDirectory() as run, RunFolder(Path(run)) as folder:
+        corpus = open_corpus(recipe, Path(run), process, None)
+        job = Job(
+            recipe=recipe, plan=plan, source=corpus.train, data_fingerprint=corpus.fingerprint, run=Path(run), folder=folder, validate=None
+        )
+        trainer = Trainer(job, process)
+        instruments, bare_batch = trainer.instruments, trainer.loader.next()
+        inputs, targets = (t.to(process.device) for t in (bare_batch.inputs_BT, bare_batch.targets_BT))
+
+        def step() -> None:
+            trainer._update(trainer.loader.next())
+            trainer._write(trainer.instruments.ready())
+
+        def blind_step() -> None:
+            trainer.instruments = _Blind()  # type: ignore[assignment]
+            trainer._update(trainer.loader.next())
+            trainer.instruments = instruments
+
+        def bare_step() -> None:
+            take_step(trainer.learner, inputs, targets, micro_batch=plan.micro_batch, tokens=float(recipe.tokens_per_step), lr_factor=1.0)
+
+        step()
+        _synchronize(process)
+        first_step_s = time.perf_counter() - started_s
+        arms = {"loop": step, "loop_without_instruments": blind_step, "bare": bare_step}
+        before = {"loop": lambda: trainer._write(instruments.ready(drain=True)) or instruments.restart()}  # type: ignore[func-returns-value]
+        speeds = _interleave(arms, task, recipe, process, before)
+        trainer._write(instruments.ready(drain=True))
+        trainer.loader.close()
+        return {
+            "speeds": speeds,
+            "first_step_s": first_step_s,
+            "memory": _memory(process),
+            "predicted_bytes": plan.prediction.memory_bytes,
+            "data_wait_s_per_step": trainer.waited_s / max(1, trainer.progress.step),
+            "loss": trainer.last_line.get("loss"),
+        }
+
+
+class _Blind:
+    """Instruments that look at nothing."""
+
+    def push(self, facts: dict[str, Any], update: Update) -> None:
+        pass
+
+
+# ---- what plain PyTorch gives ----
+
+
+def _plain(task: Task, recipe: Recipe, plan: Plan, process: Process) -> dict[str, Any]:
+    started_s = time.perf_counter()
+    from dataclasses import replace
+
+    plain = replace(plan, precision="fp32", compile="off", attention="auto", cross_entropy="torch")
+    model = build(recipe, plain, process)
+    forward = torch.compile(model) if plan.compile != "off" else model
+    if process.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+
+    def autocast_forward(*args: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(process.device.type, dtype=torch.bfloat16, enabled=plan.precision != "fp32"):
+            return forward(*args)
+
+    learner = Learner(model, make_optimizers(model, recipe.train), process, recipe.train.clip_norm)
+    learner.model = _Called(model, autocast_forward)  # type: ignore[assignment]
+    shape = (recipe.train.batch_size, recipe.data.seq_len)
+    inputs, targets = (torch.randint(0, recipe.model.vocab_size, shape, device=process.device) for _ in range(2))
+
+    def step() -> None:
+        take_step(learner, inputs, targets, micro_batch=plan.micro_batch, tokens=float(recipe.tokens_per_step), lr_factor=1.0)
+
+    step()
+    _synchronize(process)
+    first_step_s = time.perf_counter() - started_s
+    return {"speeds": _interleave({"plain": step}, task, recipe, process, {}), "first_step_s": first_step_s, "memory": _memory(process)}
+
+
+class _Called:
+    """A model whose forward is another function."""
+
+    def __init__(self, model: torch.nn.Module, forward: Callable[..., torch.Tensor]) -> None:
+        self.parameters, self._forward = model.parameters, forward
+
+    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+        return self._forward(*args)
+
+
+# ---- Hugging Face's Trainer ----
+
+
+def _hf(task: Task, recipe: Recipe, plan: Plan, process: Process) -> dict[str, Any]:
+    transformers = need("transformers", extra="hf")
+    from redline.model.huggingface import config_json
+
+    started_s = time.perf_counter()
+    with tempfile.TemporaryDirectory() as scratch:
+        corpus = open_corpus(recipe, Path(scratch), process, None)
+        assert isinstance(corpus.train, TokenDataset)
+        (Path(scratch) / "config.json").write_text(json.dumps(config_json(recipe.model)))
+        config = transformers.AutoConfig.from_pretrained(scratch)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        steps = 1 + task.blocks * task.steps_per_block + task.steps_per_block
+        arguments = transformers.TrainingArguments(
+            output_dir=scratch,
+            per_device_train_batch_size=plan.micro_batch,
+            gradient_accumulation_steps=plan.accumulation,
+            max_steps=steps,
+            learning_rate=recipe.train.lr,
+            weight_decay=recipe.train.weight_decay,
+            max_grad_norm=recipe.train.clip_norm or 0.0,
+            bf16=plan.precision in ("bf16", "fp8"),
+            tf32=process.device.type == "cuda",
+            torch_compile=plan.compile != "off",
+            optim="adamw_torch_fused",
+            dataloader_num_workers=4 if process.device.type == "cuda" else 0,
+            logging_steps=task.steps_per_block,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            use_cpu=process.device.type == "cpu",
+        )
+        clock = _clock(transformers, task, process, started_s)
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=_Windows(corpus.train, recipe, steps), callbacks=[clock])
+        trainer.train()
+    return {"speeds": {"hf": _summary(clock.blocks, recipe, task)}, "first_step_s": clock.first_step_s, "memory": _memory(process)}
+
+
+class _Windows(torch.utils.data.Dataset):
+    """The training windows as Hugging Face's Trainer wants them."""
+
+    def __init__(self, dataset: TokenDataset, recipe: Recipe, steps: int) -> None:
+        self.dataset, self.seq_len = dataset, recipe.data.seq_len
+        self.length = steps * recipe.train.batch_size
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = self.dataset.read_windows(np.array([index % self.dataset.windows(self.seq_len)]), self.seq_len)[0]
+        tokens = torch.from_numpy(row[:-1].copy())
+        return {"input_ids": tokens, "labels": tokens}  # its models shift the labels themselves
+
+
+def _clock(transformers: Any, task: Task, process: Process, started_s: float) -> Any:
+    class Clock(transformers.TrainerCallback):
+        """Times blocks of steps, the first block left out as warm-up."""
+
+        def __init__(self) -> None:
+            self.blocks: list[float] = []
+            self.first_step_s = 0.0
+            self.last_s = 0.0
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            step = state.global_step
+            if step == 1:
+                _synchronize(process)
+                self.first_step_s = time.perf_counter() - started_s
+            if step > 1 and (step - 1) % task.steps_per_block == 0:
+                _synchronize(process)
+                now_s = time.perf_counter()
+                if step - 1 > task.steps_per_block:
+                    self.blocks.append(now_s - self.last_s)
+                self.last_s = now_s
+
+    return Clock()
+
+
+# ---- timing ----
+
+
+def _interleave(
+    arms: dict[str, Callable[[], None]], task: Task, recipe: Recipe, process: Process, before: dict[str, Callable[[], Any]]
+) -> dict[str, Any]:
+    """Blocks of each arm in turn, so that a drift of the clocks falls on all of them; the first round is warm-up."""
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for round_ in range(task.blocks + 1):
+        for name, step in arms.items():
+            before.get(name, lambda: None)()
+            _synchronize(process)
+            started_s = time.perf_counter()
+            for _ in range(task.steps_per_block):
+                step()
+            _synchronize(process)
+            if round_ > 0:
+                times[name].append(time.perf_counter() - started_s)
+    return {name: _summary(seconds, recipe, task) for name, seconds in times.items()}
+
+
+def _summary(block_s: list[float], recipe: Recipe, task: Task) -> dict[str, Any]:
+    tokens = recipe.tokens_per_step * task.steps_per_block
+    return {
+        "tokens_per_s": tokens / median(block_s),
+        "low": tokens / max(block_s),
+        "high": tokens / min(block_s),
+        "step_s": median(block_s) / task.steps_per_block,
+        "blocks": len(block_s),
+    }
+
+
+def _synchronize(process: Process) -> None:
+    if process.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _memory(process: Process) -> dict[str, int]:
+    if process.device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats()
+    return {"allocated_peak_bytes": stats["allocated_bytes.all.peak"], "reserved_peak_bytes": stats["reserved_bytes.all.peak"]}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

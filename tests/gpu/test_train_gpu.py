@@ -1,0 +1,130 @@
+"""Training on a real GPU: precisions agree with fp32, memory is as predicted, out-of-memory recovers, runs resume."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from redline.config.load import load_recipe
+from redline.config.recipe import Recipe
+from redline.machine.facts import read_facts
+from redline.plan.hardware import hardware_here
+from redline.plan.planner import make_plan
+from redline.pretrain import pretrain
+from redline.record.run import read_lines
+from redline.train.process import join
+
+SMALL = [
+    "model.vocab_size=2048",
+    "model.hidden_size=256",
+    "model.num_heads=4",
+    "model.ffn_size=704",
+    "train.batch_size=32",
+    "train.steps=30",
+    "train.eval_every=15",
+    "train.checkpoint_every=10",
+    "data.seq_len=256",
+]
+
+
+def train(run: Path, *overrides: str) -> list[dict[str, Any]]:
+    recipe = load_recipe("nano", [*SMALL, *overrides])
+    plan = make_plan(recipe, hardware_here(read_facts(), None))
+    with join("cuda") as process:
+        pretrain(recipe, plan, run, process)
+    return read_lines(run / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return train(tmp_path_factory.mktemp("fp32"), "plan.precision=fp32", "plan.compile=off")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "band"),
+    [
+        (("plan.precision=tf32", "plan.compile=off"), 2e-3),
+        (("plan.precision=bf16", "plan.compile=off"), 1e-2),
+        (("plan.precision=bf16", "plan.compile=default", "plan.micro_batch=16"), 1e-2),
+        (("plan.precision=bf16", "plan.compile=default", "plan.recompute=selective"), 1e-2),
+        (("plan.precision=fp16", "plan.compile=off"), 1e-2),
+    ],
+)
+def test_losses_stay_in_the_band_of_fp32(reference: list[dict[str, Any]], tmp_path: Path, overrides: tuple[str, ...], band: float) -> None:
+    lines = train(tmp_path, *overrides)
+    assert [line["step"] for line in lines] == [line["step"] for line in reference]
+    for ours, theirs in zip(lines, reference, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=band)
+    assert lines[-1]["valid_loss"] == pytest.approx(reference[-1]["valid_loss"], rel=band)
+
+
+def test_fp8_trains_like_bf16(reference: list[dict[str, Any]], tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("fp8 needs compute capability 8.9")
+    lines = train(tmp_path, "plan.precision=fp8", "plan.compile=default")
+    assert lines[-1]["loss"] == pytest.approx(reference[-1]["loss"], rel=3e-2)
+
+
+def test_stopped_and_resumed_run_has_every_step_once(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", "plan.compile=off")
+    part = tmp_path / "part"
+    train(part, "plan.compile=off")
+    for folder in sorted((part / "checkpoints").glob("step-*"))[1:]:
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+    (part / "checkpoints" / "best.json").unlink(missing_ok=True)
+    resumed = train(part, "plan.compile=off")
+    assert [line["step"] for line in resumed] == list(range(1, 31))
+    for ours, theirs in zip(resumed, whole, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-3)
+
+
+def test_out_of_memory_shrinks_the_pass_and_keeps_the_batch(tmp_path: Path) -> None:
+    recipe = load_recipe("nano", [*SMALL, "train.steps=4", "train.batch_size=512", "plan.micro_batch=512", "plan.compile=off"])
+    hardware = hardware_here(read_facts(), None)
+    plan = make_plan(recipe, hardware)
+    needed = plan.prediction.memory_bytes
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(0.5 * needed / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        with join("cuda") as process:
+            pretrain(recipe, plan, tmp_path, process)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    shrunk = [event for event in read_lines(tmp_path / "events.jsonl") if event["event"] == "out_of_memory"]
+    assert shrunk
+    assert shrunk[-1]["micro_batch"] < 512
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert read_lines(tmp_path / "metrics.jsonl")[-1]["tokens"] == 4 * recipe.tokens_per_step
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("gpt2-124m", ("plan.micro_batch=32",)),
+        ("llama-350m", ("plan.micro_batch=16",)),
+        ("llama-350m", ("plan.micro_batch=16", "plan.recompute=selective")),
+        ("llama-350m", ("plan.micro_batch=16", "plan.recompute=full")),
+        ("llama-124m-muon", ("plan.micro_batch=32",)),
+    ],
+)
+def test_peak_memory_is_within_three_percent_of_the_prediction(tmp_path: Path, name: str, overrides: tuple[str, ...]) -> None:
+    micro = int(overrides[0].partition("=")[2])
+    common = ["data.source=tinyshakespeare", "data.tokenizer=bpe", "data.valid_fraction=0", "train.eval_every=0", "train.steps=3"]
+    recipe: Recipe = load_recipe(
+        name, [*common, *overrides, f"train.batch_size={2 * micro}", "train.warmup_steps=0", "plan.compile=default"]
+    )
+    plan = make_plan(recipe, hardware_here(read_facts(), None))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with join("cuda") as process:
+        pretrain(recipe, plan, tmp_path, process)
+    seen = torch.cuda.max_memory_allocated() - before
+    print(json.dumps({"recipe": name, "plan": overrides, "predicted": plan.prediction.memory_bytes, "seen": seen}))
+    assert plan.prediction.memory_bytes == pytest.approx(seen, rel=0.03), replace(plan.prediction)

@@ -1,0 +1,28 @@
+"""Fixtures of the whole-pipeline tests: the warm process, the nano corpus and recipe, all made once."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pipeline import Nano, save_ceilings
+from warm import Warm
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache folder of every command: the corpus is tokenised once for all tests, and no test measures ceilings."""
+    folder = tmp_path_factory.mktemp("cache")
+    save_ceilings(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def warm(cache: Path) -> Iterator[Warm]:
+    # One thread: as fast at this size, and the tests share few cores with each other and with whoever else is there.
+    with Warm({"REDLINE_CACHE": str(cache), "OMP_NUM_THREADS": "1"}) as warm:
+        yield warm
+
+
+@pytest.fixture(scope="session")
+def nano(warm: Warm, cache: Path) -> Nano:
+    return Nano(warm, cache)

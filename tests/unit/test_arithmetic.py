@@ -1,0 +1,77 @@
+"""Counting without torch against the real model: parameters and matrix products on the meta device, FLOPs by torch's own counter."""
+
+import pytest
+import torch
+from generated import models
+from hypothesis import given, settings
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from redline.config.load import load_recipe, shipped
+from redline.config.recipe import ModelConfig
+from redline.model.transformer import Transformer
+from redline.plan.arithmetic import flops_per_token, parameters
+
+
+def on_meta(config: ModelConfig) -> Transformer:
+    with torch.device("meta"):
+        return Transformer(config)
+
+
+def check_parameters(config: ModelConfig) -> None:
+    model, counted = on_meta(config), parameters(config)
+    assert counted.total == sum(p.numel() for p in model.parameters())
+    linear = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)}
+    assert counted.matmul == sum(linear.values())
+    inside = [p for name, p in model.named_parameters() if name.startswith("blocks.") and p.ndim == 2]
+    assert counted.hidden == sum(p.numel() for p in inside)
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_parameters_of_every_shipped_recipe_equal_the_model(name):
+    check_parameters(load_recipe(name).model)
+
+
+@settings(max_examples=40, deadline=None)
+@given(models())
+def test_parameters_of_any_config_equal_the_model(config):
+    check_parameters(config)
+
+
+def counted_flops(config: ModelConfig, seq_len: int) -> float:
+    """Forward FLOPs of one sequence by torch's counter, three times over (the backward is two more products for each)."""
+    tokens = torch.zeros((1, seq_len), dtype=torch.int64, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        on_meta(config)(tokens)
+    return 3 * counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_flops_of_every_shipped_recipe_equal_torchs_count(name):
+    recipe = load_recipe(name)
+    seq_len = recipe.data.seq_len
+    assert flops_per_token(recipe.model, seq_len) * seq_len == counted_flops(recipe.model, seq_len)
+
+
+@settings(max_examples=15, deadline=None)
+@given(models())
+def test_flops_of_any_config_equal_torchs_count(config):
+    seq_len = config.context_length
+    assert flops_per_token(config, seq_len) * seq_len == counted_flops(config, seq_len)
+
+
+def test_the_backward_is_counted_as_two_forwards():
+    """3 x forward is exact: counted over a real forward and backward, attention included."""
+    config = ModelConfig(vocab_size=64, num_layers=2, hidden_size=32, num_heads=4, ffn_size=48, context_length=32)
+    tokens = torch.zeros((2, 32), dtype=torch.int64, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        on_meta(config)(tokens, tokens).backward()
+    assert counter.get_total_flops() == flops_per_token(config, 32) * tokens.numel()
+
+
+def test_gpt2_with_its_padded_vocabulary_takes_854_7_mflop_a_token():
+    """The number that nanoGPT's convention gives: 6 x 123.59M matmul weights + 12 x 12 layers x 768 x 1024."""
+    config = load_recipe("gpt2-124m").model
+    assert flops_per_token(config, 1024) == 6 * (12 * 12 * 768 * 768 + 50304 * 768) + 12 * 12 * 768 * 1024
+    assert round(flops_per_token(config, 1024) / 1e6, 1) == 854.7
+    assert parameters(config).total == 124_475_904

@@ -1,0 +1,281 @@
+"""Recipes: strict reading, every rule with its own message, the fingerprint, and the frozen list of options."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from generated import recipes
+from hypothesis import given, settings
+
+from redline.config.load import from_toml, load_recipe, shipped, to_toml
+from redline.config.recipe import DataConfig, ModelConfig, PlanPins, Recipe, TrainConfig, check
+from redline.errors import ConfigError
+
+MINIMAL = """
+[model]
+vocab_size = 512
+num_layers = 2
+hidden_size = 64
+num_heads = 4
+ffn_size = 128
+context_length = 64
+[data]
+source = "tinyshakespeare"
+seq_len = 32
+[train]
+batch_size = 8
+steps = 100
+lr = 1e-3
+"""
+
+
+@pytest.fixture
+def minimal(tmp_path: Path) -> str:
+    path = tmp_path / "minimal.toml"
+    path.write_text(MINIMAL)
+    return str(path)
+
+
+def refusal(source: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(source, overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---- reading ----
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_shipped_recipe_loads_and_survives_a_round_trip(name):
+    recipe = load_recipe(name)
+    assert recipe.about, "a shipped recipe says what it is"
+    assert from_toml(to_toml(recipe), where=name) == recipe
+
+
+@settings(max_examples=60, deadline=None)
+@given(recipes())
+def test_any_recipe_survives_a_round_trip(recipe):
+    assert check(recipe) is recipe
+    again = from_toml(to_toml(recipe), where="round trip")
+    assert again == recipe
+    assert again.fingerprint == recipe.fingerprint
+
+
+def test_a_recipe_file_is_named_by_its_file_and_gets_the_written_defaults(minimal):
+    recipe = load_recipe(minimal)
+    assert recipe.name == "minimal"
+    assert (recipe.model.kv_heads, recipe.model.head_size, recipe.tokens_per_step) == (4, 16, 256)
+    assert recipe.train == TrainConfig(batch_size=8, steps=100, lr=1e-3)
+    assert recipe.plan == PlanPins()
+
+
+def test_a_name_that_is_not_known_gets_the_nearest():
+    message = refusal("gpt2-125m")
+    assert "did you mean 'gpt2-124m'?" in message
+    assert all(name in message for name in shipped())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[train]\nsteps = 'x", "not valid TOML"),
+        ("[train]\nsteps = 1\nsteps = 2", "not valid TOML"),
+        ("a = " + "9" * 5000, "not valid TOML"),
+    ],
+)
+def test_broken_toml_is_refused(tmp_path, line, message):
+    path = tmp_path / "broken.toml"
+    path.write_text(line)
+    assert message in refusal(str(path))
+    with pytest.raises(ConfigError, match=message):
+        from_toml(line, where="recipe.toml")
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "binary.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read as a text file" in refusal(str(path))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.step=3", "unknown key 'step' (did you mean 'steps'?)"),
+        ("model.hiden_size=3", "unknown key 'hiden_size' (did you mean 'hidden_size'?)"),
+        ("trian.steps=3", "unknown key 'trian' (did you mean 'train'?)"),
+        ("plan.microbatch=3", "unknown key 'microbatch' (did you mean 'micro_batch'?)"),
+        ("train.steps=true", "steps must be a int, got True (bool)"),
+        ("train.steps=3.0", "steps must be a int, got 3.0 (float)"),
+        ("train.steps='3'", "steps must be a int, got '3' (str)"),
+        ("train.steps=[3]", "steps must be a int, got [3] (list)"),
+        ("train.lr=true", "lr must be a float, got True (bool)"),
+        ("train.lr=fast", "lr must be a float, got 'fast' (str)"),
+        ("model.bias=1", "bias must be a bool, got 1 (int)"),
+        ("data.source=3", "source must be a str, got 3 (int)"),
+        ("model=3", "model must be a table, got 3"),
+        ("train.steps.more=3", "'steps' is not a table"),
+        ("model.norm=rms", "norm must be one of rmsnorm, layernorm; got 'rms' (did you mean 'rmsnorm'?)"),
+        ("plan.precision=bf61", "precision must be one of fp32, tf32, bf16, fp16, fp8; got 'bf61' (did you mean 'bf16'?)"),
+        ("plan.micro_batch=1.5", "micro_batch must be a int, got 1.5 (float)"),
+        ("train.lr=nan", "lr must be a finite number, got nan"),
+        ("train.lr=inf", "lr must be a finite number, got inf"),
+        ("train.lr=1" + "0" * 400, "lr must be a number of at most 64 bits"),
+        ("train.steps=1" + "0" * 400, "steps must be a number of at most 64 bits"),
+        ("model.vocab_size=none", "'vocab_size' is missing"),
+        ("steps", "--set takes table.key=value, got 'steps'"),
+        ("=3", "--set takes table.key=value, got '=3'"),
+    ],
+)
+def test_a_wrong_key_or_type_is_refused(minimal, override, message):
+    assert message in refusal(minimal, override)
+
+
+def test_a_missing_table_is_refused(tmp_path):
+    path = tmp_path / "short.toml"
+    path.write_text(MINIMAL.partition("[train]")[0])
+    assert "'train' is missing" in refusal(str(path))
+
+
+def test_overrides(minimal):
+    changed = load_recipe(
+        minimal,
+        ["train.steps=7", "train.lr=1", "model.num_kv_heads=2", "data.source=a=b c", 'about="quoted = text"', "plan.precision=bf16"],
+    )
+    assert (changed.train.steps, changed.train.lr, changed.model.kv_heads) == (7, 1.0, 2)
+    assert type(changed.train.lr) is float
+    assert (changed.data.source, changed.about, changed.plan.precision) == ("a=b c", "quoted = text", "bf16")
+    again = load_recipe(minimal, ["model.num_kv_heads=2", "model.num_kv_heads=none", "train.max_hours=none"])
+    assert again == load_recipe(minimal)
+    assert load_recipe(minimal, ["train.steps=1", "train.steps=2"]).train.steps == 2
+
+
+def test_clipping_can_be_turned_off_and_stays_off_after_a_round_trip(minimal):
+    recipe = load_recipe(minimal, ["train.clip_norm=0"])
+    assert from_toml(to_toml(recipe), where="x").train.clip_norm == 0.0
+
+
+# ---- rules ----
+
+POSITIVE = {
+    "model": "vocab_size num_layers hidden_size num_heads num_kv_heads head_dim ffn_size context_length norm_eps rope_theta init_std",
+    "data": "seq_len",
+    "train": "batch_size steps lr muon_lr eps max_hours eval_sequences keep_checkpoints",
+    "plan": "micro_batch loss_chunks loader_threads prefetch",
+}
+NOT_NEGATIVE = ["weight_decay", "clip_norm", "warmup_steps", "eval_every", "early_stop_evals", "checkpoint_every", "seed"]
+
+
+@pytest.mark.parametrize("name", [f"{table}.{key}" for table, keys in POSITIVE.items() for key in keys.split()])
+@pytest.mark.parametrize("value", ["0", "-5"])
+def test_what_must_be_positive_refuses_zero_and_less(minimal, name, value):
+    assert f"{name} must be greater than 0, got {value}" in refusal(minimal, f"{name}={value}")
+
+
+@pytest.mark.parametrize("name", NOT_NEGATIVE)
+def test_what_must_not_be_negative_takes_zero_and_refuses_less(minimal, name):
+    load_recipe(minimal, [f"train.{name}=0"])
+    assert f"train.{name} must not be negative, got -1" in refusal(minimal, f"train.{name}=-1")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("train.beta1", 1.5),
+        ("train.beta2", -0.1),
+        ("train.min_lr_ratio", 1.1),
+        ("train.decay_fraction", 2.0),
+        ("data.valid_fraction", 0.95),
+    ],
+)
+def test_shares_stay_in_range(minimal, name, value):
+    assert f"{name} must lie between" in refusal(minimal, f"{name}={value}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.beta1=1.0"], "train.beta1 must be less than 1, got 1.0"),
+        (["train.beta2=1.0"], "train.beta2 must be less than 1, got 1.0"),
+        (["model.num_kv_heads=3"], "model.num_heads (4) must be a multiple of model.num_kv_heads (3)"),
+        (["model.hidden_size=66"], "model.hidden_size (66) must be a multiple of model.num_heads (4); or give model.head_dim"),
+        (["model.head_dim=15"], "model.head_dim must be even for rope, got 15"),
+        (["data.seq_len=65"], "data.seq_len (65) must not exceed model.context_length (64)"),
+        (["train.warmup_steps=101"], "train.warmup_steps (101) must not exceed train.steps (100)"),
+        (["train.early_stop_evals=2"], "train.early_stop_evals (2) needs train.eval_every greater than 0"),
+        (["train.eval_every=5", "data.valid_fraction=0"], "train.eval_every needs a validation split"),
+        (["plan.micro_batch=3"], "train.batch_size (8) must be a multiple of plan.micro_batch (3)"),
+        (["plan.precision=fp8", "model.ffn_size=130"], "plan.precision fp8 needs matrix sides that are multiples of 16"),
+        (["model.vocab_size=2147483648"], "model.vocab_size must be below 2^31, got 2147483648"),
+    ],
+)
+def test_an_impossible_combination_is_refused_by_its_own_rule(minimal, overrides, message):
+    assert f"recipe minimal: {message}" in refusal(minimal, *overrides)
+
+
+def test_the_limits_themselves_are_allowed(minimal):
+    load_recipe(minimal, ["model.hidden_size=66", "model.head_dim=16"])
+    load_recipe(minimal, ["model.head_dim=15", "model.positions=learned"])
+    load_recipe(minimal, ["data.seq_len=64", "train.warmup_steps=100", "plan.micro_batch=8", "plan.precision=fp8"])
+    load_recipe(minimal, ["train.eval_every=5", "train.early_stop_evals=2"])
+
+
+# ---- fingerprint ----
+
+
+def _changed(value: Any) -> Any:
+    """Another value of the same kind; which one does not matter, since the fingerprint looks at nothing else."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, str):
+        return value + "x"
+    return 3 if value is None else value + 1
+
+
+@pytest.mark.parametrize(
+    ("table", "key"),
+    [
+        (table, f.name)
+        for table, kind in (("model", ModelConfig), ("data", DataConfig), ("train", TrainConfig))
+        for f in dataclasses.fields(kind)
+    ],
+)
+def test_the_fingerprint_changes_with_everything_that_defines_the_training(minimal, table, key):
+    recipe = load_recipe(minimal)
+    part = getattr(recipe, table)
+    other = dataclasses.replace(recipe, **{table: dataclasses.replace(part, **{key: _changed(getattr(part, key))})})
+    assert other.fingerprint != recipe.fingerprint
+
+
+def test_the_fingerprint_ignores_how_a_run_is_named_and_executed(minimal):
+    recipe = load_recipe(minimal)
+    pins = PlanPins(
+        precision="fp16", micro_batch=2, compile="off", recompute="full", attention="math", cross_entropy="torch",
+        loss_chunks=2, loader_threads=3, prefetch=4,
+    )  # fmt: skip
+    assert None not in dataclasses.asdict(pins).values(), "a new pin belongs in this test"
+    assert dataclasses.replace(recipe, name="other", about="other", plan=pins).fingerprint == recipe.fingerprint
+
+
+# ---- the list of options ----
+
+OPTIONS = {
+    Recipe: "name about model data train plan",
+    ModelConfig: "vocab_size num_layers hidden_size num_heads ffn_size context_length num_kv_heads head_dim norm norm_eps positions "
+    "rope_theta activation bias qkv_bias qk_norm tie_embeddings init_std init_from",
+    DataConfig: "source seq_len tokenizer text_field valid_fraction stream",
+    TrainConfig: "batch_size steps lr max_hours optimizer muon_lr weight_decay beta1 beta2 eps schedule warmup_steps decay_fraction "
+    "min_lr_ratio clip_norm seed eval_every eval_sequences early_stop_evals checkpoint_every keep_checkpoints",
+    PlanPins: "precision micro_batch compile recompute attention cross_entropy loss_chunks loader_threads prefetch",
+}
+
+
+@pytest.mark.parametrize("kind", OPTIONS, ids=lambda kind: kind.__name__)
+def test_the_options_are_these_and_a_new_one_is_a_conscious_act(kind):
+    assert [f.name for f in dataclasses.fields(kind)] == OPTIONS[kind].split()
+
+
+def test_recipes_are_frozen(minimal):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load_recipe(minimal).train.steps = 3  # type: ignore[misc]

@@ -1,0 +1,187 @@
+"""Muon and AdamW against torch's own, the grouping of weight decay, and the live state that checkpoints are made of."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from redline.config.recipe import ModelConfig, TrainConfig
+from redline.model.transformer import Transformer, build_model
+from redline.train.optimizer import Muon, make_optimizers, orthogonalize, set_lr, state_tensors
+
+CONFIG = ModelConfig(
+    vocab_size=96, num_layers=2, hidden_size=32,
+    num_heads=4, num_kv_heads=2, ffn_size=48, context_length=16, bias=True, tie_embeddings=False
+)  # fmt: skip
+
+
+def train(**changes) -> TrainConfig:
+    return TrainConfig(
+        **{"batch_size": 1, "steps": 10, "lr": 3e-3, "weight_decay": 0.1, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6, **changes}
+    )
+
+
+def give_gradients(models: list[nn.Module], step: int) -> None:
+    """The same random gradient to the same parameter of each model."""
+    for model in models:
+        generator = torch.Generator().manual_seed(step)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+
+
+# ---- Muon ----
+
+
+def test_muon_equals_torchs_over_ten_steps():
+    """Tall, wide, square and repeated shapes together. Newton-Schulz runs in bf16, so single entries differ by its rounding."""
+    torch.manual_seed(0)
+    shapes = [(64, 32), (32, 64), (48, 48), (64, 32), (128, 8), (8, 96)]
+    ours = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
+    theirs = copy.deepcopy(ours)
+    start = [p.detach().clone() for p in ours]
+    muon = Muon(ours, lr=0.02, weight_decay=0.1)
+    reference = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=0.95, nesterov=True, adjust_lr_fn="original")
+    for step in range(10):
+        give_gradients([ours, theirs], step)
+        muon.step()
+        reference.step()
+    for p, expected, before in zip(ours, theirs, start, strict=True):
+        moved, error = (expected - before).norm(), (p - expected).norm()
+        assert moved > 0.3, "the comparison must not hold because nothing moved"
+        assert error < 0.01 * moved, tuple(p.shape)
+
+
+def test_muon_stacks_in_pieces_change_nothing(monkeypatch):
+    torch.manual_seed(0)
+    whole = nn.ParameterList(nn.Parameter(torch.randn(16, 8)) for _ in range(5))
+    pieces = copy.deepcopy(whole)
+    give_gradients([whole, pieces], 0)
+    Muon(whole, lr=0.02, weight_decay=0.0).step()
+    monkeypatch.setattr("redline.train.optimizer.STACK_ELEMENTS", 2 * 16 * 8)
+    Muon(pieces, lr=0.02, weight_decay=0.0).step()
+    for a, b in zip(whole, pieces, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.0, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(3, 64, 32), (3, 32, 64), (2, 48, 48), (1, 16, 256)])
+def test_orthogonalize_pushes_singular_values_towards_one(shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(orthogonalize(x, steps=5))
+    assert x.shape == orthogonalize(x, steps=5).shape
+    assert values.min() > 0.65
+    assert values.max() < 1.25
+
+
+def test_orthogonalize_keeps_the_directions_and_forgives_zero():
+    """U S V becomes U S' V: the factor U V of the polar decomposition is what the result lies nearest to."""
+    x = torch.randn(1, 24, 24, generator=torch.Generator().manual_seed(3)) + 6 * torch.eye(24)
+    u, _, v = torch.linalg.svd(x)
+    result = orthogonalize(x, steps=5)
+    assert (u.mT @ result @ v.mT - torch.diag_embed(torch.diagonal(u.mT @ result @ v.mT, dim1=-2, dim2=-1))).abs().max() < 1e-3
+    assert torch.equal(orthogonalize(torch.zeros(2, 4, 6), steps=5), torch.zeros(2, 4, 6))
+
+
+# ---- AdamW ----
+
+
+def test_adamw_equals_torchs_plain_one_over_ten_steps():
+    ours = build_model(CONFIG, device="cpu", seed=0)
+    theirs = copy.deepcopy(ours)
+    (adamw,) = make_optimizers(ours, train())
+    decay = [p for p in theirs.parameters() if p.ndim >= 2]
+    no_decay = [p for p in theirs.parameters() if p.ndim < 2]
+    reference = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}],
+        lr=3e-3, betas=(0.8, 0.9), eps=1e-6, foreach=True, fused=False,
+    )  # fmt: skip
+    for step in range(10):
+        give_gradients([ours, theirs], step)
+        adamw.step()
+        reference.step()
+    for (name, p), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, expected, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_only_matrices_decay():
+    model = build_model(CONFIG, device="cpu", seed=0)
+    (adamw,) = make_optimizers(model, train())
+    decays = {id(p): group["weight_decay"] for group in adamw.param_groups for p in group["params"]}
+    for name, p in model.named_parameters():
+        vector = "norm" in name or name.endswith("bias")
+        assert decays[id(p)] == (0.0 if vector else 0.1), name
+
+
+def test_muon_takes_the_matrices_inside_the_blocks_and_adamw_the_rest():
+    model = build_model(CONFIG, device="cpu", seed=0)
+    adamw, muon = make_optimizers(model, train(optimizer="muon", muon_lr=0.05))
+    names = {id(p): name for name, p in model.named_parameters()}
+    taken = [{names[id(p)] for group in o.param_groups for p in group["params"]} for o in (adamw, muon)]
+    assert taken[0] | taken[1] == set(names.values())
+    assert not taken[0] & taken[1]
+    assert taken[1] == {f"blocks.{i}.{part}.weight" for i in range(2) for part in ("attn.qkv", "attn.out", "ffn.up", "ffn.down")}
+    assert [group["lr"] for group in muon.param_groups] == [0.05]
+    assert {group["lr"] for group in adamw.param_groups} == {3e-3}
+
+
+def test_set_lr_is_a_factor_on_each_peak():
+    optimizers = make_optimizers(build_model(CONFIG, device="cpu", seed=0), train(optimizer="muon", muon_lr=0.05))
+    for factor in (0.5, 0.25):
+        set_lr(optimizers, factor)
+        assert [g["lr"] for o in optimizers for g in o.param_groups] == pytest.approx([3e-3 * factor, 3e-3 * factor, 0.05 * factor])
+
+
+def test_a_factor_of_zero_moves_nothing():
+    model = build_model(CONFIG, device="cpu", seed=0)
+    before = copy.deepcopy(model.state_dict())
+    optimizers = make_optimizers(model, train(optimizer="muon"))
+    give_gradients([model], 0)
+    set_lr(optimizers, 0.0)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+# ---- state ----
+
+
+def _step(model: Transformer, optimizers: list[torch.optim.Optimizer], seed: int) -> None:
+    give_gradients([model], seed)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_state_tensors_cover_every_parameter_and_slot_and_are_the_live_ones(kind):
+    model = build_model(CONFIG, device="cpu", seed=0)
+    optimizers = make_optimizers(model, train(optimizer=kind))
+    tensors = state_tensors(model, optimizers)
+    expected = {f"model.{name}" for name, _ in model.named_parameters()}
+    for name, p in model.named_parameters():
+        muon = kind == "muon" and name.startswith("blocks.") and p.ndim == 2
+        expected |= {f"optimizer.{slot}.{name}" for slot in (["momentum_buffer"] if muon else ["step", "exp_avg", "exp_avg_sq"])}
+    assert set(tensors) == expected
+    pointers: dict[str, int] = {name: t.data_ptr() for name, t in tensors.items()}
+    assert len(set(pointers.values())) == len(pointers), "no two names share memory"
+    before: dict[str, Tensor] = {name: t.clone() for name, t in tensors.items()}
+    _step(model, optimizers, 0)
+    assert all(not torch.equal(tensors[name], before[name]) for name in tensors), "an update must show in every tensor"
+    assert {name: t.data_ptr() for name, t in state_tensors(model, optimizers).items()} == pointers, "and replace none of them"
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_model_restored_through_its_state_tensors_goes_on_to_the_same_bits(kind):
+    first = build_model(CONFIG, device="cpu", seed=0)
+    optimizers = make_optimizers(first, train(optimizer=kind))
+    for step in range(3):
+        _step(first, optimizers, step)
+    second = build_model(CONFIG, device="cpu", seed=1)
+    again = make_optimizers(second, train(optimizer=kind))
+    target = state_tensors(second, again)
+    for name, tensor in state_tensors(first, optimizers).items():
+        target[name].copy_(tensor)
+    for step in range(3, 6):
+        _step(first, optimizers, step)
+        _step(second, again, step)
+    for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b), name

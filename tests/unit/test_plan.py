@@ -1,0 +1,346 @@
+"""The planner: the batch is never changed, memory is respected, pins and the environment are honoured, every value says why."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from generated import recipes
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from redline.config.load import load_recipe, shipped
+from redline.config.recipe import PlanPins, Recipe
+from redline.errors import ConfigError, MachineError
+from redline.machine.specs import SPECS
+from redline.plan.hardware import hardware_as
+from redline.plan.plan import PLANNED, Hardware, Plan, check_fit, load, save
+from redline.plan.planner import FULL_PASS_TOKENS, MEMORY_SHARE, Outside, make_plan, sampling_bound
+from redline.plan.profiles import PROFILES, find_profile
+
+CPU = Hardware(
+    title="a laptop, 8 cores", kind="cpu", memory_bytes=16 * 2**30, compute_capability=(), cores=8,
+    peak_tflops={}, measured_tflops={"fp32": 0.5}, bandwidth_bytes_per_s=20e9, source="by hand",
+)  # fmt: skip
+GPT2 = load_recipe("gpt2-124m")
+
+
+def gpu(name: str = "h100-80g", **changes: Any) -> Hardware:
+    return replace(hardware_as(name, cores=8), **changes)
+
+
+def pinned(recipe: Recipe, **pins: Any) -> Recipe:
+    return replace(recipe, plan=PlanPins(**pins))
+
+
+def in_environment(**variables: str) -> Outside:
+    return Outside(environment=variables)
+
+
+# ---- what holds for any recipe ----
+
+
+@settings(max_examples=80, deadline=None)
+@given(recipes(), st.sampled_from([*SPECS, "cpu"]), st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from([None, *PROFILES]))
+def test_the_batch_is_the_recipes_whatever_the_machine(recipe, name, world_size, profile):
+    hardware = CPU if name == "cpu" else gpu(name)
+    assume(recipe.train.batch_size % world_size == 0)
+    share = recipe.train.batch_size // world_size
+    assume(recipe.plan.precision not in ("bf16", "tf32") or name not in ("v100-32g", "t4-16g"))
+    assume(recipe.plan.micro_batch is None or share % recipe.plan.micro_batch == 0)
+    outside = Outside(environment={}, profile=PROFILES[profile] if profile else None)
+    plan = make_plan(recipe, hardware, world_size=world_size, outside=outside)
+    assert plan.micro_batch * plan.accumulation * plan.world_size == recipe.train.batch_size
+    check_fit(plan, recipe, world_size)
+    assert plan.prediction.memory_bytes == sum(plan.prediction.memory_parts_bytes.values()) <= MEMORY_SHARE * hardware.memory_bytes
+    assert set(plan.why) == set(PLANNED)
+    assert all(why.reason.strip() for why in plan.why.values())
+    if profile:
+        assert plan.micro_batch <= PROFILES[profile].micro_batch
+    for name in ("precision", "compile", "recompute", "loss_chunks", "prefetch"):
+        if (pin := getattr(recipe.plan, name)) is not None:
+            assert getattr(plan, name) == pin
+            assert plan.why[name].source == "recipe"
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("name", shipped())
+def test_every_shipped_recipe_on_every_gpu_fits_by_its_own_prediction_or_is_refused_with_numbers(name, spec):
+    recipe, hardware = load_recipe(name), gpu(spec)
+    try:
+        plan = make_plan(recipe, hardware)
+    except MachineError as error:
+        refusal = str(error)
+    else:
+        refusal = None
+    if refusal is not None:
+        assert hardware.title in refusal
+        assert re.search(r"predicted \d+\.\d GiB .* of \d+\.\d GiB|needs compute capability \d\.\d, .* has \d\.\d", refusal)
+        return
+    assert plan.prediction.memory_bytes <= MEMORY_SHARE * hardware.memory_bytes
+    assert plan.micro_batch * plan.accumulation == recipe.train.batch_size
+    assert plan.prediction.ceiling_tokens_per_s >= plan.prediction.attainable_tokens_per_s > 0
+
+
+def test_the_issue_s_gpus_all_take_gpt2_and_the_large_model_needs_more_than_a_t4():
+    for name in ("a100-40g", "a100-80g", "v100-32g", "h100-80g", "h200-141g"):
+        make_plan(GPT2, gpu(name))
+    with pytest.raises(MachineError, match=r"gpt-1.3b does not fit T4 16 GB: predicted \d+\.\d GiB at micro-batch 1, recompute full"):
+        make_plan(load_recipe("gpt-1.3b"), gpu("t4-16g"))
+
+
+# ---- rules ----
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "attention"),
+    [("v100-32g", "fp16", "auto"), ("t4-16g", "fp16", "auto"), ("a100-80g", "bf16", "auto"), ("h100-80g", "bf16", "cudnn")],
+)
+def test_precision_and_attention_follow_the_generation(name, precision, attention):
+    plan = make_plan(GPT2, gpu(name))
+    assert (plan.precision, plan.attention) == (precision, attention)
+    assert (plan.cross_entropy, plan.compile, plan.allocator) == ("fused", "default", "expandable_segments:True")
+
+
+def test_a_cpu_computes_in_fp32_without_compiling():
+    plan = make_plan(load_recipe("nano"), CPU)
+    assert (plan.precision, plan.compile, plan.attention, plan.cross_entropy, plan.allocator) == ("fp32", "off", "auto", "torch", "")
+    assert plan.micro_batch * load_recipe("nano").data.seq_len <= FULL_PASS_TOKENS["cpu"]
+
+
+def test_a_short_run_is_not_compiled():
+    plan = make_plan(load_recipe("gpt2-124m", ["train.steps=20", "train.warmup_steps=0"]), gpu())
+    assert plan.compile == "off"
+    assert "s; compiling takes" in plan.why["compile"].reason
+
+
+def test_fp8_is_taken_where_the_gpu_has_it_and_refused_where_not():
+    recipe = load_recipe("gpt-1.3b", ["plan.precision=fp8"])
+    plan = make_plan(recipe, gpu("h100-80g"))
+    assert (plan.precision, plan.why["precision"].source) == ("fp8", "recipe")
+    assert plan.prediction.ceiling_tokens_per_s > make_plan(load_recipe("gpt-1.3b"), gpu("h100-80g")).prediction.ceiling_tokens_per_s
+    with pytest.raises(MachineError, match=r"fp8 needs compute capability 8\.9, A100 80 GB has 8\.0"):
+        make_plan(recipe, gpu("a100-80g"))
+    with pytest.raises(MachineError, match=r"bf16 needs compute capability 8\.0, V100 SXM2 32 GB has 7\.0"):
+        make_plan(load_recipe("gpt-1.3b", ["plan.precision=bf16"]), gpu("v100-32g"))
+
+
+def test_less_memory_costs_first_width_then_recomputation_and_loss_chunks():
+    roomy = make_plan(GPT2, gpu(memory_bytes=80 * 2**30))
+    tight = make_plan(GPT2, gpu(memory_bytes=8 * 2**30))
+    tightest = make_plan(GPT2, gpu(memory_bytes=3 * 2**30))
+    assert (roomy.micro_batch, roomy.recompute, roomy.loss_chunks) == (64, "none", 1)
+    assert tight.micro_batch < 64
+    assert tight.recompute == "none"
+    assert "would not fit" in tight.why["micro_batch"].reason
+    assert tightest.recompute != "none"
+    assert tightest.loss_chunks > 1
+    assert "do not fit" in tightest.why["recompute"].reason
+    assert "pieces" in tightest.why["loss_chunks"].reason
+    with pytest.raises(MachineError, match="does not fit"):
+        make_plan(GPT2, gpu(memory_bytes=2**30))
+
+
+def test_more_processes_hold_less_each():
+    alone, four = (make_plan(load_recipe("llama-1.3b"), gpu("a100-40g"), world_size=n) for n in (1, 4))
+    parts = ("weights", "gradients", "optimizer")
+    assert all(alone.prediction.memory_parts_bytes[part] // 4 == four.prediction.memory_parts_bytes[part] for part in parts)
+
+
+@pytest.mark.parametrize("world_size", [0, -1, 3])
+def test_a_number_of_processes_that_cannot_share_the_batch_is_refused(world_size):
+    with pytest.raises(ConfigError, match=str(world_size)):
+        make_plan(GPT2, gpu(), world_size=world_size)
+
+
+def test_an_absurd_batch_is_planned_in_no_time():
+    plan = make_plan(load_recipe("nano", ["train.batch_size=1000000000000"]), CPU)
+    assert plan.micro_batch * plan.accumulation == 10**12
+
+
+# ---- pins ----
+
+
+def test_pins_keep_their_value_and_say_who_set_them():
+    pins: dict[str, Any] = {
+        "precision": "tf32", "micro_batch": 4, "compile": "off", "recompute": "full", "attention": "math", "cross_entropy": "torch",
+        "loss_chunks": 3, "loader_threads": 5, "prefetch": 7,
+    }  # fmt: skip
+    assert set(pins) == set(vars(PlanPins())), "a new pin belongs in this test"
+    by_recipe = make_plan(pinned(GPT2, **pins), gpu())
+    typed = make_plan(pinned(GPT2, **pins), gpu(), outside=Outside(environment={}, typed=frozenset(pins)))
+    for name, value in pins.items():
+        assert getattr(by_recipe, name) == getattr(typed, name) == value
+        assert (by_recipe.why[name].source, by_recipe.why[name].reason) == ("recipe", "pinned in the recipe's [plan] table")
+        assert (typed.why[name].source, typed.why[name].reason) == ("user", f"--set plan.{name}")
+    assert by_recipe.accumulation == 128
+
+
+def test_a_micro_batch_pin_must_divide_each_process_s_share():
+    with pytest.raises(ConfigError, match=r"plan.micro_batch \(512\) must divide the 256 sequences"):
+        make_plan(pinned(GPT2, micro_batch=512), gpu(), world_size=2)
+
+
+def test_a_pin_that_does_not_fit_is_refused_not_lowered():
+    with pytest.raises(MachineError, match="at micro-batch 512"):
+        make_plan(pinned(GPT2, micro_batch=512), gpu("t4-16g"))
+
+
+# ---- environment and profiles ----
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"A100_BATCH_SIZE": "16"}, (16, 32)),
+        ({"A100_GRAD_ACCUM": "16"}, (32, 16)),
+        ({"A100_BATCH_SIZE": "8", "A100_GRAD_ACCUM": "64"}, (8, 64)),
+    ],
+)
+def test_the_environment_sets_micro_batch_and_accumulation(variables, expected):
+    plan = make_plan(pinned(GPT2, micro_batch=4), gpu(), outside=in_environment(**variables))
+    assert (plan.micro_batch, plan.accumulation) == expected
+    for name in ("micro_batch", "accumulation"):
+        assert plan.why[name].source == "environment"
+    for name, value in variables.items():
+        assert f"{name}={value}" in plan.why["micro_batch"].reason
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"A100_BATCH_SIZE": "7"}, {"A100_GRAD_ACCUM": "7"}, {"A100_BATCH_SIZE": "8", "A100_GRAD_ACCUM": "8"}, {"A100_BATCH_SIZE": "1024"}],
+)
+def test_an_environment_that_would_change_the_batch_is_refused(variables):
+    with pytest.raises(ConfigError, match=r"must keep the recipe's batch.*must be 512") as caught:
+        make_plan(GPT2, gpu(), outside=in_environment(**variables))
+    assert all(f"{name}={value}" in str(caught.value) for name, value in variables.items())
+
+
+@pytest.mark.parametrize("name", ["A100_BATCH_SIZE", "A100_GRAD_ACCUM", "MICRO_BATCH_SIZE", "CHUNK_SIZE"])
+@pytest.mark.parametrize("value", ["many", "0", "-4", "1.5", "²", "9" * 5000])
+def test_an_environment_value_that_is_no_number_is_refused(name, value):
+    with pytest.raises(ConfigError, match=rf"{name} in the environment must be a whole number"):
+        make_plan(GPT2, gpu(), outside=in_environment(**{name: value}))
+
+
+def test_generation_is_bounded_from_above_by_the_environment():
+    free = make_plan(GPT2, gpu())
+    assert free.why["sample_batch"].source == "rule"
+    bounded = make_plan(GPT2, gpu(), outside=in_environment(MICRO_BATCH_SIZE="48", CHUNK_SIZE="9"))
+    assert (bounded.sample_batch, bounded.sample_chunk) == (48, 9)
+    assert bounded.why["sample_batch"].source == bounded.why["sample_chunk"].source == "environment"
+    loose = make_plan(GPT2, gpu(), outside=in_environment(MICRO_BATCH_SIZE="999999", CHUNK_SIZE="999999"))
+    assert (loose.sample_batch, loose.sample_chunk) == (free.sample_batch, free.sample_chunk)
+    assert sampling_bound({"MICRO_BATCH_SIZE": "48", "CHUNK_SIZE": "9"}) == 9
+    assert sampling_bound({"MICRO_BATCH_SIZE": ""}) is None
+
+
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=lambda p: p.name)
+def test_a_profile_only_lowers(profile):
+    outside = Outside(environment={}, profile=profile)
+    for hardware in (gpu("h200-141g"), gpu("t4-16g")):
+        free, bounded = make_plan(GPT2, hardware), make_plan(GPT2, hardware, outside=outside)
+        for name in ("micro_batch", "sample_batch", "sample_chunk"):
+            assert getattr(bounded, name) <= min(getattr(profile, name), getattr(free, name))
+    bounded = make_plan(pinned(GPT2, micro_batch=128), gpu("h200-141g"), outside=outside)
+    assert bounded.micro_batch == min(64, profile.micro_batch)
+    assert bounded.sample_batch == profile.sample_batch
+    for name in ("sample_batch", "sample_chunk"):
+        assert bounded.why[name].source == "profile"
+        assert profile.name in bounded.why[name].reason
+    if profile.micro_batch < 64:
+        assert bounded.why["micro_batch"].source == "profile"
+
+
+def test_an_unknown_profile_gets_the_nearest():
+    with pytest.raises(ConfigError, match=r"no profile 'conservativ' \(did you mean 'conservative'\?\)"):
+        find_profile("conservativ")
+
+
+# ---- plan.json ----
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Plan, Path]:
+    plan = make_plan(GPT2, gpu(), world_size=2)
+    save(plan, tmp_path / "plan.json")
+    return plan, tmp_path / "plan.json"
+
+
+def test_a_plan_survives_a_round_trip(saved, tmp_path):
+    plan, path = saved
+    assert load(path) == plan
+    on_cpu = make_plan(load_recipe("nano"), CPU)
+    save(on_cpu, tmp_path / "cpu.json")
+    assert load(tmp_path / "cpu.json") == on_cpu
+
+
+def test_a_saved_plan_holds_each_value_beside_its_reason(saved):
+    plan, path = saved
+    table = json.loads(path.read_text())
+    for name in PLANNED:
+        assert table[name] == {"value": getattr(plan, name), "reason": plan.why[name].reason, "source": plan.why[name].source}
+
+
+def _drop(table: dict[str, Any], name: str) -> None:
+    del table[name]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.update(micro_bach=3), "unknown key 'micro_bach' (did you mean 'micro_batch'?)"),
+        (lambda t: _drop(t, "micro_batch"), "micro_batch must hold value, reason and source, got None"),
+        (lambda t: _drop(t, "fingerprint"), "'fingerprint' is missing"),
+        (lambda t: _drop(t["hardware"], "cores"), "'cores' is missing"),
+        (lambda t: t.update(micro_batch=64), "micro_batch must hold value, reason and source, got 64"),
+        (lambda t: t["micro_batch"].update(value="64"), "micro_batch must be a int, got '64'"),
+        (lambda t: t["micro_batch"].update(value=True), "micro_batch must be a int, got True"),
+        (lambda t: t["micro_batch"].update(value=-64), "micro_batch must be greater than 0, got -64"),
+        (lambda t: t["loss_chunks"].update(value=0), "loss_chunks must be greater than 0, got 0"),
+        (lambda t: t["precision"].update(value="bf17"), "precision must be one of"),
+        (lambda t: t["precision"].update(source="guess"), "source must be one of"),
+        (lambda t: t["hardware"].update(memory_bytes=1e10), "memory_bytes must be a int, got 10000000000.0"),
+        (lambda t: t["hardware"].update(peak_tflops=[1]), "peak_tflops must be a table, got [1]"),
+        (lambda t: t["hardware"].update(compute_capability={}), "compute_capability must be a list, got {}"),
+        (lambda t: t["hardware"]["peak_tflops"].update(bf16=float("nan")), "bf16 must be a finite number, got nan"),
+    ],
+)
+def test_a_plan_with_anything_wrong_is_refused_in_one_line(saved, change, message):
+    _, path = saved
+    table = json.loads(path.read_text())
+    change(table)
+    path.write_text(json.dumps(table))
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b"9" * 5000])
+def test_what_is_no_plan_is_refused(tmp_path, content):
+    path = tmp_path / "plan.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="not a plan"):
+        load(path)
+
+
+def test_a_plan_that_is_not_there_says_how_to_make_one(tmp_path):
+    with pytest.raises(ConfigError, match=r"no plan at .*redline plan RECIPE --save"):
+        load(tmp_path / "plan.json")
+    with pytest.raises(ConfigError, match="not a plan"):
+        load(tmp_path)
+
+
+def test_a_plan_fits_only_its_recipe_batch_and_number_of_processes(saved):
+    plan, _ = saved
+    check_fit(plan, GPT2, 2)
+    with pytest.raises(ConfigError, match="not for gpt2-124m"):
+        check_fit(plan, replace(GPT2, train=replace(GPT2.train, lr=1.0)), 2)
+    with pytest.raises(ConfigError, match="the plan is for 2 processes, this run has 1"):
+        check_fit(plan, GPT2, 1)
+    with pytest.raises(ConfigError, match="a plan never changes the batch"):
+        check_fit(replace(plan, micro_batch=plan.micro_batch // 2), GPT2, 2)
