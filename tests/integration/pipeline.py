@@ -1,9 +1,9 @@
 """The smallest complete pipeline: a corpus of a few verses, a recipe of two layers, and what its run folders hold.
 
-    nano.recipe(tmp_path, "train.steps=20")    # a recipe file
-    done = nano.train(recipe, run)             # `redline train`, in a fork of the warm process
-    steps(run), events(run, "checkpoint")      # the record
-    assert_same_training(run, reference)       # to the last bit
+nano.recipe(tmp_path, "train.steps=20")    # a recipe file
+done = nano.train(recipe, run)             # `redline train`, in a fork of the warm process
+steps(run), events(run, "checkpoint")      # the record
+assert_same_training(run, reference)       # to the last bit
 """
 
 import json

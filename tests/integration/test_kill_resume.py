@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from pipeline import Nano, assert_same_training, events, steps, training
+from pipeline import Nano, assert_same_training, events, steps
 from warm import Command, Fault
 
 from redline.train.checkpoint import verify
@@ -50,19 +50,18 @@ def wait_for_lines(command: Command, run: Path, more: int) -> None:
 
 
 def assert_record_is_true(run: Path) -> None:
-    """Each attempt starts where a checkpoint was announced before it, and what is on the disk was announced and is whole."""
-    announced = {0}
+    """No attempt starts before a checkpoint that was announced to it; what lies on the disk is whole; nothing else lies there."""
+    announced = 0
     for event in events(run):
         if event["event"] in ("start", "resume"):
-            assert event["step"] in announced
+            assert event["step"] >= announced
             assert (event["event"] == "resume") == (event["step"] > 0)
         if event["event"] == "checkpoint":
-            announced.add(event["step"])
-    on_disk = step_folders(run / "checkpoints")
-    assert set(on_disk) <= announced
-    for folder in on_disk.values():
+            announced = event["step"]
+    assert announced == len(steps(run))
+    for folder in step_folders(run / "checkpoints").values():
         verify(folder)
-    assert [path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")] == []
+    assert [path.name for path in run.rglob(".*") if path.name != ".lock"] == []
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -84,12 +83,13 @@ def test_killed_at_random_moments(nano: Nano, references: dict[str, tuple[Path, 
 
 
 def test_killed_at_every_place_of_a_commit(nano: Nano, tmp_path: Path) -> None:
-    """Every fsync and rename of a short run with three checkpoints and two validations is once the last thing it does."""
-    recipe = nano.recipe(
-        tmp_path, "train.steps=6", "train.checkpoint_every=2", "train.eval_every=4", "train.eval_sequences=4", "train.keep_checkpoints=1"
-    )
+    """Every fsync and rename of a short run with three checkpoints is once the last thing it does."""
+    # A rate so high that the first validation stays the best: its mark, once lost, would not be made again.
+    brief = ("train.steps=6", "train.checkpoint_every=2", "train.eval_every=2", "train.eval_sequences=4", "train.keep_checkpoints=1")
+    recipe = nano.recipe(tmp_path, *brief, "train.lr=2", "train.warmup_steps=6")
     reference = tmp_path / "reference"
     nano.outcome(recipe, reference)
+    assert [event["best"] for event in events(reference, "validation")] == [True, False, False]
     killed, torn = 0, 0
     for call in range(1, 100):
         run = tmp_path / str(call)
@@ -103,3 +103,69 @@ def test_killed_at_every_place_of_a_commit(nano: Nano, tmp_path: Path) -> None:
         assert_record_is_true(run)
     assert killed > 20
     assert torn > 5
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_request_to_stop_ends_the_run_cleanly(
+    nano: Nano, references: dict[str, tuple[Path, Path]], tmp_path: Path, number: signal.Signals
+) -> None:
+    recipe, reference = references["adamw"]
+    run = tmp_path / "run"
+    command = nano.start(recipe, run)
+    wait_for_lines(command, run, more=9)
+    command.send(number)
+    done = command.wait()
+    assert done.code == 0, done.err
+    said = json.loads(done.out)
+    assert said["why"] == "stopped by signal"
+    assert said["step"] < 40
+    assert len(steps(run)) == said["step"] == max(step_folders(run / "checkpoints"))
+    assert events(run)[-1]["why"] == "stopped by signal"
+    assert nano.outcome(recipe, run)["step"] == 40
+    assert [event["step"] for event in events(run, "start", "resume")] == [0, said["step"]]
+    assert_same_training(run, reference)
+    assert_record_is_true(run)
+
+
+def test_a_finished_run_is_left_as_it_is(nano: Nano, references: dict[str, tuple[Path, Path]]) -> None:
+    recipe, reference = references["adamw"]
+    before = (reference / "metrics.jsonl").read_bytes()
+    assert nano.outcome(recipe, reference) == {"run": str(reference), "step": 40, "why": "finished", "metrics": {}}
+    assert (reference / "metrics.jsonl").read_bytes() == before
+
+
+def test_early_stop_is_the_same_after_a_kill(nano: Nano, tmp_path: Path) -> None:
+    diverging = ("train.lr=5", "train.warmup_steps=40", "train.checkpoint_every=2", "train.eval_every=2", "train.early_stop_evals=3")
+    recipe = nano.recipe(tmp_path, *diverging)
+    reference, run = tmp_path / "reference", tmp_path / "run"
+    outcome = nano.outcome(recipe, reference)
+    assert outcome["why"] == "early stop: 3 validations without a better loss"
+    assert outcome["step"] == 8
+    found = [event["valid_loss"] for event in events(reference, "validation")]
+    assert min(found) == found[0]
+    assert nano.train(recipe, run, fault=Fault("kill_at", call=40)).code == -signal.SIGKILL
+    assert nano.outcome(recipe, run)["step"] == 8
+    assert events(run, "resume")[0]["step"] in (4, 6), "validations without a gain lie on both sides of the kill"
+    assert_same_training(run, reference)
+    assert nano.outcome(recipe, run)["why"] == "stopped early before"
+    assert len(steps(run)) == 8
+
+
+def test_the_clock_ends_the_run_and_the_schedule(nano: Nano, tmp_path: Path) -> None:
+    limit_s = 1.5
+    recipe = nano.recipe(tmp_path, "train.steps=100000", f"train.max_hours={limit_s / 3600}", "train.eval_every=0")
+    run = tmp_path / "run"
+    command = nano.start(recipe, run)
+    wait_for_lines(command, run, more=8)
+    command.kill()
+    done = nano.outcome(recipe, run)
+    assert done["why"].startswith("time limit of ")
+    lines = steps(run)
+    assert limit_s * 0.9 < lines[-1]["elapsed_s"] < limit_s + 0.5, "time counts over all attempts"
+    assert "valid_loss" in lines[-1]
+    rates = [line["lr"] for line in lines[4:]]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] > 0.009
+    assert rates[-1] == pytest.approx(0.001, rel=0.05), "min_lr_ratio of the peak"
+    assert nano.outcome(recipe, run)["metrics"] == {}
+    assert len(steps(run)) == len(lines)

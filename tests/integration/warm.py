@@ -11,6 +11,7 @@ no OpenMP threads to lose. A fault is a function of `faults.py` that the child c
 """
 
 import atexit
+import importlib
 import json
 import os
 import signal
@@ -27,6 +28,17 @@ from typing import Any, Self
 
 LIMIT_S = 120.0
 """After this a command counts as hung and the test fails."""
+
+
+IMPORTED_ONCE = (
+    "torch._dynamo",
+    "torch._inductor.config",
+    "redline.cli.evaluate",
+    "redline.cli.view",
+    "redline.engine",
+    "redline.pretrain",
+)
+"""What commands import; torch loads the first two late, in two seconds."""
 
 
 @dataclass(frozen=True)
@@ -125,14 +137,8 @@ class Warm:
 
 def serve() -> None:
     """Fork for every request; returns in the server when the tests are done, and never in a child."""
-    # Importing these here is the whole point: a run would, and the first two take torch another two seconds.
-    import torch._dynamo
-    import torch._inductor.config
-
-    import redline.cli.evaluate
-    import redline.cli.view
-    import redline.engine
-    import redline.pretrain  # noqa: F401
+    for module in IMPORTED_ONCE:
+        importlib.import_module(module)
     from redline.cli.main import main
 
     for line in sys.stdin:

@@ -25,6 +25,7 @@ from redline.record.files import write_atomic
 from redline.record.units import format_bytes, format_duration
 
 ARMS = ("loop", "plain", "hf")
+ARM_LIMIT_S = 1800
 LABELS = {
     "loop": "redline, the real loop",
     "loop_without_instruments": "the same without instruments",
@@ -67,7 +68,11 @@ def bench_train(
 
 
 def _run(task: dict[str, Any]) -> dict[str, Any]:
-    process = subprocess.run([sys.executable, "-m", "redline.bench.arms", json.dumps(task)], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "redline.bench.arms", json.dumps(task)]
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ARM_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"took longer than {ARM_LIMIT_S} s"}
     if process.returncode == 0:
         return dict(json.loads(process.stdout.strip().splitlines()[-1]))
     lines = [line for line in process.stderr.strip().splitlines() if line.strip()]

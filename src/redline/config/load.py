@@ -122,7 +122,7 @@ def _apply(table: dict[str, Any], override: str) -> None:
         table = table.setdefault(parent, {})
         if not isinstance(table, dict):
             raise ConfigError(f"--set {override!r}: {parent!r} is not a table")
-    if text.strip() == "none":
+    if text.strip() == "none":  # TOML has no word for it: back to the default
         table.pop(key, None)
         return
     try:

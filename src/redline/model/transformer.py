@@ -89,7 +89,8 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
         # One new token sees all of the cache, so only a prompt needs the causal mask.
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, enable_gqa=self.heads != self.kv_heads)
+        causal = cache is None or T > 1
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=self.heads != self.kv_heads)
         return self.out(y.transpose(1, 2).reshape(B, T, -1))
 
 

@@ -17,7 +17,9 @@ METRICS: dict[str, Metric] = {
     "tokens": Metric("tokens", "tokens trained on since the start of the run"),
     "step_s": Metric("s", "wall time from the end of the previous update to the end of this one"),
     "tokens_per_s": Metric("tokens/s", "tokens of this update over step_s, all processes together"),
-    "mfu": Metric("1", "model FLOPs (6N + 12LdT per token, PaLM convention) over the dense datasheet peak of the compute dtype"),
+    "mfu": Metric(
+        "1", "model FLOPs (6N + 12LdT per token, PaLM convention) over the dense datasheet peak of the compute dtype (bf16 for FP8)"
+    ),
     "ceiling_share": Metric("1", "model FLOPs over the matmul rate measured on this machine for the compute dtype"),
     "data_wait_s": Metric("s", "time the step waited for the loader"),
     "memory_bytes": Metric("bytes", "peak memory: allocated by torch on the GPU since the run began; resident memory on a CPU"),

@@ -34,8 +34,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         found = [json.loads(line) for line in lines if line.strip()]
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is damaged: {error}; move it away to go on without it") from error
-    if wrong := next((line for line in found if not isinstance(line, dict)), None):
-        raise DataError(f"{path} is damaged: {wrong!r} is no record; move it away to go on without it")
+    if wrong := [line for line in found if not isinstance(line, dict)]:
+        raise DataError(f"{path} is damaged: {wrong[0]!r} is no record; move it away to go on without it")
     return found
 
 
@@ -46,7 +46,6 @@ class LineWriter:
         self.path = path
         with storage_errors(path.name, path.parent):
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
-            _end_with_newline(path, self._file)
 
     def append(self, line: dict[str, Any]) -> None:
         with storage_errors(self.path.name, self.path.parent):
@@ -63,11 +62,11 @@ class LineWriter:
         self._file.close()
 
 
-def _end_with_newline(path: Path, file: Any) -> None:
-    """Cut off a torn last line, so that the next one starts clean."""
-    raw = path.read_bytes()
+def _cut_torn_line(path: Path) -> None:
+    """Cut off half a last line, so that the next one starts clean."""
+    raw = path.read_bytes() if path.exists() else b""
     if raw and not raw.endswith(b"\n"):
-        file.truncate(raw.rfind(b"\n") + 1)
+        os.truncate(path, raw.rfind(b"\n") + 1)
 
 
 class RunFolder:
@@ -90,17 +89,29 @@ class RunFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StorageError(f"{self.path} is in use by another process: wait for it, or give another folder with --run") from None
-        self._events = LineWriter(self.events_path)
+        with storage_errors("the run folder", self.path):
+            self._tidy()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        self._events.close()
         self._lock.close()
 
+    def _tidy(self) -> None:
+        """Put right what a killed process left: half lines, and the temporary files of `write_atomic`."""
+        for path in (self.metrics_path, self.events_path):
+            _cut_torn_line(path)
+        for folder in (self.path, self.checkpoints_path):
+            for path in folder.glob(".*.tmp"):
+                path.unlink()
+
     def event(self, kind: str, **facts: Any) -> None:
-        """Append one event, durably."""
-        self._events.append({"at": round(time.time(), 3), "event": kind, **facts})
-        self._events.sync()
+        """Append one event, durably. Also for a process that does not own the folder and has something to tell."""
+        events = LineWriter(self.events_path)
+        try:
+            events.append({"at": round(time.time(), 3), "event": kind, **facts})
+            events.sync()
+        finally:
+            events.close()
 
     def adopt_recipe(self, toml: str, fingerprint: str, saved_fingerprint: str | None) -> None:
         """Write the recipe of a new run; refuse to go on with a run that was made by another recipe."""

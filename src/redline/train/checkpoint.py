@@ -106,6 +106,10 @@ class Checkpoints:
         for job in jobs:
             job.result()
 
+    def idle(self) -> bool:
+        """Whether everything asked for is on the disk; false where something went wrong, which `wait` raises."""
+        return all(job.done() and job.exception() is None for job in self._jobs)
+
     def mark_best(self, step: int, loss: float) -> None:
         """Make a step that has been saved the best one: it is not pruned. Takes effect when its save is committed."""
         if self._rank == 0:

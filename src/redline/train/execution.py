@@ -56,7 +56,7 @@ def build(recipe: Recipe, plan: Plan, process: Process) -> Transformer:
         if plan.compile != "off":
             # One graph for all blocks, compiled once: as fast as the whole model in one graph, in half the time to the first step,
             # and it leaves FSDP's hooks, which stand between the blocks, alone.
-            block.compile(mode=None if plan.compile == "default" else plan.compile, fullgraph=True)
+            block.compile(mode=None if plan.compile == "default" else plan.compile, fullgraph=True, dynamic=False)
     return model
 
 

@@ -82,6 +82,7 @@ class Progress:
     elapsed_s: float = 0.0
     position: dict[str, Any] | None = None
     best_loss: float | None = None
+    best_step: int | None = None
     evals_without_gain: int = 0
 
 
@@ -95,6 +96,8 @@ class Trainer:
         """Why the run ends, once it does."""
         self.better = False
         """Whether the last validation was the best so far and its weights are not saved yet."""
+        self.saving: dict[str, Any] | None = None
+        """The checkpoint that is being written and has not been announced."""
         self.stop_requested = False
         model = execution.build(job.recipe, job.plan, process)
         if job.initial_weights is not None:
@@ -136,7 +139,9 @@ class Trainer:
                     if self._checkpoint_due():
                         self._checkpoint()
                     self._write(self.instruments.ready())
-            self.checkpoints.wait()
+                    if self.checkpoints.idle():
+                        self._announce_checkpoint()
+            self._announce_checkpoint()
             self._event("end", step=self.progress.step, why=self.why, elapsed_s=round(self._elapsed_s(), 3))
             return Outcome(self.progress.step, self.why, self.last_line)
         finally:
@@ -182,7 +187,11 @@ class Trainer:
         advice = "lower data.seq_len, set plan.recompute=full, or use more processes"
         if smaller == 0:
             raise TrainingError(f"out of memory at step {step} with micro-batch 1: {advice}") from error
-        self._event("out_of_memory", step=step, micro_batch_before=self.micro_batch, micro_batch=smaller, batch_size=self.train.batch_size)
+        facts = {"micro_batch_before": self.micro_batch, "micro_batch": smaller, "batch_size": self.train.batch_size}
+        if self.process.is_first:
+            self._event("out_of_memory", step=step, **facts)
+        else:  # the first may have had memory enough, and the launcher must learn of it
+            RunFolder(self.job.run).event("out_of_memory", step=step, **facts)
         if self.process.world_size > 1:  # the others wait in a collective; the launcher starts all of them again
             raise TrainingError(
                 f"out of memory at step {step} with micro-batch {self.micro_batch}: start again with --set plan.micro_batch={smaller}"
@@ -196,15 +205,15 @@ class Trainer:
         """Append finished lines to the record; `extra` belongs to the last of them."""
         for i, line in enumerate(lines):
             full = line | (extra or {}) if i == len(lines) - 1 else line
-            lost = not math.isfinite(full["loss"])
+            lost = [name for name in ("loss", "grad_norm", "valid_loss") if not math.isfinite(full.get(name, 0.0))]
             if lost and not (full.get("skipped") and full["loss_scale"] > 1.0):
                 raise TrainingError(
-                    f"the loss is {full['loss']} at step {full['step']}: lower train.lr (now {self.train.lr}), set train.clip_norm, or "
+                    f"{lost[0]} is {full[lost[0]]} at step {full['step']}: lower train.lr (now {self.train.lr}), set train.clip_norm, or "
                     "look at the data; nothing after the last checkpoint was saved, and the same command goes on from there"
                 )
-            self.last_line = full
+            self.last_line = full | dict.fromkeys(lost)  # JSON has no word for nan
             if self.metrics is not None:
-                self.metrics.append(full)
+                self.metrics.append(self.last_line)
             for observer in self.job.observers:
                 observer.metrics(full)
 
@@ -217,7 +226,8 @@ class Trainer:
         done = self.progress
         self.better = done.best_loss is None or found["valid_loss"] < done.best_loss
         done.evals_without_gain = 0 if self.better else done.evals_without_gain + 1
-        done.best_loss = found["valid_loss"] if self.better else done.best_loss
+        if self.better:
+            done.best_loss, done.best_step = found["valid_loss"], done.step
         self._event("validation", step=done.step, **found, best=self.better)
         if self.why is None and self.train.early_stop_evals and done.evals_without_gain >= self.train.early_stop_evals:
             self.why = f"early stop: {done.evals_without_gain} validations without a better loss"
@@ -226,21 +236,30 @@ class Trainer:
     def _checkpoint(self) -> None:
         """Save without waiting for the disk; the copy overlaps the next step's passes."""
         self._write(self.instruments.ready(drain=True))
+        started_s = time.perf_counter()
+        self._announce_checkpoint()
         self.tensors["rng.cpu"] = torch.get_rng_state()
         self.progress.elapsed_s = self._elapsed_s()
         self.clock_started_s = time.monotonic()
-        state = {**vars(self.progress), "fingerprint": self.recipe.fingerprint, "micro_batch": self.micro_batch}
-        state["data_fingerprint"] = self.job.data_fingerprint
+        state = {**vars(self.progress), "fingerprint": self.recipe.fingerprint, "data_fingerprint": self.job.data_fingerprint}
+        state["micro_batch_that_fits"] = self.micro_batch if self.micro_batch < self.plan.micro_batch else None
         if self.learner.scale is not None:
             state["loss_scale"] = vars(self.learner.scale)
         before_commit = self.metrics.sync if self.metrics is not None else None
-        stalled_s = self.checkpoints.save(self.progress.step, self.tensors, state, before_commit=before_commit)
-        self._event("checkpoint", step=self.progress.step, stalled_s=round(stalled_s, 6))
+        self.checkpoints.save(self.progress.step, self.tensors, state, before_commit=before_commit)
+        self.saving = {"step": self.progress.step, "stalled_s": round(time.perf_counter() - started_s, 6)}
         if self.better:
             assert self.progress.best_loss is not None
             self.checkpoints.mark_best(self.progress.step, self.progress.best_loss)
             self.better = False
         self.instruments.restart()
+
+    def _announce_checkpoint(self) -> None:
+        """Record the last checkpoint when it is on the disk, and not before: a run can be resumed from what its events say."""
+        self.checkpoints.wait()
+        if self.saving is not None:
+            self._event("checkpoint", **self.saving)
+            self.saving = None
 
     # ---- beginning and end ----
 
@@ -251,7 +270,8 @@ class Trainer:
             return None
         dropped = folder.cut_metrics(step)
         kind = "resume" if step else "start"
-        self._event(kind, step=step, recipe=self.recipe.name, world_size=self.process.world_size, metrics_dropped=dropped)
+        facts = {"world_size": self.process.world_size, "micro_batch": self.micro_batch, "metrics_dropped": dropped}
+        self._event(kind, step=step, recipe=self.recipe.name, **facts)
         return LineWriter(folder.metrics_path)
 
     def _resume(self) -> None:
@@ -271,7 +291,12 @@ class Trainer:
         if self.learner.scale is not None:
             self.learner.scale = LossScale(**state["loss_scale"])
         if self.process.world_size == 1:
-            self.micro_batch = min(self.micro_batch, state["micro_batch"])  # it ran out of memory with more
+            self.micro_batch = min(self.micro_batch, state["micro_batch_that_fits"] or self.micro_batch)
+        best = self.progress.best_step
+        if best in self.checkpoints.steps() and best != self.checkpoints.best():
+            assert best is not None
+            assert self.progress.best_loss is not None
+            self.checkpoints.mark_best(best, self.progress.best_loss)  # killed between the checkpoint and its mark
 
     def _why_stop(self) -> str | None:
         if self.progress.step >= self.train.steps:

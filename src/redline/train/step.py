@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from redline.errors import TrainingError
 from redline.model.transformer import Transformer
 from redline.train.optimizer import set_lr
 from redline.train.process import Process
@@ -71,13 +72,24 @@ def take_step(learner: Learner, inputs_BT: Tensor, targets_BT: Tensor, *, micro_
     skipped = learner.scale is not None and not bool(grad_norm.isfinite())
     if learner.scale is not None:
         learner.scale.update(not skipped)
+    if not skipped:
+        _change_weights(learner)
     for optimizer in learner.optimizers:
-        if not skipped:
-            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     if learner.process.world_size > 1:
         dist.all_reduce(loss)
     return Update(loss / tokens, grad_norm, skipped)
+
+
+def _change_weights(learner: Learner) -> None:
+    try:
+        for optimizer in learner.optimizers:
+            optimizer.step()
+    except torch.OutOfMemoryError as error:  # not to be tried again: a part of the weights would be updated twice
+        raise TrainingError(
+            "out of memory while the weights were being changed: use more processes or a smaller model; "
+            "the same command goes on from the last checkpoint"
+        ) from error
 
 
 def clip(learner: Learner, scale: float) -> Tensor:

@@ -1,0 +1,50 @@
+# make demo      set up .venv and train, sample and evaluate a small model on this machine
+# make test      set up .venv and run every check and test (what CI runs)
+# make check     format, lint, types, import contracts
+# make gpu-test  the tests that need a CUDA device
+# make format    rewrite the sources in the house format
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
+
+.PHONY: demo test check gpu-test format clean
+
+.venv/core: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	@echo "installing redline and torch into .venv (a minute or two)"
+	$(PIP) --editable .
+	@touch $@
+
+.venv/dev: .venv/core
+	@echo "installing what the tests need (a minute or two)"
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+demo: .venv/core
+	rm -rf runs/demo
+	$(BIN)/redline machine
+	$(BIN)/redline train nano --run runs/demo
+	$(BIN)/redline generate runs/demo --checkpoint best --prompt "ROMEO:" --max-new-tokens 80
+	@echo
+	$(BIN)/redline evaluate runs/demo --checkpoint best
+	@echo "the run folder is runs/demo: recipe.toml says what, plan.json how and why, metrics.jsonl what happened"
+
+check: .venv/dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check
+	$(BIN)/pytest -n 2 --dist loadfile
+
+gpu-test: .venv/dev
+	$(BIN)/pytest tests/gpu
+
+format: .venv/dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv runs

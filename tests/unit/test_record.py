@@ -1,0 +1,132 @@
+"""The run folder: torn lines, damaged files, the lock, metrics cut back to a checkpoint, events that stay."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from redline.errors import ConfigError, DataError, StorageError
+from redline.record.run import LineWriter, RunFolder, read_lines
+
+
+def test_lines_come_back_as_they_went_in(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": 1, "loss": 0.1 + 0.2, "name": "ä\n✓"}, {"step": 2, "loss": None}]
+    writer = LineWriter(path)
+    for line in lines:
+        writer.append(line)
+    writer.sync()
+    assert read_lines(path) == lines, "whole before it is closed"
+    writer.close()
+    assert path.read_bytes().count(b"\n") == 2
+
+
+def test_a_file_that_is_not_there_has_no_lines(tmp_path):
+    assert read_lines(tmp_path / "none.jsonl") == []
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 3, "lo', b'{"step": 3}', b"\xe2\x9c", b"{"])
+@pytest.mark.parametrize("before", [b'{"step": 1}\n{"step": 2}\n', b""])
+def test_a_torn_last_line_is_left_out_and_gone_when_the_folder_is_opened(tmp_path, before, torn):
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    for path in (folder.metrics_path, folder.events_path):
+        path.write_bytes(before + torn)
+    whole = [{"step": 1}, {"step": 2}] if before else []
+    assert read_lines(folder.metrics_path) == whole
+    with folder:
+        assert folder.metrics_path.read_bytes() == folder.events_path.read_bytes() == before
+        writer = LineWriter(folder.metrics_path)
+        writer.append({"step": 3, "again": True})
+        writer.close()
+        folder.event("resume")
+    assert read_lines(folder.metrics_path) == [*whole, {"step": 3, "again": True}]
+    assert [e.get("event") for e in read_lines(folder.events_path)] == [None] * len(whole) + ["resume"]
+
+
+def test_what_a_killed_process_was_writing_is_swept_away(tmp_path):
+    with RunFolder(tmp_path / "run") as folder:
+        (folder.path / ".plan.json.123.tmp").write_text("half")
+        (folder.checkpoints_path / ".best.json.123.tmp").write_text("half")
+    with RunFolder(tmp_path / "run") as folder:
+        assert not list(folder.path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("damage", [b"{oops}\n", b"\xff\xff\n", b"3\n", b"[1]\n", b"null\n", b'{"step": 1}{"step": 2}\n'])
+def test_damage_before_the_last_line_is_said_not_skipped(tmp_path, damage):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + damage + b'{"step": 3}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl is damaged.*move it away") as caught:
+        read_lines(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot be written"), RunFolder(tmp_path / "file"):
+        pass
+    with pytest.raises(StorageError, match="cannot be written"):
+        LineWriter(tmp_path)
+
+
+def test_metrics_are_cut_back_to_the_step_and_stay_whole(tmp_path):
+    with RunFolder(tmp_path / "run") as folder:
+        assert folder.cut_metrics(0) == 0
+        text = "".join(json.dumps({"step": step, "loss": step / 7}) + "\n" for step in range(1, 11))
+        folder.metrics_path.write_text(text + '{"step": 11, "lo')
+        assert folder.cut_metrics(6) == 4
+        assert read_lines(folder.metrics_path) == [{"step": step, "loss": step / 7} for step in range(1, 7)]
+        before = folder.metrics_path.read_bytes()
+        assert folder.cut_metrics(6) == 0
+        assert folder.metrics_path.read_bytes() == before
+        assert folder.cut_metrics(0) == 6
+        assert folder.metrics_path.read_bytes() == b""
+        assert sorted(p.name for p in folder.path.iterdir()) == [".lock", "checkpoints", "metrics.jsonl"]
+
+
+def test_events_are_stamped_in_order_and_never_cut(tmp_path):
+    for attempt in range(2):
+        with RunFolder(tmp_path / "run") as folder:
+            folder.event("start", attempt=attempt)
+            folder.event("checkpoint", step=5)
+            folder.cut_metrics(0)
+    events = read_lines(tmp_path / "run" / "events.jsonl")
+    assert [(e["event"], e.get("attempt")) for e in events] == [("start", 0), ("checkpoint", None), ("start", 1), ("checkpoint", None)]
+    assert [e["at"] for e in events] == sorted(e["at"] for e in events)
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from redline.record.run import RunFolder
+with RunFolder(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_owner_is_refused_until_the_first_leaves_or_dies(tmp_path):
+    with RunFolder(tmp_path / "run"), pytest.raises(StorageError, match="in use by another process"), RunFolder(tmp_path / "run"):
+        pass
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(StorageError, match="give another folder with --run"), RunFolder(tmp_path / "run"):
+            pass
+    finally:
+        holder.kill()
+        holder.communicate()
+    with RunFolder(tmp_path / "run"):
+        pass
+
+
+def test_a_folder_belongs_to_one_recipe(tmp_path: Path):
+    with RunFolder(tmp_path / "run") as folder:
+        folder.adopt_recipe("a = 1\n", "aaaa", None)
+        folder.adopt_recipe("a = 1\n", "aaaa", "aaaa")
+        with pytest.raises(ConfigError, match=r"another recipe \(fingerprint aaaa, now bbbb\)"):
+            folder.adopt_recipe("a = 2\n", "bbbb", "aaaa")
+        assert folder.recipe_path.read_text() == "a = 1\n"

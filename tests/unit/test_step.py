@@ -1,0 +1,191 @@
+"""One update: the same gradient from any split of a batch, torch's own clipping, fp16's loss scale, and the instruments' lines."""
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from redline.config.load import load_recipe
+from redline.config.recipe import IGNORED, ModelConfig, TrainConfig
+from redline.model.transformer import Transformer, build_model
+from redline.plan.plan import Hardware
+from redline.plan.planner import make_plan
+from redline.record.metrics import METRICS
+from redline.train.instruments import Instruments
+from redline.train.optimizer import make_optimizers
+from redline.train.process import Process
+from redline.train.step import Learner, LossScale, Update, take_step
+
+CONFIG = ModelConfig(vocab_size=61, num_layers=2, hidden_size=16, num_heads=2, ffn_size=24, context_length=12)
+ALONE = Process(0, 1, torch.device("cpu"))
+BATCH = 8
+
+
+def train(**changes: Any) -> TrainConfig:
+    return TrainConfig(**{"batch_size": BATCH, "steps": 10, "lr": 1e-2, "weight_decay": 0.0, **changes})
+
+
+def learner_of(model: Transformer, *, clip_norm: float = 0.0, scale: LossScale | None = None, **changes: Any) -> Learner:
+    return Learner(model, make_optimizers(model, train(**changes)), ALONE, clip_norm, scale)
+
+
+def batch(ignored: str) -> tuple[Tensor, Tensor]:
+    """Inputs and targets; `uneven` leaves the rows 0 to 12 of their 12 targets, so that no two micro-batches count alike."""
+    generator = torch.Generator().manual_seed(5)
+    inputs_BT, targets_BT = (torch.randint(61, (BATCH, 12), generator=generator) for _ in range(2))
+    if ignored == "uneven":
+        for row, kept in enumerate([12, 1, 0, 7, 12, 3, 1, 5]):
+            targets_BT[row, kept:] = IGNORED
+    return inputs_BT, targets_BT
+
+
+def plain_gradients(model: Transformer, inputs_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The whole batch in one forward, the mean that torch's cross entropy takes, one backward."""
+    model = copy.deepcopy(model)
+    loss = F.cross_entropy(model(inputs_BT).flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED)
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("ignored", ["none", "uneven"])
+@pytest.mark.parametrize("micro_batch", [1, 2, 4, 8, 3])
+def test_any_split_gives_the_gradient_of_the_whole_batch(micro_batch, ignored):
+    model = build_model(CONFIG, device="cpu", seed=0)
+    inputs_BT, targets_BT = batch(ignored)
+    expected_loss, expected = plain_gradients(model, inputs_BT, targets_BT)
+    learner, seen = learner_of(model), {}
+    learner.before_update = lambda: seen.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    tokens = float((targets_BT != IGNORED).sum())
+    update = take_step(learner, inputs_BT, targets_BT, micro_batch=micro_batch, tokens=tokens, lr_factor=1.0)
+    torch.testing.assert_close(update.loss, expected_loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(update.grad_norm, torch.stack([g.norm() for g in expected.values()]).norm(), rtol=1e-5, atol=1e-6)
+    assert seen.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(seen[name], gradient, rtol=1e-4, atol=1e-6 * float(gradient.abs().max()) + 1e-9, msg=name)
+    assert all(p.grad is None for p in model.parameters()), "the next update starts from nothing"
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_any_split_gives_the_same_weights_after_several_updates(optimizer):
+    results = []
+    for micro_batch in (8, 2):
+        model = build_model(CONFIG, device="cpu", seed=0)
+        learner = learner_of(model, clip_norm=1.0, optimizer=optimizer, eps=1e-3, muon_lr=1e-3)
+        inputs_BT, targets_BT = batch("uneven")
+        for _ in range(3):
+            take_step(learner, inputs_BT, targets_BT, micro_batch=micro_batch, tokens=41.0, lr_factor=0.5)
+        results.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    for name, weights in results[0].items():
+        torch.testing.assert_close(results[1][name], weights, rtol=1e-4, atol=2e-5, msg=name)
+    assert int((batch("uneven")[1] != IGNORED).sum()) == 41
+
+
+@pytest.mark.parametrize("clip_norm", [0.05, 1e3, 0.0])
+def test_clipping_equals_torchs(clip_norm):
+    model = build_model(CONFIG, device="cpu", seed=0)
+    reference = copy.deepcopy(model)
+    inputs_BT, targets_BT = batch("none")
+    update = take_step(learner_of(model, clip_norm=clip_norm), inputs_BT, targets_BT, micro_batch=4, tokens=96.0, lr_factor=1.0)
+
+    (optimizer,) = make_optimizers(reference, train())
+    (reference(inputs_BT, targets_BT) / 96.0).backward()
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), clip_norm or float("inf"))
+    optimizer.step()
+    torch.testing.assert_close(update.grad_norm, norm, rtol=1e-5, atol=0.0)
+    assert float(norm) > 0.05, "the smallest bound must bite"
+    for (name, p), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+# ---- fp16 ----
+
+
+def test_the_loss_scale_does_not_change_the_update():
+    plain, scaled = (build_model(CONFIG, device="cpu", seed=0) for _ in range(2))
+    inputs_BT, targets_BT = batch("none")
+    for model, scale in ((plain, None), (scaled, LossScale(value=1024.0))):
+        take_step(learner_of(model, clip_norm=1.0, scale=scale), inputs_BT, targets_BT, micro_batch=4, tokens=96.0, lr_factor=1.0)
+    for a, b in zip(plain.parameters(), scaled.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_a_real_fp16_overflow_skips_the_update_and_halves_the_scale():
+    """A scale far too large: gradients in fp16 pass 65,504, become infinite, and nothing may move; halved often enough, it trains."""
+    model = build_model(CONFIG, device="cpu", seed=0)
+    model.compute_dtype = torch.float16
+    scale = LossScale(value=2.0**30)
+    learner = learner_of(model, clip_norm=1.0, scale=scale)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    inputs_BT, targets_BT = batch("none")
+    update = take_step(learner, inputs_BT, targets_BT, micro_batch=4, tokens=96.0, lr_factor=1.0)
+    assert update.skipped
+    assert not bool(update.grad_norm.isfinite())
+    assert bool(update.loss.isfinite()), "the forward itself is sound"
+    assert scale.value == 2.0**29
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    state = [slot for o in learner.optimizers for slots in o.state.values() for slot in slots.values()]
+    assert all(not slot.any() for slot in state), "the optimiser did not see the overflow"
+    for _ in range(30):
+        update = take_step(learner, inputs_BT, targets_BT, micro_batch=4, tokens=96.0, lr_factor=1.0)
+        if not update.skipped:
+            break
+    assert not update.skipped
+    assert 1.0 < scale.value < 2.0**29
+    assert any(not torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
+def test_the_loss_scale_doubles_after_its_patience_and_never_falls_below_one():
+    scale = LossScale(value=8.0, patience=3)
+    for finite, expected in [(True, 8), (True, 8), (True, 16), (True, 16), (False, 8), (True, 8), (True, 8), (True, 16)]:
+        scale.update(finite)
+        assert scale.value == expected
+    for _ in range(10):
+        scale.update(False)
+    assert scale.value == 1.0
+
+
+# ---- instruments ----
+
+CPU = Hardware(
+    title="a laptop", kind="cpu", memory_bytes=16 * 2**30, compute_capability=(), cores=2,
+    peak_tflops={"fp32": 2.0}, measured_tflops={"fp32": 0.5}, bandwidth_bytes_per_s=20e9, source="by hand",
+)  # fmt: skip
+
+
+def test_instrument_lines_come_in_order_and_complete_and_their_numbers_agree():
+    recipe = load_recipe("nano")
+    plan = make_plan(recipe, CPU)
+    instruments = Instruments(recipe, plan, torch.device("cpu"))
+    lines = []
+    for step in range(1, 6):
+        time.sleep(0.002)
+        instruments.push({"step": step, "lr": 0.1 * step}, Update(torch.tensor(float(step)), torch.tensor(2.0 * step)))
+        if step == 3:
+            lines += instruments.ready()
+    lines += instruments.ready(drain=True)
+    assert instruments.ready(drain=True) == []
+    assert [(line["step"], line["loss"], line["grad_norm"]) for line in lines] == [(s, float(s), 2.0 * s) for s in range(1, 6)]
+    assert [line["lr"] for line in lines] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    for line in lines:
+        assert line["step_s"] >= 0.002
+        assert line["tokens_per_s"] * line["step_s"] == pytest.approx(recipe.tokens_per_step)
+        flops = plan.prediction.flops_per_token * recipe.tokens_per_step
+        assert line["mfu"] == pytest.approx(flops / line["step_s"] / 2.0e12)
+        assert line["ceiling_share"] == pytest.approx(4 * line["mfu"])
+        assert line["memory_bytes"] > 10 * 2**20
+        assert set(line) <= set(METRICS), "every name is documented with its unit"
+
+
+def test_a_restart_leaves_the_pause_out_of_the_next_step():
+    recipe = load_recipe("nano")
+    instruments = Instruments(recipe, make_plan(recipe, CPU), torch.device("cpu"))
+    time.sleep(0.2)
+    instruments.restart()
+    instruments.push({"step": 1}, Update(torch.tensor(1.0), torch.tensor(1.0)))
+    with pytest.raises(AssertionError, match="in flight"):
+        instruments.restart()
+    assert instruments.ready()[0]["step_s"] < 0.1
