@@ -4,21 +4,28 @@ Processes that run out of memory together are started again with half the micro-
 update is lost and the batch stays the recipe's. Left out: several machines, SLURM and Ray.
 """
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from redline.record.run import read_lines
 
 
 def out_of_memory_override(events: Path) -> str | None:
-    """The override that the last out-of-memory event of a run asks for, if that event ended the attempt."""
-    last = next((event for event in reversed(read_lines(events)) if event["event"] != "end"), None)
-    if last is None or last["event"] != "out_of_memory":
-        return None
-    return f"plan.micro_batch={last['micro_batch']}"
+    """The override that a run asks for if its last attempt ran out of memory. Processes write their events as they fail, in any order."""
+    for event in reversed(read_lines(events)):
+        if event["event"] == "out_of_memory":
+            return f"plan.micro_batch={event['micro_batch']}"
+        if event["event"] in ("start", "resume", "end"):
+            return None
+    return None
 
 
 def under_torchrun() -> bool:
@@ -26,24 +33,40 @@ def under_torchrun() -> bool:
 
 
 def torchrun(nproc: int, arguments: Sequence[str]) -> int:
-    """Run `redline ARGUMENTS` on `nproc` processes of this machine; return the exit code of the first that failed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", "--no-python"]
+    """Run `redline ARGUMENTS` on `nproc` processes of this machine; return torchrun's exit code, 0 if all of them ended well."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", "--no-python", "--"]
     command += [sys.executable, "-m", "redline.cli.main", *arguments]
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)), **os.environ}
-    process = subprocess.Popen(command, env=environment)
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:  # the terminal sent it to the workers as well; they save and leave
-            continue
+    # A session of its own, so that Ctrl-C in the terminal does not reach torchrun: it would kill the workers after 30 s, saved or not.
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    with _handing_on(process.pid):
+        return process.wait()
+
+
+@contextlib.contextmanager
+def _handing_on(torchrun_pid: int) -> Iterator[None]:
+    """While it lasts, a request to stop goes to the workers, which save and leave; torchrun sees them end well."""
+
+    def handle(_number: int, _frame: Any) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself just now
+            torchrun = psutil.Process(torchrun_pid)
+            for process in torchrun.children() or [torchrun]:
+                process.terminate()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def with_recovery(start: Callable[[Sequence[str]], int], smaller: Callable[[], str | None]) -> int:
-    """Start, and start again with one more override for as long as `smaller` knows one after an out-of-memory exit."""
+    """Start, and start again with an override for as long as `smaller` knows a new one after an out-of-memory exit."""
     overrides: list[str] = []
     while (code := start(overrides)) != 0:
         override = smaller()
-        if override is None:
+        if override is None or override in overrides:
             return code
         overrides = ["--set", override]
     return 0

@@ -3,6 +3,8 @@
 import os
 import resource
 import signal
+import socket
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -29,40 +31,95 @@ def small_files(size_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, size_bytes))
 
 
-def out_of_memory(above: int, only_rank: int | None = None) -> None:
-    """Running out of memory in the forward pass of a micro-batch with more than `above` sequences."""
+def out_of_memory(above: int, from_pass: int = 1, only_rank: int | None = None) -> None:
+    """Running out of memory in a training pass over more than `above` sequences, from the n-th such pass on."""
     import torch
 
     from redline.model.transformer import Transformer
 
-    if only_rank is not None and os.environ.get("RANK") != str(only_rank):
+    if only_rank is not None and os.environ["RANK"] != str(only_rank):
         return
-    forward = Transformer.forward
+    forward, passes = Transformer.forward, 0
 
     def limited(model: Transformer, tokens_BT: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        nonlocal passes
         if len(tokens_BT) > above and torch.is_grad_enabled():
-            raise torch.OutOfMemoryError("injected")
+            passes += 1
+            if passes >= from_pass:
+                raise torch.OutOfMemoryError("injected")
         return forward(model, tokens_BT, *given, **named)
 
     Transformer.forward = limited  # type: ignore[method-assign]
 
 
-def not_a_number(step: int, what: str) -> None:
-    """A loss or a gradient that is not a number, in one update."""
-    import torch
+def out_of_memory_on_two(above: int, only_rank: int) -> None:
+    """The launcher starts two forks in the place of torchrun, and one of them runs out of memory."""
+    from warm import leave
 
-    from redline.train import step as steps
+    from redline import launch
+    from redline.cli.main import main
 
-    clip, updates = steps.clip, 0
+    def torchrun(nproc: int, arguments: Sequence[str]) -> int:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ |= {"WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        children = []
+        for rank in range(nproc):
+            if (pid := os.fork()) == 0:
+                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                out_of_memory(above, only_rank=only_rank)
+                leave(main(arguments))
+            children.append(pid)
+        return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children)
 
-    def broken(learner: Any, scale: float) -> torch.Tensor:
-        nonlocal updates
-        updates += 1
-        norm = clip(learner, scale)
-        if updates == step and what == "gradient":
+    launch.torchrun = torchrun
+
+
+def terminated_at(update: int) -> None:
+    """SIGTERM to this process during its n-th update."""
+
+    def hook(number: int, _learner: Any) -> None:
+        if number == update:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    _at_each_update(hook)
+
+
+def gradient_not_a_number(update: int) -> None:
+    """The gradient of the n-th update is not a number, though its loss is."""
+
+    def hook(number: int, learner: Any) -> None:
+        if number == update:
             for parameter in learner.model.parameters():
                 parameter.grad.fill_(float("nan"))
-            return norm * float("nan")
-        return norm
 
-    steps.clip = broken
+    _at_each_update(hook)
+
+
+def out_of_memory_in_update(update: int) -> None:
+    """Running out of memory in the second optimiser of the n-th update, when the first has changed its weights."""
+    import torch
+
+    def hook(number: int, learner: Any) -> None:
+        if number == update:
+            learner.optimizers[1].step = refuse
+
+    def refuse() -> None:
+        raise torch.OutOfMemoryError("injected")
+
+    _at_each_update(hook)
+
+
+def _at_each_update(hook: Callable[[int, Any], None]) -> None:
+    """Call the hook with the number of the update in this process, when the gradients are there and before they are clipped."""
+    from redline.train import step
+
+    clip, updates = step.clip, 0
+
+    def hooked(learner: Any, scale: float) -> Any:
+        nonlocal updates
+        updates += 1
+        hook(updates, learner)
+        return clip(learner, scale)
+
+    step.clip = hooked

@@ -33,8 +33,8 @@ LIMIT_S = 120.0
 IMPORTED_ONCE = (
     "torch._dynamo",
     "torch._inductor.config",
-    "redline.cli.evaluate",
     "redline.cli.view",
+    "redline.evaluate",
     "redline.engine",
     "redline.pretrain",
 )
@@ -149,7 +149,7 @@ def serve() -> None:
             print(json.dumps({"pid": pid}), flush=True)
         else:
             _become(request)
-            _leave(main(request["arguments"]))
+            leave(main(request["arguments"]))
 
 
 def _become(request: dict[str, Any]) -> None:
@@ -165,7 +165,7 @@ def _become(request: dict[str, Any]) -> None:
         getattr(faults, name)(**given)
 
 
-def _leave(code: int) -> None:
+def leave(code: int) -> None:
     """Leave as an interpreter does: threads end their work, exit handlers run. But do not tear down torch, which takes a second."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

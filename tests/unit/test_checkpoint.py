@@ -240,9 +240,7 @@ def remove_state(folder: Path) -> None:
         (remove_state, r"state.json cannot be read: No such file"),
     ],
 )
-def test_damage_is_refused_and_the_previous_good_one_is_offered(
-    tmp_path: Path, damage: Callable[[Path], None], said: str
-) -> None:
+def test_damage_is_refused_and_the_previous_good_one_is_offered(tmp_path: Path, damage: Callable[[Path], None], said: str) -> None:
     saved(tmp_path, 5, 10, 15, 20)
     truncate(tmp_path / "step-00000015")
     bad = resolve(tmp_path)

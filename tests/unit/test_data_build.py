@@ -44,9 +44,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir() if not path.name.startswith(".")
-    }
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir() if not path.name.startswith(".")}
 
 
 def test_shards_hold_every_document_once_in_its_split(tmp_path: Path, corpus: Path, tokenizer_file: str) -> None:
@@ -170,9 +168,7 @@ def test_bad_corpora_and_options_are_refused(tmp_path: Path, tokenizer_file: str
     assert not (tmp_path / "x").exists()
 
 
-def test_a_disk_that_refuses_is_one_clear_line(
-    tmp_path: Path, corpus: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_refuses_is_one_clear_line(tmp_path: Path, corpus: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="choose another folder"):
         build(str(corpus), tmp_path / "file" / "out", tokenizer=tokenizer_file)
@@ -188,9 +184,7 @@ def test_a_disk_that_refuses_is_one_clear_line(
     TokenDataset.open(tmp_path / "out", "train", verify=True)
 
 
-def test_batches_in_flight_are_bounded(
-    tmp_path: Path, corpus: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_in_flight_are_bounded(tmp_path: Path, corpus: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read but not yet written is bounded by the workers, not by the corpus."""
     monkeypatch.setattr(encode_module, "BATCH_BYTES", 1_000)
     read = written = largest = 0

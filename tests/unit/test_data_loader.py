@@ -44,9 +44,7 @@ def take(source: TokenDataset | TokenStream, steps: int, **options: object) -> l
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 9), st.integers(0, 2**40), st.integers(1, 3), st.integers(1, 4))
-def test_each_epoch_reads_every_window_once(
-    windows: int, seq_len: int, batch_size: int, seed: int, threads: int, prefetch: int
-) -> None:
+def test_each_epoch_reads_every_window_once(windows: int, seq_len: int, batch_size: int, seed: int, threads: int, prefetch: int) -> None:
     dataset = counting(windows * seq_len + 1)
     steps = -(-3 * windows // batch_size)
     batches = take(dataset, steps, batch_size=batch_size, seq_len=seq_len, seed=seed, threads=threads, prefetch=prefetch)

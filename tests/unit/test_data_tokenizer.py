@@ -80,9 +80,7 @@ def test_bad_tokenizers_are_refused(tmp_path: Path) -> None:
         train_bpe(iter(small_corpus()), 256)
 
 
-@pytest.mark.parametrize(
-    ("name", "vocab_size", "eot_id", "itemsize"), [("gpt2", 50257, 50256, 2), ("qwen2_5", 151665, 151643, 4)]
-)
+@pytest.mark.parametrize(("name", "vocab_size", "eot_id", "itemsize"), [("gpt2", 50257, 50256, 2), ("qwen2_5", 151665, 151643, 4)])
 def test_published_tokenizers(name: str, vocab_size: int, eot_id: int, itemsize: int) -> None:
     path = Path("/work/shared/data/tokenizers") / name
     if not path.exists():

@@ -191,9 +191,7 @@ def test_broken_files_are_refused(tmp_path):
         read_gguf(path)
 
 
-@pytest.mark.skipif(
-    "REDLINE_SMOLLM2_GGUF" not in os.environ, reason="REDLINE_SMOLLM2_GGUF does not name SmolLM2-135M-Instruct.Q4_1.gguf"
-)
+@pytest.mark.skipif("REDLINE_SMOLLM2_GGUF" not in os.environ, reason="REDLINE_SMOLLM2_GGUF does not name SmolLM2-135M-Instruct.Q4_1.gguf")
 def test_smollm2_knows_the_capital_of_france():
     loaded = read_gguf(Path(os.environ["REDLINE_SMOLLM2_GGUF"]))
     assert (loaded.config.num_layers, loaded.config.norm_eps, loaded.config.rope_theta) == (30, 1e-5, 100_000.0)

@@ -39,9 +39,7 @@ def a_tokenizer() -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(["the cat , the hat . and the 1234 bats don't chat"] * 3, trainer)
     return tokenizer.to_str()
 
@@ -61,9 +59,7 @@ def change(folder: Path, **values: Any) -> None:
 def change_tensors(folder: Path, **values: torch.Tensor | None) -> None:
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     tensors = {name: tensor.clone() for name, tensor in tensors.items()} | {k.replace("__", "."): v for k, v in values.items()}
-    safetensors.torch.save_file(
-        {name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors"
-    )
+    safetensors.torch.save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -72,9 +68,7 @@ def change_tensors(folder: Path, **values: torch.Tensor | None) -> None:
         pytest.param(GPT2, id="gpt2"),
         pytest.param(replace(GPT2, tie_embeddings=False), id="gpt2-untied"),
         pytest.param(LLAMA, id="llama"),
-        pytest.param(
-            replace(LLAMA, tie_embeddings=False, head_dim=12, rope_theta=500.0, norm_eps=1e-3), id="llama-untied-head-dim"
-        ),
+        pytest.param(replace(LLAMA, tie_embeddings=False, head_dim=12, rope_theta=500.0, norm_eps=1e-3), id="llama-untied-head-dim"),
         pytest.param(replace(LLAMA, bias=True), id="llama-biased"),
         pytest.param(replace(LLAMA, qkv_bias=True, num_kv_heads=None), id="qwen2"),
         pytest.param(replace(LLAMA, qkv_bias=True, head_dim=12), id="qwen2-head-dim"),

@@ -205,9 +205,7 @@ class TestLive:
 
 
 class TestChoice:
-    @pytest.mark.parametrize(
-        ("env", "live"), [({}, True), ({"TERM": "dumb"}, False), ({"CI": "true"}, False), ({"CI": "false"}, True)]
-    )
+    @pytest.mark.parametrize(("env", "live"), [({}, True), ({"TERM": "dumb"}, False), ({"CI": "true"}, False), ({"CI": "false"}, True)])
     def test_terminal(self, env: dict[str, str], live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("CI", raising=False)
         monkeypatch.setenv("TERM", "xterm")

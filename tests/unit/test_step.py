@@ -160,13 +160,14 @@ def test_instrument_lines_come_in_order_and_complete_and_their_numbers_agree():
     recipe = load_recipe("nano")
     plan = make_plan(recipe, CPU)
     instruments = Instruments(recipe, plan, torch.device("cpu"))
-    lines = []
+    lines, started_s = [], time.perf_counter()
     for step in range(1, 6):
         time.sleep(0.002)
         instruments.push({"step": step, "lr": 0.1 * step}, Update(torch.tensor(float(step)), torch.tensor(2.0 * step)))
         if step == 3:
             lines += instruments.ready()
     lines += instruments.ready(drain=True)
+    assert sum(line["step_s"] for line in lines) <= time.perf_counter() - started_s + 1e-3, "each moment belongs to one step"
     assert instruments.ready(drain=True) == []
     assert [(line["step"], line["loss"], line["grad_norm"]) for line in lines] == [(s, float(s), 2.0 * s) for s in range(1, 6)]
     assert [line["lr"] for line in lines] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])

@@ -24,7 +24,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     build.add_argument(
         "--tokenizer", default="bpe", help="a tokenizer.json or a folder with one; default: train a byte-level BPE on the source"
     )
-    build.add_argument("--vocab-size", type=int, default=32768, help="vocabulary of the trained BPE (default 32768)")
+    build.add_argument("--vocab-size", type=int, metavar="N", help="vocabulary of the trained BPE (default 32768)")
     build.add_argument("--text-field", default="text", help="field of a JSONL or Parquet row that holds the text (default text)")
     build.add_argument("--valid-fraction", type=float, default=0.01, help="share of the documents held out (default 0.01)")
     build.add_argument("--workers", type=int, help="threads (default: all cores)")
@@ -39,13 +39,16 @@ def run(options: argparse.Namespace) -> None:
     from redline.cli.options import byte_progress
     from redline.data.build import build
     from redline.data.shards import Manifest, TokenDataset
+    from redline.errors import ConfigError
 
     if options.verb == "build":
+        if options.workers is not None and options.workers < 1:
+            raise ConfigError(f"--workers must be at least 1, got {options.workers}")
         manifest = build(
             options.source,
             options.out,
             tokenizer=options.tokenizer,
-            vocab_size=options.vocab_size,
+            vocab_size=options.vocab_size or (32768 if options.tokenizer == "bpe" else None),
             text_field=options.text_field,
             valid_fraction=options.valid_fraction,
             workers=options.workers,

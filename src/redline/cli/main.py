@@ -4,6 +4,7 @@ A user's mistake is one line on standard error and an exit code that is not zero
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -38,17 +39,21 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
     try:
-        return COMMANDS[options.command].run(options) or 0
+        try:
+            options = parser().parse_args(arguments)
+            options.arguments = sys.argv[1:] if arguments is None else list(arguments)  # for a command that starts itself again
+            return COMMANDS[options.command].run(options) or 0
+        finally:
+            sys.stdout.flush()  # here, where a pipe that broke can still be handled
     except RedlineError as error:
         print(f"redline: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("redline: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader (head, less) has gone
-        sys.stderr.close()
+    except BrokenPipeError:  # the reader (head, less) has gone; what is left must not be written when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 

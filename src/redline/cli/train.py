@@ -5,8 +5,8 @@ redline train gpt2-124m --set data.source=data/wiki --run runs/wiki --nproc 2
 """
 
 import argparse
+import dataclasses
 import os
-import sys
 from pathlib import Path
 
 HELP = "pre-train a recipe, or go on with its run"
@@ -44,9 +44,8 @@ def _launch(options: argparse.Namespace, recipe, folder: Path) -> int:  # type: 
     from redline.launch import out_of_memory_override, torchrun, with_recovery
 
     _plan(options, recipe, options.nproc)
-    arguments = sys.argv[1:] if Path(sys.argv[0]).stem in ("redline", "main") else ["train", recipe.name]
     return with_recovery(
-        lambda overrides: torchrun(options.nproc, [*arguments, *overrides]),
+        lambda overrides: torchrun(options.nproc, [*options.arguments, *overrides]),
         lambda: out_of_memory_override(folder / "events.jsonl"),
     )
 
@@ -58,12 +57,9 @@ def _plan(options: argparse.Namespace, recipe, world_size: int):  # type: ignore
     from redline.launch import under_torchrun
     from redline.machine.facts import read_facts
     from redline.machine.store import cached
-    from redline.plan.plan import check_fit, load
 
     if options.plan is not None:
-        plan = load(options.plan)
-        check_fit(plan, recipe, world_size)
-        return plan
+        return _load_plan(options, recipe, world_size)
     plan = make(options, recipe, nproc=world_size)
     facts = read_facts()
     if not under_torchrun() and cached(facts) is None:
@@ -77,18 +73,37 @@ def _plan(options: argparse.Namespace, recipe, world_size: int):  # type: ignore
     return plan
 
 
+def _load_plan(options: argparse.Namespace, recipe, world_size: int):  # type: ignore[no-untyped-def]
+    """The plan from the file. Its micro-batch can be set anew (recovery from out-of-memory does); nothing else, so nothing is ignored."""
+    from redline.cli.options import typed_pins
+    from redline.errors import ConfigError
+    from redline.plan.plan import Why, check_fit, load
+
+    plan = load(options.plan)
+    if other := sorted(typed_pins(options) - {"micro_batch"}):
+        raise ConfigError(f"--set plan.{other[0]} has no effect beside --plan {options.plan}: change that file, or leave out --plan")
+    micro_batch = recipe.plan.micro_batch
+    if micro_batch is not None and "micro_batch" in typed_pins(options):
+        accumulation = recipe.train.batch_size // (micro_batch * world_size)
+        why = {**plan.why, "micro_batch": Why(reason="--set plan.micro_batch", source="user")}
+        plan = dataclasses.replace(plan, micro_batch=micro_batch, accumulation=accumulation, why=why)
+    check_fit(plan, recipe, world_size)
+    return plan
+
+
 def _train(options: argparse.Namespace, recipe, folder: Path) -> int:  # type: ignore[no-untyped-def]
     from redline.cli.options import byte_progress, print_json, status
     from redline.cli.view import describe, observers_for, print_outcome
 
     plan = _plan(options, recipe, int(os.environ.get("WORLD_SIZE", 1)))
-    status(describe(recipe, plan, folder))
     from redline.pretrain import pretrain
     from redline.train.execution import set_allocator
     from redline.train.process import join
 
     set_allocator(plan)
     with join(plan.hardware.kind) as process:
+        if process.is_first:
+            status(describe(recipe, plan, folder))
         outcome = pretrain(
             recipe,
             plan,

@@ -38,7 +38,10 @@ def find_sources(source: str) -> list[Path]:
             raise DataError(f"{path} holds no file that can be read as a corpus; it needs one of {_known()}")
         return files
     if not path.exists():
-        raise DataError(f"no such corpus: {source}; give a file, a folder, or the name of a shipped one ({', '.join(SHIPPED)})")
+        raise DataError(
+            f"no such corpus: {source}; give text files, a folder made by `redline data build` (--set data.source=...), "
+            f"or the name of a shipped one ({', '.join(SHIPPED)})"
+        )
     if not path.name.endswith(tuple(_FORMATS)):
         raise DataError(f"{path} cannot be read as a corpus: the name must end in one of {_known()}")
     return [path]

@@ -66,6 +66,7 @@ def memory(
     *,
     seq_len: int,
     micro_batch: int,
+    accumulation: int,
     precision: str,
     recompute: Recompute,
     loss_chunks: int,
@@ -76,17 +77,20 @@ def memory(
     """Peak bytes of one process: weights, gradients and optimiser state are sharded, activations are its own.
 
     The peak stands either in the head (all activations, the logits and their gradient) or in the backward of the last block (all
-    activations and that block's temporaries), whichever is larger.
+    activations and that block's temporaries), whichever is larger. With a single pass the gradients come into being while the
+    activations go, so only what is larger of the two counts.
     """
     count, tokens = parameters(model), micro_batch * seq_len
     states = 8 * (count.total - count.hidden) + 4 * count.hidden if train.optimizer == "muon" else 8 * count.total
     head = _head_bytes(model, tokens, precision, loss_chunks, fused_loss)
     block = tokens * _block_temporaries(model, precision, recompute, compiled)
+    activations = tokens * model.num_layers * kept_bytes(model, precision, recompute, compiled)
+    gradients = 4 * count.total // world_size
     return Memory(
         weights=4 * count.total // world_size,
-        gradients=4 * count.total // world_size,
+        gradients=gradients if accumulation > 1 else max(0, gradients - activations - head),
         optimizer=states // world_size,
-        activations=tokens * model.num_layers * kept_bytes(model, precision, recompute, compiled),
+        activations=activations,
         logits=head,
         workspace=_workspace_bytes(model, precision, recompute, world_size) + max(0, block - head),
     )

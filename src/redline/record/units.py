@@ -23,7 +23,7 @@ def format_count(count: float | None) -> str:
     """`41.2k`: powers of 1000, one decimal from a thousand on."""
     if count is None:
         return DASH
-    value, unit = _scaled(count, 1000, ("", "k", "M", "G", "T"), largest=999.95)
+    value, unit = _scaled(count, 1000, ("", "k", "M", "B", "T"), largest=999.95)
     return f"{value:.3g}" if unit == "" else f"{_decimal(value)}{unit}"
 
 

@@ -1,0 +1,390 @@
+"""The command line as a user meets it: quick answers without torch, and for every mistake one line and its exit code."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from redline.cli.main import COMMANDS, main
+from redline.config.recipe import ModelConfig
+from redline.errors import ConfigError, RedlineError
+from redline.model.huggingface import write_folder
+from redline.model.transformer import build_model
+
+SMALL = [
+    "model.num_layers=1", "model.hidden_size=16", "model.num_heads=2", "model.ffn_size=16", "model.context_length=32", "data.seq_len=16",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus, two data folders with different tokenizers, a model folder, and plans for recipes that train on them."""
+    root = tmp_path_factory.mktemp("cli")
+    before = dict(os.environ)
+    os.environ["REDLINE_CACHE"] = str(root / "cache")
+    rows = [
+        json.dumps({"text": f"Line {i} of {i * i}: the quick brown fox jumps over {i % 7} lazy dogs, again and again."}) for i in range(800)
+    ]
+    (root / "corpus.jsonl").write_text("\n".join(rows))
+    for name, vocabulary in (("data", "300"), ("other", "290")):
+        folder = str(root / name)
+        assert (
+            main(["data", "build", str(root / "corpus.jsonl"), "--out", folder, "--vocab-size", vocabulary, "--valid-fraction", "0.3"]) == 0
+        )
+    config = ModelConfig(vocab_size=320, num_layers=1, hidden_size=16, num_heads=2, ffn_size=16, context_length=32)
+    weights = {name: p.detach() for name, p in build_model(config, device="cpu", seed=0).named_parameters()}
+    tokenizer = (root / "data" / "tokenizer.json").read_text()
+    write_folder(root / "model", config, weights, tokenizer, torch.float32)
+    os.environ.clear()
+    os.environ.update(before)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDLINE_CACHE", str(made / "cache"))
+    monkeypatch.chdir(tmp_path)
+    for name in ("A100_BATCH_SIZE", "A100_GRAD_ACCUM", "MICRO_BATCH_SIZE", "CHUNK_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, *parts: str) -> None:
+    """The command ends with `code`, nothing on standard output, and its last word is one line that holds the parts."""
+    capsys.readouterr()
+    assert main(arguments) == code
+    shown = capsys.readouterr()
+    lines = shown.err.splitlines()
+    assert [line for line in lines if line.startswith("redline: ")] == lines[-1:], shown.err
+    assert len(lines) == 1 or arguments[0] in ("train", "data"), shown.err  # those say how they are getting on
+    assert shown.out == ""
+    for part in parts:
+        assert part in lines[-1]
+
+
+# ---- quick, and without torch ----
+
+QUICK = {
+    "help": ["--help"],
+    "recipes": ["recipes"],
+    "recipe": ["recipes", "gpt2-124m"],
+    "plan": ["plan", "gpt2-124m", "--as", "h100-80g"],
+    "machine": ["machine", "--facts"],
+    "data build help": ["data", "build", "--help"],
+    "data info": ["data", "info", "DATA"],
+    "train help": ["train", "--help"],
+}
+WITHOUT_TORCH = """
+import sys, runpy
+sys.argv = ["redline", *sys.argv[1:]]
+try:
+    runpy.run_module("redline.cli.main", run_name="__main__")
+except SystemExit as end:
+    assert not end.code, end.code
+heavy = {"torch", "transformers", "pyarrow", "wandb"} & set(sys.modules)
+assert not heavy, f"imported {heavy}"
+"""
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_command_that_needs_no_torch_answers_at_once_and_does_not_import_it(made, name):
+    arguments = [str(made / "data") if word == "DATA" else word for word in QUICK[name]]
+    times_s = []
+    for _ in range(3):
+        started_s = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *arguments], capture_output=True, text=True, check=False)
+        times_s.append(time.perf_counter() - started_s)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip()
+        if times_s[-1] < 0.5:
+            break
+    assert min(times_s) < 0.8, f"best of three {min(times_s):.2f} s; 0.5 s is the promise, the rest is for a loaded machine"
+
+
+def test_importing_the_package_warns_of_nothing_and_loads_nothing():
+    check = "import redline, sys; assert 'torch' not in sys.modules and 'numpy' not in sys.modules; print(redline.__version__)"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert COMMANDS[command].__doc__.splitlines()[0] in capsys.readouterr().out
+
+
+# ---- what they answer ----
+
+
+def test_plan_prints_every_reason_and_saves_what_it_printed(capsys, tmp_path):
+    assert main(["plan", "gpt2-124m", "--as", "h100-80g", "--set", "plan.loss_chunks=2", "--save", "plan.json", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == json.loads((tmp_path / "plan.json").read_text())
+    assert shown["loss_chunks"] == {"value": 2, "reason": "--set plan.loss_chunks", "source": "user"}
+    assert main(["plan", "seeds/h100-after", "--as", "h100-80g"]) == 0
+    table = " ".join(capsys.readouterr().out.split())
+    assert "cudnn" in table
+    assert "854" not in table
+    assert "[plan]" in table, "brackets in a reason are text, not markup"
+
+
+def test_recipes_lists_and_prints(capsys):
+    assert main(["recipes", "--json"]) == 0
+    listed = {r["name"]: r["parameters"] for r in json.loads(capsys.readouterr().out)}
+    assert listed["gpt2-124m"] == 124_475_904
+    assert main(["recipes", "gpt2-124m", "--set", "train.lr=0.5"]) == 0
+    assert "\nlr = 0.5\n" in capsys.readouterr().out
+
+
+def test_data_info_says_what_was_built(made, capsys):
+    assert main(["data", "info", str(made / "data"), "--json"]) == 0
+    manifest = json.loads(capsys.readouterr().out)
+    assert main(["data", "info", str(made / "data"), "--verify"]) == 0
+    text = capsys.readouterr().out
+    assert f"{sum(s['tokens'] for s in manifest['train']):,} tokens" in text
+    assert manifest["tokenizer"][:12] in text
+
+
+def test_generate_and_evaluate_a_model_folder(made, capsys):
+    assert main(["generate", str(made / "model"), "--prompt", "The", "--samples", "2", "--max-new-tokens", "4", "--json"]) == 0
+    texts = json.loads(capsys.readouterr().out)
+    assert [t["sample"] for t in texts] == [0, 1]
+    assert main(["evaluate", str(made / "model"), "--data", str(made / "data"), "--sequences", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tokens"] == 4 * 32
+    assert found["valid_loss"] == pytest.approx(5.77, abs=0.3), "a model that knows nothing: log 320"
+
+
+# ---- mistakes: recipes and options ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["plan", "gpt2-125m"], ["no recipe 'gpt2-125m'", "did you mean 'gpt2-124m'?"]),
+        (["recipes", "nanoo"], ["did you mean 'nano'?"]),
+        (["train", "nan0"], ["did you mean 'nano'?"]),
+        (["plan", "nano", "--set", "train.step=3"], ["unknown key 'step'", "did you mean 'steps'?"]),
+        (["plan", "nano", "--set", "train.steps"], ["--set takes table.key=value"]),
+        (["plan", "nano", "--set", "train.steps=-5"], ["train.steps must be greater than 0, got -5"]),
+        (["train", "nano", "--set", "train.lr=-1"], ["train.lr must be greater than 0, got -1"]),
+        (["plan", "nano", "--set", "train.lr=nan"], ["finite number"]),
+        (["plan", "nano", "--set", "train.steps=1e3"], ["steps must be a int, got 1000.0"]),
+        (["plan", "nano", "--set", "train.batch_size=1" + "0" * 30], ["64 bits"]),
+        (["plan", "nano", "--set", "model.num_heads=0"], ["model.num_heads must be greater than 0"]),
+        (["plan", "nano", "--as", "h100"], ["no GPU 'h100'", "did you mean 'h100-80g'?"]),
+        (["plan", "nano", "--profile", "a100"], ["no profile 'a100'", "did you mean"]),
+        (["plan", "nano", "--nproc", "0"], ["at least 1, got 0"]),
+        (["plan", "nano", "--nproc", "-2"], ["at least 1, got -2"]),
+        (["plan", "gpt2-124m", "--as", "h100-80g", "--nproc", "7"], ["train.batch_size (512)", "7"]),
+        (["train", "nano", "--nproc", "0"], ["--nproc must be at least 1, got 0"]),
+        (["train", "nano", "--plan", "none.json"], ["no plan at none.json", "redline plan RECIPE --save"]),
+        (["generate", "MODEL", "--temperature", "-1"], ["temperature must be 0 (greedy) or", "got -1.0"]),
+        (["generate", "MODEL", "--samples", "0"], ["samples must be greater than 0, got 0"]),
+        (["generate", "MODEL", "--top-p", "2"], ["top_p must be"]),
+        (["generate", "MODEL", "--device", "tpu"], ["the device must be cuda or cpu, got 'tpu'"]),
+        (["generate", "MODEL", "--prompt", "again and " * 100], ["the prompt has", "the model's context holds 32"]),
+        (["evaluate", "MODEL"], ["give --data SOURCE"]),
+        (["evaluate", "MODEL", "--data", "DATA", "--seq-len", "33"], ["between 1 and the model's context, 32; got 33"]),
+        (["evaluate", "MODEL", "--data", "DATA", "--seq-len", "-1"], ["got -1"]),
+        (["evaluate", "MODEL", "--data", "DATA", "--sequences", "0"], ["at least 1, got 0"]),
+    ],
+    ids=lambda value: " ".join(value)[:50] if isinstance(value, list) else None,
+)
+def test_a_wrong_recipe_or_option_is_one_line_and_code_2(made, capsys, arguments, parts):
+    places = {"MODEL": str(made / "model"), "DATA": str(made / "data")}
+    refused(capsys, [places.get(word, word) for word in arguments], 2, *parts)
+
+
+def test_a_recipe_file_that_is_broken(capsys, tmp_path):
+    (tmp_path / "bad.toml").write_text("[train\nsteps = 1")
+    refused(capsys, ["plan", "bad.toml"], 2, "bad.toml: not valid TOML")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    refused(capsys, ["plan", "binary.toml"], 2, "binary.toml cannot be read as a text file")
+
+
+def test_an_environment_that_would_change_the_batch(capsys, monkeypatch):
+    monkeypatch.setenv("A100_BATCH_SIZE", "7")
+    refused(capsys, ["plan", "gpt2-124m", "--as", "a100-80g"], 2, "A100_BATCH_SIZE=7", "must keep the recipe's batch")
+
+
+def test_a_recipe_that_does_not_fit_names_the_numbers(capsys):
+    refused(capsys, ["plan", "gpt-1.3b", "--as", "t4-16g"], 6, "gpt-1.3b does not fit T4 16 GB", "GiB")
+    refused(capsys, ["plan", "seeds/h100-after", "--as", "a100-80g"], 6, "fp8 needs compute capability 8.9")
+
+
+def test_a_plan_that_cannot_be_written(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    refused(capsys, ["plan", "nano", "--save", "file/plan.json"], 5, "cannot be written")
+
+
+def test_what_argparse_refuses_has_code_2(capsys):
+    for arguments in ([], ["nothing"], ["train"], ["plan", "nano", "--nproc", "two"], ["data"]):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2
+        assert capsys.readouterr().err.startswith("usage: redline")
+
+
+# ---- mistakes: data ----
+
+
+def test_a_corpus_that_is_missing_empty_or_no_text(capsys, tmp_path):
+    build = ["data", "build", "--out", "out", "--vocab-size", "300"]
+    refused(capsys, [*build, "missing.txt"], 3, "no such corpus: missing.txt")
+    (tmp_path / "empty.txt").write_text("")
+    refused(capsys, [*build, "empty.txt"], 3, "the corpus is empty")
+    (tmp_path / "folder").mkdir()
+    refused(capsys, [*build, "folder"], 3, "holds no file")
+    (tmp_path / "latin.txt").write_bytes("Käse\n".encode("latin-1"))
+    refused(capsys, ["data", "build", "latin.txt", "--out", "out2", "--vocab-size", "300"], 3, "latin.txt, line 1: not UTF-8 text")
+    (tmp_path / "rows.jsonl").write_text('{"body": "x"}\n')
+    refused(capsys, ["data", "build", "rows.jsonl", "--out", "out3", "--vocab-size", "300"], 3, "no field 'text'")
+    refused(capsys, ["data", "build", "latin.txt", "--out", "out4", "--vocab-size", "3"], 3, "at least 257")
+    refused(capsys, ["data", "build", "latin.txt", "--out", "out5", "--tokenizer", "missing.json"], 3, "no tokenizer can be read")
+
+
+@pytest.mark.parametrize(
+    "option", [("--valid-fraction", "-0.5", 3), ("--workers", "0", 2), ("--workers", "-2", 2), ("--vocab-size", "-1", 3)]
+)
+def test_a_build_with_an_absurd_number(made, capsys, option):
+    *option, code = option
+    refused(capsys, ["data", "build", str(made / "corpus.jsonl"), "--out", "out", *option], code, f"got {option[1]}")
+
+
+def test_a_data_folder_that_is_missing_truncated_or_altered(made, capsys, tmp_path):
+    refused(capsys, ["data", "info", "nowhere"], 3, "no data folder can be read from nowhere")
+    for path in (made / "data").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shard = tmp_path / "train-00000.bin"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
+    refused(capsys, ["data", "info", str(tmp_path)], 3, "train-00000.bin", "bytes and should have")
+    shard.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    assert main(["data", "info", str(tmp_path)]) == 0, "only --verify reads every byte"
+    refused(capsys, ["data", "info", str(tmp_path), "--verify"], 3, "train-00000.bin", "was altered")
+    shard.unlink()
+    refused(capsys, ["data", "info", str(tmp_path)], 3, "train-00000.bin", "cannot be read")
+    (tmp_path / "manifest.json").write_text("{")
+    refused(capsys, ["data", "info", str(tmp_path)], 3, "no data folder can be read")
+
+
+def train_with(capsys, overrides: list[str], code: int, *parts: str, more: tuple[str, ...] = ()) -> None:
+    """Train nano with overrides, by a plan made for it, so that nothing is measured first; it must be refused."""
+    sets = [word for override in [*SMALL, *overrides] for word in ("--set", override)]
+    assert main(["plan", "nano", *sets, "--save", "plan.json"]) == 0
+    refused(capsys, ["train", "nano", *sets, "--plan", "plan.json", "--run", "run", "--quiet", *more], code, *parts)
+
+
+def test_training_on_data_that_cannot_be_used(made, capsys, tmp_path):
+    data, other = (f"data.source={made / name}" for name in ("data", "other"))
+    train_with(capsys, ["data.source=missing"], 3, "no such corpus: missing")
+    (tmp_path / "run" / "recipe.toml").unlink()
+    train_with(capsys, [data, "model.vocab_size=280"], 3, "the tokenizer has 300 ids and model.vocab_size is 280")
+    (tmp_path / "run" / "recipe.toml").unlink()
+    train_with(capsys, [other, f"data.tokenizer={made / 'data'}", "model.vocab_size=320"], 3, "wrong tokenizer")
+    (tmp_path / "run" / "recipe.toml").unlink()
+    train_with(
+        capsys, [data, "model.vocab_size=320", "model.context_length=999999", "data.seq_len=999999"], 3, "one sequence needs 1000000"
+    )
+
+
+def test_training_with_an_exporter_or_a_folder_that_does_not_fit(made, capsys, tmp_path):
+    data = [f"data.source={made / 'data'}", "model.vocab_size=320"]
+    train_with(capsys, data, 2, "an exporter is one of", "did you mean 'tensorboard'?", more=("--export", "tensorbord"))
+    train_with(capsys, [*data, "train.lr=0.5"], 2, "holds a run of another recipe")
+    (tmp_path / "run" / "recipe.toml").write_text("[broken")
+    train_with(capsys, data, 2, "not valid TOML")
+    assert main(["plan", "nano", "--save", "other.json"]) == 0
+    refused(capsys, ["train", "nano", "--set", "train.lr=0.5", "--plan", "other.json"], 2, "not for nano")
+
+
+# ---- mistakes: models ----
+
+
+def test_a_model_that_is_missing_empty_pickled_or_broken(made, capsys, tmp_path):
+    for command in (["generate"], ["evaluate", "--data", str(made / "data")]):
+        refused(capsys, [*command, "nowhere"], 4, "no such path: nowhere")
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        refused(capsys, [*command, "empty"], 4, "empty")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "pickled").mkdir(exist_ok=True)
+        (tmp_path / "pickled" / name).write_bytes((made / "model" / name).read_bytes())
+    refused(capsys, ["generate", "pickled"], 4, "pickled")
+    (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    refused(capsys, ["generate", "pickled"], 4, "its weights are pickled, which can run code")
+    weights = (made / "model" / "model.safetensors").read_bytes()
+    (tmp_path / "pickled" / "model.safetensors").write_bytes(weights[:-100])
+    refused(capsys, ["generate", "pickled"], 4, "model.safetensors")
+    (tmp_path / "pickled" / "config.json").write_text("{")
+    refused(capsys, ["generate", "pickled"], 4, "config.json")
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    refused(capsys, ["generate", "broken.gguf"], 4, "broken.gguf")
+
+
+def test_evaluating_on_tokens_of_another_tokenizer(made, capsys):
+    refused(capsys, ["evaluate", str(made / "model"), "--data", str(made / "other")], 3, "wrong tokenizer")
+    refused(capsys, ["evaluate", str(made / "model"), "--data", "missing.txt"], 3, "no such corpus")
+
+
+def test_exporting_over_another_folder(made, capsys, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+    refused(capsys, ["export", str(made / "model"), "full"], 5, "a model is written to a new folder, and full is there already")
+    assert (tmp_path / "full" / "file").read_text() == "mine"
+
+
+# ---- the way out ----
+
+
+def test_an_error_of_ours_keeps_its_traceback_and_a_user_s_has_none(monkeypatch, capsys):
+    def broken(_options):
+        raise ZeroDivisionError("our mistake")
+
+    monkeypatch.setattr(COMMANDS["recipes"], "run", broken)
+    with pytest.raises(ZeroDivisionError):
+        main(["recipes"])
+
+
+@pytest.mark.parametrize("kind", [ConfigError, *sorted(RedlineError.__subclasses__(), key=lambda kind: kind.exit_code)])
+def test_exit_codes_are_those_of_the_tree(kind, monkeypatch, capsys):
+    def fail(_options):
+        raise kind("the rule, the value, the way out")
+
+    monkeypatch.setattr(COMMANDS["recipes"], "run", fail)
+    refused(capsys, ["recipes"], kind.exit_code, "the rule, the value, the way out")
+    assert kind.exit_code in range(2, 9)
+
+
+def test_ctrl_c_is_one_line(monkeypatch, capsys):
+    def interrupt(_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(COMMANDS["recipes"], "run", interrupt)
+    refused(capsys, ["recipes"], 130, "interrupted")
+
+
+@pytest.mark.parametrize("arguments", [["recipes"], ["--help"], ["recipes", "nano", "--json"]], ids=" ".join)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_gone_is_no_error(arguments, unbuffered):
+    reading, writing = os.pipe()
+    os.close(reading)
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, "-m", "redline.cli.main", *arguments]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_mistake_in_a_real_process_is_one_line_without_a_traceback():
+    done = subprocess.run([sys.executable, "-m", "redline.cli.main", "plan", "nanoo"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("redline: no recipe 'nanoo'")
+    assert done.stderr.count("\n") == 1
