@@ -13,7 +13,9 @@ A message states the rule, the value that broke it, and the way out. Anything el
 its traceback.
 """
 
+import difflib
 import importlib
+from collections.abc import Iterable
 from types import ModuleType
 
 
@@ -61,6 +63,12 @@ class TrainingError(RedlineError):
     """The run went wrong in a way that no retry mends, such as a loss that is not a number."""
 
     exit_code = 8
+
+
+def nearest(word: str, known: Iterable[object]) -> str:
+    """A hint for a message: the known name that comes closest to a word that is not one, or nothing."""
+    close = difflib.get_close_matches(word, [str(name) for name in known], n=1, cutoff=0.4)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def need(module: str, *, extra: str) -> ModuleType:

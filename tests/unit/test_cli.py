@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from redline.cli.main import COMMANDS, main
+from redline.config.load import load_recipe, to_toml
 from redline.config.recipe import ModelConfig
 from redline.errors import ConfigError, RedlineError
 from redline.model.huggingface import write_folder
@@ -298,6 +299,8 @@ def test_training_on_data_that_cannot_be_used(made, capsys, tmp_path):
 def test_training_with_an_exporter_or_a_folder_that_does_not_fit(made, capsys, tmp_path):
     data = [f"data.source={made / 'data'}", "model.vocab_size=320"]
     train_with(capsys, data, 2, "an exporter is one of", "did you mean 'tensorboard'?", more=("--export", "tensorbord"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.toml").write_text(to_toml(load_recipe("nano")))
     train_with(capsys, [*data, "train.lr=0.5"], 2, "holds a run of another recipe")
     (tmp_path / "run" / "recipe.toml").write_text("[broken")
     train_with(capsys, data, 2, "not valid TOML")

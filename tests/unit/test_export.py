@@ -61,7 +61,7 @@ def test_names_and_document() -> None:
 
 
 def test_unknown_name_suggests_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"got 'tensorbord', did you mean 'tensorboard'\?"):
+    with pytest.raises(ConfigError, match=r"got 'tensorbord' \(did you mean 'tensorboard'\?\)"):
         make("tensorbord", tmp_path, [])
     assert list(tmp_path.iterdir()) == []
 

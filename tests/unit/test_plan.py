@@ -17,7 +17,7 @@ from redline.errors import ConfigError, MachineError
 from redline.machine.specs import SPECS
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import PLANNED, Hardware, Plan, check_fit, load, save
-from redline.plan.planner import FULL_PASS_TOKENS, MEMORY_SHARE, Outside, make_plan, sampling_bound
+from redline.plan.planner import FULL_PASS_TOKENS, MEMORY_SHARE, Outside, make_plan, samples_at_once
 from redline.plan.profiles import PROFILES, find_profile
 
 CPU = Hardware(
@@ -233,8 +233,9 @@ def test_generation_is_bounded_from_above_by_the_environment():
     assert bounded.why["sample_batch"].source == bounded.why["sample_chunk"].source == "environment"
     loose = make_plan(GPT2, gpu(), outside=in_environment(MICRO_BATCH_SIZE="999999", CHUNK_SIZE="999999"))
     assert (loose.sample_batch, loose.sample_chunk) == (free.sample_batch, free.sample_chunk)
-    assert sampling_bound({"MICRO_BATCH_SIZE": "48", "CHUNK_SIZE": "9"}) == 9
-    assert sampling_bound({"MICRO_BATCH_SIZE": ""}) is None
+    model = load_recipe("nano").model
+    assert samples_at_once(model, 2**34, {"MICRO_BATCH_SIZE": "48", "CHUNK_SIZE": "9"}) == 9
+    assert samples_at_once(model, 2**34, {"MICRO_BATCH_SIZE": ""}) == 1024
 
 
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=lambda p: p.name)

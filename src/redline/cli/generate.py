@@ -34,7 +34,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from redline.cli.options import print_json
     from redline.engine import Sampling, generate_all
-    from redline.plan.planner import sampling_bound
+    from redline.machine.facts import read_facts
+    from redline.plan.hardware import hardware_here
+    from redline.plan.planner import samples_at_once
     from redline.train.restore import open_on
 
     sampling = Sampling(
@@ -46,10 +48,10 @@ def run(options: argparse.Namespace) -> None:
         seed=options.seed,
     )
     opened, model = open_on(options.model, options.checkpoint, options.device)
+    at_once = samples_at_once(model.config, hardware_here(read_facts(), None).memory_bytes, os.environ)
     texts = []
     for prompt in options.prompt or [""]:
-        bound = sampling_bound(os.environ)
-        for sample, text in enumerate(generate_all(model, opened.tokenizer, prompt, sampling, at_once=bound)):
+        for sample, text in enumerate(generate_all(model, opened.tokenizer, prompt, sampling, at_once=at_once)):
             texts.append({"prompt": prompt, "sample": sample, "text": text})
             if not options.json:
                 print(f"{'' if len(texts) == 1 else '----'}\n{prompt}{text}" if len(texts) > 1 else prompt + text)

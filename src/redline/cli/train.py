@@ -27,11 +27,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from redline.cli.options import recipe_of
     from redline.launch import under_torchrun
+    from redline.record.export import check_names
 
     if options.nproc < 1:
         from redline.errors import ConfigError
 
         raise ConfigError(f"--nproc must be at least 1, got {options.nproc}")
+    check_names(options.export)
     recipe = recipe_of(options)
     folder = options.run or Path("runs") / recipe.name
     if options.nproc > 1 and not under_torchrun():

@@ -5,7 +5,6 @@ silent defaults: what a recipe does not say is the default written in `recipe.py
 """
 
 import dataclasses
-import difflib
 import json
 import math
 import tomllib
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from redline.config.recipe import Recipe, check
-from redline.errors import ConfigError
+from redline.errors import ConfigError, nearest
 
 T = TypeVar("T")
 
@@ -48,7 +47,7 @@ def _find(name_or_path: str) -> Path:
     path = Path(name_or_path)
     if path.is_file():
         return path
-    raise ConfigError(f"no recipe {name_or_path!r}: give a path or one of {', '.join(recipes)}{_nearest(name_or_path, recipes)}")
+    raise ConfigError(f"no recipe {name_or_path!r}: give a path or one of {', '.join(recipes)}{nearest(name_or_path, recipes)}")
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:
@@ -66,7 +65,7 @@ def build(kind: type[T], table: Any, where: str) -> T:
     hints = typing.get_type_hints(kind)
     for key in table:
         if key not in fields:
-            raise ConfigError(f"{where}: unknown key {key!r}{_nearest(key, fields)}; known: {', '.join(fields)}")
+            raise ConfigError(f"{where}: unknown key {key!r}{nearest(key, fields)}; known: {', '.join(fields)}")
     values = {key: _convert(hints[key], value, f"{where}: {key}") for key, value in table.items()}
     for name, f in fields.items():
         if name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
@@ -80,7 +79,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         if value not in args:
-            raise ConfigError(f"{where} must be one of {', '.join(map(str, args))}; got {value!r}{_nearest(str(value), args)}")
+            raise ConfigError(f"{where} must be one of {', '.join(map(str, args))}; got {value!r}{nearest(str(value), args)}")
         return value
     if origin in (dict, tuple):
         return _convert_many(origin, args, value, where)
@@ -105,11 +104,6 @@ def _convert_many(origin: type, args: tuple[Any, ...], value: Any, where: str) -
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(_convert(args[0], entry, where) for entry in value)
     raise ConfigError(f"{where} must be a {'table' if origin is dict else 'list'}, got {value!r}")
-
-
-def _nearest(word: str, known: Any) -> str:
-    close = difflib.get_close_matches(word, [str(k) for k in known], n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _apply(table: dict[str, Any], override: str) -> None:

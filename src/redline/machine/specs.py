@@ -7,11 +7,10 @@ Peaks are dense, with fp32 accumulation as torch computes by default (GeForce ca
 Left out: sparsity doubles, int8, fp4, and any board whose figures are not its namesake's (laptop, D, Ti, NVL, MIG slices).
 """
 
-import difflib
 import re
 from dataclasses import dataclass
 
-from redline.errors import ConfigError
+from redline.errors import ConfigError, nearest
 
 _MIB = 2**20
 _MEMORY_TOLERANCE = 0.06
@@ -100,9 +99,7 @@ def find_spec(name: str) -> GpuSpec:
     """The board with this id."""
     if name in SPECS:
         return SPECS[name]
-    close = difflib.get_close_matches(name.lower(), SPECS, n=1, cutoff=0.3)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    raise ConfigError(f"no GPU {name!r} in the datasheet table{hint}; known: {', '.join(SPECS)}")
+    raise ConfigError(f"no GPU {name!r} in the datasheet table{nearest(name.lower(), SPECS)}; known: {', '.join(SPECS)}")
 
 
 def match_spec(nvml_name: str, memory_bytes: int) -> GpuSpec | None:

@@ -40,11 +40,11 @@ class Hardware:
     """Where the figures come from, in words."""
 
     def rate_tflops(self, precision: str) -> float | None:
-        """What matrix products can reach: measured where it was, else 80 % of the datasheet (what Hopper gives at best)."""
+        """What matrix products can reach: measured where it was, else 75 % of the datasheet (an H200 was seen to give 72 to 78 %)."""
         if precision in self.measured_tflops:
             return self.measured_tflops[precision]
         peak = self.peak_tflops.get(precision)
-        return None if peak is None else 0.8 * peak
+        return None if peak is None else 0.75 * peak
 
 
 @dataclass(frozen=True, kw_only=True)

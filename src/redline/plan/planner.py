@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from redline.config.recipe import Recipe
+from redline.config.recipe import ModelConfig, Recipe
 from redline.errors import ConfigError, MachineError
 from redline.plan import arithmetic
 from redline.plan.plan import Hardware, Plan, Prediction, Why
@@ -24,6 +24,8 @@ THIN_PASS_TOKENS = 4_096
 """Below this a GPU starves, and recomputing activations to fit more tokens pays."""
 NEEDED_CAPABILITY = {"bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9)}
 """CUDA compute capability from which a precision is in the hardware; the others are in all of them."""
+MOST_SAMPLES = 1024
+"""Sequences generated at once at the most: more are not faster without an engine that refills them."""
 COMPILE_PAYS_S = 120.0
 """Compiling takes 20 to 60 s; a run predicted shorter than this is not worth it."""
 
@@ -275,11 +277,9 @@ class _Decider:
 
     def sample_batch(self) -> Decision:
         """Sequences generated at once: as many as half of the memory left by the weights can cache."""
-        model = self.recipe.model
-        per_sequence = 2 * 2 * model.num_layers * model.kv_heads * model.head_size * model.context_length
-        room = max(0.0, 0.5 * (self.hardware.memory_bytes - 4 * arithmetic.parameters(model).total))
-        slots = max(1, min(1024, int(room // per_sequence)))
-        derived = f"{per_sequence / 2**20:.1f} MiB of keys and values a sequence in half of the free memory, at most 1,024"
+        cached = arithmetic.cache_bytes(self.recipe.model)
+        slots = sample_slots(self.recipe.model, self.hardware.memory_bytes)
+        derived = f"{cached / 2**20:.1f} MiB of keys and values a sequence in half of the free memory, at most {MOST_SAMPLES:,}"
         return self._bounded(slots, derived, "MICRO_BATCH_SIZE", "sample_batch")
 
     def sample_chunk(self) -> Decision:
@@ -313,10 +313,16 @@ class _Decider:
         )
 
 
-def sampling_bound(environment: Mapping[str, str]) -> int | None:
-    """Sequences that generation may hold at once by the environment's MICRO_BATCH_SIZE and CHUNK_SIZE; None: no bound."""
+def sample_slots(model: ModelConfig, memory_bytes: int) -> int:
+    """Sequences whose keys and values fit half of the memory that the weights leave."""
+    room = max(0, memory_bytes - 4 * arithmetic.parameters(model).total) // 2
+    return max(1, min(MOST_SAMPLES, room // arithmetic.cache_bytes(model)))
+
+
+def samples_at_once(model: ModelConfig, memory_bytes: int, environment: Mapping[str, str]) -> int:
+    """Sequences that generation may hold at once: what fits, bounded by the environment's MICRO_BATCH_SIZE and CHUNK_SIZE."""
     bounds = [bound for name in ("MICRO_BATCH_SIZE", "CHUNK_SIZE") if (bound := _positive(environment, name)) is not None]
-    return min(bounds, default=None)
+    return min([sample_slots(model, memory_bytes), *bounds])
 
 
 def _positive(environment: Mapping[str, str], name: str) -> int | None:

@@ -1,10 +1,9 @@
 """Named sets of upper bounds, as the systems Redline grew out of shipped them. On any GPU the planner derives its own values; a profile
 only lowers them, and the plan says so."""
 
-import difflib
 from dataclasses import dataclass
 
-from redline.errors import ConfigError
+from redline.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,5 @@ PROFILES = {
 
 def find_profile(name: str) -> Profile:
     if name not in PROFILES:
-        close = difflib.get_close_matches(name, PROFILES, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ConfigError(f"no profile {name!r}{hint}: known are {', '.join(PROFILES)}")
+        raise ConfigError(f"no profile {name!r}{nearest(name, PROFILES)}: known are {', '.join(PROFILES)}")
     return PROFILES[name]

@@ -6,14 +6,14 @@ Left out: launch gaps, communication that is not hidden, and anything a compiler
 
 from typing import Any
 
-from redline.config.recipe import Recipe
+from redline.config.recipe import ModelConfig, Recipe
 from redline.plan import arithmetic
 from redline.plan.plan import Hardware
 
-ATTENTION_SHARE = 0.45
-"""Rate of a causal flash-attention pass, forward and backward, against the rate of large matrix products (head width 64, H200)."""
-COPY_SHARE = 0.85
-"""What a large copy reaches of the datasheet bandwidth (H200: 4.17 of 4.8 TB/s)."""
+ATTENTION_SHARE = 0.28
+"""Rate of causal attention, forward and backward, against the best matrix product (H200, cuDNN: 0.26 at head width 64, 0.32 at 128)."""
+COPY_SHARE = 0.6
+"""What element-wise kernels reach of the datasheet bandwidth (H200; a plain copy reaches 0.89)."""
 
 
 def attainable_tokens_per_s(recipe: Recipe, hardware: Hardware, world_size: int, values: dict[str, Any]) -> float | None:
@@ -34,10 +34,14 @@ def attainable_tokens_per_s(recipe: Recipe, hardware: Hardware, world_size: int,
     return world_size / (products + attention + traffic)
 
 
-def _moved_bytes(model: Any, precision: str) -> float:
-    """Bytes per token that element-wise work reads and writes: norms, activation, residuals, rotation, and the logits' five passes."""
-    a = arithmetic.BYTES[precision]
-    inner = model.ffn_size * (3 if model.activation == "swiglu" else 2)
-    rotation = 4 * (model.num_heads + model.kv_heads) * model.head_size if model.positions == "rope" else 0
-    block = 14 * model.hidden_size + 3 * inner + rotation
-    return float(a * (model.num_layers * block + 5 * model.vocab_size))
+def _moved_bytes(model: ModelConfig, precision: str) -> float:
+    """Bytes per token that element-wise work reads and writes: norms, activation, residuals, rotation, three passes over the logits,
+    and with FP8 the quantisation of what goes into every product, forward and backward."""
+    a, D = arithmetic.BYTES[precision], model.hidden_size
+    width, kv_width = model.num_heads * model.head_size, model.kv_heads * model.head_size
+    inner = model.ffn_size * (2 if model.activation == "swiglu" else 1)
+    rotation = 4 * (width + kv_width) if model.positions == "rope" else 0
+    block = a * (14 * D + 3 * (inner + model.ffn_size) + rotation)
+    if precision == "fp8":  # amax, cast and transposed cast: 7 bytes for each element of inputs and output gradients
+        block += 7 * ((2 * D + width + model.ffn_size) + (width + 2 * kv_width + 2 * D + inner))
+    return float(model.num_layers * block + a * 3 * model.vocab_size)

@@ -10,7 +10,6 @@ events.jsonl. To add a target: one class with open, write and close, and one lin
 """
 
 import contextlib
-import difflib
 import os
 import queue
 import secrets
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from redline.errors import ConfigError, need
+from redline.errors import ConfigError, nearest, need
 from redline.record.files import write_atomic
 from redline.record.metrics import METRICS
 
@@ -41,6 +40,13 @@ class ExportedRun:
     resume_step: int
 
 
+def check_names(names: Sequence[str]) -> None:
+    """Refuse a name that no exporter has; cheap, so that a typo is found before a corpus is read."""
+    for name in names:
+        if name not in _SINKS:
+            raise ConfigError(f"an exporter is one of {', '.join(_SINKS)}; got {name!r}{nearest(name, _SINKS)}")
+
+
 def make_exporters(
     names: Sequence[str],
     folder: Path,
@@ -51,11 +57,7 @@ def make_exporters(
     resume_step: int = 0,
 ) -> list["Exporter"]:
     """One running exporter a name. `resume_step` is the last step that stays: the checkpoint's, or 0 for a new run."""
-    for name in names:
-        if name not in _SINKS:
-            nearest = difflib.get_close_matches(name, _SINKS, n=1)
-            hint = f", did you mean {nearest[0]!r}?" if nearest else ""
-            raise ConfigError(f"an exporter is one of {', '.join(_SINKS)}; got {name!r}{hint}")
+    check_names(names)
     run = ExportedRun(folder=folder, name=run_name, config=config, warn=warn, resume_step=resume_step)
     sinks = [_SINKS[name](run) for name in names]
     return [Exporter(sink, warn) for sink in sinks]

@@ -13,6 +13,7 @@ from redline.config.recipe import Recipe
 from redline.errors import MachineError, need
 from redline.model.transformer import Transformer, build_model
 from redline.plan.plan import Plan
+from redline.plan.planner import NEEDED_CAPABILITY
 from redline.train.process import Process, shard
 
 COMPUTE_DTYPE = {
@@ -31,10 +32,14 @@ def set_allocator(plan: Plan) -> None:
 
 
 def check_device(plan: Plan) -> None:
+    """A plan may have been made elsewhere: this machine must have what it asks for."""
     if plan.hardware.kind == "cuda" and not torch.cuda.is_available():
         raise MachineError(
             f"the plan is for {plan.hardware.title} and torch sees no CUDA device: plan again without --as, or check the driver"
         )
+    needs = NEEDED_CAPABILITY.get(plan.precision, ())
+    if plan.hardware.kind == "cuda" and (has := torch.cuda.get_device_capability()) < needs:
+        raise MachineError(f"{plan.precision} needs compute capability {needs}, this GPU has {has}: plan again on this machine")
 
 
 def build(recipe: Recipe, plan: Plan, process: Process) -> Transformer:
@@ -74,8 +79,6 @@ def _select_attention(plan: Plan) -> None:
 
 def _convert_to_fp8(model: Transformer, plan: Plan) -> None:
     """FP8 for the matrices inside the blocks, tensor-wise scales; the head stays in bf16."""
-    if plan.hardware.kind == "cuda" and plan.hardware.compute_capability < (8, 9):
-        raise MachineError(f"fp8 needs compute capability 8.9, {plan.hardware.title} has {plan.hardware.compute_capability}: use bf16")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torchao warns about kernels for other hardware that it could not load
         float8 = need("torchao.float8", extra="fp8")
