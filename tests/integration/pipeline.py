@@ -102,6 +102,12 @@ def steps(run: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def lines_written(run: Path) -> int:
+    """Steps in the metrics of a run that is still going."""
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
 def training(run: Path) -> list[dict[str, Any]]:
     """Of every step what the training decides."""
     return [{name: line[name] for name in TRAINING if name in line} for line in steps(run)]

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from pipeline import Nano, assert_same_training, events, steps
+from pipeline import Nano, assert_same_training, events, lines_written, steps
 from warm import Command, Fault
 
 from redline.train.checkpoint import verify
@@ -35,11 +35,6 @@ def references(nano: Nano, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         made[name] = (nano.recipe(folder, *overrides), folder / "run")
         nano.outcome(*made[name])
     return made
-
-
-def lines_written(run: Path) -> int:
-    path = run / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def wait_for_lines(command: Command, run: Path, more: int) -> None:
@@ -82,6 +77,7 @@ def test_killed_at_random_moments(nano: Nano, references: dict[str, tuple[Path, 
     assert_record_is_true(run)
 
 
+@pytest.mark.slow
 def test_killed_at_every_place_of_a_commit(nano: Nano, tmp_path: Path) -> None:
     """Every fsync and rename of a short run with three checkpoints is once the last thing it does."""
     # A rate so high that the first validation stays the best: its mark, once lost, would not be made again.
@@ -161,7 +157,7 @@ def test_the_clock_ends_the_run_and_the_schedule(nano: Nano, tmp_path: Path) -> 
     done = nano.outcome(recipe, run)
     assert done["why"].startswith("time limit of ")
     lines = steps(run)
-    assert limit_s * 0.9 < lines[-1]["elapsed_s"] < limit_s + 0.5, "time counts over all attempts"
+    assert limit_s * 0.9 < lines[-1]["elapsed_s"] < limit_s + 2, "time counts over all attempts"
     assert "valid_loss" in lines[-1]
     rates = [line["lr"] for line in lines[4:]]
     assert rates == sorted(rates, reverse=True)

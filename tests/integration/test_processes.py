@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pipeline import Nano, assert_close_training, assert_same_training, events, steps, weights
+from pipeline import Nano, assert_close_training, assert_same_training, events, lines_written, steps, weights
 from warm import Fault
 
 STEPS = 20
@@ -68,6 +68,20 @@ def test_resumed_on_two_is_the_same_to_the_last_bit_as_unbroken_on_two(nano: Nan
     assert_same_training(run, unbroken)
 
 
+def test_killed_while_two_processes_save(nano: Nano, single: tuple[Path, Path], tmp_path: Path) -> None:
+    """The first of two dies in the middle of a commit; the other cannot go on without it; both go on together afterwards."""
+    recipe, _ = single
+    unbroken, run = tmp_path / "unbroken", tmp_path / "run"
+    nano.train_on_two(recipe, unbroken)
+    first, second = nano.train_on_two(recipe, run, faults=(Fault("kill_at", call=23), None))
+    assert first.code == -signal.SIGKILL
+    assert second.code not in (0, -signal.SIGKILL)
+    assert 0 < len(steps(run)) < STEPS
+    for done in nano.train_on_two(recipe, run):
+        assert done.code == 0, done.err
+    assert_same_training(run, unbroken)
+
+
 def test_streamed_data_is_the_same_on_two_processes(nano: Nano, tmp_path: Path) -> None:
     recipe = nano.recipe(tmp_path, "data.stream=true", "train.steps=10", "train.lr=2e-3", "train.eval_sequences=7")
     nano.outcome(recipe, tmp_path / "one")
@@ -116,9 +130,10 @@ def test_through_torchrun(nano: Nano, tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = ("-m", "redline.cli.main", "train", recipe, "--run", run, "--json")
     command = real(nano, *arguments, "--nproc", "2")
-    while command.poll() is None and not (run / "metrics.jsonl").exists():
+    while command.poll() is None and lines_written(run) == 0:
         time.sleep(0.01)
-    os.killpg(command.pid, signal.SIGINT)  # as a terminal does, to every process of the group
+    if command.poll() is None:
+        os.killpg(command.pid, signal.SIGINT)  # as a terminal does, to every process of the group
     out, err = command.communicate(timeout=60)
     assert command.returncode == 0, err
     assert "Traceback" not in err

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pipeline import Nano, assert_close_training, assert_same_training, events, one_line, steps, weights
+from pipeline import Nano, assert_close_training, assert_same_training, events, lines_written, one_line, steps, training, weights
 from warm import Done, Fault
 
 from redline.launch import out_of_memory_override, with_recovery
@@ -152,14 +152,20 @@ class TestNotANumber:
         assert refused(nano.train(recipe, run), code=8) == line
         assert checkpoints(run) == kept
 
-    def test_overflow_in_fp16_skips_the_update(self, nano: Nano, tmp_path: Path) -> None:
-        recipe = nano.recipe(tmp_path, "plan.precision=fp16", "train.steps=6")
-        nano.outcome(recipe, tmp_path / "run", fault=Fault("gradient_not_a_number", update=3))
-        lines = steps(tmp_path / "run")
+    def test_overflow_in_fp16_skips_the_update_and_is_remembered(self, nano: Nano, tmp_path: Path) -> None:
+        recipe = nano.recipe(tmp_path, "plan.precision=fp16", "train.steps=6", "train.checkpoint_every=4")
+        run = tmp_path / "run"
+        nano.outcome(recipe, run, fault=Fault("gradient_not_a_number", update=3))
+        lines = steps(run)
         assert [line["skipped"] for line in lines] == [0, 0, 1, 0, 0, 0]
         assert [line["loss_scale"] for line in lines] == [65536.0] * 2 + [32768.0] * 4
         assert lines[2]["grad_norm"] is None
         assert lines[3]["grad_norm"] > 0
+        before = training(run)
+        shutil.rmtree(run / "checkpoints" / "step-00000006")
+        nano.outcome(recipe, run)
+        assert events(run, "resume")[0]["step"] == 4
+        assert training(run) == before
 
 
 class TestDisk:
@@ -209,7 +215,7 @@ class TestFolder:
         recipe = nano.recipe(tmp_path, "train.steps=100000")
         run = tmp_path / "run"
         first = nano.start(recipe, run)
-        while first.alive() and not (run / "metrics.jsonl").exists():
+        while first.alive() and lines_written(run) == 0:
             time.sleep(0.01)
         line = refused(nano.train(recipe, run), code=5)
         assert line == f"redline: {run} is in use by another process: wait for it, or give another folder with --run"

@@ -17,7 +17,6 @@ def test_lines_come_back_as_they_went_in(tmp_path):
     writer = LineWriter(path)
     for line in lines:
         writer.append(line)
-    writer.sync()
     assert read_lines(path) == lines, "whole before it is closed"
     writer.close()
     assert path.read_bytes().count(b"\n") == 2

@@ -12,14 +12,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from redline.config.load import to_toml
 from redline.config.recipe import Recipe
 from redline.machine.facts import MachineFacts
-from redline.plan.plan import Hardware, save, to_json
+from redline.plan.plan import Hardware, Plan, save, to_json
 from redline.plan.planner import make_plan
 from redline.record.files import write_atomic
 from redline.record.units import format_bytes, format_duration
@@ -51,12 +51,10 @@ def bench_train(
         plan = make_plan(recipe, hardware)
         entry: dict[str, Any] = {"recipe": asdict(recipe), "plan": to_json(plan), "arms": {}}
         with tempfile.TemporaryDirectory() as folder:
-            save(plan, Path(folder) / "plan.json")
             for arm in arms:
-                work = {"arm": arm, "recipe": to_toml(recipe), "plan": f"{folder}/plan.json"}
-                task = {**work, "blocks": blocks, "steps_per_block": steps_per_block}
+                task = {"arm": arm, "recipe": to_toml(recipe), "blocks": blocks, "steps_per_block": steps_per_block}
                 started_s = time.monotonic()
-                entry["arms"][arm] = _run(task)
+                entry["arms"][arm] = _run_fitting(task, plan, Path(folder) / f"{arm}.json")
                 progress(f"{recipe.name} {plan.precision} {arm}: {_brief(entry['arms'][arm])}  ({time.monotonic() - started_s:.0f} s)")
         results.append(entry)
     name = re.sub(r"[^a-z0-9]+", "-", hardware.title.lower()).strip("-")
@@ -65,6 +63,17 @@ def bench_train(
     write_atomic(base.with_suffix(".json"), json.dumps({"machine": asdict(facts), "results": results}, indent=1) + "\n")
     write_atomic(base.with_suffix(".md"), table(hardware, facts, results))
     return base.with_suffix(".md")
+
+
+def _run_fitting(task: dict[str, Any], plan: Plan, path: Path) -> dict[str, Any]:
+    """Run the arm with the plan's passes; where it runs out of memory, with half of them, and say so: the batch stays the same."""
+    micro = plan.micro_batch
+    while True:
+        save(replace(plan, micro_batch=micro, accumulation=plan.micro_batch * plan.accumulation // micro), path)
+        result = _run({**task, "plan": str(path)})
+        if "OutOfMemoryError" not in result.get("failed", "") or micro % 2:
+            return {**result, "micro_batch": micro}
+        micro //= 2
 
 
 def _run(task: dict[str, Any]) -> dict[str, Any]:
@@ -130,8 +139,10 @@ def _rows(entry: dict[str, Any], hardware: Hardware) -> list[str]:
             continue
         for name, speed in result["speeds"].items():
             rate = speed["tokens_per_s"]
+            own = entry["plan"]["micro_batch"]["value"]
+            fewer = f", passes of {result['micro_batch']}: more ran out of memory" if result.get("micro_batch", own) != own else ""
             cells = [
-                LABELS[name],
+                LABELS[name] + fewer,
                 f"{rate:,.0f}",
                 f"{speed['low']:,.0f} – {speed['high']:,.0f}",
                 f"{rate * flops / peak / 1e12:.1%}" if peak else "–",

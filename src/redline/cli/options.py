@@ -39,23 +39,23 @@ def status(text: str) -> None:
 
 
 def byte_progress(what: str) -> Callable[[int, int, int], None]:
-    """A progress bar for work counted in bytes: share, rate and time left. Redrawn in a terminal, a line every five seconds else."""
-    from redline.record.units import format_bytes, format_duration, format_rate
+    """A progress bar for source files read: share, tokens a second, time left. Redrawn in a terminal, else a line every 5 s."""
+    from redline.record.units import format_duration, format_rate
 
-    started_s = time.monotonic()
-    last_s = started_s
-    terminal = sys.stderr.isatty()
+    started_s = last_s = time.monotonic()
+    terminal, finished = sys.stderr.isatty(), False
 
     def show(done: int, total: int, tokens: int) -> None:
-        nonlocal last_s
+        nonlocal last_s, finished
         now_s = time.monotonic()
-        if now_s - last_s < (0.2 if terminal else 5.0) and done < total:
+        if finished or (now_s - last_s < (0.2 if terminal else 5.0) and done < total):
             return
-        last_s, elapsed_s = now_s, max(1e-9, now_s - started_s)
+        last_s, elapsed_s, finished = now_s, max(1e-9, now_s - started_s), done >= total
         left_s = elapsed_s * (total - done) / done if done else None
         bar = "█" * (24 * done // max(1, total))
-        text = f"{what} [{bar:<24}] {done / max(1, total):4.0%}  {format_bytes(done / elapsed_s)}/s"
-        text += f"  {format_rate(tokens / elapsed_s, 'tokens')}  left {format_duration(left_s)}"
-        print(f"\r\033[K{text}" if terminal else text, end="" if terminal and done < total else "\n", file=sys.stderr, flush=True)
+        text = (
+            f"{what} [{bar:<24}] {done / max(1, total):4.0%}  {format_rate(tokens / elapsed_s, 'tokens')}  left {format_duration(left_s)}"
+        )
+        print(f"\r\033[K{text}" if terminal else text, end="" if terminal and not finished else "\n", file=sys.stderr, flush=True)
 
     return show

@@ -19,7 +19,7 @@ from redline.plan.roofline import attainable_tokens_per_s
 MEMORY_SHARE = 0.92
 """Share of a device's memory that a plan may fill: the rest holds the CUDA context, libraries' workspaces and fragmentation."""
 FULL_PASS_TOKENS = {"cuda": 65_536, "cpu": 4_096}
-"""Tokens in one pass beyond which nothing gets faster, at width 768 (H200, 124M: 32k tokens give 98 % of the speed of 64k, 8k 80 %)."""
+"""Tokens in one pass where speed levels off (H200: at 124M 32k tokens give 98 % of the speed of 64k and 8k 80 %; at 1.3B 16k give 97 %)."""
 THIN_PASS_TOKENS = 4_096
 """Below this a GPU starves, and recomputing activations to fit more tokens pays."""
 NEEDED_CAPABILITY = {"bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9)}
@@ -163,7 +163,7 @@ class _Decider:
             name: self._forced_micro_batch(share) if name == "micro_batch" else self._pin(name)
             for name in ("micro_batch", "recompute", "loss_chunks")
         }
-        limit = self._full_pass_tokens()
+        limit = FULL_PASS_TOKENS[self.hardware.kind]
         seq_len = self.recipe.data.seq_len
         sizes = [d for d in range(min(share, max(1, limit // seq_len)), 0, -1) if share % d == 0]
         if (profile := self.outside.profile) is not None:
@@ -183,11 +183,6 @@ class _Decider:
         best = wide[0] if wide else max(fitting, key=lambda way: way[0])
         self._explain(best, pins, share)
         return best
-
-    def _full_pass_tokens(self) -> int:
-        """Wider models fill a GPU with fewer tokens: their matrix products grow with the width squared."""
-        most = FULL_PASS_TOKENS[self.hardware.kind]
-        return most if self.hardware.kind == "cpu" else min(most, max(8_192, most * 768 // self.recipe.model.hidden_size))
 
     def _forced_micro_batch(self, share: int) -> Decision | None:
         """A100_BATCH_SIZE / A100_GRAD_ACCUM, or the pin; it must divide the batch."""
@@ -227,7 +222,7 @@ class _Decider:
 
     def _why_micro_batch(self, best: tuple[int, str, int], share: int) -> Why:
         micro, seq_len, profile = best[0], self.recipe.data.seq_len, self.outside.profile
-        have, limit = self.hardware.memory_bytes, self._full_pass_tokens()
+        have, limit = self.hardware.memory_bytes, FULL_PASS_TOKENS[self.hardware.kind]
         fits = f"{micro * seq_len:,} tokens a pass, predicted peak {self._memory(*best).total / 2**30:.1f} of {have / 2**30:.1f} GiB"
         larger = next((d for d in range(micro + 1, min(share, limit // seq_len) + 1) if share % d == 0), None)
         if micro == share:

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from redline.errors import ConfigError, DataError, StorageError
-from redline.record.files import storage_errors, write_atomic
+from redline.record.files import storage_errors, sync_file, write_atomic
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -52,11 +52,6 @@ class LineWriter:
             data = (json.dumps(line) + "\n").encode()
             while data:  # a nearly full disk may take a part of it
                 data = data[self._file.write(data) :]
-
-    def sync(self) -> None:
-        """Make every line so far survive a power cut."""
-        with storage_errors(self.path.name, self.path.parent):
-            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
@@ -105,13 +100,23 @@ class RunFolder:
                 path.unlink()
 
     def event(self, kind: str, **facts: Any) -> None:
-        """Append one event, durably. Also for a process that does not own the folder and has something to tell."""
+        """Append one event. Also for a process that does not own the folder and has something to tell.
+
+        It outlives the process at once, and a power cut from the next checkpoint on: waiting for a busy disk here would hold up
+        the training.
+        """
         events = LineWriter(self.events_path)
         try:
             events.append({"at": round(time.time(), 3), "event": kind, **facts})
-            events.sync()
         finally:
             events.close()
+
+    def sync(self) -> None:
+        """Make every metric and event so far survive a power cut."""
+        for path in (self.metrics_path, self.events_path):
+            if path.exists():
+                with storage_errors(path.name, self.path):
+                    sync_file(path)
 
     def adopt_recipe(self, toml: str, fingerprint: str, saved_fingerprint: str | None) -> None:
         """Write the recipe of a new run; refuse to go on with a run that was made by another recipe."""

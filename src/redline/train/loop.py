@@ -245,7 +245,7 @@ class Trainer:
         state["micro_batch_that_fits"] = self.micro_batch if self.micro_batch < self.plan.micro_batch else None
         if self.learner.scale is not None:
             state["loss_scale"] = vars(self.learner.scale)
-        before_commit = self.metrics.sync if self.metrics is not None else None
+        before_commit = self.job.folder.sync if self.job.folder is not None else None
         self.checkpoints.save(self.progress.step, self.tensors, state, before_commit=before_commit)
         self.saving = {"step": self.progress.step, "stalled_s": round(time.perf_counter() - started_s, 6)}
         if self.better:

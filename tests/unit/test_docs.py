@@ -1,0 +1,51 @@
+"""Documents tell the truth: every command in them parses, every metric is listed, every headline number stands in a benchmark file."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from redline.cli.main import parser
+from redline.config.load import shipped
+from redline.record.export import document
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+COMMANDS = [line.split("#")[0].strip() for line in README.splitlines() if line.startswith("redline ")]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_of_the_readme_parses(command: str) -> None:
+    options = parser().parse_args(shlex.split(command)[1:])
+    recipe = getattr(options, "recipe", None)
+    assert recipe is None or isinstance(recipe, list) or recipe in shipped()
+
+
+def test_the_readme_has_commands_and_its_make_targets_exist() -> None:
+    assert len(COMMANDS) > 10
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+    assert set(re.findall(r"make ([a-z-]+)", README)) <= targets
+
+
+def test_the_metrics_page_is_made_from_the_table() -> None:
+    assert (ROOT / "docs" / "metrics.md").read_text().endswith(document())
+
+
+def test_every_link_leads_somewhere() -> None:
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_measured_speeds_in_the_readme_stand_in_a_benchmark() -> None:
+    known = set()
+    for path in sorted((ROOT / "benchmarks").glob("train_*.json")):
+        for entry in json.loads(path.read_text())["results"]:
+            for arm in entry["arms"].values():
+                known |= {f"{speed['tokens_per_s']:,.0f}" for speed in arm.get("speeds", {}).values()}
+    claimed = set(re.findall(r"\b(\d{2,3},\d{3}) tokens/s|\| (\d{2,3},\d{3}) \|", README))
+    numbers = {number for pair in claimed for number in pair if number}
+    assert numbers, "the README states measured speeds"
+    assert numbers <= known
