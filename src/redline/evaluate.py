@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from redline.config.recipe import IGNORED, DataConfig
+from redline.data.build import prepare
 from redline.data.loader import valid_batches
-from redline.data.read import Split
 from redline.data.shards import Manifest, TokenDataset
 from redline.data.stream import TokenStream
 from redline.errors import ConfigError, DataError
@@ -70,13 +70,16 @@ class _in_pieces:
 
 
 def evaluate_opened(
-    opened: Opened, model: Transformer, *, source: str | None, text_field: str, seq_len: int | None, sequences: int
+    opened: Opened, model: Transformer, *, source: str | None, text_field: str, seq_len: int | None, sequences: int | None
 ) -> HeldOut:
-    """The loss of an opened model on a run's validation split, or on any text; a data folder gives its validation split."""
+    """The loss of an opened model: as its run validates it, or on any text; a data folder gives its validation split."""
     recipe = opened.recipe
     seq_len = seq_len or (recipe.data.seq_len if recipe else model.config.context_length)
     if not 0 < seq_len <= model.config.context_length:
-        raise ConfigError(f"the sequence length must lie between 1 and the model's context, {model.config.context_length}; got {seq_len}")
+        context = model.config.context_length
+        raise ConfigError(f"the sequence length must lie between 1 and the model's context, {context}; got {seq_len}")
+    if sequences is None:
+        sequences = recipe.train.eval_sequences if recipe and source is None else 256
     if sequences < 1:
         raise ConfigError(f"the number of sequences must be at least 1, got {sequences}")
     dataset = _held_out(opened, source, text_field, tokens=sequences * seq_len + 1)
@@ -87,16 +90,20 @@ def evaluate_opened(
 
 
 def _held_out(opened: Opened, source: str | None, text_field: str, *, tokens: int) -> TokenDataset:
+    """The run's own validation split, the one of a data folder, or the text at `source`."""
     if source is None and opened.recipe is None:
         raise ConfigError("a model that was not trained here has no validation split: give --data SOURCE")
-    split: Split = "train"
     if source is None:
         assert opened.recipe is not None
-        data, split = opened.recipe.data, "valid"
+        data = opened.recipe.data
+        if data.stream:
+            return TokenStream(data, opened.tokenizer).head("valid", tokens=tokens)
+        folder = prepare(data, opened.config.vocab_size)
+    elif (Path(source) / "manifest.json").exists():
+        folder = Path(source)
     else:
         data = DataConfig(source=source, seq_len=1, text_field=text_field, valid_fraction=0.0)
-    if (Path(data.source) / "manifest.json").exists():
-        if Manifest.load(Path(data.source)).tokenizer != opened.tokenizer.fingerprint:
-            raise DataError(f"wrong tokenizer: {data.source} was built with another than {opened.source}'s; evaluate on its text instead")
-        return TokenDataset.open(data.source, "valid")
-    return TokenStream(data, opened.tokenizer).head(split, tokens=tokens)
+        return TokenStream(data, opened.tokenizer).head("train", tokens=tokens)
+    if Manifest.load(folder).tokenizer != opened.tokenizer.fingerprint:
+        raise DataError(f"wrong tokenizer: {folder} was built with another than {opened.source}'s; evaluate on its text instead")
+    return TokenDataset.open(folder, "valid")

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from redline.errors import RedlineError
 from redline.record.run import read_lines
 
 
@@ -28,12 +29,28 @@ def out_of_memory_override(events: Path) -> str | None:
     return None
 
 
+def failure(events: Path) -> RedlineError | None:
+    """The first error that a process of the last attempt ended with; the others mostly died of it."""
+    first = None
+    for event in reversed(read_lines(events)):
+        if event["event"] in ("start", "resume", "end"):
+            break
+        if event["event"] == "failed":
+            first = event
+    if first is None:
+        return None
+    error = RedlineError(first["error"])
+    error.exit_code = first["exit_code"]
+    return error
+
+
 def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def torchrun(nproc: int, arguments: Sequence[str]) -> int:
     """Run `redline ARGUMENTS` on `nproc` processes of this machine; return torchrun's exit code, 0 if all of them ended well."""
+    # Without the lone `--` torchrun takes our `--run` for a short form of its `--run-path`.
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", "--no-python", "--"]
     command += [sys.executable, "-m", "redline.cli.main", *arguments]
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)), **os.environ}

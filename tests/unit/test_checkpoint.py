@@ -283,7 +283,7 @@ def test_a_full_disk_is_a_storage_error_and_the_previous_checkpoint_is_intact(tm
         checkpoints = Checkpoints(tmp_path, keep=1)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
         checkpoints.save(2, numbered(2), {})
-        with pytest.raises(StorageError, match="could not be written to"):
+        with pytest.raises(StorageError, match="cannot be written to"):
             checkpoints.wait()
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         assert checkpoints.steps() == [1]

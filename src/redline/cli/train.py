@@ -2,10 +2,10 @@
 
 redline train nano
 redline train gpt2-124m --set data.source=data/wiki --run runs/wiki --nproc 2
+torchrun --nproc-per-node 2 --no-python -- redline train gpt2-124m     the `--` keeps torchrun from reading our options
 """
 
 import argparse
-import dataclasses
 import os
 from pathlib import Path
 
@@ -43,25 +43,29 @@ def run(options: argparse.Namespace) -> int:
 
 def _launch(options: argparse.Namespace, recipe, folder: Path) -> int:  # type: ignore[no-untyped-def]
     """Start the processes, with ceilings measured beforehand so that all of them plan alike."""
-    from redline.launch import out_of_memory_override, torchrun, with_recovery
+    from redline.launch import failure, out_of_memory_override, torchrun, with_recovery
 
     _plan(options, recipe, options.nproc)
-    return with_recovery(
-        lambda overrides: torchrun(options.nproc, [*options.arguments, *overrides]),
-        lambda: out_of_memory_override(folder / "events.jsonl"),
+    events = folder / "events.jsonl"
+    code = with_recovery(
+        lambda overrides: torchrun(options.nproc, [*options.arguments, *overrides]), lambda: out_of_memory_override(events)
     )
+    if code != 0 and (failed := failure(events)) is not None:
+        raise failed  # once more, below what torchrun printed
+    return code
 
 
 def _plan(options: argparse.Namespace, recipe, world_size: int):  # type: ignore[no-untyped-def]
     """The plan, made with measured ceilings; on a new machine they are measured first."""
-    from redline.cli.options import status
+    from redline.cli.options import status, typed_pins
     from redline.cli.plan import make
     from redline.launch import under_torchrun
     from redline.machine.facts import read_facts
     from redline.machine.store import cached
+    from redline.plan.plan import load_for
 
     if options.plan is not None:
-        return _load_plan(options, recipe, world_size)
+        return load_for(options.plan, recipe, world_size, typed=typed_pins(options))
     plan = make(options, recipe, nproc=world_size)
     facts = read_facts()
     if not under_torchrun() and cached(facts) is None:
@@ -75,35 +79,18 @@ def _plan(options: argparse.Namespace, recipe, world_size: int):  # type: ignore
     return plan
 
 
-def _load_plan(options: argparse.Namespace, recipe, world_size: int):  # type: ignore[no-untyped-def]
-    """The plan from the file. Its micro-batch can be set anew (recovery from out-of-memory does); nothing else, so nothing is ignored."""
-    from redline.cli.options import typed_pins
-    from redline.errors import ConfigError
-    from redline.plan.plan import Why, check_fit, load
-
-    plan = load(options.plan)
-    if other := sorted(typed_pins(options) - {"micro_batch"}):
-        raise ConfigError(f"--set plan.{other[0]} has no effect beside --plan {options.plan}: change that file, or leave out --plan")
-    micro_batch = recipe.plan.micro_batch
-    if micro_batch is not None and "micro_batch" in typed_pins(options):
-        accumulation = recipe.train.batch_size // (micro_batch * world_size)
-        why = {**plan.why, "micro_batch": Why(reason="--set plan.micro_batch", source="user")}
-        plan = dataclasses.replace(plan, micro_batch=micro_batch, accumulation=accumulation, why=why)
-    check_fit(plan, recipe, world_size)
-    return plan
-
-
 def _train(options: argparse.Namespace, recipe, folder: Path) -> int:  # type: ignore[no-untyped-def]
     from redline.cli.options import byte_progress, print_json, status
     from redline.cli.view import describe, observers_for, print_outcome
 
     plan = _plan(options, recipe, int(os.environ.get("WORLD_SIZE", 1)))
     from redline.pretrain import pretrain
+    from redline.record.run import failures_recorded
     from redline.train.execution import set_allocator
     from redline.train.process import join
 
     set_allocator(plan)
-    with join(plan.hardware.kind) as process:
+    with failures_recorded(folder), join(plan.hardware.kind) as process:
         if process.is_first:
             status(describe(recipe, plan, folder))
         outcome = pretrain(

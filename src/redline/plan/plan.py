@@ -9,7 +9,8 @@ A plan never changes the training: micro_batch x accumulation x world_size is th
 """
 
 import json
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -127,6 +128,20 @@ def load(path: Path) -> Plan:
         if type(entry["value"]) is int and entry["value"] < 1:
             raise ConfigError(f"{path}: {name} must be greater than 0, got {entry['value']}")
     return build(Plan, {**table, "why": why}, where=str(path))
+
+
+def load_for(path: Path, recipe: Recipe, world_size: int, *, typed: Collection[str]) -> Plan:
+    """A saved plan for this recipe. Of what the user typed only the micro-batch applies to it (recovery from running out of memory sets
+    it); anything else is refused, so that nothing is ignored."""
+    plan = load(path)
+    if other := sorted(set(typed) - {"micro_batch"}):
+        raise ConfigError(f"--set plan.{other[0]} has no effect beside --plan {path}: change that file, or leave out --plan")
+    if (micro_batch := recipe.plan.micro_batch) is not None and "micro_batch" in typed:
+        accumulation = recipe.train.batch_size // (micro_batch * world_size)
+        why = {**plan.why, "micro_batch": Why(reason="--set plan.micro_batch", source="user")}
+        plan = replace(plan, micro_batch=micro_batch, accumulation=accumulation, why=why)
+    check_fit(plan, recipe, world_size)
+    return plan
 
 
 def check_fit(plan: Plan, recipe: Recipe, world_size: int) -> None:

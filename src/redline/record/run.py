@@ -12,15 +12,17 @@ Lines are appended whole. After a crash the metrics are cut back to the checkpoi
 there once; events are never cut.
 """
 
+import contextlib
 import fcntl
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from redline.errors import ConfigError, DataError, StorageError
+from redline.errors import ConfigError, DataError, RedlineError, StorageError
 from redline.record.files import storage_errors, sync_file, write_atomic
 
 
@@ -62,6 +64,17 @@ def _cut_torn_line(path: Path) -> None:
     raw = path.read_bytes() if path.exists() else b""
     if raw and not raw.endswith(b"\n"):
         os.truncate(path, raw.rfind(b"\n") + 1)
+
+
+@contextlib.contextmanager
+def failures_recorded(path: Path) -> Iterator[None]:
+    """Write what ends a run with a user's error into its events, where the launcher of several processes finds it."""
+    try:
+        yield
+    except RedlineError as error:
+        if path.is_dir():
+            RunFolder(path).event("failed", error=str(error), exit_code=error.exit_code)
+        raise
 
 
 class RunFolder:
