@@ -16,9 +16,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add_model(command)
     command.add_argument("--data", metavar="SOURCE", help="text files or a data folder (default: the run's validation split)")
     command.add_argument("--seq-len", type=int, metavar="N", help="tokens in a sequence (default: the run's, else the model's context)")
-    command.add_argument(
-        "--sequences", type=int, metavar="N", help="sequences to read (default: as the run validates, else 256)"
-    )
+    command.add_argument("--sequences", type=int, metavar="N", help="sequences to read (default: as the run validates, else 256)")
     command.add_argument("--text-field", default="text", help="field of a JSONL or Parquet row (default text)")
     add_json(command)
 

@@ -126,7 +126,9 @@ class _Decider:
     def attention(self) -> Decision:
         if self.hardware.kind == "cpu":
             return _rule("auto", "torch picks its CPU flash kernel")
-        if self.hardware.compute_capability[:1] == (9,) and self.chosen["precision"] in ("bf16", "fp16", "fp8"):
+        width = self.recipe.model.head_size
+        hopper = self.hardware.compute_capability[:1] == (9,)
+        if hopper and self.chosen["precision"] in ("bf16", "fp16", "fp8") and width % 8 == 0 and width <= 128:
             return _rule("cudnn", "on Hopper cuDNN's kernel measured faster than the flash kernel that torch picks by itself (LOG.md)")
         return _rule("auto", "torch picks the flash kernel where the hardware has it")
 

@@ -1,0 +1,45 @@
+"""`redline bench train` really trains: the loop, the bare step and their table, at nano size on a CPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+from pipeline import Nano
+
+from redline.bench import train as bench
+from redline.config.load import load_recipe
+from redline.machine.facts import read_facts
+from redline.plan.hardware import hardware_here
+from redline.plan.planner import make_plan
+
+
+def test_the_loop_and_the_bare_step_are_measured_on_the_same_work(nano: Nano, tmp_path: Path) -> None:
+    command = ["bench", "train", "--recipe", str(nano.recipe(tmp_path)), "--data", "tinyshakespeare", "--arm", "loop"]
+    done = nano.warm.start(*command, "--blocks", "2", "--steps-per-block", "2", "--out", str(tmp_path / "out")).wait()
+    assert done.code == 0, done.err
+    [path] = (tmp_path / "out").glob("train_*.json")
+    [entry] = json.loads(path.read_text())["results"]
+    loop = entry["arms"]["loop"]
+    assert set(loop["speeds"]) == {"loop", "loop_without_instruments", "bare"}
+    for speed in loop["speeds"].values():
+        assert 0 < speed["low"] <= speed["tokens_per_s"] <= speed["high"]
+        assert speed["blocks"] == 2
+    assert loop["loss"] > 0
+    table = path.with_suffix(".md").read_text()
+    assert f"{loop['speeds']['loop']['tokens_per_s']:,.0f}" in table
+    assert entry["plan"]["fingerprint"] in table
+
+
+def test_an_arm_that_runs_out_of_memory_is_tried_with_smaller_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(load_recipe("nano"), hardware_here(read_facts(), None))
+    tried = []
+
+    def run(task: dict[str, str]) -> dict[str, object]:
+        saved = json.loads(Path(task["plan"]).read_text())
+        tried.append((saved["micro_batch"]["value"], saved["accumulation"]["value"]))
+        return {"failed": "torch.OutOfMemoryError: CUDA out of memory"} if tried[-1][0] > 4 else {"speeds": {}}
+
+    monkeypatch.setattr(bench, "_run", run)
+    result = bench._run_fitting({"arm": "hf"}, plan, tmp_path / "plan.json")
+    assert tried == [(16, 1), (8, 2), (4, 4)]
+    assert result == {"speeds": {}, "micro_batch": 4}
