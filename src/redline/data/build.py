@@ -29,7 +29,7 @@ from redline.data.read import SPLITS, documents, find_sources, split_of
 from redline.data.shards import FORMAT, Inputs, Manifest, Shard, SourceFile, check_vocab, parse
 from redline.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from redline.errors import DataError
-from redline.record.files import cache_folder, storage_errors, sync_folder, write_atomic
+from redline.record.files import cache_folder, storage_errors, sync_path, write_atomic
 
 Progress = Callable[[int, int, int], None]
 """Called with the bytes of the source files done, their bytes in all, and the tokens written."""
@@ -251,7 +251,7 @@ class _Unit:
     def finish(self, state: _State, file: int, document: int) -> _State:
         """Give the shards their names and record them; only then are they part of the folder."""
         new = {split: writer.finish(f"{split}-{state.units:05d}.bin") for split, writer in self._writers.items()}
-        sync_folder(self._out)
+        sync_path(self._out)
         state = replace(
             state,
             file=file,

@@ -24,7 +24,7 @@ from torch import Tensor
 from redline.config.recipe import ModelConfig
 from redline.errors import CheckpointError, ConfigError, StorageError
 from redline.model.weights import Loaded, Table, checked, join, split
-from redline.record.files import storage_errors, sync_folder
+from redline.record.files import storage_errors, sync_path
 
 SHARD_BYTES = 5_000_000_000
 """Largest weight file; a bigger model is written in several, with an index."""
@@ -250,9 +250,9 @@ def write_folder(
             (temporary / name).write_text(text, encoding="utf-8")
         _write_weights(temporary, tensors, dtype)
         for path in (*temporary.iterdir(), temporary):
-            sync_folder(path)
+            sync_path(path)
         os.replace(temporary, folder)
-        sync_folder(folder.parent)
+        sync_path(folder.parent)
 
 
 def _texts(

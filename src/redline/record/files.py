@@ -33,20 +33,11 @@ def write_atomic(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        sync_folder(path.parent)
+        sync_path(path.parent)
 
 
-def sync_folder(path: Path) -> None:
-    """Make renames and new names in the folder durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def sync_file(path: Path) -> None:
-    """Make the content of a file that somebody else wrote durable."""
+def sync_path(path: Path) -> None:
+    """Make the content of a file durable, or the names in a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

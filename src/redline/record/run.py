@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from redline.errors import ConfigError, DataError, RedlineError, StorageError
-from redline.record.files import storage_errors, sync_file, write_atomic
+from redline.record.files import storage_errors, sync_path, write_atomic
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -129,7 +129,7 @@ class RunFolder:
         for path in (self.metrics_path, self.events_path):
             if path.exists():
                 with storage_errors(path.name, self.path):
-                    sync_file(path)
+                    sync_path(path)
 
     def adopt_recipe(self, toml: str, fingerprint: str, saved_fingerprint: str | None) -> None:
         """Write the recipe of a new run; refuse to go on with a run that was made by another recipe."""

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from redline.errors import CheckpointError
-from redline.record.files import sync_folder, write_atomic
+from redline.record.files import sync_path, write_atomic
 
 STATE = "state.json"
 BEST = "best.json"
@@ -119,7 +119,7 @@ def commit(temporary: Path, final: Path) -> None:
     if final.exists():
         os.rename(final, old)
     os.rename(temporary, final)
-    sync_folder(final.parent)
+    sync_path(final.parent)
     if old.exists():
         discard(old)
 
@@ -143,7 +143,7 @@ def tidy(folder: Path) -> None:
             discard(path)
         else:
             os.rename(path, final)
-    sync_folder(folder)
+    sync_path(folder)
 
 
 def read_best(folder: Path) -> int | None:

@@ -7,6 +7,7 @@ On a GPU the line of an update is read while the next one runs, so the host is n
 idles. Times are those of the GPU's own clock between the ends of two updates.
 """
 
+import math
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor
 
 from redline.config.recipe import Recipe
-from redline.machine.telemetry import process_rss_bytes
+from redline.machine.telemetry import GpuTelemetry, process_rss_bytes
 from redline.plan.plan import Plan
 from redline.train.step import Update
+
+GAUGES_EVERY_S = 1.0
 
 
 @dataclass
@@ -37,6 +40,9 @@ class Instruments:
         self.measured_tflops = plan.hardware.measured_tflops.get(plan.precision)
         self.device = device
         self._flying: deque[_InFlight] = deque()
+        self._telemetry = GpuTelemetry(device.index or 0) if device.type == "cuda" else None
+        self._gauges: dict[str, float] = {}
+        self._gauges_at = -math.inf
         self.restart()
 
     def restart(self) -> None:
@@ -79,6 +85,7 @@ class Instruments:
             "ceiling_share": tflops / self.measured_tflops if self.measured_tflops else None,
             "memory_bytes": self._memory_bytes(),
             **flight.facts,
+            **self._read_gauges(),
         }
 
     def _event(self) -> torch.cuda.Event | None:
@@ -87,6 +94,12 @@ class Instruments:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def _read_gauges(self) -> dict[str, float]:
+        """The GPU's own counters, asked at most once in GAUGES_EVERY_S; the GPU works on meanwhile."""
+        if self._telemetry is not None and (now := time.perf_counter()) - self._gauges_at >= GAUGES_EVERY_S:
+            self._gauges, self._gauges_at = self._telemetry.read(), now
+        return self._gauges
 
     def _memory_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else process_rss_bytes()
