@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from redline.config.load import from_toml, to_toml
@@ -24,12 +24,16 @@ from redline.evaluate import held_out_loss
 from redline.model.transformer import Transformer
 from redline.model.weights import load_weights
 from redline.plan.plan import Plan, save
-from redline.record.run import RunFolder
+from redline.record.run import RunFolder, failures_recorded
 from redline.train.checkpoint_files import step_folders
 from redline.train.execution import check_device
 from redline.train.loop import Job, Observer, Outcome, Trainer
 from redline.train.process import Process
 from redline.train.restore import open_weights
+
+HASHED_BYTES = 4 * 2**30
+"""Shards up to this size are hashed whenever a run starts, a few seconds; of larger ones sizes and ids are checked, and
+`redline data info --verify` hashes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +44,7 @@ class Corpus:
     valid: TokenDataset | None
     tokenizer: Tokenizer
     fingerprint: str
-    """Changes when the tokens do; a run does not go on with others."""
+    """Changes when the tokens do (for a stream: when names or sizes of its files do); a run does not go on with others."""
 
 
 def pretrain(
@@ -56,6 +60,7 @@ def pretrain(
     check_device(plan)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(RunFolder(run)) if process.is_first else None
+        stack.enter_context(failures_recorded(run))  # once the folder is ours
         if folder is not None:
             _adopt(folder, recipe)
         corpus = open_corpus(recipe, run, process, progress)
@@ -98,7 +103,8 @@ def open_corpus(recipe: Recipe, run: Path, process: Process, progress: Progress 
             prepare(data, recipe.model.vocab_size, progress=progress)
         process.barrier()
         shards = prepare(data, recipe.model.vocab_size)
-        train, valid = (TokenDataset.open(shards, split) for split in ("train", "valid"))
+        verify = process.is_first and _shard_bytes(shards) <= HASHED_BYTES
+        train, valid = (TokenDataset.open(shards, split, verify=verify) for split in ("train", "valid"))
         corpus = Corpus(train=train, valid=valid, tokenizer=load_tokenizer(shards), fingerprint=Manifest.load(shards).fingerprint)
         train.need_window(seq_len)
     if data.valid_fraction == 0:
@@ -106,6 +112,10 @@ def open_corpus(recipe: Recipe, run: Path, process: Process, progress: Progress 
     assert corpus.valid is not None
     corpus.valid.need_window(seq_len)
     return corpus
+
+
+def _shard_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.bin"))
 
 
 def _stream(recipe: Recipe, run: Path, process: Process) -> Corpus:
@@ -141,12 +151,18 @@ def _validation(recipe: Recipe, valid: TokenDataset | None, process: Process) ->
 
 
 def _initial_weights(config: ModelConfig) -> Callable[[Transformer], None] | None:
-    """Weights that the run starts from, where the recipe names some; their shape must be the recipe's."""
+    """Copies the weights that the recipe names into the model, when a run begins; they must be of the recipe's very model."""
     if config.init_from is None:
         return None
-    opened = open_weights(Path(config.init_from))
-    for name in ("num_layers", "hidden_size", "num_heads", "kv_heads", "head_size", "ffn_size", "vocab_size"):
-        ours, theirs = getattr(config, name), getattr(opened.config, name)
-        if ours != theirs:
-            raise ConfigError(f"model.{name} is {ours} and the weights at {config.init_from} have {theirs}: correct the recipe")
-    return lambda model: load_weights(model, opened.loaded.weights)
+    path = Path(config.init_from)
+
+    def copy(model: Transformer) -> None:
+        opened = open_weights(path)
+        for field in fields(ModelConfig):
+            name = {"num_kv_heads": "kv_heads", "head_dim": "head_size"}.get(field.name, field.name)  # given, or their default
+            ours, theirs = getattr(config, name), getattr(opened.config, name)
+            if ours != theirs and name not in ("init_from", "init_std", "context_length"):
+                raise ConfigError(f"model.{field.name} is {ours} and the weights at {path} have {theirs}: correct the recipe")
+        load_weights(model, opened.loaded.weights)
+
+    return copy

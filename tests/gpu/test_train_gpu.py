@@ -111,6 +111,7 @@ def test_out_of_memory_shrinks_the_pass_and_keeps_the_batch(tmp_path: Path) -> N
         ("llama-350m", ("plan.micro_batch=16",)),
         ("llama-350m", ("plan.micro_batch=16", "plan.recompute=selective")),
         ("llama-124m-muon", ("plan.micro_batch=32",)),
+        ("gpt2-124m", ("plan.micro_batch=32", "train.batch_size=32")),  # one pass: gradients and activations do not meet
     ],
 )
 def test_peak_memory_is_within_three_percent_of_the_prediction(tmp_path: Path, name: str, overrides: tuple[str, ...]) -> None:
@@ -125,7 +126,7 @@ def test_peak_memory_of_full_recomputation_is_not_underestimated(tmp_path: Path)
 
 
 def peak_bytes(run: Path, name: str, *overrides: str) -> tuple[int, int]:
-    """Peak memory as predicted and as seen over three updates of two passes."""
+    """Peak memory as predicted and as seen over three updates, of two passes unless an override says otherwise."""
     micro = int(overrides[0].partition("=")[2])
     common = ["data.source=tinyshakespeare", "data.valid_fraction=0", "train.eval_every=0", "train.steps=3"]
     common += [f"train.batch_size={2 * micro}", "train.warmup_steps=0", "plan.compile=default"]

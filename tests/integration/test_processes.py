@@ -43,6 +43,26 @@ def test_two_processes_train_what_one_trains(nano: Nano, single: tuple[Path, Pat
     assert_close_tensors(run, reference)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("plan.precision=bf16",),  # rotary positions
+        ("plan.precision=bf16", "model.positions=learned", "model.norm=layernorm", "model.activation=gelu", "model.bias=true"),
+        ("plan.compile=default",),
+    ],
+    ids=["bf16", "bf16-gpt2", "compiled"],
+)
+def test_two_processes_compute_in_bf16_and_compiled_as_one_does(nano: Nano, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    """The first update sees the same weights, so its loss tells whether both round at the same places; later ones drift apart slowly."""
+    recipe = nano.recipe(tmp_path, "train.steps=3", "train.warmup_steps=0", "train.eval_every=0", "train.lr=1e-3", *overrides)
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    nano.outcome(recipe, alone)
+    for done in nano.train_on_two(recipe, run):
+        assert done.code == 0, done.err
+    assert steps(run)[0]["loss"] == pytest.approx(steps(alone)[0]["loss"], rel=1e-6)
+    assert_close_training(run, alone, 1e-3)
+
+
 def test_a_run_moves_between_one_and_two_processes(nano: Nano, single: tuple[Path, Path], tmp_path: Path) -> None:
     """A signal to one of two stops both; one process goes on; two end what it began."""
     recipe, reference = single

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -45,6 +46,9 @@ def test_measured_speeds_in_the_readme_stand_in_a_benchmark() -> None:
         for entry in json.loads(path.read_text())["results"]:
             for arm in entry["arms"].values():
                 known |= {f"{speed['tokens_per_s']:,.0f}" for speed in arm.get("speeds", {}).values()}
+    for path in sorted((ROOT / "benchmarks").glob("*/metrics.jsonl")):
+        speeds = [json.loads(line)["tokens_per_s"] for line in path.read_text().splitlines()]
+        known.add(f"{median(speeds[5:]):,.0f}")  # the first updates compile
     claimed = set(re.findall(r"\b(\d{2,3},\d{3}) tokens/s|\| (\d{2,3},\d{3}) \|", README))
     numbers = {number for pair in claimed for number in pair if number}
     assert numbers, "the README states measured speeds"

@@ -14,7 +14,7 @@ import pynvml
 import pytest
 import torch
 
-from redline.errors import ConfigError, MachineError
+from redline.errors import ConfigError
 from redline.machine import ceilings as measuring
 from redline.machine import facts as facts_module
 from redline.machine.facts import machine_key, read_facts
@@ -229,8 +229,7 @@ def test_telemetry_leaves_out_what_the_board_does_not_answer(three_gpus, monkeyp
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     telemetry = GpuTelemetry(0)
     assert telemetry.read() == {"gpu_util": 0.97, "memory_used_bytes": MIB, "power_w": 651.5, "sm_clock_mhz": 1755}
-    with pytest.raises(MachineError, match="no GPU 1: this process sees 1"):
-        GpuTelemetry(1)
+    assert GpuTelemetry(1).read() == {}  # a run must not die of its instruments
 
 
 @pytest.mark.parametrize(

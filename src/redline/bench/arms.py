@@ -1,7 +1,7 @@
 """The arms of `redline bench train`, each run in a process of its own: `python -m redline.bench.arms '{"arm": "loop", ...}'`.
 
-`loop`   the real training loop (loader, clipping, logging, instruments), and interleaved with it in the same process, on the same
-         compiled model: the same loop without instruments, and the bare step (one batch on the GPU, no loader, no record).
+`loop`   the real training loop (turns of `Trainer`: loader, clipping, logging, instruments), and interleaved with it in the same
+         process, on the same compiled model: the loop without instruments, and the bare step (one batch on the GPU, no loader, no record).
 `plain`  what plain PyTorch gives: the same model under autocast, compiled whole, torch's own attention choice and cross entropy.
 `hf`     Hugging Face's Trainer on its own model of the same shape, with the same data, batch, passes and optimiser.
 
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -63,35 +63,32 @@ def main(text: str) -> None:
 
 def _loop(task: Task, recipe: Recipe, plan: Plan, process: Process) -> dict[str, Any]:
     started_s = time.perf_counter()
+    endless = replace(recipe, train=replace(recipe.train, steps=10**9, eval_every=0, checkpoint_every=0))
     with tempfile.TemporaryDirectory() as run, RunFolder(Path(run)) as folder:
         corpus = open_corpus(recipe, Path(run), process, None)
-        job = Job(
-            recipe=recipe, plan=plan, source=corpus.train, data_fingerprint=corpus.fingerprint, run=Path(run), folder=folder, validate=None
-        )
+        job = Job(recipe=endless, plan=plan, source=corpus.train, data_fingerprint=corpus.fingerprint, run=Path(run), folder=folder)
         trainer = Trainer(job, process)
-        instruments, bare_batch = trainer.instruments, trainer.loader.next()
-        inputs, targets = (t.to(process.device) for t in (bare_batch.inputs_BT, bare_batch.targets_BT))
+        seeing, blind = trainer.instruments, _Blind()
+        inputs, targets = (t.to(process.device) for t in _first_batch(trainer))
 
-        def step() -> None:
-            trainer._update(trainer.loader.next())
-            trainer._write(trainer.instruments.ready())
-
-        def blind_step() -> None:
-            trainer.instruments = _Blind()  # type: ignore[assignment]
-            trainer._update(trainer.loader.next())
-            trainer.instruments = instruments
+        def turn_blind() -> None:
+            trainer.instruments = blind  # type: ignore[assignment]
+            trainer.turn()
+            trainer.instruments = seeing
 
         def bare_step() -> None:
-            take_step(trainer.learner, inputs, targets, micro_batch=plan.micro_batch, tokens=float(recipe.tokens_per_step), lr_factor=1.0)
+            tokens = float(recipe.tokens_per_step)
+            take_step(trainer.learner, inputs, targets, micro_batch=plan.micro_batch, tokens=tokens, lr_factor=1.0)
 
-        step()
+        trainer.turn()
         _synchronize(process)
         first_step_s = time.perf_counter() - started_s
-        arms = {"loop": step, "loop_without_instruments": blind_step, "bare": bare_step}
-        before = {"loop": lambda: trainer._write(instruments.ready(drain=True)) or instruments.restart()}  # type: ignore[func-returns-value]
-        speeds = _interleave(arms, task, recipe, process, before)
-        trainer._write(instruments.ready(drain=True))
-        trainer.loader.close()
+        arms = {"loop": trainer.turn, "loop_without_instruments": turn_blind, "bare": bare_step}
+        # The last line of a block is written while its clock still runs, and timing begins afresh before the next block.
+        last = {"loop": lambda: trainer._write(seeing.ready(drain=True))}
+        first = {"loop": lambda: trainer._write(seeing.ready(drain=True)) or seeing.restart()}  # type: ignore[func-returns-value]
+        speeds = _interleave(arms, task, recipe, process, first, last)
+        trainer.close()
         return {
             "speeds": speeds,
             "first_step_s": first_step_s,
@@ -102,11 +99,19 @@ def _loop(task: Task, recipe: Recipe, plan: Plan, process: Process) -> dict[str,
         }
 
 
+def _first_batch(trainer: Trainer) -> tuple[torch.Tensor, torch.Tensor]:
+    batch = trainer.loader.next()
+    return batch.inputs_BT, batch.targets_BT
+
+
 class _Blind:
     """Instruments that look at nothing."""
 
     def push(self, facts: dict[str, Any], update: Update) -> None:
         pass
+
+    def ready(self) -> list[dict[str, Any]]:
+        return []
 
 
 # ---- what plain PyTorch gives ----
@@ -114,8 +119,6 @@ class _Blind:
 
 def _plain(task: Task, recipe: Recipe, plan: Plan, process: Process) -> dict[str, Any]:
     started_s = time.perf_counter()
-    from dataclasses import replace
-
     plain = replace(plan, precision="fp32", compile="off", attention="auto", cross_entropy="torch")
     model = build(recipe, plain, process)
     forward = torch.compile(model) if plan.compile != "off" else model
@@ -137,7 +140,7 @@ def _plain(task: Task, recipe: Recipe, plan: Plan, process: Process) -> dict[str
     step()
     _synchronize(process)
     first_step_s = time.perf_counter() - started_s
-    return {"speeds": _interleave({"plain": step}, task, recipe, process, {}), "first_step_s": first_step_s, "memory": _memory(process)}
+    return {"speeds": _interleave({"plain": step}, task, recipe, process, {}, {}), "first_step_s": first_step_s, "memory": _memory(process)}
 
 
 class _Called:
@@ -234,17 +237,24 @@ def _clock(transformers: Any, task: Task, process: Process, started_s: float) ->
 
 
 def _interleave(
-    arms: dict[str, Callable[[], None]], task: Task, recipe: Recipe, process: Process, before: dict[str, Callable[[], Any]]
+    arms: dict[str, Callable[[], None]],
+    task: Task,
+    recipe: Recipe,
+    process: Process,
+    first: dict[str, Callable[[], Any]],
+    last: dict[str, Callable[[], Any]],
 ) -> dict[str, Any]:
-    """Blocks of each arm in turn, so that a drift of the clocks falls on all of them; the first round is warm-up."""
+    """Blocks of each arm in turn, so that a drift of the clocks falls on all of them; the first round is warm-up. `first` runs before an
+    arm's block and `last` at its end, inside its time."""
     times: dict[str, list[float]] = {name: [] for name in arms}
     for round_ in range(task.blocks + 1):
         for name, step in arms.items():
-            before.get(name, lambda: None)()
+            first.get(name, lambda: None)()
             _synchronize(process)
             started_s = time.perf_counter()
             for _ in range(task.steps_per_block):
                 step()
+            last.get(name, lambda: None)()
             _synchronize(process)
             if round_ > 0:
                 times[name].append(time.perf_counter() - started_s)
@@ -259,6 +269,7 @@ def _summary(block_s: list[float], recipe: Recipe, task: Task) -> dict[str, Any]
         "high": tokens / min(block_s),
         "step_s": median(block_s) / task.steps_per_block,
         "blocks": len(block_s),
+        "steps_per_block": task.steps_per_block,
     }
 
 

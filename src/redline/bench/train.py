@@ -85,7 +85,7 @@ def _run(task: dict[str, Any]) -> dict[str, Any]:
     if process.returncode == 0:
         return dict(json.loads(process.stdout.strip().splitlines()[-1]))
     lines = [line for line in process.stderr.strip().splitlines() if line.strip()]
-    return {"failed": lines[-1][:300] if lines else f"exit code {process.returncode}", "log": lines[-40:]}
+    return {"failed": lines[-1][:300] if lines else f"exit code {process.returncode}"}
 
 
 def _brief(result: dict[str, Any]) -> str:
@@ -101,7 +101,8 @@ def table(hardware: Hardware, facts: MachineFacts, results: Sequence[dict[str, A
         f"# Training on {hardware.title}",
         "",
         f"Made by `redline bench train` on {time.strftime('%Y-%m-%d')}; {versions}; Python {facts.python}.",
-        "MFU: 6N + 12LdT per token over the dense bf16 datasheet peak. Interval: slowest to fastest block.",
+        "MFU: 6N + 12LdT per token over the dense bf16 datasheet peak. Median of the blocks; interval: slowest to fastest block.",
+        "Rows of one loop are interleaved in one process; plain PyTorch and HF Trainer run in processes of their own.",
     ]
     for entry in results:
         lines += ["", *_section(entry, hardware)]

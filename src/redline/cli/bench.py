@@ -24,7 +24,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     train.add_argument("--arm", action="append", metavar="ARM", help="loop, plain or hf (default: all)")
     train.add_argument("--data", default="tinyshakespeare", metavar="SOURCE", help="what to train on (default tinyshakespeare)")
     train.add_argument("--blocks", type=int, default=6, help="timed blocks of each arm (default 6)")
-    train.add_argument("--steps-per-block", type=int, default=2, metavar="N", help="updates in a block (default 2)")
+    train.add_argument("--steps-per-block", type=int, default=5, metavar="N", help="updates in a block (default 5)")
     train.add_argument("--out", type=Path, default=Path("benchmarks"), help="folder of the results (default benchmarks)")
 
 

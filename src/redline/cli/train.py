@@ -85,12 +85,11 @@ def _train(options: argparse.Namespace, recipe, folder: Path) -> int:  # type: i
 
     plan = _plan(options, recipe, int(os.environ.get("WORLD_SIZE", 1)))
     from redline.pretrain import pretrain
-    from redline.record.run import failures_recorded
     from redline.train.execution import set_allocator
     from redline.train.process import join
 
     set_allocator(plan)
-    with failures_recorded(folder), join(plan.hardware.kind) as process:
+    with join(plan.hardware.kind) as process:
         if process.is_first:
             status(describe(recipe, plan, folder))
         outcome = pretrain(

@@ -267,5 +267,6 @@ def _relations(recipe: Recipe) -> list[tuple[bool, str]]:
             f"plan.precision fp8 needs matrix sides that are multiples of 16: hidden_size {m.hidden_size}, "
             f"ffn_size {m.ffn_size}, key/value width {m.head_size * m.kv_heads}",
         ),
+        (p.precision != "fp8" or d.seq_len % 16 == 0, f"plan.precision fp8 needs data.seq_len to be a multiple of 16, got {d.seq_len}"),
         (m.vocab_size < 2**31, f"model.vocab_size must be below 2^31, got {m.vocab_size}"),
     ]

@@ -58,8 +58,8 @@ class Loader:
         share = batch_size // world_size
         self._rows = slice(rank * share, (rank + 1) * share)
         self._pin = pin_memory and torch.cuda.is_available()
-        self._order = source.order(seq_len=seq_len, seed=seed, position=position)
-        # A stream has one place from which it reads, so its jobs run one after another.
+        self._order = source.order(seq_len=seq_len, seed=seed, position=position, threads=threads)
+        # A stream has one place from which it reads, so its jobs run one after another and its threads tokenise.
         self._pool = ThreadPoolExecutor(
             1 if isinstance(source, TokenStream) else threads,
             thread_name_prefix="loader",

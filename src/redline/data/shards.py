@@ -194,7 +194,8 @@ class TokenDataset:
             raise DataError(f"{self.name} holds token {highest}, beyond the vocabulary of {self.vocab_size}: build it again")
         return rows
 
-    def order(self, *, seq_len: int, seed: int, position: Position | None) -> "ShuffledWindows":
+    def order(self, *, seq_len: int, seed: int, position: Position | None, threads: int = 1) -> "ShuffledWindows":
+        del threads  # reading needs none of its own; the loader's run its jobs
         return ShuffledWindows(self, seq_len=seq_len, seed=seed, position=position)
 
 

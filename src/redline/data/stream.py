@@ -32,9 +32,9 @@ class TokenStream:
         self.tokenizer = tokenizer
         self.corpus = Corpus(tuple(find_sources(data.source)), data.text_field, data.valid_fraction)
 
-    def order(self, *, seq_len: int, seed: int, position: Position | None) -> "StreamedWindows":
+    def order(self, *, seq_len: int, seed: int, position: Position | None, threads: int = 1) -> "StreamedWindows":
         del seed  # the order is that of the files
-        return StreamedWindows(self, seq_len=seq_len, position=position)
+        return StreamedWindows(self, seq_len=seq_len, position=position, threads=threads)
 
     def head(self, split: Split, *, tokens: int) -> TokenDataset:
         """The first documents of a split, at least `tokens` tokens where there are as many, as a data set in memory."""
@@ -53,9 +53,10 @@ class TokenStream:
 class StreamedWindows:
     """Windows of seq_len + 1 tokens with a stride of seq_len over the training split. Jobs must run one at a time, in order."""
 
-    def __init__(self, stream: TokenStream, *, seq_len: int, position: Position | None) -> None:
+    def __init__(self, stream: TokenStream, *, seq_len: int, position: Position | None, threads: int) -> None:
         start = position or {"epoch": 0, "file": 0, "document": 0, "token": 0}
         self._stream = stream
+        self._threads = threads
         self._seq_len = seq_len
         self._epoch = start["epoch"]
         self._buffer: deque[Document] = deque()
@@ -73,7 +74,8 @@ class StreamedWindows:
 
     def _restart(self, file: int, document: int) -> None:
         self._start = (file, document)
-        self._documents = encoded(self._stream.corpus, self._stream.tokenizer, splits=("train",), file=file, document=document)
+        at = {"file": file, "document": document}
+        self._documents = encoded(self._stream.corpus, self._stream.tokenizer, splits=("train",), workers=self._threads, **at)
         self._windows_since_start = 0
 
     def _window(self) -> np.ndarray:

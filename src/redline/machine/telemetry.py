@@ -12,12 +12,11 @@ from pathlib import Path
 import psutil
 import pynvml
 
-from redline.errors import MachineError
 from redline.machine.nvml import ask, visible_handles
 
 
 class GpuTelemetry:
-    """The counters of one visible GPU. Without NVML every reading is empty."""
+    """The counters of one visible GPU. Without NVML, or where NVML does not list the GPU, every reading is empty."""
 
     def __init__(self, index: int) -> None:
         self._handle = None
@@ -26,9 +25,8 @@ class GpuTelemetry:
             handles = visible_handles()
         except pynvml.NVMLError:
             return
-        if not 0 <= index < len(handles):
-            raise MachineError(f"no GPU {index}: this process sees {len(handles)}; look at CUDA_VISIBLE_DEVICES")
-        self._handle = handles[index]
+        if 0 <= index < len(handles):
+            self._handle = handles[index]
 
     def read(self) -> dict[str, float]:
         """One reading; `gpu_util` is the share of the driver's last sampling period (up to a second) with a kernel running."""

@@ -5,9 +5,9 @@
     loss_sum = model(tokens_BT, targets_BT)                 # summed over targets that are not IGNORED; the caller divides
 
 Weights stay in fp32; activations, the residual stream included, are in `compute_dtype`, and each layer casts its weight where it
-is used (it costs under 1 % of a step and spares a second copy). Norms and the loss compute in fp32 inside. Query/key/value and the
-two halves of SwiGLU are one matrix each: three small matrix products instead of one cost more, and so does adding up their
-gradients. Left out: dropout, sliding windows, mixtures of experts.
+is used (the casts cost under 1 % of a step; the blocks keep them for their backward, two bytes a weight). Norms and the loss compute
+in fp32 inside. Query/key/value and the two halves of SwiGLU are one matrix each: three small matrix products instead of one cost
+more, and so does adding up their gradients. Left out: dropout, sliding windows, mixtures of experts.
 
 Shapes: B batch, T tokens, D hidden, H query heads, K key/value heads, C head width, F feed-forward width, V vocabulary, S cache.
 """

@@ -1,7 +1,7 @@
 """Counting: parameters, FLOPs per token, bytes of memory and time, from the recipe alone. No torch.
 
 Parameter counts and matmul FLOPs are exact (a test holds them equal to the real model on the meta device for every shipped
-recipe). Memory and attainable speed are models of what the compiler does; `docs/decisions.md` says how well they were seen to hold.
+recipe). Memory and attainable speed are models of what torch does; LOG.md says how well they were seen to hold.
 """
 
 from dataclasses import dataclass

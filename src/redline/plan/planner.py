@@ -148,7 +148,7 @@ class _Decider:
             run_s = min(run_s, train.max_hours * 3600)
         if run_s < COMPILE_PAYS_S:
             return _rule("off", f"the whole run should take {run_s:.0f} s; compiling takes 20 to 60 s")
-        return _rule("default", "fused kernels: 1.9x on an H200 at 124M parameters (LOG.md); the first step takes 20 to 60 s longer")
+        return _rule("default", "fused kernels, which the long run earns back; the first step takes 10 to 60 s longer")
 
     def batch(self) -> dict[str, Any]:
         """Micro-batch, accumulation, recomputation and loss chunks together: they trade one memory against each other."""

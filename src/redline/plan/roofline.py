@@ -29,7 +29,7 @@ def attainable_tokens_per_s(recipe: Recipe, hardware: Hardware, world_size: int,
     pairs = 6 * model.num_layers * model.num_heads * model.head_size * T  # half of the square: causal
     attention = again * pairs / (ATTENTION_SHARE * dense * 1e12)
     moved = again * _moved_bytes(model, values["precision"])
-    update = 40 * count.total / world_size / (recipe.tokens_per_step / world_size)  # clip, AdamW: 10 passes of 4 bytes
+    update = 40 * count.total / recipe.tokens_per_step  # clip, AdamW: 10 passes of 4 bytes
     traffic = (moved + update) / (COPY_SHARE * bandwidth)
     return world_size / (products + attention + traffic)
 

@@ -15,15 +15,19 @@ METRICS: dict[str, Metric] = {
     "lr": Metric("1", "learning rate of this update (of AdamW's parameters under Muon)"),
     "grad_norm": Metric("1", "global norm of the gradient before clipping"),
     "tokens": Metric("tokens", "tokens trained on since the start of the run"),
-    "step_s": Metric("s", "wall time from the end of the previous update to the end of this one"),
+    "step_s": Metric("s", "time of this update: from the end of the one before it, or of the validation or checkpoint between them"),
     "tokens_per_s": Metric("tokens/s", "tokens of this update over step_s, all processes together"),
     "mfu": Metric(
         "1", "model FLOPs (6N + 12LdT per token, PaLM convention) over the dense datasheet peak of the compute dtype (bf16 for FP8)"
     ),
     "ceiling_share": Metric("1", "model FLOPs over the matmul rate measured on this machine for the compute dtype"),
     "data_wait_s": Metric("s", "time the step waited for the loader"),
-    "memory_bytes": Metric("bytes", "peak memory: allocated by torch on the GPU since the run began; resident memory on a CPU"),
-    "elapsed_s": Metric("s", "training time since the start of the run, over all its attempts"),
+    "memory_bytes": Metric(
+        "bytes", "peak memory allocated by torch on the GPU since the process began, read once a second; on a CPU resident memory"
+    ),
+    "elapsed_s": Metric(
+        "s", "training time of the run, validations and checkpoints included; of a killed attempt the time up to its last checkpoint"
+    ),
     "gpu_util": Metric("1", "share of the last second in which a kernel ran, by NVML (says little: one small kernel counts); only on GPUs"),
     "power_w": Metric("W", "power drawn by the GPU, by NVML; only on GPUs"),
     "sm_clock_mhz": Metric("MHz", "clock of the multiprocessors, by NVML; only on GPUs"),

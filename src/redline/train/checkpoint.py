@@ -107,8 +107,12 @@ class Checkpoints:
             job.result()
 
     def idle(self) -> bool:
-        """Whether everything asked for is on the disk; false where something went wrong, which `wait` raises."""
-        return all(job.done() and job.exception() is None for job in self._jobs)
+        """Whether nothing is under way, so that `wait` returns, or raises what went wrong, at once."""
+        return all(job.done() for job in self._jobs)
+
+    def close(self) -> None:
+        """Let a save under way end, well or not, and stop the thread. What went wrong is raised by `wait`, not here."""
+        self._thread.shutdown(wait=True)
 
     def mark_best(self, step: int, loss: float) -> None:
         """Make a step that has been saved the best one: it is not pruned. Takes effect when its save is committed."""

@@ -41,8 +41,7 @@ class Instruments:
         self.device = device
         self._flying: deque[_InFlight] = deque()
         self._telemetry = GpuTelemetry(device.index or 0) if device.type == "cuda" else None
-        self._gauges: dict[str, float] = {}
-        self._gauges_at = -math.inf
+        self._memory_bytes, self._gauges_at = 0, -math.inf
         self.restart()
 
     def restart(self) -> None:
@@ -83,9 +82,8 @@ class Instruments:
             "tokens_per_s": self.tokens_per_step / step_s,
             "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
             "ceiling_share": tflops / self.measured_tflops if self.measured_tflops else None,
-            "memory_bytes": self._memory_bytes(),
             **flight.facts,
-            **self._read_gauges(),
+            **self._gauges(),
         }
 
     def _event(self) -> torch.cuda.Event | None:
@@ -95,11 +93,12 @@ class Instruments:
         event.record()
         return event
 
-    def _read_gauges(self) -> dict[str, float]:
-        """The GPU's own counters, asked at most once in GAUGES_EVERY_S; the GPU works on meanwhile."""
-        if self._telemetry is not None and (now := time.perf_counter()) - self._gauges_at >= GAUGES_EVERY_S:
-            self._gauges, self._gauges_at = self._telemetry.read(), now
-        return self._gauges
-
-    def _memory_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else process_rss_bytes()
+    def _gauges(self) -> dict[str, float]:
+        """Peak memory, and at most once in GAUGES_EVERY_S the GPU's own counters: torch and NVML take part of a millisecond to answer,
+        which a run of very short steps would feel."""
+        if self._telemetry is None:
+            return {"memory_bytes": process_rss_bytes()}
+        if (now := time.perf_counter()) - self._gauges_at < GAUGES_EVERY_S:
+            return {"memory_bytes": self._memory_bytes}
+        self._memory_bytes, self._gauges_at = torch.cuda.max_memory_allocated(self.device), now
+        return {"memory_bytes": self._memory_bytes, **self._telemetry.read()}

@@ -4,8 +4,9 @@
         outcome = Trainer(job, process).run()
 
 Killed at any moment, the same job run again goes on from the last checkpoint to the same bits (on hardware that computes the same
-bits twice): the order of the data is a function of the seed, metrics are cut back to the checkpoint, and a checkpoint is committed only
-after the metrics up to it are on the disk. The loop knows no terminal and no exporter: it calls observers.
+bits twice, and unless `max_hours` ties the schedule to the clock): the order of the data is a function of the seed, metrics are cut
+back to the checkpoint, and a checkpoint is committed only after the metrics up to it are on the disk. The loop knows no terminal and
+no exporter: it calls observers.
 """
 
 import math
@@ -100,8 +101,6 @@ class Trainer:
         """The checkpoint that is being written and has not been announced."""
         self.stop_requested = False
         model = execution.build(job.recipe, job.plan, process)
-        if job.initial_weights is not None:
-            job.initial_weights(model)
         scale = LossScale() if job.plan.precision == "fp16" else None
         self.learner = Learner(model, make_optimizers(model, self.train), process, self.train.clip_norm, scale)
         self.tensors = {**state_tensors(model, self.learner.optimizers), "rng.cpu": torch.get_rng_state()}
@@ -124,6 +123,8 @@ class Trainer:
         )
         self.waited_s = 0.0
         self.clock_started_s = time.monotonic()
+        self.clock_s = self.progress.elapsed_s
+        """The clock that all processes go by, as of the last update."""
         self.instruments = Instruments(job.recipe, job.plan, process.device)
 
     def run(self) -> Outcome:
@@ -132,30 +133,40 @@ class Trainer:
             with _stop_on_signal(self._request_stop):
                 self.why = self._why_stop()
                 while self.why is None:
-                    self._update(self.loader.next())
-                    self.why = self._why_stop()
-                    if self._validation_due():
-                        self._validate()
-                    if self._checkpoint_due():
-                        self._checkpoint()
-                    self._write(self.instruments.ready())
-                    if self.checkpoints.idle():
-                        self._announce_checkpoint()
+                    self.turn()
             self._announce_checkpoint()
             self._event("end", step=self.progress.step, why=self.why, elapsed_s=round(self._elapsed_s(), 3))
             return Outcome(self.progress.step, self.why, self.last_line)
         finally:
-            self.loader.close()
-            if self.metrics is not None:
-                self.metrics.close()
+            self.close()
 
-    # ---- the parts of a step ----
+    def turn(self) -> None:
+        """One turn of the loop: an update, and what is due after it."""
+        self._update(self.loader.next())
+        self.why = self._why_stop()
+        if self._validation_due():
+            self._validate()
+        if self._checkpoint_due():
+            self._checkpoint()
+        self._write(self.instruments.ready())
+        if self.checkpoints.idle():
+            self._announce_checkpoint()
+
+    def close(self) -> None:
+        """End the threads. A checkpoint that is being written is finished first: the folder is not given up half-written."""
+        self.loader.close()
+        self.checkpoints.close()
+        if self.metrics is not None:
+            self.metrics.close()
+
+    # ---- the parts of a turn ----
 
     def _update(self, batch: Batch) -> None:
         """One update on one batch; running out of memory halves the pass and tries the same batch again."""
         done = self.progress
-        tokens = self.process.sum(float((batch.targets_BT != IGNORED).sum()))
-        factor = lr_factor(self.train, done.step + 1, self._elapsed_s())
+        clock_s = self._elapsed_s() if self.process.is_first else 0.0  # the first one's clock rules the schedule of all
+        tokens, self.clock_s = self.process.sums(float((batch.targets_BT != IGNORED).sum()), clock_s)
+        factor = lr_factor(self.train, done.step + 1, self.clock_s)
         while True:
             try:
                 update = self._attempt(batch, tokens, factor)
@@ -219,9 +230,8 @@ class Trainer:
 
     def _validate(self) -> None:
         """Validate, put the result into this step's line, and remember whether it is the best so far."""
-        assert self.job.validate is not None
         lines = self.instruments.ready(drain=True)
-        found = self.job.validate(self.learner.model, self.micro_batch)
+        found = self._held_out()
         self._write(lines, found)
         done = self.progress
         self.better = done.best_loss is None or found["valid_loss"] < done.best_loss
@@ -232,6 +242,19 @@ class Trainer:
         if self.why is None and self.train.early_stop_evals and done.evals_without_gain >= self.train.early_stop_evals:
             self.why = f"early stop: {done.evals_without_gain} validations without a better loss"
         self.instruments.restart()
+
+    def _held_out(self) -> dict[str, float]:
+        """The validation metrics; it runs eagerly, so where it needs more memory than training its passes shrink, not the training's."""
+        assert self.job.validate is not None
+        micro_batch = self.micro_batch
+        while True:
+            try:
+                return self.job.validate(self.learner.model, micro_batch)
+            except torch.OutOfMemoryError as error:
+                if micro_batch == 1 or self.process.world_size > 1:
+                    raise TrainingError(f"out of memory in the validation of step {self.progress.step}: lower plan.micro_batch") from error
+                torch.cuda.empty_cache()
+                micro_batch //= 2
 
     def _checkpoint(self) -> None:
         """Save without waiting for the disk; the copy overlaps the next step's passes."""
@@ -275,8 +298,11 @@ class Trainer:
         return LineWriter(folder.metrics_path)
 
     def _resume(self) -> None:
+        """Take up the last checkpoint, or the initial weights where the recipe names some and there is no checkpoint yet."""
         step = self.checkpoints.latest()
         if step is None:
+            if self.job.initial_weights is not None:
+                self.job.initial_weights(self.learner.model)
             return
         folder = self.checkpoints.folder / step_name(step)
         state = load(folder, self.tensors)
@@ -301,7 +327,7 @@ class Trainer:
     def _why_stop(self) -> str | None:
         if self.progress.step >= self.train.steps:
             return "finished"
-        if self.train.max_hours is not None and self._elapsed_s() >= self.train.max_hours * 3600:
+        if self.train.max_hours is not None and self.clock_s >= self.train.max_hours * 3600:
             return f"time limit of {self.train.max_hours} h"
         if self.train.early_stop_evals and self.progress.evals_without_gain >= self.train.early_stop_evals:
             return "stopped early before"
@@ -318,11 +344,8 @@ class Trainer:
         return self.why is not None or self.better or (every > 0 and self.progress.step % every == 0)
 
     def _elapsed_s(self) -> float:
-        """Training time over all attempts. With several processes the first one's clock counts where the schedule depends on it."""
-        elapsed_s = self.progress.elapsed_s + time.monotonic() - self.clock_started_s
-        if self.train.max_hours is None or self.process.world_size == 1:
-            return elapsed_s
-        return self.process.sum(elapsed_s if self.process.is_first else 0.0)
+        """Training time of this run: of this attempt, and of those before up to the checkpoint it resumed from."""
+        return self.progress.elapsed_s + time.monotonic() - self.clock_started_s
 
     def _request_stop(self) -> None:
         self.stop_requested = True

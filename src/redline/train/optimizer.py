@@ -45,7 +45,7 @@ class Muon(torch.optim.Optimizer):
             assert p.grad is not None
             buffer = self.state[p]["momentum_buffer"]
             buffer.lerp_(p.grad, 1 - group["momentum"])
-            updates.append(_whole(p.grad.lerp(buffer, group["momentum"])).bfloat16())  # Nesterov
+            updates.append(_whole(p.grad.lerp(buffer, group["momentum"]).bfloat16()))  # Nesterov; half the bytes to gather
         rows, columns = stack[0].shape
         lr = group["lr"] * max(1.0, rows / columns) ** 0.5
         for p, update in zip(stack, orthogonalize(torch.stack(updates), group["steps"]), strict=True):

@@ -28,13 +28,16 @@ class Process:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def sum(self, value: float) -> float:
-        """The sum over all processes; a host-side exchange, for numbers that are on the host anyway."""
+    def sums(self, *values: float) -> tuple[float, ...]:
+        """Sums over all processes in one host-side exchange, for numbers that are on the host anyway."""
         if self.world_size == 1:
-            return value
-        total = torch.tensor(value, dtype=torch.float64)  # on the host, so that gloo carries it and the GPU is not waited for
+            return values
+        total = torch.tensor(values, dtype=torch.float64)  # on the host, so that gloo carries it and the GPU is not waited for
         dist.all_reduce(total)
-        return total.item()
+        return tuple(total.tolist())
+
+    def sum(self, value: float) -> float:
+        return self.sums(value)[0]
 
     def any(self, flag: bool) -> bool:
         """True on every process if it is true on one: processes stop at the same step or hang."""
@@ -63,9 +66,13 @@ def join(kind: str) -> Iterator[Process]:
 
 
 def shard(model: Transformer, process: Process, dtype: torch.dtype) -> None:
-    """Spread every weight of a model that has no memory yet over the processes; computes in `dtype`, reduces in fp32."""
+    """Spread every weight of a model that has no memory yet over the processes; reduces gradients in fp32.
+
+    Numbers are those of one process: blocks gather their weights in `dtype`, to which each layer would cast them anyway; embedding,
+    last norm and head gather fp32, because one process looks tokens up in fp32; and no input is cast (the rotation is in fp32).
+    """
     mesh = init_device_mesh(process.device.type, (process.world_size,))
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    in_dtype = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=in_dtype)
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False))
