@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from redline import __version__
-from redline.cli import bench, data, evaluate, export, generate, machine, plan, recipes, train
+from redline.cli import bench, data, evaluate, export, generate, machine, plan, recipes, tasks, train
 from redline.errors import RedlineError
 
 COMMANDS = {
@@ -17,6 +17,7 @@ COMMANDS = {
     "recipes": recipes,
     "plan": plan,
     "data": data,
+    "tasks": tasks,
     "train": train,
     "generate": generate,
     "evaluate": evaluate,

@@ -1,0 +1,119 @@
+"""List the tasks, print questions of one with their reference answers, or score completions.
+
+redline tasks units --split valid --count 5
+redline tasks gsm8k --data gsm8k/ --split test --count 5 --json
+redline tasks units --score answers.jsonl
+redline tasks my_task.py:make --count 3
+
+Answers are JSON lines with `completion` and either `id` or `question`. A path runs the code in that file.
+"""
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from redline.tasks.task import Question
+
+HELP = "list tasks, print questions, score completions"
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    from redline.cli.options import add_json
+
+    command.add_argument("task", nargs="?", help="a task's name, or a file of your own and its function: my_task.py:make")
+    command.add_argument("--data", metavar="FOLDER", help="read the questions from files in this folder, one a split")
+    command.add_argument("--split", default="valid", help="train, valid or test (default valid)")
+    command.add_argument("--count", type=int, metavar="N", help="the first N questions (default 10; all when scoring)")
+    command.add_argument("--seed", type=int, metavar="N", help="another draw of generated questions (default 0); files keep their order")
+    command.add_argument("--score", type=Path, metavar="ANSWERS.jsonl", help="score these completions: accuracy and answer rate")
+    add_json(command)
+
+
+def run(options: argparse.Namespace) -> None:
+    from redline.cli.options import print_json
+    from redline.errors import ConfigError
+    from redline.tasks.registry import TASKS, load_task
+    from redline.tasks.task import prompt_text
+
+    if options.task is None:
+        if given := [f"--{name}" for name in ("data", "count", "seed", "score") if getattr(options, name) is not None]:
+            raise ConfigError(f"{given[0]} needs a task: one of {', '.join(TASKS)}, or my_task.py:make")
+        about = {name: make(None).about for name, make in TASKS.items()}
+        if options.json:
+            print_json([{"name": name, "about": text} for name, text in about.items()])
+        else:
+            print("\n".join(f"{name:<{max(map(len, about))}}  {text}" for name, text in about.items()))
+        return
+    if options.seed is not None and options.data is not None:
+        raise ConfigError(f"--seed draws generated questions and files keep their order; got --seed {options.seed} with --data")
+    task = load_task(options.task, options.data)
+    count = 10 if options.count is None and options.score is None else options.count
+    questions = task.questions(options.split, count, options.seed or 0)
+    if options.score is not None:
+        _score(options, questions)
+    elif options.json:
+        print_json([_shown(question, prompt_text(task, question)) for question in questions])
+    else:
+        print("\n".join(f"{question.id}  {question.text}  {question.answer}" for question in questions))
+
+
+def _shown(question: "Question", prompt: str) -> dict[str, object]:
+    named = question._asdict()
+    return {"id": named.pop("id"), "question": named.pop("text"), **named, "prompt": prompt}
+
+
+def _score(options: argparse.Namespace, questions: "list[Question]") -> None:
+    from redline.cli.options import print_json
+    from redline.record.units import format_share
+    from redline.tasks.pool import Pool
+    from redline.tasks.task import accuracy, answer_rate
+
+    items = _answers(options, questions)
+    workers = min(len(os.sched_getaffinity(0)), 1 + len(items) // 1000)  # starting one costs as much as thousands of cheap verdicts
+    with Pool(options.task, options.data, workers=workers) as pool:
+        verdicts = pool.score(items)
+    failures = [verdict.reason for verdict in verdicts if verdict.reason is not None]
+    found = {
+        "completions": len(items),
+        "questions": len({question.id for question, _ in items}),
+        "accuracy": accuracy(verdicts),
+        "answer_rate": answer_rate(verdicts),
+        "failures": failures,
+    }
+    if options.json:
+        print_json(found)
+        return
+    print(f"accuracy     {format_share(accuracy(verdicts))}")
+    print(f"answer rate  {format_share(answer_rate(verdicts))}")
+    print(f"{len(items):,} completions of {found['questions']:,} questions, {options.split} split")
+    if failures:
+        print(f"the scorer failed on {len(failures):,} of them, counted as wrong; the first: {failures[0]}")
+
+
+def _answers(options: argparse.Namespace, questions: "list[Question]") -> "list[tuple[Question, str]]":
+    """The completions of the answers file, each with its question."""
+    from redline.errors import DataError
+    from redline.tasks.task import json_lines
+
+    try:
+        rows = json_lines(str(options.score), options.score.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"no answers can be read from {options.score}: {error}") from error
+    by = {"id": {question.id: question for question in questions}, "question": {question.text: question for question in questions}}
+    items = []
+    for place, row in enumerate(rows, start=1):
+        key = "id" if "id" in row else "question"
+        if not isinstance(row.get("completion"), str) or not isinstance(row.get(key), str):
+            raise DataError(
+                f"{options.score}, answer {place}: `completion` and one of `id` and `question` are needed as text, got {list(row)}"
+            )
+        if (question := by[key].get(row[key])) is None:
+            raise DataError(
+                f"{options.score}, answer {place}: no {key} {row[key]!r} among the {len(questions):,} of the {options.split} split"
+            )
+        items.append((question, row["completion"]))
+    if not items:
+        raise DataError(f"{options.score} holds no answers: write one JSON object a line, with completion and id or question")
+    return items

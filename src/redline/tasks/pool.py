@@ -1,0 +1,217 @@
+"""Score many completions in other processes; a scorer that hangs or dies costs its own completion a 0, and nothing else.
+
+    with Pool("units") as pool:
+        verdicts = pool.score([(question, completion), ...])     # in that order, from any thread
+
+Each worker is a fresh Python process that loads the task by name or path (no fork of a process that holds a GPU, no pickle). A
+completion has `budget_s` of wall clock; past it the worker and all of its children are killed, the completion is scored 0 with the
+reason, and a new worker goes on with the rest. Left out: rewards that run generated code; that needs a sandbox, and this is none.
+"""
+
+import contextlib
+import json
+import mmap
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from redline.errors import ConfigError, MachineError
+from redline.tasks.task import Question, Verdict
+from redline.tasks.worker import failed
+
+BATCH = 256
+"""Completions in one message: enough to make the message's own cost small, few enough to keep all workers busy to the end."""
+START_S = 60.0
+"""How long a worker may take to load its task."""
+
+Item = tuple[Question, str]
+
+
+class Pool:
+    """Worker processes that score completions for one task. Close it, or use it in a `with`."""
+
+    def __init__(
+        self, spec: str, data: str | None = None, *, workers: int | None = None, budget_s: float = 5.0, memory_bytes: int = 2 << 30
+    ) -> None:
+        """`workers`: processes (default: one a core); `budget_s`: wall clock a completion; `memory_bytes`: address space a process."""
+        count = workers if workers is not None else len(os.sched_getaffinity(0))
+        if count < 1 or not budget_s > 0:
+            raise ConfigError(f"a scoring pool needs at least 1 worker and a budget above 0 s, got {count} and {budget_s}")
+        self._children: list[_Child] = []
+        self._idle: queue.SimpleQueue[_Child] = queue.SimpleQueue()
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="redline-score")
+        self._closed = False
+        try:
+            for _ in range(count):
+                self._children.append(_Child([spec, data or "", str(budget_s), str(memory_bytes)], budget_s))
+            for child in self._children:  # after all were started: they load their task side by side
+                child.wait_ready()
+                self._idle.put(child)
+        except BaseException:
+            self.close()
+            raise
+
+    def score(self, items: Sequence[Item]) -> list[Verdict]:
+        """A verdict for each (question, completion), in their order."""
+        if self._closed:
+            raise ConfigError("the scoring pool is closed: score inside its `with`")
+        size = max(1, min(BATCH, -(-len(items) // (4 * len(self._children)))))
+        batches = [items[at : at + size] for at in range(0, len(items), size)]
+        return [verdict for verdicts in self._threads.map(self._run, batches) for verdict in verdicts]
+
+    def close(self) -> None:
+        """Kill the workers. A `score` that is under way in another thread ends with an error."""
+        self._closed = True
+        for child in self._children:
+            child.stop()
+        self._threads.shutdown(cancel_futures=True)
+        for child in self._children:  # no thread uses their pipes any more
+            child.release()
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, items: Sequence[Item]) -> list[Verdict]:
+        child = self._idle.get()
+        try:
+            return child.score(items)
+        finally:
+            self._idle.put(child)
+
+
+class _Child:
+    """One worker process and the pipes to it. Used by one thread at a time, but for `stop`."""
+
+    def __init__(self, arguments: list[str], budget_s: float) -> None:
+        self._arguments = arguments
+        self._budget_s = budget_s
+        self._stopped = False
+        self._lock = threading.Lock()  # between `stop` and the thread that scores
+        self._progress_fd = os.memfd_create("redline-progress")
+        os.ftruncate(self._progress_fd, 8)
+        self._progress = mmap.mmap(self._progress_fd, 8)
+        self._start()
+
+    def score(self, items: Sequence[Item]) -> list[Verdict]:
+        """Verdicts for all items, with as many new processes as it takes."""
+        verdicts: list[Verdict] = []
+        if self._process.poll() is not None:  # died while idle: no item's fault
+            self._restart()
+        while len(verdicts) < len(items):
+            rest = items[len(verdicts) :]
+            found, reason = self._exchange(rest)
+            verdicts += found
+            if reason is not None:
+                culprit = max(len(found), self._at() - 1)
+                self._restart()
+                verdicts += self.score(rest[len(found) : culprit])  # scored, but their verdicts had not been sent
+                verdicts.append(failed(reason))
+        return verdicts
+
+    def wait_ready(self) -> None:
+        """Wait for the worker's first line: it has its task, or says why not."""
+        poller = select.poll()
+        poller.register(self._out, select.POLLIN)
+        line = b""
+        end_s = time.monotonic() + START_S
+        while not line.endswith(b"\n"):
+            data = os.read(self._out, 1 << 16) if poller.poll(max(0, end_s - time.monotonic()) * 1000) else b""
+            if not data:
+                raise MachineError(
+                    f"a scoring process for task {self._arguments[0]} did not get ready (limit {START_S:.0f} s): {self._end()}"
+                )
+            line += data
+        if error := json.loads(line).get("error"):
+            raise ConfigError(error)
+
+    def stop(self) -> None:
+        """Kill the process for good."""
+        self._stopped = True
+        self._end()
+
+    def release(self) -> None:
+        """Close the pipes and the shared memory of a process that was stopped."""
+        self._close_pipes()
+        self._progress.close()
+        os.close(self._progress_fd)
+
+    def _exchange(self, items: Sequence[Item]) -> tuple[list[Verdict], str | None]:
+        """Send the items; return the verdicts that came back and, where the process ended before the last, the reason."""
+        self._progress[:] = bytes(8)
+        message = memoryview(json.dumps(items).encode() + b"\n")
+        verdicts: list[Verdict] = []
+        line, at, since_s = b"", 0, time.monotonic()
+        poller = select.poll()
+        poller.register(self._out, select.POLLIN)
+        poller.register(self._in, select.POLLOUT)
+        while len(verdicts) < len(items):
+            asked_s = time.monotonic()  # before the poll: this thread may be held up after it, which is not the scorer's doing
+            for fd, _ in (ready := poller.poll(min(50.0, self._budget_s * 250))):
+                if fd == self._out:
+                    if not (data := os.read(fd, 1 << 20)):
+                        return verdicts, self._end()
+                    *lines, line = (line + data).split(b"\n")
+                    verdicts += [Verdict(*fields) for one in lines for fields in json.loads(one)]
+                    continue
+                with contextlib.suppress(BrokenPipeError):  # its end shows on the other pipe
+                    message = message[os.write(fd, message) :]
+                    if message:
+                        continue
+                poller.unregister(fd)
+            if (now_at := self._at()) != at:
+                at, since_s = now_at, time.monotonic()
+            elif not ready and asked_s - since_s > self._budget_s:
+                self._end()
+                return verdicts, f"the scorer took more than {self._budget_s:g} s and was killed"
+        return verdicts, None
+
+    def _at(self) -> int:
+        """The item that the process is at, counted from 1; 0 before the first."""
+        return int.from_bytes(self._progress[:], "little")
+
+    def _start(self) -> None:
+        command = [sys.executable, "-P", "-m", "redline.tasks.worker", *self._arguments, str(self._progress_fd)]
+        # The same modules as here, also where sys.path was changed by hand; one core a worker, so no threads in numeric libraries.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+        self._process = subprocess.Popen(command, env=environment, pass_fds=[self._progress_fd], start_new_session=True, **pipes)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._in, False)
+
+    def _restart(self) -> None:
+        self._end()
+        with self._lock:
+            if self._stopped:
+                raise ConfigError("the scoring pool was closed while it scored")
+            self._close_pipes()
+            self._start()
+        self.wait_ready()
+
+    def _close_pipes(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def _end(self) -> str:
+        """Kill the process with all it started, and say how it ended; it may have been dead before."""
+        with self._lock:
+            if self._process.returncode is None:  # once waited for, its number may be somebody else's
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+            code = self._process.returncode
+        if code >= 0:
+            return f"the scorer ended its process with exit code {code}"
+        return f"the scorer's process was ended by {signal.Signals(-code).name}"

@@ -1,0 +1,130 @@
+"""What a task is: questions, a prompt, a score. A new one is a file of 30 lines with a function that returns a `Task` (docs/tasks.md).
+
+    task = load_task("units")                                  # redline.tasks.registry
+    question = task.questions("valid", 1, 0)[0]                # split, how many (None: all), seed
+    verdict = task.score(question, "... <answer>120</answer>")
+
+`prompt_text` is for models that only continue text, `prompt_messages` for those with a chat template. Score untrusted or slow scorers
+through `redline.tasks.pool`. Left out on purpose: tokens and templates (the engine's), and rewards that run code.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from redline.errors import ConfigError, DataError
+
+STOP = "\n\nQuestion:"
+"""Where a model that only continues text has finished its answer and begins to ask itself the next question."""
+
+
+class Question(NamedTuple):
+    """One question. A plain tuple, because hundreds of thousands of them travel to the scoring processes as JSON."""
+
+    id: str
+    """Unique within its split, and the same whatever the seed."""
+    text: str
+    answer: str
+    """The reference answer, as the scorer reads it."""
+    solution: str = ""
+    """A completion that scores as correct: what plain supervised fine-tuning learns. Empty: none is known."""
+    meta: Mapping[str, Any] = {}
+    """Facts about the question (JSON values), for reports by kind."""
+
+
+class Verdict(NamedTuple):
+    """What the scorer says of one completion."""
+
+    correct: bool
+    parsed: bool
+    """An answer could be read from the completion, right or wrong."""
+    reward: float
+    answer: str | None
+    """The answer as it stood in the completion."""
+    reason: str | None = None
+    """Why the scorer itself failed; None: it did not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Questions and how to score their completions. The functions must not depend on global state: they run in other processes."""
+
+    name: str
+    about: str
+    questions: Callable[[str, int | None, int], list[Question]]
+    """(split, count or None for all, seed) -> questions, the same for the same arguments; a larger count begins with a smaller one.
+    Tasks that read files keep their order and take no notice of the seed."""
+    score: Callable[[Question, str], Verdict]
+    instruction: str = ""
+    """What to do and in which form to answer."""
+    examples: tuple[tuple[str, str], ...] = ()
+    """Few-shot examples: a question and a good completion."""
+
+
+def prompt_text(task: Task, question: Question, shots: int | None = None) -> str:
+    """The question for a model that continues text, after the first `shots` examples (None: all)."""
+    parts = [task.instruction] if task.instruction else []
+    parts += [f"Question: {asked}\nAnswer: {completion}" for asked, completion in task.examples[:shots]]
+    return "\n\n".join([*parts, f"Question: {question.text}\nAnswer:"])
+
+
+def prompt_messages(task: Task, question: Question, shots: int | None = None) -> list[dict[str, str]]:
+    """The question as chat messages: the instruction as system, the examples as earlier turns."""
+    messages = [{"role": "system", "content": task.instruction}] if task.instruction else []
+    for asked, completion in task.examples[:shots]:
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": completion}]
+    return [*messages, {"role": "user", "content": question.text}]
+
+
+def accuracy(verdicts: Sequence[Verdict]) -> float:
+    """Share of the completions that are correct."""
+    return _share([verdict.correct for verdict in verdicts])
+
+
+def answer_rate(verdicts: Sequence[Verdict]) -> float:
+    """Share of the completions from which an answer could be read."""
+    return _share([verdict.parsed for verdict in verdicts])
+
+
+def _share(holds: list[bool]) -> float:
+    if not holds:
+        raise DataError("a share needs at least one verdict, got none: score some completions first")
+    return sum(holds) / len(holds)
+
+
+def read_split(task: str, data: str | None, split: str, suffix: str) -> str:
+    """The text of the split's file in the folder that the user named."""
+    if data is None:
+        raise ConfigError(f"task {task} reads files: name the folder that holds train{suffix} with --data FOLDER")
+    path = Path(data) / f"{split}{suffix}"
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        what = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        there = ", ".join(sorted(p.stem for p in Path(data).glob(f"*{suffix}"))) or f"no {suffix} file"
+        raise DataError(f"task {task}: split {split!r} cannot be read from {path}: {what}; {data} holds {there}") from error
+
+
+def json_lines(name: str, text: str) -> list[dict[str, Any]]:
+    """The objects of a JSONL text, blank lines left out; a line that is not an object is refused with its number."""
+    rows = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{name}, line {number}: not JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{name}, line {number}: a JSON object is needed, got {type(row).__name__}")
+        rows.append(row)
+    return rows
+
+
+def at_most(count: int | None) -> int | None:
+    """A count of questions, checked: None for all, else at least 1."""
+    if count is not None and count < 1:
+        raise ConfigError(f"the number of questions must be at least 1, got {count}")
+    return count

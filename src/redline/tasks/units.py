@@ -1,0 +1,260 @@
+"""Unit conversion: "How many min are there per 2 hour?", generated from its grammar or read from `[question, answer]` JSON files.
+
+Six families, 74 spellings, 23 templates, whole numbers from 1 to 10. Conventions: "ton" is metric, data units are decimal, a year
+has 365.24219878 days and a month is a twelfth of it; "ounce" is mass beside mass units and a US fluid ounce beside volume units.
+A pair of units is asked for when one of the first is 1/8 to 10,000 of the second, so that answers stay numbers that one can write.
+
+The splits are disjoint by (unit, unit, number) whatever the seed and however the units are spelt: "2 h" and "2 hours" to minutes are
+in the same split. An answer is right within 5 %, after rounding both to three decimals; 'nan' is no answer, 'inf' is a wrong one.
+"""
+
+import functools
+import hashlib
+import json
+import math
+import random
+import re
+import zlib
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import NamedTuple
+
+from redline.errors import ConfigError, DataError, nearest
+from redline.tasks.task import Question, Task, Verdict, at_most, read_split
+
+_YEAR_S = Fraction("365.24219878125") * 86400
+_FLUID_OUNCE_ML = Fraction("29.5735295625")
+_MILE_M = Fraction("1609.344")
+_FOOT_M = Fraction("0.3048")
+
+FAMILIES: dict[str, list[tuple[Fraction, str]]] = {
+    # The size of a unit in one common measure, and its spellings, parted by commas.
+    "time": [
+        (Fraction(1), "second,s,sec,seconds"),
+        (Fraction(60), "minute,min"),
+        (Fraction(3600), "hour,h,hours"),
+        (Fraction(86400), "day,days"),
+        (Fraction(604800), "week,weeks"),
+        (_YEAR_S / 12, "month,months"),
+        (_YEAR_S, "year,years"),
+        (_YEAR_S * 10, "decade,decades"),
+        (_YEAR_S * 100, "century,centuries"),
+    ],
+    "mass": [
+        (Fraction(1), "gram,g"),
+        (Fraction(1000), "kg"),
+        (Fraction("453.59237"), "pound"),
+        (Fraction("28.349523125"), "ounce"),
+        (Fraction(10**6), "ton,tonne,metric ton"),
+    ],
+    "volume": [
+        (Fraction(1), "milliliter,mL,ml,millilitre"),
+        (Fraction(1), "cc,cm^3,cm**3"),  # apart from millilitres: converting one into the other is a question
+        (Fraction(1, 1000), "mm^3,mm**3"),
+        (Fraction(1000), "liter,L,l,litre"),
+        (Fraction(10**6), "m^3,m**3"),
+        (_FLUID_OUNCE_ML, "fluid ounce,ounce"),
+        (_FLUID_OUNCE_ML * 16, "pint"),
+        (_FLUID_OUNCE_ML * 32, "quart"),
+        (_FLUID_OUNCE_ML * 128, "gallon"),
+    ],
+    "speed": [
+        (Fraction(1), "m/s"),
+        (Fraction(1000, 3600), "km/h,kmh"),
+        (_MILE_M / 3600, "mph,mi/h"),
+        (_FOOT_M, "ft/s"),
+        (_FOOT_M / 12, "in/s"),
+    ],
+    "length": [
+        (Fraction(1, 1000), "mm"),
+        (Fraction(1, 100), "cm"),
+        (Fraction(1), "meter,m"),
+        (Fraction(1000), "km"),
+        (_FOOT_M / 12, "in"),
+        (_FOOT_M, "ft"),
+        (_FOOT_M * 3, "yd"),
+        (_MILE_M, "miles,mi"),
+    ],
+    "data": [
+        (Fraction(1, 8), "bit"),
+        (Fraction(1), "byte,B"),
+        (Fraction(10**3), "kB,KB"),
+        (Fraction(10**6), "MB,M"),
+        (Fraction(10**9), "GB,G"),
+    ],
+}
+
+TEMPLATES = (
+    "Can you change {n} {a} to its equivalent in {b}?",
+    "Express {n} {a} as a quantity of {b}.",
+    "Tell me how many {b} are there in {n} {a}.",
+    "What is the conversion of {n} {a} to {b}?",
+    "How much is {n} {a} when converted to {b}?",
+    "Convert the measurement of {n} {a} into {b}.",
+    "Please convert {n} {a} into {b}.",
+    "How do we express {n} {a} in terms of {b}?",
+    "How many {b} are there per {n} {a}?",
+    "Can you provide the conversion value from {a} to {b} for {n} units?",
+    "What is the equivalent of {n} {a} in {b}?",
+    "How does {n} {a} measure up in terms of {b}?",
+    "What is the measurement of {n} {a} when converted into {b}?",
+    "How many {b} is {n} {a}?",
+    "What does {n} {a} equal in {b} terms?",
+    "Convert {n} {a} to {b}?",
+    "What is {n} {a} in {b}?",
+    "Could you provide the value of {n} {a} in {b}?",
+    "How do we translate {n} {a} into {b}?",
+    "Could you convert {n} {a} to its corresponding value in {b}?",
+    "Could you give the conversion from {a} to {b} for {n} units?",
+    "How many {b} make up {n} {a}?",
+    "What is the conversion from {a} to {b} for {n} units?",
+)
+NUMBERS = range(1, 11)
+SPLITS = ("train", "valid", "test")
+INSTRUCTION = "Convert the units. Reason in one short line and end with the number in answer tags, like <answer>12.5</answer>."
+EXAMPLES = (
+    ("How many gram are there per 6 kg?", "1 kg is 1000 gram. 6 * 1000 = <answer>6000</answer>"),
+    ("What is 3 ft in cm?", "1 ft is 30.48 cm. 3 * 30.48 = <answer>91.44</answer>"),
+)
+
+
+class Conversion(NamedTuple):
+    """What a question asks, in its own spelling."""
+
+    number: int
+    source: str
+    target: str
+
+
+def convert(number: int | Fraction, source: str, target: str) -> float:
+    """The number in target units, exact but for the one rounding to a float."""
+    family = _family(source, target)
+    if family is None:
+        raise ConfigError(f"both units must belong to one of {', '.join(FAMILIES)}; got {source!r} and {target!r}")
+    return float(number * (_sizes(family)[source] / _sizes(family)[target]))
+
+
+def parse_answer(completion: str) -> float:
+    """The number in the first answer tag; NaN where there is none. Written as the task's specification has it."""
+    try:
+        return float(completion.split("<answer>")[1].split("</answer>")[0])
+    except (IndexError, ValueError):
+        return math.nan
+
+
+def is_correct(answer: float, reference: float) -> bool:
+    """Within 5 % of the reference, both rounded to three decimals. Never for a NaN, an infinity or a reference that rounds to 0."""
+    return abs(round(answer, 3) - round(reference, 3)) < 0.05 * abs(round(reference, 3))
+
+
+def score(question: Question, completion: str) -> Verdict:
+    answer = parse_answer(completion)
+    if math.isnan(answer):
+        return Verdict(correct=False, parsed=False, reward=0.0, answer=None)
+    correct = is_correct(answer, float(question.answer))
+    written = completion.split("<answer>")[1].split("</answer>")[0].strip()
+    return Verdict(correct=correct, parsed=True, reward=float(correct), answer=written)
+
+
+def parse_question(text: str) -> Conversion | None:
+    """What a question of the grammar asks, or None for any other text."""
+    for pattern in _patterns():
+        if (found := pattern.fullmatch(text)) and _family(found["a"], found["b"]):
+            return Conversion(int(found["n"]), found["a"], found["b"])
+    return None
+
+
+def generate(split: str, count: int | None, seed: int) -> list[Question]:
+    """Distinct questions of one split, families in equal shares until one of them is used up."""
+    if split not in SPLITS:
+        raise ConfigError(f"task units has the splits {', '.join(SPLITS)}; got {split!r}{nearest(split, SPLITS)}")
+    draw = random.Random(seed)
+    left = {family: [(asked, t) for asked in _asked(family, split) for t in range(len(TEMPLATES))] for family in FAMILIES}
+    total = sum(map(len, left.values()))
+    if (at_most(count) or 0) > total:
+        raise ConfigError(f"the {split} split of units has {total:,} distinct questions; got a count of {count:,}")
+    for questions in left.values():
+        draw.shuffle(questions)
+    found: list[Question] = []
+    while len(found) < (total if count is None else count):
+        family = draw.choice([name for name, questions in left.items() if questions])
+        asked, template = left[family].pop()
+        found.append(_question(TEMPLATES[template].format(n=asked.number, a=asked.source, b=asked.target), asked))
+    return found
+
+
+def load(data: str, split: str, count: int | None) -> list[Question]:
+    """The first questions of `split`.json in a folder: a list of [question, answer]."""
+    try:
+        rows = json.loads(read_split("units", data, split, ".json"), parse_int=float)
+    except ValueError as error:
+        raise DataError(f"{data}/{split}.json is not JSON: {error}") from error
+    if not isinstance(rows, list):
+        raise DataError(f"{data}/{split}.json must hold a list of [question, answer], got {type(rows).__name__}")
+    questions = []
+    for index, row in enumerate(rows[: at_most(count)]):
+        match row:
+            case [str(text), float(answer)] if math.isfinite(answer):
+                solution = f"<answer>{_written(answer)}</answer>"
+                questions.append(Question(f"{split}-{index}", text, repr(answer), solution, _meta(parse_question(text))))
+            case _:
+                raise DataError(f"{data}/{split}.json, row {index}: [question, finite number] is needed, got {json.dumps(row)[:80]}")
+    return questions
+
+
+def make(data: str | None) -> Task:
+    def questions(split: str, count: int | None, seed: int) -> list[Question]:
+        return generate(split, count, seed) if data is None else load(data, split, count)
+
+    about = "unit conversion, right within 5 %: generated, or [question, answer] JSON files"
+    return Task(name="units", about=about, questions=questions, score=score, instruction=INSTRUCTION, examples=EXAMPLES)
+
+
+def _question(text: str, asked: Conversion) -> Question:
+    answer = convert(*asked)
+    key = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return Question(f"units-{key}", text, repr(answer), f"<answer>{_written(answer)}</answer>", _meta(asked))
+
+
+def _meta(asked: Conversion | None) -> dict[str, object]:
+    if asked is None:
+        return {}
+    return {"family": _family(asked.source, asked.target), "from": asked.source, "to": asked.target, "number": asked.number}
+
+
+def _written(answer: float) -> str:
+    """Three decimals, which is all that the rule of correctness looks at; none that are 0."""
+    return f"{answer:.3f}".rstrip("0").rstrip(".")
+
+
+def _asked(family: str, split: str) -> Iterator[Conversion]:
+    """Every conversion of a family whose units and number fall into the split."""
+    for a_size, a_spellings in FAMILIES[family]:
+        for b_size, b_spellings in FAMILIES[family]:
+            if a_spellings == b_spellings or not Fraction(1, 8) <= a_size / b_size <= 10_000:
+                continue
+            for number in NUMBERS:
+                if _split(f"{family} {a_spellings} {b_spellings} {number}") == split:
+                    yield from (Conversion(number, a, b) for a in a_spellings.split(",") for b in b_spellings.split(","))
+
+
+def _split(key: str) -> str:
+    """Eight tenths of the keys to train on, one each to validate and to test; a hash, so that no seed moves a key."""
+    return {0: "valid", 1: "test"}.get(zlib.crc32(key.encode()) % 10, "train")
+
+
+@functools.cache
+def _sizes(family: str) -> dict[str, Fraction]:
+    """Size by spelling, for one family: "ounce" stands in two of them."""
+    return {word: size for size, spellings in FAMILIES[family] for word in spellings.split(",")}
+
+
+@functools.cache
+def _family(source: str, target: str) -> str | None:
+    return next((family for family in FAMILIES if source in _sizes(family) and target in _sizes(family)), None)
+
+
+@functools.cache
+def _patterns() -> list[re.Pattern[str]]:
+    groups = {r"\{n\}": r"(?P<n>\d{1,9})", r"\{a\}": "(?P<a>.+?)", r"\{b\}": "(?P<b>.+?)"}
+    return [re.compile(functools.reduce(lambda text, name: text.replace(name, groups[name]), groups, re.escape(t))) for t in TEMPLATES]

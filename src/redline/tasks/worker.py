@@ -1,0 +1,113 @@
+"""The scoring process behind `redline.tasks.pool`: reads batches of (question, completion) as JSON lines, writes back verdicts.
+
+    python -m redline.tasks.worker SPEC DATA BUDGET_S MEMORY_BYTES PROGRESS_FD
+
+It writes the number of the item it is at into shared memory, so that the pool knows whom to blame when it has to kill. Its memory is
+limited, each item's processor time too (a backstop: should the pool die, a loop does not go on for ever), and it may start no
+processes. This guards against accidents in scorers that somebody wrote in good faith; it is no sandbox for hostile code.
+"""
+
+import json
+import math
+import mmap
+import os
+import queue
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from redline.errors import RedlineError
+from redline.tasks.registry import load_task
+from redline.tasks.task import Question, Verdict
+
+FLUSH_S = 0.05
+"""Verdicts are sent at least this often: what is lost when a later item kills the process, and is scored again, stays small."""
+PROCESS_EVENTS = frozenset({"os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "subprocess.Popen"})
+
+Score = Callable[[Question, str], Verdict]
+
+
+def main(spec: str, data: str, budget_s: float, memory_bytes: int, progress_fd: int) -> None:
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    # A scorer that prints or asks for input must not touch the two pipes.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    progress = mmap.mmap(progress_fd, 8)
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard), hard))
+    try:
+        score = load_task(spec, data or None).score
+    except RedlineError as error:
+        _send(replies, {"error": str(error)})
+        return
+    sys.addaudithook(_forbid_processes)
+    _send(replies, {})
+    batches: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(requests, batches), daemon=True).start()
+    while True:
+        _score_batch(score, json.loads(batches.get()), replies, progress, budget_s)
+
+
+def _score_batch(score: Score, batch: list[Any], replies: BinaryIO, progress: mmap.mmap, budget_s: float) -> None:
+    verdicts: list[Verdict] = []
+    sent_s = -math.inf
+    for number, (question, completion) in enumerate(batch, start=1):
+        now_s = time.monotonic()
+        if now_s - sent_s > FLUSH_S:
+            if verdicts:
+                _send(replies, verdicts)
+            verdicts, sent_s = [], now_s
+            _allow_cpu(budget_s)
+        progress[:] = number.to_bytes(8, "little")
+        verdicts.append(_score_one(score, Question(*question), completion))
+    _send(replies, verdicts)
+
+
+def _score_one(score: Score, question: Question, completion: str) -> Verdict:
+    """The scorer's verdict with its fields made what they are said to be, or a verdict that says how it failed."""
+    try:
+        found: Any = score(question, completion)
+        if not isinstance(found, Verdict):
+            return failed(f"the scorer returned {type(found).__name__}, not a Verdict")
+        correct, parsed, reward, answer, reason = found
+        if not math.isfinite(reward):
+            return failed(f"the scorer gave a reward of {reward}, not a finite number")
+        return Verdict(bool(correct), bool(parsed), float(reward), None if answer is None else str(answer), reason)
+    except BaseException as error:  # noqa: BLE001 - whatever foreign code raises, sys.exit() too, the run must go on
+        return failed(f"the scorer raised {type(error).__name__}: {str(error)[:200]}")
+
+
+def failed(reason: str) -> Verdict:
+    """The verdict on a completion whose scorer did not come to one."""
+    return Verdict(correct=False, parsed=False, reward=0.0, answer=None, reason=reason)
+
+
+def _allow_cpu(budget_s: float) -> None:
+    """Processor time from now: the item's budget, and more than can pass before the next call."""
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    soft = math.ceil(time.process_time() + budget_s) + 2
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def _forbid_processes(event: str, _: Any) -> None:
+    if event in PROCESS_EVENTS:
+        raise PermissionError(f"a scorer may not start processes ({event})")
+
+
+def _receive(requests: BinaryIO, batches: "queue.SimpleQueue[bytes]") -> None:
+    """Hand lines on; when the pool is gone end the process at once, in the middle of a scorer too."""
+    for line in requests:
+        batches.put(line)
+    os._exit(0)
+
+
+def _send(replies: BinaryIO, message: Any) -> None:
+    replies.write(json.dumps(message).encode() + b"\n")
+    replies.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
