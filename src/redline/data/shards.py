@@ -14,15 +14,18 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 
+from redline.config.load import build
 from redline.data.read import Split
-from redline.errors import DataError
+from redline.errors import ConfigError, DataError
+
+T = TypeVar("T")
 
 FORMAT = 1
 
@@ -117,23 +120,12 @@ def check_vocab(tokenizer_vocab_size: int, model_vocab_size: int) -> None:
         )
 
 
-def parse(kind: Any, value: Any, path: Path) -> Any:
+def parse(kind: type[T], value: Any, path: Path) -> T:
     """A dataclass made from JSON, if the value has exactly its fields and their types."""
-    if isinstance(kind, type) and is_dataclass(kind):
-        hints = get_type_hints(kind)
-        if isinstance(value, dict) and set(value) == set(hints):
-            return kind(**{name: parse(hint, value[name], path) for name, hint in hints.items()})
-        wrong = f"wrong or missing keys {sorted(set(value) ^ set(hints))}" if isinstance(value, dict) else "no object"
-        raise DataError(f"{path} is damaged: {kind.__name__} has {wrong}; remove {path.parent} and build it again")
-    if get_origin(kind) is tuple and isinstance(value, list):
-        return tuple(parse(get_args(kind)[0], each, path) for each in value)
-    if get_origin(kind) is Literal:
-        fits = value in get_args(kind)
-    else:
-        fits = get_origin(kind) is not tuple and isinstance(value, int | float if kind is float else kind)
-    if not fits:
-        raise DataError(f"{path} is damaged: {value!r} stands where {kind} should; remove {path.parent} and build it again")
-    return value
+    try:
+        return build(kind, value, where=path.name)
+    except ConfigError as error:
+        raise DataError(f"{path} is damaged: {error}; remove {path.parent} and build it again") from error
 
 
 class TokenDataset:
