@@ -95,16 +95,16 @@ def workers() -> set[int]:
 
 @pytest.fixture(scope="module")
 def pool(odd: str) -> Pool:
-    with Pool(odd, workers=1, budget_s=1, memory_bytes=1 << 29) as pool:
+    with Pool(odd, workers=1, budget_s=2, memory_bytes=1 << 28) as pool:
         yield pool
 
 
 @pytest.mark.parametrize(
     ("completion", "reason"),
     [
-        ("loop", "took more than 1 s and was killed"),
-        ("stubborn", "took more than 1 s and was killed"),
-        ("native", "took more than 1 s and was killed"),
+        ("loop", "took more than 2 s and was killed"),
+        ("stubborn", "took more than 2 s and was killed"),
+        ("native", "took more than 2 s and was killed"),
         ("memory", "MemoryError"),
         ("grow", "MemoryError"),
         ("fork", "may not start processes (os.fork)"),
