@@ -74,7 +74,8 @@ def evaluate_opened(
 ) -> HeldOut:
     """The loss of an opened model: as its run validates it, or on any text; a data folder gives its validation split."""
     recipe = opened.recipe
-    seq_len = seq_len or (recipe.data.seq_len if recipe else model.config.context_length)
+    if seq_len is None:
+        seq_len = recipe.data.seq_len if recipe else model.config.context_length
     if not 0 < seq_len <= model.config.context_length:
         context = model.config.context_length
         raise ConfigError(f"the sequence length must lie between 1 and the model's context, {context}; got {seq_len}")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from redline.config.load import from_toml, to_toml
-from redline.config.recipe import ModelConfig, Recipe
+from redline.config.recipe import ModelConfig, Recipe, differences
 from redline.data.build import Progress, prepare, tokenizer_for
 from redline.data.shards import Manifest, TokenDataset, check_vocab
 from redline.data.stream import TokenStream
@@ -24,6 +24,7 @@ from redline.evaluate import held_out_loss
 from redline.model.transformer import Transformer
 from redline.model.weights import load_weights
 from redline.plan.plan import Plan, save
+from redline.record.files import write_atomic
 from redline.record.run import RunFolder, failures_recorded
 from redline.train.checkpoint_files import step_folders
 from redline.train.execution import check_device
@@ -87,10 +88,16 @@ def pretrain(
 
 
 def _adopt(folder: RunFolder, recipe: Recipe) -> None:
-    saved = None
-    if folder.recipe_path.exists():
-        saved = from_toml(folder.recipe_path.read_text(), where=str(folder.recipe_path)).fingerprint
-    folder.adopt_recipe(to_toml(recipe), recipe.fingerprint, saved)
+    """Make the folder this recipe's, unless it holds the beginnings of another run."""
+    if folder.has_begun() and folder.recipe_path.exists():
+        before = from_toml(folder.recipe_path.read_text(encoding="utf-8"), where=str(folder.recipe_path))
+        if changed := differences(before, recipe):
+            more = f" and {len(changed) - 2} more" if len(changed) > 2 else ""
+            raise ConfigError(
+                f"{folder.path} holds a run of another recipe: {', '.join(changed[:2])}{more}; give another folder with --run, "
+                "or the recipe it was made with"
+            )
+    write_atomic(folder.recipe_path, to_toml(recipe))
 
 
 def open_corpus(recipe: Recipe, run: Path, process: Process, progress: Progress | None) -> Corpus:
@@ -110,7 +117,7 @@ def open_corpus(recipe: Recipe, run: Path, process: Process, progress: Progress 
     if data.valid_fraction == 0:
         return Corpus(train=corpus.train, valid=None, tokenizer=corpus.tokenizer, fingerprint=corpus.fingerprint)
     assert corpus.valid is not None
-    corpus.valid.need_window(seq_len)
+    corpus.valid.need_window(seq_len, or_else="hold out more when the data is built, or train without validation: data.valid_fraction=0")
     return corpus
 
 

@@ -176,7 +176,7 @@ def test_generate_and_evaluate_a_model_folder(made, capsys):
         (["plan", "nano", "--set", "train.steps=-5"], ["train.steps must be greater than 0, got -5"]),
         (["train", "nano", "--set", "train.lr=-1"], ["train.lr must be greater than 0, got -1"]),
         (["plan", "nano", "--set", "train.lr=nan"], ["finite number"]),
-        (["plan", "nano", "--set", "train.steps=1e3"], ["steps must be a int, got 1000.0"]),
+        (["plan", "nano", "--set", "train.steps=1e3"], ["steps must be a whole number, got 1000.0"]),
         (["plan", "nano", "--set", "train.batch_size=1" + "0" * 30], ["64 bits"]),
         (["plan", "nano", "--set", "model.num_heads=0"], ["model.num_heads must be greater than 0"]),
         (["plan", "nano", "--as", "h100"], ["no GPU 'h100'", "did you mean 'h100-80g'?"]),
@@ -300,7 +300,9 @@ def test_training_with_an_exporter_or_a_folder_that_does_not_fit(made, capsys, t
     data = [f"data.source={made / 'data'}", "model.vocab_size=320"]
     train_with(capsys, data, 2, "an exporter is one of", "did you mean 'tensorboard'?", more=("--export", "tensorbord"))
     (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").touch()
     (tmp_path / "run" / "recipe.toml").write_text(to_toml(load_recipe("nano")))
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
     train_with(capsys, [*data, "train.lr=0.5"], 2, "holds a run of another recipe")
     (tmp_path / "run" / "recipe.toml").write_text("[broken")
     train_with(capsys, data, 2, "not valid TOML")

@@ -155,9 +155,11 @@ def test_a_number_of_processes_that_cannot_share_the_batch_is_refused(world_size
         make_plan(GPT2, gpu(), world_size=world_size)
 
 
-def test_an_absurd_batch_is_planned_in_no_time():
-    plan = make_plan(load_recipe("nano", ["train.batch_size=1000000000000"]), CPU)
-    assert plan.micro_batch * plan.accumulation == 10**12
+def test_an_absurd_batch_is_refused_and_the_largest_is_planned_in_no_time():
+    with pytest.raises(ConfigError, match=r"must not exceed 2\^27 tokens"):
+        load_recipe("nano", ["train.batch_size=1000000000000"])
+    plan = make_plan(load_recipe("nano", ["train.batch_size=1048576"]), CPU)
+    assert plan.micro_batch * plan.accumulation == 2**20
 
 
 # ---- pins ----
@@ -297,13 +299,13 @@ def _drop(table: dict[str, Any], name: str) -> None:
         (lambda t: _drop(t, "fingerprint"), "'fingerprint' is missing"),
         (lambda t: _drop(t["hardware"], "cores"), "'cores' is missing"),
         (lambda t: t.update(micro_batch=64), "micro_batch must hold value, reason and source, got 64"),
-        (lambda t: t["micro_batch"].update(value="64"), "micro_batch must be a int, got '64'"),
-        (lambda t: t["micro_batch"].update(value=True), "micro_batch must be a int, got True"),
+        (lambda t: t["micro_batch"].update(value="64"), "micro_batch must be a whole number, got '64'"),
+        (lambda t: t["micro_batch"].update(value=True), "micro_batch must be a whole number, got True"),
         (lambda t: t["micro_batch"].update(value=-64), "micro_batch must be greater than 0, got -64"),
         (lambda t: t["loss_chunks"].update(value=0), "loss_chunks must be greater than 0, got 0"),
         (lambda t: t["precision"].update(value="bf17"), "precision must be one of"),
         (lambda t: t["precision"].update(source="guess"), "source must be one of"),
-        (lambda t: t["hardware"].update(memory_bytes=1e10), "memory_bytes must be a int, got 10000000000.0"),
+        (lambda t: t["hardware"].update(memory_bytes=1e10), "memory_bytes must be a whole number, got 10000000000.0"),
         (lambda t: t["hardware"].update(peak_tflops=[1]), "peak_tflops must be a table, got [1]"),
         (lambda t: t["hardware"].update(compute_capability={}), "compute_capability must be a list, got {}"),
         (lambda t: t["hardware"]["peak_tflops"].update(bf16=float("nan")), "bf16 must be a finite number, got nan"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from redline.errors import ConfigError, DataError, StorageError
+from redline.errors import DataError, StorageError
 from redline.record.run import LineWriter, RunFolder, read_lines
 
 
@@ -122,10 +122,19 @@ def test_a_second_owner_is_refused_until_the_first_leaves_or_dies(tmp_path):
         pass
 
 
-def test_a_folder_belongs_to_one_recipe(tmp_path: Path):
+def test_a_folder_has_begun_with_its_first_line_or_checkpoint(tmp_path: Path):
     with RunFolder(tmp_path / "run") as folder:
-        folder.adopt_recipe("a = 1\n", "aaaa", None)
-        folder.adopt_recipe("a = 1\n", "aaaa", "aaaa")
-        with pytest.raises(ConfigError, match=r"another recipe \(fingerprint aaaa, now bbbb\)"):
-            folder.adopt_recipe("a = 2\n", "bbbb", "aaaa")
-        assert folder.recipe_path.read_text() == "a = 1\n"
+        folder.event("failed", error="no corpus")
+        assert not folder.has_begun()
+        LineWriter(folder.metrics_path).append({"step": 1})
+        assert folder.has_begun()
+    with RunFolder(tmp_path / "other") as folder:
+        (folder.checkpoints_path / "step-00000001").mkdir()
+        assert folder.has_begun()
+
+
+def test_a_folder_with_other_files_is_not_taken(tmp_path: Path):
+    (tmp_path / "corpus.txt").write_text("words")
+    with pytest.raises(StorageError, match="holds other files than a run's"), RunFolder(tmp_path):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.txt"]

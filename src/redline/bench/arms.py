@@ -164,7 +164,7 @@ def _hf(task: Task, recipe: Recipe, plan: Plan, process: Process) -> dict[str, A
     with tempfile.TemporaryDirectory() as scratch:
         corpus = open_corpus(recipe, Path(scratch), process, None)
         assert isinstance(corpus.train, TokenDataset)
-        (Path(scratch) / "config.json").write_text(json.dumps(config_json(recipe.model)))
+        (Path(scratch) / "config.json").write_text(json.dumps(config_json(recipe.model)), encoding="utf-8")
         config = transformers.AutoConfig.from_pretrained(scratch)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
         steps = 1 + task.blocks * task.steps_per_block + task.steps_per_block

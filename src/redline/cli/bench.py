@@ -37,6 +37,9 @@ def run(options: argparse.Namespace) -> None:
     from redline.machine.facts import read_facts
     from redline.plan.hardware import hardware_here
 
+    for name in ("blocks", "steps_per_block"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     for arm in options.arm or ():
         if arm not in ARMS:
             raise ConfigError(f"--arm must be one of {', '.join(ARMS)}, got {arm!r}")
@@ -47,5 +50,5 @@ def run(options: argparse.Namespace) -> None:
     facts = read_facts()
     hardware = hardware_here(facts, load_or_measure(facts, progress=status))
     path = bench_train(cases, hardware, facts, options.out, blocks=options.blocks, steps_per_block=options.steps_per_block, progress=status)
-    print(path.read_text())
+    print(path.read_text(encoding="utf-8"))
     print(f"written to {path} and {path.with_suffix('.json')}")

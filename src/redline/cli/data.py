@@ -36,12 +36,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from redline.cli.options import byte_progress
+    from redline.cli.options import byte_progress, status
     from redline.data.build import build
     from redline.data.shards import Manifest, TokenDataset
     from redline.errors import ConfigError
 
     if options.verb == "build":
+        if options.tokenizer == "bpe":
+            status("training a byte-level BPE on the source first, at most 64 MiB of it")
         if options.workers is not None and options.workers < 1:
             raise ConfigError(f"--workers must be at least 1, got {options.workers}")
         manifest = build(
@@ -55,6 +57,8 @@ def run(options: argparse.Namespace) -> None:
             progress=byte_progress("tokenising"),
         )
         folder = options.out
+        if options.valid_fraction > 0 and not manifest.valid:
+            status("note: no document fell into the validation split; for one, build into a new folder with a larger --valid-fraction")
     else:
         folder = options.folder
         manifest = Manifest.load(folder)

@@ -13,7 +13,9 @@ from redline.config.recipe import Recipe
 
 def add_recipe(command: argparse.ArgumentParser) -> None:
     command.add_argument("recipe", help="a shipped recipe (see `redline recipes`) or a path to a .toml file")
-    command.add_argument("--set", action="append", default=[], metavar="TABLE.KEY=VALUE", help="override a value, e.g. train.steps=100")
+    command.add_argument(
+        "--set", action="append", default=[], metavar="TABLE.KEY=VALUE", help="override a value, e.g. train.steps=100; may be repeated"
+    )
 
 
 def add_json(command: argparse.ArgumentParser) -> None:

@@ -1,7 +1,10 @@
 """Show how a recipe would be executed: every value with its reason and source, predicted memory and speed. Needs no GPU and no torch.
 
 redline plan gpt2-124m --as a100-40g        for a GPU that is not here
-redline plan gpt2-124m --save plan.json     then: redline train gpt2-124m --plan plan.json
+redline plan gpt2-124m --save plan.json     then: redline train gpt2-124m --plan plan.json, with the same --set values
+
+The environment is honoured and shown: A100_BATCH_SIZE and A100_GRAD_ACCUM set micro-batch and accumulation (their product must keep the
+recipe's batch); MICRO_BATCH_SIZE and CHUNK_SIZE bound how many sequences `redline generate` holds at once.
 """
 
 import argparse
@@ -13,11 +16,10 @@ HELP = "how a recipe would be executed, and why"
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     from redline.cli.options import add_json, add_recipe
+    from redline.machine.specs import SPECS
 
     add_recipe(command)
-    command.add_argument(
-        "--as", dest="as_gpu", metavar="GPU", help="plan for this GPU: a100-40g, a100-80g, v100-32g, h100-80g, h200-141g, ..."
-    )
+    command.add_argument("--as", dest="as_gpu", metavar="GPU", help=f"plan for this GPU: {', '.join(SPECS)}")
     command.add_argument("--nproc", type=int, default=1, metavar="N", help="processes, one a GPU (default 1)")
     command.add_argument("--profile", metavar="NAME", help="upper bounds of a named profile: a100-80g, a100-40g, v100-32g, conservative")
     command.add_argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")

@@ -9,7 +9,7 @@ from redline.machine.facts import MachineFacts
 from redline.machine.specs import match_spec
 from redline.machine.store import Ceilings
 from redline.plan.plan import PLANNED, Plan
-from redline.record.units import format_bytes, format_count, format_rate
+from redline.record.units import format_bytes, format_count, format_duration, format_rate
 
 
 def print_machine(facts: MachineFacts, ceilings: Ceilings | None) -> None:
@@ -95,11 +95,11 @@ def print_plan(plan: Plan, recipe: Recipe) -> None:
         highlight=False,
     )
     if p.attainable_tokens_per_s and p.ceiling_tokens_per_s:
-        hours = recipe.tokens_per_step * recipe.train.steps / p.attainable_tokens_per_s / 3600
+        run_s = recipe.tokens_per_step * recipe.train.steps / p.attainable_tokens_per_s
         console.print(
             f"speed: attainable {format_rate(p.attainable_tokens_per_s, 'tokens')} by roofline, "
             f"{format_rate(p.ceiling_tokens_per_s, 'tokens')} if only matrix products took time; "
-            f"at the attainable speed the run takes {hours:,.2f} h",
+            f"at the attainable speed the run takes {format_duration(run_s)}",
             highlight=False,
         )
     else:

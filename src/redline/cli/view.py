@@ -1,6 +1,7 @@
 """What `redline train` says before, during and after a run."""
 
 import argparse
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ def observers_for(options: argparse.Namespace, recipe: Recipe, plan: Plan, folde
 
 
 def print_outcome(outcome: Any, recipe: Recipe, folder: Path) -> None:
+    from redline.train.loop import STOPPED
+
     line = outcome.metrics
     print(f"\n{outcome.why} at step {outcome.step:,} of {recipe.train.steps:,}")
     if "valid_loss" in line:
@@ -59,4 +62,7 @@ def print_outcome(outcome: Any, recipe: Recipe, folder: Path) -> None:
         )
     if "tokens_per_s" in line:
         print(f"last step {format_rate(line['tokens_per_s'], 'tokens')}, {format_bytes(line['memory_bytes'])} peak memory")
-    print(f"run folder: {folder}   (redline generate {folder}, redline evaluate {folder}, redline export {folder} OUT)")
+    if outcome.why == STOPPED:
+        print("the same command goes on from here")
+    name = shlex.quote(str(folder))
+    print(f"run folder: {name}   (redline generate {name}, redline evaluate {name}, redline export {name} OUT)")

@@ -91,7 +91,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
-        raise ConfigError(f"{where} must be a {hint.__name__}, got {value!r} ({type(value).__name__})")
+        kinds = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+        raise ConfigError(f"{where} must be {kinds.get(hint, hint)}, got {value!r} ({type(value).__name__})")
     if hint is float and not math.isfinite(value):
         raise ConfigError(f"{where} must be a finite number, got {value}")
     return value

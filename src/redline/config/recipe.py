@@ -170,6 +170,15 @@ class Recipe:
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def differences(before: Recipe, now: Recipe) -> list[str]:
+    """What makes two fingerprints differ, as `table.key (value before, value now)`."""
+    found = []
+    for table in ("model", "data", "train"):
+        old, new = asdict(getattr(before, table)), asdict(getattr(now, table))
+        found += [f"{table}.{key} ({old[key]} before, {new[key]} now)" for key in new if old[key] != new[key]]
+    return found
+
+
 def check(recipe: Recipe) -> Recipe:
     """Return the recipe, or raise the first rule it breaks."""
     for holds, rule in _rules(recipe):
@@ -268,5 +277,9 @@ def _relations(recipe: Recipe) -> list[tuple[bool, str]]:
             f"ffn_size {m.ffn_size}, key/value width {m.head_size * m.kv_heads}",
         ),
         (p.precision != "fp8" or d.seq_len % 16 == 0, f"plan.precision fp8 needs data.seq_len to be a multiple of 16, got {d.seq_len}"),
+        (
+            t.batch_size * d.seq_len <= 2**27,
+            f"train.batch_size x data.seq_len must not exceed 2^27 tokens (the host holds several batches), got {t.batch_size * d.seq_len}",
+        ),
         (m.vocab_size < 2**31, f"model.vocab_size must be below 2^31, got {m.vocab_size}"),
     ]

@@ -161,13 +161,10 @@ class TokenDataset:
         """How many non-overlapping windows there are; each needs one token more for its last target."""
         return max(0, self.tokens - 1) // seq_len
 
-    def need_window(self, seq_len: int) -> None:
+    def need_window(self, seq_len: int, or_else: str = "give more text, or a smaller data.seq_len") -> None:
         """Refuse a split too short for a single sequence; to be called at start, not at the first validation."""
         if not self.windows(seq_len):
-            raise DataError(
-                f"{self.name} has {self.tokens} tokens and one sequence needs {seq_len + 1}: "
-                "give more text, a smaller data.seq_len, or (for validation) a larger data.valid_fraction"
-            )
+            raise DataError(f"{self.name} has {self.tokens} tokens and one sequence needs {seq_len + 1}: {or_else}")
 
     def read_windows(self, indices: np.ndarray, seq_len: int) -> np.ndarray:
         """The windows as (len(indices), seq_len + 1) int64; window i starts at token i * seq_len."""

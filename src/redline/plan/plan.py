@@ -149,7 +149,7 @@ def check_fit(plan: Plan, recipe: Recipe, world_size: int) -> None:
     if plan.fingerprint != recipe.fingerprint:
         raise ConfigError(
             f"the plan was made for recipe {plan.recipe} (fingerprint {plan.fingerprint}), not for {recipe.name} ({recipe.fingerprint}): "
-            "make it again with `redline plan`"
+            "give the same --set values as to `redline plan`, or make it again"
         )
     if plan.world_size != world_size:
         raise ConfigError(f"the plan is for {plan.world_size} processes, this run has {world_size}: make it again with `redline plan`")

@@ -130,7 +130,9 @@ class _Decider:
         hopper = self.hardware.compute_capability[:1] == (9,)
         if hopper and self.chosen["precision"] in ("bf16", "fp16", "fp8") and width % 8 == 0 and width <= 128:
             return _rule("cudnn", "on Hopper cuDNN's kernel measured faster than the flash kernel that torch picks by itself (LOG.md)")
-        return _rule("auto", "torch picks the flash kernel where the hardware has it")
+        if self.hardware.compute_capability < (8, 0):
+            return _rule("auto", "torch picks its memory-efficient kernel; flash attention needs compute capability 8.0")
+        return _rule("auto", "torch picks its flash kernel")
 
     def cross_entropy(self) -> Decision:
         if self.hardware.kind == "cuda" and self.chosen["precision"] in ("bf16", "fp16", "fp8"):
@@ -239,7 +241,7 @@ class _Decider:
         need, have = self._memory(*way), self.hardware.memory_bytes
         raise MachineError(
             f"recipe {self.recipe.name} does not fit {self.hardware.title}: predicted {need.total / 2**30:.1f} GiB at micro-batch "
-            f"{way[0]}, recompute {way[1]}, of {have / 2**30:.1f} GiB ({MEMORY_SHARE:.0%} usable); use more processes, a smaller model "
+            f"{way[0]}, recompute {way[1]}, of {have / 2**30:,.1f} GiB ({MEMORY_SHARE:.0%} usable); use more processes, a smaller model "
             "or a shorter data.seq_len"
         )
 

@@ -223,7 +223,7 @@ class WandB:
             name=run.name,
             dir=str(run.folder),
             config=run.config,
-            id=id_path.read_text(),
+            id=id_path.read_text(encoding="utf-8"),
             resume="allow",
             mode=self._mode(),
             settings=settings,

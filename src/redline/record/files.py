@@ -8,6 +8,8 @@ from pathlib import Path
 
 from redline.errors import StorageError
 
+REFUSALS = {getattr(errno, name) for name in ("EACCES", "EPERM", "EROFS", "ENOTDIR", "EISDIR", "EEXIST", "EFBIG", "EIO", "ENOENT")}
+
 
 @contextlib.contextmanager
 def storage_errors(what: str, path: Path) -> Iterator[None]:
@@ -19,8 +21,9 @@ def storage_errors(what: str, path: Path) -> Iterator[None]:
             raise StorageError(
                 f"the disk is full: {what} could not be written to {path}; free some space and run the same command"
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EFBIG, errno.EIO):
-            raise StorageError(f"{what} cannot be written to {path}: {error.strerror}; choose another folder") from error
+        if error.errno in REFUSALS:
+            way_out = "set REDLINE_CACHE to another folder" if cache_folder() in (path, *path.parents) else "choose another folder"
+            raise StorageError(f"{what} cannot be written to {path}: {error.strerror}; {way_out}") from error
         raise
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from redline.errors import ConfigError, DataError, RedlineError, StorageError
+from redline.errors import DataError, RedlineError, StorageError
 from redline.record.files import storage_errors, sync_path, write_atomic
 
 
@@ -90,6 +90,9 @@ class RunFolder:
         self.checkpoints_path = path / "checkpoints"
 
     def __enter__(self) -> Self:
+        ours = (self.path / ".lock", self.recipe_path, self.metrics_path)
+        if self.path.is_dir() and any(self.path.iterdir()) and not any(path.exists() for path in ours):
+            raise StorageError(f"{self.path} holds other files than a run's: give a new or empty folder with --run")
         with storage_errors("the run folder", self.path):
             self.checkpoints_path.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / ".lock", "w")
@@ -131,14 +134,9 @@ class RunFolder:
                 with storage_errors(path.name, self.path):
                     sync_path(path)
 
-    def adopt_recipe(self, toml: str, fingerprint: str, saved_fingerprint: str | None) -> None:
-        """Write the recipe of a new run; refuse to go on with a run that was made by another recipe."""
-        if saved_fingerprint is not None and saved_fingerprint != fingerprint:
-            raise ConfigError(
-                f"{self.path} holds a run of another recipe (fingerprint {saved_fingerprint}, now {fingerprint}): "
-                "give another folder with --run, or the recipe it was made with"
-            )
-        write_atomic(self.recipe_path, toml)
+    def has_begun(self) -> bool:
+        """Whether there is anything to lose: a line of metrics or a checkpoint."""
+        return bool(read_lines(self.metrics_path)) or any(self.checkpoints_path.glob("step-*"))
 
     def cut_metrics(self, step: int) -> int:
         """Keep the metrics up to and including `step`, drop later ones (they will be computed again); return how many were dropped."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from redline.errors import MachineError
 from redline.model.transformer import Transformer
 
 
@@ -54,6 +55,8 @@ def join(kind: str) -> Iterator[Process]:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device("cpu")
     if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise MachineError("the plan is for a GPU and torch sees no CUDA device: plan again on this machine, or check the driver")
         torch.cuda.set_device(device)
     if world_size == 1:
         yield Process(0, 1, device)

@@ -70,8 +70,8 @@ def open_weights(path: Path, which: str = "last") -> Opened:
     run = RunFolder(step.parent.parent)
     if not run.recipe_path.is_file():
         raise CheckpointError(f"{step} belongs to no run: {run.recipe_path} is missing")
-    recipe = from_toml(run.recipe_path.read_text(), where=str(run.recipe_path))
-    tokenizer_json = run.tokenizer_path.read_text() if run.tokenizer_path.is_file() else None
+    recipe = from_toml(run.recipe_path.read_text(encoding="utf-8"), where=str(run.recipe_path))
+    tokenizer_json = run.tokenizer_path.read_text(encoding="utf-8") if run.tokenizer_path.is_file() else None
     eos = (Tokenizer(tokenizer_json, name=str(run.tokenizer_path)).eot_id,) if tokenizer_json else ()
     loaded = Loaded(
         config=recipe.model, weights=read_tensors(step, "model."), tokenizer_json=tokenizer_json, chat_template=None, eos_ids=eos
