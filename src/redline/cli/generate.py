@@ -32,7 +32,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from redline.cli.options import print_json
+    from redline.cli.options import print_json, status
     from redline.engine import Sampling, generate_all
     from redline.machine.facts import read_facts
     from redline.plan.hardware import hardware_here
@@ -51,6 +51,9 @@ def run(options: argparse.Namespace) -> None:
     at_once = samples_at_once(model.config, hardware_here(read_facts(), None).memory_bytes, os.environ)
     texts = []
     for prompt in options.prompt or [""]:
+        room = model.config.context_length - max(1, len(opened.tokenizer.encode([prompt])[0]))
+        if 0 < room < sampling.max_new_tokens:
+            status(f"note: the model's context of {model.config.context_length} leaves room for {room} new tokens")
         for sample, text in enumerate(generate_all(model, opened.tokenizer, prompt, sampling, at_once=at_once)):
             texts.append({"prompt": prompt, "sample": sample, "text": text})
             if not options.json:

@@ -31,7 +31,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe by its shipped name or its path, apply `table.key=value` overrides, and check every rule."""
     path = _find(name_or_path)
     try:
-        table = _parse(path.read_text(encoding="utf-8"), where=str(path))
+        table = _parse(path.read_text(encoding="utf-8-sig"), where=str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as a text file: {error}") from error
     for override in overrides:
