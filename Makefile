@@ -37,7 +37,7 @@ check: .venv/dev
 	$(BIN)/lint-imports
 
 test: check
-	$(BIN)/pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 gpu-test: .venv/dev
 	$(BIN)/pytest tests/gpu
