@@ -5,7 +5,6 @@ A user's mistake is one line on standard error and an exit code that is not zero
 
 import argparse
 import os
-import os
 import sys
 from collections.abc import Sequence
 
