@@ -176,9 +176,9 @@ def test_through_torchrun(nano: Nano, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_fails_fails_the_command(nano: Nano, tmp_path: Path) -> None:
-    recipe = nano.recipe(tmp_path)
-    (tmp_path / "file").write_text("")
-    command = real(nano, "-m", "redline.cli.main", "train", recipe, "--run", tmp_path / "file" / "run", "--nproc", "2")
+    """With its own exit code, and its own line below all that torchrun prints."""
+    recipe = nano.recipe(tmp_path, "data.source=nowhere")
+    command = real(nano, "-m", "redline.cli.main", "train", recipe, "--run", tmp_path / "run", "--nproc", "2")
     _, err = command.communicate(timeout=60)
-    assert command.returncode != 0
-    assert "redline: the run folder cannot be written to" in err
+    assert command.returncode == 3
+    assert err.splitlines()[-1].startswith("redline: no such corpus: nowhere")
