@@ -7,6 +7,8 @@ Runs eagerly even when the model is compiled: a second graph for a few batches w
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,17 +58,15 @@ def held_out_loss(
     return HeldOut(process.sum(total.item()) / tokens, int(tokens), dataset.bytes_per_token)
 
 
-class _in_pieces:
+@contextmanager
+def _in_pieces(model: Transformer) -> Iterator[None]:
     """While it lasts, logits are computed in pieces: eager mode holds them in fp32, and validation must not need more than training."""
-
-    def __init__(self, model: Transformer) -> None:
-        self.model, self.chunks = model, model.loss_chunks
-
-    def __enter__(self) -> None:
-        self.model.loss_chunks = max(8, self.chunks)
-
-    def __exit__(self, *_: object) -> None:
-        self.model.loss_chunks = self.chunks
+    chunks = model.loss_chunks
+    model.loss_chunks = max(8, chunks)
+    try:
+        yield
+    finally:
+        model.loss_chunks = chunks
 
 
 def evaluate_opened(

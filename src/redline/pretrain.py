@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from redline.config.load import from_toml, to_toml
@@ -46,6 +46,8 @@ class Corpus:
     tokenizer: Tokenizer
     fingerprint: str
     """Changes when the tokens do (for a stream: when names or sizes of its files do); a run does not go on with others."""
+    unhashed_bytes: int = 0
+    """Shards too large to be hashed at every start."""
 
 
 def pretrain(
@@ -73,6 +75,10 @@ def pretrain(
             watching = observers(max(step_folders(folder.checkpoints_path), default=0))
             for observer in watching:
                 stack.callback(observer.close)
+            if corpus.unhashed_bytes:
+                folder.event("shards_not_hashed", size_bytes=corpus.unhashed_bytes, to_check="redline data info --verify")
+                for observer in watching:
+                    observer.event("shards_not_hashed", {"size_bytes": corpus.unhashed_bytes, "to_check": "redline data info --verify"})
         job = Job(
             recipe=recipe,
             plan=plan,
@@ -106,23 +112,32 @@ def open_corpus(recipe: Recipe, run: Path, process: Process, progress: Progress 
     if data.stream:
         corpus = _stream(recipe, run, process)
     else:
-        if process.is_first:
-            prepare(data, recipe.model.vocab_size, progress=progress)
-        process.barrier()
-        shards = prepare(data, recipe.model.vocab_size)
-        verify = process.is_first and _shard_bytes(shards) <= HASHED_BYTES
-        train, valid = (TokenDataset.open(shards, split, verify=verify) for split in ("train", "valid"))
-        corpus = Corpus(train=train, valid=valid, tokenizer=load_tokenizer(shards), fingerprint=Manifest.load(shards).fingerprint)
-        train.need_window(seq_len)
+        corpus = _shards(recipe, process, progress)
     if data.valid_fraction == 0:
-        return Corpus(train=corpus.train, valid=None, tokenizer=corpus.tokenizer, fingerprint=corpus.fingerprint)
+        return replace(corpus, valid=None)
     assert corpus.valid is not None
     corpus.valid.need_window(seq_len, or_else="hold out more when the data is built, or train without validation: data.valid_fraction=0")
     return corpus
 
 
-def _shard_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.bin"))
+def _shards(recipe: Recipe, process: Process, progress: Progress | None) -> Corpus:
+    data, vocab_size = recipe.data, recipe.model.vocab_size
+    if process.is_first:
+        folder = prepare(data, vocab_size, progress=progress)
+    process.barrier()
+    if not process.is_first:
+        folder = prepare(data, vocab_size)
+    size_bytes = sum(path.stat().st_size for path in folder.glob("*.bin"))
+    hashed = size_bytes <= HASHED_BYTES
+    train, valid = (TokenDataset.open(folder, split, verify=hashed and process.is_first) for split in ("train", "valid"))
+    train.need_window(data.seq_len)
+    return Corpus(
+        train=train,
+        valid=valid,
+        tokenizer=load_tokenizer(folder),
+        fingerprint=Manifest.load(folder).fingerprint,
+        unhashed_bytes=0 if hashed else size_bytes,
+    )
 
 
 def _stream(recipe: Recipe, run: Path, process: Process) -> Corpus:

@@ -5,7 +5,6 @@ redline generate runs/nano --prompt "ROMEO:" --samples 2
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 HELP = "generate text from a trained model"
@@ -49,15 +48,15 @@ def run(options: argparse.Namespace) -> None:
     )
     opened, model = open_on(options.model, options.checkpoint, options.device)
     at_once = samples_at_once(model.config, hardware_here(read_facts(), None).memory_bytes, os.environ)
-    texts = []
+    texts: list[dict[str, str | int]] = []
     for prompt in options.prompt or [""]:
         room = model.config.context_length - max(1, len(opened.tokenizer.encode([prompt])[0]))
         if 0 < room < sampling.max_new_tokens:
             status(f"note: the model's context of {model.config.context_length} leaves room for {room} new tokens")
         for sample, text in enumerate(generate_all(model, opened.tokenizer, prompt, sampling, at_once=at_once)):
-            texts.append({"prompt": prompt, "sample": sample, "text": text})
             if not options.json:
-                print(f"{'' if len(texts) == 1 else '----'}\n{prompt}{text}" if len(texts) > 1 else prompt + text)
-                sys.stdout.flush()
+                divider = "----\n" if texts else ""
+                print(f"{divider}{prompt}{text}", flush=True)
+            texts.append({"prompt": prompt, "sample": sample, "text": text})
     if options.json:
         print_json(texts)

@@ -6,7 +6,7 @@ the accumulation (their product must keep the recipe's batch), MICRO_BATCH_SIZE 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from redline.config.recipe import ModelConfig, Recipe
@@ -27,7 +27,7 @@ NEEDED_CAPABILITY = {"bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9)}
 MOST_SAMPLES = 1024
 """Sequences generated at once at the most: more are not faster without an engine that refills them."""
 COMPILE_PAYS_S = 120.0
-"""Compiling takes 20 to 60 s; a run predicted shorter than this is not worth it."""
+"""Compiling takes 10 to 60 s; a run predicted shorter than this is not worth it."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,10 @@ class _Decider:
         )
 
     def supported(self, precision: str) -> str:
-        """A pinned precision that the GPU would emulate, or not have at all, is refused."""
+        """A pinned precision that a GPU would emulate, or not have at all, is refused; a CPU emulates FP8, and the plan says so."""
+        if self.hardware.kind == "cpu" and precision == "fp8":
+            why = self.why["precision"]
+            self.why["precision"] = replace(why, reason=f"{why.reason}; a CPU emulates it: right numbers for tests, slower than fp32")
         has, needs = self.hardware.compute_capability, NEEDED_CAPABILITY.get(precision, ())
         if self.hardware.kind == "cuda" and has < needs:
             raise MachineError(
@@ -149,7 +152,7 @@ class _Decider:
         if train.max_hours is not None:
             run_s = min(run_s, train.max_hours * 3600)
         if run_s < COMPILE_PAYS_S:
-            return _rule("off", f"the whole run should take {run_s:.0f} s; compiling takes 20 to 60 s")
+            return _rule("off", f"the whole run should take {run_s:.0f} s; compiling takes 10 to 60 s")
         return _rule("default", "fused kernels, which the long run earns back; the first step takes 10 to 60 s longer")
 
     def batch(self) -> dict[str, Any]:
@@ -173,9 +176,7 @@ class _Decider:
         if (profile := self.outside.profile) is not None:
             sizes = [d for d in sizes if d <= profile.micro_batch] or [1]
         ways = [
-            (micro, recompute, chunks)
-            for recompute, chunks in ((("none", 1), ("none", 8), ("selective", 8), ("full", 8)))
-            for micro in sizes
+            (micro, recompute, chunks) for recompute, chunks in (("none", 1), ("none", 8), ("selective", 8), ("full", 8)) for micro in sizes
         ]
         if any(pins.values()):
             ways = [tuple(pin[0] if pin else given for pin, given in zip(pins.values(), way, strict=True)) for way in ways]  # type: ignore[misc]
@@ -264,7 +265,7 @@ class _Decider:
         if self.recipe.data.stream:
             threads = max(1, min(4, self.hardware.cores - 1))
             return _rule(threads, f"tokenising while training, in Rust threads that leave a core of {self.hardware.cores} free")
-        return _rule(1, "reading memory-mapped tokens takes well under a millisecond an update")
+        return _rule(1, "reading memory-mapped tokens takes a few milliseconds an update, beside the step")
 
     def prefetch(self) -> Decision:
         return _rule(2, "one batch in use, one ready; more only hides a loader that is too slow on average")

@@ -255,6 +255,7 @@ class Trainer:
                     raise TrainingError(f"out of memory in the validation of step {self.progress.step}: lower plan.micro_batch") from error
                 torch.cuda.empty_cache()
                 micro_batch //= 2
+                self._event("validation_out_of_memory", step=self.progress.step, validation_micro_batch=micro_batch)
 
     def _checkpoint(self) -> None:
         """Save without waiting for the disk; the copy overlaps the next step's passes."""
