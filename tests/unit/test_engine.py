@@ -13,7 +13,7 @@ from torch import Tensor
 
 from redline.config.recipe import ModelConfig
 from redline.data.shards import TokenDataset
-from redline.engine import Sampling, generate, generate_all
+from redline.engine.simple import Sampling, generate, generate_all
 from redline.errors import ConfigError
 from redline.evaluate import HeldOut, held_out_loss
 from redline.model.transformer import Transformer, build_model

@@ -32,7 +32,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from redline.cli.options import print_json, status
-    from redline.engine import Sampling, generate_all
+    from redline.engine.simple import Sampling, generate_all
     from redline.machine.facts import read_facts
     from redline.plan.hardware import hardware_here
     from redline.plan.planner import samples_at_once

@@ -1,0 +1,92 @@
+"""What an engine takes and gives: a stream of requests in, a stream of completions out. Runs without torch.
+
+    with LocalEngine(model, tokenizer, ...) as engine:
+        for completion in engine.run(requests): ...
+
+An engine asks for the next request only when it has room for it, so a generator of requests may decide by the completions seen so far
+(a budget that stops early). Where it has nothing yet but may have later it yields None, and is asked again.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, Self
+
+from redline.errors import ConfigError
+
+COLDEST = 1e-5
+"""Below this temperature logits overflow in fp32, and the likeliest token is certain anyway."""
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen, and when to stop."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.8
+    """0 takes the likeliest token (greedy)."""
+    top_k: int | None = None
+    """Choose among the k likeliest tokens."""
+    top_p: float = 1.0
+    """Choose among the likeliest tokens that together have this probability."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end a completion; beside the engine's own end of text."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end a completion, and are cut off it."""
+
+    def __post_init__(self) -> None:
+        for name, holds, rule in (
+            ("max_new_tokens", self.max_new_tokens > 0, "greater than 0"),
+            ("temperature", self.temperature == 0 or COLDEST <= self.temperature < math.inf, f"0 (greedy) or a number from {COLDEST}"),
+            ("top_k", self.top_k is None or self.top_k > 0, "greater than 0"),
+            ("top_p", 0 < self.top_p <= 1, "greater than 0 and at most 1"),
+            ("stop_strings", all(self.stop_strings), "texts that are not empty"),
+        ):
+            if not holds:
+                raise ConfigError(f"{name} must be {rule}, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt and how many samples of it. Seed and number of a sample fix its text, whatever else is generated at the same time."""
+
+    prompt: str | tuple[int, ...]
+    """Text in which special tokens are recognised (a rendered chat template), or token ids."""
+    sampling: Sampling
+    samples: int = 1
+    first_sample: int = 0
+    """Number of the first sample, so that samples asked for in several requests differ as they would in one."""
+    seed: int = 0
+    tag: Any = None
+    """Handed back with every completion: whose prompt it was."""
+
+    def __post_init__(self) -> None:
+        if self.samples < 1 or self.first_sample < 0:
+            raise ConfigError(f"a request needs at least 1 sample, numbered from 0; got {self.samples} from {self.first_sample}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """One sample of a request."""
+
+    request: Request
+    sample: int
+    """`first_sample` .. `first_sample + samples - 1` of its request."""
+    text: str
+    """Without the token or the text that ended it."""
+    tokens: tuple[int, ...]
+    """New tokens, the one that ended it included; a server that does not tell them leaves this empty."""
+    logprobs: tuple[float, ...]
+    """Natural log-probability of each token under the model as it is: temperature 1, nothing filtered. Empty like `tokens`."""
+    finish: Finish
+
+
+class Engine(Protocol):
+    """Something that completes prompts. Completions come in the order in which they finish."""
+
+    def run(self, requests: Iterable[Request | None]) -> Iterator[Completion]: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_: object) -> None: ...
