@@ -35,7 +35,7 @@ IMPORTED_ONCE = (
     "torch._inductor.config",
     "redline.cli.view",
     "redline.evaluate",
-    "redline.engine.simple",
+    "redline.engine.local",
     "redline.pretrain",
 )
 """What commands import; torch loads the first two late, in two seconds."""

@@ -40,6 +40,13 @@ def test_documents_end_with_the_end_token() -> None:
     assert full.dtype == np.uint16
 
 
+def test_a_trained_bpe_keeps_digits_apart() -> None:
+    texts = ["in 1000 of 1000 years 2000 and 1000"] * 50
+    tokenizer = train_bpe(iter(texts), 300)
+    assert all(sum(character.isdigit() for character in tokenizer.decode([i])) <= 1 for i in range(tokenizer.vocab_size))
+    assert tokenizer.decode(tokenizer.encode(["x 120.50 y"])[0]) == "x 120.50 y"
+
+
 def test_training_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     BPE.save(tmp_path / "a.json")
     train_bpe(iter(small_corpus()), 512).save(tmp_path / "b.json")

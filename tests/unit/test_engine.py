@@ -1,32 +1,43 @@
-"""Generation against naive full forwards and exact probabilities, seeds, limits; held-out loss against a mean of per-token losses."""
+"""The local engine against naive full forwards and exact probabilities; seeds, stops, limits, refilling, streams."""
 
-import copy
 import math
 from collections import Counter
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from redline.config.recipe import ModelConfig
-from redline.data.shards import TokenDataset
-from redline.engine.simple import Sampling, generate, generate_all
+from redline.engine import reference
+from redline.engine.local import STEPS, LocalEngine, fitting_slots
+from redline.engine.request import Completion, Request, Sampling
+from redline.engine.state import STOP_IDS, make_slots
+from redline.engine.uniform import uniforms
 from redline.errors import ConfigError
-from redline.evaluate import HeldOut, held_out_loss
 from redline.model.transformer import Transformer, build_model
-from redline.train.process import Process
 
 CONFIG = ModelConfig(
-    vocab_size=37, num_layers=2, hidden_size=24, num_heads=4, num_kv_heads=2, ffn_size=32, context_length=40, init_std=0.3,
+    vocab_size=37, num_layers=2, hidden_size=24, num_heads=4, num_kv_heads=2, ffn_size=32, context_length=60, init_std=0.3,
     qk_norm=True, tie_embeddings=False,
 )  # fmt: skip
 LEARNED = ModelConfig(
-    vocab_size=37, num_layers=2, hidden_size=24, num_heads=4, ffn_size=32, context_length=40, init_std=0.3,
+    vocab_size=37, num_layers=2, hidden_size=24, num_heads=4, ffn_size=32, context_length=60, init_std=0.3,
     positions="learned", norm="layernorm", activation="gelu", bias=True, tie_embeddings=False,
 )  # fmt: skip
+
+
+class Words:
+    """A tokenizer whose tokens are numbers."""
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(f" {i}" for i in ids)
+
+    def decode_batch(self, texts: list[list[int]]) -> list[str]:
+        return [self.decode(ids) for ids in texts]
 
 
 @pytest.fixture(scope="module")
@@ -34,121 +45,249 @@ def model() -> Transformer:
     return build_model(CONFIG, device="cpu", seed=0).eval()
 
 
-# ---- generation ----
+def make(model: Transformer, slots: int = 8, **options) -> LocalEngine:
+    return LocalEngine(model, Words(), **{"slots": slots, "max_prompt_tokens": 40, "max_new_tokens": 40, **options})
+
+
+def by_sample(completions) -> dict[tuple[object, int], Completion]:
+    found = list(completions)
+    named = {(c.request.tag, c.sample): c for c in found}
+    assert len(named) == len(found), "no sample twice"
+    return named
+
+
+def naive(model: Transformer, prompt: tuple[int, ...], count: int) -> tuple[tuple[int, ...], list[float]]:
+    """Greedy tokens and their log-probabilities by whole forwards of the training's model."""
+    ids, logprobs = list(prompt), []
+    with torch.no_grad():
+        for _ in range(count):
+            logits = model(torch.tensor([ids]))[0, -1].double()
+            ids.append(int(logits.argmax()))
+            logprobs.append(float(logits.log_softmax(-1)[ids[-1]]))
+    return tuple(ids[len(prompt) :]), logprobs
+
+
+PROMPTS = [tuple(int(t) for t in np.random.default_rng(i).integers(0, 37, 1 + 5 * i % 31)) for i in range(9)]
 
 
 @pytest.mark.parametrize("config", [CONFIG, LEARNED], ids=["rope", "learned"])
-def test_cached_greedy_equals_naive_full_forwards(config):
+@pytest.mark.parametrize("slots", [3, 32])
+def test_greedy_tokens_and_log_probabilities_are_those_of_the_training_forward(config, slots):
     model = build_model(config, device="cpu", seed=0)
-    tokens = prompt = [3, 1, 4, 1, 5]
-    with torch.no_grad():
-        for _ in range(20):
-            tokens = [*tokens, int(model(torch.tensor([tokens]))[0, -1].argmax())]
-    found = generate(model, prompt, Sampling(max_new_tokens=20, temperature=0.0, samples=2))
-    assert found == [tokens[len(prompt) :]] * 2
-    assert len(set(found[0])) > 3, "a constant continuation would hide a mistake"
+    requests = [
+        Request(prompt=p, samples=1 + i % 3, sampling=Sampling(temperature=0, max_new_tokens=3 + 7 * i % 22), tag=i)
+        for i, p in enumerate(PROMPTS)
+    ]
+    with make(model, slots) as engine:
+        found = by_sample(engine.run(requests))
+        assert len(found) == sum(request.samples for request in requests) == engine.stats.completions
+        assert engine.stats.prefill_tokens == sum(map(len, PROMPTS)), "each prompt is read once, whatever its samples"
+    seen = set()
+    for (tag, _), completion in found.items():
+        tokens, logprobs = naive(model, PROMPTS[tag], requests[tag].sampling.max_new_tokens)
+        assert completion.tokens == tokens
+        assert completion.logprobs == pytest.approx(logprobs, abs=1e-5)
+        assert completion.finish == "length"
+        assert completion.text == Words().decode(list(tokens))
+        seen |= set(tokens)
+    assert len(seen) > 10, "a constant continuation would hide a mistake"
 
 
-SAMPLES = 6000
-LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -4.0])
+LOGITS = torch.tensor([1.5, -0.5, 2.0, -4.0, 1.0, 0.0, 0.5, -1.0])
+DRAWS = 6000
 
 
 def exact(*, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0) -> list[float]:
     """The distribution by its definition, in plain Python: divide, keep the likeliest k, keep the smallest set of mass p."""
-    weights = [math.exp(float(logit) / temperature) for logit in LOGITS]
-    weights = [w if top_k is None or i < top_k else 0.0 for i, w in enumerate(weights)]
-    total, kept, mass = sum(weights), [], 0.0
-    for weight in weights:
-        kept.append(weight if mass < top_p else 0.0)
-        mass += weight / total
-    return [w / sum(kept) for w in kept]
-
-
-class FixedLogits(Transformer):
-    """Says LOGITS whatever it reads."""
-
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, *, cache: Any = None) -> Tensor:
-        super().forward(tokens_BT, cache=cache)
-        return LOGITS.expand(*tokens_BT.shape, -1)
+    weights = {i: math.exp(float(logit) / temperature) for i, logit in enumerate(LOGITS)}
+    likeliest = sorted(weights, key=lambda i: -weights[i])[:top_k]
+    total, mass, kept = sum(weights[i] for i in likeliest), 0.0, []
+    for i in likeliest:
+        if mass >= top_p:
+            break
+        kept.append(i)
+        mass += weights[i] / total
+    return [weights[i] / sum(weights[j] for j in kept) if i in kept else 0.0 for i in weights]
 
 
 @pytest.mark.parametrize(
     "how", [{}, {"temperature": 0.5}, {"temperature": 3.0}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 5, "top_p": 0.8, "temperature": 1.7}]
 )
 def test_samples_follow_the_exact_distribution(how):
-    config = ModelConfig(vocab_size=8, num_layers=1, hidden_size=2, num_heads=1, ffn_size=2, context_length=8)
-    fixed = FixedLogits(config)
-    found = generate(fixed, [0], Sampling(**{"temperature": 1.0, **how}, max_new_tokens=4, samples=SAMPLES // 4, seed=7))
-    counts, expected = Counter(token for text in found for token in text), exact(**how)
-    assert sum(counts.values()) == SAMPLES
+    sizes = {"slots": DRAWS, "prompts": 1, "max_prompt_tokens": 1, "max_new_tokens": 1}
+    tiny = ModelConfig(vocab_size=8, num_layers=1, hidden_size=2, num_heads=1, ffn_size=2, context_length=8)
+    slots = make_slots(tiny, **sizes, device=torch.device("cpu"), dtype=torch.float32)
+    slots.count.zero_()
+    slots.open.fill_(1)
+    slots.temperature.fill_(how.get("temperature", 1.0))
+    slots.top_k.fill_(how.get("top_k", 8))
+    slots.top_p.fill_(how.get("top_p", 1.0))
+    slots.uniform[:DRAWS] = torch.from_numpy(uniforms(np.full(DRAWS, 7), np.arange(DRAWS), 1))
+    rows, logits = torch.arange(DRAWS, dtype=torch.int32), LOGITS.expand(DRAWS, -1)
+    reference.pick(logits, slots, rows, reference.cutoff(logits, slots, rows))
+    counts, expected = Counter(slots.tokens[:DRAWS, 0].tolist()), exact(**how)
+    assert sum(counts.values()) == DRAWS
     for token, probability in enumerate(expected):
         if probability == 0.0:
             assert counts[token] == 0, "a token that was cut off"
-    chi_square = sum((counts[i] - SAMPLES * p) ** 2 / (SAMPLES * p) for i, p in enumerate(expected) if p > 0)
+    chi_square = sum((counts[i] - DRAWS * p) ** 2 / (DRAWS * p) for i, p in enumerate(expected) if p > 0)
     assert chi_square < 30, f"{chi_square:.1f}: with up to 7 degrees of freedom, one in 10,000 seeds"
+    for token in counts:  # of the model as it is, whatever the temperature and the filters
+        logprob = slots.logprobs[slots.tokens == token][0]
+        assert float(logprob) == pytest.approx(float(LOGITS.double().log_softmax(-1)[token]), abs=1e-6)
 
 
-def test_neighbouring_samples_and_seeds_are_not_alike(model):
-    texts = generate(model, [3, 1, 4], Sampling(samples=20, max_new_tokens=12, temperature=1.0))
-    other = generate(model, [3, 1, 4], Sampling(samples=20, max_new_tokens=12, temperature=1.0, seed=1))
-    assert len({tuple(text) for text in texts + other}) == 40
+def test_uniform_numbers_are_uniform_and_independent():
+    seeds, samples = (axis.ravel() for axis in np.meshgrid(np.arange(50), np.arange(40)))
+    u = uniforms(seeds, samples, 30).astype(np.float64)
+    assert u.min() >= 0.0
+    assert u.max() < 1.0
+    assert len(np.unique(u)) > 0.99 * u.size
+    counts, _ = np.histogram(u, bins=100, range=(0, 1))
+    assert ((counts - u.size / 100) ** 2 / (u.size / 100)).sum() < 170, "chi square, 99 degrees of freedom"
+    for other in (np.roll(u, 1, axis=0), np.roll(u, 1, axis=1), np.roll(u, 40, axis=0)):  # the next sample, token, seed
+        assert abs(np.corrcoef(u.ravel(), other.ravel())[0, 1]) < 0.015
+    assert np.array_equal(uniforms(np.array([-3]), np.array([2]), 5), uniforms(np.array([-3]), np.array([2]), 30)[:, :5])
 
 
-def test_sample_i_is_the_same_whatever_the_number_of_samples(model):
-    many = generate(model, [3, 1, 4], Sampling(samples=7, max_new_tokens=12, temperature=1.0, seed=5))
-    for count in (1, 3):
-        assert generate(model, [3, 1, 4], Sampling(samples=count, max_new_tokens=12, temperature=1.0, seed=5)) == many[:count]
-    part = Sampling(samples=2, first_sample=4, max_new_tokens=12, temperature=1.0, seed=5)
-    assert generate(model, [3, 1, 4], part) == many[4:6]
+WARM = Sampling(temperature=1.0, max_new_tokens=12)
 
 
-class Digits:
-    """A tokenizer of two-digit numbers; 0 ends a document."""
-
-    eot_id = 0
-
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        return [[int(word) for word in text.split()] for text in texts]
-
-    def decode(self, ids: list[int]) -> str:
-        return " ".join(map(str, ids))
-
-
-def test_chunks_give_the_same_texts_and_the_end_of_text_stops(model):
-    sampling = Sampling(samples=7, max_new_tokens=36, temperature=3.0, seed=5)
-    whole = list(generate_all(model, Digits(), "3 1 4", sampling, at_once=None))
-    for at_once in (1, 2, 3, 100):
-        assert list(generate_all(model, Digits(), "3 1 4", sampling, at_once=at_once)) == whole
-    assert all("0" not in text.split() for text in whole)
-    assert any(len(text.split()) < 36 for text in whole), "one of them met the end of text"
-    begun = list(generate_all(model, Digits(), "", sampling, at_once=None))
-    assert begun == [Digits().decode(ids) for ids in generate(model, [0], Sampling(**{**vars(sampling), "stop_ids": (0,)}))]
+def test_the_same_request_gives_the_same_text_whatever_shares_the_batch(model):
+    mixed = [
+        Request(
+            prompt=p, samples=4, seed=5, sampling=Sampling(temperature=0.5 + i / 4, top_p=0.9 if i % 2 else 1.0, max_new_tokens=12), tag=i
+        )
+        for i, p in enumerate(PROMPTS)
+    ]
+    with make(model, 64) as engine:
+        together = by_sample(engine.run(mixed))
+        for i in (0, 3, 8):
+            for other in (make(model, 64), make(model, 2), make(model, 5, reproducible=True)):
+                alone = by_sample(other.run([mixed[i]]))
+                assert {key: c.tokens for key, c in alone.items()} == {(i, s): together[i, s].tokens for s in range(4)}
+        assert by_sample(engine.run(mixed[::-1])).keys() == together.keys()
+    assert len({c.tokens for c in together.values()}) > 30, "samples, prompts and seeds differ"
 
 
-def test_a_stop_token_ends_its_own_sample_and_is_left_out(model):
-    free = generate(model, [3, 1, 4], Sampling(samples=5, max_new_tokens=12, temperature=1.0))
-    stop = free[2][4]
-    stopped = generate(model, [3, 1, 4], Sampling(samples=5, max_new_tokens=12, temperature=1.0, stop_ids=(stop,)))
-    assert stopped == [text[: text.index(stop)] if stop in text else text for text in free]
+def test_a_later_request_for_more_samples_goes_on_where_the_first_ended(model):
+    with make(model) as engine:
+        many = by_sample(engine.run([Request(prompt=(3, 1, 4), samples=7, sampling=WARM, seed=5)]))
+        part = by_sample(engine.run([Request(prompt=(3, 1, 4), samples=2, first_sample=4, sampling=WARM, seed=5)]))
+        other = by_sample(engine.run([Request(prompt=(3, 1, 4), samples=7, sampling=WARM, seed=6)]))
+    assert {key: c.tokens for key, c in part.items()} == {(None, s): many[None, s].tokens for s in (4, 5)}
+    assert not {c.tokens for c in other.values()} & {c.tokens for c in many.values()}
+
+
+def test_a_stop_token_ends_its_own_sample(model):
+    request = Request(prompt=(3, 1, 4), samples=5, sampling=WARM)
+    with make(model) as engine:
+        free = by_sample(engine.run([request]))
+    stop = free[None, 2].tokens[4]
+    with make(model, eos_ids=(stop,)) as engine:
+        stopped = by_sample(engine.run([request]))
+    for key, completion in stopped.items():
+        whole = free[key].tokens
+        expected = whole[: whole.index(stop) + 1] if stop in whole else whole
+        assert completion.tokens == expected
+        assert completion.finish == ("stop" if stop in whole else "length")
+        assert completion.text == Words().decode([t for t in expected if t != stop])
+        assert len(completion.logprobs) == len(expected)
+    assert stopped[None, 2].finish == "stop"
+
+
+@pytest.mark.parametrize("place", [0, 3, 9, 25, 38], ids=str)
+def test_a_stop_string_cuts_the_text_wherever_it_falls(model, place):
+    long = Sampling(temperature=1.0, max_new_tokens=40)
+    with make(model) as engine:
+        free = by_sample(engine.run([Request(prompt=(3, 1, 4), samples=6, sampling=long)]))
+        tokens = free[None, 3].tokens
+        stop = Words().decode(list(tokens[place : place + 2])) + " "
+        cutting = Sampling(temperature=1.0, max_new_tokens=40, stop_strings=(stop.rstrip(), "never"))
+        for key, completion in by_sample(engine.run([Request(prompt=(3, 1, 4), samples=6, sampling=cutting)])).items():
+            whole = free[key].text
+            cut = whole.find(stop.rstrip())
+            assert completion.text == (whole if cut < 0 else whole[:cut])
+            assert completion.finish == ("length" if cut < 0 else "stop")
+            assert completion.tokens == free[key].tokens[: len(completion.tokens)]
+            assert stop.rstrip() in Words().decode(list(completion.tokens)) or cut < 0
+            assert cut < 0 or stop.rstrip() not in Words().decode(list(completion.tokens[:-1])), "no token more than it took"
+        again = by_sample(engine.run([Request(prompt=(3, 1, 4), samples=6, sampling=long)]))
+    assert {k: c.tokens for k, c in again.items()} == {k: c.tokens for k, c in free.items()}, "the slots were left in order"
+
+
+def test_slots_are_refilled_at_once(model):
+    lengths = np.random.default_rng(0).integers(4, 41, 60)
+    requests = [Request(prompt=(1, 2), sampling=Sampling(temperature=1.0, max_new_tokens=int(n)), seed=i) for i, n in enumerate(lengths)]
+    with make(model, slots=6) as engine:
+        assert sum(len(c.tokens) for c in engine.run(requests)) == lengths.sum() == engine.stats.new_tokens
+        assert engine.stats.occupancy > 0.75
+        assert engine.stats.decode_steps < lengths.sum() / 6 * 1.35
+
+
+def test_requests_are_asked_for_only_when_there_is_room(model):
+    taken, done = [], 0
+
+    def feed() -> Iterator[Request | None]:
+        for i in range(12):
+            taken.append(i)
+            if i == 6 and done < 4:
+                taken.pop()
+                yield None  # nothing yet: it waits for what is under way
+            yield Request(prompt=(1, 2), samples=2, sampling=Sampling(temperature=1.0, max_new_tokens=STEPS + 3), seed=i, tag=i)
+
+    with make(model, slots=4) as engine:
+        for completion in engine.run(feed()):
+            done += 1
+            assert len(taken) <= done // 2 + 4 + 1, "a generator can decide by what it has seen"
+            assert completion.request.tag in taken
+    assert done == 24
+
+
+def test_a_stream_that_is_dropped_leaves_the_engine_usable(model):
+    requests = [Request(prompt=p, samples=3, sampling=WARM, tag=i) for i, p in enumerate(PROMPTS)]
+    with make(model, slots=4) as engine:
+        whole = by_sample(engine.run(requests))
+        for count in (1, 2, 5):
+            stream = engine.run(requests)
+            for _ in range(count):
+                next(stream)
+            stream.close()
+        again = by_sample(engine.run(requests))
+    assert {k: c.tokens for k, c in again.items()} == {k: c.tokens for k, c in whole.items()}
 
 
 def test_generation_ends_where_the_context_does(model):
-    prompt = [1] * 35
-    (text,) = generate(model, prompt, Sampling(max_new_tokens=100))
-    assert len(text) == CONFIG.context_length - 35
-    assert len(generate(model, [1] * 39, Sampling(max_new_tokens=100))[0]) == 1
-    for tokens in (40, 41):
-        with pytest.raises(ConfigError, match=f"the prompt has {tokens} tokens, and the model's context holds 40"):
-            generate(model, [1] * tokens, Sampling())
-    with pytest.raises(ConfigError, match="at least one token"):
-        generate(model, [], Sampling())
+    with make(model, max_prompt_tokens=60) as engine:
+        (completion,) = engine.run([Request(prompt=(1,) * 35, sampling=Sampling(max_new_tokens=40))])
+        assert len(completion.tokens) == 60 - 35
+        (completion,) = engine.run([Request(prompt=(1,) * 59, sampling=Sampling(max_new_tokens=40))])
+        assert len(completion.tokens) == 1
+        assert by_sample(engine.run([])) == {}
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request(prompt=(), sampling=Sampling(max_new_tokens=4)), "at least one token"),
+        (Request(prompt=(1,) * 60, sampling=Sampling(max_new_tokens=4)), "has 60 tokens, and the model's context holds 60"),
+        (Request(prompt=(1,) * 41, sampling=Sampling(max_new_tokens=4)), "has 41 tokens; the engine was made for 40"),
+        (Request(prompt=(1,), sampling=Sampling(max_new_tokens=41)), "wants 41 new tokens; the engine was made for 40"),
+        (Request(prompt=(1,), sampling=Sampling(max_new_tokens=4, stop_ids=tuple(range(STOP_IDS + 1)))), "at most 8 stop tokens"),
+    ],
+)
+def test_requests_that_do_not_fit_are_refused(model, request_, message):
+    with make(model) as engine:
+        with pytest.raises(ConfigError, match=message):
+            list(engine.run([request_]))
+        assert len(list(engine.run([Request(prompt=(1,), sampling=WARM)]))) == 1
 
 
 @pytest.mark.parametrize(
     "wrong",
     [{"temperature": t} for t in (-1.0, math.nan, math.inf, 1e-300)]
     + [{"top_p": p} for p in (0.0, 1.1, math.nan)]
-    + [{name: n} for name in ("top_k", "max_new_tokens", "samples") for n in (0, -3)],
+    + [{name: n} for name in ("top_k", "max_new_tokens") for n in (0, -3)],
     ids=str,
 )
 def test_values_out_of_range_are_refused(wrong):
@@ -159,72 +298,40 @@ def test_values_out_of_range_are_refused(wrong):
 
 @pytest.mark.parametrize("how", [{"temperature": 1e-5}, {"top_k": 1}, {"top_p": 1e-9}])
 def test_the_coldest_sampling_is_greedy(model, how):
-    greedy = generate(model, [3, 1, 4], Sampling(temperature=0.0, max_new_tokens=12))
-    assert generate(model, [3, 1, 4], Sampling(**{"temperature": 1.0, **how}, max_new_tokens=12)) == greedy
+    with make(model) as engine:
+        (greedy,) = engine.run([Request(prompt=(3, 1, 4), sampling=Sampling(temperature=0.0, max_new_tokens=12))])
+        (cold,) = engine.run([Request(prompt=(3, 1, 4), sampling=Sampling(**{"temperature": 1.0, **how}, max_new_tokens=12))])
+    assert cold.tokens == greedy.tokens
 
 
 def test_a_top_k_beyond_the_vocabulary_changes_nothing(model):
-    free = Sampling(temperature=1.0, max_new_tokens=12)
-    assert generate(model, [3], free) == generate(model, [3], Sampling(**{**vars(free), "top_k": 1000}))
+    with make(model) as engine:
+        (free,) = engine.run([Request(prompt=(3,), sampling=WARM)])
+        (bounded,) = engine.run([Request(prompt=(3,), sampling=Sampling(temperature=1.0, max_new_tokens=12, top_k=1000))])
+    assert free.tokens == bounded.tokens
 
 
-# ---- evaluation ----
-
-ALONE = Process(0, 1, torch.device("cpu"))
-
-
-def data(tokens: int) -> TokenDataset:
-    """Two arrays, so that windows cross a border; 3 bytes of text a token."""
-    ids = np.random.default_rng(0).integers(0, 37, tokens)
-    return TokenDataset("made up", [ids[:53], ids[53:]], vocab_size=37, bytes_of_text=3 * tokens)
-
-
-def token_losses(model: Transformer, dataset: TokenDataset, seq_len: int, sequences: int) -> list[float]:
-    """The loss of each token, one sequence at a time, by log-softmax in fp64."""
-    losses: list[float] = []
-    model = copy.deepcopy(model).double()
-    model.compute_dtype = torch.float64
-    with torch.no_grad():
-        for window in range(min(sequences, dataset.windows(seq_len))):
-            row = torch.from_numpy(dataset.read_windows(np.array([window]), seq_len))[0]
-            logs = F.log_softmax(model(row[None, :-1])[0], dim=-1)
-            losses += [-float(logs[i, target]) for i, target in enumerate(row[1:])]
-    return losses
+def test_weights_that_training_changed_are_taken_up(model):
+    changing = build_model(CONFIG, device="cpu", seed=0)
+    with make(changing) as engine:
+        assert engine.decoder.forward.copied_bytes == 0, "the trainer's own weights, not a copy"
+        before = next(iter(engine.run([Request(prompt=(3,), sampling=Sampling(temperature=0, max_new_tokens=12))]))).tokens
+        with torch.no_grad():
+            for parameter in changing.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+        engine.refresh()
+        after = next(iter(engine.run([Request(prompt=(3,), sampling=Sampling(temperature=0, max_new_tokens=12))]))).tokens
+    assert after == naive(changing, (3,), 12)[0] != before
 
 
-@pytest.mark.parametrize("micro_batch", [1, 3, 4, 64])
-@pytest.mark.parametrize("sequences", [1, 10, 1000])
-def test_held_out_loss_is_the_mean_over_tokens_whatever_the_batches(model, micro_batch, sequences):
-    dataset = data(10 * 16 + 5)
-    expected = token_losses(model, dataset, 16, sequences)
-    found = held_out_loss(model, dataset, seq_len=16, sequences=sequences, micro_batch=micro_batch, process=ALONE)
-    assert found.tokens == len(expected) == 16 * min(sequences, 10)
-    assert found.loss == pytest.approx(sum(expected) / len(expected), rel=1e-6)
-    assert found.bytes_per_token == 3.0
-    assert model.loss_chunks == 1, "left as it was"
+def test_half_precision_copies_what_it_must(model):
+    half = build_model(CONFIG, device="cpu", seed=0)
+    half.compute_dtype = torch.bfloat16
+    with make(half) as engine:
+        expected = sum(p.numel() for name, p in half.named_parameters() if name != "embed.weight") * 2
+        assert engine.decoder.forward.copied_bytes == expected
+        assert len(list(engine.run([Request(prompt=(3,), sampling=WARM)]))) == 1
 
 
-def test_two_processes_with_an_odd_number_of_windows_count_each_once(model):
-    """Run one after the other, each with the other's sum: rank 1 is one window short and fills up with IGNORED."""
-    dataset = data(7 * 16 + 1)
-    expected = token_losses(model, dataset, 16, 7)
-    parts = [
-        held_out_loss(model, dataset, seq_len=16, sequences=7, micro_batch=2, process=_Part(rank, 2, torch.device("cpu")))
-        for rank in (0, 1)
-    ]
-    assert [part.tokens for part in parts] == [4 * 16, 3 * 16]
-    total = sum(part.loss * part.tokens for part in parts)
-    assert total / 112 == pytest.approx(sum(expected) / len(expected), rel=1e-6)
-
-
-class _Part(Process):
-    """A rank of two whose sums are its own, so that its part can be looked at."""
-
-    def sum(self, value: float) -> float:
-        return value
-
-
-def test_bits_per_byte_and_perplexity_by_hand():
-    metrics = HeldOut(loss=2 * math.log(2), tokens=10, bytes_per_token=4.0).metrics()
-    assert metrics == {"valid_loss": 2 * math.log(2), "valid_perplexity": pytest.approx(4.0), "valid_bits_per_byte": pytest.approx(0.5)}
-    assert HeldOut(loss=1e6, tokens=1, bytes_per_token=1.0).metrics()["valid_perplexity"] < math.inf
+def test_the_number_of_slots_follows_the_memory(model):
+    assert 1 <= fitting_slots(model, max_prompt_tokens=20, max_new_tokens=20) <= 64

@@ -5,13 +5,19 @@ redline generate runs/nano --prompt "ROMEO:" --samples 2
 
 import argparse
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from redline.train.restore import Opened
 
 HELP = "generate text from a trained model"
 
 
 def add_model(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", type=Path, help="a run folder, a checkpoint, a Hugging Face folder or a .gguf file")
+    command.add_argument("model", type=Path, help="a run folder, a checkpoint, a Hugging Face folder, a .gguf file or demo")
     command.add_argument("--checkpoint", default="last", metavar="WHICH", help="of a run: last, best or step-N (default last)")
     command.add_argument("--device", default=None, help="cuda or cpu (default: cuda where there is one)")
 
@@ -21,6 +27,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
     add_model(command)
     command.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times (default: a new document)")
+    command.add_argument("--chat", action="store_true", help="put each prompt through the model's chat template, as a user's message")
     command.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="tokens to generate at most (default 128)")
     command.add_argument("--samples", type=int, default=1, metavar="N", help="texts per prompt (default 1)")
     command.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
@@ -32,31 +39,44 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from redline.cli.options import print_json, status
-    from redline.engine.simple import Sampling, generate_all
-    from redline.machine.facts import read_facts
-    from redline.plan.hardware import hardware_here
-    from redline.plan.planner import samples_at_once
+    from redline.engine.local import LocalEngine, fitting_slots
+    from redline.engine.prompt import stop_ids
+    from redline.engine.request import Request, Sampling
+    from redline.plan.planner import samples_bound
     from redline.train.restore import open_on
 
-    sampling = Sampling(
-        max_new_tokens=options.max_new_tokens,
-        samples=options.samples,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-    )
+    sampling = Sampling(max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     opened, model = open_on(options.model, options.checkpoint, options.device)
-    at_once = samples_at_once(model.config, hardware_here(read_facts(), None).memory_bytes, os.environ)
+    prompts = options.prompt or [""]
+    ids = _prompt_ids(prompts, opened, chat=options.chat)
+    requests = [
+        Request(prompt=one, sampling=sampling, samples=options.samples, seed=options.seed, tag=number) for number, one in enumerate(ids)
+    ]
+    context, longest = model.config.context_length, max(map(len, ids))
+    if 0 < context - longest < sampling.max_new_tokens:
+        status(f"note: the model's context of {context} leaves room for {context - longest} new tokens")
+    longest, new, stops = min(longest, context), sampling.max_new_tokens, stop_ids(opened.loaded, opened.tokenizer)
+    fitting = fitting_slots(model, max_prompt_tokens=longest, max_new_tokens=new)
+    slots = min(fitting, samples_bound(os.environ) or sys.maxsize, len(prompts) * options.samples)
+    ready: dict[tuple[int, int], str] = {}
     texts: list[dict[str, str | int]] = []
-    for prompt in options.prompt or [""]:
-        room = model.config.context_length - max(1, len(opened.tokenizer.encode([prompt])[0]))
-        if 0 < room < sampling.max_new_tokens:
-            status(f"note: the model's context of {model.config.context_length} leaves room for {room} new tokens")
-        for sample, text in enumerate(generate_all(model, opened.tokenizer, prompt, sampling, at_once=at_once)):
-            if not options.json:
-                divider = "----\n" if texts else ""
-                print(f"{divider}{prompt}{text}", flush=True)
-            texts.append({"prompt": prompt, "sample": sample, "text": text})
+    with LocalEngine(model, opened.tokenizer, slots=slots, max_prompt_tokens=longest, max_new_tokens=new, eos_ids=stops) as engine:
+        for completion in engine.run(requests):
+            ready[completion.request.tag, completion.sample] = completion.text
+            while (at := divmod(len(texts), options.samples)) in ready:  # in the order asked for, as soon as there
+                texts.append({"prompt": prompts[at[0]], "sample": at[1], "text": ready.pop(at)})
+                if not options.json:
+                    divider = "----\n" if len(texts) > 1 else ""
+                    print(f"{divider}{prompts[at[0]]}{' → ' if options.chat else ''}{texts[-1]['text']}", flush=True)
     if options.json:
         print_json(texts)
+
+
+def _prompt_ids(prompts: Sequence[str], opened: "Opened", *, chat: bool) -> list[tuple[int, ...]]:
+    """An empty prompt begins a new document."""
+    from redline.engine.prompt import chat_prompt
+
+    tokenizer = opened.tokenizer
+    if chat:
+        return [tuple(tokenizer.encode_prompt(chat_prompt(opened.loaded, prompt))) for prompt in prompts]
+    return [tuple(tokenizer.encode([prompt])[0]) or (tokenizer.eot_id,) for prompt in prompts]

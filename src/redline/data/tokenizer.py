@@ -3,10 +3,12 @@
     tokenizer = load_tokenizer("gpt2/tokenizer.json")       # or a folder that has one
     tokenizer.decode(tokenizer.encode(["Hello"])[0])
 
-Text is encoded as text: a document that spells '<|endoftext|>' gets ordinary tokens, so only Redline itself ends a document.
-Left out: chat templates, truncation and padding (a file's own settings for these are ignored).
+Text is encoded as text: a document that spells '<|endoftext|>' gets ordinary tokens, so only Redline itself ends a document. Only in
+prompts that Redline wrote (`encode_prompt`) are special tokens recognised. Left out: chat templates (`redline.engine.prompt`),
+truncation and padding (a file's own settings for these are ignored).
 """
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterator
@@ -56,12 +58,28 @@ class Tokenizer:
         """Token ids of each text, without special tokens; runs on Rust threads and releases the GIL."""
         return [encoding.ids for encoding in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a rendered chat template or another prompt of ours: special tokens spelt in it are those tokens."""
+        return self._with_specials.encode(text, add_special_tokens=False).ids
+
+    @functools.cached_property
+    def _with_specials(self) -> tokenizers.Tokenizer:
+        """A second tokenizer, because recognising special tokens is a state of the first that threads share."""
+        inner = tokenizers.Tokenizer.from_str(self._text)
+        inner.no_truncation()
+        inner.no_padding()
+        return inner
+
     def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
         """What a corpus holds for each document: its tokens, then `eot_id`, as `dtype`."""
         return [np.array([*ids, self.eot_id], dtype=self.dtype) for ids in self.encode(texts)]
 
     def decode(self, ids: list[int]) -> str:
         return self._inner.decode(ids, skip_special_tokens=False)
+
+    def decode_batch(self, texts: list[list[int]]) -> list[str]:
+        """Like `decode` for each, on Rust threads."""
+        return self._inner.decode_batch(texts, skip_special_tokens=False)
 
     def save(self, path: Path) -> None:
         """Write the tokenizer.json that this was made from."""
@@ -81,12 +99,17 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE with GPT-2's pre-tokeniser. The same texts give the same bytes; a small corpus may give fewer tokens."""
+    """A byte-level BPE with GPT-2's pre-tokeniser, every digit a token of its own.
+
+    The same texts give the same bytes; a small corpus may give fewer tokens.
+    """
     smallest = 256 + 1
     if vocab_size < smallest:
         raise DataError(f"a byte-level BPE needs a vocabulary of at least {smallest} (bytes, end of text), got {vocab_size}")
     inner = tokenizers.Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # Merged digits ("00", " 19") cut numbers at places that differ from one number to the next, which makes arithmetic hard to learn.
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    inner.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     inner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

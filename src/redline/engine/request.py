@@ -3,8 +3,8 @@
     with LocalEngine(model, tokenizer, ...) as engine:
         for completion in engine.run(requests): ...
 
-An engine asks for the next request only when it has room for it, so a generator of requests may decide by the completions seen so far
-(a budget that stops early). Where it has nothing yet but may have later it yields None, and is asked again.
+An engine asks for the next request only when it will soon have room for it, so a generator of requests may decide by the completions
+seen so far (a budget that stops early). Where it has nothing yet but may have later it yields None, and is asked again.
 """
 
 import math
@@ -64,7 +64,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.samples < 1 or self.first_sample < 0:
-            raise ConfigError(f"a request needs at least 1 sample, numbered from 0; got {self.samples} from {self.first_sample}")
+            raise ConfigError(f"samples must be greater than 0 and numbered from 0, got {self.samples} from {self.first_sample}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

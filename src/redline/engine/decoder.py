@@ -1,0 +1,183 @@
+"""The device side of the local engine: prompts into the pool, samples into slots, rounds of decode steps.
+
+    decoder.read(ids, places)                       # prompts, once each
+    decoder.start(starts)                           # samples take slots and get their first token
+    round_ = decoder.launch(slots, steps=8, ...)    # returns at once; the GPU works
+    counts, going, tokens, logprobs = round_.wait() # numpy, a row for each slot
+
+A decode step is one CUDA graph for each batch size in use, captured the first time; on a CPU it runs operation by operation. Nothing
+but `wait` waits for the device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from redline.engine.forward import Forward
+from redline.engine.request import Sampling
+from redline.engine.state import STOP_IDS, make_slots
+from redline.engine.uniform import uniforms
+from redline.model.transformer import Transformer
+
+_INTEGERS = ("prompt", "prompt_len", "count", "limit", "last", "open", "top_k")
+SMALLEST_BATCH = 8
+"""cuBLAS multiplies 8 rows faster than 1 (on an H200, 1.08 against 1.18 ms for a step of a 360M model)."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Samples of one prompt that take slots."""
+
+    slots: list[int]
+    integers: np.ndarray
+    """What `Decoder.describe` says of their request."""
+    floats: np.ndarray
+    filtered: bool
+    seed: int
+    first_sample: int
+    """The number of the sample in the first of the slots; the others follow."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """Decode steps that are under way, and copies of their slots' state that follow them."""
+
+    copies: tuple[Tensor, ...]
+    done: Any
+    """A CUDA event, or None on a CPU."""
+
+    def wait(self) -> tuple[np.ndarray, ...]:
+        """New tokens so far, whether each sample goes on, the tokens, their log-probabilities; a row for each slot of the round."""
+        if self.done is not None:
+            self.done.synchronize()
+        return tuple(copy.numpy() for copy in self.copies)
+
+
+class Decoder:
+    def __init__(
+        self, model: Transformer, *, slots: int, prompts: int, max_prompt_tokens: int, max_new_tokens: int, whole_batch: bool
+    ) -> None:
+        """`whole_batch`: every step computes all slots, so that a row's bits do not depend on how many are in use."""
+        self.device, self.vocab_size = model.embed.weight.device, model.config.vocab_size
+        self.capacity, self.max_new_tokens, self.whole_batch = slots, max_new_tokens, whole_batch
+        self.slots = make_slots(
+            model.config,
+            slots=slots,
+            prompts=prompts,
+            max_prompt_tokens=max_prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            device=self.device,
+            dtype=model.compute_dtype,
+        )
+        self.forward = Forward(model, self.slots)
+        self.graphs = self.device.type == "cuda"
+        """Whether a decode step is a CUDA graph; off only to measure what that is worth."""
+        self._rows = torch.full((slots,), self.slots.spare, dtype=torch.int32, device=self.device)
+        self._captured: dict[tuple[int, bool], Any] = {}
+        self._graph_pool: Any = None
+
+    def read(self, ids: Sequence[Sequence[int]], places: Sequence[int]) -> None:
+        """Prompts into their places in the pool, in one pass."""
+        tokens = np.zeros((len(ids), max(map(len, ids))), dtype=np.int64)
+        for row, prompt in enumerate(ids):
+            tokens[row, : len(prompt)] = prompt
+        lengths = np.array([len(prompt) for prompt in ids], np.int32)
+        self.forward.prefill(self._tensor(tokens), self._tensor(np.array(places, np.int32)), self._tensor(lengths))
+
+    def describe(
+        self, *, prompt: int, prompt_len: int, limit: int, sampling: Sampling, stop_ids: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What the slot of a sample needs to know, but for its random numbers, as rows of integers and of floats."""
+        integers = np.full(len(_INTEGERS) + STOP_IDS, -1, dtype=np.int32)
+        top_k = min(sampling.top_k or self.vocab_size, self.vocab_size)
+        integers[: len(_INTEGERS)] = (prompt, prompt_len, 0, limit, 0, 1, top_k)
+        integers[len(_INTEGERS) : len(_INTEGERS) + len(stop_ids)] = stop_ids
+        return integers, np.array([sampling.temperature, sampling.top_p], dtype=np.float32)
+
+    def start(self, starts: Sequence[Start]) -> None:
+        """Write what the samples need into their slots (two copies to the device, scattered there) and choose their first tokens."""
+        sizes = np.array([len(one.slots) for one in starts])
+        integers, floats = (np.repeat(np.stack([getattr(one, name) for one in starts]), sizes, axis=0) for name in ("integers", "floats"))
+        seeds, first = (np.repeat(np.array([getattr(one, name) for one in starts], np.int64), sizes) for name in ("seed", "first_sample"))
+        samples = first + np.arange(len(first)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        floats = np.concatenate([floats, uniforms(seeds, samples, self.max_new_tokens)], axis=1)
+        rows = self._tensor(np.array([slot for one in starts for slot in one.slots], np.int32))
+        at, ints, reals, slots = rows.long(), self._tensor(integers), self._tensor(floats), self.slots
+        for name, column in zip(_INTEGERS, ints[:, : len(_INTEGERS)].unbind(1), strict=True):
+            getattr(slots, name)[at] = column
+        slots.stop_ids[at] = ints[:, len(_INTEGERS) :]
+        slots.temperature[at], slots.top_p[at], slots.uniform[at] = reals[:, 0], reals[:, 1], reals[:, 2:]
+        self._pick(slots.prompt_logits_PV[ints[:, 0].long()], rows, any(one.filtered for one in starts))
+
+    def stop(self, slots: Sequence[int]) -> None:
+        """No more tokens for these slots."""
+        self.slots.open[self._tensor(np.array(slots))] = 0
+
+    def launch(self, slots: np.ndarray, *, steps: int, filtered: bool) -> Round:
+        """Decode steps for these slots; `filtered` if any of them uses top-k or top-p."""
+        batch = self.batch_size(len(slots))
+        rows = np.full(batch, self.slots.spare, dtype=np.int32)
+        rows[: len(slots)] = slots
+        self._rows[:batch].copy_(self._tensor(rows), non_blocking=True)
+        for _ in range(steps):
+            self._step(batch, filtered)
+        at, state = self._rows[: len(slots)].long(), self.slots
+        seen = (state.count[at], state.open[at], state.tokens[at], state.logprobs[at])
+        if self.device.type != "cuda":
+            return Round(seen, None)
+        copies = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in seen)
+        done = torch.cuda.Event()
+        done.record()
+        return Round(copies, done)
+
+    def batch_size(self, rows: int) -> int:
+        """Rows that a step computes: graphs exist for powers of two from SMALLEST_BATCH, and for the whole."""
+        if self.whole_batch:
+            return self.capacity
+        return rows if self.device.type != "cuda" else min(self.capacity, max(SMALLEST_BATCH, 1 << (rows - 1).bit_length()))
+
+    def _step(self, batch: int, filtered: bool) -> None:
+        if not self.graphs:
+            self._decode(batch, filtered)
+            return
+        if (batch, filtered) not in self._captured:
+            self._captured[batch, filtered] = self._capture(batch, filtered)
+        self._captured[batch, filtered].replay()
+
+    def _decode(self, batch: int, filtered: bool) -> None:
+        rows = self._rows[:batch]
+        self._pick(self.forward.decode(rows), rows, filtered)
+
+    def _pick(self, logits_BV: Tensor, rows: Tensor, filtered: bool) -> None:
+        ops = self.forward.ops
+        ops.pick(logits_BV, self.slots, rows, ops.cutoff(logits_BV, self.slots, rows) if filtered else None)
+
+    def _capture(self, batch: int, filtered: bool) -> Any:
+        """Record a step. The rehearsal, which compiles kernels, runs on nobody's slot."""
+        kept = self._rows.clone()
+        self._rows.fill_(self.slots.spare)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._decode(batch, filtered)
+        torch.cuda.current_stream().wait_stream(side)
+        if self._graph_pool is None:
+            self._graph_pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._graph_pool):
+            self._decode(batch, filtered)
+        self._rows.copy_(kept)
+        return graph
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+
+
+def filters(sampling: Sampling) -> bool:
+    """Whether a choice is made among a part of the vocabulary only."""
+    return sampling.temperature > 0 and (sampling.top_k is not None or sampling.top_p < 1)

@@ -1,0 +1,364 @@
+"""The engine on this machine, with the trainer's own model: slots that are refilled as soon as their sample ends.
+
+    with LocalEngine(model, tokenizer, slots=1024, max_prompt_tokens=96, max_new_tokens=128, eos_ids=eos) as engine:
+        for completion in engine.run(requests): ...
+
+Each prompt is read once and its samples share it. The host looks at the slots only every STEPS tokens: it takes out what has ended,
+fills the slots again, launches the next round, and turns tokens into text while that runs.
+
+A sample's random numbers depend on its seed and number alone. Its logits can differ in their last bits with the size of the batch
+(cuBLAS takes another kernel for another size), and a near tie may then fall the other way: in fp32 that is rare, in bf16 it is not.
+With `reproducible` every step has the full batch size and every prompt is read alone, so that the same request gives the same text
+whatever shares the batch; it costs time when few slots are in use. Adapters must be merged (`redline.model.lora.merged`).
+"""
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from redline.data.tokenizer import Tokenizer
+from redline.engine.decoder import Decoder, Round, Start, filters
+from redline.engine.request import Completion, Finish, Request
+from redline.engine.state import STOP_IDS, slot_bytes
+from redline.errors import ConfigError, MachineError
+from redline.model.lora import lora_layers
+from redline.model.transformer import Transformer
+
+STEPS = 8
+"""Tokens between two looks at the slots. A sample that ends idles for half of them on average; a look costs the GPU some 0.3 ms.
+Once nobody waits for a slot, looks are twice as rare."""
+AHEAD = 8
+"""Prompts for one in this many slots are read before they are needed, so that the GPU does not wait while the host launches that."""
+PREFILL_TOKENS = 32_768
+"""Prompt tokens read in one pass, at most; enough to fill a GPU, few enough to bound the activations."""
+MOST_SLOTS = 2048
+"""More sequences than this at once bring few more tokens a second: the matrix products are at their best before."""
+MOST_CPU_SLOTS = 64
+MEMORY_SHARE = 0.85
+"""Of the memory that is free; the rest is for activations, graphs and what others allocate later."""
+_IDLE_S = 0.001
+_END: Any = object()
+
+
+@dataclass
+class Stats:
+    """What an engine has done since it was made."""
+
+    requests: int = 0
+    completions: int = 0
+    prefill_tokens: int = 0
+    """Prompt tokens read, padding not counted; each prompt once, whatever its samples."""
+    new_tokens: int = 0
+    decode_steps: int = 0
+    slot_steps: int = 0
+    """Rows that the decode steps computed, the idle ones and the padding included."""
+    open_steps: int = 0
+    """Rows of those that produced a token that counts."""
+    run_s: float = 0.0
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the computed rows that were of use."""
+        return self.open_steps / self.slot_steps if self.slot_steps else 0.0
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A request under way."""
+
+    request: Request
+    ids: tuple[int, ...]
+    limit: int
+    stops: tuple[int, ...]
+    prompt: int
+    """Its place in the pool."""
+    integers: np.ndarray
+    floats: np.ndarray
+    """What its samples' slots need to know."""
+    filtered: bool
+    started: int = 0
+    running: int = 0
+
+
+@dataclass(eq=False)
+class _Sample:
+    """A sample in a slot or just out of it; the arrays are filled when it ends."""
+
+    asked: _Asked
+    number: int
+    tokens: np.ndarray
+    logprobs: np.ndarray
+
+    @property
+    def spoken(self) -> np.ndarray:
+        """The tokens without the one that ended them."""
+        return self.tokens[:-1] if len(self.tokens) and int(self.tokens[-1]) in self.asked.stops else self.tokens
+
+
+_NOTHING = np.zeros(0, dtype=np.int32)
+
+
+class LocalEngine:
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        *,
+        max_prompt_tokens: int,
+        max_new_tokens: int,
+        slots: int | None = None,
+        eos_ids: Sequence[int] = (),
+        reproducible: bool = False,
+    ) -> None:
+        """`slots`: sequences generated at once (None: what the free memory holds)."""
+        if max_prompt_tokens < 1 or max_new_tokens < 1 or (slots is not None and slots < 1):
+            raise ConfigError(f"an engine needs room: got {max_prompt_tokens=}, {max_new_tokens=}, {slots=}")
+        self.model, self.tokenizer, self.eos_ids, self.reproducible = model, tokenizer, tuple(eos_ids), reproducible
+        self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
+        capacity = slots or fitting_slots(model, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens)
+        self._ahead = max(1, capacity // AHEAD)
+        """Samples whose prompts are read before there is a slot for them."""
+        self.decoder = Decoder(
+            model,
+            slots=capacity,
+            prompts=capacity + self._ahead,
+            max_prompt_tokens=max_prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            whole_batch=reproducible,
+        )
+        self.stats = Stats()
+        self._free: list[int] = []
+        self._free_prompts: list[int] = []
+        self._open: dict[int, _Sample] = {}
+        """By slot."""
+        self._waiting: deque[_Asked] = deque()
+        """Prompts that have been read and have samples to start."""
+        self._ended: list[_Sample] = []
+        self._cut: list[int] = []
+        """Slots whose sample was ended by a stop string: the device does not know yet."""
+        # What is needed of every slot in every round, as arrays: at 2,048 slots a loop over them takes longer than a decode step.
+        self._prompt_of, self._limit, self._left = (np.zeros(capacity, np.int64) for _ in range(3))
+        self._filtered, self._watched = np.zeros(capacity, bool), np.zeros(capacity, bool)
+        self._abandon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        del self.decoder
+        if self.model.embed.weight.is_cuda:
+            torch.cuda.empty_cache()
+
+    def refresh(self) -> None:
+        """Take up weights that training has changed, where they had to be copied."""
+        self.decoder.forward.refresh()
+
+    def run(self, requests: Iterable[Request | None]) -> Iterator[Completion]:
+        """Completions as they finish. Ending the iteration early drops what is under way."""
+        if any(layer.original is None for layer in lora_layers(self.model).values()):
+            raise ConfigError(
+                "the model's adapters are not merged into its weights: generate inside `with redline.model.lora.merged(model)`"
+            )
+        feed = iter(requests)
+        began_s = time.perf_counter()
+        try:
+            while True:
+                more = self._admit(feed, len(self._free))
+                self._start()
+                if self._open:
+                    slots, round_ = self._launch(STEPS if more or self._waiting else 2 * STEPS)
+                    if more:
+                        self._admit(feed, self._ahead)  # the round runs, and these prompts are read behind it
+                    yield from self._completions()
+                    self._take_out(slots, *round_.wait())
+                elif self._ended:
+                    yield from self._completions()
+                elif more:
+                    time.sleep(_IDLE_S)
+                else:
+                    return
+        finally:
+            self._abandon()
+            self.stats.run_s += time.perf_counter() - began_s
+
+    # ---- filling the slots ----
+
+    def _admit(self, feed: Iterator[Request | None], samples: int) -> bool:
+        """Ask for requests and read their prompts until so many samples wait. False once there are no more requests."""
+        fresh: list[_Asked] = []
+        wanted, more = samples - sum(asked.request.samples - asked.started for asked in self._waiting), True
+        while wanted > 0 and self._free_prompts:
+            request = next(feed, _END)
+            if request is None or request is _END:
+                more = request is None
+                break
+            fresh.append(self._asked(request))
+            wanted -= request.samples
+        self._read(fresh)
+        return more
+
+    def _asked(self, request: Request) -> _Asked:
+        """The request as the device will see it, or why it cannot."""
+        ids = tuple(self.tokenizer.encode_prompt(request.prompt)) if isinstance(request.prompt, str) else request.prompt
+        context, wanted = self.model.config.context_length, request.sampling.max_new_tokens
+        stops = tuple(dict.fromkeys((*self.eos_ids, *request.sampling.stop_ids)))
+        for holds, rule in (
+            (len(ids) > 0, "a prompt must hold at least one token, and this one is empty"),
+            (len(ids) < context, f"a prompt has {len(ids)} tokens, and the model's context holds {context}: shorten it"),
+            (len(ids) <= self.max_prompt_tokens, f"a prompt has {len(ids)} tokens; the engine was made for {self.max_prompt_tokens}"),
+            (wanted <= self.max_new_tokens, f"a request wants {wanted} new tokens; the engine was made for {self.max_new_tokens}"),
+            (len(stops) <= STOP_IDS, f"a request may have at most {STOP_IDS} stop tokens, the model's own included; got {stops}"),
+        ):
+            if not holds:
+                raise ConfigError(rule)
+        self.stats.requests += 1
+        limit, prompt = min(wanted, context - len(ids)), self._free_prompts.pop()
+        integers, floats = self.decoder.describe(prompt=prompt, prompt_len=len(ids), limit=limit, sampling=request.sampling, stop_ids=stops)
+        return _Asked(request, ids, limit, stops, prompt, integers, floats, filters(request.sampling))
+
+    def _read(self, fresh: Sequence[_Asked]) -> None:
+        """Read new prompts, those of like length together."""
+        batch: list[_Asked] = []
+        for asked in sorted(fresh, key=lambda asked: len(asked.ids)):
+            if batch and (self.reproducible or (len(batch) + 1) * len(asked.ids) > PREFILL_TOKENS):
+                self._read_batch(batch)
+                batch = []
+            batch.append(asked)
+        if batch:
+            self._read_batch(batch)
+        self._waiting += fresh
+
+    def _read_batch(self, batch: Sequence[_Asked]) -> None:
+        self.decoder.read([asked.ids for asked in batch], [asked.prompt for asked in batch])
+        self.stats.prefill_tokens += sum(len(asked.ids) for asked in batch)
+
+    def _start(self) -> None:
+        """Give free slots to samples that wait."""
+        if self._cut:
+            self.decoder.stop(self._cut)
+            self._cut = []
+        starts = []
+        while self._free and self._waiting:
+            asked = self._waiting[0]
+            request, first = asked.request, asked.request.first_sample + asked.started
+            slots = [self._free.pop() for _ in range(min(len(self._free), request.samples - asked.started))]
+            starts.append(Start(slots, asked.integers, asked.floats, asked.filtered, request.seed, first))
+            self._open |= {slot: _Sample(asked, first + i, _NOTHING, _NOTHING) for i, slot in enumerate(slots)}
+            self._prompt_of[slots], self._limit[slots], self._left[slots] = asked.prompt, asked.limit, asked.limit - 1
+            self._filtered[slots], self._watched[slots] = asked.filtered, bool(request.sampling.stop_strings)
+            asked.started += len(slots)
+            asked.running += len(slots)
+            if asked.started == request.samples:
+                self._waiting.popleft()
+        if starts:
+            self.decoder.start(starts)
+
+    # ---- a round ----
+
+    def _launch(self, most_steps: int) -> tuple[np.ndarray, Round]:
+        slots = np.fromiter(self._open, np.int64, len(self._open))
+        slots = slots[np.argsort(self._prompt_of[slots], kind="stable")]  # samples side by side share their prompt's keys and values
+        steps, filtered = min(most_steps, int(self._left[slots].max())), bool(self._filtered[slots].any())
+        self.stats.decode_steps += steps
+        self.stats.slot_steps += steps * self.decoder.batch_size(len(slots))
+        return slots, self.decoder.launch(slots, steps=steps, filtered=filtered)
+
+    def _take_out(self, slots: np.ndarray, counts: np.ndarray, going: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """Free the slots of the samples that have ended, and look for stop strings in the others."""
+        watched = []
+        for row in np.flatnonzero((going == 0) | self._watched[slots]).tolist():
+            slot, count = int(slots[row]), int(counts[row])
+            sample = self._open[slot]
+            sample.tokens, sample.logprobs = tokens[row, :count], logprobs[row, :count]
+            if not going[row]:
+                self._end(slot)
+            else:
+                watched.append((slot, sample))
+        self._left[slots] = self._limit[slots] - counts
+        if watched:
+            self._watch(watched)
+
+    def _watch(self, watched: Sequence[tuple[int, _Sample]]) -> None:
+        """End the samples whose newest text holds one of their stop strings."""
+        stops = [sample.asked.request.sampling.stop_strings for _, sample in watched]
+        # A character takes at most four tokens, its bytes.
+        windows = [sample.tokens[-(STEPS + 4 * max(map(len, own))) :] for (_, sample), own in zip(watched, stops, strict=True)]
+        texts = self.tokenizer.decode_batch([window.tolist() for window in windows])
+        for (slot, _), own, text in zip(watched, stops, texts, strict=True):
+            if any(stop in text for stop in own):
+                self._end(slot)
+                self._cut.append(slot)
+
+    def _end(self, slot: int) -> None:
+        sample = self._open.pop(slot)
+        asked = sample.asked
+        self._free.append(slot)
+        self._ended.append(sample)
+        self.stats.new_tokens += len(sample.tokens)
+        self.stats.open_steps += len(sample.tokens) - 1  # the first came from the prompt
+        asked.running -= 1
+        if asked.running == 0 and asked.started == asked.request.samples:
+            self._free_prompts.append(asked.prompt)
+
+    # ---- what has ended ----
+
+    def _completions(self) -> Iterator[Completion]:
+        """Turn what has ended into text."""
+        ended, self._ended = self._ended, []
+        texts = self.tokenizer.decode_batch([sample.spoken.tolist() for sample in ended]) if ended else []
+        for sample, text in zip(ended, texts, strict=True):
+            self.stats.completions += 1
+            yield self._completion(sample, text)
+
+    def _completion(self, sample: _Sample, text: str) -> Completion:
+        request = sample.asked.request
+        tokens, logprobs = tuple(sample.tokens.tolist()), tuple(sample.logprobs.tolist())
+        finish: Finish = "stop" if len(sample.spoken) < len(tokens) else "length"
+        places = [at for stop in request.sampling.stop_strings if (at := text.find(stop)) >= 0]
+        if places:
+            kept = self._tokens_to_stop(sample)
+            text, tokens, logprobs, finish = text[: min(places)], tokens[:kept], logprobs[:kept], "stop"
+        return Completion(request=request, sample=sample.number, text=text, tokens=tokens, logprobs=logprobs, finish=finish)
+
+    def _tokens_to_stop(self, sample: _Sample) -> int:
+        """How many tokens it took until a stop string was complete."""
+        stops, ids = sample.asked.request.sampling.stop_strings, sample.tokens.tolist()
+        low, high = 1, len(ids)
+        while low < high:
+            middle = (low + high) // 2
+            text = self.tokenizer.decode(ids[:middle])
+            low, high = (low, middle) if any(stop in text for stop in stops) else (middle + 1, high)
+        return low
+
+    def _abandon(self) -> None:
+        """Forget what is under way; its slots and prompts are free again."""
+        self._cut += list(self._open)
+        self._free = list(range(self.decoder.capacity))
+        self._free_prompts = list(range(self.decoder.capacity + self._ahead))
+        self._open.clear()
+        self._waiting.clear()
+        self._ended.clear()
+
+
+def fitting_slots(model: Transformer, *, max_prompt_tokens: int, max_new_tokens: int) -> int:
+    """Sequences that the memory free at this moment can hold, each with a prompt of its own."""
+    device = model.embed.weight.device
+    each = slot_bytes(model.config, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, dtype=model.compute_dtype)
+    if device.type == "cuda":
+        free_bytes = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    else:
+        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    fitting = int(free_bytes * MEMORY_SHARE) // each
+    if fitting < 1:
+        raise MachineError(f"a sequence needs {each / 2**30:.1f} GiB of keys and values, {free_bytes / 2**30:.1f} GiB are free: shorten it")
+    return min(MOST_SLOTS if device.type == "cuda" else MOST_CPU_SLOTS, fitting)

@@ -1,0 +1,78 @@
+"""From a question to what the model reads: through its chat template, or as text to be continued.
+
+    text, stops = render(task, question, loaded, mode="chat", shots=2)     # stops: the texts that end an answer
+    ids = tokenizer.encode_prompt(text)                                    # recognises the special tokens that a template writes
+    answer = [*tokenizer.encode([answer_text(reasoning, mode)])[0], end_id(loaded, tokenizer, mode)]     # to train on
+
+Templates are Jinja, run in Jinja's sandbox as transformers runs them: they come with foreign weights. Left out: tools and documents.
+"""
+
+import functools
+import json
+from typing import Any
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from redline.config.rft import PromptMode
+from redline.data.tokenizer import Tokenizer
+from redline.errors import ConfigError, DataError
+from redline.model.weights import Loaded
+from redline.tasks.task import STOP, Question, Task, prompt_messages, prompt_text
+
+
+def render(task: Task, question: Question, loaded: Loaded, mode: PromptMode, shots: int | None) -> tuple[str, tuple[str, ...]]:
+    """The prompt, and the texts that end an answer (none where the model ends its turn with a token)."""
+    if mode == "text":
+        return prompt_text(task, question, shots), (STOP,)
+    return _filled(loaded, prompt_messages(task, question, shots), add_generation_prompt=True), ()
+
+
+def chat_prompt(loaded: Loaded, message: str) -> str:
+    """A user's message as the model's chat template puts it."""
+    return _filled(loaded, [{"role": "user", "content": message}], add_generation_prompt=True)
+
+
+def answer_text(text: str, mode: PromptMode) -> str:
+    """An answer as it is trained on after its prompt: a text prompt ends with 'Answer:', and a space follows."""
+    return text.strip() if mode == "chat" else f" {text.strip()}"
+
+
+def end_id(loaded: Loaded, tokenizer: Tokenizer, mode: PromptMode) -> int:
+    """The token after an answer: what the template puts at the end of a turn, or the end of a document."""
+    if mode == "text":
+        return tokenizer.eot_id
+    mark = "Redline's answer"
+    turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
+    after = tokenizer.encode_prompt(_filled(loaded, turn, add_generation_prompt=False).rpartition(mark)[2])
+    return after[0] if after and after[0] in loaded.eos_ids else tokenizer.eot_id
+
+
+def stop_ids(loaded: Loaded, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Every token at which an answer is over."""
+    return tuple(dict.fromkeys((*loaded.eos_ids, tokenizer.eot_id)))
+
+
+def _filled(loaded: Loaded, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
+    if loaded.chat_template is None:
+        raise ConfigError('prompt.mode "chat" needs a model with a chat template, and this one has none: use prompt.mode=text')
+    try:
+        return _compiled(loaded.chat_template).render(messages=messages, add_generation_prompt=add_generation_prompt, tools=None)
+    except jinja2.TemplateError as error:
+        raise DataError(f"the model's chat template does not take this prompt: {error}; try prompt.shots=0 or prompt.mode=text") from error
+
+
+@functools.cache
+def _compiled(template: str) -> jinja2.Template:
+    for name in ("bos_token", "eos_token"):
+        if name in template:
+            raise DataError(f"the model's chat template asks for its {name}, which is not known here: write the token itself into it")
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals["raise_exception"] = _raise
+    return environment.from_string(template)
+
+
+def _raise(message: str) -> Any:
+    raise jinja2.TemplateError(message)

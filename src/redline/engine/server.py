@@ -1,0 +1,247 @@
+"""Generation by an OpenAI-compatible completion server (vLLM, SGLang, llama.cpp, `transformers serve`), as an `Engine`. No torch.
+
+    with ServerEngine("http://localhost:8000", "SmolLM2-135M-Instruct") as engine:      # the key: environment REDLINE_API_KEY
+        for completion in engine.run(requests): ...
+
+Every sample is a call of its own, with a seed made from the request's seed and the sample's number: no server promises the same text
+for the same sample of an `n`, and those that cache prefixes (vLLM, SGLang, llama.cpp) read the prompt once all the same. What a
+server would otherwise take from the model's own settings (top-k, penalties) is sent as neutral, so that `Sampling` means what it says.
+What it cannot do is refused: an option that is silently passed over would be a different experiment.
+
+vLLM and llama.cpp tell tokens and log-probabilities; the others leave them empty. `transformers serve` seeds a generator that all its
+requests share: its samples repeat only with concurrency=1. Left out: chat endpoints (render the template and complete the text),
+answers in parts, redirects and proxies.
+"""
+
+import json
+import os
+import queue
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from redline.engine.calls import KEY_VARIABLE, Line, open_site, shown
+from redline.engine.request import Completion, Finish, Request
+from redline.errors import ConfigError, nearest
+
+CHECK_S = 30.0
+"""How long the list of models may take; it generates nothing."""
+IDLE_S = 0.01
+_END: Any = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """What one kind of server takes beside the fields that OpenAI documents."""
+
+    name: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Sent with every call."""
+    no_top_k: int | None = None
+    """The value of top_k that keeps all tokens; None: the server takes no top_k."""
+    stop_ids: bool = False
+    """Takes `stop_token_ids`."""
+    takes_ids: bool = True
+    """Takes prompts of token ids."""
+
+
+_NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0}  # or else those of the model's generation_config.json
+DIALECTS = {
+    "vllm": Dialect(
+        name="vLLM",
+        # The special tokens that a tokenizer would put before a text are the prompt's own business, as in the local engine.
+        fields={**_NEUTRAL, "add_special_tokens": False, "return_token_ids": True, "logprobs": 1},
+        no_top_k=-1,
+        stop_ids=True,
+    ),
+    "sglang": Dialect(name="SGLang", fields=_NEUTRAL, no_top_k=-1, stop_ids=True),
+    "llamacpp": Dialect(name="llama.cpp", fields={"min_p": 0.0, "repeat_penalty": 1.0, "logprobs": 1}, no_top_k=0),
+}
+"""By the `owned_by` of the server's models."""
+TRANSFORMERS = Dialect(name="transformers serve", no_top_k=0, takes_ids=False)
+OTHER = Dialect(name="an OpenAI-compatible server of unknown kind")
+
+
+class ServerEngine:
+    """Completes prompts by calls to a server, at most `concurrency` at a time."""
+
+    def __init__(
+        self,
+        url: str,
+        model: str | None = None,
+        *,
+        api_key: str | None = None,
+        concurrency: int = 64,
+        timeout_s: float = 600.0,
+        tokenizer: Any = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        """`url`: http://host:port, or with its path (…/v1). `model`: needed where the server has several. `tokenizer` turns prompts of
+        token ids into text, for servers that take text alone. `progress` hears of calls that are tried again."""
+        if concurrency < 1 or timeout_s <= 0:
+            raise ConfigError(f"concurrency must be at least 1 and timeout_s greater than 0, got {concurrency} and {timeout_s}")
+        self.concurrency, self.tokenizer = concurrency, tokenizer
+        self._site = open_site(url, os.environ.get(KEY_VARIABLE) if api_key is None else api_key, timeout_s, progress or (lambda _: None))
+        self._lines: set[Line] = set()
+        self.dialect = self._recognise()
+        self.model = self._choose(model)
+
+    def models(self) -> list[str]:
+        """The models that the server says it has. `transformers serve` names those in its cache, and serves others too."""
+        return [card["id"] for card in self._cards()]
+
+    def run(self, requests: Iterable[Request | None]) -> Iterator[Completion]:
+        """Completions in the order in which the server finishes them."""
+        source, waiting = iter(requests), deque[tuple[Request, int]]()
+        done: queue.SimpleQueue[Future[Completion]] = queue.SimpleQueue()
+        line, flying, ended = Line(self._site), 0, False
+        self._lines.add(line)
+        pool = ThreadPoolExecutor(self.concurrency, thread_name_prefix="redline-server")
+        try:
+            while True:
+                while flying < self.concurrency and (waiting or not ended):
+                    if not waiting:
+                        request = next(source, _END)
+                        ended = request is _END
+                        if request is None or ended:
+                            break
+                        waiting.extend((request, request.first_sample + index) for index in range(request.samples))
+                    pool.submit(self._complete, line, *waiting.popleft()).add_done_callback(done.put)
+                    flying += 1
+                if flying:
+                    completion = done.get().result()
+                    flying -= 1
+                    yield completion
+                elif ended:
+                    return
+                else:
+                    time.sleep(IDLE_S)
+        finally:
+            # A reader that stops early must not wait for texts that nobody wants.
+            line.hang_up()
+            self._lines.discard(line)
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def close(self) -> None:
+        for line in list(self._lines):
+            line.hang_up()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _complete(self, line: Line, request: Request, sample: int) -> Completion:
+        return self._read(line.ask("POST", "/completions", self._body(request, sample)), request, sample)
+
+    def _body(self, request: Request, sample: int) -> dict[str, Any]:
+        sampling = request.sampling
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": self._prompt(request.prompt),
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            # 31 bits: some servers read the seed as a signed number, and llama.cpp takes the largest of 32 for "choose one yourself".
+            "seed": zlib.crc32(f"{request.seed}/{sample}".encode()) >> 1,
+            **self.dialect.fields,
+        }
+        if sampling.stop_strings:
+            body["stop"] = list(sampling.stop_strings)
+        if sampling.stop_ids:
+            if not self.dialect.stop_ids:
+                raise self._refusal("stop_ids", "give stop_strings instead")
+            body["stop_token_ids"] = list(sampling.stop_ids)
+        if sampling.top_k is not None and self.dialect.no_top_k is None:
+            raise self._refusal("top_k", "leave it out")
+        top_k = self.dialect.no_top_k if sampling.top_k is None else sampling.top_k
+        if self.dialect is TRANSFORMERS:
+            # It samples only where the model's own settings say so, and takes the switch and top_k by this field alone.
+            body["generation_config"] = json.dumps({"do_sample": sampling.temperature > 0, "top_k": top_k})
+        elif top_k is not None:
+            body["top_k"] = top_k
+        return body
+
+    def _prompt(self, prompt: str | tuple[int, ...]) -> str | list[int]:
+        if isinstance(prompt, str):
+            return prompt
+        if self.dialect.takes_ids:
+            return list(prompt)
+        if self.tokenizer is None:
+            raise self._refusal("a prompt of token ids", "give the prompt as text, or the engine a tokenizer")
+        return str(self.tokenizer.decode(list(prompt)))
+
+    def _refusal(self, what: str, way_out: str) -> ConfigError:
+        return ConfigError(f"{what} cannot be had from {self._site.url}: it is {self.dialect.name}, which takes none; {way_out}")
+
+    def _read(self, answer: Any, request: Request, sample: int) -> Completion:
+        try:
+            [choice] = answer["choices"]
+            text, reason = choice["text"], choice["finish_reason"]
+            tokens, logprobs = _tokens(choice)
+            known: dict[str, Finish] = {"stop": "stop", "length": "length"}
+            finish = known[reason]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{self._site.url} must answer with one completion that ended by stop or length, got {shown(json.dumps(answer))}"
+            ) from error
+        ends = [text.index(stop) for stop in request.sampling.stop_strings if stop in text]
+        if ends:  # some servers leave the text that ended it in place
+            text, finish = text[: min(ends)], "stop"
+        return Completion(request=request, sample=sample, text=text, tokens=tokens, logprobs=logprobs, finish=finish)
+
+    def _recognise(self) -> Dialect:
+        try:
+            # `transformers serve` is known by the one path that nobody else has. Its list of models would not tell: they are owned by
+            # whoever trained them, and where the machine has no cache of them it answers with 500.
+            described = self._check("/openapi.json", root=True)
+            if isinstance(described, dict) and "/load_model" in described.get("paths", {}):
+                return TRANSFORMERS
+        except ConfigError:
+            pass  # not every server describes itself; one that is not there at all is found out next
+        owners = [str(card.get("owned_by")) for card in self._cards()]
+        return next((DIALECTS[owner] for owner in owners if owner in DIALECTS), OTHER)
+
+    def _choose(self, model: str | None) -> str:
+        if model is not None and self.dialect not in (DIALECTS["vllm"], DIALECTS["sglang"]):
+            return model  # the others serve models that they do not list
+        known = self.models()
+        listed = ", ".join(known[:8]) or "none"
+        if model is None and len(known) != 1:
+            raise ConfigError(f"name one of the models of {self._site.url}: it has {listed}")
+        if model is not None and model not in known:
+            raise ConfigError(f"{self._site.url} has no model {model!r}{nearest(model, known)}; it has {listed}")
+        return model or known[0]
+
+    def _cards(self) -> list[dict[str, Any]]:
+        answer = self._check("/models")
+        cards = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(cards, list) or not all(isinstance(card, dict) and "id" in card for card in cards):
+            raise ConfigError(f"{self._site.url}/models must list models as OpenAI does, got {shown(json.dumps(answer))}")
+        return cards
+
+    def _check(self, path: str, *, root: bool = False) -> Any:
+        """The answer to a question that generates nothing, soon or never."""
+        line = Line(replace(self._site, timeout_s=min(CHECK_S, self._site.timeout_s)))
+        try:
+            return line.ask("GET", path, None, patient=False, root=root)
+        finally:
+            line.hang_up()
+
+
+def _tokens(choice: dict[str, Any]) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Token ids and log-probabilities as vLLM or llama.cpp tell them; empty where a server does not."""
+    told = choice.get("logprobs") or {}
+    if told.get("content") is not None:
+        return tuple(part["id"] for part in told["content"]), tuple(part["logprob"] for part in told["content"])
+    ids, logprobs = choice.get("token_ids"), told.get("token_logprobs")
+    if ids is None or logprobs is None:
+        return (), ()
+    if len(ids) != len(logprobs):
+        raise ValueError(f"{len(ids)} tokens and {len(logprobs)} log-probabilities")
+    return tuple(ids), tuple(logprobs)

@@ -1,0 +1,85 @@
+"""Held-out loss against a mean of per-token losses, whatever the batches and processes."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from redline.config.recipe import ModelConfig
+from redline.data.shards import TokenDataset
+from redline.evaluate import HeldOut, held_out_loss
+from redline.model.transformer import Transformer, build_model
+from redline.train.process import Process
+
+CONFIG = ModelConfig(
+    vocab_size=37, num_layers=2, hidden_size=24, num_heads=4, num_kv_heads=2, ffn_size=32, context_length=40, init_std=0.3,
+    qk_norm=True, tie_embeddings=False,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return build_model(CONFIG, device="cpu", seed=0).eval()
+
+
+ALONE = Process(0, 1, torch.device("cpu"))
+
+
+def data(tokens: int) -> TokenDataset:
+    """Two arrays, so that windows cross a border; 3 bytes of text a token."""
+    ids = np.random.default_rng(0).integers(0, 37, tokens)
+    return TokenDataset("made up", [ids[:53], ids[53:]], vocab_size=37, bytes_of_text=3 * tokens)
+
+
+def token_losses(model: Transformer, dataset: TokenDataset, seq_len: int, sequences: int) -> list[float]:
+    """The loss of each token, one sequence at a time, by log-softmax in fp64."""
+    losses: list[float] = []
+    model = copy.deepcopy(model).double()
+    model.compute_dtype = torch.float64
+    with torch.no_grad():
+        for window in range(min(sequences, dataset.windows(seq_len))):
+            row = torch.from_numpy(dataset.read_windows(np.array([window]), seq_len))[0]
+            logs = F.log_softmax(model(row[None, :-1])[0], dim=-1)
+            losses += [-float(logs[i, target]) for i, target in enumerate(row[1:])]
+    return losses
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 4, 64])
+@pytest.mark.parametrize("sequences", [1, 10, 1000])
+def test_held_out_loss_is_the_mean_over_tokens_whatever_the_batches(model, micro_batch, sequences):
+    dataset = data(10 * 16 + 5)
+    expected = token_losses(model, dataset, 16, sequences)
+    found = held_out_loss(model, dataset, seq_len=16, sequences=sequences, micro_batch=micro_batch, process=ALONE)
+    assert found.tokens == len(expected) == 16 * min(sequences, 10)
+    assert found.loss == pytest.approx(sum(expected) / len(expected), rel=1e-6)
+    assert found.bytes_per_token == 3.0
+    assert model.loss_chunks == 1, "left as it was"
+
+
+def test_two_processes_with_an_odd_number_of_windows_count_each_once(model):
+    """Run one after the other, each with the other's sum: rank 1 is one window short and fills up with IGNORED."""
+    dataset = data(7 * 16 + 1)
+    expected = token_losses(model, dataset, 16, 7)
+    parts = [
+        held_out_loss(model, dataset, seq_len=16, sequences=7, micro_batch=2, process=_Part(rank, 2, torch.device("cpu")))
+        for rank in (0, 1)
+    ]
+    assert [part.tokens for part in parts] == [4 * 16, 3 * 16]
+    total = sum(part.loss * part.tokens for part in parts)
+    assert total / 112 == pytest.approx(sum(expected) / len(expected), rel=1e-6)
+
+
+class _Part(Process):
+    """A rank of two whose sums are its own, so that its part can be looked at."""
+
+    def sum(self, value: float) -> float:
+        return value
+
+
+def test_bits_per_byte_and_perplexity_by_hand():
+    metrics = HeldOut(loss=2 * math.log(2), tokens=10, bytes_per_token=4.0).metrics()
+    assert metrics == {"valid_loss": 2 * math.log(2), "valid_perplexity": pytest.approx(4.0), "valid_bits_per_byte": pytest.approx(0.5)}
+    assert HeldOut(loss=1e6, tokens=1, bytes_per_token=1.0).metrics()["valid_perplexity"] < math.inf
