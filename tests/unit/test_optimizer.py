@@ -85,10 +85,12 @@ def test_orthogonalize_keeps_the_directions_and_forgives_zero():
 # ---- AdamW ----
 
 
-def test_adamw_equals_torchs_plain_one_over_ten_steps():
+@pytest.mark.parametrize("kernels", ["fused", "foreach", "loop"])
+def test_adamw_equals_torchs_plain_one_over_ten_steps(kernels):
     ours = build_model(CONFIG, device="cpu", seed=0)
     theirs = copy.deepcopy(ours)
-    (adamw,) = make_optimizers(ours, train())
+    (adamw,) = make_optimizers(ours, train(), kernels)
+    assert [adamw.defaults["fused"], adamw.defaults["foreach"]] == [kernels == "fused", kernels == "foreach"]
     decay = [p for p in theirs.parameters() if p.ndim >= 2]
     no_decay = [p for p in theirs.parameters() if p.ndim < 2]
     reference = torch.optim.AdamW(

@@ -15,7 +15,7 @@ from redline.model.transformer import Transformer, build_model
 from redline.plan.plan import Hardware
 from redline.plan.planner import make_plan
 from redline.record.metrics import METRICS
-from redline.train.instruments import Instruments
+from redline.train.instruments import Instruments, training_rates
 from redline.train.optimizer import make_optimizers
 from redline.train.process import Process
 from redline.train.step import Learner, LossScale, Update, take_step
@@ -159,7 +159,7 @@ CPU = Hardware(
 def test_instrument_lines_come_in_order_and_complete_and_their_numbers_agree():
     recipe = load_recipe("nano")
     plan = make_plan(recipe, CPU)
-    instruments = Instruments(recipe, plan, torch.device("cpu"))
+    instruments = Instruments(torch.device("cpu"), training_rates(recipe, plan))
     lines, started_s = [], time.perf_counter()
     for step in range(1, 6):
         time.sleep(0.002)
@@ -183,7 +183,7 @@ def test_instrument_lines_come_in_order_and_complete_and_their_numbers_agree():
 
 def test_a_restart_leaves_the_pause_out_of_the_next_step():
     recipe = load_recipe("nano")
-    instruments = Instruments(recipe, make_plan(recipe, CPU), torch.device("cpu"))
+    instruments = Instruments(torch.device("cpu"), training_rates(recipe, make_plan(recipe, CPU)))
     time.sleep(0.2)
     instruments.restart()
     instruments.push({"step": 1}, Update(torch.tensor(1.0), torch.tensor(1.0)))

@@ -22,6 +22,7 @@ Compile = Literal["off", "default", "max-autotune-no-cudagraphs"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["auto", "flash", "cudnn", "efficient", "math"]
 CrossEntropy = Literal["torch", "fused"]
+UpdateKernels = Literal["fused", "foreach", "loop"]
 
 IGNORED = -100
 """A target that counts for nothing; the value that torch's cross entropy takes by default."""
@@ -141,6 +142,8 @@ class PlanPins:
     """Activation checkpointing."""
     attention: Attention | None = None
     cross_entropy: CrossEntropy | None = None
+    update: UpdateKernels | None = None
+    """How AdamW changes the weights: one kernel for many tensors, an operation at a time over lists of them, or tensor by tensor."""
     loss_chunks: int | None = None
     """Pieces in which the output head and the loss are computed; more pieces, less memory."""
     loader_threads: int | None = None

@@ -45,8 +45,11 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weight_VD, dlogits_NV = ctx.saved_tensors
+        dx_ND = (dlogits_NV @ weight_VD) * grad
+        if not ctx.needs_input_grad[1]:  # a frozen head: a third of the head's work
+            return dx_ND, None, None
         # The factor goes onto the small operand before the sum over tokens, which could overflow fp16 without it.
-        return (dlogits_NV @ weight_VD) * grad, dlogits_NV.T @ (x_ND * grad).to(x_ND.dtype), None
+        return dx_ND, dlogits_NV.T @ (x_ND * grad).to(x_ND.dtype), None
 
 
 if triton is not None:

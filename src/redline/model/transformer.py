@@ -3,20 +3,23 @@
     model = build_model(config, device="cuda", seed=0)      # fp32 weights, initialised from the seed and each weight's name
     logits_BTV = model(tokens_BT)                           # in model.compute_dtype
     loss_sum = model(tokens_BT, targets_BT)                 # summed over targets that are not IGNORED; the caller divides
+    loss_sum = model(tokens_1T, targets_1A, packing=packing)    # one row of several sequences; only the A read positions reach the head
 
 Weights stay in fp32; activations, the residual stream included, are in `compute_dtype`, and each layer casts its weight where it
 is used (the casts cost under 1 % of a step; the blocks keep them for their backward, two bytes a weight). Norms and the loss compute
 in fp32 inside. Query/key/value and the two halves of SwiGLU are one matrix each: three small matrix products instead of one cost
 more, and so does adding up their gradients. Left out: dropout, sliding windows, mixtures of experts.
 
-Shapes: B batch, T tokens, D hidden, H query heads, K key/value heads, C head width, F feed-forward width, V vocabulary, S cache.
+Shapes: B batch, T tokens, D hidden, H query heads, K key/value heads, C head width, F feed-forward width, V vocabulary.
+Of packed rows: S sequences, L the longest of them, A positions whose loss is wanted.
 """
 
 import functools
+import inspect
 import math
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +28,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from redline.config.recipe import CrossEntropy, ModelConfig, Recompute
+from redline.model import kernels
 from redline.model.cross_entropy import linear_cross_entropy
 
 
@@ -51,46 +55,92 @@ class Norm(nn.Module):
         return F.layer_norm(x, weight.shape, weight, None if self.bias is None else self.bias.to(x.dtype), self.eps)
 
 
-class KVCache:
-    """Keys and values of the tokens read so far; every sequence in it has the same length."""
+class Packing(NamedTuple):
+    """How one row holds several sequences: each attends to itself alone, and its positions count from 0."""
 
-    def __init__(self, config: ModelConfig, batch_size: int, capacity: int, *, device: torch.device, dtype: torch.dtype) -> None:
-        shape = (config.num_layers, 2, batch_size, config.kv_heads, capacity, config.head_size)
-        self.data = torch.empty(shape, device=device, dtype=dtype)
-        self.length = 0
+    positions_T: Tensor
+    bounds_S: Tensor
+    """int32: where each sequence begins, and the end of the last; the sequences cover the row, and some may be empty."""
+    longest: int
+    """No sequence is longer."""
+    read_A: Tensor | None = None
+    """Positions that a target follows; None: all."""
+    grid_SL: Tensor | None = None
+    """For attention over a padded grid: which position of the row stands in each place."""
+    places_T: Tensor | None = None
+    """And where in the flattened grid each position of the row stands."""
+    short: bool = False
+    """Short sequences on a GPU: the kernel that also rotates."""
 
-    def extend(self, layer: int, k_BKTC: Tensor, v_BKTC: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the new keys and values of one layer and return all of them so far."""
-        end = self.length + k_BKTC.shape[2]
-        self.data[layer, 0, :, :, self.length : end] = k_BKTC
-        self.data[layer, 1, :, :, self.length : end] = v_BKTC
-        return self.data[layer, 0, :, :, :end], self.data[layer, 1, :, :, :end]
+    def with_grid(self) -> "Packing":
+        starts_S, ends_S = self.bounds_S[:-1], self.bounds_S[1:]
+        T, device = len(self.positions_T), self.bounds_S.device
+        # Places behind the end of a sequence read what comes next in the row: no query of the sequence looks so far ahead.
+        grid_SL = (starts_S[:, None] + torch.arange(self.longest, device=device)).clamp(max=T - 1)
+        sequence_T = torch.searchsorted(ends_S, torch.arange(T, device=device, dtype=ends_S.dtype), right=True)
+        return self._replace(grid_SL=grid_SL, places_T=sequence_T * self.longest + self.positions_T)
+
+
+_varlen: Callable[..., Any] | None = None
+
+
+def _load_varlen() -> None:
+    """torch's attention over sequences of several lengths; importing it takes a second, which only packed rows on a GPU need."""
+    global _varlen
+    if _varlen is None:
+        from torch.nn.attention.varlen import varlen_attn
+
+        # Before torch 2.13 it has no such argument and takes fewer key/value heads as they are.
+        grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+        _varlen = functools.partial(varlen_attn, window_size=(-1, 0), **grouped)
+
+
+def packed_attention(q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor, packing: Packing) -> Tensor:
+    """Causal attention within each sequence of a row: one kernel on CUDA in half precision, elsewhere over a padded grid."""
+    if packing.grid_SL is None or packing.places_T is None:
+        bounds, longest = packing.bounds_S, packing.longest
+        assert _varlen is not None
+        y = _varlen(q_THC, k_TKC, v_TKC, bounds, bounds, longest, longest)
+        assert isinstance(y, Tensor)
+        return y
+    S, L = packing.grid_SL.shape
+    q, k, v = (x.index_select(0, packing.grid_SL.flatten()).unflatten(0, (S, L)).transpose(1, 2) for x in (q_THC, k_TKC, v_TKC))
+    y_SHLC = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return y_SHLC.transpose(1, 2).flatten(0, 1).index_select(0, packing.places_T)
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.layer, self.heads, self.kv_heads, self.head_size = layer, config.num_heads, config.kv_heads, config.head_size
+        self.heads, self.kv_heads, self.head_size = config.num_heads, config.kv_heads, config.head_size
         width, kv_width = self.heads * self.head_size, self.kv_heads * self.head_size
         self.qkv = Linear(config.hidden_size, width + 2 * kv_width, bias=config.bias or config.qkv_bias)
         self.out = Linear(width, config.hidden_size, bias=config.bias)
         self.q_norm = Norm(self.head_size, config, kind="rmsnorm") if config.qk_norm else None
         self.k_norm = Norm(self.head_size, config, kind="rmsnorm") if config.qk_norm else None
 
-    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, cache: KVCache | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, packing: Packing | None) -> Tensor:
         B, T, _ = x_BTD.shape
         qkv = self.qkv(x_BTD).view(B, T, self.heads + 2 * self.kv_heads, self.head_size)
-        q_BTHC, k_BTKC, v_BTKC = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BTHC, k_BTKC = self.q_norm(q_BTHC), self.k_norm(k_BTKC)
-        if rope is not None:
-            q_BTHC, k_BTKC = rotate(q_BTHC, rope), rotate(k_BTKC, rope)
+        if packing is not None and packing.short and rope is not None:
+            y = kernels.short_attention(qkv[0], *rope, packing.bounds_S, q_heads=self.heads, longest=packing.longest)
+            return self.out(y[None])
+        if packing is not None and rope is not None and self.q_norm is None:
+            # Both in one rotation: without a compiler that halves its dozen small kernels.
+            qk, v_BTKC = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
+            q_BTHC, k_BTKC = rotate(qk, rope).split([self.heads, self.kv_heads], dim=2)
+        else:
+            q_BTHC, k_BTKC, v_BTKC = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
+            if self.q_norm is not None and self.k_norm is not None:
+                q_BTHC, k_BTKC = self.q_norm(q_BTHC), self.k_norm(k_BTKC)
+            if rope is not None:
+                q_BTHC, k_BTKC = rotate(q_BTHC, rope), rotate(k_BTKC, rope)
+        if packing is not None:
+            # Not [0], whose backward fills a tensor with zeros first.
+            q, k, v = (x.flatten(0, 1) for x in (q_BTHC, k_BTKC, v_BTKC))
+            return self.out(packed_attention(q, k, v, packing).reshape(B, T, -1))
         q, k, v = q_BTHC.transpose(1, 2), k_BTKC.transpose(1, 2), v_BTKC.transpose(1, 2)
-        if cache is not None:
-            k, v = cache.extend(self.layer, k, v)
-        # One new token sees all of the cache, so only a prompt needs the causal mask.
-        causal = cache is None or T > 1
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=self.heads != self.kv_heads)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
         return self.out(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -105,26 +155,32 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
         if self.activation == "swiglu":
-            gate, up = h.chunk(2, dim=-1)
-            return self.down(F.silu(gate) * up)
+            return self.down(_swiglu(h))
         return self.down(F.gelu(h, approximate="tanh") if self.activation == "gelu" else F.relu(h).square())
 
 
+def _swiglu(gate_up: Tensor) -> Tensor:
+    if gate_up.is_cuda and gate_up.dtype != torch.float32 and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return kernels.swiglu(gate_up)  # two kernels both ways instead of eight; a compiler does as well by itself
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attn_norm, self.attn = Norm(config.hidden_size, config), Attention(config, layer)
+        self.attn_norm, self.attn = Norm(config.hidden_size, config), Attention(config)
         self.ffn_norm, self.ffn = Norm(config.hidden_size, config), FeedForward(config)
         self.recompute: Recompute = "none"
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: KVCache | None = None) -> Tensor:
-        if self.recompute == "none" or cache is not None or not torch.is_grad_enabled():
-            return self._residuals(x, rope, cache)
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, packing: Packing | None = None) -> Tensor:
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            return self._residuals(x, rope, packing)
         # Inside the block, so that a compiler that sees the block sees what may be recomputed.
-        return checkpoint(self._residuals, x, rope, None, use_reentrant=False, **_context(self.recompute))
+        return checkpoint(self._residuals, x, rope, packing, use_reentrant=False, **_context(self.recompute))
 
-    def _residuals(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: KVCache | None) -> Tensor:
-        x = x + self.attn(self.attn_norm(x), rope, cache)
+    def _residuals(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, packing: Packing | None) -> Tensor:
+        x = x + self.attn(self.attn_norm(x), rope, packing)
         return x + self.ffn(self.ffn_norm(x))
 
 
@@ -139,7 +195,7 @@ class Transformer(nn.Module):
         self.loss_chunks = 1
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.positions = nn.Embedding(config.context_length, config.hidden_size) if config.positions == "learned" else None
-        self.blocks: list[Block] = nn.ModuleList(Block(config, i) for i in range(config.num_layers))  # type: ignore[assignment]
+        self.blocks: list[Block] = nn.ModuleList(Block(config) for _ in range(config.num_layers))  # type: ignore[assignment]
         self.norm = Norm(config.hidden_size, config)
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
@@ -150,9 +206,11 @@ class Transformer(nn.Module):
         if self.config.tie_embeddings:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, *, cache: KVCache | None = None) -> Tensor:
-        """Logits, or with targets the sum of the losses over the targets that are not IGNORED."""
-        x = self._hidden(tokens_BT, cache)
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, *, packing: Packing | None = None) -> Tensor:
+        """Logits, or with targets the sum of the losses over the targets that are not IGNORED. With a packing the batch is one row."""
+        x = self._hidden(tokens_BT, packing)
+        if packing is not None and packing.read_A is not None:
+            x = x.index_select(1, packing.read_A)
         if targets_BT is None:
             return self.head(x)
         x_ND, targets_N = x.flatten(0, 1), targets_BT.flatten()
@@ -162,21 +220,35 @@ class Transformer(nn.Module):
         losses = [checkpoint(self._loss_sum, x, t, use_reentrant=False) for x, t in chunks]
         return torch.stack(losses).sum()
 
-    def _hidden(self, tokens_BT: Tensor, cache: KVCache | None) -> Tensor:
-        start, T = (cache.length if cache is not None else 0), tokens_BT.shape[1]
-        assert start == 0 or T == 1, "the causal mask fits a whole prompt or one token, not a piece of a prompt"
+    def _hidden(self, tokens_BT: Tensor, packing: Packing | None = None) -> Tensor:
+        assert packing is None or len(tokens_BT) == 1, "a packed batch is one row"
+        at = slice(tokens_BT.shape[1]) if packing is None else packing.positions_T
         x = self.embed(tokens_BT)
         rope = None
         if self.positions is not None:
-            x = x + self.positions.weight[start : start + T]
+            x = x + self.positions.weight[at]
         else:
-            rope = self.rope_cos[start : start + T], self.rope_sin[start : start + T]
+            rope = self.rope_cos[at], self.rope_sin[at]
         x = x.to(self.compute_dtype)
+        if packing is not None:
+            packing = self._with_kernel(packing, x)
         for block in self.blocks:
-            x = block(x, rope, cache)
-        if cache is not None:
-            cache.length += T
+            x = block(x, rope, packing)
         return self.norm(x)
+
+    def _with_kernel(self, packing: Packing, x: Tensor) -> Packing:
+        """The packing with what its attention needs: the kernels for sequences of several lengths are CUDA's, in half precision."""
+        config = self.config
+        if not x.is_cuda or x.dtype == torch.float32:
+            return packing.with_grid()
+        if (
+            config.positions == "rope"
+            and not config.qk_norm
+            and kernels.fits(x.device, longest=packing.longest, head_size=config.head_size)
+        ):
+            return packing._replace(short=True)
+        _load_varlen()
+        return packing
 
     def _loss_sum(self, x_ND: Tensor, targets_N: Tensor) -> Tensor:
         return linear_cross_entropy(x_ND, self.head.weight, targets_N, fused=self.cross_entropy == "fused")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from redline.config.load import build
-from redline.config.recipe import Attention, Compile, CrossEntropy, Precision, Recipe, Recompute
+from redline.config.recipe import Attention, Compile, CrossEntropy, Precision, Recipe, Recompute, UpdateKernels
 from redline.errors import ConfigError
 from redline.record.files import write_atomic
 
@@ -81,6 +81,7 @@ class Plan:
     recompute: Recompute
     attention: Attention
     cross_entropy: CrossEntropy
+    update: UpdateKernels
     loss_chunks: int
     loader_threads: int
     prefetch: int
@@ -93,6 +94,10 @@ class Plan:
 
 PLANNED = tuple(f.name for f in fields(Plan) if f.name not in ("recipe", "fingerprint", "hardware", "world_size", "prediction", "why"))
 """The names of the execution values, each with an entry in `why`."""
+
+
+_BEFORE = {"update": {"value": "fused", "reason": "the only way when this plan was made", "source": "rule"}}
+"""Values that plans of earlier versions do not name, as they then were: a record stays readable."""
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
@@ -116,18 +121,23 @@ def load(path: Path) -> Plan:
         raise ConfigError(f"no plan at {path}: make one with `redline plan RECIPE --save {path}`") from None
     except (OSError, ValueError, RecursionError) as error:  # ValueError covers broken JSON and broken UTF-8
         raise ConfigError(f"{path}: not a plan: {error}") from error
+    return from_json(table, where=str(path))
+
+
+def from_json(table: Any, where: str) -> Plan:
+    """The plan that `to_json` wrote."""
     if not isinstance(table, dict):
-        raise ConfigError(f"{path}: not a plan: a table is needed, got {type(table).__name__}")
-    why = {}
+        raise ConfigError(f"{where}: not a plan: a table is needed, got {type(table).__name__}")
+    values, why = dict(table), {}
     for name in PLANNED:
-        entry = table.get(name)
+        entry = table.get(name, _BEFORE.get(name))
         if not isinstance(entry, dict) or set(entry) != {"value", "reason", "source"}:
-            raise ConfigError(f"{path}: {name} must hold value, reason and source, got {entry!r}")
-        table[name] = entry["value"]
+            raise ConfigError(f"{where}: {name} must hold value, reason and source, got {entry!r}")
+        values[name] = entry["value"]
         why[name] = {"reason": entry["reason"], "source": entry["source"]}
         if type(entry["value"]) is int and entry["value"] < 1:
-            raise ConfigError(f"{path}: {name} must be greater than 0, got {entry['value']}")
-    return build(Plan, {**table, "why": why}, where=str(path))
+            raise ConfigError(f"{where}: {name} must be greater than 0, got {entry['value']}")
+    return build(Plan, {**values, "why": why}, where=where)
 
 
 def load_for(path: Path, recipe: Recipe, world_size: int, *, typed: Collection[str]) -> Plan:

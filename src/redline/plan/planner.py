@@ -52,6 +52,7 @@ def make_plan(recipe: Recipe, hardware: Hardware, *, world_size: int = 1, outsid
         "attention": decide.pinned("attention", decide.attention),
         "compile": decide.pinned("compile", decide.compile),
         "cross_entropy": decide.pinned("cross_entropy", decide.cross_entropy),
+        "update": decide.pinned("update", decide.update),
         **decide.batch(),
         "loader_threads": decide.pinned("loader_threads", decide.loader_threads),
         "prefetch": decide.pinned("prefetch", decide.prefetch),
@@ -142,6 +143,9 @@ class _Decider:
             return _rule("fused", "one kernel turns the logits into their gradient in place: fewer passes over memory, one copy less")
         return _rule("torch", "the fused kernel is for half precision on CUDA")
 
+    def update(self) -> Decision:
+        return _rule("fused", "one kernel changes many weights at a time: the fewest passes over memory")
+
     def compile(self) -> Decision:
         if self.hardware.kind == "cpu":
             return _rule("off", "compiling takes 15 to 30 s on a CPU and a small run does not earn it back")
@@ -191,7 +195,7 @@ class _Decider:
 
     def _forced_micro_batch(self, share: int) -> Decision | None:
         """A100_BATCH_SIZE / A100_GRAD_ACCUM, or the pin; it must divide the batch."""
-        size, times = (_positive(self.outside.environment, name) for name in ("A100_BATCH_SIZE", "A100_GRAD_ACCUM"))
+        size, times = (positive(self.outside.environment, name) for name in ("A100_BATCH_SIZE", "A100_GRAD_ACCUM"))
         if size is None and times is None:
             pin = self._pin("micro_batch")
             if pin and share % pin[0]:
@@ -286,7 +290,7 @@ class _Decider:
         return self._bounded(self.chosen["sample_batch"], "all samples of a prompt share its prefill", "CHUNK_SIZE", "sample_chunk")
 
     def _bounded(self, value: int, reason: str, variable: str, name: str) -> Decision:
-        bound = _positive(self.outside.environment, variable)
+        bound = positive(self.outside.environment, variable)
         if bound is not None:
             return min(value, bound), Why(
                 reason=f"{variable}={bound} in the environment, an upper bound; without it {value}: {reason}",
@@ -319,13 +323,14 @@ def sample_slots(model: ModelConfig, memory_bytes: int) -> int:
     return max(1, min(MOST_SAMPLES, room // arithmetic.cache_bytes(model)))
 
 
-def samples_at_once(model: ModelConfig, memory_bytes: int, environment: Mapping[str, str]) -> int:
-    """Sequences that generation may hold at once: what fits, bounded by the environment's MICRO_BATCH_SIZE and CHUNK_SIZE."""
-    bounds = [bound for name in ("MICRO_BATCH_SIZE", "CHUNK_SIZE") if (bound := _positive(environment, name)) is not None]
-    return min([sample_slots(model, memory_bytes), *bounds])
+def samples_bound(environment: Mapping[str, str]) -> int | None:
+    """The most sequences that the environment's MICRO_BATCH_SIZE and CHUNK_SIZE let generation hold at once; None: no bound."""
+    bounds = [bound for name in ("MICRO_BATCH_SIZE", "CHUNK_SIZE") if (bound := positive(environment, name)) is not None]
+    return min(bounds, default=None)
 
 
-def _positive(environment: Mapping[str, str], name: str) -> int | None:
+def positive(environment: Mapping[str, str], name: str) -> int | None:
+    """The whole number that a variable of the environment holds; None where it is not set."""
     text = environment.get(name)
     if text is None or text == "":
         return None

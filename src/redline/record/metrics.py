@@ -17,11 +17,18 @@ METRICS: dict[str, Metric] = {
     "tokens": Metric("tokens", "tokens trained on since the start of the run"),
     "step_s": Metric("s", "time of this update: from the end of the one before it, or of the validation or checkpoint between them"),
     "tokens_per_s": Metric("tokens/s", "tokens of this update over step_s, all processes together"),
+    "rows_per_s": Metric("rows/s", "examples of this update over step_s; only in fine-tuning"),
+    "padding_share": Metric("1", "share of the positions computed that held no token; only in fine-tuning"),
     "mfu": Metric(
         "1", "model FLOPs (6N + 12LdT per token, PaLM convention) over the dense datasheet peak of the compute dtype (bf16 for FP8)"
     ),
     "ceiling_share": Metric("1", "model FLOPs over the matmul rate measured on this machine for the compute dtype"),
     "data_wait_s": Metric("s", "time the step waited for the loader"),
+    "copy_s": Metric("s", "time of this update that the batch took to reach the device; on the GPU's clock, like the three after it"),
+    "forward_s": Metric("s", "time of this update in forward passes, launch gaps and hidden communication included"),
+    "backward_s": Metric("s", "time of this update in backward passes, recomputation included"),
+    "optimizer_s": Metric("s", "time of this update in clipping and changing the weights"),
+    "issue_s": Metric("s", "time the host took to issue this update; as long as step_s: the GPU waits for the host"),
     "memory_bytes": Metric(
         "bytes", "peak memory allocated by torch on the GPU since the process began, read once a second; on a CPU resident memory"
     ),

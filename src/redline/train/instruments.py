@@ -1,16 +1,20 @@
 """The always-on instruments: loss, gradient norm, time, memory and data wait of every update, without making the GPU wait.
 
+    instruments.begin()                      # the batch is in hand; learner.mark is instruments.mark
     instruments.push(step, update, ...)      # enqueues a copy of two numbers and an event behind the update
     for line in instruments.ready(): ...     # lines of updates that are finished; the newest stays in flight
 
 On a GPU the line of an update is read while the next one runs, so the host is never more than one update ahead and the GPU never
-idles. Times are those of the GPU's own clock between the ends of two updates.
+idles. Times are those of the GPU's own clock between the ends of two updates, and of its phases between marks: one event a mark, two
+marks a pass, about 2 µs each on the host and nothing on the GPU. Communication that FSDP hides in a phase is not told apart from it.
 """
 
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,24 +28,63 @@ from redline.train.step import Update
 GAUGES_EVERY_S = 1.0
 
 
+Moment = torch.cuda.Event | float
+"""A point in time: on the GPU's clock, or the host's where there is none."""
+
+
 @dataclass
 class _InFlight:
     facts: dict[str, Any]
     numbers: Tensor
     end: torch.cuda.Event | None
     ended_at: float
+    marks: list[tuple[str, Moment]]
+    issue_s: float | None
+
+
+Rates = Callable[[dict[str, Any], float], dict[str, float | None]]
+"""What an update did in a second, from its facts and its seconds."""
+
+
+def training_rates(recipe: Recipe, plan: Plan) -> Rates:
+    """Tokens a second, and the shares of the datasheet's peak and of the measured one."""
+    flops_per_step = plan.prediction.flops_per_token * recipe.tokens_per_step / plan.world_size
+    peak_tflops = plan.hardware.peak_tflops.get(plan.precision if plan.precision != "fp8" else "bf16")
+    measured_tflops = plan.hardware.measured_tflops.get(plan.precision)
+
+    def rates(_facts: dict[str, Any], step_s: float) -> dict[str, float | None]:
+        tflops = flops_per_step / step_s / 1e12
+        return {
+            "tokens_per_s": recipe.tokens_per_step / step_s,
+            "mfu": tflops / peak_tflops if peak_tflops else None,
+            "ceiling_share": tflops / measured_tflops if measured_tflops else None,
+        }
+
+    return rates
+
+
+def _phases(flight: _InFlight) -> dict[str, float]:
+    """Seconds of each phase, summed over the passes of the update; nothing where no phase was marked."""
+    seconds: dict[str, float] = {}
+    for (_, begin), (phase, end) in pairwise(flight.marks):
+        if isinstance(begin, float):
+            assert isinstance(end, float)
+            length_s = end - begin
+        else:
+            assert not isinstance(end, float)
+            length_s = begin.elapsed_time(end) / 1e3
+        seconds[phase] = seconds.get(phase, 0.0) + length_s
+    return seconds if flight.issue_s is None else {**seconds, "issue_s": flight.issue_s}
 
 
 class Instruments:
-    def __init__(self, recipe: Recipe, plan: Plan, device: torch.device) -> None:
-        self.tokens_per_step = recipe.tokens_per_step
-        self.flops_per_step = plan.prediction.flops_per_token * recipe.tokens_per_step / plan.world_size
-        self.peak_tflops = plan.hardware.peak_tflops.get(plan.precision if plan.precision != "fp8" else "bf16")
-        self.measured_tflops = plan.hardware.measured_tflops.get(plan.precision)
-        self.device = device
+    def __init__(self, device: torch.device, rates: Rates) -> None:
+        self.device, self.rates = device, rates
         self._flying: deque[_InFlight] = deque()
         self._telemetry = GpuTelemetry(device.index or 0) if device.type == "cuda" else None
         self._memory_bytes, self._gauges_at = 0, -math.inf
+        self._marks: list[tuple[str, Moment]] = []
+        self._began_at = 0.0
         self.restart()
 
     def restart(self) -> None:
@@ -50,12 +93,24 @@ class Instruments:
         self._last_end = self._event()
         self._last_at = time.perf_counter()
 
+    def begin(self) -> None:
+        """An update begins; marks until the next `push` end its phases."""
+        self._began_at = time.perf_counter()
+        self._marks = [("", self._event() or self._began_at)]
+
+    def mark(self, phase: str) -> None:
+        """A phase of the update ends here. Without a `begin` before it nobody asked for phases."""
+        if self._marks:
+            self._marks.append((phase, self._event() or time.perf_counter()))
+
     def push(self, facts: dict[str, Any], update: Update) -> None:
         """Note an update that was just enqueued. `facts` goes into its line as it is."""
         numbers = torch.stack([update.loss, update.grad_norm.to(update.loss.dtype)])
         if self.device.type == "cuda":
             numbers = torch.empty(2, pin_memory=True).copy_(numbers, non_blocking=True)
-        self._flying.append(_InFlight(facts, numbers, self._event(), time.perf_counter()))
+        now = time.perf_counter()
+        self._flying.append(_InFlight(facts, numbers, self._event(), now, self._marks, now - self._began_at if self._marks else None))
+        self._marks = []
 
     def ready(self, *, drain: bool = False) -> list[dict[str, Any]]:
         """Lines of finished updates in order; all of them with `drain`, else all but the newest (on a GPU)."""
@@ -73,16 +128,15 @@ class Instruments:
             step_s = flight.ended_at - self._last_at
         self._last_end, self._last_at = flight.end, flight.ended_at
         loss, grad_norm = flight.numbers.tolist()
-        tflops = self.flops_per_step / step_s / 1e12
+        rates = self.rates(flight.facts, step_s)
         return {
             "step": flight.facts.pop("step"),
             "loss": loss,
             "grad_norm": grad_norm,
             "step_s": step_s,
-            "tokens_per_s": self.tokens_per_step / step_s,
-            "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
-            "ceiling_share": tflops / self.measured_tflops if self.measured_tflops else None,
+            **rates,
             **flight.facts,
+            **_phases(flight),
             **self._gauges(),
         }
 

@@ -31,7 +31,7 @@ from redline.record.run import LineWriter, RunFolder
 from redline.train import execution
 from redline.train.checkpoint import Checkpoints, load
 from redline.train.checkpoint_files import step_name
-from redline.train.instruments import Instruments
+from redline.train.instruments import Instruments, training_rates
 from redline.train.optimizer import make_optimizers, state_tensors
 from redline.train.process import Process
 from redline.train.schedule import lr_factor
@@ -102,7 +102,7 @@ class Trainer:
         self.stop_requested = False
         model = execution.build(job.recipe, job.plan, process)
         scale = LossScale() if job.plan.precision == "fp16" else None
-        self.learner = Learner(model, make_optimizers(model, self.train), process, self.train.clip_norm, scale)
+        self.learner = Learner(model, make_optimizers(model, self.train, job.plan.update), process, self.train.clip_norm, scale)
         self.tensors = {**state_tensors(model, self.learner.optimizers), "rng.cpu": torch.get_rng_state()}
         self.checkpoints = Checkpoints(RunFolder(job.run).checkpoints_path, keep=self.train.keep_checkpoints)
         self.learner.before_update = self.checkpoints.copy_done
@@ -125,12 +125,13 @@ class Trainer:
         self.clock_started_s = time.monotonic()
         self.clock_s = self.progress.elapsed_s
         """The clock that all processes go by, as of the last update."""
-        self.instruments = Instruments(job.recipe, job.plan, process.device)
+        self.instruments = Instruments(process.device, training_rates(job.recipe, job.plan))
+        self.learner.mark = self.instruments.mark
 
     def run(self) -> Outcome:
         """Train to the end, to the time limit, or to a request to stop; always leaves a checkpoint behind."""
         try:
-            with _stop_on_signal(self._request_stop):
+            with stop_on_signal(self._request_stop):
                 self.why = self._why_stop()
                 while self.why is None:
                     self.turn()
@@ -187,7 +188,9 @@ class Trainer:
         self.instruments.push(facts, update)
 
     def _attempt(self, batch: Batch, tokens: float, factor: float) -> Update:
+        self.instruments.begin()
         inputs, targets = (t.to(self.process.device, non_blocking=True) for t in (batch.inputs_BT, batch.targets_BT))
+        self.instruments.mark("copy_s")
         return take_step(self.learner, inputs, targets, micro_batch=self.micro_batch, tokens=tokens, lr_factor=factor)
 
     def _shrink(self, error: torch.OutOfMemoryError) -> None:
@@ -359,7 +362,7 @@ class Trainer:
 
 
 @contextmanager
-def _stop_on_signal(request: Callable[[], None]) -> Iterator[None]:
+def stop_on_signal(request: Callable[[], None]) -> Iterator[None]:
     """Ctrl-C or SIGTERM asks for a stop after the step in hand; a second one interrupts at once."""
 
     def handle(number: int, _frame: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from redline.config.recipe import TrainConfig
+from redline.config.recipe import TrainConfig, UpdateKernels
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration, chosen by Muon's author for a steep slope at zero."""
@@ -88,10 +88,13 @@ def _part(whole: Tensor, like: Tensor) -> Tensor:
     return whole
 
 
-def make_optimizers(model: nn.Module, train: TrainConfig) -> list[torch.optim.Optimizer]:
-    """AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest. Vectors (norms, biases) do not decay."""
+def make_optimizers(model: nn.Module, train: TrainConfig, kernels: UpdateKernels = "fused") -> list[torch.optim.Optimizer]:
+    """AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest; frozen parameters have no part in it. Vectors
+    (norms, biases) do not decay."""
     hidden, matrices, vectors = [], [], []
     for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
         if p.ndim < 2:
             vectors.append(p)
         elif train.optimizer == "muon" and name.startswith("blocks."):
@@ -100,10 +103,12 @@ def make_optimizers(model: nn.Module, train: TrainConfig) -> list[torch.optim.Op
             matrices.append(p)
     groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
-    adamw = torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, fused=True)
+    chosen: dict[str, Any] = {"fused": kernels == "fused", "foreach": kernels == "foreach"}
+    adamw = torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, **chosen)
     for p in matrices + vectors:
         adamw.state[p] = {
-            "step": torch.zeros((), dtype=torch.float32, device=p.device),
+            # Only the fused kernel counts on the device; the others would wait for the GPU to read the count, tensor by tensor.
+            "step": torch.zeros((), dtype=torch.float32, device=p.device if kernels == "fused" else "cpu"),
             "exp_avg": torch.zeros_like(p),
             "exp_avg_sq": torch.zeros_like(p),
         }
@@ -123,8 +128,8 @@ def set_lr(optimizers: Sequence[torch.optim.Optimizer], factor: float) -> None:
 
 
 def state_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """Weights as `model.<name>` and optimiser state as `optimizer.<slot>.<name>`; the tensors themselves, not copies."""
-    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    """Weights that learn as `model.<name>` and optimiser state as `optimizer.<slot>.<name>`; the tensors themselves, not copies."""
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
     tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for p, name in names.items()}
     for optimizer in optimizers:
         for p, slots in optimizer.state.items():

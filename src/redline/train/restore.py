@@ -1,10 +1,11 @@
-"""A trained model from wherever it lies: a run folder, a checkpoint, a Hugging Face folder or a GGUF file.
+"""A trained model from wherever it lies: a run folder (RFT too), a checkpoint, a Hugging Face or PEFT folder, a GGUF file, the package.
 
 opened = open_weights(Path("runs/nano"))             # weights, tokenizer, config
 opened, model = open_on(Path("runs/nano"), "best")   # and the model on this machine's GPU, or CPU
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
 
 import torch
@@ -15,9 +16,11 @@ from redline.data.tokenizer import Tokenizer
 from redline.errors import CheckpointError, ConfigError, DataError, MachineError
 from redline.model.gguf import read_gguf
 from redline.model.huggingface import read_folder
+from redline.model.lora import merged_weights
 from redline.model.transformer import Transformer, build_model
 from redline.model.weights import Loaded, load_weights
 from redline.record.run import RunFolder
+from redline.train.adapter import adapter_base, read_adapter
 from redline.train.checkpoint import read_tensors, resolve
 
 
@@ -58,14 +61,26 @@ def open_on(path: Path, which: str = "last", device: str | None = None) -> tuple
     return opened, opened.build(device, dtype)
 
 
+def shipped_models() -> dict[str, Path]:
+    """Names of the models that come with the package, each a Hugging Face folder."""
+    root = Path(str(resources.files("redline"))) / "models"
+    return {path.parent.name: path.parent for path in sorted(root.glob("*/config.json"))}
+
+
 def open_weights(path: Path, which: str = "last") -> Opened:
     """Read weights and tokenizer; `which` is last, best or step-N, for a run."""
+    if not path.exists():  # Path("./demo") is Path("demo"), so a folder of the user's must come first
+        path = shipped_models().get(str(path), path)
     if path.suffix == ".gguf":
         return Opened(loaded=read_gguf(path), recipe=None, source=path)
+    if (path / "adapter_config.json").is_file():
+        return _open_adapted(path)
     if (path / "config.json").is_file():
         return Opened(loaded=read_folder(path), recipe=None, source=path)
     if not path.exists():
-        raise CheckpointError(f"no such path: {path}; give a run folder, a checkpoint, a Hugging Face folder or a .gguf file")
+        raise CheckpointError(f"no such path: {path}; give a run folder, a checkpoint, a Hugging Face folder, a .gguf file or demo")
+    if (path / "adapter" / "adapter_config.json").is_file():
+        return _open_adapted(path / "adapter")
     step = resolve(path, which)
     run = RunFolder(step.parent.parent)
     if not run.recipe_path.is_file():
@@ -77,3 +92,14 @@ def open_weights(path: Path, which: str = "last") -> Opened:
         config=recipe.model, weights=read_tensors(step, "model."), tokenizer_json=tokenizer_json, chat_template=None, eos_ids=eos
     )
     return Opened(loaded=loaded, recipe=recipe, source=step)
+
+
+def _open_adapted(folder: Path) -> Opened:
+    """A base model with an adapter merged into its weights; the adapter's own file names the base."""
+    base = adapter_base(folder)
+    if base is None:
+        raise CheckpointError(f"{folder / 'adapter_config.json'} names no base model: merge the adapter with the program that made it")
+    opened = open_weights(Path(base))
+    model = opened.build("cpu")
+    read_adapter(folder, model)
+    return replace(opened, loaded=replace(opened.loaded, weights=dict(merged_weights(model))), source=folder)

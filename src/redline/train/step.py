@@ -4,7 +4,7 @@ The loss of an update is the sum over all its tokens divided by their number, ov
 batch into passes gives the same gradient.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -46,6 +46,8 @@ class Learner:
     scale: LossScale | None = None
     before_update: Callable[[], None] = field(default=lambda: None)
     """Called when the gradients are there and the weights are about to change."""
+    mark: Callable[[str], None] = field(default=lambda phase: None)
+    """Called at the end of each phase of an update, with its name as a metric."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,21 @@ class Update:
 def take_step(learner: Learner, inputs_BT: Tensor, targets_BT: Tensor, *, micro_batch: int, tokens: float, lr_factor: float) -> Update:
     """Train on one batch (this process's part of it). `tokens` counts the targets of all processes."""
     set_lr(learner.optimizers, lr_factor)
+    passes = zip(inputs_BT.split(micro_batch), targets_BT.split(micro_batch), strict=True)
+    return update(learner, (learner.model(x_BT, y_BT) for x_BT, y_BT in passes), tokens=tokens)
+
+
+def update(learner: Learner, loss_sums: Iterable[Tensor], *, tokens: float | Tensor) -> Update:
+    """An update at the learning rate that is set, from the summed losses of its passes, each computed when its turn comes. `tokens` may
+    lie on the device, where a CUDA graph finds it anew at every replay."""
     scale = learner.scale.value if learner.scale else 1.0
     weight = scale * learner.process.world_size / tokens  # FSDP averages over processes; the loss is a sum
-    loss = torch.zeros((), device=inputs_BT.device)
-    for x_BT, y_BT in zip(inputs_BT.split(micro_batch), targets_BT.split(micro_batch), strict=True):
-        loss_sum = learner.model(x_BT, y_BT)
+    loss = torch.zeros((), device=learner.process.device)
+    for loss_sum in loss_sums:
+        learner.mark("forward_s")
         (loss_sum * weight).backward()
         loss += loss_sum.detach()
+        learner.mark("backward_s")
     learner.before_update()
     grad_norm = clip(learner, scale)
     skipped = learner.scale is not None and not bool(grad_norm.isfinite())
@@ -76,6 +86,7 @@ def take_step(learner: Learner, inputs_BT: Tensor, targets_BT: Tensor, *, micro_
         _change_weights(learner)
     for optimizer in learner.optimizers:
         optimizer.zero_grad(set_to_none=True)
+    learner.mark("optimizer_s")
     if learner.process.world_size > 1:
         dist.all_reduce(loss)
     return Update(loss / tokens, grad_norm, skipped)

@@ -1,0 +1,237 @@
+"""Low-rank adapters (LoRA) on the linear layers of a model, put there in place and merged into its weights for sampling.
+
+    add_lora(model, LoraConfig(rank=16, alpha=64), seed=0)    # freezes the model; only `adapters(model)` learn
+    with merged(model): ...                                   # the weights hold W + B A alpha/r, in the same memory; then their old bits
+
+Query/key/value and gate/up are one matrix here and separate modules in PEFT, so a layer holds one A and one B per part: the A's stacked
+into one matrix, the B's as the diagonal blocks of one. Three small products become one, for the price of zeros that are multiplied
+and never learn: their gradient is masked, so they stay zero under AdamW. Adapters are fp32 and cast where they are used; the frozen
+weights are held in the model's compute dtype, in which every layer would cast them anyway. Left out: dropout, DoRA, adapters on embeddings.
+
+Shapes: N tokens, D width in, O width out, R rank x parts.
+"""
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from redline.config.recipe import ModelConfig
+from redline.errors import ConfigError, nearest
+from redline.model.transformer import Linear, Transformer
+
+TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Which layers get adapters, and how large they are."""
+
+    rank: int = 16
+    alpha: float = 64
+    """The adapter's output is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = TARGETS
+    """Of q, k, v, o, gate, up, down; `gate` is passed over in a model that has none."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"lora.rank must be at least 1, got {self.rank}")
+        if not 0 < self.alpha < math.inf:
+            raise ConfigError(f"lora.alpha must be a number greater than 0, got {self.alpha}")
+        for name in self.targets:
+            if name not in TARGETS:
+                raise ConfigError(f"lora.targets must be among {', '.join(TARGETS)}, got {name!r}{nearest(name, TARGETS)}")
+        if not self.targets or len(set(self.targets)) < len(self.targets):
+            raise ConfigError(f"lora.targets must name at least one layer, and none twice; got {list(self.targets)}")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of a fused matrix that are one module elsewhere."""
+
+    target: str
+    start: int
+    end: int
+
+
+def parts_of(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
+    """The linear layers of a block, each with the modules that its rows are made of."""
+    q, kv = config.num_heads * config.head_size, config.kv_heads * config.head_size
+    up = (("gate", config.ffn_size), ("up", config.ffn_size)) if config.activation == "swiglu" else (("up", config.ffn_size),)
+    rows = {
+        "attn.qkv": (("q", q), ("k", kv), ("v", kv)),
+        "attn.out": (("o", config.hidden_size),),
+        "ffn.up": up,
+        "ffn.down": (("down", config.hidden_size),),
+    }
+    parts = {}
+    for layer, sizes in rows.items():
+        ends = [sum(size for _, size in sizes[: i + 1]) for i in range(len(sizes))]
+        parts[layer] = tuple(Part(target, end - size, end) for (target, size), end in zip(sizes, ends, strict=True))
+    return parts
+
+
+class LoraLinear(Linear):
+    """A frozen linear layer with an adapter: y = W x + b + scale * B A x."""
+
+    def __init__(self, base: nn.Linear, parts: tuple[Part, ...], config: LoraConfig) -> None:
+        with torch.device("meta"):
+            super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
+        self.weight, self.bias = base.weight, base.bias
+        self.config, self.parts = config, parts
+        self.original: Tensor | None = None
+        """The weight as it was before the adapter was merged into it; None while it is not."""
+        device, width = base.weight.device, config.rank * len(parts)
+        self.lora_a = nn.Parameter(torch.empty(width, base.in_features, device=device))
+        self.lora_b = nn.Parameter(torch.zeros(base.out_features, width, device=device))
+        # What B is multiplied by where it is used: alpha / rank, and 0 outside its diagonal blocks, which so never learn.
+        self.scale_b = nn.Buffer(torch.zeros(base.out_features, width, device=device), persistent=False)
+        for part, columns in self.blocks():
+            self.scale_b[part.start : part.end, columns] = config.scale
+
+    def blocks(self) -> Iterator[tuple[Part, slice]]:
+        """Each part with its rows of A, which are its columns of B."""
+        rank = self.config.rank
+        return ((part, slice(i * rank, (i + 1) * rank)) for i, part in enumerate(self.parts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.original is not None:
+            return super().forward(x)
+        weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
+        y_NO = _Adapted.apply(x.flatten(0, -2), weight, bias, self.lora_a, self.lora_b, self.scale_b)
+        return y_NO.unflatten(0, x.shape[:-1])
+
+    def delta(self) -> Tensor:
+        """What merging adds to the weight, in fp32."""
+        return (self.lora_b.detach() @ self.lora_a.detach()) * self.config.scale
+
+
+class _Adapted(torch.autograd.Function):
+    """The layer with its adapter, both ways, in as few kernels as there are products: a pass of some 1,500 tokens is bound by launches."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_ND: Tensor,
+        weight_OD: Tensor,
+        bias_O: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        scale_b: Tensor,
+    ) -> Tensor:
+        # The factor, and the zeros outside B's blocks, go on with the cast that is needed anyway.
+        a_RD, b_OR = a.to(x_ND.dtype), (b * scale_b).to(x_ND.dtype) if torch.compiler.is_compiling() else _product(b, scale_b, x_ND.dtype)
+        h_NR = x_ND @ a_RD.T
+        ctx.save_for_backward(x_ND, weight_OD, a_RD, b_OR, h_NR, scale_b)
+        return _add_product(F.linear(x_ND, weight_OD, bias_O), h_NR, b_OR.T)
+
+    @staticmethod
+    def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, weight_OD, a_RD, b_OR, h_NR, scale_b = ctx.saved_tensors
+        dh_NR = dy_NO @ b_OR
+        dx_ND = _add_product(dy_NO @ weight_OD, dh_NR, a_RD) if ctx.needs_input_grad[0] else None
+        return dx_ND, None, None, _fp32_product(dh_NR.T, x_ND), _fp32_product(dy_NO.T, h_NR) * scale_b, None
+
+
+def _product(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """x * y, rounded once, in one kernel."""
+    return torch.mul(x, y, out=torch.empty(x.shape, dtype=dtype, device=x.device))
+
+
+def _fp32_product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right with its sums in fp32, which is what the adapters' gradients are."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return (left @ right).float()
+
+
+def _add_product(y: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """y + left @ right. Within the product itself, in y's memory, unless a compiler is there to fuse the addition with more."""
+    if torch.compiler.is_compiling():
+        return y + left @ right
+    return y.addmm_(left, right)
+
+
+def add_lora(model: Transformer, config: LoraConfig, seed: int) -> None:
+    """Put adapters on the model's layers in place and freeze the rest. A is drawn as PEFT does, from the seed and its own name; B is 0.
+
+    Weights that are cast move to other memory: CUDA graphs that read them are to be captured after this.
+    """
+    if lora_layers(model):
+        raise ConfigError("this model has adapters already: merge them into a new model, or open it again")
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        parameter.data = parameter.data.to(model.compute_dtype)
+    for i, block in enumerate(model.blocks):
+        for name, parts in parts_of(model.config).items():
+            if chosen := tuple(part for part in parts if part.target in config.targets):
+                owner, leaf = block.get_submodule(name.split(".")[0]), name.split(".")[1]
+                layer = LoraLinear(getattr(owner, leaf), chosen, config)
+                setattr(owner, leaf, layer)
+                _fill(layer, f"{seed}/blocks.{i}.{name}")
+    if not lora_layers(model):
+        raise ConfigError(f"lora.targets must name layers that the model has, got {list(config.targets)}")
+
+
+@torch.no_grad()
+def _fill(layer: LoraLinear, name: str) -> None:
+    bound = 1 / math.sqrt(layer.in_features)  # kaiming_uniform_(a=sqrt(5))
+    for part, rows in layer.blocks():
+        generator = torch.Generator(layer.lora_a.device).manual_seed(zlib.crc32(f"{name}.{part.target}".encode()))
+        layer.lora_a[rows].uniform_(-bound, bound, generator=generator)
+
+
+def lora_layers(model: Transformer) -> dict[str, LoraLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+
+
+def adapters(model: Transformer) -> dict[str, nn.Parameter]:
+    """The adapters' parameters by name; empty for a model without."""
+    layers = lora_layers(model).items()
+    return {f"{name}.{leaf}": getattr(layer, leaf) for name, layer in layers for leaf in ("lora_a", "lora_b")}
+
+
+@torch.no_grad()
+def merge(model: Transformer) -> None:
+    """Add every adapter to its weight, in the weight's own memory (CUDA graphs hold its address); the layers then leave the adapter out."""
+    for layer in lora_layers(model).values():
+        assert layer.original is None, "merged twice"
+        layer.original = layer.weight.detach().clone()
+        layer.weight.copy_(layer.weight.float() + layer.delta())
+
+
+@torch.no_grad()
+def unmerge(model: Transformer) -> None:
+    """Put the weights back to the bits that they had before `merge`."""
+    for layer in lora_layers(model).values():
+        assert layer.original is not None, "not merged"
+        layer.weight.copy_(layer.original)
+        layer.original = None
+
+
+@contextmanager
+def merged(model: Transformer) -> Iterator[None]:
+    """The model with its adapters merged into its weights; a model without any stays as it is."""
+    merge(model)
+    try:
+        yield
+    finally:
+        unmerge(model)
+
+
+@torch.no_grad()
+def merged_weights(model: Transformer) -> Mapping[str, Tensor]:
+    """Weights of the plain model that equals this one, by our names, for `write_folder`; sums in fp32, not yet rounded."""
+    layers = lora_layers(model)
+    weights = {name: p.detach() for name, p in model.named_parameters() if name not in adapters(model)}
+    return weights | {f"{name}.weight": layer.weight.float() + layer.delta() for name, layer in layers.items() if layer.original is None}

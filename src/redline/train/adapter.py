@@ -1,0 +1,150 @@
+"""Adapters as PEFT keeps them: a folder with adapter_config.json and adapter_model.safetensors, which `peft` loads, and back.
+
+    write_adapter(Path("out/adapter"), model, base="HuggingFaceTB/SmolLM2-135M-Instruct")
+    read_adapter(Path("out/adapter"), model)        # puts adapters on a plain model and fills them
+
+A fused layer of ours is several modules there: its stacked A and block-diagonal B are cut into parts. GPT-2 is refused: its query, key
+and value are one module in transformers, which PEFT gives one A. Left out: dropout, rsLoRA, DoRA, ranks by layer, trained biases.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from redline.errors import CheckpointError, ConfigError, StorageError
+from redline.model.huggingface import architecture
+from redline.model.lora import LoraConfig, LoraLinear, add_lora, lora_layers
+from redline.model.transformer import Transformer
+from redline.record.files import storage_errors, sync_path
+
+MODULES = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+_PLAIN = {"bias": "none", "use_rslora": False, "use_dora": False, "fan_in_fan_out": False, "modules_to_save": None}
+"""What PEFT can do to an adapter beyond W + B A alpha/r, at the values that do nothing."""
+_UNSET: tuple[Any, ...] = (None, False, [], {}, "none")
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def write_adapter(folder: Path, model: Transformer, *, base: str | None = None) -> None:
+    """Write the model's adapters; the folder appears complete or not at all, and never replaces another. `base` names the model below."""
+    layers = list(lora_layers(model).values())
+    if not layers:
+        raise ConfigError("the model has no adapters to write: train one with LoRA, or export the whole model")
+    _check_family(model)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise StorageError(f"an adapter is written to a new folder, and {folder} is there already; remove it or choose another")
+    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in peft_tensors(model).items()}
+    text = json.dumps(_config_json(layers, base), indent=2) + "\n"
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    with storage_errors("the adapter", folder):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        safetensors.torch.save_file(tensors, temporary / _WEIGHTS, metadata={"format": "pt"})
+        (temporary / _CONFIG).write_text(text, encoding="utf-8")
+        for path in (*temporary.iterdir(), temporary):
+            sync_path(path)
+        os.replace(temporary, folder)
+        sync_path(folder.parent)
+
+
+def adapter_base(folder: Path) -> str | None:
+    """The model that the adapter was made for, as its file names it."""
+    base = _read_json(folder / _CONFIG).get("base_model_name_or_path")
+    return base if isinstance(base, str) and base else None
+
+
+@torch.no_grad()
+def read_adapter(folder: Path, model: Transformer) -> LoraConfig:
+    """Put the folder's adapters on the model, which has none yet or ones of the same kind; every name and shape is checked."""
+    _check_family(model)
+    config = _read_config(folder / _CONFIG)
+    try:
+        tensors = safetensors.torch.load_file(folder / _WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder / _WEIGHTS} cannot be read ({error}); write the adapter again") from error
+    present = next((layer.config for layer in lora_layers(model).values()), None)
+    if present is None:
+        add_lora(model, config, seed=0)
+    elif (present.rank, present.alpha, set(present.targets)) != (config.rank, config.alpha, set(config.targets)):
+        raise CheckpointError(f"{folder} holds other adapters than the model has ({config}, not {present})")
+    ours = peft_tensors(model)
+    if wrong := sorted(ours.keys() ^ tensors.keys()) + [
+        name for name in ours.keys() & tensors.keys() if ours[name].shape != tensors[name].shape
+    ]:
+        raise CheckpointError(f"{folder} does not fit the model: {', '.join(wrong[:3])}{' and more' if len(wrong) > 3 else ''}")
+    for name, tensor in ours.items():
+        tensor.copy_(tensors[name])
+    return config
+
+
+def peft_tensors(model: Transformer) -> dict[str, Tensor]:
+    """The adapters by the names that PEFT gives them, as views of ours."""
+    tensors = {}
+    for number, layer in _numbered(model):
+        for part, own in layer.blocks():
+            prefix = f"base_model.model.model.layers.{number}.{MODULES[part.target]}"
+            tensors[f"{prefix}.lora_A.weight"] = layer.lora_a[own]
+            tensors[f"{prefix}.lora_B.weight"] = layer.lora_b[part.start : part.end, own]
+    return tensors
+
+
+def _numbered(model: Transformer) -> Iterator[tuple[int, LoraLinear]]:
+    return ((int(name.split(".")[1]), layer) for name, layer in lora_layers(model).items())
+
+
+def _check_family(model: Transformer) -> None:
+    if (family := architecture(model.config)) == "GPT2LMHeadModel":
+        raise ConfigError(f"adapters in PEFT's format are for Llama, Qwen2 and Qwen3, got {family}; merge them and export the whole model")
+
+
+def _config_json(layers: list[LoraLinear], base: str | None) -> dict[str, Any]:
+    config = layers[0].config
+    targets = sorted({MODULES[part.target].split(".")[1] for layer in layers for part in layer.parts})
+    shared = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True}
+    return {**shared, "r": config.rank, "lora_alpha": config.alpha, "lora_dropout": 0.0, "target_modules": targets, **_PLAIN}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); give a folder that `write_adapter` or PEFT wrote") from error
+    if not isinstance(raw, dict) or raw.get("peft_type") != "LORA":
+        raise CheckpointError(f"{path} must describe a LoRA adapter (peft_type LORA)")
+    return raw
+
+
+def _read_config(path: Path) -> LoraConfig:
+    raw = _read_json(path)
+    for name in (*_PLAIN, "rank_pattern", "alpha_pattern", "layers_to_transform"):
+        if raw.get(name) not in _UNSET:
+            raise CheckpointError(
+                f"{path}: {name} must not be set, got {raw[name]!r}; merge this adapter with PEFT and use the merged model"
+            )
+    names = {module.split(".")[1]: target for target, module in MODULES.items()}
+    modules = raw.get("target_modules")
+    if not isinstance(modules, list) or (unknown := [module for module in modules if module not in names]):
+        known = ", ".join(names)
+        raise CheckpointError(
+            f"{path}: target_modules must be a list of {known}, got {unknown if isinstance(modules, list) else modules!r}"
+        )
+    try:
+        targets = tuple(target for target in MODULES if MODULES[target].split(".")[1] in modules)
+        return LoraConfig(rank=raw["r"], alpha=raw["lora_alpha"], targets=targets)
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: r and lora_alpha must be numbers ({error})") from error

@@ -1,0 +1,180 @@
+"""Fine-tuning on a real GPU: graph, eager and compiled updates agree, as do both kinds of attention, and merging is exact."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from redline.config.recipe import ModelConfig
+from redline.model import kernels, transformer
+from redline.model.lora import LoraConfig, adapters, add_lora, lora_layers, merged
+from redline.model.transformer import Transformer, build_model, packed_attention
+from redline.record.run import RunFolder
+from redline.train.finetune import Example, FinetuneConfig, finetune
+from redline.train.packing import exact, pack, unpack
+
+CONFIG = ModelConfig(vocab_size=2048, num_layers=4, hidden_size=192, num_heads=6, num_kv_heads=2, ffn_size=512, context_length=256)
+
+
+def examples(count: int, seed: int = 0) -> list[Example]:
+    rng = random.Random(seed)
+    words = lambda kinds, least, most: tuple(rng.randrange(kinds) for _ in range(rng.randint(least, most)))  # noqa: E731
+    return [Example(words(2048, 10, 30), words(16, 5, 40)) for _ in range(count)]
+
+
+def model_of(method: str, dtype: torch.dtype) -> Transformer:
+    model = build_model(CONFIG, device="cuda", seed=0)
+    model.compute_dtype = dtype
+    if method == "lora":
+        add_lora(model, LoraConfig(rank=8, alpha=32), seed=0)
+    return model
+
+
+class Seen:
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self.events: list[str] = []
+
+    def metrics(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
+
+    def event(self, kind: str, facts: dict[str, Any]) -> None:
+        self.events.append(kind)
+
+    def close(self) -> None: ...
+
+
+def losses(method: str, dtype: torch.dtype, **how: Any) -> tuple[list[float], Seen, Transformer]:
+    seen, model = Seen(), model_of(method, dtype)
+    finetune(model, examples(75), FinetuneConfig(epochs=2, batch_size=16, lr=2e-3, **how), observers=[seen])
+    return [line["loss"] for line in seen.lines], seen, model
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_graph_computes_what_the_eager_update_does(method: str, dtype: torch.dtype) -> None:
+    eager, _, _ = losses(method, dtype, graph=False)
+    graph, seen, _ = losses(method, dtype)
+    assert "captured" in seen.events
+    band = 1e-4 if dtype == torch.float32 else 2e-3
+    assert graph == pytest.approx(eager, rel=band)
+    assert eager[-1] < eager[0] - 0.5
+
+
+@pytest.mark.parametrize("how", [{"compile": True}, {"examples_per_pass": 6}, {"compile": True, "graph": False}], ids=str)
+def test_other_ways_to_compute_it_change_only_rounding(how: dict[str, Any]) -> None:
+    eager, _, _ = losses("lora", torch.bfloat16, graph=False)
+    other, seen, model = losses("lora", torch.bfloat16, **how)
+    assert other == pytest.approx(eager, rel=3e-3)
+    assert all(block._compiled_call_impl is None for block in model.blocks)
+    assert all(0 <= line["padding_share"] < 1 for line in seen.lines)
+
+
+def test_bf16_stays_in_the_band_of_fp32_on_the_cpu() -> None:
+    graph, _, _ = losses("lora", torch.bfloat16)
+    seen, model = Seen(), build_model(CONFIG, device="cpu", seed=0)
+    on_gpu = build_model(CONFIG, device="cuda", seed=0)
+    model.load_state_dict(on_gpu.state_dict())
+    add_lora(model, LoraConfig(rank=8, alpha=32), seed=0)
+    reference = model_of("lora", torch.float32)
+    for name, p in adapters(reference).items():
+        adapters(model)[name].data.copy_(p)
+    finetune(model, examples(75), FinetuneConfig(epochs=2, batch_size=16, lr=2e-3), observers=[seen])
+    assert graph == pytest.approx([line["loss"] for line in seen.lines], rel=1e-2)
+
+
+@pytest.mark.parametrize("heads", [(6, 2), (4, 4)], ids=["grouped", "plain"])
+def test_the_kinds_of_attention_agree_and_so_do_their_gradients(heads: tuple[int, int]) -> None:
+    transformer._load_varlen()
+    batch = examples(9)
+    shape = exact(batch)
+    _, _, packing = unpack(torch.from_numpy(pack(batch, shape)).cuda(), shape)
+    torch.manual_seed(0)
+    # Values are a view of the fused projection, with a stride that is not their own.
+    qkv = torch.randn(shape.tokens, heads[0] + 2 * heads[1], 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    out = torch.randn(shape.tokens, heads[0], 64, device="cuda", dtype=torch.bfloat16)
+    results = []
+    for how in (packing, packing.with_grid()):
+        y = packed_attention(*qkv.split([heads[0], heads[1], heads[1]], dim=1), how)
+        results.append((y, *torch.autograd.grad(y, qkv, out)))
+    for kernel, grid in zip(*results, strict=True):
+        torch.testing.assert_close(kernel, grid, rtol=2e-2, atol=2e-2)
+    angles = torch.outer(packing.positions_T.float(), torch.rand(32, device="cuda")).repeat(1, 2)
+    rope = angles.cos(), angles.sin()
+    q, k, v = qkv.split([heads[0], heads[1], heads[1]], dim=1)
+    y = packed_attention(transformer.rotate(q[None], rope)[0], transformer.rotate(k[None], rope)[0], v, packing.with_grid()).flatten(1)
+    short = kernels.short_attention(qkv, *rope, packing.bounds_S, q_heads=heads[0], longest=packing.longest)
+    assert kernels.fits(qkv.device, longest=packing.longest, head_size=64)
+    for kernel, grid in ((short, y), (torch.autograd.grad(short, qkv, out.flatten(1))[0], torch.autograd.grad(y, qkv, out.flatten(1))[0])):
+        torch.testing.assert_close(kernel, grid, rtol=2e-2, atol=2e-2)
+
+
+def test_swiglu_and_its_gradient() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(33, 2 * 1100, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    gate, up = x.float().chunk(2, dim=-1)
+    want, got = torch.nn.functional.silu(gate) * up, kernels.swiglu(x)
+    out = torch.randn_like(want)
+    torch.testing.assert_close(got.float(), want, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(torch.autograd.grad(got, x, out.bfloat16())[0], torch.autograd.grad(want, x, out)[0], rtol=3e-2, atol=3e-2)
+
+
+def test_empty_sequences_at_the_end_of_a_row_are_harmless() -> None:
+    batch = examples(5)
+    shape = exact(batch)
+    longer = type(shape)(512, shape.answers + 8, shape.sequences + 30, shape.longest)
+    model = model_of("lora", torch.bfloat16)
+    found = []
+    for each in (shape, longer):
+        tokens_1T, targets_1A, packing = unpack(torch.from_numpy(pack(batch, each)).cuda(), each)
+        loss = model(tokens_1T, targets_1A, packing=packing)
+        found.append((loss, *torch.autograd.grad(loss, list(adapters(model).values()))))
+    for one, other in zip(*found, strict=True):
+        assert other.isfinite().all()
+        torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2)
+
+
+def test_merging_and_unmerging_is_exact_and_stays_where_it_is() -> None:
+    _, _, model = losses("lora", torch.bfloat16)
+    before = {name: (p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
+    with merged(model):
+        assert any(not torch.equal(layer.weight, layer.original) for layer in lora_layers(model).values())
+    assert all(p.data_ptr() == before[name][0] and torch.equal(p, before[name][1]) for name, p in model.named_parameters())
+
+
+def test_memory_that_runs_out_halves_the_passes() -> None:
+    whole, _, _ = losses("lora", torch.bfloat16)
+    forward = Transformer.forward
+
+    def limited(self: Transformer, *given: Any, **named: Any) -> torch.Tensor:
+        if given[0].shape[1] > 600:
+            raise torch.OutOfMemoryError("injected")
+        return forward(self, *given, **named)
+
+    Transformer.forward = limited  # type: ignore[method-assign]
+    try:
+        split, seen, _ = losses("lora", torch.bfloat16)
+    finally:
+        Transformer.forward = forward  # type: ignore[method-assign]
+    assert "out_of_memory" in seen.events
+    assert split == pytest.approx(whole, rel=3e-3)
+
+
+def test_a_run_resumes(tmp_path: Any) -> None:
+    config = FinetuneConfig(epochs=2, batch_size=16, lr=2e-3, checkpoint_every=2)
+    unbroken, first, second = Seen(), Seen(), Seen()
+    finetune(model_of("lora", torch.bfloat16), examples(75), config, observers=[unbroken])
+
+    def interrupt(line: dict[str, Any]) -> None:
+        if line["step"] == 5:
+            raise KeyboardInterrupt
+
+    first.metrics = interrupt  # type: ignore[method-assign]
+    with RunFolder(tmp_path) as folder:
+        with pytest.raises(KeyboardInterrupt):
+            finetune(model_of("lora", torch.bfloat16), examples(75), config, folder=folder, observers=[first])
+        finetune(model_of("lora", torch.bfloat16), examples(75), config, folder=folder, observers=[second])
+    assert second.lines[0]["step"] in (5, 7)
+    by_step = {line["step"]: line["loss"] for line in unbroken.lines}
+    assert [line["loss"] for line in second.lines] == pytest.approx([by_step[line["step"]] for line in second.lines], rel=3e-3)
