@@ -1,13 +1,15 @@
-"""How good a model is: mean loss, perplexity and bits per byte on held-out tokens.
+"""How good a model is: mean loss, perplexity and bits per byte on held-out tokens; accuracy and answer rate on a task's questions.
 
     found = held_out_loss(model, dataset, seq_len=1024, sequences=64, micro_batch=8, process=process)
     found.metrics()      # {"valid_loss": ..., "valid_perplexity": ..., "valid_bits_per_byte": ...}
+    answers = answer_greedily(engine, questions, prompts, sampling)      # one completion a question
+    shares(pool.score(...))      # {"n": 100, "accuracy": 0.64, "accuracy_low": 0.54, ...}
 
-Runs eagerly even when the model is compiled: a second graph for a few batches would take longer to compile than it saves.
+Losses are computed eagerly even when the model is compiled: a second graph for a few batches would take longer to compile than it saves.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +21,10 @@ from redline.data.build import prepare
 from redline.data.loader import valid_batches
 from redline.data.shards import Manifest, TokenDataset
 from redline.data.stream import TokenStream
+from redline.engine.request import Completion, Engine, Request, Sampling
 from redline.errors import ConfigError, DataError
 from redline.model.transformer import Transformer
+from redline.tasks.task import Verdict, accuracy, answer_rate
 from redline.train.process import Process
 from redline.train.restore import Opened
 
@@ -108,3 +112,28 @@ def _held_out(opened: Opened, source: str | None, text_field: str, *, tokens: in
     if Manifest.load(folder).tokenizer != opened.tokenizer.fingerprint:
         raise DataError(f"wrong tokenizer: {folder} was built with another than {opened.source}'s; evaluate on its text instead")
     return TokenDataset.open(folder, "valid")
+
+
+def answer_greedily(engine: Engine, prompts: Sequence[tuple[int, ...]], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
+    """The likeliest completion of each prompt with the prompt's place, in the order in which they finish."""
+    if sampling.temperature != 0:
+        raise ConfigError(f"accuracy is measured with greedy decoding, temperature 0; got {sampling.temperature}")
+    for completion in engine.run(Request(prompt=prompt, sampling=sampling, tag=place) for place, prompt in enumerate(prompts)):
+        yield completion.request.tag, completion
+
+
+def shares(verdicts: Sequence[Verdict]) -> dict[str, float]:
+    """Accuracy and answer rate, each with the ends of its 95 % interval."""
+    found: dict[str, float] = {"n": len(verdicts)}
+    for name, share in (("accuracy", accuracy(verdicts)), ("answer_rate", answer_rate(verdicts))):
+        low, high = interval_95(share, len(verdicts))
+        found |= {name: share, f"{name}_low": low, f"{name}_high": high}
+    return found
+
+
+def interval_95(share: float, n: int) -> tuple[float, float]:
+    """Wilson's interval for a share of n independent trials; unlike the plain one it holds near 0 and 1."""
+    z = 1.959964
+    centre, spread = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    scale = 1 + z * z / n
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)

@@ -185,3 +185,10 @@ def test_a_mistake_is_one_line(capsys, tmp_path, monkeypatch, arguments, code, s
     assert shown.out == ""
     assert len(shown.err.splitlines()) == 1
     assert says in shown.err
+
+
+def test_an_answer_ends_where_the_task_says():
+    task = Task(name="t", about="", questions=no_questions, score=wrong, end="</answer>")
+    assert task.answer_of("so <answer>3</answer> is it. <answer>4</answer>") == "so <answer>3</answer>"
+    assert task.answer_of("so <answer>3") == "so <answer>3"
+    assert Task(name="t", about="", questions=no_questions, score=wrong).answer_of("all of it") == "all of it"

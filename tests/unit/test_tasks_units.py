@@ -215,7 +215,7 @@ def test_files_that_cannot_be_read(tmp_path):
 
 @pytest.mark.skipif(not REAL.exists(), reason="the real files are not shipped")
 def test_the_grammar_covers_the_real_files_and_agrees_with_every_answer():
-    drawn = {(c.source, c.target) for family in units.FAMILIES for s in units.SPLITS for c in units._asked(family, s)}
+    drawn = {(c.source, c.target) for family in units.FAMILIES for s in units.SPLITS for c in units.conversions(family, s)}
     for split in ("train", "valid"):
         questions = units.load(str(REAL), split, None)
         assert len(questions) == 1000

@@ -1,7 +1,7 @@
-"""Strict reading: TOML or a shipped name -> Recipe, with `--set table.key=value` overrides; and back to TOML.
+"""Strict reading: TOML or a shipped name -> a recipe, with `--set table.key=value` overrides; and back to TOML.
 
 An unknown key, a wrong type or an impossible combination is an error that names the nearest right thing. No aliases and no
-silent defaults: what a recipe does not say is the default written in `recipe.py`.
+silent defaults: what a recipe does not say is the default written in `recipe.py` (or `rft.py`, which reads its recipes through here).
 """
 
 import dataclasses
@@ -13,35 +13,42 @@ import typing
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from redline.config.recipe import Recipe, check
 from redline.errors import ConfigError, nearest
 
 T = TypeVar("T")
+Workload = Literal["pretrain", "rft"]
 
 
-def shipped() -> dict[str, Path]:
-    """Names of the recipes that come with the package, in alphabetical order."""
+def shipped(workload: Workload = "pretrain") -> dict[str, Path]:
+    """Names of the workload's recipes that come with the package, in alphabetical order; those of RFT lie in a folder of their own."""
     root = Path(str(resources.files("redline"))) / "recipes"
-    return {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.toml"))}
+    names = {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.toml"))}
+    return {name: path for name, path in names.items() if name.startswith("rft/") == (workload == "rft")}
 
 
 def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe by its shipped name or its path, apply `table.key=value` overrides, and check every rule."""
-    path = _find(name_or_path)
+    return check(build(Recipe, read_table(name_or_path, overrides), where=str(name_or_path)))
+
+
+def read_table(name_or_path: str, overrides: Sequence[str] = (), workload: Workload = "pretrain") -> dict[str, Any]:
+    """The table of a recipe with the overrides put in, named after its file unless it has a name; nothing in it is checked yet."""
+    path = _find(name_or_path, workload)
     try:
-        table = _parse(path.read_text(encoding="utf-8-sig"), where=str(path))
+        table = parse(path.read_text(encoding="utf-8-sig"), where=str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as a text file: {error}") from error
     for override in overrides:
         _apply(table, override)
     table.setdefault("name", path.stem)
-    return check(build(Recipe, table, where=str(name_or_path)))
+    return table
 
 
-def _find(name_or_path: str) -> Path:
-    recipes = shipped()
+def _find(name_or_path: str, workload: Workload) -> Path:
+    recipes = shipped(workload)
     if name_or_path in recipes:
         return recipes[name_or_path]
     path = Path(name_or_path)
@@ -50,7 +57,8 @@ def _find(name_or_path: str) -> Path:
     raise ConfigError(f"no recipe {name_or_path!r}: give a path or one of {', '.join(recipes)}{nearest(name_or_path, recipes)}")
 
 
-def _parse(text: str, where: str) -> dict[str, Any]:
+def parse(text: str, where: str) -> dict[str, Any]:
+    """TOML as tables."""
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError
@@ -126,8 +134,8 @@ def _apply(table: dict[str, Any], override: str) -> None:
         table[key] = text
 
 
-def to_toml(recipe: Recipe) -> str:
-    """The recipe as TOML that `load_recipe` reads back to an equal recipe; values that are not given are left out."""
+def to_toml(recipe: Any) -> str:
+    """A recipe's dataclass as TOML that reads back to an equal one; values that are not given are left out."""
     lines: list[str] = []
 
     def table(obj: Any, prefix: str) -> None:
@@ -151,9 +159,11 @@ def _toml_value(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml_value, value))}]"
     return repr(value)
 
 
 def from_toml(text: str, where: str) -> Recipe:
     """Read back what `to_toml` wrote."""
-    return check(build(Recipe, _parse(text, where), where))
+    return check(build(Recipe, parse(text, where), where))

@@ -61,6 +61,13 @@ class Task:
     """What to do and in which form to answer."""
     examples: tuple[tuple[str, str], ...] = ()
     """Few-shot examples: a question and a good completion."""
+    end: str = ""
+    """Where an answer is complete, such as a closing tag: what a model says after it is neither scored nor learnt. Empty: nowhere."""
+
+    def answer_of(self, completion: str) -> str:
+        """The completion up to where the answer is complete."""
+        before, found, _ = completion.partition(self.end) if self.end else (completion, "", "")
+        return before + found
 
 
 def prompt_text(task: Task, question: Question, shots: int | None = None) -> str:

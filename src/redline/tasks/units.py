@@ -112,10 +112,16 @@ TEMPLATES = (
 NUMBERS = range(1, 11)
 SPLITS = ("train", "valid", "test")
 INSTRUCTION = "Convert the units. Reason in one short line and end with the number in answer tags, like <answer>12.5</answer>."
+END = "</answer>"
 EXAMPLES = (
-    ("How many gram are there per 6 kg?", "1 kg is 1000 gram. 6 * 1000 = <answer>6000</answer>"),
+    ("How many gram are there per 9 kg?", "1 kg is 1000 gram. 9 * 1000 = <answer>9000</answer>"),
     ("What is 3 ft in cm?", "1 ft is 30.48 cm. 3 * 30.48 = <answer>91.44</answer>"),
+    ("How do we express 5 week in terms of hour?", "1 week is 168 hour. 5 * 168 = <answer>840</answer>"),
+    ("Convert 7 byte to bit?", "1 byte is 8 bit. 7 * 8 = <answer>56</answer>"),
+    ("Could you provide the value of 2 quart in mL?", "1 quart is 946.353 mL. 2 * 946.353 = <answer>1892.706</answer>"),
+    ("Please convert 4 mph into km/h.", "1 mph is 1.609 km/h. 4 * 1.609 = <answer>6.436</answer>"),
 )
+"""One of each family; none of them is a validation question, of the grammar or of the files that the task comes from."""
 
 
 class Conversion(NamedTuple):
@@ -169,7 +175,7 @@ def generate(split: str, count: int | None, seed: int) -> list[Question]:
     if split not in SPLITS:
         raise ConfigError(f"task units has the splits {', '.join(SPLITS)}; got {split!r}{nearest(split, SPLITS)}")
     draw = random.Random(seed)
-    left = {family: [(asked, t) for asked in _asked(family, split) for t in range(len(TEMPLATES))] for family in FAMILIES}
+    left = {family: [(asked, t) for asked in conversions(family, split) for t in range(len(TEMPLATES))] for family in FAMILIES}
     total = sum(map(len, left.values()))
     if (at_most(count) or 0) > total:
         raise ConfigError(f"the {split} split of units has {total:,} distinct questions; got a count of {count:,}")
@@ -207,7 +213,7 @@ def make(data: str | None) -> Task:
         return generate(split, count, seed) if data is None else load(data, split, count)
 
     about = "unit conversion, right within 5 %: generated, or [question, answer] JSON files"
-    return Task(name="units", about=about, questions=questions, score=score, instruction=INSTRUCTION, examples=EXAMPLES)
+    return Task(name="units", about=about, questions=questions, score=score, instruction=INSTRUCTION, examples=EXAMPLES, end=END)
 
 
 def _question(text: str, asked: Conversion) -> Question:
@@ -227,7 +233,7 @@ def _written(answer: float) -> str:
     return f"{answer:.3f}".rstrip("0").rstrip(".")
 
 
-def _asked(family: str, split: str) -> Iterator[Conversion]:
+def conversions(family: str, split: str) -> Iterator[Conversion]:
     """Every conversion of a family whose units and number fall into the split."""
     for a_size, a_spellings in FAMILIES[family]:
         for b_size, b_spellings in FAMILIES[family]:

@@ -1,0 +1,169 @@
+"""Rejection-sampling fine-tuning: sample many answers a question, keep the correct ones, train on them, test before and after.
+
+redline rft run rft/units-smollm2 --set model.path=SmolLM2.gguf --set task.data=units/    test, sample, train, test
+redline rft sample rft/units-smollm2 --preset quality      one stage; killed or stopped, the same command goes on
+redline rft train rft/units-smollm2 --on answers           plain fine-tuning on the reference solutions, for comparison
+redline rft test rft/units-smollm2 --rows all              every weights of the run that have not been tested yet
+redline rft stats runs/units-smollm2
+redline rft export runs/units-smollm2 rft.json             or .jsonl, .parquet
+"""
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from redline.config.rft import RftRecipe
+
+HELP = "rejection-sampling fine-tuning: sample, train, test"
+
+_STAGES = {
+    "run": "test, sample, train and test again; stages that are finished are not repeated",
+    "sample": "sample answers to the training questions into the run's store",
+    "train": "fine-tune on the correct samples, or on the reference solutions",
+    "test": "greedy accuracy and answer rate on held-out questions",
+}
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    from redline.cli.options import add_json, add_recipe
+
+    verbs = command.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for name, about in _STAGES.items():
+        stage = verbs.add_parser(name, help=about)
+        add_recipe(stage)
+        stage.add_argument("--run", type=Path, metavar="DIR", help="the run folder (default runs/RECIPE)")
+        stage.add_argument(
+            "--preset", metavar="NAME", help="samples and temperature: quality (50, 0.5), balanced (30, 0.7), speed (20, 0.9)"
+        )
+        stage.add_argument("--profile", metavar="NAME", help="upper bounds of a known GPU, as in `redline plan`")
+        stage.add_argument("--device", default=None, help="cuda or cpu (default: cuda where there is one)")
+        stage.add_argument("--quiet", action="store_true", help="no live view")
+        if name == "train":
+            stage.add_argument("--on", choices=("samples", "answers"), default="samples", help="what to train on (default samples)")
+        if name in ("test", "run"):
+            stage.add_argument("--rows", metavar="N", help="the first N questions of the test split, or all (default: the recipe's)")
+        if name == "test":
+            stage.add_argument("--weights", choices=("base", "answers", "samples"), help="only these (default: all that there are)")
+        add_json(stage)
+    stats = verbs.add_parser("stats", help="what the samples of a run say: solved share, pass@k, speed, hardest questions")
+    stats.add_argument("run_folder", type=Path, metavar="RUN")
+    add_json(stats)
+    export = verbs.add_parser("export", help="write the samples: rft.json triples, or all of them as .jsonl or .parquet")
+    export.add_argument("run_folder", type=Path, metavar="RUN")
+    export.add_argument("out", type=Path, metavar="OUT", help="a name that ends with .json, .jsonl or .parquet")
+    export.add_argument("--per-question", type=int, metavar="N", help="correct answers kept a question, 0: all (default: the recipe's)")
+    add_json(export)
+
+
+def run(options: argparse.Namespace) -> None:
+    if options.verb == "stats":
+        _stats(options)
+    elif options.verb == "export":
+        _export(options)
+    else:
+        _stage(options)
+
+
+def _stage(options: argparse.Namespace) -> None:
+    from redline.cli import rft_tables as tables
+    from redline.cli.options import print_json, status
+    from redline.plan.profiles import find_profile
+    from redline.rft.plan import Bounds
+
+    recipe = _recipe(options)
+    bounds = Bounds(environment=os.environ, profile=find_profile(options.profile) if options.profile else None)
+    folder = options.run or Path("runs") / recipe.name
+    status(tables.describe(recipe, folder))
+    from redline.rft.session import open_session
+
+    with open_session(recipe, folder, bounds, device=options.device, views=_views(options)) as session:
+        found = _STAGE_CALLS[options.verb](session, options)
+    if options.json:
+        print_json(found)
+    else:
+        tables.print_stage(options.verb, found, folder)
+
+
+def _recipe(options: argparse.Namespace) -> "RftRecipe":
+    from redline.config.rft import load_rft
+    from redline.errors import ConfigError
+
+    overrides = list(options.set)
+    if (rows := getattr(options, "rows", None)) is not None:
+        if rows != "all" and not (rows.isdecimal() and int(rows) > 0):
+            raise ConfigError(f"--rows takes a whole number greater than 0, or all; got {rows!r}")
+        overrides.append(f"test.rows={0 if rows == 'all' else int(rows)}")
+    return load_rft(options.recipe, overrides, preset=options.preset)
+
+
+def _views(options: argparse.Namespace) -> Any:
+    """What the stages show: progress on standard output, notes on standard error; nothing of it with --quiet or --json."""
+    from redline.cli.live import make_view
+    from redline.cli.options import status
+    from redline.cli.sampling_view import make_sampling_view
+    from redline.rft.session import Views
+
+    class Shown(Views):
+        def note(self, text: str) -> None:
+            status(text)
+
+        def sampling(self, title: str) -> Any:
+            return make_sampling_view(title)
+
+        def training(self, title: str, total_steps: int) -> Any:
+            return [make_view(title=title, total_steps=total_steps, max_hours=None, peak_note="not counted in fine-tuning")]
+
+    return Views() if options.quiet or options.json else Shown()
+
+
+def _run_sample(session: Any, options: argparse.Namespace) -> Any:
+    from redline.rft.sample import sample
+
+    return {"run": str(session.folder.path), **vars(sample(session))}
+
+
+def _run_train(session: Any, options: argparse.Namespace) -> Any:
+    from redline.rft.train import train
+
+    return {"run": str(session.folder.path), **train(session, options.on)}
+
+
+def _run_test(session: Any, options: argparse.Namespace) -> Any:
+    from redline.rft.test import run_test, trained
+
+    chosen = [options.weights] if options.weights else trained(session.folder.path)
+    return [run_test(session, weights) for weights in chosen]
+
+
+def _run_all(session: Any, options: argparse.Namespace) -> Any:
+    from redline.rft.run import run_all
+
+    return run_all(session)
+
+
+_STAGE_CALLS = {"sample": _run_sample, "train": _run_train, "test": _run_test, "run": _run_all}
+
+
+def _stats(options: argparse.Namespace) -> None:
+    from redline.cli.options import print_json
+    from redline.cli.rft_tables import print_stats
+    from redline.rft.stats import stats
+
+    found = stats(options.run_folder)
+    if options.json:
+        print_json(found)
+    else:
+        print_stats(found)
+
+
+def _export(options: argparse.Namespace) -> None:
+    from redline.cli.options import print_json
+    from redline.rft.export import export
+
+    count = export(options.run_folder, options.out, per_question=options.per_question)
+    if options.json:
+        print_json({"out": str(options.out), "rows": count})
+    else:
+        print(f"{options.out}: {count:,} rows")

@@ -1,0 +1,121 @@
+"""What `redline rft` prints for people: accuracies with their intervals, times of the stages, statistics of a store."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from redline.config.rft import RftRecipe
+from redline.record.units import format_count, format_duration, format_rate, format_share
+
+_NAMES = {"base": "before", "answers": "after plain fine-tuning on the answers", "samples": "after RFT"}
+_APART = {"in_train": "in the training data too", "unseen": "not in training data"}
+
+
+def describe(recipe: RftRecipe, folder: Path) -> str:
+    """One line: what is run where."""
+    sampler = recipe.model.server or recipe.model.sampler or "itself"
+    return (
+        f"{recipe.name}: {recipe.model.path} on task {recipe.task.name}, {recipe.sample.samples_per_question} samples a question at "
+        f"{recipe.sample.temperature} by {sampler}, run folder {folder}"
+    )
+
+
+def print_stage(verb: str, found: Any, folder: Path) -> None:
+    """The outcome of one stage, or of all."""
+    if verb == "test":
+        print_accuracies(found)
+    elif verb == "run":
+        _print_run(found)
+    elif verb == "sample":
+        _print_sampled(found)
+    else:
+        _print_trained(found)
+    if isinstance(found, dict) and found["why"] != "finished":
+        print(f"{found['why']}; the same command goes on from here")
+    name = shlex.quote(str(folder))
+    print(f"run folder: {name}   (redline rft stats {name}, redline rft export {name} rft.json)")
+
+
+def _print_run(found: dict[str, Any]) -> None:
+    _print_sampled(found["sample"])
+    if "train" in found:
+        _print_trained(found["train"])
+    print_accuracies([line for line in (found["before"], found.get("after")) if line is not None])
+    if "stages_s" in found:
+        times = found["stages_s"]
+        print(
+            f"time: {', '.join(f'{name} {format_duration(s)}' for name, s in times.items())}; {format_duration(sum(times.values()))} in all"
+        )
+
+
+def _print_sampled(found: dict[str, Any]) -> None:
+    rate = format_rate(found["tokens"] / found["elapsed_s"], "tok") if found["drawn"] else "none drawn now"
+    print(
+        f"samples: {found['samples']:,}, {format_share(found['correct'] / max(1, found['samples']))} correct; "
+        f"{found['solved']:,} of {found['questions']:,} questions solved; {rate}"
+    )
+
+    if found["scorer_failures"]:
+        print(f"the scorer failed on {found['scorer_failures']:,} of them, counted as wrong (`redline rft export` gives the reasons)")
+
+
+def _print_trained(found: dict[str, Any]) -> None:
+    rate = f", {format_rate(found['rows_per_s'], 'rows')} at the end" if found["rows_per_s"] else ""
+    loss = f", last loss {found['loss']:.3f}" if found["loss"] is not None else ""
+    print(f"training on {found['on']}: {found['examples']:,} examples, {found['updates']:,} updates{loss}{rate}")
+
+
+def print_accuracies(lines: list[dict[str, Any]]) -> None:
+    """One row per test, and below it those of its groups that were in the training data and that were not."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("greedy")
+    for column in ("n", "accuracy", "95 %", "answer rate", "95 %"):
+        table.add_column(column, justify="right")
+    for line in lines:
+        table.add_row(_NAMES[line["weights"]], *_shares(line))
+        for name, text in _APART.items():
+            if name in line:
+                table.add_row(f"  {text}", *_shares(line[name]))
+    Console().print(table, highlight=False)
+    for line in lines:
+        if line["scorer_failures"]:
+            print(f"{_NAMES[line['weights']]}: the scorer failed on {line['scorer_failures']:,} answers, counted as wrong")
+
+
+def _shares(line: dict[str, Any]) -> list[str]:
+    cells = [f"{line['n']:,}"]
+    for name in ("accuracy", "answer_rate"):
+        cells += [f"{line[name]:.3f}", f"{line[f'{name}_low']:.3f} to {line[f'{name}_high']:.3f}"]
+    return cells
+
+
+def print_stats(found: dict[str, Any]) -> None:
+    console = Console()
+    rows = [
+        (
+            "questions",
+            f"{found['asked']:,} of {found['questions']:,} asked, {found['solved']:,} solved ({format_share(found['solved_share'])})",
+        ),
+        ("samples", f"{found['samples']:,}, {found['correct']:,} correct ({format_share(found['success_rate'])})"),
+        ("distinct", f"{found['distinct_correct']:,} correct answers that differ in more than spelling"),
+        ("tokens", f"{format_count(found['tokens'])}, {format_rate(found['tokens_per_s'], 'tok')} while sampling"),
+        ("pass@k", "  ".join(f"{k}: {share:.3f}" for k, share in found["pass_at"].items())),
+    ]
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*row)
+    console.print(table, highlight=False)
+    if found["families"]:
+        families = Table(box=None, padding=(0, 2, 0, 0))
+        families.add_column("family")
+        for column in ("questions", "solved", "correct"):
+            families.add_column(column, justify="right")
+        for name, row in found["families"].items():
+            families.add_row(name, f"{row['questions']:,}", format_share(row["solved_share"]), format_share(row["success_rate"]))
+        console.print(families, highlight=False)
+    console.print("hardest:", highlight=False)
+    for hard in found["hardest"]:
+        console.print(f"  {hard['correct']}/{hard['samples']}  {hard['text']}", highlight=False, markup=False)

@@ -1,0 +1,59 @@
+"""Samples out of the store: `rft.json` triples of what is kept, or every sample as JSONL or Parquet. Runs without torch.
+
+export(run, Path("rft.json"), per_question=1)      # [[question, answer, reasoning], ...]
+export(run, Path("samples.parquet"))               # all samples with their verdicts; `kept` says which are trained on
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from redline.config.rft import rft_from_toml
+from redline.errors import ConfigError, need
+from redline.record.files import storage_errors, write_atomic
+from redline.record.run import RunFolder
+from redline.rft.store import Store
+
+FORMATS = (".json", ".jsonl", ".parquet")
+
+
+def export(run: Path, to: Path, *, per_question: int | None = None) -> int:
+    """Write the samples in the form that the file's name ends with; returns how many. `per_question`: as kept (0: all), not given: the
+    recipe's."""
+    if to.suffix not in FORMATS:
+        raise ConfigError(f"samples are written as {', '.join(FORMATS)}, got {to.name!r}: end the file's name with one of them")
+    if per_question is None:
+        recipe = RunFolder(run).recipe_path
+        per_question = rft_from_toml(recipe.read_text(encoding="utf-8"), str(recipe)).sample.keep_per_question if recipe.is_file() else 0
+    with Store(run / "samples.db", create=False) as store:
+        source, _ = store.latest()
+        kept = store.kept(source, per_question)
+        if to.suffix == ".json":
+            triples = [[row.text, _number(row.answer), row.reasoning.strip()] for row in kept]
+            write_atomic(to, json.dumps(triples, indent=1, ensure_ascii=False) + "\n")
+            return len(triples)
+        names = {(row.question, row.sample) for row in kept}
+        rows = ({**row, "kept": (row["question"], row["sample"]) in names} for row in store.rows(source))
+        return _write_lines(to, rows) if to.suffix == ".jsonl" else _write_parquet(to, list(rows))
+
+
+def _number(answer: str) -> float | str:
+    """A reference answer as a number where it is one, as the triples have it."""
+    try:
+        return float(answer)
+    except ValueError:
+        return answer
+
+
+def _write_lines(to: Path, rows: Iterator[dict[str, Any]]) -> int:
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    write_atomic(to, "".join(f"{line}\n" for line in lines))
+    return len(lines)
+
+
+def _write_parquet(to: Path, rows: list[dict[str, Any]]) -> int:
+    pyarrow, parquet = need("pyarrow", extra="parquet"), need("pyarrow.parquet", extra="parquet")
+    with storage_errors(to.name, to.parent):
+        parquet.write_table(pyarrow.Table.from_pylist(rows), to)
+    return len(rows)

@@ -1,0 +1,71 @@
+"""The whole loop: test, sample, train, test again. Each stage goes on where it was stopped, and one that is finished is not repeated.
+
+    report = run_all(session)
+    report["before"]["accuracy"], report["after"]["accuracy"], report["stages_s"]
+
+`generate_dataset` is the sampling stage alone as a Python function that writes rft.json.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from redline.config.rft import load_rft
+from redline.record.run import read_lines
+from redline.rft.export import export
+from redline.rft.plan import Bounds
+from redline.rft.sample import sample
+from redline.rft.session import Session, Views, open_session
+from redline.rft.test import run_test
+from redline.rft.train import train
+
+
+def run_all(session: Session) -> dict[str, Any]:
+    """Sample, train and test; returns what each stage gave, as far as it got before somebody asked to stop."""
+    report: dict[str, Any] = {"run": str(session.folder.path), "why": "finished"}
+    report["before"] = run_test(session, "base")
+    drawn = sample(session)
+    report["sample"] = vars(drawn) | {"total_s": sampling_s(session.folder.events_path)}
+    if drawn.why != "finished":
+        return report | {"why": drawn.why}
+    report["train"] = train(session, "samples")
+    if report["train"]["why"] != "finished":
+        return report | {"why": report["train"]["why"]}
+    report["after"] = run_test(session, "samples")
+    report["stages_s"] = {
+        "open": round(session.opening_s, 3),
+        "test before": report["before"]["elapsed_s"],
+        "sample": report["sample"]["total_s"],
+        "train": report["train"]["elapsed_s"],
+        "test after": report["after"]["elapsed_s"],
+    }
+    return report
+
+
+def sampling_s(events: Path) -> float:
+    """Seconds that sampling took, over every attempt that ended."""
+    return sum(event["elapsed_s"] for event in read_lines(events) if event["event"] == "sampling_end")
+
+
+def generate_dataset(
+    output_json: str | Path,
+    oversample: int = 30,
+    temperature: float = 0.7,
+    batch_size: int | None = None,
+    *,
+    recipe: str = "rft/units-smollm2",
+    run: Path | None = None,
+    overrides: tuple[str, ...] = (),
+    views: Views | None = None,
+) -> int:
+    """Sample `oversample` answers a question, keep the correct ones and write them as [question, answer, reasoning]; returns how many.
+
+    `batch_size` bounds the sequences generated at once, `run` is the folder of samples.db (default: beside the output, so that the same
+    call goes on after a kill), and `overrides` are `table.key=value` of the recipe, such as model.path and task.data.
+    """
+    chosen = load_rft(recipe, [f"sample.samples_per_question={oversample}", f"sample.temperature={temperature}", *overrides])
+    environment = dict(os.environ) | ({"MICRO_BATCH_SIZE": str(batch_size)} if batch_size is not None else {})
+    folder = run if run is not None else Path(output_json).with_suffix(".run")
+    with open_session(chosen, folder, Bounds(environment=environment), views=views) as session:
+        sample(session)
+    return export(folder, Path(output_json))

@@ -1,0 +1,271 @@
+"""The sampling stage: the budget's requests through an engine, completions scored in other processes, everything into the store.
+
+    outcome = sample(session)      # goes on where an earlier attempt stopped
+
+The engine runs in the calling thread. A second thread takes what has come since its last turn, has it scored, stores it in one
+transaction and tells the budget, so neither scoring nor the disk holds the engine up. What the engine had under way when a run was
+stopped or killed is drawn again. At the end the engine's log-probabilities are compared with the training forward's on some
+completions, and the difference is written into the events.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from redline.config.rft import fingerprint_of
+from redline.engine.local import LocalEngine
+from redline.engine.request import Completion, Engine
+from redline.model.transformer import Transformer
+from redline.rft.budget import Asked, Budget
+from redline.rft.session import Prompts, Session, Watcher
+from redline.rft.store import Sample, Source, Store, reasoning_key
+from redline.tasks.pool import Pool
+from redline.tasks.task import Question, Verdict
+from redline.train.loop import STOPPED, stop_on_signal
+
+Keep = Callable[[Sequence[Completion]], None]
+
+COMPARED = 64
+"""Completions on which the engine's log-probabilities are held against the training forward's."""
+SCORED_AT_ONCE = 2048
+"""Completions in one transaction, at most: what a kill can cost stays a fraction of a second of work."""
+
+
+@dataclass
+class Outcome:
+    """What sampling gave. Tokens, times and failures are this call's, the rest is the store's."""
+
+    why: str
+    questions: int
+    solved: int
+    samples: int
+    correct: int
+    drawn: int
+    """Samples of this call."""
+    tokens: int
+    elapsed_s: float
+    scorer_failures: int
+    """Samples whose scorer failed; they count as wrong."""
+
+
+def sample(session: Session) -> Outcome:
+    """Draw what the budget still asks for. Ctrl-C stops it; the same call goes on."""
+    questions = session.train_questions()
+    prompts = session.prompts(questions, session.sampler)
+    with Store(session.folder.path / "samples.db") as store:
+        store.put_questions(questions)
+        settings = {**session.recipe.sampling, "first_prompt": fingerprint_of(prompts.texts[0])}
+        drawing = _Drawing(session, store, store.open_source(_model_name(session), settings), questions, prompts)
+        why = session.until_it_fits("sample", drawing.run)
+        outcome = drawing.outcome(why)
+    if outcome.drawn:
+        session.folder.event("sampling_end", **asdict(outcome))
+    if why == "finished":
+        session.release_sampler()
+    return outcome
+
+
+class _Drawing:
+    """One call of `sample`: what it draws from and into, and its running numbers."""
+
+    def __init__(self, session: Session, store: Store, source: Source, questions: Sequence[Question], prompts: Prompts) -> None:
+        self.session, self.store, self.source, self.prompts = session, store, source, prompts
+        self.questions = {question.id: question for question in questions}
+        self.drawn = self.tokens = self.failures = 0
+        self.spent_s = 0.0
+        self.samples = self.correct = 0
+        self.budget = self._budget()
+
+    def run(self) -> str:
+        """Run an engine to the end of the budget, or until somebody asks to stop; says which."""
+        self.budget = self._budget()
+        if self.budget.finished:
+            return "finished"
+        recipe, began_s = self.session.recipe, time.monotonic()
+        watcher = self.session.views.sampling(f"{recipe.name} · sampling {len(self.questions):,} questions")
+        try:
+            with ExitStack() as stack:
+                if watcher is not None:
+                    stack.callback(watcher.close)
+                pool = stack.enter_context(Pool(recipe.task.name, recipe.task.data))
+                engine = self.session.sampling_engine(longest=self.prompts.longest, sequences=self.budget.samples_left())
+                stack.enter_context(engine)
+                compared = self._draw(engine, lambda completions: self._keep(completions, pool, watcher, began_s))
+                if not self.budget.stopped:
+                    self._compare(engine, compared)
+        finally:
+            self.spent_s += time.monotonic() - began_s
+        return STOPPED if self.budget.stopped else "finished"
+
+    def outcome(self, why: str) -> Outcome:
+        verdicts = self.store.verdicts(self.source)
+        return Outcome(
+            why=why,
+            questions=len(self.questions),
+            solved=len({question for question, _, correct, _ in verdicts if correct}),
+            samples=len(verdicts),
+            correct=sum(correct for _, _, correct, _ in verdicts),
+            drawn=self.drawn,
+            tokens=self.tokens,
+            elapsed_s=round(self.spent_s, 3),
+            scorer_failures=self.failures,
+        )
+
+    def _budget(self) -> Budget:
+        """A budget that begins where the store ends."""
+        recipe, done = self.session.recipe, self.store.verdicts(self.source)
+        self.samples, self.correct = len(done), sum(correct for _, _, correct, _ in done)
+        # A server has a tokenizer of its own.
+        prompts: Sequence[str | tuple[int, ...]] = self.prompts.texts if recipe.model.server else self.prompts.ids
+        asked = [Asked(question, prompt) for question, prompt in zip(self.questions, prompts, strict=True)]
+        return Budget(asked, recipe.sample, self.session.settings(self.prompts.stops), seed=recipe.seed, done=done)
+
+    def _draw(self, engine: Engine, keep: Keep) -> list[Completion]:
+        """The engine's thread: hand everything over, and set some aside to be compared."""
+        budget, compared = self.budget, list[Completion]()
+        with stop_on_signal(budget.stop), _in_background(keep, budget.stop) as hand_over:
+            for completion in engine.run(budget.requests()):
+                budget.arrived()
+                hand_over(completion)
+                if completion.sample == 0 and completion.tokens and len(compared) < COMPARED:
+                    compared.append(completion)
+                if budget.stopped:
+                    break
+        return compared
+
+    def _keep(self, completions: Sequence[Completion], pool: Pool, watcher: Watcher | None, began_s: float) -> None:
+        """The other thread: score, store, tell the budget and those who watch."""
+        rows = score(completions, self.questions, pool, self.session.task.answer_of)
+        self.store.add(self.source, rows)
+        self.budget.record((row.question, row.sample, row.correct, row.reasoning_key) for row in rows)
+        self.drawn += len(rows)
+        self.samples += len(rows)
+        self.correct += sum(row.correct for row in rows)
+        self.tokens += sum(row.tokens for row in rows)
+        self.failures += sum(row.reason is not None for row in rows)
+        if watcher is not None:
+            watcher.progress(self._facts(self.spent_s + time.monotonic() - began_s))
+
+    def _facts(self, elapsed_s: float) -> dict[str, Any]:
+        left = self.budget.samples_left()
+        return {
+            "questions": len(self.questions),
+            "questions_done": self.budget.questions_done,
+            "samples": self.samples,
+            "samples_left": left,
+            "correct": self.correct,
+            "tokens_per_s": self.tokens / elapsed_s,
+            "elapsed_s": elapsed_s,
+            "left_s": left * elapsed_s / self.drawn,
+            "memory_bytes": self.session.memory_bytes(),
+        }
+
+    def _compare(self, engine: Engine, compared: Sequence[Completion]) -> None:
+        """Write down how full the engine's slots were, and how far it is from the training forward; a server tells neither."""
+        if isinstance(engine, LocalEngine):
+            self.session.folder.event("engine", **asdict(engine.stats), occupancy=engine.stats.occupancy, slots=self.session.slots)
+            if compared:
+                self.session.folder.event("logprob_gap", **logprob_gap(self.session.sampler.model, compared))
+
+
+@contextmanager
+def _in_background(keep: Keep, stop: Callable[[], None]) -> Iterator[Callable[[Completion], None]]:
+    """A thread that keeps completions, as many at a time as have come. Its error stops the engine and is raised here at the end."""
+    waiting: queue.SimpleQueue[Completion | None] = queue.SimpleQueue()
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        more = True
+        while more:
+            batch = [waiting.get()]
+            while len(batch) < SCORED_AT_ONCE and not waiting.empty():
+                batch.append(waiting.get())
+            more = None not in batch
+            completions = [completion for completion in batch if completion is not None]
+            if completions and not failed:
+                try:
+                    keep(completions)
+                except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits for this one
+                    failed.append(error)
+                    stop()
+
+    thread = threading.Thread(target=work, name="redline-score-and-store")
+    thread.start()
+    try:
+        yield waiting.put
+    finally:
+        waiting.put(None)
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def score(completions: Sequence[Completion], questions: dict[str, Question], pool: Pool, answer_of: Callable[[str], str]) -> list[Sample]:
+    """Completions, up to where their answers are complete, with their verdicts, as rows of the store."""
+    # A server may cut a character in two, and half of one cannot be stored.
+    texts = [answer_of(completion.text.encode("utf-8", "replace").decode()) for completion in completions]
+    verdicts = pool.score([(questions[completion.request.tag], text) for completion, text in zip(completions, texts, strict=True)])
+    now_s = time.time()
+    return [_row(completion, text, verdict, now_s) for completion, text, verdict in zip(completions, texts, verdicts, strict=True)]
+
+
+def _row(completion: Completion, text: str, verdict: Verdict, at: float) -> Sample:
+    logprobs = completion.logprobs
+    return Sample(
+        question=completion.request.tag,
+        sample=completion.sample,
+        text=text,
+        tokens=len(completion.tokens),
+        logprob_sum=sum(logprobs) if logprobs else None,
+        logprob_min=min(logprobs) if logprobs else None,
+        finish=completion.finish,
+        correct=verdict.correct,
+        parsed=verdict.parsed,
+        reward=verdict.reward,
+        answer=verdict.answer,
+        reason=verdict.reason,
+        reasoning_key=reasoning_key(text) if verdict.correct else None,
+        seed=completion.request.seed,
+        at=at,
+    )
+
+
+@torch.no_grad()
+def logprob_gap(model: Transformer, completions: Sequence[Completion], at_once: int = 8) -> dict[str, float]:
+    """Mean and largest difference between an engine's log-probabilities and those of the training forward, over all new tokens."""
+    gaps: list[torch.Tensor] = []
+    device = model.embed.weight.device
+    for first in range(0, len(completions), at_once):
+        part = completions[first : first + at_once]
+        texts = [(*_ids(completion), *completion.tokens) for completion in part]
+        width = max(map(len, texts))
+        # Padding on the right: causal attention never looks at it.
+        tokens_BT = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts], device=device)
+        with torch.compiler.set_stance("force_eager"):
+            logits_BTV = model(tokens_BT)
+        for row, completion in enumerate(part):
+            begin, count = len(_ids(completion)), len(completion.tokens)
+            logprobs_TV = logits_BTV[row, begin - 1 : begin - 1 + count].float().log_softmax(dim=-1)
+            trained_T = logprobs_TV.gather(1, tokens_BT[row, begin : begin + count, None])[:, 0]
+            gaps.append((trained_T.cpu() - torch.tensor(completion.logprobs)).abs())
+    gap_N = torch.cat(gaps)
+    return {"mean": float(gap_N.mean()), "max": float(gap_N.max()), "tokens": gap_N.numel(), "completions": len(completions)}
+
+
+def _ids(completion: Completion) -> tuple[int, ...]:
+    assert isinstance(completion.request.prompt, tuple)
+    return completion.request.prompt
+
+
+def _model_name(session: Session) -> str:
+    """The weights' hash; of a server only what it calls itself is known."""
+    place = session.recipe.model
+    if place.server is not None:
+        return fingerprint_of([place.server, place.server_model])
+    return session.sampler.fingerprint

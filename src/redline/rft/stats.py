@@ -1,0 +1,103 @@
+"""What a sample store says: solved questions, success rate, pass@k, tokens, by family, the hardest. Runs without torch.
+
+    stats(run)      # a table of plain values, as `redline rft stats --json` prints it
+
+pass@k is estimated without bias from the samples that every question has (numbers 0 .. n - 1, drawn whatever their verdicts); the
+samples that a budget adds or saves by their verdicts would bend it, and count only in the other figures.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from redline.record.run import RunFolder, read_lines
+from redline.rft.store import Store
+
+HARDEST = 10
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Chance that k samples, drawn from n of which some are correct, hold a correct one."""
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def stats(run: Path) -> dict[str, Any]:
+    """All figures of the samples that a run drew last."""
+    with Store(run / "samples.db", create=False) as store:
+        source, settings = store.latest()
+        questions, verdicts, tokens = store.questions(), store.verdicts(source), store.tokens(source)
+    drawn: dict[str, list[tuple[int, bool]]] = defaultdict(list)
+    keys: dict[str, set[str | None]] = defaultdict(set)
+    for question, sample, correct, key in verdicts:
+        drawn[question].append((sample, correct))
+        if correct:
+            keys[question].add(key)
+    asked = [question for question in questions if question["id"] in drawn]
+    correct_count = {id_: sum(correct for _, correct in samples) for id_, samples in drawn.items()}
+    sampling_s, sampled_tokens = _speed(run)
+    return {
+        "run": str(run),
+        "model": source.model,
+        "settings": settings,
+        "questions": len(questions),
+        "asked": len(asked),
+        "solved": sum(count > 0 for count in correct_count.values()),
+        "solved_share": _share(sum(count > 0 for count in correct_count.values()), len(asked)),
+        "samples": len(verdicts),
+        "correct": sum(correct_count.values()),
+        "success_rate": _share(sum(correct_count.values()), len(verdicts)),
+        "distinct_correct": sum(map(len, keys.values())),
+        "tokens": tokens,
+        "tokens_per_sample": _share(tokens, len(verdicts)),
+        "sampling_s": sampling_s,
+        "tokens_per_s": _share(sampled_tokens, sampling_s),
+        "pass_at": _pass_curve([[correct for number, correct in samples] for samples in map(sorted, drawn.values())]),
+        "families": _families(asked, drawn),
+        "hardest": [
+            {
+                "id": question["id"],
+                "text": question["text"],
+                "samples": len(drawn[question["id"]]),
+                "correct": correct_count[question["id"]],
+            }
+            for question in sorted(asked, key=lambda q: (_share(correct_count[q["id"]], len(drawn[q["id"]])), -len(drawn[q["id"]])))[
+                :HARDEST
+            ]
+        ],
+    }
+
+
+def _pass_curve(verdicts: Sequence[Sequence[bool]]) -> dict[int, float]:
+    """pass@1, 2, 4, ... up to the number of samples that every question has."""
+    n = min(map(len, verdicts), default=0)
+    counts = [sum(row[:n]) for row in verdicts]
+    ks = [1 << power for power in range(n.bit_length()) if 1 << power < n] + [n] if n else []
+    return {k: sum(pass_at_k(n, count, k) for count in counts) / len(counts) for k in ks}
+
+
+def _families(asked: Sequence[dict[str, Any]], drawn: dict[str, list[tuple[int, bool]]]) -> dict[str, dict[str, Any]]:
+    """Questions, solved share and success rate by the family that a question's meta names, where it does."""
+    families: dict[str, list[list[bool]]] = defaultdict(list)
+    for question in asked:
+        if "family" in question["meta"]:
+            families[str(question["meta"]["family"])].append([correct for _, correct in drawn[question["id"]]])
+    return {
+        name: {
+            "questions": len(rows),
+            "solved_share": _share(sum(map(any, rows)), len(rows)),
+            "success_rate": _share(sum(map(sum, rows)), sum(map(len, rows))),
+        }
+        for name, rows in sorted(families.items())
+    }
+
+
+def _speed(run: Path) -> tuple[float, int]:
+    """Seconds and tokens of all attempts that ended; one that was killed left no time behind."""
+    ends = [event for event in read_lines(RunFolder(run).events_path) if event["event"] == "sampling_end"]
+    return sum(event["elapsed_s"] for event in ends), sum(event["tokens"] for event in ends)
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

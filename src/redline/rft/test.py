@@ -1,0 +1,145 @@
+"""The test stage: greedy answers to held-out questions, before fine-tuning and after, with accuracy, answer rate and their intervals.
+
+    line = run_test(session, "base")         # and "samples", "answers": the weights that a training gave
+    line["accuracy"], line["accuracy_low"], line["accuracy_high"], line["n"]
+
+Each result is a line of evaluations.jsonl and is not computed twice. Questions that ask the very same conversion as a training
+question (equal `from`, `to` and `number`) are also counted apart from the rest: with files one cannot choose what is in them.
+"""
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from redline.config.rft import fingerprint_of
+from redline.errors import DataError
+from redline.evaluate import answer_greedily, shares
+from redline.model.lora import merged
+from redline.record.files import write_atomic
+from redline.record.run import read_lines
+from redline.rft.session import Session, Speaker
+from redline.rft.train import place_of, read_done
+from redline.tasks.pool import Pool
+from redline.tasks.task import Question, Verdict
+from redline.train.adapter import read_adapter
+from redline.train.restore import open_on
+
+Weights = Literal["base", "answers", "samples"]
+_ASKED = ("from", "to", "number")
+"""The facts of a question that make it the same conversion as another."""
+
+
+def trained(run: Path) -> list[Weights]:
+    """The weights of a run that can be tested: the base, and what has been trained."""
+    both: tuple[Literal["answers", "samples"], ...] = ("answers", "samples")
+    return ["base", *(on for on in both if read_done(place_of(run, on)) is not None)]
+
+
+def run_test(session: Session, weights: Weights) -> dict[str, Any]:
+    """Accuracy of these weights on the recipe's test questions; the line that is in evaluations.jsonl."""
+    path = session.folder.path / "evaluations.jsonl"
+    recipe = session.recipe
+    asked = [asdict(recipe.task), asdict(recipe.prompt), asdict(recipe.test), recipe.sample.max_new_tokens]
+    key = fingerprint_of([weights, _trained_as(session, weights), session.model.fingerprint, *asked])
+    lines = read_lines(path)
+    for line in lines:
+        if line["key"] == key:
+            return line
+    questions = session.questions(recipe.test.split, recipe.test.rows or None)
+    began_s = time.monotonic()
+    verdicts, tokens = session.until_it_fits("test", lambda: _answer(session, questions, weights))
+    line = {
+        "at": round(time.time(), 3),
+        "key": key,
+        "weights": weights,
+        "split": recipe.test.split,
+        **shares(verdicts),
+        "tokens": tokens,
+        "elapsed_s": round(time.monotonic() - began_s, 3),
+        **_groups(session, questions, verdicts),
+        "scorer_failures": sum(verdict.reason is not None for verdict in verdicts),
+    }
+    write_atomic(path, "".join(json.dumps(known) + "\n" for known in (*lines, line)))
+    return line
+
+
+def _trained_as(session: Session, weights: Weights) -> str | None:
+    if weights == "base":
+        return None
+    place = place_of(session.folder.path, weights)
+    if (done := read_done(place)) is None:
+        raise DataError(f"nothing has been trained on {weights} in {session.folder.path}: run `redline rft train --on {weights}` first")
+    return str(done["fingerprint"])
+
+
+def _answer(session: Session, questions: Sequence[Question], weights: Weights) -> tuple[list[Verdict], int]:
+    watcher = session.views.sampling(f"{session.recipe.name} · testing {weights} on {len(questions):,} questions")
+    began_s, tokens, texts = time.monotonic(), 0, [""] * len(questions)
+    with ExitStack() as stack:
+        speaker = stack.enter_context(_speaker(session, weights))
+        prompts = session.prompts(questions, speaker, trained=weights != "base")
+        engine = stack.enter_context(session.engine(speaker, longest=prompts.longest, sequences=len(questions), stage="test"))
+        if watcher is not None:
+            stack.callback(watcher.close)
+        for done, (place, completion) in enumerate(
+            answer_greedily(engine, prompts.ids, session.settings(prompts.stops, greedy=True)), start=1
+        ):
+            texts[place] = completion.text
+            tokens += len(completion.tokens)
+            if watcher is not None:
+                watcher.progress(_facts(done, len(questions), tokens, time.monotonic() - began_s, session.memory_bytes()))
+    with Pool(session.recipe.task.name, session.recipe.task.data) as pool:
+        return pool.score(list(zip(questions, texts, strict=True))), tokens
+
+
+def _facts(done: int, questions: int, tokens: int, elapsed_s: float, memory_bytes: int) -> dict[str, Any]:
+    return {
+        "questions": questions,
+        "questions_done": done,
+        "samples": done,
+        "correct": None,  # scored when all of them are there
+        "tokens_per_s": tokens / max(1e-9, elapsed_s),
+        "elapsed_s": elapsed_s,
+        "left_s": (questions - done) * elapsed_s / done,
+        "memory_bytes": memory_bytes,
+    }
+
+
+@contextmanager
+def _speaker(session: Session, weights: Weights) -> Iterator[Speaker]:
+    """The model with these weights: the base as it is, adapters merged while the test lasts, or a model trained as a whole."""
+    if weights == "base":
+        yield session.model
+    elif session.recipe.train.method == "lora":
+        read_adapter(place_of(session.folder.path, weights).adapter, session.model.model)
+        with merged(session.model.model):
+            yield session.model
+    else:
+        opened, model = open_on(place_of(session.folder.path, weights).model, device=session.device)
+        yield Speaker(opened, model, session.model.tokenizer)
+
+
+def _groups(session: Session, questions: Sequence[Question], verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """Shares by family, and of the questions that are in the training data apart from the rest; where the questions' meta tells."""
+    found: dict[str, Any] = {}
+    families: dict[str, list[Verdict]] = defaultdict(list)
+    for question, verdict in zip(questions, verdicts, strict=True):
+        if "family" in question.meta:
+            families[str(question.meta["family"])].append(verdict)
+    if families:
+        found["families"] = {name: shares(rows) for name, rows in sorted(families.items())}
+    known = {asked for question in session.train_questions() if (asked := _asked(question)) is not None}
+    apart: dict[str, list[Verdict]] = defaultdict(list)
+    for question, verdict in zip(questions, verdicts, strict=True):
+        if (asked := _asked(question)) is not None:
+            apart["in_train" if asked in known else "unseen"].append(verdict)
+    return found | ({name: shares(rows) for name, rows in apart.items()} if "in_train" in apart else {})
+
+
+def _asked(question: Question) -> tuple[Any, ...] | None:
+    return tuple(question.meta[name] for name in _ASKED) if all(name in question.meta for name in _ASKED) else None

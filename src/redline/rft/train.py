@@ -1,0 +1,162 @@
+"""The training stage: fine-tune the model on the kept samples, or for comparison on the task's reference solutions.
+
+    done = train(session, "samples")      # -> adapter/, or model/ after full fine-tuning
+    done = train(session, "answers")      # -> adapter-answers/: plain supervised fine-tuning, the baseline
+
+Killed or stopped, the same call goes on from the last checkpoint; once `done.json` stands, it returns what it says.
+"""
+
+import json
+import shutil
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from redline.config.rft import fingerprint_of
+from redline.engine.prompt import answer_text, end_id, render
+from redline.errors import ConfigError, DataError
+from redline.model.huggingface import write_folder
+from redline.model.lora import LoraConfig, add_lora, lora_layers
+from redline.record.files import write_atomic
+from redline.record.run import RunFolder, read_lines
+from redline.rft.plan import plan_pass, save_plan
+from redline.rft.session import Session
+from redline.rft.store import Store
+from redline.tasks.task import Question
+from redline.train.adapter import write_adapter
+from redline.train.finetune import Example, FinetuneConfig, finetune
+from redline.train.packing import fingerprint as examples_fingerprint
+
+On = Literal["samples", "answers"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a training keeps its record and its result."""
+
+    record: Path
+    adapter: Path
+    model: Path
+
+    @property
+    def done(self) -> Path:
+        return self.record / "done.json"
+
+
+def place_of(run: Path, on: On) -> Place:
+    end = "" if on == "samples" else f"-{on}"
+    return Place(run / f"train-{on}", run / f"adapter{end}", run / f"model{end}")
+
+
+def train(session: Session, on: On) -> dict[str, Any]:
+    """Fine-tune; returns what was done: examples, updates, the last loss, seconds, and `why` it ended."""
+    place = place_of(session.folder.path, on)
+    examples = _examples(session, on)
+    config = _config(session)
+    training = [asdict(session.recipe.train), session.recipe.seed, session.recipe.model.path]
+    fingerprint = fingerprint_of([*training, examples_fingerprint(examples)])
+    if (finished := read_done(place)) is not None:
+        if finished["fingerprint"] != fingerprint:
+            raise ConfigError(f"{place.record} was trained on other examples than there are now: give another --run, or remove it")
+        return finished
+    if lora_layers(session.model.model):  # of another training in this session
+        session.forget_model()
+    model, recipe = session.model.model, session.recipe.train
+    if recipe.method == "lora":
+        add_lora(model, LoraConfig(rank=recipe.rank, alpha=recipe.alpha, targets=recipe.targets), session.recipe.seed)
+    updates = -(-len(examples) // config.batch_size) * config.epochs
+    began_s = time.monotonic()
+    observers = session.views.training(f"{session.recipe.name} · fine-tuning on {len(examples):,} {on}", updates)
+    try:
+        with RunFolder(place.record) as folder:
+            outcome = finetune(model, examples, config, folder=folder, observers=observers)
+    finally:
+        for observer in observers:
+            observer.close()
+    elapsed_s = time.monotonic() - began_s
+    session.folder.event(f"training_on_{on}", why=outcome.why, step=outcome.step, elapsed_s=round(elapsed_s, 3))
+    result = {"on": on, "why": outcome.why, "fingerprint": fingerprint, "examples": len(examples), "updates": outcome.step}
+    result |= {"loss": outcome.metrics.get("loss"), "rows_per_s": outcome.metrics.get("rows_per_s"), "elapsed_s": _spent_s(session, on)}
+    if outcome.why == "finished":
+        _write_result(session, place)
+        write_atomic(place.done, json.dumps(result, indent=2) + "\n")
+    if recipe.method == "full":
+        session.forget_model()
+    return result
+
+
+def read_done(place: Place) -> dict[str, Any] | None:
+    """What a finished training says of itself."""
+    return json.loads(place.done.read_text(encoding="utf-8")) if place.done.is_file() else None
+
+
+def _spent_s(session: Session, on: On) -> float:
+    """Seconds of every attempt that ended."""
+    return sum(event["elapsed_s"] for event in read_lines(session.folder.events_path) if event["event"] == f"training_on_{on}")
+
+
+def _config(session: Session) -> FinetuneConfig:
+    train = session.recipe.train
+    examples_per_pass, why = plan_pass(session.recipe, session.bounds)
+    save_plan(session.folder.plan_path, {"examples_per_pass": (examples_per_pass, why)})
+    same = ("epochs", "batch_size", "lr", "schedule", "warmup_fraction", "min_lr_ratio", "weight_decay", "clip_norm", "checkpoint_every")
+    chosen = {name: getattr(train, name) for name in same}
+    return FinetuneConfig(**chosen, seed=session.recipe.seed, examples_per_pass=examples_per_pass)
+
+
+def _examples(session: Session, on: On) -> list[Example]:
+    """Prompt and answer of everything that is trained on, in the order of the questions."""
+    questions = session.train_questions()
+    if on == "answers":
+        pairs = [(question, question.solution) for question in questions if question.solution]
+        if not pairs:
+            raise DataError(f"task {session.recipe.task.name} gives no reference solutions to train on: train on the samples")
+    else:
+        pairs = _kept(session, {question.id: question for question in questions})
+    mode, shots = session.recipe.prompt.mode, session.recipe.prompt.shots_of(trained=True)
+    loaded, tokenizer = session.model.opened.loaded, session.model.tokenizer
+    end = end_id(loaded, tokenizer, mode)
+    answers = tokenizer.encode([answer_text(text, mode) for _, text in pairs])
+    prompts: dict[str, tuple[int, ...]] = {}
+    examples = []
+    for (question, _), answer in zip(pairs, answers, strict=True):
+        if question.id not in prompts:
+            prompts[question.id] = tuple(tokenizer.encode_prompt(render(session.task, question, loaded, mode, shots)[0]))
+        examples.append(Example(prompt=prompts[question.id], answer=(*answer, end)))
+    return examples
+
+
+def _kept(session: Session, questions: dict[str, Question]) -> list[tuple[Question, str]]:
+    with Store(session.folder.path / "samples.db", create=False) as store:
+        source, settings = store.latest()
+        ours = session.recipe.sampling
+        if {key: settings.get(key) for key in ours} != ours:
+            raise DataError(f"{store.path} was sampled last with other settings than the recipe's: run `redline rft sample` again")
+        kept = store.kept(source, session.recipe.sample.keep_per_question)
+    if not kept:
+        raise DataError("no sample is correct, so there is nothing to train on: more samples, a higher temperature or a better sampler")
+    return [(questions[row.question], row.reasoning) for row in kept if row.question in questions]
+
+
+def _write_result(session: Session, place: Place) -> None:
+    """The adapter or the whole model. What a killed attempt wrote without saying that it was done is written again."""
+    model, opened = session.model.model, session.model.opened
+    for folder in (place.adapter, place.model):
+        shutil.rmtree(folder, ignore_errors=True)
+    if session.recipe.train.method == "lora":
+        write_adapter(place.adapter, model, base=session.recipe.model.path)
+        return
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    loaded = opened.loaded
+    write_folder(
+        place.model,
+        opened.config,
+        weights,
+        loaded.tokenizer_json,
+        torch.float32,
+        chat_template=loaded.chat_template,
+        eos_ids=loaded.eos_ids,
+    )

@@ -1,0 +1,178 @@
+"""`redline rft` as a user runs it: the whole loop killed at random moments equals an unbroken one, and every verb says what it did."""
+
+import json
+import random
+import signal
+import sqlite3
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+from pipeline import one_line
+from warm import Command, Warm
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+from rft_model import letters_recipe, tiny_model
+
+LONGER = ("--set", "sample.samples_per_question=120", "--set", "sample.max_new_tokens=12", "--set", "sample.keep_per_question=1")
+"""Sampling that takes long enough to be killed in the middle."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rft")
+    tiny_model(folder / "model")
+    letters_recipe(folder, folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unbroken(warm: Warm, place: Path) -> Path:
+    done = warm.run("rft", "run", place / "letters.toml", "--run", place / "unbroken", "--json", *LONGER)
+    assert done.code == 0, done.err
+    return place / "unbroken"
+
+
+def samples(run: Path) -> dict[tuple[str, int], str]:
+    """Every sample's text by question and number, none twice, in a store that is whole."""
+    db = sqlite3.connect(run / "samples.db")
+    try:
+        assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        rows = db.execute("SELECT question, sample, text FROM samples").fetchall()
+    except sqlite3.OperationalError:  # killed before the tables were made
+        return {}
+    finally:
+        db.close()
+    found = {(question, sample): text for question, sample, text in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def wait_for_samples(command: Command, run: Path, more: int) -> None:
+    before = len(samples(run)) if (run / "samples.db").exists() else 0
+    while command.alive() and (not (run / "samples.db").exists() or len(samples(run)) < before + more):
+        time.sleep(0.005)
+
+
+def test_killed_at_random_moments_the_loop_ends_where_an_unbroken_one_does(warm: Warm, place: Path, unbroken: Path, tmp_path: Path) -> None:
+    rng = random.Random(1)
+    run, seen, kills = tmp_path / "run", dict[tuple[str, int], str](), 0
+    arguments = ("rft", "run", place / "letters.toml", "--run", run, "--json", *LONGER)
+    for _ in range(4):
+        command = warm.start(*arguments)
+        wait_for_samples(command, run, more=rng.randint(1, 400))
+        time.sleep(rng.random() * 0.1)
+        command.kill()
+        kills += command.code == -signal.SIGKILL
+        found = samples(run) if (run / "samples.db").exists() else {}
+        assert seen.items() <= found.items(), "what was stored is still there, unchanged"
+        seen = found
+    assert kills >= 2
+    done = warm.run(*arguments)
+    assert done.code == 0, done.err
+    assert seen.items() <= samples(run).items()
+    assert samples(run) == samples(unbroken)
+    mine, reference = (safetensors.torch.load_file(path / "adapter" / "adapter_model.safetensors") for path in (run, unbroken))
+    assert all(mine[name].equal(reference[name]) for name in reference)
+    tests = [[json.loads(line) for line in (path / "evaluations.jsonl").read_text().splitlines()] for path in (run, unbroken)]
+    assert [(line["weights"], line["accuracy"]) for line in tests[0]] == [(line["weights"], line["accuracy"]) for line in tests[1]]
+    assert json.loads(done.out)["why"] == "finished"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_request_to_stop_keeps_what_is_there(warm: Warm, place: Path, tmp_path: Path, number: signal.Signals) -> None:
+    run = tmp_path / "run"
+    arguments = ("rft", "sample", place / "letters.toml", "--run", run, *LONGER)
+    command = warm.start(*arguments, "--json")
+    wait_for_samples(command, run, more=50)
+    command.send(number)
+    done = command.wait()
+    assert done.code == 0, done.err
+    said = json.loads(done.out)
+    assert said["why"] == "stopped by signal"
+    assert said["samples"] == len(samples(run)) > 50
+    rest = warm.run(*arguments)
+    assert rest.code == 0, rest.err
+    assert "questions 20/20" in rest.out
+    assert "questions solved" in rest.out
+
+
+def test_a_run_has_one_owner_and_many_readers(warm: Warm, place: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = warm.start("rft", "sample", place / "letters.toml", "--run", run, "--json", *LONGER)
+    wait_for_samples(command, run, more=50)
+    second = warm.run("rft", "sample", place / "letters.toml", "--run", run, *LONGER)
+    assert second.code == 5
+    assert "in use by another process" in one_line(second.err)
+    stats = warm.run("rft", "stats", run, "--json")
+    assert stats.code == 0, stats.err
+    assert json.loads(stats.out)["samples"] > 0
+    command.kill()
+
+
+def test_every_verb(warm: Warm, place: Path, unbroken: Path, tmp_path: Path) -> None:
+    recipe = (place / "letters.toml", "--run", unbroken, *LONGER)
+
+    def said(*arguments: Any) -> str:
+        done = warm.run("rft", *arguments)
+        assert done.code == 0, done.err
+        return done.out
+
+    assert "training on answers: 20 examples" in said("train", *recipe, "--on", "answers")
+    table = said("test", *recipe, "--rows", "10")
+    assert table.count("after") == 2
+    lines = json.loads(said("test", *recipe, "--rows", "all", "--json"))
+    assert [(line["weights"], line["n"]) for line in lines] == [("base", 20), ("answers", 20), ("samples", 20)]
+    loop = said("run", *recipe)
+    assert "before" in loop
+    assert "after RFT" in loop
+    assert "test before" in loop
+    figures = said("stats", unbroken)
+    assert "pass@k" in figures
+    assert "hardest" in figures
+    assert said("export", unbroken, tmp_path / "rft.json").startswith(f"{tmp_path / 'rft.json'}: ")
+    assert json.loads((tmp_path / "rft.json").read_text())[0][1] == "a"
+    assert "rft/units-smollm2" in warm.run("recipes").out
+
+
+def test_a_failed_start_does_not_claim_the_folder(warm: Warm, place: Path, tmp_path: Path) -> None:
+    arguments = ("rft", "test", place / "letters.toml", "--run", tmp_path / "run", "--json")
+    assert warm.run(*arguments, "--set", "model.path=nowhere").code != 0
+    done = warm.run(*arguments)
+    assert done.code == 0, done.err
+    refused = warm.run(*arguments, "--set", "train.lr=1")
+    assert "train.lr (0.01 before, 1.0 now)" in one_line(refused.err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("run", "rft/no-such"), "no recipe 'rft/no-such'"),
+        (("run", "rft/units-smollm2", "--set", "model.path=nowhere.gguf"), "nowhere.gguf"),
+        (("run", "rft/units-smollm2", "--preset", "fast"), "no preset 'fast'"),
+        (("run", "rft/units-smollm2", "--profile", "a100"), "no profile 'a100'"),
+        (("test", "rft/units-smollm2", "--rows", "some"), "--rows takes a whole number"),
+        (("stats", "nowhere"), "no samples at nowhere"),
+        (("sample", "nano"), "no recipe 'nano'"),
+    ],
+)
+def test_mistakes_are_one_line(warm: Warm, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    where = () if arguments[0] == "stats" else ("--run", tmp_path / "run", "--device", "cpu")
+    done = warm.run("rft", *arguments, *where)
+    assert done.code != 0
+    assert message in one_line(done.err)
+
+
+def test_a_run_is_a_model_for_generation_and_for_the_next_round(warm: Warm, place: Path, unbroken: Path, tmp_path: Path) -> None:
+    """What a run trained is opened from its folder, adapter merged; the same as by the adapter's own folder."""
+    asked = ("--prompt", "Question: Write 3\nAnswer:", "--temperature", "0", "--max-new-tokens", "6", "--json")
+    texts = [json.loads(warm.run("generate", model, *asked).out) for model in (unbroken, unbroken / "adapter", place / "model")]
+    assert texts[0] == texts[1] != texts[2]
+    second_run = ("--run", tmp_path / "second", "--set", f'model.sampler="{unbroken}"', *LONGER)
+    done = warm.run("rft", "sample", place / "letters.toml", "--json", *second_run)
+    assert done.code == 0, done.err
+    first, second = (json.loads(warm.run("rft", "stats", run, "--json").out) for run in (unbroken, tmp_path / "second"))
+    assert second["correct"] / second["samples"] > first["correct"] / first["samples"], "a trained sampler is right more often"

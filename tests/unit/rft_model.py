@@ -1,0 +1,87 @@
+"""A tiny model for RFT's tests: a Hugging Face folder with a tokenizer, random weights, and a task that a random model solves at times.
+
+A completion is right if it holds an a or an e. So right and wrong answers, and several different right ones, come from random weights,
+and fine-tuning on the right ones makes the model better. Half of the held-out questions are in the training split too.
+"""
+
+from pathlib import Path
+
+import torch
+
+from redline.config.recipe import ModelConfig
+from redline.data.tokenizer import train_bpe
+from redline.model.huggingface import write_folder
+from redline.model.transformer import build_model
+
+CONFIG = ModelConfig(
+    vocab_size=300, num_layers=2, hidden_size=32, num_heads=2, num_kv_heads=1, ffn_size=64, context_length=128, init_std=0.2
+)
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TASK = """
+from redline.tasks.task import Question, Task, Verdict
+
+def questions(split, count, seed):
+    first = {"train": 0, "valid": 10}[split]
+    numbers = range(first, first + 20)
+    meta = {n: {"family": "odd" if n % 2 else "even", "from": "x", "to": "y", "number": n} for n in numbers}
+    return [Question(f"{split}-{n}", f"Write {n}", "a", "aaa", meta[n]) for n in numbers][:count]
+
+def score(question, completion):
+    correct = "a" in completion or "e" in completion
+    return Verdict(correct, bool(completion.strip()), float(correct), completion[:1] or None)
+
+def make(data):
+    return Task(name="letters", about="letters", questions=questions, score=score)
+"""
+RECIPE = """
+seed = 3
+[task]
+name = "{task}:make"
+rows = 20
+[model]
+path = "{model}"
+[prompt]
+mode = "text"
+[sample]
+samples_per_question = 40
+temperature = 1.0
+max_new_tokens = 2
+distinct_correct = 3
+[train]
+rank = 4
+alpha = 16
+epochs = 8
+batch_size = 8
+lr = 1e-2
+checkpoint_every = 3
+[test]
+rows = 20
+"""
+
+
+def tiny_model(folder: Path, *, chat: bool = False) -> Path:
+    """Write the model; the same every time."""
+    tokenizer = train_bpe(iter(["Question: Write a\nAnswer: b c d"]), CONFIG.vocab_size)
+    model = build_model(CONFIG, device="cpu", seed=5)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    write_folder(
+        folder,
+        CONFIG,
+        weights,
+        tokenizer._text,
+        torch.float32,
+        chat_template=CHAT_TEMPLATE if chat else None,
+        eos_ids=[tokenizer.eot_id],
+    )
+    return folder
+
+
+def letters_recipe(folder: Path, model: Path) -> Path:
+    """Write the task and a recipe for it."""
+    task, recipe = folder / "letters.py", folder / "letters.toml"
+    task.write_text(TASK)
+    recipe.write_text(RECIPE.format(task=task, model=model))
+    return recipe

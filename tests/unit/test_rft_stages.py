@@ -1,0 +1,173 @@
+"""Training and testing after sampling: the right examples, results where they belong, stages that are not repeated, accuracy that rises."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+from rft_model import letters_recipe, tiny_model
+
+from redline.config.rft import load_rft
+from redline.errors import ConfigError, DataError
+from redline.record.run import read_lines
+from redline.rft.plan import Bounds
+from redline.rft.run import run_all
+from redline.rft.session import Session, Views, open_session
+from redline.rft.store import Store
+from redline.rft.test import run_test, trained
+from redline.rft.train import _examples, train
+from redline.tasks.task import prompt_text
+from redline.train.restore import open_on
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rft")
+    tiny_model(folder / "model")
+    letters_recipe(folder, folder / "model")
+    return folder
+
+
+def session_in(place: Path, run: Path, *overrides: str, views: Views | None = None, **environment: str) -> Any:
+    return open_session(load_rft(str(place / "letters.toml"), overrides), run, Bounds(environment=environment), views=views)
+
+
+@pytest.fixture(scope="module")
+def finished(place: Path) -> tuple[Path, dict[str, Any]]:
+    with session_in(place, place / "run") as session:
+        return place / "run", run_all(session)
+
+
+@pytest.fixture
+def run(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> Path:
+    """A copy of the finished run that a test may change."""
+    return Path(shutil.copytree(finished[0], tmp_path / "run"))
+
+
+def test_accuracy_goes_up_on_held_out_questions_and_everything_is_recorded(finished):
+    run, report = finished
+    assert report["why"] == "finished"
+    assert report["after"]["accuracy"] > report["before"]["accuracy_high"], "not by chance"
+    assert [line["weights"] for line in read_lines(run / "evaluations.jsonl")] == ["base", "samples"]
+    assert {path.name for path in run.iterdir()} >= {"samples.db", "adapter", "train-samples", "recipe.toml", "plan.json", "events.jsonl"}
+    assert all(seconds > 0 for seconds in report["stages_s"].values())
+    # Ten of the twenty held-out questions are in the training split too.
+    assert (report["after"]["in_train"]["n"], report["after"]["unseen"]["n"]) == (10, 10)
+    assert sum(family["n"] for family in report["after"]["families"].values()) == 20
+    correct = sum(round(report["after"][group]["accuracy"] * 10) for group in ("in_train", "unseen"))
+    assert correct == round(report["after"]["accuracy"] * 20)
+
+
+def test_a_finished_run_repeats_nothing(place, finished, monkeypatch):
+    run, report = finished
+    monkeypatch.setattr(Session, "engine", lambda *_, **__: pytest.fail("generated again"))
+    with session_in(place, run) as session:
+        again = run_all(session)
+    assert again["after"] == report["after"]
+    assert again["train"] == report["train"]
+    assert {**again["stages_s"], "open": 0} == {**report["stages_s"], "open": 0}
+
+
+def test_examples_are_prompts_and_kept_answers(place, finished):
+    with session_in(place, finished[0]) as session:
+        examples = _examples(session, "samples")
+        solutions = _examples(session, "answers")
+        tokenizer, task = session.model.tokenizer, session.task
+        questions = session.train_questions()
+    with Store(finished[0] / "samples.db", create=False) as store:
+        kept = store.kept(store.latest()[0], 4)
+    assert len(examples) == len(kept)
+    texts = {question.id: prompt_text(task, question) for question in questions}
+    for example, row in zip(examples, kept, strict=True):
+        assert tokenizer.decode(list(example.prompt)) == texts[row.question]
+        assert example.answer[-1] == tokenizer.eot_id
+        assert tokenizer.decode(list(example.answer[:-1])) == f" {row.reasoning.strip()}"
+    assert len(solutions) == 20
+    assert {tokenizer.decode(list(example.answer[:-1])) for example in solutions} == {" aaa"}
+
+
+def test_the_baseline_on_the_answers_stands_beside(place, run):
+    with session_in(place, run) as session:
+        done = train(session, "answers")
+        assert trained(run) == ["base", "answers", "samples"]
+        lines = [run_test(session, weights) for weights in trained(run)]
+    assert (done["examples"], done["why"]) == (20, "finished")
+    assert [line["accuracy"] for line in lines][1] == 1.0  # "aaa" is learnt in 24 updates
+    assert (run / "adapter-answers" / "adapter_config.json").is_file()
+    one, other = (safetensors.torch.load_file(run / name / "adapter_model.safetensors") for name in ("adapter", "adapter-answers"))
+    assert one.keys() == other.keys()
+    assert any(not one[name].equal(other[name]) for name in one)
+
+
+def test_full_fine_tuning_gives_a_model_that_opens(place, tmp_path):
+    with session_in(place, tmp_path / "run", "train.method=full", "train.lr=3e-3") as session:
+        done, line, base = train(session, "answers"), run_test(session, "answers"), run_test(session, "base")
+    assert done["why"] == "finished"
+    assert line["accuracy"] > 0.9
+    assert base["accuracy"] < 0.5, "the base is tested as it was before"
+    opened, _ = open_on(tmp_path / "run" / "model-answers", device="cpu")
+    assert opened.loaded.eos_ids
+
+
+class Killed(Views):
+    """Ends a training after some updates, as a kill would: nothing is tidied up."""
+
+    def training(self, title: str, total_steps: int) -> Any:
+        return [self]
+
+    def metrics(self, line: dict[str, Any]) -> None:
+        if line["step"] == 10:
+            raise SystemExit
+
+    def event(self, kind: str, facts: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+def test_training_goes_on_to_the_same_adapter(place, finished, run):
+    shutil.rmtree(run / "adapter")
+    shutil.rmtree(run / "train-samples")
+    with pytest.raises(SystemExit), session_in(place, run, views=Killed()) as session:
+        train(session, "samples")
+    with session_in(place, run) as session, pytest.raises(DataError, match="train --on samples"):
+        run_test(session, "samples")
+    with session_in(place, run) as session:
+        train(session, "samples")
+    (resumed,) = [event for event in read_lines(run / "train-samples" / "events.jsonl") if event["event"] == "resume"]
+    assert resumed["step"] == 9
+    mine, reference = (safetensors.torch.load_file(path / "adapter" / "adapter_model.safetensors") for path in (run, finished[0]))
+    assert all(mine[name].equal(reference[name]) for name in reference)
+
+
+def test_an_adapter_that_was_written_but_not_marked_is_written_again(place, finished, run):
+    (run / "train-samples" / "done.json").unlink()
+    (run / "adapter" / "adapter_model.safetensors").write_text("half")
+    with session_in(place, run) as session:
+        train(session, "samples")
+        assert run_test(session, "samples")["accuracy"] == finished[1]["after"]["accuracy"]
+
+
+def test_a_training_on_other_samples_is_not_passed_off_as_this_one(place, run):
+    done = json.loads((run / "train-samples" / "done.json").read_text())
+    (run / "train-samples" / "done.json").write_text(json.dumps(done | {"fingerprint": "other"}))
+    with session_in(place, run) as session, pytest.raises(ConfigError, match="other examples"):
+        train(session, "samples")
+
+
+def test_passes_are_bounded_by_the_environment_and_the_update_stays(place, finished, run):
+    shutil.rmtree(run / "adapter")
+    shutil.rmtree(run / "train-samples")
+    with session_in(place, run, A100_BATCH_SIZE="2") as session:
+        train(session, "samples")
+    assert json.loads((run / "plan.json").read_text())["examples_per_pass"]["value"] == 2
+    losses, reference = ([line["loss"] for line in read_lines(path / "train-samples" / "metrics.jsonl")] for path in (run, finished[0]))
+    assert losses[:5] == pytest.approx(reference[:5], rel=1e-3)
+
+
+def test_nothing_correct_is_said(place, tmp_path):
+    with session_in(place, tmp_path / "run", "sample.samples_per_question=1", "task.rows=1", "sample.spend_rest=false") as session:
+        with pytest.raises(DataError, match="no sample is correct"):
+            run_all(session)
+        with pytest.raises(DataError, match="`redline rft train --on samples`"):
+            run_test(session, "samples")
