@@ -34,6 +34,7 @@ from redline.train.loop import Job, Trainer
 from redline.train.optimizer import make_optimizers
 from redline.train.process import Process, join
 from redline.train.step import Learner, Update, take_step
+from redline.tune.child import cuda_peaks, synchronize, timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +82,13 @@ def _loop(task: Task, recipe: Recipe, plan: Plan, process: Process) -> dict[str,
             take_step(trainer.learner, inputs, targets, micro_batch=plan.micro_batch, tokens=tokens, lr_factor=1.0)
 
         trainer.turn()
-        _synchronize(process)
+        synchronize()
         first_step_s = time.perf_counter() - started_s
         arms = {"loop": trainer.turn, "loop_without_instruments": turn_blind, "bare": bare_step}
         # The last line of a block is written while its clock still runs, and timing begins afresh before the next block.
         last = {"loop": lambda: trainer._write(seeing.ready(drain=True))}
         first = {"loop": lambda: trainer._write(seeing.ready(drain=True)) or seeing.restart()}  # type: ignore[func-returns-value]
-        speeds = _interleave(arms, task, recipe, process, first, last)
+        speeds = _interleave(arms, task, recipe, first, last)
         trainer.close()
         return {
             "speeds": speeds,
@@ -106,6 +107,12 @@ def _first_batch(trainer: Trainer) -> tuple[torch.Tensor, torch.Tensor]:
 
 class _Blind:
     """Instruments that look at nothing."""
+
+    def begin(self) -> None:
+        pass
+
+    def mark(self, phase: str) -> None:
+        pass
 
     def push(self, facts: dict[str, Any], update: Update) -> None:
         pass
@@ -138,9 +145,9 @@ def _plain(task: Task, recipe: Recipe, plan: Plan, process: Process) -> dict[str
         take_step(learner, inputs, targets, micro_batch=plan.micro_batch, tokens=float(recipe.tokens_per_step), lr_factor=1.0)
 
     step()
-    _synchronize(process)
+    synchronize()
     first_step_s = time.perf_counter() - started_s
-    return {"speeds": _interleave({"plain": step}, task, recipe, process, {}, {}), "first_step_s": first_step_s, "memory": _memory(process)}
+    return {"speeds": _interleave({"plain": step}, task, recipe, {}, {}), "first_step_s": first_step_s, "memory": _memory(process)}
 
 
 class _Called:
@@ -187,7 +194,7 @@ def _hf(task: Task, recipe: Recipe, plan: Plan, process: Process) -> dict[str, A
             disable_tqdm=True,
             use_cpu=process.device.type == "cpu",
         )
-        clock = _clock(transformers, task, process, started_s)
+        clock = _clock(transformers, task, started_s)
         trainer = transformers.Trainer(model=model, args=arguments, train_dataset=_Windows(corpus.train, recipe, steps), callbacks=[clock])
         trainer.train()
     return {"speeds": {"hf": _summary(clock.blocks, recipe, task)}, "first_step_s": clock.first_step_s, "memory": _memory(process)}
@@ -209,7 +216,7 @@ class _Windows(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}  # its models shift the labels themselves
 
 
-def _clock(transformers: Any, task: Task, process: Process, started_s: float) -> Any:
+def _clock(transformers: Any, task: Task, started_s: float) -> Any:
     class Clock(transformers.TrainerCallback):
         """Times blocks of steps, the first block left out as warm-up."""
 
@@ -221,10 +228,10 @@ def _clock(transformers: Any, task: Task, process: Process, started_s: float) ->
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             step = state.global_step
             if step == 1:
-                _synchronize(process)
+                synchronize()
                 self.first_step_s = time.perf_counter() - started_s
             if step > 1 and (step - 1) % task.steps_per_block == 0:
-                _synchronize(process)
+                synchronize()
                 now_s = time.perf_counter()
                 if step - 1 > task.steps_per_block:
                     self.blocks.append(now_s - self.last_s)
@@ -240,7 +247,6 @@ def _interleave(
     arms: dict[str, Callable[[], None]],
     task: Task,
     recipe: Recipe,
-    process: Process,
     first: dict[str, Callable[[], Any]],
     last: dict[str, Callable[[], Any]],
 ) -> dict[str, Any]:
@@ -250,14 +256,9 @@ def _interleave(
     for round_ in range(task.blocks + 1):
         for name, step in arms.items():
             first.get(name, lambda: None)()
-            _synchronize(process)
-            started_s = time.perf_counter()
-            for _ in range(task.steps_per_block):
-                step()
-            last.get(name, lambda: None)()
-            _synchronize(process)
+            block_s = timed(task.steps_per_block, step, last.get(name, lambda: None))
             if round_ > 0:
-                times[name].append(time.perf_counter() - started_s)
+                times[name].append(block_s)
     return {name: _summary(seconds, recipe, task) for name, seconds in times.items()}
 
 
@@ -273,16 +274,11 @@ def _summary(block_s: list[float], recipe: Recipe, task: Task) -> dict[str, Any]
     }
 
 
-def _synchronize(process: Process) -> None:
-    if process.device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def _memory(process: Process) -> dict[str, int]:
     if process.device.type != "cuda":
         return {}
-    stats = torch.cuda.memory_stats()
-    return {"allocated_peak_bytes": stats["allocated_bytes.all.peak"], "reserved_peak_bytes": stats["reserved_bytes.all.peak"]}
+    peaks = cuda_peaks()
+    return {"allocated_peak_bytes": peaks["allocated_bytes"], "reserved_peak_bytes": peaks["reserved_bytes"]}
 
 
 if __name__ == "__main__":

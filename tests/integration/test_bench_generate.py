@@ -1,0 +1,118 @@
+"""`redline bench generate` really generates, on a CPU with a tiny model: every row, its table, and a floor counted by hand."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from redline.bench import generate, generate_arms
+from redline.bench.generate import SETTINGS, Work, floor_s
+from redline.cli.main import main
+from redline.config.recipe import ModelConfig
+from redline.machine.facts import read_facts
+from redline.machine.store import cached
+
+QUICK = SETTINGS["quick"]
+
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def rows_of(arm: str, capfd: Capture) -> list[dict[str, Any]]:
+    """What an arm's process would print; in this process, which has torch already."""
+    generate_arms.main(arm, "quick")
+    return [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith('{"row"')]
+
+
+def test_our_side_and_its_table(cache: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDLINE_CACHE", str(cache))
+    monkeypatch.setattr(generate, "_run", lambda arm, name: rows_of(arm, capfd))
+    facts, told = read_facts(), []
+    ceilings = cached(facts)
+    assert ceilings is not None
+    generate.bench_generate("quick", ceilings, facts, tmp_path, arms=["redline"], progress=told.append)
+    assert any("tokens/s" in line for line in told)
+    [path] = tmp_path.glob("generate-quick_*.json")
+    found = json.loads(path.read_text())
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in found["rows"]:
+        assert "failed" not in row
+        rows.setdefault(row["row"], []).append(row)
+    assert [(row["prompts"], row["sequences"]) for row in rows["redline"]] == [(1, 1), (2, 4), (4, 4)]
+    for row in rows["redline"]:
+        assert row["tokens"] == row["sequences"] * QUICK.new_tokens
+        assert 0 < row["low"] <= row["tokens_per_s"] <= row["high"]
+        assert 0 < row["share_of_floor_shared"] <= row["share_of_floor"] < 1
+    [mixed], [greedy], [first] = rows["redline_mixed"], rows["greedy"], rows["first_token"]
+    assert 0.3 < mixed["occupancy"] <= mixed["row_occupancy"] <= 1
+    assert mixed["occupancy"] <= mixed["most_occupancy"] < 1
+    assert (greedy["equal"], greedy["prefix_share"]) == (QUICK.greedy[0], 1.0), "fp32: the same texts as transformers"
+    assert greedy["logprob_difference_most"] < 1e-4
+    assert all(seconds > 0 for seconds in first["first_token_s"])
+    table = path.with_suffix(".md").read_text()
+    assert all(f"{row['tokens_per_s']:,.0f}" in table for row in rows["redline"])
+    assert f"slot occupancy {mixed['occupancy']:.1%}" in table
+
+
+def test_the_other_side_runs_the_same_work(capfd: Capture) -> None:
+    rows = rows_of("transformers", capfd)
+    assert [(row["row"], row["prompts"], row["samples"]) for row in rows] == [("generate", 1, 2), ("generate", 2, 2), ("continuous", 2, 2)]
+    for row in rows:
+        assert row["tokens"] == row["sequences"] * QUICK.new_tokens
+        assert row["seconds"]
+        assert row.get("note", "") == ""
+
+
+def test_an_arm_that_dies_keeps_its_rows_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dying = tmp_path / "python"
+    dying.write_text("""#!/bin/sh\necho noise\necho "{\\"row\\": \\"$*\\"}"\necho 'RuntimeError: boom' >&2\nexit 3\n""")
+    dying.chmod(0o755)
+    monkeypatch.setattr(generate.sys, "executable", str(dying))
+    assert list(generate._run("transformers", "quick")) == [
+        {"row": f"-m {generate_arms.__name__} transformers quick"},
+        {"row": "transformers", "failed": "RuntimeError: boom"},
+    ]
+
+
+def test_the_full_benchmark_on_a_cpu_is_refused_and_so_is_an_unknown_arm(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    facts = replace(read_facts(), gpus=())
+    monkeypatch.setattr("redline.machine.facts.read_facts", lambda: facts)
+    assert main(["bench", "generate"]) == 6
+    assert main(["bench", "generate", "--arm", "vllm"]) == 2
+    full, arm = capsys.readouterr().err.splitlines()
+    assert "needs a GPU" in full
+    assert "transformers, redline" in arm
+
+
+def test_the_floor_counted_by_hand() -> None:
+    """One layer: 32 + 16 + 64 + 32 weights in the block, 40 in the head; 8 bytes of keys and values a token."""
+    model = ModelConfig(vocab_size=10, num_layers=1, hidden_size=4, num_heads=2, num_kv_heads=1, ffn_size=8, context_length=16)
+    work = Work(prompts=2, prompt_tokens=3, new_tokens=[3, 3, 3, 3], slots=4)
+
+    def seconds(*, bytes_per_s: float = 1e30, flops_per_s: float = 1e30, shared: bool = False) -> float:
+        return floor_s(model, work, bytes_per_value=2, bytes_per_s=bytes_per_s, flops_per_s=flops_per_s, shared=shared)
+
+    # Two steps; each of the four sequences reads 3 + 1, then 3 + 2 tokens. Shared: the two prompts once a step, and each its own.
+    assert seconds(bytes_per_s=1.0) == pytest.approx(2 * 184 * 2 + 8 * 4 * (4 + 5))
+    assert seconds(bytes_per_s=1.0, shared=True) == pytest.approx(2 * 184 * 2 + 8 * (2 * 2 * 3 + 4 * (1 + 2)))
+    # Both prompts through the block and their last tokens through the head; 8 decoded tokens through all; 16 per attended pair.
+    assert seconds(flops_per_s=1.0) == pytest.approx(2 * 2 * (144 * 3 + 40) + 2 * 184 * 8 + 16 * (36 + 2 * (1 + 2 + 3)))
+
+
+def test_the_floor_of_mixed_lengths_fills_every_slot() -> None:
+    model = QUICK.model
+    even = Work(prompts=8, prompt_tokens=4, new_tokens=[5] * 8, slots=4)
+    uneven = Work(prompts=8, prompt_tokens=4, new_tokens=[2, 8] * 4, slots=4)
+    options = {"bytes_per_value": 4, "bytes_per_s": 1.0, "flops_per_s": 1e30, "shared": False}
+    weights = generate.parameters(model).matmul * 4
+    kv = 4 * 2 * model.num_layers * model.kv_heads * model.head_size
+    assert floor_s(model, even, **options) == pytest.approx(8 * weights + kv * (32 * 4 + 8 * 10))
+    assert floor_s(model, uneven, **options) == pytest.approx(8 * weights + kv * (32 * 4 + 4 * (1 + 28)))
