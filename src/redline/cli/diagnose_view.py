@@ -1,0 +1,78 @@
+"""Findings for people: readable at 80 columns, every number with its unit."""
+
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+
+from redline.diagnose.finding import Finding
+from redline.diagnose.observed import PHASES, Observed
+from redline.record.units import format_count, format_duration, format_rate
+
+_CERTAINTY = ((0.85, "high"), (0.6, "medium"), (0.0, "low"))
+_SHARES = ("of ", "share")
+
+
+def print_findings(observed: Observed, findings: list[Finding]) -> None:
+    console = Console(highlight=False, width=None)
+    speed = f", {format_rate(observed.tokens_per_s, 'tokens')}" if observed.tokens_per_s else ""
+    update = f", {format_duration(observed.median('step_s'))} an update" if observed.median("step_s") else ""
+    lines = f": {len(observed.steps)} steps{update}{speed}" if observed.steps else ""
+    console.print(f"[bold]{escape(observed.source)}[/bold] read as {observed.format}{lines}", soft_wrap=False)
+    for repair in observed.repairs:
+        console.print(f"note: {escape(repair)}")
+    _print_split(console, observed)
+    for number, finding in enumerate(findings, start=1):
+        _print_finding(console, number, finding)
+    if not findings:
+        console.print(f"\nNothing found that would bring more than 5 %.{_how_far(observed)}")
+
+
+def _how_far(observed: Observed) -> str:
+    """For a run with a plan: its speed against what the roofline allows."""
+    attainable = observed.plan.prediction.attainable_tokens_per_s if observed.plan else None
+    if not attainable or not observed.tokens_per_s:
+        return ""
+    share = observed.tokens_per_s / attainable
+    return f" The run reaches {share:.0%} of the {format_rate(attainable, 'tokens')} that the roofline allows its plan."
+
+
+def _print_split(console: Console, observed: Observed) -> None:
+    """Where the update's time went, where it was measured."""
+    step_s = observed.median("step_s")
+    parts = {name.removesuffix("_s"): observed.median(name) for name in PHASES}
+    if not step_s or parts["forward"] is None:
+        return
+    known = {name: value for name, value in parts.items() if value is not None}
+    wait_s = min(observed.median("data_wait_s") or 0.0, max(0.0, step_s - sum(known.values())))
+    known |= {"data wait": wait_s, "idle": max(0.0, step_s - sum(known.values()) - wait_s)}
+    shown = ", ".join(f"{name} {value / step_s:.0%}" for name, value in known.items() if value / step_s >= 0.005)
+    console.print(f"update: {shown} (medians; communication is part of forward and backward)")
+
+
+def _print_finding(console: Console, number: int, finding: Finding) -> None:
+    gain = ""
+    if finding.gain:
+        gain = f"  [green]{finding.gain.low:.2f}–{finding.gain.high:.2f}x[/green]"
+    console.print(f"\n[bold]{number}. {escape(finding.title)}[/bold]{gain}")
+    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for item in finding.evidence:
+        table.add_row(escape(item.name), escape(f"{_number(item.value, item.unit)} {item.unit}".strip()))
+    table.add_row("fix", escape(finding.fix))
+    if finding.gain:
+        table.add_row("gain", escape(f"{finding.gain.low:.2f} to {finding.gain.high:.2f} times as fast, predicted: {finding.gain.why}"))
+    sure = next(word for least, word in _CERTAINTY if finding.confidence >= least)
+    table.add_row("confidence", f"{sure} ({finding.confidence:.0%}); cause: {finding.cause}")
+    console.print(Padding(table, (0, 0, 0, 3)))
+
+
+def _number(value: float | str, unit: str) -> str:
+    if isinstance(value, str):
+        return value
+    if abs(value) >= 1e6:
+        return format_count(value)
+    if unit.startswith(_SHARES):
+        return f"{value:.1%}"
+    return f"{value:,.0f}" if abs(value) >= 1000 or float(value).is_integer() else f"{value:.3g}"

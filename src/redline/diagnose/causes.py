@@ -1,0 +1,262 @@
+"""Why a step takes as long as it does: rules on the times that a log holds. Each predicts what its fix saves, in seconds of the step.
+
+A share is counted against the mean update (what is paid), medians where one slow update would mislead. Rules that compare with the plan the
+planner would have made are in plans.py, those on generation in generation.py.
+"""
+
+from itertools import pairwise
+from statistics import fmean, median
+
+from redline.diagnose.finding import Evidence, Finding, Gain
+from redline.diagnose.observed import PHASES, Observed, Step
+from redline.record.units import format_duration
+
+WORTH_SAYING = 0.05
+"""Shares of the step below this are left alone: they are not more than what two runs of the same thing differ by."""
+SLOW = 1.5
+"""An update is slow from this many times the median on."""
+
+
+def saved(step_s: float, share_low: float, share_high: float, why: str) -> Gain:
+    """The gain of taking between two shares of the step away."""
+    return Gain(1 / (1 - min(share_low, 0.99)), 1 / (1 - min(share_high, 0.99)), f"{why}; the update takes {format_duration(step_s)}")
+
+
+def idle_s(step: Step) -> float | None:
+    """What is left of an update when its phases are taken away; None where they were not measured."""
+    phases = [value for name in PHASES if (value := getattr(step, name)) is not None]
+    return max(0.0, step.step_s - sum(phases)) if step.step_s is not None and len(phases) >= 3 else None
+
+
+def _wait_s(step: Step) -> float:
+    """Wait for the loader that the step felt: on a GPU, the part that outlasted the update before it."""
+    waited, idle = step.data_wait_s or 0.0, idle_s(step)
+    return waited if idle is None else min(waited, idle)
+
+
+def data_wait(observed: Observed) -> list[Finding]:
+    """The loader is slower than the step."""
+    steady, mean_s = observed.steady, observed.mean("step_s")
+    if not mean_s or observed.mean("data_wait_s") is None:
+        return []
+    lost_s = fmean(_wait_s(s) for s in steady)
+    share = lost_s / mean_s
+    if share < WORTH_SAYING:
+        return []
+    plan = observed.plan
+    threads = f" (now {plan.loader_threads})" if plan else ""
+    streaming = observed.recipe is not None and observed.recipe.data.stream
+    fix = (
+        "build token shards once and train on them: `redline data build` and data.stream=false"
+        if streaming
+        else f"--set plan.loader_threads=4{threads}; where the disk is slow, copy the shards to a local one"
+    )
+    if observed.format != "run":
+        fix = "more loader workers (4 to 8), or prepare the data once and read it memory-mapped"
+    return [
+        Finding(
+            cause="slow-loader",
+            kind="cause",
+            title=f"The step waits for data {share:.0%} of its time",
+            evidence=(
+                Evidence("wait", lost_s * 1e3, "ms an update, mean"),
+                Evidence("update", mean_s * 1e3, "ms, mean"),
+                Evidence("wait", share, "of the update"),
+            ),
+            fix=fix,
+            gain=saved(mean_s, 0.9 * share, share, f"without the wait {1 - share:.0%} of the time is left"),
+            confidence=0.95,
+        )
+    ]
+
+
+def host_gap(observed: Observed) -> list[Finding]:
+    """Time between updates that neither the phases nor the loader account for: logging, an observer, a synchronisation."""
+    gaps = [idle - _wait_s(s) for s in observed.steady if (idle := idle_s(s)) is not None]
+    mean_s = observed.mean("step_s")
+    if not gaps or not mean_s:
+        return []
+    # The median, because what comes every N updates is a stall and has its own rule.
+    share = median(gaps) / mean_s
+    if share < WORTH_SAYING:
+        return []
+    return [
+        Finding(
+            cause="host-gap",
+            kind="cause",
+            title=f"Between updates {share:.0%} of the time passes with nothing computed",
+            evidence=(
+                Evidence("gap", median(gaps) * 1e3, "ms an update, median, data wait taken off"),
+                Evidence("update", mean_s * 1e3, "ms, mean"),
+            ),
+            fix="take out of the loop what waits: an observer or exporter that blocks (log from a thread, or less often), .item(), print, "
+            "torch.cuda.synchronize()",
+            gain=saved(mean_s, 0.85 * share, share, "without the gap"),
+            confidence=0.85,
+        )
+    ]
+
+
+def padding(observed: Observed) -> list[Finding]:
+    """Positions computed that hold no token."""
+    share, mean_s = observed.mean("padding_share"), observed.mean("step_s")
+    if not share or not mean_s:
+        return []
+    part = (observed.part("update_actor") or mean_s) / mean_s if observed.format == "verl" else 1.0
+    if share * part < WORTH_SAYING:
+        return []
+    return [
+        Finding(
+            cause="padding",
+            kind="cause",
+            title=f"{share:.0%} of the positions computed are padding",
+            evidence=(Evidence("padding", share, "of all positions"), Evidence("of the step", part, "computes padded rows")),
+            fix="pack rows to the length of a pass"
+            + (
+                " (actor_rollout_ref.model.use_remove_padding=True)"
+                if observed.format == "verl"
+                else " (redline packs by itself; TRL: packing=True, padding_free=True; Trainer: train_sampling_strategy by length)"
+            ),
+            gain=saved(mean_s, 0.6 * share * part, share * part, "what scales with positions shrinks by the share of padding"),
+            confidence=0.8 if observed.format == "run" else 0.5,
+        )
+    ]
+
+
+def period_of(excess_s: dict[int, float], steps: list[int]) -> tuple[int, int, float] | None:
+    """The N and the remainder for which slow updates come every N updates, and how well that explains them (0 to 1).
+
+    Explained is the share of the excess time that falls on those updates, times the share of those updates that are slow: a busy machine
+    makes some other updates slow too, but not by as much.
+    """
+    best: tuple[int, int, float] | None = None
+    total_s = sum(excess_s.values())
+    for n in range(2, max(3, (steps[-1] - steps[0]) // 2 + 1)):
+        for rest in {step % n for step in excess_s}:
+            hits = [step for step in excess_s if step % n == rest]
+            score = sum(excess_s[step] for step in hits) / total_s * len(hits) / sum(step % n == rest for step in steps)
+            if len(hits) >= 3 and score > (best[2] if best else 0.5):
+                best = (n, rest, score)
+    return best
+
+
+def stalls(observed: Observed) -> list[Finding]:
+    """Updates that are slow every N updates: a checkpoint, a flush, a garbage collection inside the loop."""
+    steady = observed.steady
+    if len(steady) < 12:
+        return []
+    usual_s, mean_s = observed.median("step_s") or 0.0, observed.mean("step_s") or 0.0
+    slow = {s.step: s for s in steady if (s.step_s or 0.0) > SLOW * usual_s}
+    excess_s = {step: (s.step_s or 0.0) - usual_s - _wait_s(s) for step, s in slow.items()}
+    excess_s = {step: value for step, value in excess_s.items() if value > 0}
+    found = period_of(excess_s, [s.step for s in steady]) if len(excess_s) >= 3 else None
+    if found is None:
+        return []
+    period, rest, explained = found
+    hits = [step for step in excess_s if step % period == rest]
+    share = sum(excess_s[step] for step in hits) / len(steady) / mean_s
+    if share < WORTH_SAYING:
+        return []
+    longest_s = median(slow[step].step_s or 0.0 for step in hits)
+    return [
+        Finding(
+            cause="stall",
+            kind="cause",
+            title=f"Every {period} updates one takes {longest_s / usual_s:.1f} times as long",
+            evidence=(
+                Evidence("slow updates", longest_s * 1e3, f"ms, median of {len(hits)} (the first at step {hits[0]})"),
+                Evidence("other updates", usual_s * 1e3, "ms, median"),
+                Evidence("explained by the period", explained, "share of the slow updates' excess"),
+            ),
+            fix=f"find what the program does every {period} updates (saving, logging, clearing a cache); do it in a thread, or less often",
+            gain=saved(mean_s, 0.85 * share, share, "all updates as fast as the usual one"),
+            confidence=0.9 * explained,
+        )
+    ]
+
+
+def pauses(observed: Observed) -> list[Finding]:
+    """Validation and checkpoints of our own runs: they stand between updates, and the events say which was which."""
+    if observed.format != "run" or len(observed.steps) < 3:
+        return []
+    lines = observed.steps
+    lost: dict[str, float] = {"validation": 0.0, "checkpoint": 0.0}
+    count = dict.fromkeys(lost, 0)
+    events = {(event["event"], event.get("step")): event for event in observed.events}
+    for now, after in pairwise(lines):
+        stalled_s = float(events.get(("checkpoint", now.step), {}).get("stalled_s", 0.0))
+        validated = ("validation", now.step) in events
+        gap_s = (after.elapsed_s or 0.0) - (now.elapsed_s or 0.0) - (after.step_s or 0.0)
+        count["checkpoint"] += ("checkpoint", now.step) in events
+        lost["checkpoint"] += stalled_s
+        if validated:
+            count["validation"] += 1
+            lost["validation"] += max(0.0, gap_s - stalled_s)
+    total_s = (lines[-1].elapsed_s or 0.0) - (lines[0].elapsed_s or 0.0)
+    how = {"validation": "train.eval_every, or a smaller train.eval_sequences", "checkpoint": "train.checkpoint_every"}
+    return [
+        Finding(
+            cause=f"{kind}-pause",
+            kind="cause",
+            title=f"{kind.capitalize()} takes {lost[kind] / total_s:.0%} of the run",
+            evidence=(
+                Evidence(f"{kind}s", count[kind], "between the updates"),
+                Evidence("each", lost[kind] / max(1, count[kind]), "s"),
+                Evidence("run", total_s, "s"),
+            ),
+            fix=f"do it less often: a larger {how[kind]}",
+            gain=saved(
+                observed.mean("step_s") or 0.0,
+                0.5 * lost[kind] / total_s,
+                0.9 * lost[kind] / total_s,
+                "of the whole run, half as often or ten times",
+            ),
+            confidence=0.9,
+        )
+        for kind in lost
+        if total_s > 0 and lost[kind] / total_s >= WORTH_SAYING
+    ]
+
+
+def warm_up(observed: Observed) -> list[Finding]:
+    """A first update (compiling, autotuning) that is a large part of a short run."""
+    timed = [s for s in observed.steps if s.step_s]
+    usual_s = observed.median("step_s")
+    if len(timed) < 6 or not usual_s or timed[0].step > 2 or observed.format == "hf":
+        return []
+    updates = timed[-1].step - timed[0].step + 1  # a log may hold every tenth only
+    first_s = timed[0].step_s or 0.0
+    total_s = first_s + (updates - 1) * usual_s
+    compiled = observed.plan is not None and observed.plan.compile != "off"
+    extra_s = first_s - usual_s
+    if extra_s / total_s < 0.15 or first_s < 5 * usual_s:
+        return []
+    steady_s = total_s - extra_s
+    # Without compiling the steady part takes 1.2 to 1.9 times as long (H200, 124M to 1.3B parameters).
+    low, high = (total_s / (steady_s * k) for k in (1.9, 1.2)) if compiled else (1.0, total_s / steady_s)
+    if high <= 1.02:
+        return []
+    fix = (
+        "--set plan.compile=off for a run this short"
+        if compiled
+        else "keep the compiler's cache between runs, or do not compile a short run"
+    )
+    breaks_even = int(extra_s / (usual_s * 0.4)) + 1
+    return [
+        Finding(
+            cause="compile-time",
+            kind="cause",
+            title=f"The first update takes {extra_s / total_s:.0%} of the run",
+            evidence=(
+                Evidence("first update", first_s, "s"),
+                Evidence("later updates", usual_s, "s, median"),
+                Evidence("updates", updates, f"in the log; at 1.4x from compiling it pays from about {breaks_even} on"),
+            ),
+            fix=fix,
+            gain=Gain(max(1.0, low), high, "of the whole run: the first update's extra time against 1.2 to 1.9 times longer updates"),
+            confidence=0.7 if compiled else 0.4,
+        )
+    ]
+
+
+RULES = (data_wait, host_gap, padding, stalls, pauses, warm_up)

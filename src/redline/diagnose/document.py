@@ -1,0 +1,222 @@
+"""A Markdown page with numbers in it -> Observed: what it claims, and the settings it shows.
+
+Reads tables with a before and an after column, lists of `Before:` and `After:`, headings and lines that promise a factor, and in code every
+`name=value`, `name: type = value` and `--name value`. It reads sentences only for a few quantities (MFU, tokens a second, memory); what it
+does not understand it leaves out, so a claim that is not found is not thereby true.
+"""
+
+import re
+from dataclasses import dataclass, field
+
+from redline.diagnose.observed import Claim, Facts, Observed, Range, Setting
+
+_QUANTITY = re.compile(
+    r"(?<![\w.])~?(\d[\d,]*(?:\.\d+)?)\s*%?(?:\s*[-–]\s*(\d[\d,]*(?:\.\d+)?))?\s*([KMB](?![\w/]))?\+?\s*"
+    r"(%|x\b|GB\b|TB\b|tok(?:ens?)?/s(?:ec(?:ond)?)?\b|min(?:ute)?s?\b|h(?:ou)?rs?\b|days?\b)?"
+)
+_SETTING = re.compile(
+    r"--([\w.-]*\w)(?:=|\s+)(\"[^\"]*\"|[\w.+/-]+)"  # --name value
+    r"|(?<![\w.\"'-])([A-Za-z_][\w.]*)(?:\s*:\s*\w+)?\s*=\s*(\"[^\"]*\"|'[^']*'|[\w.+-]+)"  # name = value, name: type = value
+    r"|environ\.get\(\s*[\"'](\w+)[\"'],\s*[\"'](\w+)[\"']"
+)
+_CALL = re.compile(r"\b(TrainingArguments|SFTConfig|GRPOConfig)\(")
+_BEFORE = re.compile(r"\b(before|original|current|previous)\b", re.IGNORECASE)
+_AFTER = re.compile(r"\b(after|optimi[sz]ed|new|with optimi[sz]ations)\b", re.IGNORECASE)
+_BULLET = re.compile(r"^\s*[-*]\s+\**(Before|After|Original|Optimized)\**:?\**:?\s*(.+)$", re.IGNORECASE)
+_SCALE = {"K": 1e3, "M": 1e6, "B": 1e9}
+
+
+def is_document(text: str) -> bool:
+    return re.search(r"^#{1,4} ", text, re.MULTILINE) is not None or re.search(r"^\|.+\|$", text, re.MULTILINE) is not None
+
+
+@dataclass
+class _Page:
+    """What has been read so far, and where in the page the reader stands."""
+
+    claims: list[Claim] = field(default_factory=list)
+    settings: list[Setting] = field(default_factory=list)
+    heading: str = ""
+    code: bool = False
+    when: str = ""
+    within: str = ""
+    header: list[str] = field(default_factory=list)
+    promised: bool = False
+    """Whether this section has already promised a factor."""
+    before: Range | None = None
+
+
+def read_document(text: str, source: str) -> Observed:
+    page = _Page()
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.lstrip().startswith("```"):
+            page.code, page.when = not page.code, ""
+            page.within = page.within if page.code else ""
+        elif page.code:
+            _read_code(page, line, number)
+        else:
+            _read_prose(page, line, number)
+    return Observed(
+        source=source,
+        format="document",
+        facts=_facts(text, page),
+        claims=tuple(page.claims),
+        settings=tuple(page.settings),
+        text=text,
+    )
+
+
+def _read_code(page: _Page, line: str, number: int) -> None:
+    code, _, comment = line.partition("#")
+    if not code.strip():
+        page.when = "before" if _BEFORE.search(comment) else "after" if _AFTER.search(comment) else page.when
+        return
+    if found := _CALL.search(code):
+        page.within = found[1]
+    for name, value in settings_in(code):
+        page.settings.append(Setting(name, value, number, page.when, page.within))
+        if was := re.search(r"(?:increased|reduced|changed?|reduce|increase) from (\w+)", comment, re.IGNORECASE):
+            page.settings[-1] = Setting(name, value, number, "after", page.within)
+            page.settings.append(Setting(name, was[1], number, "before", page.within))
+    if code.strip() == ")":
+        page.within = ""
+
+
+def _read_prose(page: _Page, line: str, number: int) -> None:
+    if line.startswith("#"):
+        page.heading, page.promised, page.when, page.before = line.lstrip("# ").strip(), False, "", None
+    if line.lstrip().startswith("|"):
+        _read_row(page, line, number)
+        return
+    page.header = []
+    if re.search(r"\bto TrainingArguments\b", line):
+        page.within = "TrainingArguments"
+    if bullet := _BULLET.match(line):
+        _read_bullet(page, bullet[1], bullet[2], number)
+    elif factor := _promise(line):
+        name = "total" if re.search(r"\b(overall|total|all optimi[sz]ations)\b", line, re.IGNORECASE) else "speedup"
+        if name == "total" or not page.promised:
+            page.claims.append(Claim(name=name, line=number, text=line.strip(), factor=factor))
+            page.promised = page.promised or name == "speedup"
+    _read_quantities(page, line, number)
+
+
+def _promise(line: str) -> Range | None:
+    """A factor that a heading or a line promises: `2-3x speedup`, `20-30% faster`."""
+    if not re.search(r"speed-?up|faster", line, re.IGNORECASE) or re.search(r"slows", line, re.IGNORECASE):
+        return None
+    for value, unit in quantities(line):
+        if unit == "x":
+            return value
+        if unit == "%":
+            return Range(1 + value.low / 100, 1 + value.high / 100)
+    return None
+
+
+def _read_row(page: _Page, line: str, number: int) -> None:
+    cells = [re.sub(r"[*`]", "", cell).strip() for cell in line.strip().strip("|").split("|")]
+    if not page.header:
+        page.header = cells
+        return
+    columns = {
+        when: index
+        for index, cell in enumerate(page.header)
+        for when, word in (("before", _BEFORE), ("after", _AFTER))
+        if index and word.search(cell)
+    }
+    if set("".join(cells)) <= set("-: ") or len(columns) != 2 or len(cells) != len(page.header):
+        return
+    before, after = (quantities(cells[columns[when]]) for when in ("before", "after"))
+    if before and after:
+        page.claims.append(Claim(name=canonical(cells[0]), line=number, text=line.strip(), before=before[0][0], after=after[0][0]))
+
+
+def _read_bullet(page: _Page, word: str, text: str, number: int) -> None:
+    """`- **Before**: 45-60 minutes`, then `- **After**: 5-10 minutes`; settings in them count as such."""
+    when = "before" if word.lower() in ("before", "original") else "after"
+    page.settings += [Setting(name, value, number, when) for name, value in settings_in(text)]
+    found = quantities(text)
+    if when == "before":
+        page.before = found[0][0] if found else None
+    elif page.before and found:
+        page.claims.append(Claim(name=canonical(page.heading), line=number, text=text, before=page.before, after=found[0][0]))
+        page.before = None
+    if (tokens := re.search(r"([\d.]+)K\+? tokens/step", text)) is not None:
+        page.settings.append(Setting("tokens_per_step", f"{float(tokens[1]) * 1e3:.0f}", number, when))
+
+
+def _read_quantities(page: _Page, line: str, number: int) -> None:
+    """The few quantities that are read in sentences: the state that a document starts from."""
+    plain = re.sub(r"[*`]", "", line)
+    for name, pattern in (
+        ("mfu", r"(?:MFU|FLOPS? Utili[sz]ation)[^\d]{0,12}([\d.]+(?:-[\d.]+)?%)"),
+        ("tokens_per_s", r"(?:throughput|tokens/sec(?:ond)?|tok/s)[^\d]{0,6}((?:~)?[\d.]+(?:-[\d.]+)?K?\b)"),
+        ("memory_share", r"\b([\d.]+%) of \d+ ?GB used"),
+        ("parameters", r"\bParameters: ([\d.]+[MB])\b"),
+    ):
+        if found := re.search(pattern, plain, re.IGNORECASE):
+            value = quantities(found[1])[0][0]
+            page.claims.append(Claim(name=name, line=number, text=plain.strip(), before=value))
+    if found := re.search(r"(\d+)GB/(\d+)GB", plain):
+        page.claims.append(Claim(name="memory_gb", line=number, text=plain.strip(), before=Range(float(found[1]), float(found[2]))))
+
+
+def settings_in(text: str) -> list[tuple[str, str]]:
+    """Every `--name value`, `name = value` and environment variable with its default."""
+    found = []
+    for flag, given, name, value, variable, default in _SETTING.findall(text):
+        if flag or name:
+            found.append((flag or name, (given or value).strip("\"'")))
+        if variable:
+            found.append((variable, default))
+    return found
+
+
+def quantities(text: str) -> list[tuple[Range, str]]:
+    """Every number or range in a text with its unit: `%`, `x`, `gb`, `tok/s`, or nothing; K, M and B are multiplied out."""
+    found = []
+    for low, high, scale, unit in _QUANTITY.findall(text):
+        times = _SCALE.get(scale, 1.0)
+        first = float(low.replace(",", "")) * times
+        last = float(high.replace(",", "")) * times if high else first
+        found.append((Range(first, last), "tok/s" if unit.startswith("tok") else unit.lower()))
+    return found
+
+
+def canonical(name: str) -> str:
+    """Our word for a row or heading that means one of the quantities rules compare."""
+    low = name.lower()
+    for ours, words in (
+        ("mfu", ("mfu", "flops utilization")),
+        ("tokens_per_s", ("tokens/sec", "throughput", "tok/s")),
+        ("memory_share", ("memory usage",)),
+        ("gpu_util", ("gpu utilization", "gpu util")),
+    ):
+        if any(word in low for word in words):
+            return ours
+    return low
+
+
+def _facts(text: str, page: _Page) -> Facts:
+    boards = {"H200": "h200-141g", "H100": "h100-80g", "A100": "a100-80g", "V100": "v100-32g"}
+    counts = {name: len(re.findall(rf"\b{name}", text)) for name in boards}
+    named = max(counts, key=lambda name: counts[name])
+    many = re.search(r"\b(\d+)\s?(?:x ?)?(?:H200|H100|A100|V100)s?\b(?! ?\d)", text) or re.search(r"--num-gpus[= ](\d+)", text)
+    sizes = set(re.findall(r"\b(\d+(?:\.\d+)?[MB]) param", text))
+    setting = {s.name.split(".")[-1]: s.value for s in page.settings if s.when != "after"}
+    recompute = re.search(r"gradient.checkpointing\W{0,8}(?:enabled|=\s*True)", text, re.IGNORECASE)
+
+    def value(name: str) -> float | None:
+        return float(setting[name]) if re.fullmatch(r"\d+(\.\d+)?", setting.get(name, "")) else None
+
+    return Facts(
+        gpu=boards[named] if counts[named] else None,
+        gpus=float(many[1]) if many else None,
+        parameters=quantities(sizes.pop())[0][0].low if len(sizes) == 1 else None,
+        batch_size=value("train_batch_size"),
+        prompt_length=value("max_prompt_length"),
+        response_length=value("max_response_length"),
+        samples=value("n"),
+        recompute="on" if recompute else None,
+        mfu_scope="the actor's update" if "perf/mfu/actor" in text else "the step",
+    )

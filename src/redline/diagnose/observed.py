@@ -1,0 +1,157 @@
+"""The one internal form that every log is turned into: steps, facts, claims. Readers fill it, rules read it.
+
+Units are settled here, once: seconds, bytes, tokens of all GPUs together, shares as fractions. A reader that had to convert says so in
+`repairs`. None stands for what a log does not hold; a rule that needs it stays silent.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any
+
+from redline.config.recipe import Recipe
+from redline.plan.plan import Plan
+
+PHASES = ("copy_s", "forward_s", "backward_s", "optimizer_s")
+WARM_UP = 5
+"""Updates left out at the start: compiling, allocating, and the loader's queue, which is full then and hides a slow loader."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One line of a log: an update, or the mean over the updates since the line before."""
+
+    step: int
+    step_s: float | None = None
+    tokens: float | None = None
+    """Tokens of one update, all GPUs together."""
+    loss: float | None = None
+    mfu: float | None = None
+    memory_bytes: float | None = None
+    data_wait_s: float | None = None
+    copy_s: float | None = None
+    forward_s: float | None = None
+    backward_s: float | None = None
+    optimizer_s: float | None = None
+    issue_s: float | None = None
+    """Time the host took to hand the update to the GPU."""
+    padding_share: float | None = None
+    elapsed_s: float | None = None
+    parts_s: Mapping[str, float] = field(default_factory=dict)
+    """Other named parts of the step, under the trainer's own names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of the run beside its steps. `--fact NAME=VALUE` sets any of them."""
+
+    parameters: float | None = None
+    flops_per_token: float | None = None
+    gpus: float | None = None
+    gpu: str | None = None
+    """A board of the datasheet table, e.g. `h100-80g`."""
+    memory_bytes: float | None = None
+    """Memory of one device."""
+    batch_size: float | None = None
+    """Sequences an update, all GPUs together."""
+    micro_batch: float | None = None
+    seq_len: float | None = None
+    prompt_length: float | None = None
+    response_length: float | None = None
+    samples: float | None = None
+    """Responses generated for each prompt."""
+    precision: str | None = None
+    recompute: str | None = None
+    """`on` where activations are computed again in the backward pass."""
+    rollout: str | None = None
+    """What generates, e.g. `hf` or `vllm`."""
+    use_cache: str | None = None
+    """`false` where generation keeps no keys and values."""
+    mfu_peak_tflops: float | None = None
+    """The peak that the log's own MFU is counted against."""
+    mfu_scope: str = "the step"
+    """What the log's MFU is measured over."""
+
+
+@dataclass(frozen=True)
+class Range:
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.low:g}" if self.low == self.high else f"{self.low:g}–{self.high:g}"
+
+    def scaled(self, factor: float) -> "Range":
+        return Range(self.low * factor, self.high * factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A number that a document states: a value before and after, or a factor."""
+
+    name: str
+    """`tokens_per_s`, `mfu`, `memory_share`, `speedup` (of one change), `total` (of all), `parameters`, or the document's own word."""
+    line: int
+    text: str
+    before: Range | None = None
+    after: Range | None = None
+    factor: Range | None = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """`name = value` as a document or a log writes it; `when` is `before`, `after`, or nothing."""
+
+    name: str
+    value: str
+    line: int
+    when: str = ""
+    within: str = ""
+    """The call that it is an argument of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    source: str
+    format: str
+    steps: tuple[Step, ...] = ()
+    facts: Facts = field(default_factory=Facts)
+    claims: tuple[Claim, ...] = ()
+    settings: tuple[Setting, ...] = ()
+    text: str = ""
+    """The whole of a document, for rules that look for a name."""
+    repairs: tuple[str, ...] = ()
+    recipe: Recipe | None = None
+    plan: Plan | None = None
+    events: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def steady(self) -> tuple[Step, ...]:
+        """The steps after the warm-up that have a time."""
+        timed = [s for s in self.steps if s.step_s]
+        return tuple(timed[min(WARM_UP, len(timed) // 3) :])
+
+    def median(self, name: str) -> float | None:
+        """Median of one value over the steady steps; None where fewer than half of them have it."""
+        found = [value for s in self.steady if (value := getattr(s, name)) is not None]
+        return median(found) if found and 2 * len(found) >= len(self.steady) else None
+
+    def mean(self, name: str) -> float | None:
+        found = [value for s in self.steady if (value := getattr(s, name)) is not None]
+        return fmean(found) if found and 2 * len(found) >= len(self.steady) else None
+
+    def part(self, name: str) -> float | None:
+        """Median of one of the trainer's own parts of the step."""
+        found = [s.parts_s[name] for s in self.steady if name in s.parts_s]
+        return median(found) if found else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Median speed of the steady steps, all GPUs together."""
+        found = [s.tokens / s.step_s for s in self.steady if s.tokens and s.step_s]
+        return median(found) if found else None
+
+    def setting(self, name: str, when: str = "") -> Setting | None:
+        """The last setting of this name (with `when`, of that time)."""
+        found = [s for s in self.settings if s.name.split(".")[-1] == name and (not when or s.when == when)]
+        return found[-1] if found else None
