@@ -1,0 +1,48 @@
+"""Show what run folders say: speed against the ceiling, where the time went, memory, curves, findings, the plan. Needs no torch.
+
+redline report runs/nano                          tables here, and runs/nano/report.html: one page that opens anywhere, offline
+redline report runs/a runs/b --out compare.html   side by side, with a verdict on whether they may be compared
+"""
+
+import argparse
+from pathlib import Path
+
+HELP = "run folders as tables and as one self-contained page"
+LONG_BYTES = 8 * 2**20
+"""Metrics that take more than about two seconds to read."""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    from redline.cli.options import add_json
+
+    command.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    command.add_argument("--out", type=Path, metavar="FILE", help="where the page goes (default: report.html in the first run's folder)")
+    add_json(command)
+
+
+def run(options: argparse.Namespace) -> None:
+    from dataclasses import asdict
+
+    from redline.cli.options import print_json, status
+    from redline.record.units import format_bytes
+    from redline.report.compare import comparable
+    from redline.report.page import write_page
+    from redline.report.runs import metrics_path, read_runs
+    from redline.report.view import view
+
+    for path in options.runs:
+        if (place := metrics_path(path)).exists() and (size := place.stat().st_size) > LONG_BYTES:
+            status(f"reading {format_bytes(size)} of metrics in {path}")
+    runs = [view(run, place) for place, run in enumerate(read_runs(options.runs))]
+    out = options.out or options.runs[0] / "report.html"
+    write_page(runs, out)
+    if options.json:
+        found = {"page": str(out), "runs": [asdict(shown.summary) for shown in runs]}
+        print_json(found | ({"comparable": asdict(comparable([shown.run for shown in runs]))} if len(runs) > 1 else {}))
+        return
+    from rich.console import Console
+
+    from redline.report.terminal import print_report
+
+    print_report(runs, Console())
+    status(f"page: {out}")

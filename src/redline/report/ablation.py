@@ -1,0 +1,157 @@
+"""An ablation as a picture of claimed beside measured, and the trials behind it as a table. No torch, no HTML.
+
+    for chart in ablation(run.ablation):      # one a workload and stage
+        chart.title, chart.rows[0].measured, chart.rows[0].at
+
+Reads ablation.json (a list of rows: name, claimed, measured_ratio, low, high, verdict, memory_bytes, numerics, and more where `redline
+ablate` wrote it) and trials.jsonl. What a row does not say is left blank.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from redline.record.units import DASH, format_bytes
+from redline.report.numbers import exact, named
+from redline.report.runs import number, table
+
+MOST_COLUMNS = 9
+TICKS = (0.1, 0.25, 0.5, 0.8, 1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100)
+_STAGES = {
+    "one by one": "one by one, each on top of those kept before it",
+    "leave one out": "left out of the best, one at a time",
+    "baseline": "one by one, each on top of those kept before it",
+    "all": "all kept together",
+}
+_WORKLOADS = {"train": "pre-training", "generate": "generation", "finetune": "fine-tuning"}
+
+
+@dataclass(frozen=True)
+class Tick:
+    at: float
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    name: str
+    title: str
+    claimed: str
+    source: str
+    """Who claims it."""
+    measured: str
+    interval: str
+    verdict: str
+    speed: str
+    memory: str
+    numerics: str
+    at: float | None
+    interval_at: tuple[float, float] | None
+    """Left edge and width."""
+    claimed_at: tuple[float, float] | None
+
+    @property
+    def details(self) -> list[str]:
+        """What there is to say beside the verdict."""
+        claim = "" if self.claimed == DASH else f"claimed {self.claimed}" + (f" by {self.source}" if self.source else "")
+        interval = f"interval {self.interval}" if self.interval else ""
+        numerics = f"numerics: {self.numerics}" if self.numerics else ""
+        return [part for part in (claim, interval, self.speed, self.memory, numerics) if part]
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """One chart. Places are per cents of its width on a logarithmic scale."""
+
+    title: str
+    rows: list[Row]
+    one: float
+    """Where a factor of 1 lies."""
+    ticks: list[Tick]
+
+
+@dataclass(frozen=True)
+class Trials:
+    columns: list[str]
+    rows: list[list[str]]
+
+
+def ablation(rows: list[dict[str, Any]]) -> list[Ablation]:
+    """The charts, all on one scale that holds every number and 1."""
+    factors = [f for row in rows for f in (number(row.get(k)) for k in ("measured_ratio", "low", "high")) if f and f > 0]
+    factors += [f for row in rows for f in _pair(row.get("claimed")) or ()]
+    low, high = min([1.0, *factors]), max([1.0, *factors])
+    margin = 0.04 * math.log(high / low) or 0.1
+    bottom, width = math.log(low) - margin, math.log(high / low) + 2 * margin
+
+    def place(factor: float) -> float:
+        return 100 * (math.log(factor) - bottom) / width
+
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(_title(row), []).append(row)
+    ticks = _apart([Tick(place(f), f"{f:g}×") for f in TICKS if low <= f <= high])
+    return [Ablation(title, [_row(row, place) for row in group], place(1.0), ticks) for title, group in groups.items()]
+
+
+def _title(row: dict[str, Any]) -> str:
+    parts = (_WORKLOADS.get(row.get("workload", ""), ""), _STAGES.get(row.get("stage", ""), ""))
+    return ", ".join(part for part in parts if part)
+
+
+def _apart(ticks: list[Tick]) -> list[Tick]:
+    """Those whose labels do not run into the one before; 1 always stays."""
+    kept: list[Tick] = []
+    for tick in sorted(ticks, key=lambda tick: tick.text != "1×"):
+        if all(abs(tick.at - other.at) > 9 for other in kept):
+            kept.append(tick)
+    return kept
+
+
+def _pair(value: Any) -> tuple[float, float] | None:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return None
+    low, high = number(value[0]), number(value[1])
+    return (low, high) if low and high and 0 < low <= high else None
+
+
+def _row(row: dict[str, Any], place: Callable[[float], float]) -> Row:
+    value, interval, claim = number(row.get("measured_ratio")), _pair([row.get("low"), row.get("high")]), _pair(row.get("claimed"))
+    size, speed, outcome = number(row.get("memory_bytes")), number(row.get("tokens_per_s")), str(row.get("outcome") or "ok")
+    verdict = str(row.get("verdict") or "") if outcome == "ok" else outcome.replace("_", " ")
+    return Row(
+        name=str(row.get("name", "")),
+        title=str(row.get("title") or ""),
+        claimed=DASH if claim is None else f"{claim[0]:g}×" if claim[0] == claim[1] else f"{claim[0]:g} to {claim[1]:g}×",
+        source=str(row.get("source") or ""),
+        measured=f"{value:.3g}×" if value else DASH,
+        interval=f"{interval[0]:.3g} to {interval[1]:.3g}×" if interval else "",
+        verdict=", ".join(part for part in (verdict, "kept" if row.get("kept") is True else "", str(row.get("note") or "")) if part),
+        speed=f"{exact(speed)} tokens/s" if speed else "",
+        memory=format_bytes(size) if size else "",
+        numerics=str(row.get("numerics") or ""),
+        at=place(value) if value and value > 0 else None,
+        interval_at=(place(interval[0]), place(interval[1]) - place(interval[0])) if interval else None,
+        claimed_at=(place(claim[0]), place(claim[1]) - place(claim[0])) if claim else None,
+    )
+
+
+def trials(lines: list[dict[str, Any]]) -> Trials:
+    """The plain values of every trial, those of its measurement included; the first columns where there are many."""
+    flat = [_flat(line) for line in lines]
+    names = list(dict.fromkeys(name for line in flat for name, value in line.items() if value is not None))[:MOST_COLUMNS]
+    rows = [[DASH if line.get(name) is None else named(name, line[name])[1] for name in names] for line in flat]
+    titles = [named(name, next((v for line in flat if (v := number(line.get(name))) is not None), ""))[0] for name in names]
+    return Trials(titles, rows)
+
+
+def _flat(line: dict[str, Any]) -> dict[str, Any]:
+    """A trial without its key and without lists, and with the speed that its blocks give (their times are those of one step)."""
+    measured = table(line.get("measured"))
+    known = {name: value for name, value in (line | measured).items() if name != "key" and not isinstance(value, dict | list)}
+    blocks_s = [value for value in measured.get("blocks_s") or [] if number(value)]
+    tokens = number(measured.get("tokens_per_step"))
+    speed = {"tokens_per_s": tokens / median(blocks_s)} if blocks_s and tokens else {}
+    return {**{name: known.pop(name) for name in ("name", "outcome") if name in known}, **speed, **known}

@@ -1,0 +1,291 @@
+"""The figures of a report: speed, time, memory and loss of one run, each from the record and with its convention. No torch.
+
+    summary = summarise(run)
+    summary.speed.tokens_per_s, summary.speed.low, summary.speed.high        # median and interval
+    summary.time                                                            # parts that add up to the run's training time
+
+A speed is the median over updates. Its interval is that of six consecutive blocks of updates (lowest and highest block median, which
+hold the true median of a steady run in 97 cases of 100). The first WARM_UP_UPDATES of a run and after every resume count in no speed:
+they compile and fill caches. Left out: what nobody recorded; a missing figure is None and is shown as a dash.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from redline.record.metrics import METRICS
+from redline.report.runs import Run, State, number, table
+
+WARM_UP_UPDATES = 5
+BLOCKS = 6
+PHASES = {"forward_s": "forward", "backward_s": "backward", "optimizer_s": "optimiser update"}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A median over updates, and the interval of its block medians where there are updates enough for six blocks."""
+
+    value: float
+    low: float | None
+    high: float | None
+    updates: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    unit: str
+    """tokens/s, or rows/s in fine-tuning."""
+    update: Measured | None
+    """Over the updates alone."""
+    whole_run: float | None
+    """Everything counted: compilation, validations and checkpoints."""
+    step_s: float | None
+    mfu: float | None
+    mfu_note: str
+    ceiling_share: float | None
+    ceiling_note: str
+    attainable: float | None
+    """By roofline: the floor of the time of a token, predicted."""
+    ceiling: float | None
+    """If only matrix products took time, predicted."""
+
+    @property
+    def attained_share(self) -> float | None:
+        return self.update.value / self.attainable if self.update and self.attainable else None
+
+
+@dataclass(frozen=True)
+class TimePart:
+    name: str
+    elapsed_s: float
+    note: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    seen_bytes: float | None
+    predicted_bytes: float | None
+    predicted_parts_bytes: dict[str, float]
+    device_bytes: float | None
+    note: str
+
+    @property
+    def error(self) -> float | None:
+        """How far the prediction lies above what was seen, as a share of it; None on a CPU, where two different things are meant."""
+        known = self.seen_bytes and self.predicted_bytes and not self.note
+        return self.predicted_bytes / self.seen_bytes - 1 if known and self.predicted_bytes and self.seen_bytes else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quality:
+    first_loss: float | None
+    last_loss: float | None
+    valid_loss: float | None
+    valid_perplexity: float | None
+    valid_bits_per_byte: float | None
+    valid_step: int | None
+    best_loss: float | None
+    best_step: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    label: str
+    path: str
+    recipe: str
+    about: str
+    workload: str
+    fingerprint: str | None
+    hardware: str | None
+    hardware_source: str | None
+    world_size: int | None
+    precision: str | None
+    parameters: float | None
+    started_at: float | None
+    """Unix seconds."""
+    state: State
+    updates: int
+    planned_updates: int | None
+    tokens: float | None
+    elapsed_s: float | None
+    attempts: int
+    speed: Speed
+    time: list[TimePart]
+    memory: Memory
+    quality: Quality
+
+
+def summarise(run: Run) -> Summary:
+    """Every figure of one run."""
+    hardware, prediction = table(run.plan.get("hardware")), table(run.plan.get("prediction"))
+    starts = [event for event in run.events if event.get("event") in ("start", "resume")]
+    last = run.metrics[-1] if run.metrics else {}
+    steps = number(table(run.recipe.get("train")).get("steps"))
+    world_size = number(run.plan.get("world_size"))
+    return Summary(
+        label=run.label,
+        path=str(run.path),
+        recipe=run.name,
+        about=str(run.recipe.get("about", "")),
+        workload=run.workload,
+        fingerprint=run.fingerprint,
+        hardware=hardware.get("title"),
+        hardware_source=hardware.get("source"),
+        world_size=None if world_size is None else int(world_size),
+        precision=planned(run, "precision"),
+        parameters=number(prediction.get("parameters")),
+        started_at=number(run.events[0].get("at")) if run.events else None,
+        state=run.state,
+        updates=int(last.get("step", 0)),
+        planned_updates=None if steps is None else int(steps),
+        tokens=number(last.get("tokens")),
+        elapsed_s=elapsed_s(run),
+        attempts=len(starts),
+        speed=speed(run),
+        time=time_parts(run),
+        memory=memory(run),
+        quality=quality(run),
+    )
+
+
+def planned(run: Run, name: str) -> Any:
+    """A value of the plan, without its reason."""
+    return table(run.plan.get(name)).get("value")
+
+
+def values(lines: list[dict[str, Any]], name: str) -> list[float]:
+    """What the lines know of a metric, in their order."""
+    return [value for line in lines if (value := number(line.get(name))) is not None]
+
+
+def warm_lines(run: Run) -> list[dict[str, Any]]:
+    """The updates behind the first ones of every attempt; all of them where a run has hardly more."""
+    begun = [int(number(event.get("step")) or 0) for event in run.events if event.get("event") in ("start", "resume")] or [0]
+    cold = {step + i for step in begun for i in range(1, WARM_UP_UPDATES + 1)}
+    warm = [line for line in run.metrics if line["step"] not in cold]
+    return warm if len(warm) >= BLOCKS else run.metrics
+
+
+def measured(found: list[float]) -> Measured | None:
+    """Median and interval of values that stand in the order of time."""
+    if not found:
+        return None
+    low = high = None
+    if len(found) >= BLOCKS * 2:
+        edges = [len(found) * i // BLOCKS for i in range(BLOCKS + 1)]
+        blocks = [median(found[a:b]) for a, b in pairwise(edges)]
+        low, high = min(blocks), max(blocks)
+    return Measured(median(found), low, high, len(found))
+
+
+def speed(run: Run) -> Speed:
+    """How fast, beside what the plan holds possible."""
+    warm = warm_lines(run)
+    name = "tokens_per_s" if values(warm, "tokens_per_s") else "rows_per_s"
+    prediction, hardware = table(run.plan.get("prediction")), table(run.plan.get("hardware"))
+    precision = planned(run, "precision")
+    dtype = "bf16" if precision == "fp8" else precision
+    peak, matmul = number(table(hardware.get("peak_tflops")).get(dtype)), number(table(hardware.get("measured_tflops")).get(precision))
+    tokens, total_s = number(run.metrics[-1].get("tokens")) if run.metrics else None, elapsed_s(run)
+    mfu, share = measured(values(warm, "mfu")), measured(values(warm, "ceiling_share"))
+    step_s = measured(values(warm, "step_s"))
+    return Speed(
+        unit=METRICS[name].unit,
+        update=measured(values(warm, name)),
+        whole_run=tokens / total_s if name == "tokens_per_s" and tokens and total_s else None,
+        step_s=step_s.value if step_s else None,
+        mfu=mfu.value if mfu else None,
+        mfu_note=f"6N + 12LdT per token, of {peak:,.0f} TFLOP/s, dense {dtype} datasheet peak" if peak else "no datasheet peak is known",
+        ceiling_share=share.value if share else None,
+        ceiling_note=f"6N + 12LdT per token, of {_tflops(matmul)}, measured {precision} matrix products" if matmul else "nothing measured",
+        attainable=number(prediction.get("attainable_tokens_per_s")),
+        ceiling=number(prediction.get("ceiling_tokens_per_s")),
+    )
+
+
+def _tflops(rate: float) -> str:
+    return f"{rate:,.0f} TFLOP/s" if rate >= 10 else f"{rate * 1e3:,.0f} GFLOP/s"
+
+
+def elapsed_s(run: Run) -> float | None:
+    """Training time of the run, validations and checkpoints included."""
+    ends = [number(event.get("elapsed_s")) for event in run.events if event.get("event") == "end"]
+    seen = values(run.metrics[-1:], "elapsed_s")
+    known = [value for value in (*ends[-1:], *seen) if value is not None]
+    return max(known) if known else None
+
+
+def time_parts(run: Run) -> list[TimePart]:
+    """Where the training time went: parts that add up to it. Only for runs whose updates carry their times."""
+    total_s, step_s = elapsed_s(run), sum(values(run.metrics, "step_s"))
+    if total_s is None or not step_s:
+        return []
+    first_s = _warm_up_s(run)
+    wait_s = sum(values(run.metrics, "data_wait_s"))
+    stalled_s = sum(values([event for event in run.events if event.get("event") == "checkpoint"], "stalled_s"))
+    rest_s = total_s - step_s - stalled_s
+    validations = sum(event.get("event") == "validation" for event in run.events)
+    parts = [
+        *_update_parts(run, step_s - first_s - wait_s),
+        TimePart("data wait", wait_s, "waiting for the loader"),
+        TimePart("first updates", first_s, f"compilation and warm-up: first {WARM_UP_UPDATES} updates, beyond the median"),
+        TimePart("checkpoints", stalled_s, "stalls of the loop; writing goes on beside it"),
+        TimePart(
+            "validation" if validations else "other",
+            rest_s,
+            "what the updates and checkpoints leave of the training time",
+        ),
+    ]
+    return [part for part in parts if part.elapsed_s > 0]
+
+
+def _warm_up_s(run: Run) -> float:
+    """How much longer the first updates of each attempt took than the median of the others."""
+    warm = {line["step"] for line in warm_lines(run)}
+    typical = measured(values([line for line in run.metrics if line["step"] in warm], "step_s"))
+    cold = values([line for line in run.metrics if line["step"] not in warm], "step_s")
+    return max(0.0, sum(cold) - len(cold) * typical.value) if typical else 0.0
+
+
+def _update_parts(run: Run, update_s: float) -> list[TimePart]:
+    """The updates, split into phases where the record has them; the first updates split like the others."""
+    sums = {name: sum(values(run.metrics, name)) for name in PHASES}
+    if not all(sums.values()):
+        return [TimePart("updates", update_s, "forward, backward, optimiser; not recorded apart")]
+    whole = max(sum(sums.values()), sum(values(run.metrics, "step_s")) - sum(values(run.metrics, "data_wait_s")))
+    parts = [TimePart(title, update_s * sums[name] / whole, "of the updates, by the recorded phases") for name, title in PHASES.items()]
+    return [*parts, TimePart("between phases", update_s * (1 - sum(sums.values()) / whole), "updates outside the recorded phases")]
+
+
+def memory(run: Run) -> Memory:
+    """Predicted beside seen."""
+    prediction, hardware = table(run.plan.get("prediction")), table(run.plan.get("hardware"))
+    seen = values(run.metrics, "memory_bytes")
+    parts = {name: size for name, value in table(prediction.get("memory_parts_bytes")).items() if (size := number(value))}
+    note = "Seen is the resident memory of the whole process, Python and torch included; predicted are the tensors of the training"
+    return Memory(
+        seen_bytes=max(seen) if seen else None,
+        predicted_bytes=number(prediction.get("memory_bytes")),
+        predicted_parts_bytes=parts,
+        device_bytes=number(hardware.get("memory_bytes")),
+        note=note if hardware.get("kind") == "cpu" else "",
+    )
+
+
+def quality(run: Run) -> Quality:
+    """Loss at the beginning and the end; the last validation and the best."""
+    losses = values(run.metrics, "loss")
+    tested = [line for line in run.metrics if number(line.get("valid_loss")) is not None]
+    best = min(tested, key=lambda line: float(line["valid_loss"]), default=None)
+    last = tested[-1] if tested else {}
+    return Quality(
+        first_loss=losses[0] if losses else None,
+        last_loss=losses[-1] if losses else None,
+        valid_loss=number(last.get("valid_loss")),
+        valid_perplexity=number(last.get("valid_perplexity")),
+        valid_bits_per_byte=number(last.get("valid_bits_per_byte")),
+        valid_step=int(last["step"]) if last else None,
+        best_loss=float(best["valid_loss"]) if best else None,
+        best_step=int(best["step"]) if best else None,
+    )

@@ -1,0 +1,154 @@
+"""The report as one HTML page: works offline, opens from the disk, fits a phone, light and dark. No torch.
+
+    write_page([view(run)], Path("report.html"))
+    page([view(run)], live=...)              # the same page for a run that is watched (serve.py)
+
+Templates, style, script and the chart library (uPlot, vendored with its licence) lie in assets/ and are put into the page. All text of a
+run goes through Jinja's escaping; the curves go in as JSON. A content security policy names the page's own scripts by their hashes and
+forbids everything else, so that neither a file of a run nor a mistake of ours can make the page load or send anything.
+"""
+
+import base64
+import functools
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from redline import __version__
+from redline.record.files import write_atomic
+from redline.record.metrics import METRICS
+from redline.record.units import format_bytes, format_count, format_duration, format_share
+from redline.report.compare import comparable
+from redline.report.numbers import exact
+from redline.report.series import curves
+from redline.report.view import RunView, side_by_side, when
+
+ASSETS = Path(str(resources.files("redline"))) / "report" / "assets"
+UPLOT = "uPlot-1.6.32.min"
+LANGUAGE_GUARD = 'try{new Intl.NumberFormat(navigator.language)}catch(e){Object.defineProperty(navigator,"language",{value:"en"})}\n'
+"""Under LANG=C Chromium says that its language is en-US@posix, on which uPlot stops at once."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """How a metric is drawn."""
+
+    title: str
+    format: str
+    main: bool = False
+    wide: bool = False
+    smooth: bool = False
+    validation: bool = False
+    from_zero: bool = False
+
+
+CHARTS = {
+    "loss": Chart("Loss", "plain", main=True, wide=True, smooth=True, validation=True),
+    "tokens_per_s": Chart("Speed", "count", main=True, from_zero=True),
+    "rows_per_s": Chart("Rows", "count", main=True, from_zero=True),
+    "memory_bytes": Chart("Memory", "bytes", main=True, from_zero=True),
+    "mfu": Chart("MFU", "share", from_zero=True),
+    "ceiling_share": Chart("Share of the matmul ceiling", "share", from_zero=True),
+    "step_s": Chart("Time of an update", "duration", from_zero=True),
+    "data_wait_s": Chart("Data wait", "duration", from_zero=True),
+    "padding_share": Chart("Padding", "share", from_zero=True),
+    "lr": Chart("Learning rate", "plain", from_zero=True),
+    "grad_norm": Chart("Gradient norm before clipping", "plain", from_zero=True),
+    "power_w": Chart("Power", "count", from_zero=True),
+    "sm_clock_mhz": Chart("Clock", "count", from_zero=True),
+    "temperature_c": Chart("Temperature", "plain"),
+}
+
+
+def write_page(runs: list[RunView], out: Path) -> None:
+    """Write the page of these runs."""
+    write_atomic(out, page(runs))
+
+
+def page(runs: list[RunView], live: dict[str, int] | None = None) -> str:
+    """The whole page. `live` is where a watched run stands: generation and offset of what is drawn."""
+    script = LANGUAGE_GUARD + _asset(f"{UPLOT}.js") + _asset("charts.js")
+    connect = "connect-src 'self'; " if live is not None else ""
+    policy = (
+        f"default-src 'none'; {connect}img-src data:; style-src 'unsafe-inline'; script-src {_hash(script)}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    return _templates().get_template("page.html.j2").render(
+        title=", ".join(run.summary.label for run in runs),
+        policy=policy,
+        style=_asset(f"{UPLOT}.css") + _asset("page.css"),
+        head=head(runs),
+        runs=runs,
+        live=live is not None,
+        made_at=when(time.time()),
+        version=__version__,
+        data=_json({"charts": _charts(), "runs": [_curves(run) for run in runs], "live": live}),
+        script=script,
+    )  # fmt: skip
+
+
+def head(runs: list[RunView]) -> str:
+    """The part of the page that changes while a run goes on."""
+    return str(_part("head")(runs, comparable([shown.run for shown in runs]) if len(runs) > 1 else None))
+
+
+def events(shown: RunView) -> str:
+    """The table of events."""
+    return str(_part("events")(shown))
+
+
+def _curves(shown: RunView) -> dict[str, Any]:
+    """What the browser draws of a run: its curves, and the predictions beside them as horizontal lines."""
+    speed, memory = shown.summary.speed, shown.summary.memory
+    lines = {
+        "tokens_per_s": [("attainable", speed.attainable), ("matmul ceiling", speed.ceiling)],
+        "memory_bytes": [("predicted", memory.predicted_bytes)],
+    }
+    known = {name: [{"label": label, "value": value} for label, value in pairs if value] for name, pairs in lines.items()}
+    return {"label": shown.run.label, "place": shown.place, "lines": known, **curves(shown.run.metrics)}
+
+
+def _charts() -> list[dict[str, Any]]:
+    found = []
+    for name, chart in CHARTS.items():
+        metric = METRICS[name]
+        short = chart.title if chart.title.isupper() else chart.title.lower()
+        unit = "" if metric.unit == "1" else metric.unit
+        found.append({"name": name, "short": short, "unit": unit, "meaning": f"{metric.meaning} ({metric.unit})", **vars(chart)})
+    return found
+
+
+@functools.cache
+def _templates() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(ASSETS), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "bytes": format_bytes, "count": format_count, "duration": format_duration, "share": format_share, "exact": exact, "when": when,
+    }  # fmt: skip
+    environment.globals["side_by_side"] = side_by_side
+    return environment
+
+
+def _part(name: str) -> Any:
+    return getattr(_templates().get_template("parts.html.j2").module, name)
+
+
+@functools.cache
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
+def _hash(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+def _json(value: Any) -> str:
+    """JSON that cannot end the script element it stands in."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

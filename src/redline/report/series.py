@@ -1,0 +1,48 @@
+"""The curves of a report: columns of numbers that a browser draws, thinned where a run has more updates than a screen has pixels.
+
+    columns = curves(run.metrics)["loss"]          # {"mean": [...], "low": [...], "high": [...]}
+
+A point of a thinned curve stands for as many neighbouring updates as needed: their mean, and their lowest and highest value, so that a
+spike stays visible. Validations are never thinned. None stands where a line has no number.
+"""
+
+from typing import Any
+
+from redline.report.runs import number
+
+AXES = ("step", "tokens", "elapsed_s")
+CURVES = (
+    "loss", "tokens_per_s", "rows_per_s", "memory_bytes", "lr", "grad_norm", "step_s", "data_wait_s", "mfu", "ceiling_share",
+    "padding_share", "power_w", "sm_clock_mhz", "temperature_c",
+)  # fmt: skip
+MOST_POINTS = 800
+
+
+def curves(lines: list[dict[str, Any]], most_points: int = MOST_POINTS) -> dict[str, Any]:
+    """Axes and curves of a run's updates. `each` says how many updates a point stands for."""
+    each = max(1, -(-len(lines) // most_points))
+    blocks = [lines[i : i + each] for i in range(0, len(lines), each)]
+    found: dict[str, Any] = {"each": each, "axes": {axis: [_plain(number(block[-1].get(axis))) for block in blocks] for axis in AXES}}
+    found["curves"] = {name: _curve(blocks, name) for name in CURVES if any(number(line.get(name)) is not None for line in lines)}
+    tested = [line for line in lines if number(line.get("valid_loss")) is not None]
+    found["validation"] = {name: [_plain(number(line.get(name))) for line in tested] for name in (*AXES, "valid_loss")}
+    return found
+
+
+def _curve(blocks: list[list[dict[str, Any]]], name: str) -> dict[str, list[float | None]]:
+    known = [[value for line in block if (value := number(line.get(name))) is not None] for block in blocks]
+    curve = {"mean": [_plain(sum(block) / len(block)) if block else None for block in known]}
+    if any(len(block) > 1 for block in blocks):
+        curve |= {
+            "low": [_plain(min(block, default=None)) for block in known],
+            "high": [_plain(max(block, default=None)) for block in known],
+        }
+    return curve
+
+
+def _plain(value: float | None) -> float | None:
+    """Six digits: more cannot be seen and would only make the page longer."""
+    if value is None:
+        return None
+    short = float(f"{value:.6g}")
+    return int(short) if short.is_integer() and abs(short) < 2**53 else short

@@ -1,0 +1,168 @@
+"""The page of a run that is under way, on 127.0.0.1 and nowhere else, read-only. No torch.
+
+    server = make_server(Path("runs/nano"), port=0)
+    server.server_address[1]; server.serve_forever()
+
+Two paths: `/` is the report's page, `/lines?generation=G&offset=N` what came behind the first N updates, and the figures as they now
+stand. Nothing is read but the run folder given at the start: no path comes from a request. Only GET; a request whose Host is not this
+machine's is refused, so that a web site that points its own name at 127.0.0.1 reads nothing.
+"""
+
+import json
+import threading
+import time
+from dataclasses import replace
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from redline.errors import MachineError, RedlineError
+from redline.record.run import RunFolder
+from redline.report import page
+from redline.report.runs import Run, metrics_path, read_run, silent_s, with_step
+from redline.report.series import curves
+from redline.report.tail import Tail
+from redline.report.view import RunView, view
+
+SMALL_FILES = ("recipe.toml", "plan.json", "evaluations.jsonl", "samples.db", "trials.jsonl", "ablation.json")
+
+
+class Watched:
+    """A run folder that is read again and again: the growing files from where they were left, the small ones when they changed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._run = read_run(path)  # refuses what is no run folder
+        self._stamps = self._stamp()
+        self._metrics, self._events = Tail(metrics_path(path)), Tail(RunFolder(path).events_path)
+        self._lines: list[dict[str, Any]] = []
+        self._told: list[dict[str, Any]] = []
+        self._shown: RunView | None = None
+        self._shown_until = 0.0
+        # A page that outlives its server and finds another one on the port must not mix the two.
+        self._generation = time.time_ns() // 1_000_000
+
+    def now(self) -> tuple[Run, int]:
+        """The run as it stands, and its generation: another one means that updates were taken back."""
+        with self._lock:
+            if (stamps := self._stamp()) != self._stamps:
+                self._run, self._stamps = read_run(self.path), stamps
+                if (place := metrics_path(self.path)) != self._metrics.path:
+                    self._metrics, self._lines = Tail(place), []
+                    self._generation += 1
+            before = self._metrics.generation
+            new = with_step(self._metrics.read())
+            if self._metrics.generation != before:
+                self._lines, self._generation = [], self._generation + 1
+            self._lines = [*self._lines, *new]  # a new list: whoever has the old one goes on reading it
+            self._told = [*self._told, *self._events.read()]
+            return replace(self._run, metrics=self._lines, events=self._told, silent_s=silent_s(self.path)), self._generation
+
+    def shown(self, run: Run) -> RunView:
+        """The figures of the run. They take time in proportion to the run, and a training may share these cores: at most a twentieth
+        of the time is spent on them, so those of a long run are some seconds old."""
+        with self._lock:
+            began_s = time.monotonic()
+            ended = self._shown is not None and self._shown.run.state.over != run.state.over
+            if self._shown is None or ended or began_s >= self._shown_until:
+                self._shown = view(run)
+                self._shown_until = time.monotonic() + 19 * (time.monotonic() - began_s)
+            return self._shown
+
+    def page(self) -> str:
+        run, generation = self.now()
+        return page.page([replace(self.shown(run), run=run)], live={"generation": generation, "offset": len(run.metrics)})
+
+    def news(self, generation: int, offset: int) -> dict[str, Any]:
+        """What a page that has drawn `offset` updates of a generation does not know yet."""
+        run, now = self.now()
+        shown = self.shown(run)
+        fresh = generation == now and offset <= len(run.metrics)
+        points = curves(run.metrics[offset:], most_points=len(run.metrics) + 1) if fresh else curves(run.metrics)
+        return {
+            "generation": now,
+            "offset": len(run.metrics),
+            "points": points,
+            "head": page.head([shown]),
+            "events": page.events(shown),
+            "afresh": not fresh,
+            "state": f"{run.state.ending}, {run.state.text}",
+            "over": run.state.over,
+        }
+
+    def _stamp(self) -> list[int]:
+        paths = [self.path / name for name in SMALL_FILES]
+        return [path.stat().st_mtime_ns if path.exists() else 0 for path in (*paths, metrics_path(self.path).parent)]
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, watched: Watched, port: int) -> None:
+        self.watched = watched
+        super().__init__(("127.0.0.1", port), Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+    timeout = 10
+    server_version, sys_version = "redline", ""
+
+    def do_GET(self) -> None:
+        port = self.server.server_address[1]
+        if self.headers.get("Host") not in (f"127.0.0.1:{port}", f"localhost:{port}"):
+            return self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", "this page is for 127.0.0.1 only\n")
+        asked = urlsplit(self.path)
+        try:
+            if asked.path == "/" and not asked.query:
+                return self._answer(HTTPStatus.OK, "text/html", self.server.watched.page())
+            if asked.path == "/lines" and (place := _place(asked.query)) is not None:
+                return self._answer(HTTPStatus.OK, "application/json", json.dumps(self.server.watched.news(*place), allow_nan=False))
+        except RedlineError as error:  # a file of the run is damaged: said on the page's side and not in this terminal
+            return self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", f"{error}\n")
+        return self._answer(HTTPStatus.NOT_FOUND, "text/plain", "there is / and /lines?generation=G&offset=N\n")
+
+    def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        headers = {
+            "Content-Type": f"{kind}; charset=utf-8",
+            "Content-Length": str(len(body)),
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            "X-Frame-Options": "DENY",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Referrer-Policy": "no-referrer",
+        }
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """A line a second about a page that asks for news says nothing."""
+
+
+def _place(query: str) -> tuple[int, int] | None:
+    """Generation and offset of a query that holds just these."""
+    found = parse_qs(query, keep_blank_values=True, max_num_fields=2) if query.count("&") == 1 else {}
+    texts = [found.get(name, [""])[0] for name in ("generation", "offset")]
+    return (int(texts[0]), int(texts[1])) if all(text.isascii() and text.isdecimal() and len(text) < 19 for text in texts) else None
+
+
+def make_server(path: Path, port: int) -> Server:
+    """A server for this run folder, on a port of 127.0.0.1 (0: any that is free)."""
+    watched = Watched(path)
+    if not 0 <= port < 2**16:
+        raise MachineError(f"a port is a number from 0 to 65535, got {port}: give another with --port")
+    try:
+        return Server(watched, port)
+    except OSError as error:
+        raise MachineError(f"port {port} of 127.0.0.1 cannot be had ({error.strerror}): give another with --port, 0 for any") from error

@@ -1,0 +1,148 @@
+"""The report and the watched page in a real browser: no errors, curves drawn, nothing wider than a desktop or a phone, light and dark.
+
+Needs playwright (in the dev extra) and a Chromium (browser.py finds or fetches one); skipped with the reason where they cannot be had.
+"""
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import ARGUMENTS, Missing, find_chromium, libraries
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+from run_folders import ABLATION, EVALUATIONS, EVENTS, HOSTILE, jsonl, lines, write_run
+
+from redline.report.page import write_page
+from redline.report.runs import read_runs
+from redline.report.serve import make_server
+from redline.report.view import view
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install 'redline[dev]'")
+
+WIDTHS = {"desktop": 1280, "phone": 390}
+INKED = """canvas => {
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  const seen = new Set();
+  for (let i = 0; i < data.length; i += 4) if (data[i + 3] > 200) seen.add(data[i] << 16 | data[i + 1] << 8 | data[i + 2]);
+  return seen.size;
+}"""
+TOO_WIDE = """() => [...document.querySelectorAll("body *")]
+  .filter(e => !e.closest(".scroll, .events-box") && e.getBoundingClientRect().right > innerWidth + 0.5)
+  .map(e => e.tagName + "." + e.className)"""
+
+BEYOND_ITS_FRAME = """() => [...document.querySelectorAll("figure.chart")]
+  .filter(f => f.querySelector(".u-wrap").getBoundingClientRect().right > f.getBoundingClientRect().right)
+  .map(f => f.dataset.chart)"""
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    try:
+        path = find_chromium()
+    except Missing as missing:
+        pytest.skip(str(missing))
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=str(path), args=ARGUMENTS, env=libraries())
+        yield browser
+        browser.close()
+
+
+class Opened:
+    """A page that notes everything it should not do."""
+
+    def __init__(self, chromium: Any, url: str, *, width: int = 1280, scheme: str = "light") -> None:
+        self.page = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        self.troubles: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda message: self.troubles.append(message.text))
+        self.page.on("pageerror", lambda error: self.troubles.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(url)
+
+    def colours(self, chart: str) -> int:
+        """How many opaque colours the chart's canvas holds: none on an empty one."""
+        found: int = self.page.eval_on_selector(f"figure[data-chart={chart}] canvas", INKED)
+        return found
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A page of one run with everything a folder may hold, and one of two runs."""
+    root = tmp_path_factory.mktemp("pages")
+    changed = {"micro_batch": {"value": HOSTILE, "reason": HOSTILE, "source": "rule"}}
+    full = write_run(root / "full", about=HOSTILE, metrics=lines(1500), plan_changes=changed)
+    (full / "ablation.json").write_text(json.dumps(ABLATION))
+    jsonl(full / "trials.jsonl", [{f"value_{i}": i for i in range(9)}])
+    jsonl(full / "evaluations.jsonl", EVALUATIONS)
+    two = [write_run(root / name, metrics=lines(faster=faster)) for name, faster in (("a", 1), ("a-long-name-" * 8, 2))]
+    found = {"one": root / "one.html", "two": root / "two.html"}
+    write_page([view(run) for run in read_runs([full])], found["one"])
+    write_page([view(run, place) for place, run in enumerate(read_runs(two))], found["two"])
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_the_page_is_drawn_fits_and_asks_for_nothing(
+    chromium: Any, pages: dict[str, Path], tmp_path: Path, name: str, width: int, scheme: str
+) -> None:
+    url = pages[name].as_uri()
+    opened = Opened(chromium, url, width=width, scheme=scheme)
+    for chart in ("loss", "tokens_per_s", "memory_bytes"):
+        assert opened.colours(chart) > 3
+    assert opened.page.evaluate(TOO_WIDE) == []
+    assert opened.page.evaluate(BEYOND_ITS_FRAME) == []
+    assert opened.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert opened.page.evaluate("window.hacked") is None
+    background = opened.page.evaluate("getComputedStyle(document.body).backgroundColor").removeprefix("rgb(").removesuffix(")")
+    assert (sum(map(int, background.split(","))) > 384) == (scheme == "light")
+    opened.page.screenshot(path=tmp_path / f"{name}-{width}-{scheme}.png", full_page=True)
+    assert opened.troubles == []
+    assert [asked for asked in opened.asked if asked != url and not asked.startswith("data:")] == []
+    opened.page.close()
+
+
+def test_pointing_at_a_curve_tells_its_numbers_and_the_axis_can_be_changed(chromium: Any, pages: dict[str, Path]) -> None:
+    opened = Opened(chromium, pages["two"].as_uri())
+    over = opened.page.locator("figure[data-chart=tokens_per_s] .u-over")
+    box = over.bounding_box()
+    over.hover(position={"x": box["width"] - 2, "y": 40})
+    told = opened.page.inner_text("figure[data-chart=tokens_per_s] .tip")
+    assert told.splitlines()[0] == "update 40"
+    assert "a speed 2k" in told
+    assert "speed 4k" in told
+    opened.page.click("[data-axis=elapsed_s]")
+    over.hover(position={"x": box["width"] - 2, "y": 40})
+    assert opened.page.inner_text("figure[data-chart=tokens_per_s] .tip b") == "training time 25.5 s"
+    assert opened.page.evaluate(BEYOND_ITS_FRAME) == []
+    opened.page.click("#more summary")
+    opened.page.wait_for_selector("figure[data-chart=lr] canvas")
+    assert opened.colours("lr") > 1
+    assert opened.troubles == []
+    opened.page.close()
+
+
+def test_the_watched_page_keeps_up_with_its_run(chromium: Any, tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", metrics=lines()[:20], events=EVENTS[:1])
+    with make_server(path, port=0) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        opened = Opened(chromium, server.url)
+        assert "20 of 40" in opened.page.inner_text(".facts")
+        before = opened.page.evaluate("document.querySelector('figure[data-chart=loss] canvas').toDataURL()")
+        with (path / "metrics.jsonl").open("a") as metrics, (path / "events.jsonl").open("a") as events:
+            metrics.write("".join(json.dumps(line) + "\n" for line in lines()[20:]))
+            events.write("".join(json.dumps(event) + "\n" for event in EVENTS[1:]))
+        opened.page.get_by_text("40 of 40").wait_for(timeout=10_000)
+        opened.page.wait_for_function("document.getElementById('pulse').textContent === 'finished, finished'", timeout=10_000)
+        assert opened.page.evaluate("document.querySelector('figure[data-chart=loss] canvas').toDataURL()") != before
+        assert "validation" in opened.page.inner_text("figure[data-chart=loss] figcaption")
+        assert opened.troubles == []
+        assert all(asked.startswith(server.url) for asked in opened.asked if not asked.startswith("data:"))
+        opened.page.close()
+        server.shutdown()

@@ -1,0 +1,296 @@
+"""The report's figures against sums done by hand, its verdicts, and what it does with folders that are not as they should be."""
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_folders import ABLATION, EVALUATIONS, EVENTS, jsonl, lines, plan, write_run
+
+from redline.cli.main import main
+from redline.report.ablation import ablation, trials
+from redline.report.compare import comparable, ratio
+from redline.report.figures import summarise, time_parts
+from redline.report.numbers import fact
+from redline.report.runs import read_run, read_runs
+from redline.report.series import curves
+from redline.report.tail import Tail
+from redline.report.view import accuracies, view
+
+
+class TestFigures:
+    def test_speed_leaves_out_the_first_updates_and_counts_them_in_the_whole_run(self, tmp_path: Path) -> None:
+        speed = summarise(read_run(write_run(tmp_path / "a"))).speed
+        assert speed.update is not None
+        assert (speed.update.value, speed.update.low, speed.update.high, speed.update.updates) == (2000, 2000, 2000, 35)
+        assert speed.whole_run == pytest.approx(40_000 / 27.75)
+        assert speed.attained_share == pytest.approx(2000 / 2500)
+        assert (speed.mfu, speed.ceiling_share, speed.step_s) == (0.4, 0.6, 0.5)
+        assert "989 TFLOP/s" in speed.mfu_note
+        assert "680 TFLOP/s" in speed.ceiling_note
+
+    def test_the_interval_is_that_of_six_blocks(self, tmp_path: Path) -> None:
+        made = lines(65)
+        for line in made[5:]:  # six blocks of ten: medians 1, 2, 3, 4, 5, 6
+            line["tokens_per_s"] = (line["step"] - 6) // 10 + 1
+        update = summarise(read_run(write_run(tmp_path / "a", metrics=made))).speed.update
+        assert update is not None
+        assert (update.value, update.low, update.high) == (3.5, 1, 6)
+
+    def test_the_parts_of_the_time_add_up_and_are_right(self, tmp_path: Path) -> None:
+        parts = {part.name: part.elapsed_s for part in time_parts(read_run(write_run(tmp_path / "a")))}
+        first_s = 4 + 4 * 1 - 5 * 0.5
+        assert parts == pytest.approx(
+            {"updates": 25.5 - first_s - 2.0, "data wait": 2.0, "first updates": first_s, "checkpoints": 0.25, "validation": 2.0}
+        )
+        assert sum(parts.values()) == pytest.approx(27.75)
+
+    def test_recorded_phases_split_the_updates(self, tmp_path: Path) -> None:
+        made = [line | {"forward_s": 0.1, "backward_s": 0.2, "optimizer_s": 0.05} for line in lines()]
+        parts = {part.name: part.elapsed_s for part in time_parts(read_run(write_run(tmp_path / "a", metrics=made)))}
+        assert parts["backward"] == pytest.approx(2 * parts["forward"])
+        assert parts["forward"] == pytest.approx(2 * parts["optimiser update"])
+        assert sum(parts.values()) == pytest.approx(27.75)
+
+    def test_the_first_updates_after_a_resume_count_in_no_speed(self, tmp_path: Path) -> None:
+        made = lines()
+        for line in made[20:25]:
+            line |= {"tokens_per_s": 1.0, "step_s": 3.0}
+        events = [*EVENTS[:1], {"at": 1.0, "event": "resume", "step": 20}, *EVENTS[1:]]
+        summary = summarise(read_run(write_run(tmp_path / "a", metrics=made, events=events)))
+        assert summary.attempts == 2
+        assert summary.speed.update is not None
+        assert (summary.speed.update.low, summary.speed.update.updates) == (2000, 30)
+
+    def test_memory_predicted_beside_seen(self, tmp_path: Path) -> None:
+        memory = summarise(read_run(write_run(tmp_path / "a"))).memory
+        assert memory.error == pytest.approx(0.5)
+        assert memory.predicted_parts_bytes == {"weights": 2**30, "activations": 2**31}
+
+    def test_on_a_cpu_the_two_memories_are_not_held_against_each_other(self, tmp_path: Path) -> None:
+        changed = {"hardware": plan()["hardware"] | {"kind": "cpu"}}
+        memory = summarise(read_run(write_run(tmp_path / "a", plan_changes=changed))).memory
+        assert memory.error is None
+        assert "resident" in memory.note
+
+    def test_numbers_that_are_not_there_stay_unknown(self, tmp_path: Path) -> None:
+        made = [{"step": 1, "loss": None, "step_s": 1.0}, {"step": 2, "loss": math.nan, "mfu": None}]
+        summary = summarise(read_run(write_run(tmp_path / "a", metrics=made, events=[])))
+        assert (summary.updates, summary.quality.last_loss, summary.speed.update, summary.speed.mfu) == (2, None, None, None)
+        view(read_run(tmp_path / "a"))
+
+    @pytest.mark.parametrize(
+        ("last", "ending", "text"),
+        [
+            ({"event": "end", "why": "finished"}, "finished", "finished"),
+            ({"event": "end", "why": "stopped by signal"}, "stopped", "stopped by signal"),
+            ({"event": "failed", "error": "the disk is full"}, "failed", "the disk is full"),
+            ({"event": "resume", "step": 3}, "running", "last line 0 s ago"),
+        ],
+    )
+    def test_state(self, tmp_path: Path, last: dict[str, str], ending: str, text: str) -> None:
+        state = read_run(write_run(tmp_path / "a", events=[EVENTS[0], last])).state
+        assert (state.ending, state.text) == (ending, text)
+
+    def test_a_run_that_writes_nothing_any_more_is_not_called_running(self, tmp_path: Path) -> None:
+        path = write_run(tmp_path / "a", events=EVENTS[:1])
+        for name in ("metrics.jsonl", "events.jsonl", "recipe.toml"):
+            os.utime(path / name, (1_700_000_000, 1_700_000_000))
+        assert read_run(path).state.ending == "no end recorded"
+
+    @pytest.mark.parametrize(
+        ("events", "evaluations", "silent", "ending"),
+        [
+            ([{"event": "sampling_end", "at": 5.0, "why": "finished"}], [], False, "running"),
+            ([{"event": "sampling_end", "at": 5.0, "why": "finished"}], [], True, "between stages"),
+            ([{"event": "sampling_end", "at": 5.0, "why": "stopped by signal"}], [], False, "stopped"),
+            ([{"event": "training_on_samples", "at": 5.0, "why": "finished"}], [{"weights": "base", "at": 6.0}], False, "running"),
+            ([{"event": "training_on_samples", "at": 5.0, "why": "finished"}], [{"weights": "samples", "at": 6.0}], False, "finished"),
+        ],
+    )
+    def test_the_stages_of_an_rft_run(
+        self, tmp_path: Path, events: list[dict[str, Any]], evaluations: list[dict[str, Any]], silent: bool, ending: str
+    ) -> None:
+        (tmp_path / "recipe.toml").write_text('name = "units"\n[task]\nname = "units"\n')
+        jsonl(tmp_path / "events.jsonl", events)
+        jsonl(tmp_path / "evaluations.jsonl", evaluations)
+        run = dataclasses.replace(read_run(tmp_path), silent_s=1000.0 if silent else 1.0)
+        assert run.state.ending == ending
+
+
+class TestComparison:
+    def test_the_same_training_on_the_same_hardware_compares(self, tmp_path: Path) -> None:
+        changed = {"micro_batch": {"value": 5, "reason": "tried", "source": "user"}}
+        runs = read_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b", plan_changes=changed)])
+        verdict = comparable(runs)
+        assert (verdict.level, verdict.differences, verdict.plan_differences) == ("yes", [], ["micro_batch: 10 | 5"])
+
+    def test_other_hardware_leaves_only_the_losses(self, tmp_path: Path) -> None:
+        changed = {"hardware": plan()["hardware"] | {"title": "NVIDIA A100"}}
+        verdict = comparable(read_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b", plan_changes=changed)]))
+        assert verdict.level == "loss only"
+        assert "NVIDIA H200 | NVIDIA A100" in verdict.text
+
+    def test_another_training_does_not_compare_and_the_difference_is_named(self, tmp_path: Path) -> None:
+        other = write_run(tmp_path / "b", plan_changes={"fingerprint": "other"}, steps=50)
+        verdict = comparable(read_runs([write_run(tmp_path / "a"), other]))
+        assert (verdict.level, verdict.differences) == ("no", ["train.steps: 40 | 50"])
+
+    def test_a_ratio_is_resolved_only_where_its_interval_leaves_out_one(self, tmp_path: Path) -> None:
+        steady = summarise(read_run(write_run(tmp_path / "a")))
+        twice = summarise(read_run(write_run(tmp_path / "b", metrics=lines(faster=2))))
+        found = ratio(steady, twice)
+        assert found is not None
+        assert (found.value, found.resolved) == (2, True)
+        same = ratio(steady, steady)
+        assert same is not None
+        assert (same.value, same.resolved) == (1, False)
+
+    def test_folders_of_one_name_are_told_apart(self, tmp_path: Path) -> None:
+        runs = read_runs([write_run(tmp_path / "x" / "run"), write_run(tmp_path / "y" / "run")])
+        assert [run.label for run in runs] == [str(tmp_path / "x" / "run"), str(tmp_path / "y" / "run")]
+
+
+class TestCurves:
+    def test_short_runs_are_drawn_as_they_are(self) -> None:
+        found = curves(lines())
+        assert (found["each"], found["axes"]["step"]) == (1, list(range(1, 41)))
+        assert found["curves"]["loss"] == {"mean": pytest.approx([5 - step / 20 for step in range(1, 41)])}
+
+    def test_thinned_curves_keep_means_and_spikes_and_every_validation(self) -> None:
+        made = lines(1000)
+        made[123]["loss"] = 99.0
+        for line in made[::10]:
+            line["valid_loss"] = 1.0
+        found = curves(made, most_points=100)
+        assert found["each"] == 10
+        assert len(found["axes"]["step"]) == 100
+        assert found["curves"]["loss"]["high"][12] == 99.0
+        assert found["curves"]["loss"]["mean"][0] == pytest.approx(sum(5 - step / 20 for step in range(1, 11)) / 10)
+        assert len(found["validation"]["valid_loss"]) == 101
+
+    def test_what_is_no_number_becomes_null(self) -> None:
+        found = curves([{"step": 1, "loss": math.nan}, {"step": 2, "loss": 1.5}, {"step": 3, "loss": None}])
+        assert found["curves"]["loss"]["mean"] == [None, 1.5, None]
+        json.dumps(found, allow_nan=False)
+
+
+class TestTail:
+    def test_half_a_line_waits_for_its_rest(self, tmp_path: Path) -> None:
+        path = tmp_path / "m.jsonl"
+        tail = Tail(path)
+        assert tail.read() == []
+        path.write_text('{"step": 1}\n{"st')
+        assert tail.read() == [{"step": 1}]
+        with path.open("a") as file:
+            file.write('ep": 2}\n')
+        assert tail.read() == [{"step": 2}]
+        assert tail.generation == 0
+
+    def test_a_file_that_was_cut_back_is_read_again(self, tmp_path: Path) -> None:
+        path = tmp_path / "m.jsonl"
+        path.write_text('{"step": 1}\n{"step": 2}\n')
+        tail = Tail(path)
+        tail.read()
+        (tmp_path / "new").write_text('{"step": 1}\n{"step": 2, "again": true}\n{"step": 3}\n')  # longer: only its identity tells
+        os.replace(tmp_path / "new", path)
+        assert [line["step"] for line in tail.read()] == [1, 2, 3]
+        assert tail.generation == 1
+
+
+class TestTables:
+    def test_the_ablation_stands_on_a_logarithmic_scale(self) -> None:
+        (chart,) = ablation(ABLATION)  # from 0.5 to 8: four doublings, and 4 % of that on both sides
+        assert chart.one == pytest.approx(100 * (1 + 0.16) / (4 + 0.32))
+        assert chart.rows[0].at == pytest.approx(100 * (3 + 0.16) / (4 + 0.32))
+        assert chart.rows[0].interval_at == pytest.approx((100 * (2 + 0.16) / 4.32, 100 * 2 / 4.32))
+        assert (chart.rows[0].claimed, chart.rows[0].measured, chart.rows[1].claimed) == ("1.5 to 2×", "4×", "–")
+
+    def test_facts_carry_their_units(self) -> None:
+        assert fact("stalled_s", 0.25) == "stalled 250 ms"
+        assert fact("size_bytes", 2**20) == "size 1.0 MiB"
+        assert fact("tokens_per_s", 41234.5) == "tokens 41,234/s"
+        assert (fact("best", True), fact("step", 1000)) == ("best yes", "step 1,000")
+
+    def test_trials_are_a_table_of_what_they_hold(self) -> None:
+        found = trials([{"micro_batch": 8, "tokens_per_s": 1000.0, "plan": {}}, {"micro_batch": 16, "error": "out of memory"}])
+        assert (found.columns, found.rows) == (["micro batch", "tokens", "error"], [["8", "1,000/s", "–"], ["16", "–", "out of memory"]])
+
+    def test_what_redline_ablate_writes_is_grouped_by_stage(self) -> None:
+        rows = [
+            {"name": "naive", "stage": "baseline", "workload": "train", "tokens_per_s": 5503.4},
+            {
+                "name": "bf16",
+                "stage": "one by one",
+                "workload": "train",
+                "claimed": [3.0, 3.0],
+                "outcome": "not applicable",
+                "note": "a CPU",
+            },
+            {"name": "sdpa", "stage": "leave one out", "workload": "train", "measured_ratio": 1.2, "verdict": "faster", "kept": True},
+        ]
+        first, second = ablation(rows)
+        assert [row.name for row in first.rows] == ["naive", "bf16"]
+        assert (first.rows[0].speed, first.rows[1].claimed, first.rows[1].verdict) == ("5,503 tokens/s", "3×", "not applicable, a CPU")
+        assert (second.title, second.rows[0].verdict) == ("pre-training, left out of the best, one at a time", "faster, kept")
+
+    def test_the_speed_of_a_trial_is_that_of_its_median_block(self) -> None:
+        measured = {"outcome": "ok", "blocks_s": [1.0, 2.0, 9.0], "steps_per_block": 3, "tokens_per_step": 1000}
+        found = trials([{"key": "k", "name": "naive", "measured": measured}])
+        assert dict(zip(found.columns, found.rows[0], strict=True))["tokens"] == "500/s"
+
+    def test_accuracies(self) -> None:
+        assert [(test.name, test.accuracy) for test in accuracies([*EVALUATIONS, {"weights": "base"}])] == [
+            ("before", 0.06),
+            ("after RFT", 0.63),
+        ]
+
+
+class TestCommand:
+    def test_tables_page_and_json(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        paths = [str(write_run(tmp_path / name)) for name in ("a", "b")]
+        assert main(["report", paths[0]]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        for part in ("2,000 tokens/s", "2,500 tokens/s", "MFU 40.0 %", "80.0 % of the attainable", "because", "perplexity 25.79"):
+            assert part in shown
+        assert (tmp_path / "a" / "report.html").read_text().startswith("<!doctype html>")
+        assert main(["report", *paths, "--json", "--out", str(tmp_path / "both.html")]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["comparable"]["level"] == "yes"
+        assert [run["speed"]["update"]["value"] for run in found["runs"]] == [2000, 2000]
+        assert (tmp_path / "both.html").exists()
+
+    @pytest.mark.parametrize(
+        ("name", "text", "part"),
+        [("plan.json", "{", "plan.json is damaged"), ("plan.json", "[]", "must hold a dict"), ("metrics.jsonl", "{\n", "is damaged")],
+    )
+    def test_damaged_files_are_one_line(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, part: str) -> None:
+        path = write_run(tmp_path / "a")
+        (path / name).write_text(text)
+        assert main(["report", str(path)]) == 3
+        shown = capsys.readouterr()
+        assert (shown.out, shown.err.count("\n")) == ("", 1)
+        assert part in shown.err
+
+    def test_what_is_no_run_folder_is_refused(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        for path in (tmp_path / "none", tmp_path):
+            assert main(["report", str(path)]) == 3
+            assert "run folder" in capsys.readouterr().err
+
+    def test_it_runs_where_torch_is_not_installed(self, tmp_path: Path) -> None:
+        path = write_run(tmp_path / "a")
+        program = f"import sys; sys.modules['torch'] = None\nfrom redline.cli.main import main\nsys.exit(main(['report', {str(path)!r}]))"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_plan_of_another_version_is_shown(tmp_path: Path) -> None:
+    changed = {"new_value": {"value": 3, "reason": "later", "source": "measurement"}, "prediction": None, "hardware": 7}
+    run = read_run(write_run(tmp_path / "a", plan_changes=changed))
+    assert [row.name for row in view(run).plan] == ["precision", "micro_batch", "new_value"]
+    assert dataclasses.asdict(summarise(run))["hardware"] is None

@@ -1,0 +1,104 @@
+"""The page without a browser: nothing in it comes from elsewhere, nothing of a run is taken for HTML, and it stays small."""
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from run_folders import ABLATION, EVALUATIONS, EVENTS, HOSTILE, jsonl, lines, write_run
+
+from redline.report.page import ASSETS, page
+from redline.report.runs import read_run, read_runs
+from redline.report.view import view
+from redline.rft.store import Sample, Store
+from redline.tasks.task import Question
+
+
+class Elements(HTMLParser):
+    """Every element with its attributes, and the text of the scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.elements and self.elements[-1][0] == "script" and self.cdata_elem == "script":
+            self.scripts[-1] += data
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    events = [{"at": 1.0, "event": HOSTILE, "note": HOSTILE}, *EVENTS[:1], {"at": 2.0, "event": "failed", "error": HOSTILE}]
+    changed = {"micro_batch": {"value": HOSTILE, "reason": HOSTILE, "source": HOSTILE}, "fingerprint": HOSTILE}
+    path = write_run(tmp_path / "a<b>&", about=HOSTILE, events=events, plan_changes=changed)
+    (path / "ablation.json").write_text(json.dumps([ABLATION[0] | {"name": HOSTILE, "verdict": HOSTILE, "numerics": HOSTILE}]))
+    jsonl(path / "trials.jsonl", [{HOSTILE: HOSTILE}])
+    jsonl(path / "evaluations.jsonl", [EVALUATIONS[0] | {"weights": HOSTILE, "split": HOSTILE}])
+    return path
+
+
+def test_text_of_a_run_is_never_taken_for_html(hostile: Path) -> None:
+    shown = Elements(page([view(read_run(hostile))]))
+    assert not [tag for tag, _ in shown.elements if tag == "img"]
+    assert len(shown.scripts) == 2
+    assert not [name for _, attributes in shown.elements for name in attributes if name.startswith("on")]
+    assert "hacked" not in shown.scripts[1]
+    assert json.loads(shown.scripts[0])["runs"][0]["label"] == "a<b>&"
+
+
+def test_the_page_asks_nobody_for_anything(tmp_path: Path) -> None:
+    text = page([view(run, i) for i, run in enumerate(read_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b")]))])
+    for tag, attributes in Elements(text).elements:
+        for name in ("src", "href", "action", "data", "poster", "srcset"):
+            assert (attributes.get(name) or "data:,") == "data:,", (tag, name)
+    style = "".join(re.findall(r"<style>(.*?)</style>", text, flags=re.S))
+    assert "url(" not in style
+    assert "@import" not in style
+    addresses = set(re.findall(r"https?://[^\s\"')]+", text))
+    assert addresses == {"https://github.com/leeoniya/uPlot"}  # in the comment that says whose work it is
+
+
+def test_the_policy_allows_the_page_s_own_script_and_no_other(tmp_path: Path) -> None:
+    shown = Elements(page([view(read_run(write_run(tmp_path / "a")))]))
+    policy = next(a["content"] for tag, a in shown.elements if tag == "meta" and a.get("http-equiv"))
+    digest = base64.b64encode(hashlib.sha256(shown.scripts[1].encode()).digest()).decode()
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; img-src data:")
+    assert f"script-src 'sha256-{digest}';" in policy
+    assert "connect-src" not in policy
+
+
+def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", metrics=lines(20_000))
+    assert len(page([view(read_run(path))])) < 600_000
+
+
+def test_an_rft_run_shows_its_samples(tmp_path: Path) -> None:
+    path = tmp_path / "rft"
+    path.mkdir()
+    (path / "recipe.toml").write_text('name = "units"\n[task]\nname = "units"\n')
+    jsonl(path / "evaluations.jsonl", EVALUATIONS)
+    with Store(path / "samples.db") as store:
+        source = store.open_source("model", {"seed": 0})
+        store.put_questions([Question(id="q1", text="How long is <b>a mile</b>?", answer="1", meta={"family": "length"})])
+        row = Sample("q1", 0, "text", 5, None, None, "stop", True, True, 1.0, "1", None, "key", 0, 0.0)
+        store.add(source, [row, row._replace(sample=1, correct=False, reasoning_key=None)])
+    text = page([view(read_run(path))])
+    assert "How long is &lt;b&gt;a mile&lt;/b&gt;?" in text
+    for part in ("1 of 1 (100.0 %)", "1 of 2 (50.0 %)", "63.0 %", "after RFT"):
+        assert part in text
+
+
+def test_the_chart_library_comes_with_its_licence() -> None:
+    assert "MIT License" in (ASSETS / "uPlot-LICENSE.txt").read_text()
+    assert (ASSETS / "uPlot-1.6.32.min.js").read_text().startswith("/*! https://github.com/leeoniya/uPlot (v1.6.32) */")
