@@ -1,0 +1,93 @@
+"""Measure what every optimisation is worth: one by one from the naive state, then left out of the best, claimed beside measured.
+
+redline ablate gpt2-124m                         the catalogue's pre-training list, on your recipe and machine
+redline ablate seeds/003                         a seed document's own list, on a recipe of its shape (000 to 004)
+redline ablate nano --only sdpa,fused-optimizer --minutes 5
+redline ablate seeds/002 --markdown > table.md   the table as it stands in docs/claims.md
+
+Killed or out of time, the same command goes on: finished trials are kept in the folder. `redline report FOLDER` draws it.
+"""
+
+import argparse
+from pathlib import Path
+
+HELP = "measure each optimisation on a recipe, claimed beside measured"
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    from redline.cli.options import add_json, add_recipe
+
+    add_recipe(command)
+    command.add_argument(
+        "--only", metavar="NAME,NAME", default="", help="only these entries of `redline optimizations`; all else is the planner's"
+    )
+    command.add_argument("--minutes", type=float, default=30.0, metavar="N", help="time for all of it (default 30)")
+    command.add_argument("--out", type=Path, metavar="DIR", help="the folder (default runs/ablate-RECIPE)")
+    command.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    add_json(command)
+
+
+def run(options: argparse.Namespace) -> None:
+    from dataclasses import asdict
+
+    from redline.cli.options import print_json, recipe_of, status
+    from redline.config.load import shipped
+    from redline.errors import ConfigError
+    from redline.machine.facts import read_facts
+    from redline.machine.store import cached
+    from redline.plan.hardware import hardware_here
+    from redline.tune.ablate import ablate
+
+    if not options.minutes > 0:
+        raise ConfigError(f"--minutes must be greater than 0, got {options.minutes}")
+    recipe, facts = recipe_of(options), read_facts()
+    hardware = hardware_here(facts, cached(facts, progress=status))
+    named = options.recipe.replace("/", "-") if options.recipe in shipped() else recipe.name
+    folder = options.out or Path("runs") / f"ablate-{named}"
+    only = [name.strip() for name in options.only.split(",") if name.strip()]
+    rows = ablate(recipe, options.recipe, hardware, folder, only=only, minutes=options.minutes, progress=status)
+    if options.json:
+        print_json([asdict(row) for row in rows])
+    elif options.markdown:
+        from redline.tune.waterfall_table import markdown
+
+        print(markdown(rows, recipe.name, _where(hardware, facts, recipe)))
+    else:
+        _print(rows, f"{recipe.name} on {hardware.title}")
+        print(f"written to {folder / 'ablation.json'}; `redline report {folder}` draws it")
+    if left := sum(row.outcome == "not run" for row in rows):
+        status(f"{left} rows were not run: the {options.minutes:g} minutes were up; the same command goes on from here")
+
+
+def _where(hardware, facts, recipe) -> str:  # type: ignore[no-untyped-def]
+    import time
+
+    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version)
+    return (
+        f"Made by `redline ablate` on {time.strftime('%Y-%m-%d')}: {hardware.title}; {versions}; fingerprint {recipe.fingerprint}. "
+        "Speed with the change over speed without it, on top of what was kept before it; interval of 95 %; medians of blocks of steps."
+    )
+
+
+def _print(rows, title: str) -> None:  # type: ignore[no-untyped-def]
+    from dataclasses import replace
+
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from redline.tune.waterfall_table import COLUMNS, cells
+
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    shown = [number for number, column in enumerate(COLUMNS) if column != "by"]
+    for number in shown:
+        table.add_column(COLUMNS[number], overflow="fold")
+    stage = None
+    for row in rows:
+        if row.stage not in (stage, "one by one"):
+            table.add_section()
+            table.add_row(f"[bold]{row.workload}: {row.stage}[/bold]")
+        stage = row.stage
+        brief = replace(row, numerics=row.numerics.partition(" (")[0])  # the figures stand in the JSON and the Markdown
+        table.add_row(*(escape(cells(brief)[number]) for number in shown))
+    Console().print(table)

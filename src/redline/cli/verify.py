@@ -1,0 +1,57 @@
+"""Prove on this machine that what the plan says is really on, and that loss and gradients agree with the fp32 reference.
+
+redline verify gpt2-124m                     the plan that `redline train` would make
+redline verify gpt2-124m --plan plan.json    a saved one, with the same --set values
+
+A few updates are run and profiled, nothing is written. Exit code 1 when a check fails.
+"""
+
+import argparse
+from pathlib import Path
+
+HELP = "prove that what a plan says is really on"
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    from redline.cli.options import add_json, add_recipe
+
+    add_recipe(command)
+    command.add_argument("--plan", type=Path, metavar="FILE", help="a plan written by `redline plan --save` (default: plan now)")
+    add_json(command)
+
+
+def run(options: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from redline.cli.options import print_json, recipe_of, status, typed_pins
+    from redline.cli.plan import make
+    from redline.plan.plan import load_for
+
+    recipe = recipe_of(options)
+    plan = make(options, recipe, nproc=1) if options.plan is None else load_for(options.plan, recipe, 1, typed=typed_pins(options))
+    from redline.train.execution import set_allocator
+
+    set_allocator(plan)
+    from redline.tune.verify import verify
+
+    checks = verify(recipe, plan, progress=status)
+    failed = [check for check in checks if check.status == "failed"]
+    if options.json:
+        print_json([asdict(check) for check in checks])
+    else:
+        _print(checks, f"{recipe.name} on {plan.hardware.title}: {len(failed)} of {len(checks)} checks failed")
+    return 1 if failed else 0
+
+
+def _print(checks, title: str) -> None:  # type: ignore[no-untyped-def]
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    colours = {"passed": "green", "failed": "bold red", "not applicable": "dim"}
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in ("check", "", "what was seen"):
+        table.add_column(column, overflow="fold")
+    for check in checks:
+        table.add_row(check.name, f"[{colours[check.status]}]{check.status}[/]", escape(check.evidence))
+    Console().print(table)

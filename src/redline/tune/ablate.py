@@ -1,0 +1,251 @@
+"""The ablation: every optimisation of a study applied one by one from the naive state, then left out one by one from the best. No torch.
+
+    rows = ablate(recipe, "gpt2-124m", hardware, folder, only=(), minutes=30, progress=print)
+    # folder/ablation.json: the rows, written after each; folder/trials.jsonl: finished trials, which are not run again
+
+A change is kept when it measures faster and the numerics guard passes it; what is slower, not resolved, or another training leaves the
+state as it was, so every row says what its change is worth on top of those kept before it. A change and the state before it take turns,
+each in a process of its own, so a drift of the clocks falls on both. Left out: interactions of more than two changes.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from redline.config.load import to_toml
+from redline.config.recipe import Recipe
+from redline.errors import ConfigError, MachineError
+from redline.optimizations.catalogue import find
+from redline.optimizations.entry import Optimization, Workload
+from redline.optimizations.studies import SAMPLES, Part, Samples, study
+from redline.plan.plan import Hardware
+from redline.record.files import write_atomic
+from redline.tune.arms import Arms, State, arms_for, naive
+from redline.tune.guard import guard
+from redline.tune.statistics import Comparison, compare
+from redline.tune.store import TuningFolder, trial_key
+from redline.tune.trial import Bounds, Measured
+from redline.tune.turns import Pair, Turns
+
+Stage = Literal["baseline", "one by one", "leave one out", "all"]
+OUT_OF_TIME = "the time was up; the same command goes on from here"
+RUNS = "runs"
+"""The verdict on a change whose state before did not."""
+LOGPROB_BAND = {"fp32": 1e-3, "bf16": 5e-2}
+"""Mean difference of a log-probability from the fp32 model's that generation may show, by precision: 5 % of a probability, and 0.1 %."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A line of ablation.json."""
+
+    name: str
+    stage: Stage
+    workload: Workload
+    title: str
+    claimed: tuple[float, float] | None
+    """Low and high, speed with the change over speed without it."""
+    source: str
+    """Who claims it."""
+    measured_ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    """Where the ratio lies with 95 % confidence."""
+    verdict: str = ""
+    tokens_per_s: float | None = None
+    memory_bytes: int | None = None
+    """Peak of the allocated bytes with the change; on a CPU resident bytes."""
+    numerics: str = ""
+    outcome: str = "ok"
+    """ok, out_of_memory, crashed, timed_out, not applicable, no change, or not run."""
+    note: str = ""
+    """Why, where the outcome is not ok."""
+    kept: bool = False
+
+
+def ablate(
+    recipe: Recipe,
+    name: str,
+    hardware: Hardware,
+    folder: Path,
+    *,
+    only: Sequence[str] = (),
+    minutes: float,
+    progress: Callable[[str], None],
+    bounds: Bounds | None = None,
+    samples: Samples | None = None,
+) -> list[Row]:
+    """Run the study of the recipe `name`, or those of its entries in `only`; finished trials in the folder are not repeated."""
+    parts = _chosen(study(name), only)
+    samples = samples or SAMPLES.get(name)
+    rows: list[Row] = []
+
+    def write(row: Row) -> None:
+        rows.append(row)
+        write_atomic(folder / "ablation.json", json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        progress(brief(row))
+
+    with TuningFolder(folder) as trials:
+        write_atomic(folder / "recipe.toml", to_toml(recipe))
+        with Turns(trials, beside=hardware.title, deadline_s=time.monotonic() + 60 * minutes, progress=progress) as turns:
+            for part in parts:
+                arms = arms_for(part.workload, recipe, hardware, samples=samples, bounds=bounds or Bounds())
+                _Waterfall(part, arms, recipe, hardware, turns, write).run()
+    return rows
+
+
+def _chosen(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
+    known = [name for part in parts for name in part.names]
+    for name in only:
+        if find(name).name not in known:
+            raise ConfigError(f"--only {name}: not in this recipe's list, which has {', '.join(known)}")
+    return [replace(part, names=kept) for part in parts if (kept := tuple(n for n in part.names if not only or n in only))]
+
+
+class _Waterfall:
+    """One part of a study."""
+
+    def __init__(self, part: Part, arms: Arms, recipe: Recipe, hardware: Hardware, turns: Turns, write: Callable[[Row], None]) -> None:
+        self.workload, self.arms, self.recipe, self.hardware, self.turns, self.write = part.workload, arms, recipe, hardware, turns, write
+        self.entries = [find(name) for name in part.names]
+        self.state = arms.held(naive(self.entries, hardware))
+        self.reference: Measured | None = None
+        """What `rounding` is compared with: the naive state, or the first after it that ran."""
+        self.kept: list[tuple[Optimization, State]] = []
+        """Entries that were kept, each with the values that it replaced."""
+
+    def run(self) -> None:
+        first = self.state
+        row = Row(name="naive", stage="baseline", workload=self.workload, title="every switch of the list off", claimed=None, source="")
+        self.write(self._baseline(row))
+        for entry in self.entries:
+            self.write(self._one(entry))
+        for entry, before in self.kept:
+            self.write(self._without(entry, before))
+        if self.kept:
+            self.write(self._all(first))
+
+    # ---- a row ----
+
+    def _baseline(self, row: Row) -> Row:
+        try:
+            measured = self.turns.alone(f"{self.workload} naive", self.arms.trial(self.state))
+        except MachineError as error:  # by arithmetic alone it does not fit
+            return replace(row, outcome="out_of_memory", note=str(error))
+        if measured is None:
+            return replace(row, outcome="not run", note=OUT_OF_TIME)
+        if measured.outcome != "ok":
+            return replace(row, outcome=measured.outcome, note=measured.error or "")
+        self.reference = measured
+        return _with_speed(row, measured)
+
+    def _one(self, entry: Optimization) -> Row:
+        """Apply an entry to the state, and keep it if it pays."""
+        row = self._row(entry, "one by one")
+        if (why_not := entry.why_not(self.recipe, self.hardware)) is not None:
+            return replace(row, outcome="not applicable", note=why_not)
+        candidate = {**self.state, **entry.on}
+        try:
+            trials = self.arms.trial(self.state), self.arms.trial(candidate, entry.change)
+        except (ConfigError, MachineError) as error:
+            return replace(row, outcome="not applicable", note=str(error))
+        if trial_key(trials[0]) == trial_key(trials[1]):
+            return replace(row, outcome="no change", note="the state before has it already")
+        pair = self.turns.pair(f"{self.workload} {entry.name}", *trials)
+        if pair is None:
+            return replace(row, outcome="not run", note=OUT_OF_TIME)
+        row = _compared_row(row, pair)
+        passed, numerics = self._numerics(entry, candidate, pair)
+        row = replace(row, numerics=numerics)
+        if entry.effect == "changes-training" or not passed or row.verdict not in ("faster", RUNS):
+            return row
+        self.kept.append((entry, {name: self.state[name] for name in entry.on}))
+        self.state, self.reference = candidate, self.reference or pair.after
+        return replace(row, kept=True)
+
+    def _without(self, entry: Optimization, before: State) -> Row:
+        """The best state against the same without one entry."""
+        row = self._row(entry, "leave one out")
+        if any(self.state[name] != value for name, value in entry.on.items()):
+            return replace(row, outcome="no change", note="a later change took its place")
+        try:
+            best, without = self.arms.trial(self.state), self.arms.trial({**self.state, **before})
+        except (ConfigError, MachineError) as error:
+            return replace(row, outcome="not applicable", note=f"without it: {error}")
+        if trial_key(best) == trial_key(without):
+            return replace(row, outcome="no change", note="nothing depends on it in the best state")
+        pair = self.turns.pair(f"{self.workload} without {entry.name}", best, without)
+        if pair is None:
+            return replace(row, outcome="not run", note=OUT_OF_TIME)
+        if pair.after.outcome != "ok":
+            return replace(row, outcome=pair.after.outcome, note=f"without it: {pair.after.error}")
+        return _compared_row(row, Pair(pair.after, pair.before, pair.paired))
+
+    def _all(self, first: State) -> Row:
+        """All that were kept against the naive state; claimed: the product of their claims."""
+        claims = [entry.claimed for entry, _ in self.kept if entry.claimed]
+        product = (math.prod(low for low, _ in claims), math.prod(high for _, high in claims)) if claims else None
+        names = ", ".join(entry.name for entry, _ in self.kept)
+        source = "the product of the claims of those kept"
+        row = Row(name="all kept", stage="all", workload=self.workload, title=names, claimed=product, source=source)
+        pair = self.turns.pair(f"{self.workload} all", self.arms.trial(first), self.arms.trial(self.state))
+        return replace(row, outcome="not run", note=OUT_OF_TIME) if pair is None else _compared_row(row, pair)
+
+    def _row(self, entry: Optimization, stage: Stage) -> Row:
+        sources = "; ".join(claim.source for claim in entry.claims)
+        return Row(name=entry.name, stage=stage, workload=self.workload, title=entry.title, claimed=entry.claimed, source=sources)
+
+    def _numerics(self, entry: Optimization, candidate: State, pair: Pair) -> tuple[bool, str]:
+        """Whether the numbers are the reference's: `exact` against the state before, `rounding` against the naive one."""
+        if entry.effect == "changes-training":
+            return False, "another training: its tokens/s do not compare"
+        if pair.after.outcome != "ok":
+            return False, ""
+        precision = self.arms.precision(candidate)
+        if self.workload == "generate":
+            worst, band = max(pair.after.losses), LOGPROB_BAND[precision]
+            return worst <= band, f"{'within' if worst <= band else 'OUTSIDE'} {band:g}: log-probabilities differ from fp32 by {worst:.1e}"
+        against = pair.before if entry.effect == "exact" else self.reference
+        if against is None or against.outcome != "ok":
+            return True, "no reference ran"
+        verdict = guard(against, pair.after, entry.effect, precision=precision)
+        return verdict.passed, str(verdict)
+
+
+def _with_speed(row: Row, measured: Measured) -> Row:
+    return replace(row, tokens_per_s=speed(measured), memory_bytes=measured.memory.allocated_bytes if measured.memory else None)
+
+
+def _compared_row(row: Row, pair: Pair) -> Row:
+    if pair.after.outcome != "ok":
+        return replace(row, outcome=pair.after.outcome, note=pair.after.error or "")
+    row = _with_speed(row, pair.after)
+    if pair.before.outcome != "ok":
+        return replace(row, verdict=RUNS, note=f"the state before did not: {pair.before.outcome}")
+    found = compared(pair)
+    return replace(row, measured_ratio=found.ratio, low=found.low, high=found.high, verdict=found.verdict)
+
+
+def speed(measured: Measured) -> float:
+    """Tokens a second, from the median block."""
+    blocks = sorted(measured.blocks_s)
+    middle = (blocks[(len(blocks) - 1) // 2] + blocks[len(blocks) // 2]) / 2
+    return measured.tokens_per_step / middle
+
+
+def compared(pair: Pair) -> Comparison:
+    """By seconds a token: a changed batch has other tokens in a step."""
+    first, second = ([block_s / arm.tokens_per_step for block_s in arm.blocks_s] for arm in (pair.before, pair.after))
+    return compare(first, second, paired=pair.paired)
+
+
+def brief(row: Row) -> str:
+    """A row in a line, for progress."""
+    if row.measured_ratio is None:
+        said = f"{row.tokens_per_s:,.0f} tokens/s" if row.tokens_per_s else f"{row.outcome}: {row.note}"
+        return f"{row.stage}, {row.name}: {said}"
+    return f"{row.stage}, {row.name}: {row.measured_ratio:.2f}x [{row.low:.2f}, {row.high:.2f}] {row.verdict}{', kept' if row.kept else ''}"

@@ -1,0 +1,122 @@
+"""From the switches of an ablation to a trial: a plan for pre-training, an engine's or a fine-tuning's setting for the others. No torch.
+
+    arms = arms_for("train", recipe, hardware, samples=None, bounds=Bounds())
+    state = naive(entries)                     # every switch off
+    arms.trial(state)                          # what to measure
+    arms.trial(state, entry.change)            # the same on a changed recipe
+
+A state maps the name of a switch to its value. A value that a kernel cannot take beside the others (fused loss in fp32) falls back to
+the planner's choice, so that one switch can be turned without the rest.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Protocol
+
+from redline.config.load import to_toml
+from redline.config.recipe import PlanPins, Recipe
+from redline.errors import MachineError
+from redline.optimizations.entry import Optimization, Workload
+from redline.optimizations.studies import Samples
+from redline.optimizations.work import Finetuning, Generating
+from redline.plan.plan import Hardware, Plan, Why
+from redline.plan.planner import make_plan
+from redline.tune.trial import Bounds, Trial, train_trial
+
+State = dict[str, Any]
+Change = Callable[[Recipe], Recipe] | None
+GENERATION = "redline.tune.child_generate:Generation"
+FINETUNING = "redline.tune.child_finetune:Finetuned"
+PIN_NAMES = tuple(field.name for field in fields(PlanPins))
+
+
+class Arms(Protocol):
+    def held(self, state: State) -> State:
+        """The state with every value that it leaves to a rule held at what the rule says now: one change at a time."""
+
+    def trial(self, state: State, change: Change = None) -> Trial: ...
+    def precision(self, state: State) -> str:
+        """In which a state computes; the guard's band depends on it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainArms:
+    recipe: Recipe
+    hardware: Hardware
+    bounds: Bounds
+
+    def plan(self, state: State, change: Change = None) -> tuple[Recipe, Plan]:
+        """The recipe with the state's pins over its own, and the plan that follows."""
+        recipe = change(self.recipe) if change else self.recipe
+        pins = {**asdict(recipe.plan), **{name: value for name, value in state.items() if name in PIN_NAMES}}
+        if pins["micro_batch"] is not None:
+            pins["micro_batch"] = _divisor(recipe.train.batch_size, pins["micro_batch"])
+        if pins["precision"] in ("fp32", "tf32") or (pins["precision"] is None and self.hardware.kind == "cpu"):
+            pins["cross_entropy"] = "torch" if pins["cross_entropy"] == "fused" else pins["cross_entropy"]
+            pins["attention"] = "auto" if pins["attention"] in ("cudnn", "flash") else pins["attention"]
+        pinned = replace(recipe, plan=PlanPins(**pins))
+        plan = make_plan(pinned, self.hardware)
+        if "allocator" in state:
+            why = {**plan.why, "allocator": Why(reason="switched by the ablation", source="user")}
+            plan = replace(plan, allocator=state["allocator"], why=why)
+        return pinned, plan
+
+    def held(self, state: State) -> State:
+        try:
+            plan = self.plan(state)[1]
+        except MachineError:  # the first state does not fit; a later one may, and is held by its own rules
+            return state
+        return {name: getattr(plan, name) for name in PIN_NAMES} | state
+
+    def trial(self, state: State, change: Change = None) -> Trial:
+        return train_trial(*self.plan(state, change), self.bounds)
+
+    def precision(self, state: State) -> str:
+        return self.plan(state)[1].precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkArms:
+    """Generation or fine-tuning: the workload's class is made from the recipe and its switches."""
+
+    workload: str
+    switches: type[Generating] | type[Finetuning]
+    recipe: Recipe
+    beside: dict[str, Any]
+    bounds: Bounds
+
+    def held(self, state: State) -> State:
+        return state  # nothing here is left to a rule
+
+    def trial(self, state: State, change: Change = None) -> Trial:
+        recipe = change(self.recipe) if change else self.recipe
+        how = asdict(self.switches(**state).in_force())
+        return Trial(workload=self.workload, setting={"recipe": to_toml(recipe), "how": how, **self.beside}, bounds=self.bounds)
+
+    def precision(self, state: State) -> str:
+        return self.switches(**state).precision
+
+
+def arms_for(workload: Workload, recipe: Recipe, hardware: Hardware, *, samples: Samples | None, bounds: Bounds) -> Arms:
+    if workload == "train":
+        return TrainArms(recipe=recipe, hardware=hardware, bounds=bounds)
+    device = {"device": hardware.kind}
+    if workload == "finetune":
+        return WorkArms(workload=FINETUNING, switches=Finetuning, recipe=recipe, beside=device, bounds=bounds)
+    assert samples is not None, "a study that generates says what"
+    beside = {**device, "samples": asdict(samples)}
+    # A step is a whole batch of samples, up to some 20 s of them without a cache: the guard's numbers come with the first.
+    return WorkArms(workload=GENERATION, switches=Generating, recipe=recipe, beside=beside, bounds=replace(bounds, guard_steps=1))
+
+
+def naive(entries: Sequence[Optimization], hardware: Hardware) -> State:
+    """Every switch off; of several that turn the same value the first one's. A CPU only emulates half precision: there fp32 for all."""
+    state: State = {"precision": "fp32"} if hardware.kind == "cpu" else {}
+    for entry in entries:
+        for name, value in entry.off.items():
+            state.setdefault(name, value)
+    return state
+
+
+def _divisor(batch: int, most: int) -> int:
+    return max(size for size in range(1, min(batch, most) + 1) if batch % size == 0)

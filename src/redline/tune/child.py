@@ -1,0 +1,233 @@
+"""The process in which a trial runs: makes a workload, warms it up, and times a block of its steps whenever it is told to.
+
+    {"do": "start", "workload": "redline.tune.child:Training", "setting": {...}, "block_s": 0.5, "guard_steps": 5, "warmup_s": 10}
+        -> {"first_step_s", "warmup_steps", "steps_per_block", "tokens_per_step", "losses", "grad_norms"}
+    {"do": "block"}  -> {"step_s", "data_wait_s"}, both per step
+    {"do": "memory"} -> the fields of trial.Memory
+
+One line of JSON a request, one a reply; a second `start` puts another setting in the place of the first. A block is timed between two
+synchronisations and has none inside. What fails in a way that has a name is a reply {"failed": ..., "error": ...}; anything else ends
+the process with its traceback, which the parent reads.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+import psutil
+import torch
+
+from redline.config.load import from_toml
+from redline.errors import RedlineError
+from redline.machine.facts import read_facts
+from redline.plan.plan import from_json
+from redline.pretrain import open_corpus
+from redline.record.run import RunFolder
+from redline.train.execution import check_device
+from redline.train.loop import Job, Trainer
+from redline.train.process import join
+from redline.tune.statistics import stationary
+
+
+class Workload(Protocol):
+    """What a trial measures; made from the trial's setting."""
+
+    tokens_per_step: int
+    waited_s: float
+    """Time that all steps so far waited for data."""
+    losses: list[float]
+    grad_norms: list[float]
+    """Of the steps so far; empty where the workload has none."""
+
+    def __init__(self, setting: dict[str, Any]) -> None: ...
+    def step(self) -> None:
+        """Enqueue one step."""
+
+    def drain(self) -> None:
+        """Do what is still to do for the steps so far; a block ends with it."""
+
+    def close(self) -> None: ...
+
+
+class Training:
+    """The real training loop: loader, clipping, record and instruments. Starts from random weights, validates and saves nothing."""
+
+    def __init__(self, setting: dict[str, Any]) -> None:
+        recipe, plan = from_toml(setting["recipe"], where="trial"), from_json(setting["plan"], where="trial")
+        endless = replace(recipe.train, steps=10**9, max_hours=None, eval_every=0, checkpoint_every=0, early_stop_evals=0)
+        self.tokens_per_step = recipe.tokens_per_step
+        self.losses: list[float] = []
+        self.grad_norms: list[float] = []
+        with contextlib.ExitStack() as stack:
+            process = stack.enter_context(join(plan.hardware.kind))
+            check_device(plan)
+            run = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            folder = stack.enter_context(RunFolder(run))
+            corpus = open_corpus(recipe, run, process, None)
+            self.trainer = Trainer(
+                Job(
+                    recipe=replace(recipe, train=endless),
+                    plan=plan,
+                    source=corpus.train,
+                    data_fingerprint=corpus.fingerprint,
+                    run=run,
+                    folder=folder,
+                    observers=[self],
+                ),
+                process,
+            )
+            stack.callback(self.trainer.close)
+            self._stack = stack.pop_all()
+
+    @property
+    def waited_s(self) -> float:
+        return self.trainer.loader.waited_s
+
+    def step(self) -> None:
+        self.trainer.turn()
+
+    def drain(self) -> None:
+        self.trainer._write(self.trainer.instruments.ready(drain=True))
+        self.trainer.instruments.restart()
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def metrics(self, line: dict[str, Any]) -> None:
+        self.losses.append(line["loss"])
+        self.grad_norms.append(line["grad_norm"])
+
+    def event(self, kind: str, facts: dict[str, Any]) -> None:
+        if kind == "out_of_memory":  # the loop would go on with smaller passes; a trial is about these
+            raise torch.OutOfMemoryError(f"out of memory with micro-batch {facts['micro_batch_before']}")
+
+
+def timed(steps: int, step: Callable[[], None], drain: Callable[[], None]) -> float:
+    """Seconds of a block of steps, between two synchronisations; what `drain` does belongs to the block."""
+    synchronize()
+    started_s = time.perf_counter()
+    for _ in range(steps):
+        step()
+    drain()
+    synchronize()
+    return time.perf_counter() - started_s
+
+
+def synchronize() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def cuda_peaks() -> dict[str, int]:
+    """Peak bytes of torch's allocator."""
+    stats = torch.cuda.memory_stats()
+    return {f"{name}_bytes": stats[f"{name}_bytes.all.peak"] for name in ("allocated", "active", "reserved")}
+
+
+class Session:
+    """What the process holds between requests."""
+
+    def __init__(self) -> None:
+        self.free_before_bytes = next((gpu.free_bytes for gpu in read_facts().gpus), 0)
+        self.workload: Workload | None = None
+        self.steps_per_block = 1
+        self.resident_before_bytes = psutil.Process().memory_info().rss
+
+    def start(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._clear()
+        module, _, name = request["workload"].partition(":")
+        began_s = time.perf_counter()
+        workload: Workload = getattr(importlib.import_module(module), name)(request["setting"])
+        self.workload = workload
+        timed(1, workload.step, workload.drain)
+        first_step_s = time.perf_counter() - began_s
+        steps_s: list[float] = []
+        while len(steps_s) + 1 < request["guard_steps"] or not (stationary(steps_s) or sum(steps_s) > request["warmup_s"]):
+            steps_s.append(timed(1, workload.step, workload.drain))
+        self.steps_per_block = max(1, round(request["block_s"] / median(steps_s[-3:])))
+        gc.collect()
+        gc.disable()  # a collection must not fall into one block and not into another; between blocks it is cheap once all this is frozen
+        gc.freeze()
+        return {
+            "first_step_s": first_step_s,
+            "warmup_steps": 1 + len(steps_s),
+            "steps_per_block": self.steps_per_block,
+            "tokens_per_step": workload.tokens_per_step,
+            "losses": workload.losses[: request["guard_steps"]],
+            "grad_norms": workload.grad_norms[: request["guard_steps"]],
+        }
+
+    def block(self, _request: dict[str, Any]) -> dict[str, Any]:
+        assert self.workload is not None
+        gc.collect()
+        waited_s = self.workload.waited_s
+        seconds = timed(self.steps_per_block, self.workload.step, self.workload.drain)
+        return {"step_s": seconds / self.steps_per_block, "data_wait_s": (self.workload.waited_s - waited_s) / self.steps_per_block}
+
+    def memory(self, _request: dict[str, Any]) -> dict[str, Any]:
+        if not torch.cuda.is_initialized():
+            beyond = max(0, _peak_resident_bytes() - self.resident_before_bytes)
+            peaks = dict.fromkeys(("allocated_bytes", "active_bytes", "reserved_bytes"), beyond)
+            return {**peaks, "other_bytes": self.resident_before_bytes}
+        taken_bytes = self.free_before_bytes - torch.cuda.mem_get_info()[0]
+        return {**cuda_peaks(), "other_bytes": max(0, taken_bytes - torch.cuda.memory_reserved())}
+
+    def close(self) -> None:
+        if self.workload is not None:
+            self.workload.close()
+            self.workload = None
+
+    def _clear(self) -> None:
+        """Make room for another setting: nothing of the one before it may count or be reused."""
+        self.close()
+        gc.unfreeze()
+        gc.enable()
+        if "torch._dynamo" in sys.modules:  # importing it takes two seconds
+            torch._dynamo.reset()  # a compiled block of another shape would count against the limit of recompilations
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts from here
+
+
+def _peak_resident_bytes() -> int:
+    """From /proc, because getrusage's figure is inherited from the parent."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
+
+
+def ran_out_of_memory(error: BaseException | None) -> bool:
+    return error is not None and (isinstance(error, torch.OutOfMemoryError) or ran_out_of_memory(error.__cause__))
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print what they like; the replies stay clean
+    session = Session()
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            reply = {"start": session.start, "block": session.block, "memory": session.memory}[request["do"]](request)
+        except (RedlineError, torch.OutOfMemoryError) as error:
+            reply = {"failed": "out_of_memory" if ran_out_of_memory(error) else "crashed", "error": str(error).splitlines()[0][:300]}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+    session.close()
+    os._exit(0)  # tearing down torch takes a second, and nothing is left to save
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Generation as a trial: sampled completions of random prompts, from a pass over everything for each token to the engine, switch by switch.
+
+With slots that are refilled a step is all of the work, else one batch, which runs until its longest sample has ended; lengths are spread
+evenly from 1 to the limit in both, and only tokens within them count, so speeds compare. `losses` holds what the guard looks at: the
+mean absolute difference of each checked completion's log-probabilities from those that the same weights give in fp32, all at once.
+
+Shapes: B sequences, T tokens, V vocabulary.
+"""
+
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+from tokenizers import decoders, models
+from torch import Tensor
+
+from redline.config.load import from_toml
+from redline.data.tokenizer import END_OF_TEXT, Tokenizer
+from redline.engine.local import LocalEngine
+from redline.engine.request import Request, Sampling
+from redline.model.lora import LoraConfig, add_lora, merge
+from redline.model.transformer import Transformer, build_model
+from redline.optimizations.studies import Samples
+from redline.optimizations.work import Generating
+
+TEMPERATURE = 0.8
+MOST_UNCACHED = 64
+"""Sequences at once without a cache: their passes are as fast by then as they get, and a batch of all of them would take minutes."""
+CHECKED, CHECKED_TOKENS = 4, 8
+"""Completions whose log-probabilities are compared with the reference's, and tokens of each."""
+
+
+class Generation:
+    def __init__(self, setting: dict[str, Any]) -> None:
+        recipe, self.how, self.work = (
+            from_toml(setting["recipe"], where="trial"),
+            Generating(**setting["how"]),
+            Samples(**setting["samples"]),
+        )
+        self.model = build_model(recipe.model, device=setting["device"], seed=recipe.train.seed).eval()
+        self.device = self.model.embed.weight.device
+        self.prompts = np.random.default_rng(0).integers(0, recipe.model.vocab_size, (self.work.prompts, self.work.prompt_tokens))
+        self.waited_s = 0.0
+        self.losses: list[float] = []
+        self.grad_norms: list[float] = []
+        self.model.compute_dtype = torch.bfloat16 if self.how.precision == "bf16" else torch.float32
+        add_lora(self.model, LoraConfig(), seed=recipe.train.seed)  # casts the weights, as rejection sampling does
+        if self.how.merged:
+            merge(self.model)
+        total = self.work.prompts * self.work.samples
+        self.sequences = min(total, self.how.sequences or total, total if self.how.cached else MOST_UNCACHED)
+        self.engine = self._engine() if self.how.cached else None
+        self.lengths = spread(self.work.prompts if self.how.refilled else self.sequences, self.work.new_tokens)
+        self.tokens_per_step = sum(self.lengths) * (self.work.samples if self.how.refilled else 1)
+
+    def step(self) -> None:
+        if not self.losses:
+            self.losses = self._differences()
+        if self.engine is None:
+            rows = np.arange(self.sequences) % len(self.prompts)
+            self._uncached(torch.from_numpy(self.prompts[rows]).to(self.device), self.work.new_tokens, greedy=False)
+        else:
+            for _ in self.engine.run(self._requests()):
+                pass
+        if self.how.clear_cache and self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def drain(self) -> None: ...
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+
+    # ---- the ways to generate ----
+
+    @torch.no_grad()
+    def _uncached(self, tokens_BT: Tensor, new_tokens: int, *, greedy: bool) -> tuple[Tensor, Tensor]:
+        """A pass over all tokens so far for each new one; gives the new tokens and their log-probabilities."""
+        logprobs, start = [], tokens_BT.shape[1]
+        for _ in range(new_tokens):
+            logits_BV = self.model.head(self.model._hidden(tokens_BT)[:, -1]).float()  # not of all positions, which would take gigabytes
+            next_B1 = logits_BV.argmax(-1, keepdim=True) if greedy else (logits_BV / TEMPERATURE).softmax(-1).multinomial(1)
+            logprobs.append(logits_BV.log_softmax(-1).gather(-1, next_B1))
+            tokens_BT = torch.cat([tokens_BT, next_B1], dim=1)
+        return tokens_BT[:, start:], torch.cat(logprobs, dim=1)
+
+    def _engine(self) -> LocalEngine:
+        room = max(self.work.new_tokens, CHECKED_TOKENS)
+        tokenizer, prompt_tokens = _tokenizer(self.model.config.vocab_size), self.work.prompt_tokens
+        engine = LocalEngine(self.model, tokenizer, slots=self.sequences, max_prompt_tokens=prompt_tokens, max_new_tokens=room)
+        engine.decoder.graphs = engine.decoder.graphs and self.how.graphs
+        return engine
+
+    def _requests(self) -> list[Request]:
+        """All of the work, each prompt with its length; or one batch, in which every sequence runs as long as the longest."""
+        if self.how.refilled:
+            asked = [(number, self.work.samples, length) for number, length in enumerate(self.lengths)]
+        else:
+            starts = range(0, self.sequences, self.work.samples)
+            asked = [(i, min(self.work.samples, self.sequences - at), self.work.new_tokens) for i, at in enumerate(starts)]
+        return [request for number, samples, length in asked for request in self._request(number, samples, length, TEMPERATURE)]
+
+    def _request(self, number: int, samples: int, length: int, temperature: float) -> list[Request]:
+        """One request of all samples, or where they do not share their prompt, one for each."""
+        prompt, sampling = tuple(self.prompts[number].tolist()), Sampling(max_new_tokens=length, temperature=temperature)
+        if self.how.shared:
+            return [Request(prompt=prompt, sampling=sampling, samples=samples, tag=number)]
+        return [Request(prompt=prompt, sampling=sampling, first_sample=first, tag=number) for first in range(samples)]
+
+    # ---- the guard's numbers ----
+
+    def _differences(self) -> list[float]:
+        count = min(CHECKED, len(self.prompts))
+        prompts_BT = torch.from_numpy(self.prompts[:count]).to(self.device)
+        if self.engine is None:
+            chosen_BT, logprobs_BT = self._uncached(prompts_BT, CHECKED_TOKENS, greedy=True)
+        else:
+            requests = [request for number in range(count) for request in self._request(number, 1, CHECKED_TOKENS, 0.0)]
+            found = sorted(self.engine.run(requests), key=lambda completion: completion.request.tag)
+            chosen_BT = torch.tensor([completion.tokens for completion in found], device=self.device)
+            logprobs_BT = torch.tensor([completion.logprobs for completion in found], device=self.device)
+        reference_BT = reference_logprobs(self.model, prompts_BT, chosen_BT)
+        return [float(row) for row in (reference_BT - logprobs_BT).abs().mean(dim=1)]
+
+
+def spread(count: int, most: int) -> list[int]:
+    """So many lengths, evenly from 1 to `most`."""
+    return [-(-most * (place + 1) // count) for place in range(count)]
+
+
+@torch.no_grad()
+def reference_logprobs(model: Transformer, prompts_BT: Tensor, chosen_BT: Tensor) -> Tensor:
+    """Log-probabilities of the chosen tokens with the same weights in fp32."""
+    kept, model.compute_dtype = model.compute_dtype, torch.float32
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        logits_BTV = model.head(model._hidden(torch.cat([prompts_BT, chosen_BT], dim=1))[:, prompts_BT.shape[1] - 1 : -1])
+    finally:
+        model.compute_dtype = kept
+        torch.set_float32_matmul_precision(before)
+    return logits_BTV.log_softmax(-1).gather(-1, chosen_BT[..., None])[..., 0]
+
+
+def _tokenizer(vocab_size: int) -> Tokenizer:
+    """Every id has a text of a few letters; turning tokens into text is part of generating."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = ["".join(letters[i // 26**place % 26] for place in range(4)) for i in range(vocab_size - 1)]
+    inner = tokenizers.Tokenizer(models.BPE({token: id_ for id_, token in enumerate([END_OF_TEXT, *words])}, []))
+    inner.decoder = decoders.ByteLevel()
+    return Tokenizer(inner.to_str(), "the trial's tokenizer")

@@ -1,0 +1,75 @@
+"""What a profiled piece of work shows: its operations by name, the dtypes of its matrix products, the kernels that ran on a GPU.
+
+    with profiled() as seen:
+        step()
+    seen.operations["aten::mm"], seen.products, seen.kernels
+
+Read from the profiler's own trace, which holds the types of the inputs also of compiled code (a dispatch mode would keep the compiler
+from running). Costs a slow step; for proofs, not for measuring.
+"""
+
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+DTYPES = {"float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16", "c10::Float8_e4m3fn": "fp8", "c10::Float8_e5m2": "fp8"}
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
+"""Those of layers. Explicit attention multiplies batches (`bmm`), in fp32 whatever it is given: torch means it so."""
+
+
+@dataclass
+class Seen:
+    operations: Counter[str] = field(default_factory=Counter)
+    """How often each ran on the host's side."""
+    products: dict[str, float] = field(default_factory=dict)
+    """Share of the multiplications of the layers' matrix products by the dtype of their inputs."""
+    kernels: Counter[str] = field(default_factory=Counter)
+    """On the GPU; empty on a CPU."""
+
+
+@contextmanager
+def profiled() -> Iterator[Seen]:
+    """Filled when the `with` block ends."""
+    seen = Seen()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13 says on standard error that it starts and stops
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+    with profile(activities=activities, record_shapes=True) as profiler:
+        yield seen
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+    work: Counter[str] = Counter()
+    for event in events:
+        kind, name = event.get("cat"), event.get("name", "")
+        if kind == "kernel":
+            seen.kernels[name] += 1
+        elif kind in ("cpu_op", "cuda_runtime", "cuda_driver"):
+            seen.operations[name] += 1
+            if name in PRODUCTS:
+                dtype, multiplications = _product(name, event["args"])
+                work[dtype] += multiplications
+    seen.products = {dtype: amount / work.total() for dtype, amount in work.items()} if work.total() else {}
+
+
+def _product(name: str, arguments: dict[str, Any]) -> tuple[str, int]:
+    """The dtype of a product's inputs and how many numbers it multiplies."""
+    given = zip(arguments["Input Dims"], arguments["Input type"], strict=True)
+    matrices = [(dims, kind) for dims, kind in given if len(dims) == 2 and kind in DTYPES]
+    # An addmm may have a matrix to add before the two, a scaled product has scales behind them.
+    operands = matrices[-2:] if name == "aten::addmm" else matrices[:2]
+    if len(operands) < 2:
+        return "other", 0
+    ((rows, inner), kind), ((_, columns), _) = operands
+    return DTYPES[kind], rows * inner * columns

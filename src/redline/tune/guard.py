@@ -1,0 +1,79 @@
+"""The numerics guard: does a plan compute the same training? Losses and gradient norms of the first steps against a reference. No torch.
+
+    effect = effect_of(reference_plan, plan)                   # "exact" or "rounding": the most that any changed value may do
+    guard(reference, measured, effect, precision=plan.precision).passed
+
+`exact`     the same sums in another order (micro-batch, recomputation, loader): within float reassociation of the compute dtype.
+`rounding`  other roundings of the same mathematics (precision, compiled or other kernels): within ROUNDING_BAND.
+What changes the training itself is a recipe's matter: a plan cannot, and a workload whose steps have no losses is not passed but
+"not checked". A plan that fails is never chosen.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from redline.plan.plan import Plan
+from redline.tune.trial import Measured
+
+Effect = Literal["exact", "rounding"]
+EFFECTS: dict[str, Effect] = {
+    "micro_batch": "exact",
+    "accumulation": "exact",
+    "recompute": "exact",
+    "loss_chunks": "exact",
+    "loader_threads": "exact",
+    "prefetch": "exact",
+    "allocator": "exact",
+    "precision": "rounding",
+    "compile": "rounding",
+    "attention": "rounding",
+    "cross_entropy": "rounding",
+}
+"""What a plan value may do to the numbers; one that is not named here may only round."""
+EXACT_BAND = {"fp32": 1e-5, "tf32": 1e-3, "fp16": 1e-3, "bf16": 3e-3, "fp8": 1e-2}
+"""Relative difference of a loss that another order of sums may bring, by compute dtype: a few units in the last place, grown over the
+first steps (fp32 on a CPU gives 2e-7)."""
+ROUNDING_BAND = 1e-2
+"""Relative difference of a loss: TF32, bf16 and fp16 stay within it of fp32 over 30 updates (LOG.md)."""
+NORM_FACTOR = 10.0
+"""A gradient norm may differ by this many times the band of the loss: it is a sum of squares that no mean smooths."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guard:
+    """A verdict with its numbers."""
+
+    passed: bool
+    effect: Effect
+    steps: int
+    """Steps that both have; 0: nothing could be compared, which counts as passed and says so."""
+    loss_difference: float
+    """Largest relative difference."""
+    grad_norm_difference: float
+    band: float
+
+    def __str__(self) -> str:
+        if self.steps == 0:
+            return "not checked: no losses"
+        numbers = f"loss {self.loss_difference:.0e}, gradient norm {self.grad_norm_difference:.0e} over {self.steps} steps"
+        return (
+            f"same training ({self.effect}: {numbers})"
+            if self.passed
+            else f"refused: outside the {self.effect} band of {self.band:.0e}: {numbers}"
+        )
+
+
+def effect_of(reference: Plan, plan: Plan) -> Effect:
+    """The most that the values in which two plans differ may do to the numbers."""
+    changed = [name for name in plan.why if getattr(reference, name) != getattr(plan, name)]
+    return "exact" if all(EFFECTS.get(name, "rounding") == "exact" for name in changed) else "rounding"
+
+
+def guard(reference: Measured, measured: Measured, effect: Effect, *, precision: str) -> Guard:
+    """Compare the first steps of two trials of one recipe."""
+    band = EXACT_BAND[precision] if effect == "exact" else ROUNDING_BAND
+    losses = [abs(b - a) / abs(a) for a, b in zip(reference.losses, measured.losses, strict=False)]
+    norms = [abs(b - a) / abs(a) for a, b in zip(reference.grad_norms, measured.grad_norms, strict=False)]
+    loss, norm = max(losses, default=0.0), max(norms, default=0.0)
+    passed = loss <= band and norm <= NORM_FACTOR * band
+    return Guard(passed=passed, effect=effect, steps=len(losses), loss_difference=loss, grad_norm_difference=norm, band=band)

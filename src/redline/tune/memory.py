@@ -1,0 +1,180 @@
+"""Memory of any micro-batch from two or three small probes, so that the largest pick does not run out of it. No torch here.
+
+    fit = fit_memory(probes)                     # readings at micro-batch 1, 2, 4
+    fit.active_bytes(64), fit.reserved_bytes(64)
+    fit.fits(64, capacity_bytes)                 # with a margin, beside what the CUDA context and libraries were seen to take
+    pick_micro_batch(recipe, plan, child, capacity_bytes=...)
+
+At one sequence length and one code path, active bytes are a straight line in the micro-batch (bookkeeping, not noise), above a floor that
+small passes do not leave (the update's own peak). What torch reserves is more, by a ratio that the largest probe shows. Readings come
+from the second step on: gradients and optimiser state exist then. Left out: lengths that vary within a run, mixtures of experts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from redline.config.recipe import Recipe
+from redline.plan import arithmetic
+from redline.plan.plan import Plan
+from redline.tune.trial import Bounds, Child, Measured, Memory, measure, train_trial
+
+MARGIN = 0.03
+"""Added to predicted reserved bytes before they are held against the device."""
+FURTHEST = 4
+"""A prediction is trusted up to this many times the largest probe; beyond it, it is probed again."""
+ACTIVATION_SHARE = 0.05
+"""Probes begin where activations are this share of the predicted peak; below it the line drowns in the floor."""
+STEEPEST = 1.5
+"""Memory grows at most this many times as fast as arithmetic says; it was never seen to be off by more than a fifth (LOG.md)."""
+PROBE = Bounds(blocks=0, guard_steps=2, warmup_s=0.0)
+"""Two steps, nothing timed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """What one micro-batch was seen to take."""
+
+    micro_batch: int
+    memory: Memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryFit:
+    """active = max(floor, base + per_sequence x micro-batch); reserved = active x ratio."""
+
+    floor_bytes: float
+    base_bytes: float
+    per_sequence_bytes: float
+    reserved_ratio: float
+    other_bytes: int
+    largest_probe: int
+    residual: float
+    """How far the smallest of three probes lies from the line of the two larger ones, as a share; it widens the margin."""
+
+    def active_bytes(self, micro_batch: int) -> float:
+        return max(self.floor_bytes, self.base_bytes + self.per_sequence_bytes * micro_batch)
+
+    def reserved_bytes(self, micro_batch: int) -> float:
+        return self.reserved_ratio * self.active_bytes(micro_batch)
+
+    def fits(self, micro_batch: int, capacity_bytes: int) -> bool:
+        """Whether it fits a device, or a limit, of `capacity_bytes` with the margin."""
+        return self.reserved_bytes(micro_batch) * (1 + MARGIN + self.residual) + self.other_bytes <= capacity_bytes
+
+
+def fit_memory(probes: Sequence[Probe]) -> MemoryFit:
+    """The line through the two largest probes and the floor under the others. One probe alone gives a flat line: what it took."""
+    ordered = sorted(probes, key=lambda probe: probe.micro_batch)
+    *smaller, last = ordered
+    active = last.memory.active_bytes
+    slope = 0.0
+    if smaller:
+        before = smaller[-1]
+        slope = max(0.0, (active - before.memory.active_bytes) / (last.micro_batch - before.micro_batch))
+    base = active - slope * last.micro_batch
+    floor, residual = 0.0, 0.0
+    for probe in smaller[:-1]:
+        seen, line = probe.memory.active_bytes, base + slope * probe.micro_batch
+        if seen > line:  # a piece that does not grow with the micro-batch: the peak stood elsewhere
+            floor = max(floor, seen)
+        else:
+            residual = max(residual, line / seen - 1)
+    return MemoryFit(
+        floor_bytes=min(floor, active),
+        base_bytes=base,
+        per_sequence_bytes=slope,
+        reserved_ratio=last.memory.reserved_bytes / active,
+        other_bytes=max(probe.memory.other_bytes for probe in ordered),
+        largest_probe=last.micro_batch,
+        residual=residual,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pick:
+    """The largest micro-batch that should fit, and what it was chosen by."""
+
+    micro_batch: int
+    fit: MemoryFit
+    probes: tuple[Probe, ...]
+    arithmetic_bytes: int
+    """The planner's own prediction of the pick's active peak, without a probe."""
+
+
+def with_micro_batch(recipe: Recipe, plan: Plan, micro_batch: int, passes: int | None = None) -> tuple[Recipe, Plan]:
+    """The recipe and the plan at another micro-batch; `passes` cuts the update short for a trial, the recipe's own batch otherwise."""
+    batch = micro_batch * passes if passes is not None else recipe.train.batch_size
+    accumulation = batch // (micro_batch * plan.world_size)
+    short = replace(recipe, train=replace(recipe.train, batch_size=batch))
+    return short, replace(plan, micro_batch=micro_batch, accumulation=accumulation)
+
+
+def probe(recipe: Recipe, plan: Plan, micro_batch: int, child: Child) -> Measured:
+    """Two steps of two passes in the child; two, because gradients that accumulate take memory of their own."""
+    share = recipe.train.batch_size // plan.world_size
+    return measure(train_trial(*with_micro_batch(recipe, plan, micro_batch, min(2, share // micro_batch)), PROBE), child=child)
+
+
+def pick_micro_batch(recipe: Recipe, plan: Plan, child: Child, *, capacity_bytes: int) -> Pick | None:
+    """Probe, fit, and pick the largest micro-batch that fits; None where not even the first could be probed."""
+    sizes = divisors(recipe.train.batch_size // plan.world_size)
+    probes: list[Probe] = []
+    size: int | None = _first_probe(recipe, plan, sizes)
+    while size is not None:
+        measured = probe(recipe, plan, size, child)
+        if measured.outcome != "ok" or measured.memory is None:
+            break
+        probes.append(Probe(micro_batch=size, memory=measured.memory))
+        size = _next_probe(probes, sizes, capacity_bytes)
+        if size is not None and len(probes) == 1:  # nothing is known of the slope yet but what arithmetic says
+            growth = arithmetic_memory(recipe, plan, size).total - arithmetic_memory(recipe, plan, probes[0].micro_batch).total
+            taken = measured.memory.reserved_bytes + measured.memory.other_bytes
+            size = size if taken + STEEPEST * growth <= capacity_bytes else None
+    if not probes:
+        return None
+    fit = fit_memory(probes)
+    reach = FURTHEST * fit.largest_probe if len(probes) > 1 else fit.largest_probe
+    best = max((s for s in sizes if s <= reach and fit.fits(s, capacity_bytes)), default=probes[0].micro_batch)
+    return Pick(micro_batch=best, fit=fit, probes=tuple(probes), arithmetic_bytes=arithmetic_memory(recipe, plan, best).total)
+
+
+def divisors(count: int) -> list[int]:
+    """In rising order."""
+    return [d for d in range(1, count + 1) if count % d == 0]
+
+
+def arithmetic_memory(recipe: Recipe, plan: Plan, micro_batch: int) -> arithmetic.Memory:
+    """What the planner's arithmetic says of the plan at another micro-batch."""
+    return arithmetic.memory(
+        recipe.model,
+        recipe.train,
+        seq_len=recipe.data.seq_len,
+        micro_batch=micro_batch,
+        accumulation=recipe.train.batch_size // plan.world_size // micro_batch,
+        precision=plan.precision,
+        recompute=plan.recompute,
+        loss_chunks=plan.loss_chunks,
+        world_size=plan.world_size,
+        compiled=plan.compile != "off",
+        fused_loss=plan.cross_entropy == "fused",
+    )
+
+
+def _first_probe(recipe: Recipe, plan: Plan, sizes: Sequence[int]) -> int:
+    """The smallest whose activations show beside the rest."""
+    for size in sizes:
+        parts = arithmetic_memory(recipe, plan, size)
+        if parts.activations + parts.logits >= ACTIVATION_SHARE * parts.total:
+            return size
+    return sizes[-1]
+
+
+def _next_probe(probes: Sequence[Probe], sizes: Sequence[int], capacity_bytes: int) -> int | None:
+    """Twice the last until there are three; then only where the largest that fits lies further off than a prediction is trusted."""
+    fit, last = fit_memory(probes), probes[-1].micro_batch
+    if len(probes) < 3:
+        size = next((s for s in sizes if s >= 2 * last), None)
+        return size if size is not None and fit.fits(size, capacity_bytes) else None
+    largest = max((s for s in sizes if fit.fits(s, capacity_bytes)), default=last)
+    further = max(s for s in sizes if s <= max(last, FURTHEST * last))
+    return further if largest > FURTHEST * last and further > last else None

@@ -1,0 +1,122 @@
+"""What block times say: medians with distribution-free intervals, and whether one arm is faster than another. No torch.
+
+    interval([0.51, 0.50, 0.52, 0.50, 0.51, 0.53])            # the median and where it lies with 95 % confidence
+    compare(before.blocks_s, after.blocks_s, paired=True)     # Comparison(ratio=1.08, low=1.05, high=1.11, verdict="faster")
+
+Nothing is assumed about the shape of the noise: an interval lies between two order statistics of the blocks, so outliers widen it
+and do not move it. Blocks of arms that took turns are compared round by round, which takes out a drift of the clocks; those of arms
+that ran one after the other are not. Two processes of the same code differ by a little that no block of either shows (layout of memory,
+clocks): that spread is added to every interval. Left out: means, normal distributions, p-values.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+CONFIDENCE = 0.95
+FEWEST_BLOCKS = 6
+"""With six blocks the interval from the fastest to the slowest holds the median with 96.9 %; with five no interval reaches 95 %."""
+TOGETHER_SPREAD, APART_SPREAD = 0.01, 0.02
+"""What two processes of the same code differ by when they take turns, and when one runs after the other (1 to 3 % were seen by others:
+research/tuning.md). A ratio inside it is not resolved, however narrow its interval."""
+STATIONARY_SPREAD, STATIONARY_TREND = 0.03, 0.02
+"""Warm-up is over when the last three steps lie this close together, or are no longer this much faster than the three before them."""
+NOISY, NOISY_ROUNDS = 0.1, 4
+"""Arms in turns whose ratio is not known to this share after their rounds get this many times as many: how many is decided by the noise,
+not by the verdict, which is given once."""
+HOPELESS = 0.03
+"""An arm whose fastest block so far is slower than the best one's slowest by this much is not worth more blocks."""
+
+Verdict = Literal["faster", "slower", "not resolved"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A median and the two blocks between which it lies."""
+
+    median: float
+    low: float
+    high: float
+    confidence: float
+    """That the true median lies between `low` and `high`; below CONFIDENCE with fewer than FEWEST_BLOCKS."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """How much faster the second arm is than the first: 1.08 is 8 % more steps in a second."""
+
+    ratio: float
+    low: float
+    high: float
+    verdict: Verdict
+    paired: bool
+    """Whether the arms took turns."""
+
+    def __str__(self) -> str:
+        return f"{self.ratio:.3f}x [{self.low:.3f}, {self.high:.3f}] {self.verdict}"
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """The median, and the narrowest pair of order statistics that holds it with CONFIDENCE, or all values where there are too few."""
+    assert values, "an interval needs at least one value"
+    ordered, n = sorted(values), len(values)
+    outside = [2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n for k in range((n + 1) // 2)]
+    cut = max((k for k, share in enumerate(outside) if 1 - share >= CONFIDENCE), default=0)
+    return Interval(median=median(ordered), low=ordered[cut], high=ordered[n - 1 - cut], confidence=max(0.0, 1 - outside[cut]))
+
+
+def compare(first_s: Sequence[float], second_s: Sequence[float], *, paired: bool) -> Comparison:
+    """How much faster the second arm is, from seconds per step of its blocks and of the first's. `paired`: the arms took turns, block by
+    block; of arms that were cut short the rounds that both have count."""
+    if paired:
+        rounds = interval(_batched([a / b for a, b in zip(first_s, second_s, strict=False)]))
+        ratio, low, high = rounds.median, rounds.low, rounds.high
+        sure = rounds.confidence >= CONFIDENCE or _apart(first_s, second_s)
+    else:
+        a, b = interval(first_s), interval(second_s)
+        ratio, low, high, sure = a.median / b.median, a.low / b.high, a.high / b.low, _apart(first_s, second_s)
+    spread = TOGETHER_SPREAD if paired else APART_SPREAD
+    low, high = low * (1 - spread), high * (1 + spread)
+    verdict: Verdict = "not resolved"
+    if sure and low > 1:
+        verdict = "faster"
+    elif sure and high < 1:
+        verdict = "slower"
+    return Comparison(ratio=ratio, low=low, high=high, verdict=verdict, paired=paired)
+
+
+def _batched(ratios: Sequence[float]) -> list[float]:
+    """Many rounds as FEWEST_BLOCKS medians of neighbours: what disturbs one round disturbs the next, and neighbours are not independent."""
+    size = len(ratios) // FEWEST_BLOCKS
+    if size < 2:
+        return list(ratios)
+    return [median(ratios[i * size : (i + 1) * size]) for i in range(FEWEST_BLOCKS)]
+
+
+def _apart(first_s: Sequence[float], second_s: Sequence[float]) -> bool:
+    """Whether all blocks of one arm are faster than all of the other, and are too many for chance: four and four do so once in 35 times."""
+    separate = max(first_s) < min(second_s) or max(second_s) < min(first_s)
+    return separate and 2 / math.comb(len(first_s) + len(second_s), len(first_s)) <= 1 - CONFIDENCE
+
+
+def noisy(first_s: Sequence[float], second_s: Sequence[float]) -> bool:
+    """Whether arms in turns need more rounds to be told apart."""
+    rounds = interval(_batched([a / b for a, b in zip(first_s, second_s, strict=False)] or [1.0]))
+    return rounds.high - rounds.low > NOISY * rounds.median
+
+
+def stationary(steps_s: Sequence[float]) -> bool:
+    """Whether steps, the oldest first, have stopped getting faster: the last three agree, or are no faster than the three before."""
+    if len(steps_s) < 3:
+        return False
+    last = steps_s[-3:]
+    if max(last) <= (1 + STATIONARY_SPREAD) * min(last):
+        return True
+    return len(steps_s) >= 6 and median(last) >= (1 - STATIONARY_TREND) * median(steps_s[-6:-3])
+
+
+def hopeless(best_s: Sequence[float], blocks_s: Sequence[float]) -> bool:
+    """Whether an arm can be given up before all its blocks: four of them, each slower than all of the best arm's by HOPELESS."""
+    return len(blocks_s) >= 4 and min(blocks_s) > (1 + HOPELESS) * max(best_s)

@@ -1,0 +1,119 @@
+"""Trials in turns within a time: the arm that others are compared with stays alive between them; finished ones are not repeated. No torch.
+
+    with Turns(folder, beside=hardware.title, deadline_s=time.monotonic() + 600, progress=print) as turns:
+        naive = turns.alone("naive", trial)
+        pair = turns.pair("bf16", trial, other)        # blocks of both by rounds; None when there is no time left
+
+Keeping the standing arm alive saves its start (compiling included) for every change. Where the second does not fit beside it, both are
+measured alone, one after the other, and `paired` says so.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+from redline.tune.store import TuningFolder, trial_key
+from redline.tune.trial import Arm, Child, Measured, Trial, take_turns
+
+
+@dataclass(frozen=True)
+class Pair:
+    before: Measured
+    after: Measured
+    paired: bool
+    """Whether they took turns."""
+
+
+class Turns:
+    def __init__(self, folder: TuningFolder, *, beside: str, deadline_s: float, progress: Callable[[str], None]) -> None:
+        self.folder, self.beside, self.deadline_s, self.progress = folder, beside, deadline_s, progress
+        self._alive: dict[str, Arm] = {}
+        self._longest_s = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._close_all_but()
+
+    def alone(self, name: str, trial: Trial) -> Measured | None:
+        """A trial by itself; None when there is no time for it."""
+        key = trial_key(trial, self.beside)
+        if (before := self.folder.find(key)) is not None:
+            return before
+        if not self._time_for(name):
+            return None
+        began_s = time.monotonic()
+        self._close_all_but(key)
+        arm = self._arm(key, trial)
+        measured = _blocks([arm], trial.bounds.blocks)[0]
+        self._spent(began_s)
+        self.folder.add(key, name, measured)
+        return measured
+
+    def pair(self, name: str, before: Trial, after: Trial) -> Pair | None:
+        """Two trials in turns; None when there is no time for them."""
+        keys = trial_key(before, self.beside), trial_key(after, self.beside)
+        if (known := self._known(*keys)) is not None:
+            return known
+        if not self._time_for(name):
+            return None
+        began_s = time.monotonic()
+        self._close_all_but(keys[0])
+        arms = [self._arm(keys[0], before), self._arm(keys[1], after)]
+        if arms[1].failed is not None and arms[1].failed.outcome == "out_of_memory" and arms[0].failed is None:
+            return self._apart(name, before, after)
+        found = _blocks(arms, after.bounds.blocks)
+        self._spent(began_s)
+        for place, measured in zip(("before", "after"), found, strict=True):
+            self.folder.add(f"{keys[0]}>{keys[1]} {place}", name if place == "after" else f"{name}: before", measured, paired=True)
+        return Pair(found[0], found[1], paired=True)
+
+    # ---- parts ----
+
+    def _known(self, before: str, after: str) -> Pair | None:
+        found = [self.folder.find(f"{before}>{after} {place}") for place in ("before", "after")]
+        if found[0] is not None and found[1] is not None:
+            return Pair(found[0], found[1], paired=True)
+        alone = self.folder.find(before), self.folder.find(after)
+        return Pair(alone[0], alone[1], paired=False) if alone[0] is not None and alone[1] is not None else None
+
+    def _apart(self, name: str, before: Trial, after: Trial) -> Pair | None:
+        """One after the other, for want of memory: the second may fit by itself."""
+        self.progress(f"{name}: does not fit beside the arm it is compared with; measuring it alone")
+        self._close_all_but()
+        first = self.alone(f"{name}: before", before)
+        self._close_all_but()
+        second = self.alone(name, after)
+        return Pair(first, second, paired=False) if first is not None and second is not None else None
+
+    def _arm(self, key: str, trial: Trial) -> Arm:
+        if key not in self._alive or self._alive[key].failed is not None:
+            left_s = max(60.0, self.deadline_s - time.monotonic())  # a hang must not eat the time of the next command
+            bounded = replace(trial, bounds=replace(trial.bounds, limit_s=min(trial.bounds.limit_s, left_s)))
+            arm = Arm(bounded, Child(trial.allocator))
+            self._alive[key] = arm
+            arm.start()
+        return self._alive[key]
+
+    def _close_all_but(self, *kept: str) -> None:
+        for key in [key for key in self._alive if key not in kept]:
+            self._alive.pop(key).child.close()
+
+    def _time_for(self, name: str) -> bool:
+        left_s = self.deadline_s - time.monotonic()
+        if left_s < max(1.0, self._longest_s):
+            return False
+        self.progress(f"{name}: measuring; {left_s / 60:.1f} minutes left")
+        return True
+
+    def _spent(self, began_s: float) -> None:
+        self._longest_s = max(self._longest_s, time.monotonic() - began_s)
+
+
+def _blocks(arms: list[Arm], count: int) -> list[Measured]:
+    """So many fresh blocks of each, by rounds."""
+    take_turns(arms, count)
+    return [arm.end() for arm in arms]

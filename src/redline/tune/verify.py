@@ -1,0 +1,297 @@
+"""Proof that what a plan says is really on, on this machine: each check passed, failed, or not applicable, with what was seen.
+
+    checks = verify(recipe, plan, progress=print)
+    [check for check in checks if check.status == "failed"]
+
+The training loop itself runs a few updates on the recipe's data, at most two passes each; one pass and one update are profiled. Loss and
+gradients of the first pass are compared with the same weights in fp32, eager, with explicit attention. Left out: speed (`redline tune`)
+and several processes.
+"""
+
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from redline.config.load import to_toml
+from redline.config.recipe import IGNORED, Recipe
+from redline.engine.decoder import Decoder, Start
+from redline.engine.request import Sampling
+from redline.model.transformer import Transformer, build_model
+from redline.plan.plan import Plan, to_json
+from redline.train.step import LossScale, take_step
+from redline.tune.child import Training, synchronize
+from redline.tune.evidence import Seen, profiled
+
+Status = Literal["passed", "failed", "not applicable"]
+WARM_UP, WATCHED = 3, 5
+"""Updates before anything is watched, which compile and fill the loader; and updates that are."""
+DATA_SHARE = 0.05
+"""Of the time of the updates, what they may wait for data."""
+BAND = {"fp32": (1e-5, 0.9999), "tf32": (1e-3, 0.999), "bf16": (1e-2, 0.98), "fp16": (1e-2, 0.98), "fp8": (2e-2, 0.95)}
+"""Relative difference of the loss, and cosine of all gradients together, against fp32, by precision."""
+NORM_BAND = 0.05
+"""Relative difference of the gradient's norm; a tenth of it in fp32 and TF32."""
+FUSED_ATTENTION = {
+    "flash": ("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+    "cudnn": ("aten::_scaled_dot_product_cudnn_attention",),
+    "efficient": ("aten::_scaled_dot_product_efficient_attention",),
+}
+ATTENTION_KERNELS = ("flash", "fmha", "attention", "sdpa")
+"""What the names of attention kernels hold, for the evidence."""
+UPDATE_OPERATIONS = {"fused": "aten::_fused_adamw_", "foreach": "aten::_foreach_addcdiv_", "loop": "aten::addcdiv_"}
+
+EMULATED = "a CPU emulates FP8: it multiplies rounded numbers in fp32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    name: str
+    status: Status
+    evidence: str
+
+
+@dataclass
+class _Case:
+    """What the checks look at."""
+
+    recipe: Recipe
+    plan: Plan
+    training: Training
+    inputs_BT: Tensor
+    targets_BT: Tensor
+    in_pass: Seen
+    in_update: Seen
+    graphs_before: int
+    graphs_after: int
+    waited_share: float
+
+    @property
+    def model(self) -> Transformer:
+        return self.training.trainer.learner.model
+
+    @property
+    def cuda(self) -> bool:
+        return self.inputs_BT.is_cuda
+
+
+def verify(recipe: Recipe, plan: Plan, *, progress: Callable[[str], None]) -> list[Check]:
+    """Run a few updates under the plan and check every promise it makes. Raises what training would raise."""
+    passes = min(2, plan.accumulation)
+    few = replace(recipe, train=replace(recipe.train, batch_size=passes * plan.micro_batch))
+    progress(f"building the model and {WARM_UP + WATCHED} updates of {passes} x {plan.micro_batch} sequences")
+    training = Training({"recipe": to_toml(few), "plan": to_json(replace(plan, accumulation=passes))})
+    try:
+        batch = training.trainer.loader.next()
+        device = training.trainer.process.device
+        inputs_BT, targets_BT = (t[: plan.micro_batch].to(device) for t in (batch.inputs_BT, batch.targets_BT))
+        numerics = _numerics(few, plan, training, inputs_BT, targets_BT)
+        case = _watch(few, plan, training, inputs_BT, targets_BT, progress)
+        return [numerics, *(check(case) for check in CHECKS)]
+    finally:
+        training.close()
+
+
+def _watch(recipe: Recipe, plan: Plan, training: Training, inputs_BT: Tensor, targets_BT: Tensor, progress: Callable[[str], None]) -> _Case:
+    for _ in range(WARM_UP):
+        training.step()
+    training.drain()
+    synchronize()
+    before, waited_s, began_s = counters["stats"]["unique_graphs"], training.waited_s, time.perf_counter()
+    for _ in range(WATCHED):
+        training.step()
+    training.drain()
+    synchronize()
+    waited_share = (training.waited_s - waited_s) / (time.perf_counter() - began_s)
+    after = counters["stats"]["unique_graphs"]
+    progress("profiling a pass and an update")
+    model = training.trainer.learner.model
+    with profiled() as in_pass:
+        model(inputs_BT, targets_BT).backward()
+    model.zero_grad(set_to_none=True)
+    with profiled() as in_update:
+        training.step()
+        training.drain()
+    return _Case(recipe, plan, training, inputs_BT, targets_BT, in_pass, in_update, before, after, waited_share)
+
+
+# ---- numbers ----
+
+
+def _numerics(recipe: Recipe, plan: Plan, training: Training, inputs_BT: Tensor, targets_BT: Tensor) -> Check:
+    """Loss and gradients of one pass against the reference, from the same weights."""
+    model = training.trainer.learner.model
+    loss = model(inputs_BT, targets_BT)
+    scale = 1.0 / int((targets_BT != IGNORED).sum())
+    up = LossScale().value if plan.precision == "fp16" else 1.0  # as in training, or small gradients become 0
+    (loss * scale * up).backward()
+    gradients = {name: p.grad / up for name, p in model.named_parameters() if p.grad is not None}
+    reference_loss, reference = _reference(recipe, model, inputs_BT, targets_BT, scale)
+    difference = abs(float(loss.detach()) * scale / reference_loss - 1)
+    # A weight without a gradient counts as one whose gradient is 0.
+    dot = sum(float((gradients[name].double() * g.double()).sum()) for name, g in reference.items() if name in gradients)
+    norms = [math.sqrt(sum(float(g.double().square().sum()) for g in table.values())) for table in (gradients, reference)]
+    cosine, norm = dot / max(norms[0] * norms[1], 1e-300), abs(norms[0] / norms[1] - 1)
+    model.zero_grad(set_to_none=True)
+    band, least = BAND[plan.precision]
+    norm_band = NORM_BAND if plan.precision in ("bf16", "fp16", "fp8") else NORM_BAND / 10
+    holds = difference <= band and cosine >= least and norm <= norm_band  # false where one is nan
+    evidence = (
+        f"fp32 reference, {inputs_BT.numel():,} tokens: loss differs by {difference:.1e} (band {band:g}), "
+        f"gradients have cosine {cosine:.6f} (at least {least}), their norm differs by {norm:.1e} (band {norm_band:g})"
+    )
+    return Check(name="loss and gradients", status="passed" if holds else "failed", evidence=evidence)
+
+
+def _reference(recipe: Recipe, model: Transformer, inputs_BT: Tensor, targets_BT: Tensor, scale: float) -> tuple[float, dict[str, Tensor]]:
+    """Mean loss and gradients in fp32, sequence by sequence so that explicit attention fits."""
+    reference = build_model(recipe.model, device=inputs_BT.device, seed=recipe.train.seed)
+    own = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, p in reference.named_parameters():
+            p.copy_(own[name])
+    kept = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    total = 0.0
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            for x_T, y_T in zip(inputs_BT, targets_BT, strict=True):
+                loss = reference(x_T[None], y_T[None]) * scale
+                loss.backward()
+                total += float(loss.detach())
+    finally:
+        torch.set_float32_matmul_precision(kept)
+    return total, {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+
+
+# ---- what is on ----
+
+
+def _attention(case: _Case) -> Check:
+    wanted = case.plan.attention
+    ran = {name: count for name, operations in FUSED_ATTENTION.items() if (count := sum(case.in_pass.operations[o] for o in operations))}
+    kernels = [name for name in case.in_pass.kernels if any(word in name.lower() for word in ATTENTION_KERNELS)]
+    holds = not ran if wanted == "math" else bool(ran) if wanted == "auto" else set(ran) == {wanted}
+    seen = ", ".join(f"{name} {count} times" for name, count in ran.items()) or "explicit scores, no fused kernel"
+    more = f"; on the GPU {', '.join(sorted(kernels)[:2])[:160]}" if kernels else ""
+    return _check("attention kernel", holds, f"plan says {wanted}; in one pass ran {seen}{more}")
+
+
+def _precision(case: _Case) -> Check:
+    if case.plan.precision == "fp8" and not case.cuda:
+        return _absent("precision of matrix products", EMULATED)
+    promised = {"tf32": "fp32", "fp8": "bf16"}.get(case.plan.precision, case.plan.precision)
+    shares = case.in_pass.products
+    share = shares.get(promised, 0.0) + (shares.get("fp8", 0.0) if case.plan.precision == "fp8" else 0.0)
+    seen = ", ".join(f"{dtype} {part:.1%}" for dtype, part in sorted(shares.items(), key=lambda item: -item[1])) or "none"
+    return _check("precision of matrix products", share > 0.99, f"plan says {case.plan.precision}; multiplications by input dtype: {seen}")
+
+
+def _fp8(case: _Case) -> Check:
+    if case.plan.precision != "fp8":
+        return _absent("FP8 products", f"the plan says {case.plan.precision}")
+    if not case.cuda:
+        return _absent("FP8 products", EMULATED)
+    count, expected = case.in_pass.operations["aten::_scaled_mm"], 4 * case.recipe.model.num_layers
+    return _check("FP8 products", count >= expected, f"{count} scaled products in one pass, at least {expected} expected (4 a block)")
+
+
+def _tf32(case: _Case) -> Check:
+    wanted, found = "high" if case.plan.precision == "tf32" else "highest", torch.get_float32_matmul_precision()
+    return _check(
+        "TF32 state", found == wanted, f"torch.get_float32_matmul_precision() is {found!r}, {case.plan.precision} needs {wanted!r}"
+    )
+
+
+def _compiled(case: _Case) -> Check:
+    blocks = [block._compiled_call_impl is not None for block in case.model.blocks]
+    compiled, wanted = sum(blocks), case.plan.compile != "off"
+    evidence = f"plan says {case.plan.compile}; {compiled} of {len(blocks)} blocks compiled, {case.graphs_after} graph(s) captured"
+    holds = (compiled == len(blocks) and case.graphs_after > 0) if wanted else compiled == 0
+    return _check("compilation", holds, evidence)
+
+
+def _recompilation(case: _Case) -> Check:
+    if case.plan.compile == "off":
+        return _absent("no recompilation", "the plan does not compile")
+    new = case.graphs_after - case.graphs_before
+    return _check("no recompilation", new == 0, f"{new} new graph(s) in {WATCHED} updates after {WARM_UP} that warmed up")
+
+
+def _update(case: _Case) -> Check:
+    wanted, seen = case.plan.update, case.in_update.operations
+    ran = {name for name in ("fused", "foreach") if seen[UPDATE_OPERATIONS[name]]} or {"loop"}
+    counts = ", ".join(f"{operation} {seen[operation]} times" for operation in UPDATE_OPERATIONS.values() if seen[operation])
+    return _check("optimiser kernels", ran == {wanted}, f"plan says {wanted}; one update ran {counts or 'none of them'}")
+
+
+def _sync(case: _Case) -> Check:
+    """On a GPU torch itself says where the host waits; on a CPU, where nothing can wait, a number read inside a pass would."""
+    name = "no hidden sync"
+    if not case.cuda:
+        count = case.in_pass.operations["aten::_local_scalar_dense"]
+        return _check(name, count == 0, f"{count} number(s) read by the host inside one pass (on a GPU each would wait for it)")
+    learner, allowed = case.training.trainer.learner, 1 if case.plan.precision == "fp16" else 0
+    if case.plan.update != "fused":
+        return _absent(name, f"plan.update {case.plan.update} reads its step count on the host; only the fused update never waits")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            take_step(learner, case.inputs_BT, case.targets_BT, micro_batch=case.plan.micro_batch, tokens=1e6, lr_factor=0.0)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found = [f"{w.filename.rsplit('/', 1)[-1]}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
+    return _check(name, len(found) <= allowed, f"{len(found)} in one update ({allowed} allowed) {', '.join(found[:4])}".rstrip())
+
+
+def _graphs(case: _Case) -> Check:
+    """Pre-training has none; generation from this model does."""
+    name = "CUDA graphs of generation"
+    if not case.cuda:
+        return _absent(name, "a CPU has no CUDA graphs")
+    decoder = Decoder(case.model, slots=8, prompts=8, max_prompt_tokens=16, max_new_tokens=16, whole_batch=False)
+    decoder.read([[1, 2, 3, 4]], [0])
+    integers, floats = decoder.describe(prompt=0, prompt_len=4, limit=16, sampling=Sampling(max_new_tokens=16), stop_ids=())
+    decoder.start([Start([0], integers, floats, filtered=False, seed=0, first_sample=0)])
+    decoder.launch(np.arange(1), steps=2, filtered=False).wait()  # captures
+    with profiled() as seen:
+        decoder.launch(np.arange(1), steps=4, filtered=False).wait()
+    launched = seen.operations["cudaGraphLaunch"]
+    return _check(name, launched == 4, f"{launched} graph launches in 4 decode steps")
+
+
+def _loader(case: _Case) -> Check:
+    share = case.waited_share
+    return _check(
+        "loader ahead of the step", share <= DATA_SHARE, f"{share:.1%} of {WATCHED} updates waited for data ({DATA_SHARE:.0%} allowed)"
+    )
+
+
+def _allocator(case: _Case) -> Check:
+    if not case.cuda or not case.plan.allocator:
+        return _absent("allocator", "only CUDA has an allocator to set" if not case.cuda else "the plan sets nothing")
+    setting = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or "nothing"
+    return _check("allocator", case.plan.allocator in setting, f"plan says {case.plan.allocator}; the environment has {setting}")
+
+
+def _check(name: str, holds: bool, evidence: str) -> Check:
+    return Check(name=name, status="passed" if holds else "failed", evidence=evidence)
+
+
+def _absent(name: str, why: str) -> Check:
+    return Check(name=name, status="not applicable", evidence=why)
+
+
+CHECKS = (
+    _precision, _tf32, _fp8, _attention, _compiled, _recompilation, _update, _sync, _graphs, _loader, _allocator,
+)  # fmt: skip

@@ -1,0 +1,36 @@
+"""The table of an ablation, claimed beside measured: as Markdown for docs/claims.md, or as cells for the terminal. No torch."""
+
+from collections.abc import Sequence
+
+from redline.optimizations.catalogue import ratio
+from redline.record.units import format_bytes
+from redline.tune.ablate import Row
+
+COLUMNS = ("change", "claimed", "by", "measured", "interval", "verdict", "tokens/s", "memory", "numerics")
+WORKLOADS = {"train": "pre-training", "generate": "generation", "finetune": "LoRA fine-tuning"}
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    measured = f"{row.measured_ratio:.2f}x" if row.measured_ratio is not None else ""
+    interval = f"{row.low:.2f}-{row.high:.2f}x" if row.low is not None and row.high is not None else ""
+    verdict = row.verdict if row.outcome == "ok" else row.outcome
+    verdict = ", ".join(part for part in (verdict, "kept" if row.kept else "", row.note) if part)
+    name = row.name if row.stage != "all" else f"all kept: {row.title}"
+    tokens = f"{row.tokens_per_s:,.0f}" if row.tokens_per_s is not None else ""
+    memory = format_bytes(row.memory_bytes) if row.memory_bytes else ""
+    return (name, ratio(row.claimed) if row.claimed else "", row.source, measured, interval, verdict, tokens, memory, row.numerics)
+
+
+def markdown(rows: Sequence[Row], title: str, where: str) -> str:
+    """One table a workload and stage."""
+    lines = [f"## {title}", "", where, ""]
+    for workload, stage in dict.fromkeys((row.workload, _stage(row)) for row in rows):
+        shown = [row for row in rows if (row.workload, _stage(row)) == (workload, stage)]
+        lines += [f"### {WORKLOADS[workload]}, {stage}", "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+        lines += [f"| {' | '.join(cell.replace('|', '/') for cell in cells(row))} |" for row in shown]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _stage(row: Row) -> str:
+    return "left out of the best, one at a time" if row.stage == "leave one out" else "one by one from the naive state"

@@ -1,0 +1,145 @@
+"""Tuning on a real GPU: picks that do not run out of memory, a plan near that of an exhaustive search within six minutes, no change
+where there is none.
+
+    pytest tests/gpu/test_tune_gpu.py -s -k picks         30 picks, about four minutes on an H200
+    pytest tests/gpu/test_tune_gpu.py -s -k exhaustive    the search and every combination beside it, about twelve
+    pytest tests/gpu/test_tune_gpu.py -s -k itself        the same plan against itself, about one
+"""
+
+import itertools
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.config.load import load_recipe
+from redline.config.recipe import Recipe
+from redline.machine.facts import read_facts
+from redline.machine.store import cached
+from redline.plan.hardware import hardware_here
+from redline.plan.plan import Plan
+from redline.plan.planner import make_plan
+from redline.tune import memory as room
+from redline.tune.candidates import changed
+from redline.tune.memory import pick_micro_batch
+from redline.tune.search import shorten, tune
+from redline.tune.statistics import compare, interval
+from redline.tune.store import TuningFolder
+from redline.tune.trial import Child, Measured, Trial, measure, measure_together, train_trial
+
+GiB = 2**30
+DATA = ['data.source="tinyshakespeare"', 'data.tokenizer="bpe"', "data.valid_fraction=0.05"]
+
+
+def planned(name: str, *overrides: str) -> tuple[Recipe, Plan]:
+    recipe, facts = load_recipe(name, [*DATA, *overrides]), read_facts()
+    return recipe, make_plan(recipe, hardware_here(facts, cached(facts)))
+
+
+# ---- 30 picks ----
+
+LENGTHS = (256, 512, 1024, 2048)
+CASES = [
+    *((name, length, gib, "off") for name in ("gpt2-124m", "llama-350m") for length in LENGTHS for gib in (16, 24, 40)),
+    *(("gpt-1.3b", length, 40, "off") for length in LENGTHS),
+    ("gpt2-124m", 1024, 24, "default"),
+    ("llama-350m", 2048, 40, "default"),
+]
+"""Recipe, tokens of a sequence, memory that torch may take, compile mode: eager mostly, because a probe then costs a second, not ten."""
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """What the probes may take; set before each pick."""
+    given: dict[str, int] = {}
+
+    def limited(trial: Trial, **more: Any) -> Measured:
+        setting = {**trial.setting, "memory_limit_bytes": given["bytes"]}
+        return measure(replace(trial, workload="limited_training:Limited", setting=setting), **more)
+
+    monkeypatch.setattr(room, "measure", limited)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    return given
+
+
+def test_picks_do_not_run_out_of_memory_and_are_predicted(limits: dict[str, int]) -> None:
+    assert len(CASES) == 30
+    problems, child, began_s = [], Child("expandable_segments:True"), time.monotonic()
+    try:
+        for name, length, gib, mode in CASES:
+            sets = [f"data.seq_len={length}", f"model.context_length={max(1024, length)}", "train.batch_size=1024", f"plan.compile={mode}"]
+            recipe, plan = planned(name, *sets, "plan.micro_batch=1", "plan.recompute=none", "plan.loss_chunks=1")
+            if not child.alive:
+                child = Child("expandable_segments:True")
+            problems += pick_one(recipe, plan, child, limits, gib)
+        print(f"{len(CASES)} picks in {time.monotonic() - began_s:.0f} s")
+    finally:
+        child.close()
+    assert not problems, "\n".join(problems)
+
+
+def pick_one(recipe: Recipe, plan: Plan, child: Child, limits: dict[str, int], gib: int) -> list[str]:
+    """Pick within the limit, run the pick, and say what was wrong. What stands beside torch's allocator is left to the fit: the limit is
+    torch's alone, so the capacity is the limit and what was seen beside it."""
+    limits["bytes"] = gib * GiB
+    beside = room.probe(recipe, plan, 1, child)
+    what = f"{recipe.name} T={recipe.data.seq_len} compile={plan.compile} in {gib} GiB"
+    if beside.memory is None:
+        return [f"{what}: micro-batch 1: {beside.outcome} {beside.error}"]
+    pick = pick_micro_batch(recipe, plan, child, capacity_bytes=limits["bytes"] + beside.memory.other_bytes)
+    if pick is None:
+        return [f"{what}: no pick"]
+    seen = room.probe(recipe, plan, pick.micro_batch, child)
+    if seen.memory is None:
+        return [f"{what}: pick {pick.micro_batch}: {seen.outcome} {seen.error}"]
+    active = pick.fit.active_bytes(pick.micro_batch) / seen.memory.active_bytes - 1
+    reserved = pick.fit.reserved_bytes(pick.micro_batch) / seen.memory.reserved_bytes - 1
+    arithmetic = pick.arithmetic_bytes / seen.memory.active_bytes - 1
+    probes = ",".join(str(probe.micro_batch) for probe in pick.probes)
+    print(
+        f"{what}: probes {probes} -> {pick.micro_batch}, {seen.memory.reserved_bytes / limits['bytes']:.0%} of the limit; active "
+        f"{active:+.2%}, reserved {reserved:+.2%}, arithmetic {arithmetic:+.2%}",
+        flush=True,
+    )
+    problems = []
+    if abs(active) > 0.015:
+        problems.append(f"{what}: active predicted {active:+.2%} off")
+    if abs(reserved) > 0.05:
+        problems.append(f"{what}: reserved predicted {reserved:+.2%} off")
+    return problems
+
+
+# ---- the search beside an exhaustive one ----
+
+
+@pytest.mark.slow
+def test_the_tuners_plan_is_near_that_of_an_exhaustive_search(tmp_path: Path) -> None:
+    recipe, rules = planned("gpt2-124m")
+    began_s = time.monotonic()
+    with TuningFolder(tmp_path) as folder:
+        tuned = tune(recipe, rules, folder, minutes=6, progress=lambda text: print(text, flush=True))
+    assert time.monotonic() - began_s < 360
+    short = shorten(recipe, rules)
+    speeds: dict[tuple[Any, ...], float] = {}
+    for micro_batch, attention, cross_entropy in itertools.product((32, 64, 128), ("cudnn", "flash"), ("fused", "torch")):
+        plan = changed(recipe, rules, {"micro_batch": micro_batch, "attention": attention, "cross_entropy": cross_entropy})
+        measured = measure(train_trial(short, replace(plan, accumulation=short.train.batch_size // micro_batch)))
+        if measured.outcome == "ok":
+            speeds[micro_batch, attention, cross_entropy] = measured.tokens_per_step / interval(measured.blocks_s).median
+        print(micro_batch, attention, cross_entropy, measured.outcome, speeds.get((micro_batch, attention, cross_entropy)), flush=True)
+    best = max(speeds.values())
+    ours = speeds.get((tuned.plan.micro_batch, tuned.plan.attention, tuned.plan.cross_entropy), tuned.result.tokens_per_s)
+    assert ours >= 0.97 * best
+
+
+def test_the_same_plan_against_itself_shows_no_change() -> None:
+    recipe, plan = planned("gpt2-124m", "train.batch_size=64", "plan.micro_batch=32")
+    trial = train_trial(recipe, plan)
+    first, second = measure_together([trial, trial])
+    assert first.outcome == second.outcome == "ok"
+    comparison = compare(first.blocks_s, second.blocks_s, paired=True)
+    print(comparison)
+    assert comparison.verdict == "not resolved"

@@ -1,0 +1,257 @@
+"""The waterfall's decisions, with trials whose outcome is written down: what is kept, compared, skipped and left out, and that nothing
+finished is measured again."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.config.load import load_recipe
+from redline.errors import ConfigError
+from redline.optimizations.catalogue import CATALOGUE
+from redline.optimizations.studies import SAMPLES
+from redline.optimizations.work import Generating
+from redline.plan.hardware import hardware_as
+from redline.plan.plan import Hardware
+from redline.report.ablation import ablation
+from redline.tune import ablate as module
+from redline.tune.ablate import Row, ablate, compared
+from redline.tune.arms import TrainArms, arms_for, naive
+from redline.tune.store import TuningFolder, trial_key
+from redline.tune.trial import Bounds, Measured, Memory, Trial
+from redline.tune.turns import Pair, Turns
+from redline.tune.waterfall_table import COLUMNS, cells, markdown
+
+RECIPE = load_recipe("seeds/002")
+H200 = hardware_as("h200-141g", 16)
+CPU = Hardware(
+    title="a CPU", kind="cpu", memory_bytes=2**34, compute_capability=(), cores=2, peak_tflops={}, measured_tflops={},
+    bandwidth_bytes_per_s=None, source="test",
+)  # fmt: skip
+LOSSES = (11.0, 10.5, 10.0)
+
+
+def values(trial: Trial) -> dict[str, Any]:
+    return {name: entry["value"] for name, entry in trial.setting["plan"].items() if isinstance(entry, dict) and "value" in entry}
+
+
+def measured(step_s: float, *, outcome: Any = "ok", losses: tuple[float, ...] = LOSSES, tokens: int = 1000) -> Measured:
+    if outcome != "ok":
+        return Measured(outcome=outcome, error="as written down")
+    blocks = tuple(step_s * (1 + 0.001 * place) for place in (0, 1, -1, 2, -2, 0))
+    memory = Memory(allocated_bytes=2**30, active_bytes=2**30, reserved_bytes=2**30, other_bytes=0)
+    return Measured(outcome="ok", blocks_s=blocks, tokens_per_step=tokens, memory=memory, losses=losses, grad_norms=losses)
+
+
+def by_the_book(trial: Trial) -> Measured:
+    """A machine whose speeds follow from the plan: bf16 twice as fast, compiling 1.5x, recomputation 1.3x slower, the rest nothing."""
+    plan = values(trial)
+    step_s = {"fp32": 1.0, "tf32": 0.8, "bf16": 0.4, "fp8": 0.5}[plan["precision"]]
+    step_s *= (1.0 if plan["compile"] == "off" else 1 / 1.5) * (1.3 if plan["recompute"] == "full" else 1.0)
+    if plan["attention"] == "math":
+        step_s *= 2
+    rounding = 1.001 if plan["precision"] != "fp32" else 1.0
+    return measured(step_s, losses=tuple(rounding * loss for loss in LOSSES))
+
+
+class Played:
+    """Turns without processes: trials are answered by a function, and counted."""
+
+    def __init__(self, answer: Callable[[Trial], Measured], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[str] = []
+        played = self
+
+        class Fake(Turns):
+            def alone(self, name: str, trial: Trial) -> Measured | None:
+                played.asked.append(name)
+                return answer(trial)
+
+            def pair(self, name: str, before: Trial, after: Trial) -> Pair | None:
+                played.asked.append(name)
+                return Pair(answer(before), answer(after), paired=True)
+
+        monkeypatch.setattr(module, "Turns", Fake)
+
+
+def run(folder: Path, hardware: Hardware = H200, **options: Any) -> dict[tuple[str, str], Row]:
+    rows = ablate(RECIPE, "seeds/002", hardware, folder, minutes=1, progress=lambda text: None, **options)
+    return {(row.stage, row.name): row for row in rows}
+
+
+# ---- decisions ----
+
+
+def test_what_pays_is_kept_and_the_rest_leaves_the_state_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Played(by_the_book, monkeypatch)
+    rows = run(tmp_path)
+    kept = [name for (stage, name), row in rows.items() if stage == "one by one" and row.kept]
+    assert kept == ["tf32", "bf16", "sdpa", "compile"]
+    assert rows["one by one", "bf16"].measured_ratio == pytest.approx(0.8 / 0.4)
+    assert rows["one by one", "sdpa"].measured_ratio == pytest.approx(2.0)
+    for name in ("fp8", "recompute"):
+        assert rows["one by one", name].verdict == "slower", name
+    for name in ("loader-threads", "micro-batch", "fused-optimizer", "allocator", "compile-autotune"):
+        assert rows["one by one", name].verdict == "not resolved", name
+    assert rows["all", "all kept"].measured_ratio == pytest.approx(2 / (0.4 / 1.5))
+    # TF32 is no longer there to be left out; bf16 left out of the best falls back to it.
+    assert rows["leave one out", "tf32"].outcome == "no change"
+    assert rows["leave one out", "bf16"].measured_ratio == pytest.approx(2.0)
+    assert rows["leave one out", "compile"].measured_ratio == pytest.approx(1.5)
+
+
+def test_the_product_of_the_claims_stands_beside_what_all_of_them_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Played(by_the_book, monkeypatch)
+    claims = [CATALOGUE[name].claimed for name in ("tf32", "bf16", "sdpa", "compile")]
+    low, high = 1.0, 1.0
+    for claim in claims:
+        assert claim is not None
+        low, high = low * claim[0], high * claim[1]
+    assert run(tmp_path)["all", "all kept"].claimed == pytest.approx((low, high))
+
+
+def test_a_change_that_fails_the_guard_is_never_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(trial: Trial) -> Measured:
+        fast = values(trial)["precision"] == "bf16"
+        return measured(0.5 if fast else 1.0, losses=(9.0, 8.0, 7.0) if fast else LOSSES)
+
+    Played(wrong, monkeypatch)
+    row = run(tmp_path, only=("bf16",))["one by one", "bf16"]
+    assert row.verdict == "faster"
+    assert not row.kept
+    assert "not the same" in row.numerics.lower() or "outside" in row.numerics.lower()
+
+
+def test_another_training_is_measured_and_never_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(trial: Trial) -> Measured:
+        larger = "batch_size = 512" in trial.setting["recipe"]
+        return measured(1.0, tokens=4000 if larger else 1000)
+
+    Played(answer, monkeypatch)
+    row = run(tmp_path, only=("larger-batch",))["one by one", "larger-batch"]
+    assert row.measured_ratio == pytest.approx(4.0), "by tokens, since the steps differ"
+    assert "another training" in row.numerics
+    assert not row.kept
+
+
+def test_a_crash_is_a_row_and_a_change_that_makes_it_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(trial: Trial) -> Measured:
+        plan = values(trial)
+        if plan["attention"] == "math":
+            return measured(1.0, outcome="out_of_memory")
+        return measured(1.0, outcome="crashed") if plan["compile"] != "off" else measured(1.0)
+
+    Played(answer, monkeypatch)
+    rows = run(tmp_path, only=("sdpa", "compile"))
+    assert rows["baseline", "naive"].outcome == "out_of_memory"
+    assert (rows["one by one", "sdpa"].verdict, rows["one by one", "sdpa"].kept) == ("runs", True)
+    assert (rows["one by one", "compile"].outcome, rows["one by one", "compile"].note) == ("crashed", "as written down")
+    assert rows["leave one out", "sdpa"].outcome == "out_of_memory"
+
+
+def test_what_does_not_apply_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(lambda trial: measured(1.0), monkeypatch)
+    rows = run(tmp_path, CPU, only=("bf16", "fp8", "sdpa"))
+    assert rows["one by one", "bf16"].outcome == rows["one by one", "fp8"].outcome == "not applicable"
+    assert played.asked == ["train naive", "train sdpa"]
+
+
+def test_the_record_is_what_the_report_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Played(by_the_book, monkeypatch)
+    rows = list(run(tmp_path).values())
+    saved = json.loads((tmp_path / "ablation.json").read_text())
+    assert [row["name"] for row in saved] == [row.name for row in rows]
+    promised = {"name", "claimed", "measured_ratio", "low", "high", "verdict", "memory_bytes", "numerics", "outcome"}
+    assert all(promised <= set(row) for row in saved)
+    assert sum(len(chart.rows) for chart in ablation(saved)) == len(saved)
+    text = markdown(rows, "seeds/002", "here")
+    assert text.count("\n| ") == len(rows) + 2  # two tables, each with a head
+    assert all(len(cells(row)) == len(COLUMNS) for row in rows)
+
+
+def test_a_name_that_is_not_in_the_list_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not in this recipe's list"):
+        run(tmp_path, only=("muon",))
+    with pytest.raises(ConfigError, match="did you mean 'sdpa'"):
+        run(tmp_path, only=("spda",))
+
+
+# ---- states ----
+
+
+def test_the_naive_state_is_every_switch_off_and_the_batch_stays() -> None:
+    entries = [CATALOGUE[name] for name in ("tf32", "bf16", "sdpa", "compile", "no-recompute", "micro-batch", "fused-optimizer", "fp8")]
+    state = naive(entries, H200)
+    assert state == {
+        "precision": "fp32", "attention": "math", "compile": "off", "recompute": "full", "micro_batch": 8, "update": "loop",
+    }  # fmt: skip
+    recipe, plan = TrainArms(recipe=RECIPE, hardware=H200, bounds=Bounds()).plan(state)
+    assert (plan.micro_batch, plan.accumulation, plan.update) == (8, 16, "loop")
+    assert recipe.fingerprint == plan.fingerprint == RECIPE.fingerprint
+
+
+def test_a_pass_divides_the_batch_and_kernels_fall_back_with_the_precision() -> None:
+    arms = TrainArms(recipe=load_recipe("seeds/002", ["train.batch_size=12"]), hardware=H200, bounds=Bounds())
+    assert arms.plan({"micro_batch": 8})[1].micro_batch == 6
+    best = {"precision": "bf16", "cross_entropy": "fused", "attention": "cudnn"}
+    without = arms.plan({**best, "precision": "tf32"})[1]
+    assert (without.cross_entropy, without.attention) == ("torch", "auto")
+    assert arms.plan({"allocator": ""})[1].allocator == ""
+
+
+def test_a_change_brings_no_other_with_it() -> None:
+    """Left to itself the planner would answer bf16 with the fused loss and cuDNN, and bf16 would be credited with all three."""
+    arms = TrainArms(recipe=RECIPE, hardware=H200, bounds=Bounds())
+    held = arms.held({"precision": "fp32"})
+    before, after = (arms.plan({**held, "precision": precision})[1] for precision in ("fp32", "bf16"))
+    assert {name for name in after.why if getattr(before, name) != getattr(after, name)} == {"precision"}
+    free = arms.plan({"precision": "bf16"})[1]
+    assert (free.cross_entropy, free.attention) == ("fused", "cudnn")
+
+
+def test_switches_that_turn_nothing_make_the_same_trial() -> None:
+    assert Generating(cached=False, graphs=True).in_force() == Generating(cached=False, graphs=False).in_force()
+    assert Generating(merged=False).in_force() == Generating()
+    assert Generating(refilled=False, clear_cache=True).in_force() != Generating(refilled=False).in_force()
+    arms = arms_for("generate", RECIPE, H200, samples=SAMPLES["seeds/000"], bounds=Bounds())
+    assert trial_key(arms.trial({"merged": False})) == trial_key(arms.trial({}))
+    assert trial_key(arms.trial({"shared": False})) != trial_key(arms.trial({}))
+
+
+def test_speeds_are_compared_by_the_token() -> None:
+    found = compared(Pair(measured(1.0, tokens=1000), measured(2.0, tokens=4000), paired=True))
+    assert (found.ratio, found.verdict) == (pytest.approx(2.0), "faster")
+
+
+# ---- time and resumption ----
+
+
+def test_finished_trials_are_not_repeated_and_without_time_nothing_runs(tmp_path: Path) -> None:
+    trials = [TrainArms(recipe=RECIPE, hardware=H200, bounds=Bounds()).trial({"precision": p}) for p in ("fp32", "bf16")]
+    keys = [trial_key(trial, "here") for trial in trials]
+    with TuningFolder(tmp_path) as folder:
+        folder.add(keys[0], "naive", measured(1.0))
+        for place, step_s in (("before", 1.0), ("after", 0.5)):
+            folder.add(f"{keys[0]}>{keys[1]} {place}", "bf16", measured(step_s))
+    with TuningFolder(tmp_path) as folder, Turns(folder, beside="here", deadline_s=time.monotonic(), progress=pytest.fail) as turns:
+        first = turns.alone("naive", trials[0])
+        assert first is not None
+        assert asdict(first) == asdict(measured(1.0))
+        pair = turns.pair("bf16", trials[0], trials[1])
+        assert pair is not None
+        assert compared(pair).ratio == pytest.approx(2.0)
+        assert turns.alone("another", trials[1]) is None
+        assert turns.pair("the other way", trials[1], trials[0]) is None
+    with TuningFolder(tmp_path) as folder, Turns(folder, beside="elsewhere", deadline_s=time.monotonic(), progress=pytest.fail) as turns:
+        assert turns.alone("naive", trials[0]) is None, "another machine measures for itself"
+
+
+def test_a_first_state_that_does_not_fit_is_a_row_and_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Played(lambda trial: measured(1.0), monkeypatch)
+    small = load_recipe("llama-1.3b", ["data.source=tinyshakespeare"])
+    rows = ablate(small, "llama-1.3b", hardware_as("t4-16g", 8), tmp_path, only=("micro-batch",), minutes=1, progress=lambda text: None)
+    assert rows[0].outcome == "out_of_memory"
+    assert "does not fit" in rows[0].note

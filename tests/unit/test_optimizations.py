@@ -1,0 +1,208 @@
+"""The catalogue: every line of the seeds is in it, its switches are real, its arithmetic is right, and its page is made from it."""
+
+import inspect
+import json
+import math
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from redline.cli.main import main
+from redline.config.load import load_recipe, shipped
+from redline.config.recipe import ModelConfig, Recipe, check
+from redline.optimizations.catalogue import CATALOGUE, FAMILIES, document, find, ratio, switched
+from redline.optimizations.entry import Optimization
+from redline.optimizations.studies import NAIVE_ORDER, SAMPLES, STUDIES, study
+from redline.optimizations.work import Finetuning, Generating
+from redline.plan.arithmetic import parameters
+from redline.plan.hardware import hardware_as
+from redline.plan.plan import PLANNED, Hardware
+from redline.plan.planner import make_plan
+
+ROOT = Path(__file__).parents[2]
+NANO, GPT2 = load_recipe("nano"), load_recipe("gpt2-124m")
+H200, A100, V100 = (hardware_as(name, 16) for name in ("h200-141g", "a100-40g", "v100-32g"))
+CPU = Hardware(
+    title="a CPU", kind="cpu", memory_bytes=2**34, compute_capability=(), cores=2, peak_tflops={}, measured_tflops={},
+    bandwidth_bytes_per_s=None, source="test",
+)  # fmt: skip
+SWITCHES = {name: entry for name, entry in CATALOGUE.items() if entry.standing == "switch"}
+KNOWN = {
+    "train": set(PLANNED),
+    "generate": {f.name for f in fields(Generating)},
+    "finetune": {f.name for f in fields(Finetuning)},
+}
+
+
+def test_names_are_unique_and_every_entry_has_a_source_for_what_it_claims() -> None:
+    assert len(CATALOGUE) == sum(len(entries) for entries in FAMILIES.values())
+    for entry in CATALOGUE.values():
+        assert entry.title, entry.name
+        assert entry.claims, entry.name
+        for claim in entry.claims:
+            assert claim.source, entry.name
+            assert claim.words, entry.name
+            assert (claim.low is None) == (claim.high is None), entry.name
+            assert claim.low is None or 0 < claim.low <= (claim.high or 0), entry.name
+
+
+def test_every_seed_is_quoted() -> None:
+    sources = " ".join(claim.source for entry in CATALOGUE.values() for claim in entry.claims)
+    for seed in ("seed 000", "seed 001", "seed 002", "seed 003", "seed 004"):
+        assert seed in sources
+    # The numbered sections of 003, each of which makes one promise.
+    assert {f"seed 003 §{n}" for n in range(1, 11)} <= {c.source for e in CATALOGUE.values() for c in e.claims}
+
+
+@pytest.mark.parametrize("entry", SWITCHES.values(), ids=SWITCHES)
+def test_a_switch_has_two_different_ends_and_turns_something_that_exists(entry: Optimization) -> None:
+    if entry.effect == "changes-training":
+        assert entry.change is not None
+        assert not entry.on
+        return
+    assert entry.change is None
+    assert entry.on
+    assert entry.on.keys() == entry.off.keys()
+    assert all(entry.on[name] != entry.off[name] for name in entry.on)
+    for workload in entry.workloads:
+        assert entry.on.keys() <= KNOWN[workload], workload
+
+
+@pytest.mark.parametrize("entry", [e for e in SWITCHES.values() if "train" in e.workloads and e.on], ids=lambda e: e.name)
+def test_both_ends_of_a_training_switch_are_values_that_a_plan_takes(entry: Optimization) -> None:
+    plan = make_plan(GPT2, H200)
+    hints = inspect.get_annotations(type(plan))
+    for ends in (entry.off, entry.on):
+        for name, value in ends.items():
+            allowed = getattr(hints[name], "__args__", None)
+            assert value is None or (value in allowed if allowed else isinstance(value, hints[name]))
+
+
+def test_what_changes_the_training_changes_the_fingerprint_and_stays_a_recipe() -> None:
+    recipe = load_recipe("seeds/002")
+    changed = [e for e in SWITCHES.values() if e.effect == "changes-training"]
+    assert len(changed) >= 3
+    for entry in changed:
+        assert entry.change is not None
+        other: Recipe = check(entry.change(recipe))
+        assert other.fingerprint != recipe.fingerprint, entry.name
+    assert CATALOGUE["vocabulary-padding"].change(recipe).model.vocab_size == 50304  # type: ignore[misc]
+
+
+# ---- where they apply ----
+
+
+def test_precision_follows_the_compute_capability() -> None:
+    where = {
+        gpu.title: {n for n in ("tf32", "bf16", "fp16", "fp8") if CATALOGUE[n].why_not(GPT2, gpu) is None} for gpu in (H200, A100, V100)
+    }
+    assert where == {H200.title: {"tf32", "bf16", "fp8"}, A100.title: {"tf32", "bf16"}, V100.title: {"fp16"}}
+    assert "8.9" in str(CATALOGUE["fp8"].why_not(GPT2, A100))
+    assert "bf16" in str(CATALOGUE["fp16"].why_not(GPT2, H200))
+
+
+def test_a_cpu_is_told_what_it_lacks() -> None:
+    for name in ("tf32", "bf16", "fp8", "cudnn", "allocator", "cuda-graphs", "cuda-graphs-decode"):
+        assert "CPU" in str(CATALOGUE[name].why_not(NANO, CPU)), name
+    for name in ("sdpa", "compile", "micro-batch", "no-recompute", "fused-optimizer", "kv-cache", "packing"):
+        assert CATALOGUE[name].why_not(NANO, CPU) is None, name
+
+
+def test_shapes_decide_too() -> None:
+    odd = load_recipe("nano", ["model.ffn_size=350"])
+    assert "ffn_size 350" in str(CATALOGUE["fp8"].why_not(odd, H200))
+    assert "50,304" in str(CATALOGUE["vocabulary-padding"].why_not(GPT2, H200))
+    assert "Muon" in str(CATALOGUE["muon"].why_not(load_recipe("llama-124m-muon"), H200))
+    assert "multiples of 8" in str(CATALOGUE["cudnn"].why_not(load_recipe("nano", ["model.head_dim=36"]), H200))
+
+
+# ---- the studies ----
+
+
+def test_every_seed_has_its_study_on_a_shipped_recipe_in_an_order_that_undoes_nothing() -> None:
+    assert set(STUDIES) == {f"seeds/00{n}" for n in range(5)}
+    assert set(STUDIES) <= set(shipped())
+    assert study("gpt2-124m")[0].names == NAIVE_ORDER
+    rank = ["fp32", "tf32", "fp16", "bf16", "fp8"]
+    for name, parts in [*STUDIES.items(), ("any other", study("any other"))]:
+        for part in parts:
+            entries = [find(n) for n in part.names]
+            assert len(set(part.names)) == len(entries)
+            assert all(e.standing == "switch" and part.workload in e.workloads for e in entries), name
+            precisions = [e.on["precision"] for e in entries if "precision" in e.on and e.name != "fp16"]
+            assert precisions == sorted(precisions, key=rank.index), name
+        assert (name in SAMPLES) == any(part.workload == "generate" for part in parts)
+
+
+# ---- the arithmetic of what cannot hold ----
+
+
+def test_the_arithmetic_of_the_refuted_claims() -> None:
+    notes = {name: entry.note for name, entry in CATALOGUE.items() if entry.standing == "refuted"}
+    factors = [(2, 3), (1.2, 1.3), (1.5, 2), (1.2, 1.5), (1.2, 1.5)]
+    product = [math.prod(bounds) for bounds in zip(*factors, strict=True)]
+    assert f"{product[0]:.1f}-{product[1]:.1f}x" in notes["seed-003-product"]
+    size = parameters(load_recipe("seeds/002").model).total
+    assert f"{size / 1e6:.0f}M" in notes["seed-002-500k"]
+    assert f"{6 * size * 500e3 / 1e15:.2f} PFLOP/s" in notes["seed-002-500k"]
+    assert A100.peak_tflops["bf16"] / A100.peak_tflops["fp32"] == pytest.approx(16)
+    assert f"{8 * 67}-{8 * 83}" in notes["seed-001-units"]
+    for d_model, layers, heads in ((768, 12, 12), (1024, 12, 16), (1024, 24, 16), (1280, 36, 20)):
+        shape = ModelConfig(
+            vocab_size=50257, num_layers=layers, hidden_size=d_model, num_heads=heads, ffn_size=3072, context_length=1, norm="layernorm",
+            positions="learned", activation="gelu", bias=True,
+        )  # fmt: skip
+        assert f"{parameters(shape).total / 1e6:.1f}M" in notes["seed-004-parameters"]
+
+
+def test_the_arguments_that_seed_003_names_do_not_exist() -> None:
+    transformers = pytest.importorskip("transformers")
+    known = set(inspect.signature(transformers.TrainingArguments.__init__).parameters)
+    assert not {"fp16_opt_level", "gradient_clip_norm"} & known
+    assert "max_grad_norm" in known
+
+
+# ---- what people see ----
+
+
+def test_the_page_is_made_from_the_catalogue() -> None:
+    assert (ROOT / "docs" / "optimizations.md").read_text(encoding="utf-8").endswith(document())
+    assert all(f"| `{name}` |" in document() for name in CATALOGUE)
+
+
+def test_words() -> None:
+    assert ratio((2.0, 3.0)) == "2-3x"
+    assert ratio((1.25, 1.25)) == "1.25x"
+    assert ratio(None) == "–"
+    assert switched(CATALOGUE["micro-batch"]) == "micro_batch: 8 to the planner's"
+    assert switched(CATALOGUE["memory-map"]) == "built in"
+
+
+def test_the_command_lists_and_says_why_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["optimizations", "gpt2-124m", "--as", "a100-40g", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows.keys() == CATALOGUE.keys()
+    assert rows["bf16"]["applies"]
+    assert not rows["fp8"]["applies"]
+    assert "8.9" in rows["fp8"]["why_not"]
+    assert rows["bf16"]["claimed"] == [2.0, 3.0]
+    assert main(["optimizations"]) == 0
+    text = capsys.readouterr().out
+    assert "bf16" in text
+    assert "nothing here was measured" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), [(["--as", "h200-141g"], "need a recipe"), (["nope"], "no recipe 'nope'"), (["nano", "--as", "x"], "x")]
+)
+def test_mistakes_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["optimizations", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert said in captured.err
+
+
+def test_an_unknown_name_gets_the_nearest() -> None:
+    with pytest.raises(Exception, match="did you mean 'bf16'"):
+        find("bf61")

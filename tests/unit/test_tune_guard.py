@@ -1,0 +1,58 @@
+"""The guard passes what rounds, refuses what trains differently, and names the effect of what changed."""
+
+from dataclasses import replace
+
+import pytest
+
+from redline.config.load import load_recipe
+from redline.plan.hardware import hardware_as
+from redline.plan.planner import make_plan
+from redline.tune.guard import EFFECTS, effect_of, guard
+from redline.tune.trial import Measured
+
+PLAN = make_plan(load_recipe("gpt2-124m"), hardware_as("h200-141g", 16))
+REFERENCE = Measured(outcome="ok", losses=(10.0, 9.0, 8.0), grad_norms=(2.0, 1.5, 1.0))
+
+
+def moved(loss: float, norm: float = 0.0) -> Measured:
+    """The reference with its last loss and gradient norm off by a share."""
+    losses = (*REFERENCE.losses[:-1], REFERENCE.losses[-1] * (1 + loss))
+    return replace(REFERENCE, losses=losses, grad_norms=(*REFERENCE.grad_norms[:-1], REFERENCE.grad_norms[-1] * (1 + norm)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "effect", "precision", "passed"),
+    [
+        (0.0, 0.0, "exact", "fp32", True),
+        (3e-6, 0.0, "exact", "fp32", True),
+        (3e-5, 0.0, "exact", "fp32", False),
+        (-3e-5, 0.0, "exact", "fp32", False),
+        (1e-3, 0.0, "exact", "bf16", True),
+        (5e-3, 0.0, "exact", "bf16", False),
+        (5e-3, 0.0, "rounding", "bf16", True),
+        (2e-2, 0.0, "rounding", "bf16", False),
+        (0.0, 0.05, "rounding", "bf16", True),
+        (0.0, 0.5, "rounding", "bf16", False),
+    ],
+)
+def test_bands(loss: float, norm: float, effect: str, precision: str, passed: bool) -> None:
+    verdict = guard(REFERENCE, moved(loss, norm), effect, precision=precision)  # type: ignore[arg-type]
+    assert verdict.passed is passed
+    assert verdict.steps == 3
+    assert ("refused" in str(verdict)) is not passed
+    assert verdict.loss_difference == pytest.approx(abs(loss), abs=1e-12)
+
+
+def test_nothing_to_compare_says_so() -> None:
+    assert str(guard(REFERENCE, Measured(outcome="ok"), "exact", precision="fp32")) == "not checked: no losses"
+
+
+def test_the_effect_of_a_change_is_the_strongest_of_its_values() -> None:
+    assert effect_of(PLAN, PLAN) == "exact"
+    assert effect_of(PLAN, replace(PLAN, micro_batch=32, accumulation=16, recompute="full")) == "exact"
+    assert effect_of(PLAN, replace(PLAN, attention="flash")) == "rounding"
+    assert effect_of(PLAN, replace(PLAN, micro_batch=32, precision="fp8")) == "rounding"
+
+
+def test_every_effect_is_of_a_plan_value() -> None:
+    assert set(EFFECTS) <= set(PLAN.why)

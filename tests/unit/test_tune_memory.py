@@ -1,0 +1,121 @@
+"""Memory from small probes: exact on straight lines, safe on bent ones, and no pick runs out of a synthetic allocator's memory."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from redline.config.load import from_toml, load_recipe
+from redline.plan.hardware import hardware_as
+from redline.plan.plan import from_json
+from redline.plan.planner import make_plan
+from redline.tune import memory as room
+from redline.tune.memory import Probe, arithmetic_memory, fit_memory, pick_micro_batch
+from redline.tune.trial import Measured, Memory, Trial
+
+GiB = 2**30
+
+
+def probe(micro_batch: int, active: float, ratio: float = 1.0, other: float = 0.6 * GiB) -> Probe:
+    memory = Memory(allocated_bytes=int(active), active_bytes=int(active), reserved_bytes=int(active * ratio), other_bytes=int(other))
+    return Probe(micro_batch=micro_batch, memory=memory)
+
+
+def test_a_straight_line_is_met_exactly() -> None:
+    fit = fit_memory([probe(b, 3 * GiB + 0.4 * GiB * b, 1.02) for b in (4, 1, 2)])
+    assert fit.active_bytes(64) == pytest.approx((3 + 0.4 * 64) * GiB, rel=1e-6)
+    assert fit.reserved_bytes(64) == pytest.approx(1.02 * (3 + 0.4 * 64) * GiB, rel=1e-6)
+    assert fit.residual == pytest.approx(0, abs=1e-6)
+
+
+def test_a_probe_on_the_floor_does_not_bend_the_line() -> None:
+    """The update's own peak holds at micro-batch 1; the line begins above it."""
+    fit = fit_memory([probe(b, max(5.0, 3 + 1.0 * b) * GiB) for b in (1, 4, 8)])
+    assert fit.active_bytes(32) == pytest.approx(35 * GiB, rel=1e-6)
+    assert fit.active_bytes(1) == pytest.approx(5 * GiB, rel=1e-6)
+
+
+def test_a_bent_line_widens_the_margin() -> None:
+    straight = fit_memory([probe(b, (4 + b) * GiB) for b in (1, 2, 4)])
+    bent = fit_memory([probe(1, 4.6 * GiB), probe(2, 6 * GiB), probe(4, 8 * GiB)])
+    assert straight.fits(64, int(72 * GiB))
+    assert bent.active_bytes(64) == straight.active_bytes(64)
+    assert not bent.fits(64, int(72 * GiB))
+
+
+def test_other_bytes_count_against_the_device() -> None:
+    probes = [probe(b, b * GiB, other=2 * GiB) for b in (1, 2, 4)]
+    assert fit_memory(probes).fits(16, int(18.6 * GiB))
+    assert not fit_memory(probes).fits(16, int(18 * GiB))
+
+
+def test_recorded_readings_agree_with_the_planners_arithmetic() -> None:
+    """gpt2-124m on an H200, compiled bf16: peaks at passes of 32 and 64 (LOG.md, benchmarks/). The line through them must meet the
+    arithmetic, which knows nothing of it, at half and at twice those sizes."""
+    recipe = load_recipe("gpt2-124m")
+    plan = make_plan(recipe, hardware_as("h200-141g", 16))
+    fit = fit_memory([probe(32, 15.53e9), probe(64, 28_775_878_144, ratio=34_705_768_448 / 28_775_878_144)])
+    for size in (16, 128):
+        assert fit.active_bytes(size) == pytest.approx(arithmetic_memory(recipe, plan, size).total, rel=0.015)
+
+
+class Allocator:
+    """A synthetic caching allocator: arithmetic's bytes off by a constant error, rounded to 2 MiB blocks, reserved by a noisy ratio."""
+
+    def __init__(self, limit_bytes: int, seed: int) -> None:
+        self.limit_bytes, self.generator = limit_bytes, np.random.default_rng(seed)
+        self.scale, self.ratio = self.generator.uniform(0.8, 1.25), self.generator.uniform(1.0, 1.08)
+        self.runs: list[tuple[int, str]] = []
+
+    def __call__(self, trial: Trial, **_: Any) -> Measured:
+        recipe, plan = from_toml(trial.setting["recipe"], where="t"), from_json(trial.setting["plan"], where="t")
+        parts = arithmetic_memory(recipe, plan, plan.micro_batch)
+        growing = self.scale * (parts.activations + parts.logits)
+        active = 2**21 * math.ceil((parts.total - parts.activations - parts.logits + growing) / 2**21)
+        reserved = int(active * self.ratio * self.generator.uniform(0.99, 1.01))
+        other = 600 * 2**20
+        outcome = "ok" if reserved + other <= self.limit_bytes else "out_of_memory"
+        self.runs.append((plan.micro_batch, outcome))
+        if outcome != "ok":
+            return Measured(outcome="out_of_memory")
+        return Measured(
+            outcome="ok", memory=Memory(allocated_bytes=active, active_bytes=active, reserved_bytes=reserved, other_bytes=other)
+        )
+
+
+CASES = [
+    (name, length, gigabytes)
+    for name in ("gpt2-124m", "llama-350m", "gpt-1.3b")
+    for length in (256, 512, 1024, 2048)
+    for gigabytes in (40, 80, 140)
+]
+
+
+@pytest.mark.parametrize(("name", "length", "gigabytes"), CASES)
+def test_picks_do_not_run_out_of_memory_and_are_predicted(name: str, length: int, gigabytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe(name, [f"data.seq_len={length}", f"model.context_length={max(length, 1024)}", "train.batch_size=4096"])
+    plan = make_plan(recipe, hardware_as("h200-141g", 16))
+    limit_bytes = gigabytes * GiB
+    allocator = Allocator(limit_bytes, seed=length + gigabytes)
+    monkeypatch.setattr(room, "measure", allocator)
+    pick = pick_micro_batch(recipe, plan, None, capacity_bytes=limit_bytes)  # type: ignore[arg-type]
+    assert pick is not None
+    sizes = [size for size, _ in allocator.runs]
+    assert sizes == sorted(set(sizes)), "probes grow"
+    assert all(outcome == "ok" for _, outcome in allocator.runs), "no probe runs out of memory"
+    seen = room.probe(recipe, plan, pick.micro_batch, None)  # type: ignore[arg-type]
+    assert seen.outcome == "ok"
+    assert seen.memory is not None
+    assert pick.fit.active_bytes(pick.micro_batch) == pytest.approx(seen.memory.active_bytes, rel=0.015)
+    assert pick.fit.reserved_bytes(pick.micro_batch) == pytest.approx(seen.memory.reserved_bytes, rel=0.05)
+    if 2 * pick.micro_batch <= recipe.train.batch_size // 2:  # not timid either: twice as many would fill more than 93 %
+        twice = room.probe(recipe, plan, 2 * pick.micro_batch, None).memory  # type: ignore[arg-type]
+        assert twice is None or twice.reserved_bytes + twice.other_bytes > 0.93 * limit_bytes
+
+
+def test_a_device_too_small_for_the_first_probe_gives_no_pick(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe("gpt-1.3b", ["train.batch_size=64"])
+    plan = make_plan(recipe, hardware_as("h200-141g", 16))
+    monkeypatch.setattr(room, "measure", Allocator(8 * GiB, seed=0))
+    assert pick_micro_batch(recipe, plan, None, capacity_bytes=8 * GiB) is None  # type: ignore[arg-type]

@@ -1,0 +1,285 @@
+"""The search against a machine of known speeds: it finds the fastest plan, refuses what is wrong, and goes on after a kill.
+
+The child is a script without torch that computes its step time from the plan it is given: every trial is real but for the training.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.config.load import load_recipe
+from redline.config.recipe import Recipe
+from redline.errors import ConfigError, StorageError, TrainingError
+from redline.machine.facts import read_facts
+from redline.plan.hardware import hardware_as
+from redline.plan.plan import Plan, check_fit
+from redline.plan.planner import make_plan
+from redline.tune import trial as room
+from redline.tune.search import Tuned, shorten, tune
+from redline.tune.store import TuningFolder, tuned_plan, tuning_folder
+from redline.tune.trial import Bounds
+
+CHILD = """
+import json, os, random, sys
+world = json.load(open(sys.argv[1]))
+noise = random.Random(os.getpid())
+def reply(**values):
+    print(json.dumps(values), flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    if request["do"] == "start":
+        plan = {k: v["value"] if isinstance(v, dict) and "value" in v else v for k, v in request["setting"]["plan"].items()}
+        with open(world["log"], "a") as log:
+            log.write(json.dumps(plan) + chr(10))
+        tokens = 1024 * plan["micro_batch"] * plan["accumulation"]
+        step_s = tokens / 5e5 * (1 + world["overhead"] / plan["micro_batch"] + max(0, plan["micro_batch"] - world["best"]) / 200)
+        shift = 0.0
+        for name, value, factor, loss in world["values"]:
+            if plan[name] == value:
+                step_s, shift = step_s * factor, shift + loss
+        active = int(2e9 + 4e8 * plan["micro_batch"] * world["memory"])
+        crash = next((w for n, v, w in world["failing"] if plan[n] == v), None)
+        if active > 140e9:
+            crash = "out_of_memory"
+        if crash == "dies":
+            sys.exit("an illegal memory access was encountered")
+        if crash:
+            reply(failed=crash, error="planted")
+            continue
+        losses = [10.0 * (1 + shift)] * 5
+        reply(first_step_s=10.0 if plan["compile"] != "off" else 1.0, warmup_steps=5, steps_per_block=1, tokens_per_step=tokens,
+              losses=losses, grad_norms=[1.0] * 5)
+    elif request["do"] == "memory":
+        reply(allocated_bytes=active, active_bytes=active, reserved_bytes=int(1.02 * active), other_bytes=10**9)
+    else:
+        reply(step_s=step_s * (1 + noise.uniform(0, 0.004)), data_wait_s=step_s * world["waits"] / plan["loader_threads"])
+"""
+FACTS = read_facts()
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the machine is like; a test changes it before it tunes."""
+    monkeypatch.setattr(room, "COMMAND", (sys.executable, "-c", CHILD, str(tmp_path / "world")))
+    given: dict[str, Any] = {
+        "log": str(tmp_path / "log"), "overhead": 4.0, "best": 64, "memory": 1.0, "values": [], "failing": [], "waits": 0.0,
+    }  # fmt: skip
+    return given
+
+
+def search(world: dict[str, Any], tmp_path: Path, *overrides: str, minutes: float = 5.0) -> tuple[Tuned, Recipe, Plan]:
+    recipe = load_recipe("gpt2-124m", overrides)
+    rules = make_plan(recipe, hardware_as("h200-141g", 16))
+    (tmp_path / "world").write_text(json.dumps(world))
+    said: list[str] = []
+    with TuningFolder(tmp_path / "tuning") as folder:
+        tuned = tune(recipe, rules, folder, minutes=minutes, progress=said.append, bounds=Bounds(limit_s=20))
+    assert all("left]" in line for line in said)
+    check_fit(tuned.plan, recipe, 1)
+    return tuned, recipe, rules
+
+
+def started(world: dict[str, Any]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(world["log"]).read_text().splitlines()]
+
+
+def test_a_rules_plan_that_is_best_stays_and_says_what_was_tried(world: dict[str, Any], tmp_path: Path) -> None:
+    world["values"] = [["attention", "flash", 1.05, 0], ["cross_entropy", "torch", 1.08, 0]]
+    tuned, _, rules = search(world, tmp_path)
+    assert tuned.plan.micro_batch == rules.micro_batch == 64
+    assert (tuned.plan.attention, tuned.plan.cross_entropy) == ("cudnn", "fused")
+    assert tuned.result.ratio == 1.0
+    assert tuned.plan.why["attention"].source == "measurement"
+    assert "flash measured 0.95" in tuned.plan.why["attention"].reason
+    tried = {row.name for row in tuned.rows if row.measured}
+    assert {"the rules' plan", "micro_batch 32", "micro_batch 128", "attention flash", "cross_entropy torch"} <= tried
+
+
+def test_the_fastest_micro_batch_is_found_not_the_largest(world: dict[str, Any], tmp_path: Path) -> None:
+    world.update(best=16, overhead=1.0)
+    tuned, recipe, rules = search(world, tmp_path)
+    assert tuned.plan.micro_batch == 16
+    assert tuned.plan.accumulation == recipe.train.batch_size // 16
+    assert tuned.result.ratio > 1.1
+    assert tuned.result.low > 1
+    assert tuned.plan.why["micro_batch"].source == "measurement"
+    assert tuned.plan.prediction.memory_bytes < rules.prediction.memory_bytes
+
+
+def test_better_values_are_kept_together_with_a_micro_batch_that_suits_them(world: dict[str, Any], tmp_path: Path) -> None:
+    world["values"] = [["attention", "flash", 0.9, 0], ["cross_entropy", "torch", 0.93, 0]]
+    tuned, _, _ = search(world, tmp_path)
+    assert (tuned.plan.attention, tuned.plan.cross_entropy) == ("flash", "torch")
+    assert tuned.result.ratio == pytest.approx(1 / (0.9 * 0.93), rel=0.02)
+    assert tuned.rows[-1].name == "the winner against the rules' plan"
+
+
+def test_a_faster_plan_that_trains_differently_is_never_chosen(world: dict[str, Any], tmp_path: Path) -> None:
+    world["values"] = [["attention", "flash", 0.5, 0.05]]
+    tuned, _, _ = search(world, tmp_path)
+    assert tuned.plan.attention == "cudnn"
+    [row] = [row for row in tuned.rows if row.name == "attention flash"]
+    assert row.comparison is not None
+    assert row.comparison.verdict == "faster"
+    assert row.note.startswith("refused")
+
+
+@pytest.mark.parametrize("how", ["crashed", "dies", "out_of_memory"])
+def test_a_candidate_that_fails_is_a_row_and_the_search_goes_on(world: dict[str, Any], tmp_path: Path, how: str) -> None:
+    world["failing"] = [["compile", "max-autotune-no-cudagraphs", how]]
+    world["values"] = [["attention", "flash", 0.9, 0]]
+    tuned, _, _ = search(world, tmp_path)
+    [row] = [row for row in tuned.rows if row.name.startswith("compile max")]
+    assert row.measured is not None
+    assert row.measured.outcome == ("crashed" if how == "dies" else how)
+    assert tuned.plan.attention == "flash"
+
+
+def test_pins_are_left_alone(world: dict[str, Any], tmp_path: Path) -> None:
+    world.update(best=16, values=[["attention", "flash", 0.5, 0]])
+    tuned, _, _ = search(world, tmp_path, "plan.micro_batch=64", "plan.attention=cudnn")
+    assert (tuned.plan.micro_batch, tuned.plan.attention) == (64, "cudnn")
+    assert {plan["micro_batch"] for plan in started(world)} == {64}
+
+
+def test_larger_passes_are_not_tried_where_the_probes_say_they_do_not_fit(world: dict[str, Any], tmp_path: Path) -> None:
+    world.update(memory=4.0, best=1000)  # 128 would take 207 GB; the planner's arithmetic thinks 53
+    tuned, _, _ = search(world, tmp_path)
+    assert max(plan["micro_batch"] for plan in started(world)) == 64
+    [row] = [row for row in tuned.rows if row.name == "micro_batch 128"]
+    assert "by 2 probes" in row.note
+
+
+def test_a_rules_plan_that_does_not_fit_is_tried_with_smaller_passes(world: dict[str, Any], tmp_path: Path) -> None:
+    world["memory"] = 8.0
+    tuned, _, _ = search(world, tmp_path)
+    assert tuned.rows[0].measured is not None
+    assert tuned.rows[0].measured.outcome == "out_of_memory"
+    assert tuned.plan.micro_batch <= 32
+    assert "ran out of memory" in tuned.plan.why["micro_batch"].reason
+
+
+def test_a_rules_plan_that_crashes_is_one_clear_line(world: dict[str, Any], tmp_path: Path) -> None:
+    world["failing"] = [["attention", "cudnn", "crashed"]]
+    with pytest.raises(TrainingError, match=r"does not run here \(crashed\): planted"):
+        search(world, tmp_path)
+
+
+def test_compiling_is_refused_where_the_run_is_too_short_to_earn_it_back(world: dict[str, Any], tmp_path: Path) -> None:
+    world["values"] = [["compile", "default", 0.5, 0]]
+    pay = ["train.steps=10", "train.warmup_steps=0", "plan.attention=cudnn", "plan.cross_entropy=fused", "plan.micro_batch=64"]
+    tuned, _, _ = search(world, tmp_path, *pay, "train.batch_size=64")
+    [row] = [row for row in tuned.rows if row.name == "compile default"]
+    assert "pays back after" in row.note
+    assert tuned.plan.compile == "off"
+
+
+def test_a_step_that_waits_for_data_gets_more_threads(world: dict[str, Any], tmp_path: Path) -> None:
+    world["waits"] = 0.2
+    world["values"] = [["loader_threads", 2, 0.85, 0]]
+    tuned, _, _ = search(world, tmp_path)
+    assert tuned.plan.loader_threads == 2
+
+
+def test_the_time_is_kept_and_what_was_left_out_is_said(world: dict[str, Any], tmp_path: Path) -> None:
+    tuned, _, _ = search(world, tmp_path, minutes=0.01)
+    assert len(started(world)) == 1
+    assert "attention flash" in tuned.result.untried
+
+
+def test_finished_trials_are_not_repeated_and_a_torn_line_is_no_trouble(world: dict[str, Any], tmp_path: Path) -> None:
+    world["values"] = [["attention", "flash", 0.9, 0]]
+    first, _, _ = search(world, tmp_path)
+    trials = tmp_path / "tuning" / "trials.jsonl"
+    runs = len(started(world))
+    again, _, _ = search(world, tmp_path)
+    assert len(started(world)) == runs, "everything was known"
+    assert again.plan == first.plan
+    lines = trials.read_text().splitlines(keepends=True)
+    trials.write_text("".join(lines[:-4]) + lines[-4][:30])  # killed while a line was being written
+    third, _, _ = search(world, tmp_path)
+    assert runs < len(started(world)) < 2 * runs
+    assert third.plan.attention == first.plan.attention == "flash"
+
+
+def test_two_searches_do_not_share_a_folder(tmp_path: Path) -> None:
+    with TuningFolder(tmp_path), pytest.raises(StorageError, match="is in use"), TuningFolder(tmp_path):
+        pass
+
+
+def test_a_tuned_plan_is_found_by_machine_fingerprint_and_pins(
+    world: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDLINE_CACHE", str(tmp_path))
+    rules = make_plan(load_recipe("gpt2-124m"), hardware_as("h200-141g", 16))
+    other = make_plan(load_recipe("gpt2-124m", ["train.lr=1e-3"]), hardware_as("h200-141g", 16))
+    pins = make_plan(load_recipe("gpt2-124m", ["plan.compile=off"]), hardware_as("h200-141g", 16))
+    assert len({tuning_folder(FACTS, plan) for plan in (rules, other, pins)}) == 3
+    tuned, _, _ = search(world, tmp_path)
+    found = tuned_plan(tmp_path / "tuning")
+    assert found is not None
+    assert found[0] == tuned.plan
+    assert found[1] == tuned.result
+    assert tuned_plan(tmp_path / "nothing") is None
+    (tmp_path / "tuning" / "plan.json").write_text("{}")
+    with pytest.raises(ConfigError, match="run `redline tune` again"):
+        tuned_plan(tmp_path / "tuning")
+
+
+def test_long_updates_are_cut_to_whole_passes_and_short_ones_are_not() -> None:
+    recipe = load_recipe("gpt2-124m")
+    rules = make_plan(recipe, hardware_as("h200-141g", 16))
+    assert shorten(recipe, rules).train.batch_size == 256
+    small = load_recipe("gpt2-124m", ["train.batch_size=64"])
+    assert shorten(small, make_plan(small, hardware_as("h200-141g", 16))) is small
+
+
+def test_several_processes_are_refused(tmp_path: Path) -> None:
+    recipe = load_recipe("gpt2-124m")
+    with TuningFolder(tmp_path) as folder, pytest.raises(ConfigError, match="one process"):
+        tune(recipe, make_plan(recipe, hardware_as("h200-141g", 16), world_size=2), folder, minutes=1, progress=print)
+
+
+DRIVER = """
+import subprocess
+import sys
+import time
+from pathlib import Path
+from redline.config.load import load_recipe
+from redline.plan.hardware import hardware_as
+from redline.plan.planner import make_plan
+from redline.tune import trial as room
+from redline.tune.search import tune
+from redline.tune.store import TuningFolder
+from redline.tune.trial import Bounds
+
+room.COMMAND = (sys.executable, "-c", sys.argv[1], sys.argv[2])
+recipe = load_recipe("gpt2-124m")
+with TuningFolder(Path(sys.argv[3])) as folder:
+    tune(recipe, make_plan(recipe, hardware_as("h200-141g", 16)), folder, minutes=5, progress=print, bounds=Bounds(limit_s=20))
+"""
+
+
+def test_killed_and_started_again_it_goes_on(world: dict[str, Any], tmp_path: Path) -> None:
+    """A real SIGKILL after the third line; what stood there is not run again, and the result is that of a search nobody killed."""
+    world["values"] = [["attention", "flash", 0.9, 0]]
+    (tmp_path / "world").write_text(json.dumps(world))
+    trials = tmp_path / "tuning" / "trials.jsonl"
+    with subprocess.Popen([sys.executable, "-c", DRIVER, CHILD, str(tmp_path / "world"), str(trials.parent)]) as process:
+        while not trials.exists() or trials.read_bytes().count(b"\n") < 3:
+            assert process.poll() is None, "it ended before it could be killed"
+            time.sleep(0.005)
+        process.kill()
+    before = trials.read_bytes()
+    kept = before[: before.rfind(b"\n") + 1].splitlines()
+    tuned, _, _ = search(world, tmp_path)
+    after = trials.read_bytes().splitlines()
+    assert after[: len(kept)] == kept
+    keys = [json.loads(line)["key"] for line in after]
+    assert len(keys) == len(set(keys)), "no trial was run twice"
+    assert tuned.plan.attention == "flash"

@@ -1,0 +1,173 @@
+"""Whatever a child does is a result: it answers, says that it failed, dies, is killed, hangs, or prints what it likes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from redline.config.load import build
+from redline.tune import trial as room
+from redline.tune.trial import Arm, Bounds, Child, Measured, Trial, measure, measure_together, take_turns
+
+SCRIPT = """
+import json, os, signal, sys, time
+behaviour = None
+def reply(**values):
+    print(json.dumps(values), flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    if request["do"] == "start":
+        behaviour = request["setting"]
+        blocks = 0
+        if behaviour["kind"] == "dies in start":
+            raise RuntimeError("no kernel image is available")
+        if behaviour["kind"] == "says":
+            reply(failed=behaviour["failed"], error="said so")
+            continue
+        reply(first_step_s=0.1, warmup_steps=5, steps_per_block=1, tokens_per_step=100, losses=[2.0, 1.0], grad_norms=[1.0, 1.0])
+    elif request["do"] == "memory":
+        reply(allocated_bytes=1, active_bytes=2, reserved_bytes=3, other_bytes=4)
+    else:
+        blocks += 1
+        if blocks == behaviour.get("at"):
+            if behaviour["kind"] == "dies":
+                sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
+            if behaviour["kind"] == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if behaviour["kind"] == "hangs":
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                if os.fork() == 0:
+                    open(behaviour["pid_file"], "w").write(str(os.getpid()))
+                    time.sleep(600)
+                time.sleep(600)
+        with open(behaviour["log"], "a") as log:
+            log.write(behaviour["name"])
+        reply(step_s=behaviour.get("step_s", 1.0), data_wait_s=0.25)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "COMMAND", (sys.executable, "-c", SCRIPT))
+
+
+def trial(tmp_path: Path, kind: str = "well", name: str = "a", limit_s: float = 20.0, **more: Any) -> Trial:
+    setting = {"kind": kind, "name": name, "log": str(tmp_path / "log"), **more}
+    return Trial(workload="", setting=setting, bounds=Bounds(blocks=6, limit_s=limit_s))
+
+
+def test_a_trial_that_ends_well_gives_all_it_measured(tmp_path: Path) -> None:
+    measured = measure(trial(tmp_path, step_s=0.5))
+    assert measured.outcome == "ok"
+    assert measured.blocks_s == (0.5,) * 6
+    assert measured.losses == (2.0, 1.0)
+    assert measured.data_wait_share == pytest.approx(0.5)
+    assert measured.memory is not None
+    assert measured.memory.active_bytes == 2
+
+
+def test_a_trial_is_cut_short_when_enough_is_known(tmp_path: Path) -> None:
+    assert len(measure(trial(tmp_path), enough=lambda blocks_s: len(blocks_s) == 2).blocks_s) == 2
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "outcome", "words", "blocks"),
+    [
+        ({"kind": "says", "failed": "out_of_memory"}, "out_of_memory", "said so", 0),
+        ({"kind": "says", "failed": "crashed"}, "crashed", "said so", 0),
+        ({"kind": "dies in start"}, "crashed", "no kernel image", 0),
+        ({"kind": "dies", "at": 3}, "out_of_memory", "Tried to allocate", 2),
+        ({"kind": "killed", "at": 2}, "crashed", "killed by signal 9", 1),
+    ],
+)
+def test_a_failure_is_a_result_with_what_came_before_it(
+    tmp_path: Path, behaviour: dict[str, Any], outcome: str, words: str, blocks: int
+) -> None:
+    measured = measure(trial(tmp_path, **behaviour))
+    assert measured.outcome == outcome
+    assert words in (measured.error or "")
+    assert len(measured.blocks_s) == blocks
+
+
+def test_a_hang_is_killed_with_everything_it_started(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    began_s = time.monotonic()
+    measured = measure(trial(tmp_path, "hangs", at=2, limit_s=1.0, pid_file=str(pid_file)))
+    assert measured.outcome == "timed_out"
+    assert len(measured.blocks_s) == 1
+    assert time.monotonic() - began_s < 10
+    grandchild = int(pid_file.read_text())
+    deadline_s = time.monotonic() + 5
+    while psutil.pid_exists(grandchild) and psutil.Process(grandchild).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline_s, "the process group was not killed"
+        time.sleep(0.02)
+
+
+def test_arms_take_turns_in_turned_order_and_a_dead_one_leaves_the_other(tmp_path: Path) -> None:
+    first, second = measure_together([trial(tmp_path, name="a"), trial(tmp_path, "dies", "b", at=4)])
+    assert first.outcome == "ok"
+    assert len(first.blocks_s) == 6
+    assert second.outcome == "out_of_memory"
+    assert len(second.blocks_s) == 2  # the first of its three was warm-up
+    assert (tmp_path / "log").read_text() == "ab" + "ab" + "ba" + "aaaa"
+
+
+def test_one_child_measures_several_settings_and_dies_with_its_parent_block(tmp_path: Path) -> None:
+    with Child() as child:
+        results = [measure(trial(tmp_path, name=name), child=child) for name in "ab"]
+        assert [measured.outcome for measured in results] == ["ok", "ok"]
+        pid = child._process.pid
+        assert psutil.pid_exists(pid)
+    assert not psutil.pid_exists(pid)
+
+
+def test_an_arm_forgets_the_blocks_of_an_earlier_duel(tmp_path: Path) -> None:
+    with Child() as one, Child() as other:
+        holder, challenger = Arm(trial(tmp_path), one), Arm(trial(tmp_path, name="b"), other)
+        for arm in (holder, challenger):
+            arm.start()
+        take_turns([holder, challenger], 6, lambda: len(challenger.blocks_s) == 4)
+        assert [len(arm.end().blocks_s) for arm in (holder, challenger)] == [4, 4]
+        take_turns([holder, challenger], 2)
+        assert len(holder.blocks_s) == 2
+
+
+def test_the_allocator_is_set_before_the_child_starts_and_a_users_own_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    show = "import os, sys, json; sys.stdin.readline(); print(json.dumps({'conf': os.environ.get('PYTORCH_CUDA_ALLOC_CONF')}), flush=True)"
+    monkeypatch.setattr(room, "COMMAND", (sys.executable, "-c", show))
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    with Child("expandable_segments:True") as child:
+        assert child.ask({}, 20)["conf"] == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
+    with Child("expandable_segments:True") as child:
+        assert child.ask({}, 20)["conf"] == "backend:native"
+
+
+def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    parent = (
+        "import sys, time; from redline.tune import trial as room; room.COMMAND = (sys.executable, '-c', sys.argv[1]);"
+        "child = room.Child(); print(child._process.pid, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", parent, SCRIPT], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    deadline_s = time.monotonic() + 5
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline_s, "an orphan goes on"
+        time.sleep(0.02)
+
+
+def test_what_was_measured_survives_json() -> None:
+    measured = Measured(outcome="ok", blocks_s=(0.1, 0.2), losses=(1.0,), tokens_per_step=7)
+    assert build(Measured, json.loads(json.dumps(asdict(measured))), where="test") == measured

@@ -1,0 +1,165 @@
+"""`redline verify` on a CPU: an honest plan passes, and every planted lie is found by the check that it is about."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from redline.cli.main import main
+from redline.config.load import load_recipe
+from redline.machine.facts import read_facts
+from redline.model import transformer
+from redline.plan.hardware import hardware_here
+from redline.plan.plan import Plan
+from redline.plan.planner import make_plan
+from redline.train import execution, loop
+from redline.tune import evidence
+from redline.tune.verify import Check, verify
+
+TINY = [
+    "model.num_layers=2", "model.hidden_size=32", "model.num_heads=2", "model.ffn_size=64", "model.context_length=32", "data.seq_len=32",
+    "train.batch_size=4", "model.vocab_size=512",
+]  # fmt: skip
+RECIPE = load_recipe("nano", TINY)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REDLINE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def plan_for(*pins: str) -> Plan:
+    return make_plan(load_recipe("nano", [*TINY, *pins]), hardware_here(read_facts(), None))
+
+
+def checks(plan: Plan) -> dict[str, Check]:
+    return {check.name: check for check in verify(RECIPE, plan, progress=lambda text: None)}
+
+
+def failed(found: dict[str, Check]) -> set[str]:
+    return {name for name, check in found.items() if check.status == "failed" and name != "loader ahead of the step"}
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        (),
+        ("plan.precision=bf16", "plan.update=foreach"),
+        ("plan.attention=math", "plan.update=loop", "plan.recompute=full"),
+        ("plan.precision=fp8",),
+        ("plan.precision=fp16",),
+        pytest.param(("plan.compile=default",), marks=pytest.mark.slow),
+    ],
+)
+def test_an_honest_plan_passes(pins: tuple[str, ...]) -> None:
+    found = checks(plan_for(*pins))
+    assert failed(found) == set(), found
+    assert found["FP8 products"].status == found["CUDA graphs of generation"].status == "not applicable"
+    assert all(check.evidence for check in found.values())
+
+
+def test_bf16_that_is_fp32_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(execution.COMPUTE_DTYPE, "bf16", torch.float32)
+    found = checks(plan_for("plan.precision=bf16"))
+    assert failed(found) == {"precision of matrix products"}
+    assert "fp32 100.0%" in found["precision of matrix products"].evidence
+
+
+def test_compiling_that_does_not_happen_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformer.Block, "compile", lambda *_, **__: None)
+    assert failed(checks(plan_for("plan.compile=default"))) == {"compilation"}
+
+
+def test_an_attention_kernel_that_was_not_asked_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "_select_attention", lambda plan: None)
+    for switch in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_math_sdp):
+        switch(True)
+    found = checks(plan_for("plan.attention=math"))
+    assert failed(found) == {"attention kernel"}
+    assert "flash" in found["attention kernel"].evidence
+
+
+def test_another_optimiser_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = loop.make_optimizers
+    monkeypatch.setattr(loop, "make_optimizers", lambda model, train, kernels: made(model, train, "loop"))
+    assert failed(checks(plan_for())) == {"optimiser kernels"}
+
+
+def test_a_number_read_inside_the_pass_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = transformer.FeedForward.forward
+
+    def reading(self: Any, x: torch.Tensor) -> torch.Tensor:
+        float(x.detach().sum())
+        return forward(self, x)
+
+    monkeypatch.setattr(transformer.FeedForward, "forward", reading)
+    found = checks(plan_for())
+    assert failed(found) == {"no hidden sync"}
+    assert found["no hidden sync"].evidence.startswith("2 number(s)")
+
+
+def test_wrong_gradients_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan's own path loses a block's gradient; the reference, in one sequence at a time, does not."""
+    forward = transformer.FeedForward.forward
+
+    def without(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return forward(self, x.detach() if len(x) > 1 else x)
+
+    monkeypatch.setattr(transformer.FeedForward, "forward", without)
+    found = checks(plan_for())
+    assert failed(found) == {"loss and gradients"}
+    assert "cosine" in found["loss and gradients"].evidence
+
+
+def test_tf32_left_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = execution.build
+
+    def leaving(*given: Any) -> Any:
+        model = build(*given)
+        torch.set_float32_matmul_precision("high")
+        return model
+
+    monkeypatch.setattr(execution, "build", leaving)
+    try:
+        assert failed(checks(plan_for())) == {"TF32 state"}
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_a_slow_loader_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    import time
+
+    from redline.data.loader import Loader
+
+    prepare = Loader._prepare
+
+    def slow(self: Any, job: Any) -> Any:
+        time.sleep(0.3)
+        return prepare(self, job)
+
+    monkeypatch.setattr(Loader, "_prepare", slow)
+    assert checks(plan_for())["loader ahead of the step"].status == "failed"
+
+
+def test_evidence_weighs_products_by_their_size() -> None:
+    small, large = torch.ones(8, 8), torch.ones(64, 64, dtype=torch.bfloat16)
+    with evidence.profiled() as seen:
+        small @ small
+        large @ large
+    assert seen.operations["aten::mm"] == 2
+    assert seen.products == pytest.approx({"fp32": 8**3 / (8**3 + 64**3), "bf16": 64**3 / (8**3 + 64**3)})
+
+
+def test_the_command_says_so_in_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    sets = [part for text in TINY for part in ("--set", text)]
+    monkeypatch.setattr("redline.tune.verify.DATA_SHARE", 1.0)
+    assert main(["verify", "nano", *sets, "--json"]) == 0
+    assert {row["status"] for row in json.loads(capsys.readouterr().out)} == {"passed", "not applicable"}
+    monkeypatch.setattr("redline.tune.verify.DATA_SHARE", -1.0)
+    assert main(["verify", "nano", *sets]) == 1
+    assert "1 of 12 checks failed" in " ".join(capsys.readouterr().out.split())
+    assert main(["verify", "nano", "--plan", str(tmp_path / "none.json")]) == 2
