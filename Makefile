@@ -1,4 +1,4 @@
-# make demo      set up .venv and train, sample and evaluate a small model on this machine
+# make demo      set up .venv; pre-train a small model, then the whole RFT loop on the shipped one, on this machine
 # make test      set up .venv and run every check and test (what CI runs)
 # make check     format, lint, types, import contracts
 # make gpu-test  the tests that need a CUDA device
@@ -22,13 +22,16 @@ PIP := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip
 	@touch $@
 
 demo: .venv/core
-	rm -rf runs/demo
+	rm -rf runs/demo runs/demo-rft
 	$(BIN)/redline machine
-	$(BIN)/redline train nano --run runs/demo
+	$(BIN)/redline train nano --run runs/demo --set train.steps=200
 	$(BIN)/redline generate runs/demo --checkpoint best --prompt "ROMEO:" --max-new-tokens 80
 	@echo
 	$(BIN)/redline evaluate runs/demo --checkpoint best
 	@echo "the run folder is runs/demo: recipe.toml says what, plan.json how and why, metrics.jsonl what happened"
+	@echo
+	@echo "now rejection-sampling fine-tuning: sample answers, keep the verified ones, train on them, test on held-out questions"
+	$(BIN)/redline rft run rft/demo --run runs/demo-rft
 
 check: .venv/dev
 	$(BIN)/ruff format --check .

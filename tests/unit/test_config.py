@@ -251,7 +251,7 @@ def test_the_fingerprint_changes_with_everything_that_defines_the_training(minim
 def test_the_fingerprint_ignores_how_a_run_is_named_and_executed(minimal):
     recipe = load_recipe(minimal)
     pins = PlanPins(
-        precision="fp16", micro_batch=2, compile="off", recompute="full", attention="math", cross_entropy="torch",
+        precision="fp16", micro_batch=2, compile="off", recompute="full", attention="math", cross_entropy="torch", update="loop",
         loss_chunks=2, loader_threads=3, prefetch=4,
     )  # fmt: skip
     assert None not in dataclasses.asdict(pins).values(), "a new pin belongs in this test"
@@ -267,7 +267,7 @@ OPTIONS = {
     DataConfig: "source seq_len tokenizer text_field valid_fraction stream",
     TrainConfig: "batch_size steps lr max_hours optimizer muon_lr weight_decay beta1 beta2 eps schedule warmup_steps decay_fraction "
     "min_lr_ratio clip_norm seed eval_every eval_sequences early_stop_evals checkpoint_every keep_checkpoints",
-    PlanPins: "precision micro_batch compile recompute attention cross_entropy loss_chunks loader_threads prefetch",
+    PlanPins: "precision micro_batch compile recompute attention cross_entropy update loss_chunks loader_threads prefetch",
 }
 
 

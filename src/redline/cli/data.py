@@ -1,7 +1,8 @@
-"""Build token shards from text, JSONL(.gz, .xz), Parquet or a folder of them; or look at a folder that was built.
+"""Build token shards from text, JSONL(.gz, .xz), Parquet or a folder of them; look at a folder that was built; make the demo's corpus.
 
 redline data build corpus.jsonl.gz --out data/corpus --tokenizer gpt2/tokenizer.json
 redline data info data/corpus --verify
+redline data demo-corpus demo-corpus.jsonl
 """
 
 import argparse
@@ -33,9 +34,32 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     info.add_argument("folder", type=Path)
     info.add_argument("--verify", action="store_true", help="read every shard and compare its hash")
     add_json(info)
+    demo = verbs.add_parser("demo-corpus", help="write the text that the demo's base model learns from, for the recipe demo-base")
+    demo.add_argument("out", type=Path, metavar="OUT.jsonl")
+    demo.add_argument("--documents", type=int, default=500_000, metavar="N", help="how many (default 500000, some 70 MB)")
 
 
 def run(options: argparse.Namespace) -> None:
+    if options.verb == "demo-corpus":
+        _write_demo_corpus(options)
+    else:
+        _build_or_look(options)
+
+
+def _write_demo_corpus(options: argparse.Namespace) -> None:
+    from redline.cli.options import status
+    from redline.record.units import format_bytes
+    from redline.tasks.units_corpus import write_corpus
+
+    def progress(done: int, total: int) -> None:
+        if done % 100_000 == 0:
+            status(f"{done:,} of {total:,} documents")
+
+    write_corpus(options.out, options.documents, seed=0, progress=progress)
+    print(f"{options.out}: {options.documents:,} documents, {format_bytes(options.out.stat().st_size)}")
+
+
+def _build_or_look(options: argparse.Namespace) -> None:
     from redline.cli.options import byte_progress, status
     from redline.data.build import build
     from redline.data.shards import Manifest, TokenDataset

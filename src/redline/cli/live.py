@@ -66,10 +66,11 @@ def make_view(
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")  # a terminal that cannot show – must not end the run
     seen = Seen(title=title, total_steps=total_steps, max_hours=max_hours, peak_note=peak_note, memory_total_bytes=memory_total_bytes)
-    return LiveView(seen, Console(file=stream)) if _is_terminal(stream) else PlainView(seen, stream)
+    return LiveView(seen, Console(file=stream)) if is_terminal(stream) else PlainView(seen, stream)
 
 
-def _is_terminal(stream: TextIO) -> bool:
+def is_terminal(stream: TextIO) -> bool:
+    """Whether a person looks at the stream through something that can redraw."""
     dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown", "")
     return stream.isatty() and not dumb and os.environ.get("CI", "false").lower() in ("false", "0", "")
 

@@ -9,7 +9,26 @@ import sys
 from collections.abc import Sequence
 
 from redline import __version__
-from redline.cli import bench, data, evaluate, export, generate, machine, plan, recipes, tasks, train
+from redline.cli import (
+    ablate,
+    bench,
+    data,
+    diagnose,
+    evaluate,
+    export,
+    generate,
+    machine,
+    optimizations,
+    plan,
+    recipes,
+    report,
+    rft,
+    tasks,
+    train,
+    tune,
+    verify,
+    watch,
+)
 from redline.errors import RedlineError
 
 COMMANDS = {
@@ -18,11 +37,19 @@ COMMANDS = {
     "plan": plan,
     "data": data,
     "tasks": tasks,
+    "tune": tune,
     "train": train,
+    "rft": rft,
     "generate": generate,
     "evaluate": evaluate,
     "export": export,
+    "report": report,
+    "watch": watch,
     "bench": bench,
+    "diagnose": diagnose,
+    "optimizations": optimizations,
+    "ablate": ablate,
+    "verify": verify,
 }
 
 

@@ -17,7 +17,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
     add_recipe(command)
     command.add_argument("--run", type=Path, metavar="DIR", help="the run folder (default runs/RECIPE)")
-    command.add_argument("--plan", type=Path, metavar="FILE", help="a plan written by `redline plan --save` (default: plan now)")
+    command.add_argument(
+        "--plan",
+        metavar="FILE|auto",
+        help="a plan written by `redline plan --save`; auto: the one that `redline tune` found here, else plan now (default: plan now)",
+    )
     command.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine, one a GPU (default 1)")
     command.add_argument("--export", action="append", default=[], metavar="NAME", help="also send metrics to: tensorboard, wandb")
     command.add_argument("--quiet", action="store_true", help="no live view")
@@ -64,8 +68,8 @@ def _plan(options: argparse.Namespace, recipe, world_size: int):  # type: ignore
     from redline.machine.store import cached
     from redline.plan.plan import load_for
 
-    if options.plan is not None:
-        return load_for(options.plan, recipe, world_size, typed=typed_pins(options))
+    if options.plan is not None and options.plan != "auto":
+        return load_for(Path(options.plan), recipe, world_size, typed=typed_pins(options))
     plan = make(options, recipe, nproc=world_size)
     facts = read_facts()
     if not under_torchrun() and cached(facts) is None:
@@ -76,7 +80,30 @@ def _plan(options: argparse.Namespace, recipe, world_size: int):  # type: ignore
         set_allocator(plan)
         load_or_measure(facts, progress=status)
         plan = make(options, recipe, nproc=world_size)
-    return plan
+    return _tuned(options, plan, facts) if options.plan == "auto" else plan
+
+
+def _tuned(options: argparse.Namespace, plan, facts):  # type: ignore[no-untyped-def]
+    """The plan that tuning found for what this plan of the rules is for, or that one itself; says which."""
+    from redline.cli.options import status
+    from redline.launch import under_torchrun
+    from redline.record.units import format_rate
+    from redline.tune.store import tuned_plan, tuning_folder
+
+    say = status if os.environ.get("RANK", "0") == "0" and not (options.nproc > 1 and not under_torchrun()) else lambda text: None
+    folder = tuning_folder(facts, plan)
+    if plan.world_size > 1:
+        say(f"--plan auto: tuning works on one process and this run has {plan.world_size}; the rules' plan")
+        return plan
+    if (found := tuned_plan(folder)) is None:
+        say(f"--plan auto: this recipe with these pins was not tuned on this machine (redline tune {options.recipe}); the rules' plan")
+        return plan
+    tuned, result = found
+    say(
+        f"--plan auto: tuned {result.tuned_at}, {result.ratio:.2f}x the rules' plan, {format_rate(result.tokens_per_s, 'tokens')} in its "
+        f"trials ({folder / 'plan.json'})"
+    )
+    return tuned
 
 
 def _train(options: argparse.Namespace, recipe, folder: Path) -> int:  # type: ignore[no-untyped-def]
