@@ -176,3 +176,24 @@ def test_a_run_is_a_model_for_generation_and_for_the_next_round(warm: Warm, plac
     assert done.code == 0, done.err
     first, second = (json.loads(warm.run("rft", "stats", run, "--json").out) for run in (unbroken, tmp_path / "second"))
     assert second["correct"] / second["samples"] > first["correct"] / first["samples"], "a trained sampler is right more often"
+
+
+def test_rounds_are_sampled_by_what_the_last_one_trained(warm: Warm, place: Path, tmp_path: Path) -> None:
+    arguments = ("rft", "run", place / "letters.toml", "--run", tmp_path / "run", "--rounds", "3", "--set", "sample.later_temperature=1.5")
+    done = warm.run(*arguments, "--json")
+    assert done.code == 0, done.err
+    reports = json.loads(done.out)
+    assert [Path(report["run"]).name for report in reports] == ["round-1", "round-2", "round-3"]
+    assert ["before" in report for report in reports] == [True, False, False]
+    rates = [report["sample"]["correct"] / report["sample"]["samples"] for report in reports]
+    assert rates[1] > rates[0], "a trained sampler is right more often"
+    recipe = (tmp_path / "run" / "round-2" / "recipe.toml").read_text()
+    assert "round-1" in recipe
+    assert "temperature = 1.5" in recipe
+    again = warm.run(*arguments)
+    assert again.code == 0, again.err
+    assert again.out.count("after RFT") == 3
+    assert "none drawn now" in again.out, "a finished round is not repeated"
+    wrong = warm.run("rft", "run", place / "letters.toml", "--run", tmp_path / "other", "--rounds", "0")
+    assert wrong.code == 2
+    assert "--rounds must be greater than 0, got 0" in one_line(wrong.err)

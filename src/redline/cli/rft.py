@@ -1,6 +1,7 @@
 """Rejection-sampling fine-tuning: sample many answers a question, keep the correct ones, train on them, test before and after.
 
 redline rft run rft/units-smollm2 --set model.path=SmolLM2.gguf --set task.data=units/    test, sample, train, test
+redline rft run rft/units-smollm2 --rounds 4               the loop again, each round sampled by what the last one trained
 redline rft sample rft/units-smollm2 --preset quality      one stage; killed or stopped, the same command goes on
 redline rft train rft/units-smollm2 --on answers           plain fine-tuning on the reference solutions, for comparison
 redline rft test rft/units-smollm2 --rows all              every weights of the run that have not been tested yet
@@ -44,6 +45,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
             stage.add_argument("--on", choices=("samples", "answers"), default="samples", help="what to train on (default samples)")
         if name in ("test", "run"):
             stage.add_argument("--rows", metavar="N", help="the first N questions of the test split, or all (default: the recipe's)")
+        if name == "run":
+            stage.add_argument(
+                "--rounds", type=int, default=1, metavar="N", help="repeat the loop, each round sampled by what the last one trained"
+            )
         if name == "test":
             stage.add_argument("--weights", choices=("base", "answers", "samples"), help="only these (default: all that there are)")
         add_json(stage)
@@ -78,12 +83,33 @@ def _stage(options: argparse.Namespace) -> None:
     status(tables.describe(recipe, folder))
     from redline.rft.session import open_session
 
+    if options.verb == "run":
+        _run_rounds(recipe, folder, bounds, options)
+        return
     with open_session(recipe, folder, bounds, device=options.device, views=_views(options)) as session:
         found = _STAGE_CALLS[options.verb](session, options)
     if options.json:
         print_json(found)
     else:
         tables.print_stage(options.verb, found, folder)
+
+
+def _run_rounds(recipe: "RftRecipe", folder: Path, bounds: Any, options: argparse.Namespace) -> None:
+    from redline.cli import rft_tables as tables
+    from redline.cli.options import print_json
+    from redline.errors import ConfigError
+    from redline.rft.run import run_rounds
+
+    if options.rounds < 1:
+        raise ConfigError(f"--rounds must be greater than 0, got {options.rounds}")
+    reports = run_rounds(recipe, folder, bounds, options.rounds, device=options.device, views=_views(options))
+    if options.json:
+        print_json(reports[0] if options.rounds == 1 else reports)
+        return
+    for number, report in enumerate(reports, start=1):
+        if options.rounds > 1:
+            print(f"\nround {number} of {options.rounds}")
+        tables.print_stage("run", report, Path(report["run"]))
 
 
 def _recipe(options: argparse.Namespace) -> "RftRecipe":
@@ -137,13 +163,7 @@ def _run_test(session: Any, options: argparse.Namespace) -> Any:
     return [run_test(session, weights) for weights in chosen]
 
 
-def _run_all(session: Any, options: argparse.Namespace) -> Any:
-    from redline.rft.run import run_all
-
-    return run_all(session)
-
-
-_STAGE_CALLS = {"sample": _run_sample, "train": _run_train, "test": _run_test, "run": _run_all}
+_STAGE_CALLS = {"sample": _run_sample, "train": _run_train, "test": _run_test}
 
 
 def _stats(options: argparse.Namespace) -> None:

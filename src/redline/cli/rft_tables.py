@@ -43,7 +43,7 @@ def _print_run(found: dict[str, Any]) -> None:
     _print_sampled(found["sample"])
     if "train" in found:
         _print_trained(found["train"])
-    print_accuracies([line for line in (found["before"], found.get("after")) if line is not None])
+    print_accuracies([line for line in (found.get("before"), found.get("after")) if line is not None])
     if "stages_s" in found:
         times = found["stages_s"]
         print(

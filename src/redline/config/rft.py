@@ -66,6 +66,8 @@ class SampleTable:
 
     samples_per_question: int = 30
     temperature: float = 0.7
+    later_temperature: float = 1.0
+    """Of rounds after the first, whose sampler has been trained and would repeat itself."""
     top_p: float = 1.0
     top_k: int | None = None
     max_new_tokens: int = 128
@@ -174,6 +176,7 @@ def _rules(recipe: RftRecipe) -> list[tuple[bool, str]]:
         "task.rows": recipe.task.rows,
         "sample.samples_per_question": s.samples_per_question,
         "sample.temperature": s.temperature,
+        "sample.later_temperature": s.later_temperature,
         "sample.top_k": s.top_k,
         "sample.max_new_tokens": s.max_new_tokens,
         "sample.distinct_correct": s.distinct_correct,
@@ -203,6 +206,16 @@ def _rules(recipe: RftRecipe) -> list[tuple[bool, str]]:
         (m.sampler is None or m.server is None, "model.sampler and model.server are both given: one of them writes the samples"),
         (m.server_model is None or m.server is not None, "model.server_model needs model.server"),
     ]
+
+
+def later_round(recipe: RftRecipe, before: str) -> RftRecipe:
+    """The recipe of a round after the one in that folder: what was trained there writes the samples, asked as it was trained."""
+    return replace(
+        recipe,
+        model=replace(recipe.model, sampler=before, server=None, server_model=None),
+        prompt=replace(recipe.prompt, shots=recipe.prompt.shots_of(trained=True)),
+        sample=replace(recipe.sample, temperature=recipe.sample.later_temperature),
+    )
 
 
 def with_samples(recipe: RftRecipe, samples_per_question: int) -> RftRecipe:

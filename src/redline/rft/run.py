@@ -2,6 +2,7 @@
 
     report = run_all(session)
     report["before"]["accuracy"], report["after"]["accuracy"], report["stages_s"]
+    reports = run_rounds(recipe, Path("runs/units"), bounds, 4)     # each round's samples are written by what the one before trained
 
 `generate_dataset` is the sampling stage alone as a Python function that writes rft.json.
 """
@@ -10,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from redline.config.rft import load_rft
+from redline.config.rft import RftRecipe, later_round, load_rft
 from redline.record.run import read_lines
 from redline.rft.export import export
 from redline.rft.plan import Bounds
@@ -20,10 +21,26 @@ from redline.rft.test import run_test
 from redline.rft.train import train
 
 
-def run_all(session: Session) -> dict[str, Any]:
+def run_rounds(
+    recipe: RftRecipe, run: Path, bounds: Bounds, rounds: int, *, device: str | None = None, views: Views | None = None
+) -> list[dict[str, Any]]:
+    """The loop several times, in RUN/round-1 and so on. Every round trains the base model anew, on samples of a better sampler."""
+    reports: list[dict[str, Any]] = []
+    for number in range(1, rounds + 1):
+        folder = run / f"round-{number}" if rounds > 1 else run
+        own = recipe if number == 1 else later_round(recipe, str(run / f"round-{number - 1}"))
+        with open_session(own, folder, bounds, device=device, views=views) as session:
+            reports.append(run_all(session, test_base=number == 1))
+        if reports[-1]["why"] != "finished":
+            break
+    return reports
+
+
+def run_all(session: Session, *, test_base: bool = True) -> dict[str, Any]:
     """Sample, train and test; returns what each stage gave, as far as it got before somebody asked to stop."""
     report: dict[str, Any] = {"run": str(session.folder.path), "why": "finished"}
-    report["before"] = run_test(session, "base")
+    if test_base:
+        report["before"] = run_test(session, "base")
     drawn = sample(session)
     report["sample"] = vars(drawn) | {"total_s": sampling_s(session.folder.events_path)}
     if drawn.why != "finished":
@@ -34,7 +51,7 @@ def run_all(session: Session) -> dict[str, Any]:
     report["after"] = run_test(session, "samples")
     report["stages_s"] = {
         "open": round(session.opening_s, 3),
-        "test before": report["before"]["elapsed_s"],
+        **({"test before": report["before"]["elapsed_s"]} if test_base else {}),
         "sample": report["sample"]["total_s"],
         "train": report["train"]["elapsed_s"],
         "test after": report["after"]["elapsed_s"],
