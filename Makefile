@@ -32,6 +32,12 @@ demo: .venv/core
 	@echo
 	@echo "now rejection-sampling fine-tuning: sample answers, keep the verified ones, train on them, test on held-out questions"
 	$(BIN)/redline rft run rft/demo --run runs/demo-rft
+	@echo
+	@echo "what held the pre-training back, and both runs on one page"
+	$(BIN)/redline diagnose runs/demo
+	$(BIN)/redline report runs/demo --out runs/demo/report.html > runs/demo/report.txt
+	$(BIN)/redline report runs/demo-rft --out runs/demo-rft/report.html > runs/demo-rft/report.txt
+	@echo "open runs/demo/report.html and runs/demo-rft/report.html in a browser (the same as text: report.txt beside them)"
 
 check: .venv/dev
 	$(BIN)/ruff format --check .

@@ -51,7 +51,7 @@ def data_wait(observed: Observed) -> list[Finding]:
         if streaming
         else f"--set plan.loader_threads=4{threads}; where the disk is slow, copy the shards to a local one"
     )
-    if observed.format != "run":
+    if plan is None:
         fix = "more loader workers (4 to 8), or prepare the data once and read it memory-mapped"
     return [
         Finding(
@@ -194,6 +194,8 @@ def pauses(observed: Observed) -> list[Finding]:
             lost["validation"] += max(0.0, gap_s - stalled_s)
     total_s = (lines[-1].elapsed_s or 0.0) - (lines[0].elapsed_s or 0.0)
     how = {"validation": "train.eval_every, or a smaller train.eval_sequences", "checkpoint": "train.checkpoint_every"}
+    if observed.recipe is None:
+        how = {"validation": "interval (Trainer: eval_steps), or on fewer rows", "checkpoint": "interval (Trainer: save_steps)"}
     return [
         Finding(
             cause=f"{kind}-pause",

@@ -1,12 +1,18 @@
-"""Our own run folder -> Observed: metrics.jsonl, events.jsonl, and recipe.toml and plan.json where they are there and read."""
+"""Our own run folder -> Observed: metrics.jsonl, events.jsonl, and recipe.toml and plan.json where they are there and read.
 
+A folder without a recipe is that of a watched loop (observe/): its plan.json holds what was seen of the model and the machine.
+"""
+
+import json
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from redline.config.load import from_toml
 from redline.config.recipe import Recipe
 from redline.diagnose.observed import Facts, Observed, Step
-from redline.errors import ConfigError
+from redline.errors import ConfigError, DataError
+from redline.machine.specs import match_spec
 from redline.plan import plan as plans
 from redline.plan.plan import Plan
 from redline.record.run import RunFolder, read_lines
@@ -18,7 +24,8 @@ def read_run(path: Path) -> Observed:
     """A run of any workload; without a pre-training recipe beside it the rules about plans stay silent."""
     folder = RunFolder(path)
     lines = next((found for metrics in _metrics(folder) if (found := read_lines(metrics))), [])
-    recipe, plan, notes = _plan_and_recipe(folder)
+    watched = folder.plan_path.exists() and not folder.recipe_path.exists()
+    recipe, plan, notes = (None, None, ()) if watched else _plan_and_recipe(folder)
     steps, before = [], 0.0
     for line in lines:
         tokens, before = float(line.get("tokens", before)) - before, float(line.get("tokens", before))
@@ -28,7 +35,7 @@ def read_run(path: Path) -> Observed:
         source=str(path),
         format="run",
         steps=tuple(steps),
-        facts=_facts(recipe, plan),
+        facts=_watched_facts(folder.plan_path) if watched else _facts(recipe, plan),
         repairs=notes,
         events=tuple(read_lines(folder.events_path)),
         recipe=recipe,
@@ -65,3 +72,29 @@ def _facts(recipe: Recipe | None, plan: Plan | None) -> Facts:
         recompute="on" if plan.recompute != "none" else "off",
         mfu_peak_tflops=plan.hardware.peak_tflops.get(plan.precision),
     )
+
+
+def _watched_facts(path: Path) -> Facts:
+    try:
+        seen: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        hardware, value = (
+            seen["hardware"],
+            {name: entry["value"] for name, entry in seen.items() if isinstance(entry, dict) and "value" in entry},
+        )
+        spec, cuda = match_spec(hardware["title"], hardware["memory_bytes"]), hardware["kind"] == "cuda"
+        rows, passes = value["micro_batch"], value["accumulation"]
+        return Facts(
+            parameters=seen["prediction"]["parameters"],
+            flops_per_token=value["flops_per_token"],
+            gpus=seen["world_size"] if cuda else None,
+            gpu=spec.name if spec and cuda else None,
+            memory_bytes=hardware["memory_bytes"],
+            batch_size=rows * passes * seen["world_size"] if rows else None,
+            micro_batch=rows,
+            seq_len=value["seq_len"],
+            precision=value["precision"],
+            recompute={"full": "on", "none": "off"}.get(value["recompute"]),
+            mfu_peak_tflops=hardware["peak_tflops"].get(value["precision"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is not what a watched loop writes: {error!r}; move it away to go on without it") from error

@@ -152,7 +152,7 @@ def _recomputation_elsewhere(observed: Observed) -> list[Finding]:
             kind="cause",
             title=f"Gradient checkpointing is on while {1 - share:.0%} of the memory is free",
             evidence=(
-                Evidence("memory in use", share, "of the GPU's"),
+                Evidence("memory in use", share, "of the device's"),
                 Evidence("gradient checkpointing", "on", "every block computed twice"),
             ),
             fix="turn it off (gradient_checkpointing=False); first see that the memory suffices, `redline plan` predicts it",
