@@ -12,7 +12,6 @@ With `reproducible` every step has the full batch size and every prompt is read 
 whatever shares the batch; it costs time when few slots are in use. Adapters must be merged (`redline.model.lora.merged`).
 """
 
-import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
+import psutil
 import torch
 
 from redline.data.tokenizer import Tokenizer
@@ -140,6 +140,7 @@ class LocalEngine:
         self._waiting: deque[_Asked] = deque()
         """Prompts that have been read and have samples to start."""
         self._ended: list[_Sample] = []
+        self._beginnings: dict[frozenset[str], np.ndarray] = {}
         self._cut: list[int] = []
         """Slots whose sample was ended by a stop string: the device does not know yet."""
         # What is needed of every slot in every round, as arrays: at 2,048 slots a loop over them takes longer than a decode step.
@@ -210,10 +211,11 @@ class LocalEngine:
     def _asked(self, request: Request) -> _Asked:
         """The request as the device will see it, or why it cannot."""
         ids = tuple(self.tokenizer.encode_prompt(request.prompt)) if isinstance(request.prompt, str) else request.prompt
-        context, wanted = self.model.config.context_length, request.sampling.max_new_tokens
+        context, vocab, wanted = self.model.config.context_length, self.model.config.vocab_size, request.sampling.max_new_tokens
         stops = tuple(dict.fromkeys((*self.eos_ids, *request.sampling.stop_ids)))
         for holds, rule in (
             (len(ids) > 0, "a prompt must hold at least one token, and this one is empty"),
+            (not ids or 0 <= min(ids) <= max(ids) < vocab, f"a prompt's token ids must lie below the model's vocabulary of {vocab}"),
             (len(ids) < context, f"a prompt has {len(ids)} tokens, and the model's context holds {context}: shorten it"),
             (len(ids) <= self.max_prompt_tokens, f"a prompt has {len(ids)} tokens; the engine was made for {self.max_prompt_tokens}"),
             (wanted <= self.max_new_tokens, f"a request wants {wanted} new tokens; the engine was made for {self.max_new_tokens}"),
@@ -274,30 +276,42 @@ class LocalEngine:
         return slots, self.decoder.launch(slots, steps=steps, filtered=filtered)
 
     def _take_out(self, slots: np.ndarray, counts: np.ndarray, going: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Free the slots of the samples that have ended, and look for stop strings in the others."""
-        watched = []
-        for row in np.flatnonzero((going == 0) | self._watched[slots]).tolist():
+        """Free the slots of the samples that have ended, by themselves or by a stop string."""
+        self._left[slots] = self._limit[slots] - counts
+        cut = self._holds_stop_string(slots, counts, going, tokens)
+        for row in np.flatnonzero((going == 0) | cut).tolist():
             slot, count = int(slots[row]), int(counts[row])
             sample = self._open[slot]
             sample.tokens, sample.logprobs = tokens[row, :count], logprobs[row, :count]
-            if not going[row]:
-                self._end(slot)
-            else:
-                watched.append((slot, sample))
-        self._left[slots] = self._limit[slots] - counts
-        if watched:
-            self._watch(watched)
-
-    def _watch(self, watched: Sequence[tuple[int, _Sample]]) -> None:
-        """End the samples whose newest text holds one of their stop strings."""
-        stops = [sample.asked.request.sampling.stop_strings for _, sample in watched]
-        # A character takes at most four tokens, its bytes.
-        windows = [sample.tokens[-(STEPS + 4 * max(map(len, own))) :] for (_, sample), own in zip(watched, stops, strict=True)]
-        texts = self.tokenizer.decode_batch([window.tolist() for window in windows])
-        for (slot, _), own, text in zip(watched, stops, texts, strict=True):
-            if any(stop in text for stop in own):
-                self._end(slot)
+            self._end(slot)
+            if cut[row]:
                 self._cut.append(slot)
+
+    def _holds_stop_string(self, slots: np.ndarray, counts: np.ndarray, going: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Which samples' newest text holds one of their stop strings."""
+        found = np.zeros(len(slots), dtype=bool)
+        rows = np.flatnonzero(self._watched[slots] & (going != 0))
+        if not len(rows):
+            return found
+        stops = [self._open[slot].asked.request.sampling.stop_strings for slot in slots[rows].tolist()]
+        # A token is at least one byte, and no round is longer than 2 * STEPS: further back was looked at before.
+        width = 2 * STEPS + max(len(stop.encode()) for own in set(stops) for stop in own)
+        begin = np.maximum(0, counts[rows] - width)
+        places = begin[:, None] + np.arange(width)
+        newest = tokens[rows[:, None], np.minimum(places, tokens.shape[1] - 1)]
+        begins = self._may_begin(frozenset(stop[0] for own in set(stops) for stop in own))
+        likely = np.flatnonzero((begins[newest] & (places < counts[rows][:, None])).any(axis=1))
+        lengths = counts[rows] - begin
+        texts = self.tokenizer.decode_batch([newest[i, : lengths[i]].tolist() for i in likely])
+        found[rows[likely]] = [any(stop in text for stop in stops[i]) for i, text in zip(likely.tolist(), texts, strict=True)]
+        return found
+
+    def _may_begin(self, characters: frozenset[str]) -> np.ndarray:
+        """Which tokens hold one of the characters, or a part of one: turning tokens into text for every slot would hold up the GPU."""
+        if characters not in self._beginnings:
+            texts = self.tokenizer.decode_batch([[token] for token in range(self.model.config.vocab_size)])
+            self._beginnings[characters] = np.array([any(c in text for c in (*characters, "\ufffd")) for text in texts])
+        return self._beginnings[characters]
 
     def _end(self, slot: int) -> None:
         sample = self._open.pop(slot)
@@ -357,7 +371,7 @@ def fitting_slots(model: Transformer, *, max_prompt_tokens: int, max_new_tokens:
     if device.type == "cuda":
         free_bytes = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     else:
-        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free_bytes = psutil.virtual_memory().available  # not what is unused: the page cache makes room
     fitting = int(free_bytes * MEMORY_SHARE) // each
     if fitting < 1:
         raise MachineError(f"a sequence needs {each / 2**30:.1f} GiB of keys and values, {free_bytes / 2**30:.1f} GiB are free: shorten it")

@@ -65,6 +65,8 @@ class Request:
     def __post_init__(self) -> None:
         if self.samples < 1 or self.first_sample < 0:
             raise ConfigError(f"samples must be greater than 0 and numbered from 0, got {self.samples} from {self.first_sample}")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"seed must be a signed number of at most 64 bits, got {self.seed}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
