@@ -2,7 +2,7 @@
 
     found = held_out_loss(model, dataset, seq_len=1024, sequences=64, micro_batch=8, process=process)
     found.metrics()      # {"valid_loss": ..., "valid_perplexity": ..., "valid_bits_per_byte": ...}
-    answers = answer_greedily(engine, questions, prompts, sampling)      # one completion a question
+    answers = answer_greedily(engine, prompts, sampling)      # (place, completion), one a prompt
     shares(pool.score(...))      # {"n": 100, "accuracy": 0.64, "accuracy_low": 0.54, ...}
 
 Losses are computed eagerly even when the model is compiled: a second graph for a few batches would take longer to compile than it saves.

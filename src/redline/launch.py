@@ -35,7 +35,7 @@ def failure(events: Path) -> RedlineError | None:
     for event in reversed(read_lines(events)):
         if event["event"] in ("start", "resume", "end"):
             break
-        if event["event"] == "failed":
+        if event["event"] in ("failed", "refused"):
             first = event
     if first is None:
         return None

@@ -63,9 +63,10 @@ def pretrain(
     check_device(plan)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(RunFolder(run)) if process.is_first else None
-        stack.enter_context(failures_recorded(run))  # once the folder is ours
         if folder is not None:
-            _adopt(folder, recipe)
+            with failures_recorded(run, "refused"):  # the run that the folder holds has not failed
+                _adopt(folder, recipe)
+        stack.enter_context(failures_recorded(run))  # once the folder is ours
         corpus = open_corpus(recipe, run, process, progress)
         watching: Sequence[Observer] = ()
         if folder is not None:
@@ -95,6 +96,8 @@ def pretrain(
 
 def _adopt(folder: RunFolder, recipe: Recipe) -> None:
     """Make the folder this recipe's, unless it holds the beginnings of another run."""
+    if any((folder.path / name).exists() for name in ("samples.db", "evaluations.jsonl")):
+        raise ConfigError(f"{folder.path} holds an RFT run, whose recipe would be lost: give another folder with --run")
     if folder.has_begun() and folder.recipe_path.exists():
         before = from_toml(folder.recipe_path.read_text(encoding="utf-8"), where=str(folder.recipe_path))
         if changed := differences(before, recipe):

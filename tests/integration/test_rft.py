@@ -197,3 +197,16 @@ def test_rounds_are_sampled_by_what_the_last_one_trained(warm: Warm, place: Path
     wrong = warm.run("rft", "run", place / "letters.toml", "--run", tmp_path / "other", "--rounds", "0")
     assert wrong.code == 2
     assert "--rounds must be greater than 0, got 0" in one_line(wrong.err)
+
+
+def test_a_run_of_rounds_is_told_from_a_run_of_one(warm: Warm, place: Path, unbroken: Path, tmp_path: Path) -> None:
+    several = warm.run("rft", "run", place / "letters.toml", "--run", unbroken, "--rounds", "2", *LONGER)
+    assert several.code == 2
+    assert "holds a run of one round" in one_line(several.err)
+    run = tmp_path / "run"
+    assert warm.run("rft", "run", place / "letters.toml", "--run", run, "--rounds", "2", "--quiet").code == 0
+    stats = warm.run("rft", "stats", run)
+    assert stats.code == 3
+    assert "name one of its 2 rounds" in one_line(stats.err)
+    asked = ("--prompt", "Question: Write 3\nAnswer:", "--temperature", "0", "--max-new-tokens", "6", "--json")
+    assert warm.run("generate", run, *asked).out == warm.run("generate", run / "round-2", *asked).out, "the last round is the model"

@@ -129,3 +129,17 @@ def test_progress_counts_down_to_nothing():
     play(budget, random.Random(3))
     assert budget.samples_left() == 0
     assert budget.questions_done == len(HARDNESS)
+
+
+def test_what_is_left_is_never_more_than_was_said():
+    settings = SampleTable(samples_per_question=8, distinct_correct=1)
+    budget = Budget([Asked("easy", "p"), Asked("hard", "p")], settings, Sampling(), seed=0)
+    said, drawn = [], 0
+    for request in budget.requests():
+        for number in range(request.samples if request else 0):
+            budget.arrived()
+            budget.record([(request.tag, request.first_sample + number, request.tag == "easy", "key" if request.tag == "easy" else None)])
+            drawn += 1
+            said.append((drawn, budget.samples_left()))
+    assert drawn == 16, "what the easy question left went to the hard one"
+    assert all(drawn - before <= left for before, left in said)

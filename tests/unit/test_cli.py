@@ -16,6 +16,7 @@ from redline.config.recipe import ModelConfig
 from redline.errors import ConfigError, RedlineError
 from redline.model.huggingface import write_folder
 from redline.model.transformer import build_model
+from redline.record.run import read_lines
 
 SMALL = [
     "model.num_layers=1", "model.hidden_size=16", "model.num_heads=2", "model.ffn_size=16", "model.context_length=32", "data.seq_len=16",
@@ -156,6 +157,8 @@ def test_generate_and_evaluate_a_model_folder(made, capsys):
     assert main(["generate", str(made / "model"), "--prompt", "The", "--samples", "2", "--max-new-tokens", "4", "--json"]) == 0
     texts = json.loads(capsys.readouterr().out)
     assert [t["sample"] for t in texts] == [0, 1]
+    assert main(["generate", str(made / "model"), "--max-new-tokens", str(10**9), "--json"]) == 0, "memory is for what the context holds"
+    assert len(json.loads(capsys.readouterr().out)) == 1
     assert main(["evaluate", str(made / "model"), "--data", str(made / "data"), "--sequences", "4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["tokens"] == 4 * 32
@@ -188,6 +191,7 @@ def test_generate_and_evaluate_a_model_folder(made, capsys):
         (["train", "nano", "--plan", "none.json"], ["no plan at none.json", "redline plan RECIPE --save"]),
         (["generate", "MODEL", "--temperature", "-1"], ["temperature must be 0 (greedy) or", "got -1.0"]),
         (["generate", "MODEL", "--samples", "0"], ["samples must be greater than 0 and numbered from 0, got 0"]),
+        (["generate", "MODEL", "--seed", str(2**63)], ["seed must be a signed number of at most 64 bits"]),
         (["generate", "MODEL", "--top-p", "2"], ["top_p must be"]),
         (["generate", "MODEL", "--device", "tpu"], ["the device must be cuda or cpu, got 'tpu'"]),
         (["generate", "MODEL", "--prompt", "again and " * 100], ["a prompt has", "the model's context holds 32"]),
@@ -304,6 +308,12 @@ def test_training_with_an_exporter_or_a_folder_that_does_not_fit(made, capsys, t
     (tmp_path / "run" / "recipe.toml").write_text(to_toml(load_recipe("nano")))
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
     train_with(capsys, [*data, "train.lr=0.5"], 2, "holds a run of another recipe")
+    assert [event["event"] for event in read_lines(tmp_path / "run" / "events.jsonl")] == ["refused"], (
+        "the run that is there has not failed"
+    )
+    (tmp_path / "run" / "samples.db").touch()
+    train_with(capsys, data, 2, "holds an RFT run")
+    (tmp_path / "run" / "samples.db").unlink()
     (tmp_path / "run" / "recipe.toml").write_text("[broken")
     train_with(capsys, data, 2, "not valid TOML")
     assert main(["plan", "nano", "--save", "other.json"]) == 0

@@ -8,7 +8,7 @@ import pytest
 from generated import recipes
 from hypothesis import given, settings
 
-from redline.config.load import from_toml, load_recipe, shipped, to_toml
+from redline.config.load import from_toml, load_recipe, read_table, shipped, to_toml
 from redline.config.recipe import DataConfig, ModelConfig, PlanPins, Recipe, TrainConfig, check
 from redline.errors import ConfigError
 
@@ -75,6 +75,12 @@ def test_a_name_that_is_not_known_gets_the_nearest():
     message = refusal("gpt2-125m")
     assert "did you mean 'gpt2-124m'?" in message
     assert all(name in message for name in shipped())
+
+
+def test_a_recipe_of_the_other_workload_names_its_command():
+    assert refusal("rft/demo").endswith("use `redline rft run rft/demo`")
+    with pytest.raises(ConfigError, match="use `redline train nano`"):
+        read_table("nano", workload="rft")
 
 
 @pytest.mark.parametrize(

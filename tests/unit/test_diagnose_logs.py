@@ -108,6 +108,12 @@ def test_lightning_and_any_table() -> None:
     assert "dt_ms is read as milliseconds" in observed.repairs
 
 
+def test_a_table_with_more_cells_than_columns_is_asked_for_its_step(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("a,b\n1,2,3\n")
+    with pytest.raises(ConfigError, match="it has a, b"):
+        read(tmp_path / "log.csv", format="lightning")
+
+
 def test_six_n_counted_thrice() -> None:
     finding = found(LOGS / "thrice.csv", columns={"step": "iteration"}, facts={"parameters": "124M", "gpu": "a100-80g"})["mfu-6n-thrice"]
     assert finding.evidence[-1].value == pytest.approx(6 * 124e6 * 99_500 / 312e12, rel=0.01)

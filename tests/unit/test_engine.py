@@ -3,8 +3,10 @@
 import math
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -12,9 +14,9 @@ from redline.config.recipe import ModelConfig
 from redline.engine import reference
 from redline.engine.local import STEPS, LocalEngine, fitting_slots
 from redline.engine.request import Completion, Request, Sampling
-from redline.engine.state import STOP_IDS, make_slots
+from redline.engine.state import STOP_IDS, make_slots, slot_bytes
 from redline.engine.uniform import uniforms
-from redline.errors import ConfigError
+from redline.errors import ConfigError, MachineError
 from redline.model.transformer import Transformer, build_model
 
 CONFIG = ModelConfig(
@@ -270,6 +272,7 @@ def test_generation_ends_where_the_context_does(model):
     ("request_", "message"),
     [
         (Request(prompt=(), sampling=Sampling(max_new_tokens=4)), "at least one token"),
+        (Request(prompt=(1, 10**6), sampling=Sampling(max_new_tokens=4)), "below the model's vocabulary of "),
         (Request(prompt=(1,) * 60, sampling=Sampling(max_new_tokens=4)), "has 60 tokens, and the model's context holds 60"),
         (Request(prompt=(1,) * 41, sampling=Sampling(max_new_tokens=4)), "has 41 tokens; the engine was made for 40"),
         (Request(prompt=(1,), sampling=Sampling(max_new_tokens=41)), "wants 41 new tokens; the engine was made for 40"),
@@ -333,5 +336,12 @@ def test_half_precision_copies_what_it_must(model):
         assert len(list(engine.run([Request(prompt=(3,), sampling=WARM)]))) == 1
 
 
-def test_the_number_of_slots_follows_the_memory(model):
-    assert 1 <= fitting_slots(model, max_prompt_tokens=20, max_new_tokens=20) <= 64
+def test_the_number_of_slots_follows_the_memory(model, monkeypatch):
+    room = {"max_prompt_tokens": 20, "max_new_tokens": 20}
+    each = slot_bytes(model.config, **room, dtype=torch.float32)
+    for free_bytes, slots in ((each * 10, 8), (each * 10**6, 64)):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda free=free_bytes: SimpleNamespace(available=free))
+        assert fitting_slots(model, **room) == slots
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=each))
+    with pytest.raises(MachineError, match="shorten it"):
+        fitting_slots(model, **room)

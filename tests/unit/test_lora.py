@@ -15,7 +15,7 @@ from reference_models import reference, tokens_BT
 from redline.config.recipe import ModelConfig
 from redline.errors import CheckpointError, ConfigError, StorageError
 from redline.model.huggingface import from_huggingface, read_config, write_folder
-from redline.model.lora import LoraConfig, adapters, add_lora, lora_layers, merge, merged, merged_weights, unmerge
+from redline.model.lora import LoraConfig, LoraLinear, adapters, add_lora, lora_layers, merge, merged, merged_weights, unmerge
 from redline.model.transformer import Transformer, build_model
 from redline.model.weights import load_weights
 from redline.train.adapter import peft_tensors, read_adapter, write_adapter
@@ -119,6 +119,28 @@ def test_merging_keeps_the_memory_and_unmerging_the_bits() -> None:
             torch.testing.assert_close(layer.weight.double(), truth, rtol=2**-8, atol=1e-4)
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == {name: at for name, (at, _) in before.items()}
     assert all(torch.equal(p, before[name][1]) for name, p in model.named_parameters())
+
+
+def test_a_merge_that_memory_ends_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_model(CONFIG, device="cpu", seed=0)
+    add_lora(model, LoraConfig(rank=4), seed=0)
+    stir(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    delta, left = LoraLinear.delta, [1]
+
+    def one_delta(layer: LoraLinear) -> torch.Tensor:
+        if not left:
+            raise torch.OutOfMemoryError
+        left.pop()
+        return delta(layer)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LoraLinear, "delta", one_delta)
+        with pytest.raises(torch.OutOfMemoryError), merged(model):
+            pass
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    with merged(model):
+        assert all(layer.original is not None for layer in lora_layers(model).values())
 
 
 def test_a_merged_model_computes_what_the_adapted_one_does(tmp_path: Path) -> None:

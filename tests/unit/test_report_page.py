@@ -86,7 +86,7 @@ def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
 def test_an_rft_run_shows_its_samples(tmp_path: Path) -> None:
     path = tmp_path / "rft"
     path.mkdir()
-    (path / "recipe.toml").write_text('name = "units"\n[task]\nname = "units"\n')
+    (path / "recipe.toml").write_text('name = "units"\n[task]\nname = "units"\n[model]\npath = "demo"\n')
     jsonl(path / "evaluations.jsonl", EVALUATIONS)
     with Store(path / "samples.db") as store:
         source = store.open_source("model", {"seed": 0})

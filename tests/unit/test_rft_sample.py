@@ -23,7 +23,7 @@ from redline.model.lora import LoraConfig, add_lora, merged
 from redline.record.run import read_lines
 from redline.rft.plan import Bounds
 from redline.rft.run import generate_dataset
-from redline.rft.sample import Outcome, logprob_gap, sample
+from redline.rft.sample import Outcome, _Drawing, logprob_gap, sample
 from redline.rft.session import Session, Views, open_session
 from redline.rft.stats import stats
 from redline.rft.store import Store
@@ -267,6 +267,21 @@ def test_generate_dataset_writes_triples(place, tmp_path):
     assert generate_dataset(tmp_path / "rft.json", 30, 1.0, 8, **settings) == count  # goes on, and there is nothing left
     with pytest.raises(DataError, match="no samples"):
         stats(tmp_path)
+
+
+def test_generate_dataset_that_is_stopped_does_not_pass_a_part_off_as_all(place, tmp_path, monkeypatch):
+    keep = _Drawing._keep
+
+    def keep_and_stop(self, *arguments):
+        keep(self, *arguments)
+        self.budget.stop()  # as Ctrl-C does
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_Drawing, "_keep", keep_and_stop)
+        with pytest.raises(KeyboardInterrupt, match="goes on"):
+            generate_dataset(tmp_path / "rft.json", 30, 1.0, 8, recipe=str(place / "letters.toml"))
+    assert not (tmp_path / "rft.json").exists()
+    assert generate_dataset(tmp_path / "rft.json", 30, 1.0, 8, recipe=str(place / "letters.toml")) > 5
 
 
 # ---- shares ----

@@ -2,24 +2,29 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
-from rft_model import letters_recipe, tiny_model
+import torch
+from rft_model import CONFIG, letters_recipe, tiny_model
 
 from redline.config.rft import load_rft
 from redline.errors import ConfigError, DataError
+from redline.model.huggingface import write_folder
+from redline.model.transformer import build_model
 from redline.record.run import read_lines
 from redline.rft.plan import Bounds
-from redline.rft.run import run_all
+from redline.rft.run import run_all, run_rounds
+from redline.rft.sample import sample
 from redline.rft.session import Session, Views, open_session
 from redline.rft.store import Store
 from redline.rft.test import run_test, trained
 from redline.rft.train import _examples, train
 from redline.tasks.task import prompt_text
-from redline.train.restore import open_on
+from redline.train.restore import open_on, open_weights
 
 
 @pytest.fixture(scope="module")
@@ -171,3 +176,78 @@ def test_nothing_correct_is_said(place, tmp_path):
             run_all(session)
         with pytest.raises(DataError, match="`redline rft train --on samples`"):
             run_test(session, "samples")
+
+
+def test_a_folder_of_a_pre_training_run_is_left_alone(place, tmp_path):
+    (tmp_path / "nano").mkdir()
+    (tmp_path / "nano" / "recipe.toml").write_text("its own")
+    (tmp_path / "nano" / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ConfigError, match="pre-training run"), session_in(place, tmp_path / "nano"):
+        pass
+    assert (tmp_path / "nano" / "recipe.toml").read_text() == "its own"
+
+
+def test_adapters_that_cannot_be_are_refused_before_anything_is_spent(place, tmp_path):
+    with pytest.raises(ConfigError, match="did you mean 'q'"), session_in(place, tmp_path / "run", 'train.targets=["qq"]'):
+        pass
+    assert not (tmp_path / "run").exists(), "the folder is not held to a recipe that never was one"
+
+
+def test_a_model_whose_adapters_cannot_be_written_is_refused_before_anything_is_spent(place, tmp_path):
+    config = replace(CONFIG, positions="learned", norm="layernorm", activation="gelu", bias=True, num_kv_heads=None)
+    model = build_model(config, device="cpu", seed=0)
+    tokenizer = open_on(place / "model", device="cpu")[0].loaded.tokenizer_json
+    write_folder(tmp_path / "gpt2", config, {name: p.detach() for name, p in model.named_parameters()}, tokenizer, torch.float32)
+    with session_in(place, tmp_path / "run", f"model.path={tmp_path / 'gpt2'}") as session:
+        for attempt in (lambda: run_all(session), lambda: train(session, "answers")):
+            with pytest.raises(ConfigError, match=r"train\.method=full"):
+                attempt()
+    assert not (tmp_path / "run" / "samples.db").exists()
+    assert not (tmp_path / "run" / "train-answers").exists()
+
+
+def test_rows_a_second_are_those_of_the_whole_training(place, tmp_path):
+    with session_in(place, tmp_path / "run", "train.batch_size=19", "train.epochs=3") as session:
+        done = train(session, "answers")
+    lines = read_lines(tmp_path / "run" / "train-answers" / "metrics.jsonl")[1:]
+    rows = [1, 19, 1, 19, 1]  # of 20, and the first update is the set-up's
+    assert done["rows_per_s"] == pytest.approx(sum(rows) / sum(line["step_s"] for line in lines))
+
+
+def test_a_run_that_trained_the_whole_model_opens_by_its_folder(place, tmp_path):
+    quick = ("train.method=full", "train.epochs=1", "sample.samples_per_question=8", "test.rows=2")
+    recipe = load_rft(str(place / "letters.toml"), quick)
+    reports = run_rounds(recipe, tmp_path / "run", Bounds(environment={}), 2)
+    assert [report["why"] for report in reports] == ["finished"] * 2
+    assert open_weights(tmp_path / "run" / "round-2").source == tmp_path / "run" / "round-2" / "model"
+
+
+def test_the_base_is_tested_and_sampled_as_it_was_after_a_training_in_the_same_session(place, finished, tmp_path):
+    with session_in(place, tmp_path / "run") as session:
+        train(session, "answers")
+        assert run_test(session, "base")["accuracy"] == finished[1]["before"]["accuracy"]
+        train(session, "answers")
+        assert sample(session).correct == finished[1]["sample"]["correct"]
+
+
+class Watching(Views):
+    """Counts who has not been closed."""
+
+    open = 0
+
+    def sampling(self, title: str) -> Any:
+        self.open += 1
+        return self
+
+    def progress(self, facts: dict[str, Any]) -> None: ...
+
+    def close(self) -> None:
+        self.open -= 1
+
+
+def test_who_watches_a_test_is_told_that_it_failed(place, tmp_path):
+    views = Watching()
+    tested = session_in(place, tmp_path / "run", "sample.max_new_tokens=127", views=views)
+    with pytest.raises(ConfigError, match="too short"), tested as session:
+        run_test(session, "base")
+    assert views.open == 0

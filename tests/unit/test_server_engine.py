@@ -300,6 +300,7 @@ def test_a_slow_server_is_given_up_with_the_limit_named(fake: Fake) -> None:
     [
         ((200, "<html>Welcome\nto my page</html>"), "must answer /completions in JSON, got <html>Welcome to my page</html>"),
         ((200, {"choices": []}), "must answer with one completion"),
+        ((200, {"choices": [{"text": None, "finish_reason": "stop"}]}), "must answer with one completion"),
         ((200, {"choices": [{"text": "x", "finish_reason": "content_filter"}]}), "ended by stop or length"),
         ((200, completion("x", token_ids=[1], logprobs={"token_logprobs": [-1.0, -2.0]})), "must answer with one completion"),
         ((404, {"detail": "Not Found"}), "has no /completions"),

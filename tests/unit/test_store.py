@@ -147,6 +147,14 @@ def test_what_is_no_store_is_refused_in_one_line(tmp_path):
 # ---- statistics and exports ----
 
 
+def test_the_database_of_another_program_is_left_alone(tmp_path):
+    with sqlite3.connect(tmp_path / "samples.db") as other:
+        other.execute("CREATE TABLE theirs (x)")
+    with pytest.raises(DataError, match="another program"):
+        stats(tmp_path)
+    assert sqlite3.connect(tmp_path / "samples.db").execute("SELECT name FROM sqlite_master").fetchall() == [("theirs",)]
+
+
 def test_pass_at_k_is_the_share_of_all_draws_that_hold_a_correct_one():
     from itertools import combinations
 
@@ -175,6 +183,26 @@ def test_statistics(run):
     assert [hard["id"] for hard in found["hardest"]] == ["b", "a"]
 
 
+def test_samples_behind_one_that_is_missing_do_not_count_in_pass_at_k(tmp_path):
+    with Store(tmp_path / "samples.db") as store:
+        source = store.open_source("weights", {})
+        store.put_questions(QUESTIONS)
+        store.add(source, [made("a", 0, "right", True), made("a", 2, "short", True), made("b", 0, "wrong", False), made("b", 1, "r", True)])
+    found = stats(tmp_path)
+    assert found["pass_at"] == {1: 0.5}
+    assert found["tokens_per_s"] is None, "nobody has said how long it took"
+
+
+def test_pass_at_k_counts_only_what_is_drawn_whatever_the_verdicts(tmp_path):
+    settings = '[task]\nname = "units"\n[model]\npath = "m"\n[sample]\nsamples_per_question = 8\ndistinct_correct = 1\n'
+    (tmp_path / "recipe.toml").write_text(f'name = "x"\n{settings}')
+    with Store(tmp_path / "samples.db") as store:
+        source = store.open_source("weights", {})
+        store.put_questions(QUESTIONS)
+        store.add(source, [made("a", i, "text", i == 3) for i in range(4)])  # a second round, because the first brought nothing
+    assert stats(tmp_path)["pass_at"] == {1: 0.0, 2: 0.0}
+
+
 def test_exports(run, tmp_path):
     assert export(run, tmp_path / "rft.json", per_question=1) == 2
     assert json.loads((tmp_path / "rft.json").read_text()) == [
@@ -191,6 +219,9 @@ def test_exports(run, tmp_path):
     assert parquet.read_table(tmp_path / "all.parquet").to_pylist() == rows
     with pytest.raises(ConfigError, match=r"\.parquet"):
         export(run, tmp_path / "all.csv")
+    with pytest.raises(ConfigError, match="must not be negative"):
+        export(run, tmp_path / "none.json", per_question=-1)
+    assert not (tmp_path / "none.json").exists()
 
 
 # ---- killed writers ----

@@ -147,6 +147,7 @@ def table(title: str, facts: MachineFacts, setting: Setting, rows: Sequence[dict
         f"# LoRA fine-tuning on {title}",
         "",
         f"Made by `redline bench finetune` on {time.strftime('%Y-%m-%d')}; {versions}; Python {facts.python}.",
+        *(["A tiny model, to see that everything runs: **its speeds mean nothing.**"] if setting is SETTINGS["quick"] else []),
         f"{parameters(model).total:,} parameters ({model.num_layers} layers, width {model.hidden_size}, {model.num_heads} heads, "
         f"{model.kv_heads} key/value heads, vocabulary {model.vocab_size:,}), random weights; LoRA of rank {setting.rank} on all linear "
         f"layers, batch {setting.batch_size}, loss on the answers. {setting.rows:,} rows of random tokens, {shortest} to {longest} long, "

@@ -231,6 +231,7 @@ def table(title: str, facts: MachineFacts, setting: Setting, rows: Sequence[dict
         f"# Generation on {title}",
         "",
         f"Made by `redline bench generate` on {time.strftime('%Y-%m-%d')}; {versions}; Python {facts.python}.",
+        *(["A tiny model, to see that everything runs: **its speeds mean nothing.**"] if setting is SETTINGS["quick"] else []),
         f"{parameters(model).total:,} parameters ({model.num_layers} layers, width {model.hidden_size}, {model.num_heads} heads, "
         f"{model.kv_heads} key/value heads, vocabulary {model.vocab_size:,}), random weights; prompts of {setting.prompt_tokens} tokens, "
         f"{setting.new_tokens} new tokens each, temperature {TEMPERATURE}. Median of the timed runs; interval: slowest to fastest.",

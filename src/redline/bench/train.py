@@ -30,8 +30,8 @@ LABELS = {
     "loop": "redline, the real loop",
     "loop_without_instruments": "the same without instruments",
     "bare": "the same model, bare step",
-    "plain": "plain PyTorch (autocast, compile)",
-    "hf": "HF Trainer (bf16, compile, fused AdamW)",
+    "plain": "plain PyTorch",
+    "hf": "HF Trainer",
 }
 
 
@@ -130,20 +130,30 @@ def _section(entry: dict[str, Any], hardware: Hardware) -> list[str]:
     return lines
 
 
+def _label(name: str, plan: dict[str, Any]) -> str:
+    """The arms that do not follow the plan in everything say what they took of it."""
+    half, compiled = plan["precision"]["value"] != "fp32", plan["compile"]["value"] != "off"
+    used = {
+        "plain": ["autocast"] * half + ["compile"] * compiled,
+        "hf": ["bf16"] * half + ["compile"] * compiled + ["fused AdamW"],
+    }.get(name)
+    return LABELS[name] + (f" ({', '.join(used)})" if used else "")
+
+
 def _rows(entry: dict[str, Any], hardware: Hardware) -> list[str]:
     peak, flops = hardware.peak_tflops.get("bf16"), entry["plan"]["prediction"]["flops_per_token"]
     bare = entry["arms"].get("loop", {}).get("speeds", {}).get("bare", {}).get("tokens_per_s")
     rows = []
     for arm, result in entry["arms"].items():
         if "failed" in result:
-            rows.append(f"| {LABELS[arm]} | failed | {result['failed']} | | | | |")
+            rows.append(f"| {_label(arm, entry['plan'])} | failed | {result['failed']} | | | | |")
             continue
         for name, speed in result["speeds"].items():
             rate = speed["tokens_per_s"]
             own = entry["plan"]["micro_batch"]["value"]
             fewer = f", passes of {result['micro_batch']}: more ran out of memory" if result.get("micro_batch", own) != own else ""
             cells = [
-                LABELS[name] + fewer,
+                _label(name, entry["plan"]) + fewer,
                 f"{rate:,.0f}",
                 f"{speed['low']:,.0f} – {speed['high']:,.0f}",
                 f"{rate * flops / peak / 1e12:.1%}" if peak else "–",

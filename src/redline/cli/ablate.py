@@ -3,7 +3,7 @@
 redline ablate gpt2-124m                         the catalogue's pre-training list, on your recipe and machine
 redline ablate seeds/003                         a seed document's own list, on a recipe of its shape (000 to 004)
 redline ablate nano --only sdpa,fused-optimizer --minutes 5
-redline ablate seeds/002 --markdown > table.md   the table as it stands in docs/claims.md
+redline ablate seeds/002 --markdown > table.md   the table as Markdown, with who claimed what
 
 Killed or out of time, the same command goes on: finished trials are kept in the folder. `redline report FOLDER` draws it.
 """
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
         _print(rows, f"{recipe.name} on {hardware.title}")
         print(f"written to {folder / 'ablation.json'}; `redline report {folder}` draws it")
     if left := sum(row.outcome == "not run" for row in rows):
-        status(f"{left} rows were not run: the {options.minutes:g} minutes were up; the same command goes on from here")
+        status(f"not run: {left} of {len(rows)} rows, for which {options.minutes:g} min were too short; the same command goes on from here")
 
 
 def _where(hardware, facts, recipe) -> str:  # type: ignore[no-untyped-def]
@@ -88,6 +88,7 @@ def _print(rows, title: str) -> None:  # type: ignore[no-untyped-def]
             table.add_section()
             table.add_row(f"[bold]{row.workload}: {row.stage}[/bold]")
         stage = row.stage
-        brief = replace(row, numerics=row.numerics.partition(" (")[0])  # the figures stand in the JSON and the Markdown
+        note = "" if row.outcome == "not run" else row.note  # the last line of the output has it, once
+        brief = replace(row, numerics=row.numerics.partition(" (")[0], note=note)  # the figures stand in the JSON and the Markdown
         table.add_row(*(escape(cells(brief)[number]) for number in shown))
     Console().print(table)

@@ -17,7 +17,7 @@ def print_findings(observed: Observed, findings: list[Finding]) -> None:
     console = Console(highlight=False, width=None)
     speed = f", {format_rate(observed.tokens_per_s, 'tokens')}" if observed.tokens_per_s else ""
     update = f", {format_duration(observed.median('step_s'))} an update" if observed.median("step_s") else ""
-    lines = f": {len(observed.steps)} steps{update}{speed}" if observed.steps else ""
+    lines = f": {len(observed.steps)} updates on record{update}{speed}" if observed.steps else ""
     console.print(f"[bold]{escape(observed.source)}[/bold] read as {observed.format}{lines}", soft_wrap=False)
     for repair in observed.repairs:
         console.print(f"note: {escape(repair)}")
@@ -25,7 +25,18 @@ def print_findings(observed: Observed, findings: list[Finding]) -> None:
     for number, finding in enumerate(findings, start=1):
         _print_finding(console, number, finding)
     if not findings:
-        console.print(f"\nNothing found that would bring more than 5 %.{_how_far(observed)}")
+        console.print(f"\n{_nothing(observed)}{_how_far(observed)}")
+
+
+def _nothing(observed: Observed) -> str:
+    """No finding is good news only where there was something to judge."""
+    if observed.format == "document":
+        return "No claim found that cannot hold."
+    if not observed.steps:
+        return "No update is recorded, so nothing can be said."
+    missing = [name for name in ("gpu", "parameters", "seq_len") if getattr(observed.facts, name) is None]
+    more = f" Not known: {', '.join(missing)}; more can be said with --fact NAME=VALUE." if missing and observed.format != "run" else ""
+    return f"Nothing found that would bring more than 5 %.{more}"
 
 
 def _how_far(observed: Observed) -> str:

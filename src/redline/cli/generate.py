@@ -7,6 +7,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,13 +50,15 @@ def run(options: argparse.Namespace) -> None:
     opened, model = open_on(options.model, options.checkpoint, options.device)
     prompts = options.prompt or [""]
     ids = _prompt_ids(prompts, opened, chat=options.chat)
+    context, longest = model.config.context_length, max(map(len, ids))
+    new = min(sampling.max_new_tokens, max(1, context - min(map(len, ids))))  # memory is for what can come, not for what was asked
+    sampling = replace(sampling, max_new_tokens=new)
     requests = [
         Request(prompt=one, sampling=sampling, samples=options.samples, seed=options.seed, tag=number) for number, one in enumerate(ids)
     ]
-    context, longest = model.config.context_length, max(map(len, ids))
-    if 0 < context - longest < sampling.max_new_tokens:
+    if 0 < context - longest < options.max_new_tokens:
         status(f"note: the model's context of {context} leaves room for {context - longest} new tokens")
-    longest, new, stops = min(longest, context), sampling.max_new_tokens, stop_ids(opened.loaded, opened.tokenizer)
+    longest, stops = min(longest, context), stop_ids(opened.loaded, opened.tokenizer)
     fitting = fitting_slots(model, max_prompt_tokens=longest, max_new_tokens=new)
     slots = min(fitting, samples_bound(os.environ) or sys.maxsize, len(prompts) * options.samples)
     ready: dict[tuple[int, int], str] = {}

@@ -52,7 +52,7 @@ def _print_run(found: dict[str, Any]) -> None:
 
 
 def _print_sampled(found: dict[str, Any]) -> None:
-    rate = format_rate(found["tokens"] / found["elapsed_s"], "tok") if found["drawn"] else "none drawn now"
+    rate = format_rate(found["tokens"] / found["elapsed_s"] if found["tokens"] else None, "tok") if found["drawn"] else "none drawn now"
     print(
         f"samples: {found['samples']:,}, {format_share(found['correct'] / max(1, found['samples']))} correct; "
         f"{found['solved']:,} of {found['questions']:,} questions solved; {rate}"
@@ -63,7 +63,7 @@ def _print_sampled(found: dict[str, Any]) -> None:
 
 
 def _print_trained(found: dict[str, Any]) -> None:
-    rate = f", {format_rate(found['rows_per_s'], 'rows')} at the end" if found["rows_per_s"] else ""
+    rate = f", {format_rate(found['rows_per_s'], 'rows')}" if found["rows_per_s"] else ""
     loss = f", last loss {found['loss']:.3f}" if found["loss"] is not None else ""
     print(f"training on {found['on']}: {found['examples']:,} examples, {found['updates']:,} updates{loss}{rate}")
 

@@ -64,7 +64,7 @@ def _print_ceilings(console: Console, facts: MachineFacts, ceilings: Ceilings) -
     ):
         if latency is not None:
             table.add_row(name, f"{latency * 1e6:.2f} µs", "–", "–", "per tiny kernel, many queued")
-    table.add_row("CPU matmul fp32", f"{ceilings.cpu_matmul_gflops:,.0f} GFLOP/s", "–", "–", f"{ceilings.cpu_threads} threads")
+    table.add_row("CPU matmul fp32", f"{ceilings.cpu_matmul_gflops:,.0f} GFLOP/s", "–", "–", f"threads: {ceilings.cpu_threads}")
     console.print(table)
     for note in ceilings.notes:
         console.print(f"note: {note}")

@@ -61,7 +61,7 @@ def print_outcome(outcome: Any, recipe: Recipe, folder: Path) -> None:
             f"{line['valid_bits_per_byte']:.4f} bits/byte"
         )
     if "tokens_per_s" in line:
-        print(f"last step {format_rate(line['tokens_per_s'], 'tokens')}, {format_bytes(line['memory_bytes'])} peak memory")
+        print(f"last step {format_rate(line['tokens_per_s'], 'tokens')}, memory {format_bytes(line['memory_bytes'])}")
     if outcome.why == STOPPED:
         print("the same command goes on from here")
     name = shlex.quote(str(folder))

@@ -5,6 +5,7 @@ redline watch runs/nano --web            the page, on 127.0.0.1 only; Ctrl-C end
 """
 
 import argparse
+import contextlib
 import math
 import time
 from pathlib import Path
@@ -41,7 +42,8 @@ def _serve(folder: Path, port: int) -> None:
 
     with make_server(folder, port) as server:
         status(f"watching {folder} at {server.url} (this machine only); Ctrl-C ends it")
-        server.serve_forever()
+        with contextlib.suppress(KeyboardInterrupt):  # the end that was announced, no interruption
+            server.serve_forever()
 
 
 def _follow(folder: Path) -> None:

@@ -54,6 +54,9 @@ def _find(name_or_path: str, workload: Workload) -> Path:
     path = Path(name_or_path)
     if path.is_file():
         return path
+    if name_or_path in shipped("pretrain" if workload == "rft" else "rft"):
+        kind, use = ("pre-training", "redline train") if workload == "rft" else ("fine-tuning", "redline rft run")
+        raise ConfigError(f"{name_or_path} is a {kind} recipe, which this command does not take: use `{use} {name_or_path}`")
     raise ConfigError(f"no recipe {name_or_path!r}: give a path or one of {', '.join(recipes)}{nearest(name_or_path, recipes)}")
 
 

@@ -39,8 +39,8 @@ def find_sources(source: str) -> list[Path]:
         return files
     if not path.exists():
         raise DataError(
-            f"no such corpus: {source}; give text files, a folder made by `redline data build` (--set data.source=...), "
-            f"or the name of a shipped one ({', '.join(SHIPPED)})"
+            f"no such corpus: {source}; give text files, a folder made by `redline data build` "
+            f"(in a recipe: --set data.source=...), or the name of a shipped one ({', '.join(SHIPPED)})"
         )
     if not path.name.endswith(tuple(_FORMATS)):
         raise DataError(f"{path} cannot be read as a corpus: the name must end in one of {_known()}")

@@ -224,7 +224,7 @@ def warm_up(observed: Observed) -> list[Finding]:
     """A first update (compiling, autotuning) that is a large part of a short run."""
     timed = [s for s in observed.steps if s.step_s]
     usual_s = observed.median("step_s")
-    if len(timed) < 6 or not usual_s or timed[0].step > 2 or observed.format == "hf":
+    if len(timed) < 6 or not usual_s or timed[0].step > 2 or observed.format == "hf" or observed.facts.compile == "off":
         return []
     updates = timed[-1].step - timed[0].step + 1  # a log may hold every tenth only
     first_s = timed[0].step_s or 0.0
@@ -261,4 +261,26 @@ def warm_up(observed: Observed) -> list[Finding]:
     ]
 
 
-RULES = (data_wait, host_gap, padding, stalls, pauses, warm_up)
+def waits(observed: Observed) -> list[Finding]:
+    """A watched loop in which the host waits for the GPU: torch's detector saw it, and says where. What it costs shows only without it."""
+    events = [event for event in observed.events if event.get("event") == "waits_for_gpu"]
+    if not events:
+        return []
+    times, where = events[-1].get("times"), str(events[-1].get("where"))
+    return [
+        Finding(
+            cause="sync",
+            kind="cause",
+            title=f"The host waits for the GPU {times} time(s) in an update: {where}",
+            evidence=(
+                Evidence("waits", where, f"seen by torch.cuda.set_sync_debug_mode in the update after step {events[-1].get('step')}"),
+            ),
+            fix="read losses late, every N updates (.item(), .cpu(), print, `if tensor`); copy batches from pinned memory with "
+            "non_blocking=True (Trainer: logging_nan_inf_filter=False)",
+            gain=None,
+            confidence=0.9,
+        )
+    ]
+
+
+RULES = (data_wait, host_gap, padding, stalls, pauses, warm_up, waits)

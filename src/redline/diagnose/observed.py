@@ -63,6 +63,8 @@ class Facts:
     precision: str | None = None
     recompute: str | None = None
     """`on` where activations are computed again in the backward pass."""
+    compile: str | None = None
+    """`off` where nothing is compiled."""
     rollout: str | None = None
     """What generates, e.g. `hf` or `vllm`."""
     use_cache: str | None = None

@@ -1,6 +1,6 @@
 """Our own run folder -> Observed: metrics.jsonl, events.jsonl, and recipe.toml and plan.json where they are there and read.
 
-A folder without a recipe is that of a watched loop (observe/): its plan.json holds what was seen of the model and the machine.
+The folder of a watched loop (observe/) has no recipe: its plan.json holds what was seen of the model and the machine.
 """
 
 import json
@@ -24,7 +24,8 @@ def read_run(path: Path) -> Observed:
     """A run of any workload; without a pre-training recipe beside it the rules about plans stay silent."""
     folder = RunFolder(path)
     lines = next((found for metrics in _metrics(folder) if (found := read_lines(metrics))), [])
-    watched = folder.plan_path.exists() and not folder.recipe_path.exists()
+    events = read_lines(folder.events_path)
+    watched = folder.plan_path.exists() and any(event.get("loop") == "watched" for event in events)
     recipe, plan, notes = (None, None, ()) if watched else _plan_and_recipe(folder)
     steps, before = [], 0.0
     for line in lines:
@@ -37,7 +38,7 @@ def read_run(path: Path) -> Observed:
         steps=tuple(steps),
         facts=_watched_facts(folder.plan_path) if watched else _facts(recipe, plan),
         repairs=notes,
-        events=tuple(read_lines(folder.events_path)),
+        events=tuple(events),
         recipe=recipe,
         plan=plan,
     )
@@ -54,7 +55,8 @@ def _plan_and_recipe(folder: RunFolder) -> tuple[Recipe | None, Plan | None, tup
         recipe = from_toml(folder.recipe_path.read_text(encoding="utf-8"), where=folder.recipe_path.name)
         return recipe, plans.load(folder.plan_path), ()
     except (FileNotFoundError, ConfigError) as error:
-        return None, None, (f"nothing is said about the plan, because recipe and plan of pre-training were not read: {error}",)
+        why = "this is an RFT run" if (folder.path / "samples.db").exists() else str(error)
+        return None, None, (f"nothing is said about the plan of pre-training: {why}",)
 
 
 def _facts(recipe: Recipe | None, plan: Plan | None) -> Facts:
@@ -94,6 +96,7 @@ def _watched_facts(path: Path) -> Facts:
             seq_len=value["seq_len"],
             precision=value["precision"],
             recompute={"full": "on", "none": "off"}.get(value["recompute"]),
+            compile=value["compile"],
             mfu_peak_tflops=hardware["peak_tflops"].get(value["precision"]),
         )
     except (ValueError, KeyError, TypeError) as error:

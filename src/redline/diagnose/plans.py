@@ -165,7 +165,7 @@ def _recomputation_elsewhere(observed: Observed) -> list[Finding]:
 def slow_precision(observed: Observed) -> list[Finding]:
     """fp32 or TF32 on a GPU that has bf16."""
     if (given := _given(observed)) is None:
-        return []
+        return _precision_elsewhere(observed)
     recipe, plan, step_s = given
     best = unpinned(recipe, plan).precision
     if plan.precision not in ("fp32", "tf32") or best not in ("bf16", "fp16"):
@@ -173,18 +173,38 @@ def slow_precision(observed: Observed) -> list[Finding]:
     now_s, then_s = floor_s(recipe, plan), floor_s(recipe, plan, precision=best)
     if now_s is None or then_s is None:
         return []
+    return _slow_precision(plan.precision, best, now_s, then_s, step_s, "by the roofline", f"--set plan.precision={best} (or no pin)")
+
+
+def _precision_elsewhere(observed: Observed) -> list[Finding]:
+    """The same without a plan: the matrix products alone, at the share of the datasheet that Hardware.rate_tflops assumes."""
+    facts, spec, step_s, tokens = observed.facts, SPECS.get(observed.facts.gpu or ""), observed.median("step_s"), observed.median("tokens")
+    if spec is None or facts.precision not in ("fp32", "tf32") or not facts.flops_per_token or not step_s or not tokens:
+        return []
+    best = "bf16" if spec.bf16_tflops else "fp16"
+    now, then = spec.peak_tflops(facts.precision), spec.peak_tflops(best)
+    if now is None or then is None:
+        return []
+    now_s, then_s = (facts.flops_per_token * tokens / (facts.gpus or 1) / (0.75e12 * peak) for peak in (now, then))
+    fix = f"torch.autocast('cuda', torch.{'bfloat16' if best == 'bf16' else 'float16'}) around the forward pass (Trainer: {best}=True)"
+    return _slow_precision(facts.precision, best, now_s, then_s, step_s, "at 75 % of the datasheet's rate", fix)
+
+
+def _slow_precision(now: str, best: str, now_s: float, then_s: float, step_s: float, by: str, fix: str) -> list[Finding]:
     less_s = min(now_s - then_s, 0.95 * step_s)
+    if less_s < WORTH_SAYING * step_s:
+        return []
     return [
         Finding(
             cause="slow-precision",
             kind="cause",
-            title=f"The matrix products run in {plan.precision}; this GPU has {best}",
+            title=f"The matrix products run in {now}; this GPU has {best}",
             evidence=(
-                Evidence(f"floor in {plan.precision}", now_s * 1e3, "ms an update by the roofline"),
-                Evidence(f"floor in {best}", then_s * 1e3, "ms an update by the roofline"),
+                Evidence(f"floor in {now}", now_s * 1e3, f"ms an update {by}"),
+                Evidence(f"floor in {best}", then_s * 1e3, f"ms an update {by}"),
                 Evidence("update", step_s * 1e3, "ms, median"),
             ),
-            fix=f"--set plan.precision={best} (or no pin)",
+            fix=fix,
             gain=saved(step_s, 0.85 * less_s / step_s, less_s / step_s, "the difference of the two floors"),
             confidence=0.85,
         )

@@ -97,7 +97,7 @@ def read_table(text: str, source: str, columns: Mapping[str, str], name: str) ->
         rows: Sequence[Mapping[str, Any]] = json_lines(text, source)
     else:
         rows = list(csv.DictReader(text.splitlines()))
-    present = {key for row in rows for key in row}
+    present = {key for row in rows for key in row if key is not None}  # csv's name for the cells beyond the last column
     chosen = _choose(columns, present, source)
     found: dict[int, dict[str, float]] = {}
     for row in rows:
@@ -137,7 +137,9 @@ def _choose(columns: Mapping[str, str], present: set[str], source: str) -> dict[
     guessed = {ours: name for ours, names in _SYNONYMS.items() for name in reversed(names) if name in present}
     chosen = {**guessed, **columns}
     if "step" not in chosen:
-        raise ConfigError(f"{source}: which column is the step? Say it with --map step=COLUMN; it has {', '.join(sorted(present))}")
+        raise ConfigError(
+            f"{source}: which column is the step? Say it with --map step=COLUMN; it has {', '.join(sorted(present)) or 'none'}"
+        )
     return chosen
 
 

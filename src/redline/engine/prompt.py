@@ -56,7 +56,9 @@ def stop_ids(loaded: Loaded, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def _filled(loaded: Loaded, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
     if loaded.chat_template is None:
-        raise ConfigError('prompt.mode "chat" needs a model with a chat template, and this one has none: use prompt.mode=text')
+        raise ConfigError(
+            "a chat prompt needs a model with a chat template, and this one has none: set prompt.mode=text, or leave out --chat"
+        )
     try:
         return _compiled(loaded.chat_template).render(messages=messages, add_generation_prompt=add_generation_prompt, tools=None)
     except jinja2.TemplateError as error:

@@ -184,6 +184,8 @@ class ServerEngine:
             [choice] = answer["choices"]
             text, reason = choice["text"], choice["finish_reason"]
             tokens, logprobs = _tokens(choice)
+            if not isinstance(text, str):
+                raise TypeError("the text is none")
             known: dict[str, Finish] = {"stop": "stop", "length": "length"}
             finish = known[reason]
         except (KeyError, TypeError, ValueError) as error:

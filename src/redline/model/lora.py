@@ -214,16 +214,16 @@ def merge(model: Transformer) -> None:
 def unmerge(model: Transformer) -> None:
     """Put the weights back to the bits that they had before `merge`."""
     for layer in lora_layers(model).values():
-        assert layer.original is not None, "not merged"
-        layer.weight.copy_(layer.original)
-        layer.original = None
+        if layer.original is not None:  # memory may have run out half-way through `merge`
+            layer.weight.copy_(layer.original)
+            layer.original = None
 
 
 @contextmanager
 def merged(model: Transformer) -> Iterator[None]:
     """The model with its adapters merged into its weights; a model without any stays as it is."""
-    merge(model)
     try:
+        merge(model)
         yield
     finally:
         unmerge(model)

@@ -18,7 +18,7 @@ METRICS: dict[str, Metric] = {
     "step_s": Metric("s", "time of this update: from the end of the one before it, or of the validation or checkpoint between them"),
     "tokens_per_s": Metric("tokens/s", "tokens of this update over step_s, all processes together"),
     "rows_per_s": Metric("rows/s", "examples of this update over step_s; only in fine-tuning"),
-    "padding_share": Metric("1", "share of the positions computed that held no token; only in fine-tuning"),
+    "padding_share": Metric("1", "share of the positions computed that held no token; where batches may hold padding"),
     "mfu": Metric(
         "1", "model FLOPs (6N + 12LdT per token, PaLM convention) over the dense datasheet peak of the compute dtype (bf16 for FP8)"
     ),

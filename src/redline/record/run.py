@@ -67,13 +67,13 @@ def _cut_torn_line(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def failures_recorded(path: Path) -> Iterator[None]:
+def failures_recorded(path: Path, kind: str = "failed") -> Iterator[None]:
     """Write what ends a run with a user's error into its events, where the launcher of several processes finds it."""
     try:
         yield
     except RedlineError as error:
         if path.is_dir():
-            RunFolder(path).event("failed", error=str(error), exit_code=error.exit_code)
+            RunFolder(path).event(kind, error=str(error), exit_code=error.exit_code)
         raise
 
 

@@ -7,7 +7,7 @@ from rich.table import Table
 from redline.record.units import DASH, format_count, format_share, sparkline
 from redline.report.compare import comparable
 from redline.report.numbers import exact
-from redline.report.runs import number
+from redline.report.runs import State, number
 from redline.report.view import RunView, side_by_side
 
 BAR_COLUMNS = 20
@@ -39,9 +39,13 @@ def _grid(*columns: str, right: tuple[int, ...] = ()) -> Table:
     return table
 
 
+def _state(state: State) -> str:
+    return state.text if state.text.startswith(state.ending) else f"{state.ending}: {state.text}"
+
+
 def _identity(console: Console, run: RunView) -> None:
     s = run.summary
-    console.print(f"[bold]{escape(s.label)}[/bold]  {s.state.ending}: {escape(s.state.text)}", highlight=False)
+    console.print(f"[bold]{escape(s.label)}[/bold]  {escape(_state(s.state))}", highlight=False)
     facts = [
         f"recipe {s.recipe}" + (f", {format_count(s.parameters)} parameters" if s.parameters else ""),
         f"fingerprint {s.fingerprint}" if s.fingerprint else "",

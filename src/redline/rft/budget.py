@@ -131,7 +131,8 @@ class Budget:
         with self._changed:
             open_ = sum(state.open for state in self._states.values())
             if self._own:
-                return open_ + sum(own - state.asked for state in self._states.values() if state.open)
+                saved = self._saved if self._settings.spend_rest else 0
+                return open_ + saved + sum(own - state.asked for state in self._states.values() if state.open)
             return open_ + (self._saved if self._waiting else 0)
 
     # ---- decisions; all with the lock held ----

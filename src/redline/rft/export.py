@@ -5,6 +5,7 @@ export(run, Path("samples.parquet"))               # all samples with their verd
 """
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,14 @@ def export(run: Path, to: Path, *, per_question: int | None = None) -> int:
     recipe's."""
     if to.suffix not in FORMATS:
         raise ConfigError(f"samples are written as {', '.join(FORMATS)}, got {to.name!r}: end the file's name with one of them")
-    if per_question is None:
-        recipe = RunFolder(run).recipe_path
-        per_question = rft_from_toml(recipe.read_text(encoding="utf-8"), str(recipe)).sample.keep_per_question if recipe.is_file() else 0
+    if per_question is not None and per_question < 0:
+        raise ConfigError(f"--per-question must not be negative (0: all), got {per_question}")
     with Store(run / "samples.db", create=False) as store:
         source, _ = store.latest()
+        recipe = RunFolder(run).recipe_path
+        if per_question is None:
+            own = rft_from_toml(recipe.read_text(encoding="utf-8"), str(recipe)) if recipe.is_file() else None
+            per_question = own.sample.keep_per_question if own is not None else 0
         kept = store.kept(source, per_question)
         if to.suffix == ".json":
             triples = [[row.text, _number(row.answer), row.reasoning.strip()] for row in kept]
@@ -39,9 +43,9 @@ def export(run: Path, to: Path, *, per_question: int | None = None) -> int:
 
 
 def _number(answer: str) -> float | str:
-    """A reference answer as a number where it is one, as the triples have it."""
+    """A reference answer as a number where it is one, as the triples have it; JSON has none that is not finite."""
     try:
-        return float(answer)
+        return float(answer) if math.isfinite(float(answer)) else answer
     except ValueError:
         return answer
 

@@ -12,19 +12,25 @@ from pathlib import Path
 from typing import Any
 
 from redline.config.rft import RftRecipe, later_round, load_rft
+from redline.engine.server import ServerEngine
+from redline.errors import ConfigError
 from redline.record.run import read_lines
 from redline.rft.export import export
 from redline.rft.plan import Bounds
 from redline.rft.sample import sample
 from redline.rft.session import Session, Views, open_session
 from redline.rft.test import run_test
-from redline.rft.train import train
+from redline.rft.train import check_result, train
 
 
 def run_rounds(
     recipe: RftRecipe, run: Path, bounds: Bounds, rounds: int, *, device: str | None = None, views: Views | None = None
 ) -> list[dict[str, Any]]:
     """The loop several times, in RUN/round-1 and so on. Every round trains the base model anew, on samples of a better sampler."""
+    if rounds > 1 and (run / "samples.db").exists():
+        raise ConfigError(f"{run} holds a run of one round: give another folder with --run for {rounds} rounds")
+    if recipe.model.server is not None:  # before minutes of testing: is it there at all
+        ServerEngine(recipe.model.server, recipe.model.server_model).close()
     reports: list[dict[str, Any]] = []
     for number in range(1, rounds + 1):
         folder = run / f"round-{number}" if rounds > 1 else run
@@ -40,6 +46,7 @@ def run_all(session: Session, *, test_base: bool = True) -> dict[str, Any]:
     """Sample, train and test; returns what each stage gave, as far as it got before somebody asked to stop."""
     report: dict[str, Any] = {"run": str(session.folder.path), "why": "finished"}
     if test_base:
+        check_result(session)
         report["before"] = run_test(session, "base")
     drawn = sample(session)
     report["sample"] = vars(drawn) | {"total_s": sampling_s(session.folder.events_path)}
@@ -84,5 +91,7 @@ def generate_dataset(
     environment = dict(os.environ) | ({"MICRO_BATCH_SIZE": str(batch_size)} if batch_size is not None else {})
     folder = run if run is not None else Path(output_json).with_suffix(".run")
     with open_session(chosen, folder, Bounds(environment=environment), views=views) as session:
-        sample(session)
+        why = sample(session).why
+    if why != "finished":  # the Ctrl-C that sampling took in hand; a part of the samples must not pass for all of them
+        raise KeyboardInterrupt(f"{why}; the same call goes on from {folder}")
     return export(folder, Path(output_json))

@@ -56,6 +56,7 @@ class Outcome:
 
 def sample(session: Session) -> Outcome:
     """Draw what the budget still asks for. Ctrl-C stops it; the same call goes on."""
+    session.drop_adapters()
     questions = session.train_questions()
     prompts = session.prompts(questions, session.sampler)
     with Store(session.folder.path / "samples.db") as store:
@@ -97,8 +98,8 @@ class _Drawing:
                 engine = self.session.sampling_engine(longest=self.prompts.longest, sequences=self.budget.samples_left())
                 stack.enter_context(engine)
                 compared = self._draw(engine, lambda completions: self._keep(completions, pool, watcher, began_s))
-                if not self.budget.stopped:
-                    self._compare(engine, compared)
+            if not self.budget.stopped:
+                self._compare(engine, compared)  # the engine is closed: the forward has its memory
         finally:
             self.spent_s += time.monotonic() - began_s
         return STOPPED if self.budget.stopped else "finished"
@@ -160,7 +161,7 @@ class _Drawing:
             "samples": self.samples,
             "samples_left": left,
             "correct": self.correct,
-            "tokens_per_s": self.tokens / elapsed_s,
+            "tokens_per_s": self.tokens / elapsed_s if self.tokens else None,
             "elapsed_s": elapsed_s,
             "left_s": left * elapsed_s / self.drawn,
             "memory_bytes": self.session.memory_bytes(),

@@ -33,6 +33,7 @@ from redline.engine.request import Engine, Sampling
 from redline.engine.server import ServerEngine
 from redline.errors import ConfigError, DataError, MachineError
 from redline.machine.telemetry import process_rss_bytes
+from redline.model.lora import LoraConfig, lora_layers
 from redline.model.transformer import Transformer
 from redline.plan.plan import Why
 from redline.record.files import write_atomic
@@ -144,6 +145,11 @@ class Session:
         for name in ("model", "sampler"):
             self.__dict__.pop(name, None)
 
+    def drop_adapters(self) -> None:
+        """Have the model as it was opened again, after a training in this session put adapters on it."""
+        if "model" in self.__dict__ and lora_layers(self.model.model):
+            self.forget_model()
+
     def release_sampler(self) -> None:
         """Give the memory of a sampler that is not the model back, once it has nothing more to write."""
         if self.recipe.model.sampler is not None:
@@ -233,7 +239,10 @@ def open_session(
     """Own the run folder and make it this recipe's; a folder that holds another recipe's beginnings is refused."""
     samples, why = plan_samples(recipe, bounds)
     recipe = with_samples(recipe, samples)
-    with RunFolder(run) as folder, failures_recorded(run):
+    lora_config(recipe)
+    if RunFolder(run).has_begun():
+        raise ConfigError(f"{run} holds a pre-training run, whose recipe would be lost: give another folder with --run")
+    with RunFolder(run) as folder:
         if folder.recipe_path.exists() and any((run / name).exists() for name in _BEGUN):
             before = rft_from_toml(folder.recipe_path.read_text(encoding="utf-8"), where=str(folder.recipe_path))
             if changed := rft_differences(before, recipe):
@@ -244,4 +253,10 @@ def open_session(
                 )
         write_atomic(folder.recipe_path, to_toml(recipe))
         save_plan(folder.plan_path, {"samples_per_question": (samples, why)})
-        yield Session(recipe, folder, bounds, device, views or Views())
+        with failures_recorded(run):  # only now: a run of another recipe has not failed when it is left alone
+            yield Session(recipe, folder, bounds, device, views or Views())
+
+
+def lora_config(recipe: RftRecipe) -> LoraConfig:
+    """The adapters that the recipe asks for, checked: what is wrong with them is said before samples are drawn, not after."""
+    return LoraConfig(rank=recipe.train.rank, alpha=recipe.train.alpha, targets=recipe.train.targets)

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from redline.config.rft import rft_from_toml
 from redline.record.run import RunFolder, read_lines
+from redline.rft.budget import ROUNDS
 from redline.rft.store import Store
 
 HARDEST = 10
@@ -37,6 +39,7 @@ def stats(run: Path) -> dict[str, Any]:
     asked = [question for question in questions if question["id"] in drawn]
     correct_count = {id_: sum(correct for _, correct in samples) for id_, samples in drawn.items()}
     sampling_s, sampled_tokens = _speed(run)
+    anyway = _drawn_anyway(run)
     return {
         "run": str(run),
         "model": source.model,
@@ -52,8 +55,8 @@ def stats(run: Path) -> dict[str, Any]:
         "tokens": tokens,
         "tokens_per_sample": _share(tokens, len(verdicts)),
         "sampling_s": sampling_s,
-        "tokens_per_s": _share(sampled_tokens, sampling_s),
-        "pass_at": _pass_curve([[correct for number, correct in samples] for samples in map(sorted, drawn.values())]),
+        "tokens_per_s": _share(sampled_tokens, sampling_s) if sampled_tokens else None,
+        "pass_at": _pass_curve([_first(sorted(samples))[:anyway] for samples in drawn.values()]),
         "families": _families(asked, drawn),
         "hardest": [
             {
@@ -67,6 +70,20 @@ def stats(run: Path) -> dict[str, Any]:
             ]
         ],
     }
+
+
+def _first(samples: Sequence[tuple[int, bool]]) -> list[bool]:
+    """Verdicts on samples 0, 1, ... up to the first that is missing: those that a stopped run has beyond it came first by being short."""
+    return [correct for place, (number, correct) in enumerate(samples) if number == place]
+
+
+def _drawn_anyway(run: Path) -> int | None:
+    """Samples that a question gets whatever their verdicts: one round where the budget may stop early. None where no recipe tells."""
+    path = RunFolder(run).recipe_path
+    if not path.is_file():
+        return None
+    settings = rft_from_toml(path.read_text(encoding="utf-8"), str(path)).sample
+    return settings.samples_per_question if settings.distinct_correct is None else -(-settings.samples_per_question // ROUNDS)
 
 
 def _pass_curve(verdicts: Sequence[Sequence[bool]]) -> dict[int, float]:

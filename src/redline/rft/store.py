@@ -100,7 +100,11 @@ class Store:
     def __init__(self, path: Path, *, create: bool = True) -> None:
         self.path = path
         if not create and not path.is_file():
-            raise DataError(f"no samples at {path}: draw some with `redline rft sample`, or name the folder of another run")
+            rounds = len(list(path.parent.glob("round-*")))
+            way_out = (
+                f"name one of its {rounds} rounds, {path.parent / 'round-1'} and so on" if rounds else "draw some with `redline rft sample`"
+            )
+            raise DataError(f"no samples at {path}: {way_out}, or name the folder of another run")
         with _errors(path):
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
             try:
@@ -125,6 +129,8 @@ class Store:
         if version not in (0, SCHEMA_VERSION):
             raise DataError(f"{self.path} has layout {version}, this Redline reads {SCHEMA_VERSION}: use the version that wrote it")
         if version == 0:
+            if self._db.execute("SELECT 1 FROM sqlite_master").fetchone():
+                raise DataError(f"{self.path} is the database of another program: move it away to begin anew")
             self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
 
     # ---- writing ----

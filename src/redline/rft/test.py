@@ -81,11 +81,11 @@ def _answer(session: Session, questions: Sequence[Question], weights: Weights) -
     watcher = session.views.sampling(f"{session.recipe.name} · testing {weights} on {len(questions):,} questions")
     began_s, tokens, texts = time.monotonic(), 0, [""] * len(questions)
     with ExitStack() as stack:
+        if watcher is not None:
+            stack.callback(watcher.close)
         speaker = stack.enter_context(_speaker(session, weights))
         prompts = session.prompts(questions, speaker, trained=weights != "base")
         engine = stack.enter_context(session.engine(speaker, longest=prompts.longest, sequences=len(questions), stage="test"))
-        if watcher is not None:
-            stack.callback(watcher.close)
         for done, (place, completion) in enumerate(
             answer_greedily(engine, prompts.ids, session.settings(prompts.stops, greedy=True)), start=1
         ):
@@ -114,6 +114,7 @@ def _facts(done: int, questions: int, tokens: int, elapsed_s: float, memory_byte
 def _speaker(session: Session, weights: Weights) -> Iterator[Speaker]:
     """The model with these weights: the base as it is, adapters merged while the test lasts, or a model trained as a whole."""
     if weights == "base":
+        session.drop_adapters()
         yield session.model
     elif session.recipe.train.method == "lora":
         read_adapter(place_of(session.folder.path, weights).adapter, session.model.model)

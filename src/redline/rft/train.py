@@ -18,15 +18,15 @@ import torch
 from redline.config.rft import fingerprint_of
 from redline.engine.prompt import answer_text, end_id, render
 from redline.errors import ConfigError, DataError
-from redline.model.huggingface import write_folder
-from redline.model.lora import LoraConfig, add_lora, lora_layers
+from redline.model.huggingface import architecture, write_folder
+from redline.model.lora import add_lora
 from redline.record.files import write_atomic
 from redline.record.run import RunFolder, read_lines
 from redline.rft.plan import plan_pass, save_plan
-from redline.rft.session import Session
+from redline.rft.session import Session, lora_config
 from redline.rft.store import Store
 from redline.tasks.task import Question
-from redline.train.adapter import write_adapter
+from redline.train.adapter import check_family, write_adapter
 from redline.train.finetune import Example, FinetuneConfig, finetune
 from redline.train.packing import fingerprint as examples_fingerprint
 
@@ -53,6 +53,7 @@ def place_of(run: Path, on: On) -> Place:
 
 def train(session: Session, on: On) -> dict[str, Any]:
     """Fine-tune; returns what was done: examples, updates, the last loss, seconds, and `why` it ended."""
+    check_result(session)
     place = place_of(session.folder.path, on)
     examples = _examples(session, on)
     config = _config(session)
@@ -62,11 +63,10 @@ def train(session: Session, on: On) -> dict[str, Any]:
         if finished["fingerprint"] != fingerprint:
             raise ConfigError(f"{place.record} was trained on other examples than there are now: give another --run, or remove it")
         return finished
-    if lora_layers(session.model.model):  # of another training in this session
-        session.forget_model()
+    session.drop_adapters()
     model, recipe = session.model.model, session.recipe.train
     if recipe.method == "lora":
-        add_lora(model, LoraConfig(rank=recipe.rank, alpha=recipe.alpha, targets=recipe.targets), session.recipe.seed)
+        add_lora(model, lora_config(session.recipe), session.recipe.seed)
     updates = -(-len(examples) // config.batch_size) * config.epochs
     began_s = time.monotonic()
     observers = session.views.training(f"{session.recipe.name} · fine-tuning on {len(examples):,} {on}", updates)
@@ -79,13 +79,29 @@ def train(session: Session, on: On) -> dict[str, Any]:
     elapsed_s = time.monotonic() - began_s
     session.folder.event(f"training_on_{on}", why=outcome.why, step=outcome.step, elapsed_s=round(elapsed_s, 3))
     result = {"on": on, "why": outcome.why, "fingerprint": fingerprint, "examples": len(examples), "updates": outcome.step}
-    result |= {"loss": outcome.metrics.get("loss"), "rows_per_s": outcome.metrics.get("rows_per_s"), "elapsed_s": _spent_s(session, on)}
+    result |= {"loss": outcome.metrics.get("loss"), "rows_per_s": _rows_per_s(folder), "elapsed_s": _spent_s(session, on)}
     if outcome.why == "finished":
         _write_result(session, place)
         write_atomic(place.done, json.dumps(result, indent=2) + "\n")
     if recipe.method == "full":
         session.forget_model()
     return result
+
+
+def check_result(session: Session) -> None:
+    """Refuse a model whose training could not be written down, before anything is spent on it."""
+    config = session.model.opened.config
+    if session.recipe.train.method == "lora":
+        check_family(config)
+    else:
+        architecture(config)
+
+
+def _rows_per_s(folder: RunFolder) -> float | None:
+    """Examples a second over all updates but the first, which sets up; the last batch of an epoch may be short and says little."""
+    lines = read_lines(folder.metrics_path)
+    lines = lines[1:] or lines
+    return sum(line["rows_per_s"] * line["step_s"] for line in lines) / sum(line["step_s"] for line in lines) if lines else None
 
 
 def read_done(place: Place) -> dict[str, Any] | None:

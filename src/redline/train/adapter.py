@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from redline.config.recipe import ModelConfig
 from redline.errors import CheckpointError, ConfigError, StorageError
 from redline.model.huggingface import architecture
 from redline.model.lora import LoraConfig, LoraLinear, add_lora, lora_layers
@@ -45,7 +46,7 @@ def write_adapter(folder: Path, model: Transformer, *, base: str | None = None) 
     layers = list(lora_layers(model).values())
     if not layers:
         raise ConfigError("the model has no adapters to write: train one with LoRA, or export the whole model")
-    _check_family(model)
+    check_family(model.config)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise StorageError(f"an adapter is written to a new folder, and {folder} is there already; remove it or choose another")
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in peft_tensors(model).items()}
@@ -71,7 +72,7 @@ def adapter_base(folder: Path) -> str | None:
 @torch.no_grad()
 def read_adapter(folder: Path, model: Transformer) -> LoraConfig:
     """Put the folder's adapters on the model, which has none yet or ones of the same kind; every name and shape is checked."""
-    _check_family(model)
+    check_family(model.config)
     config = _read_config(folder / _CONFIG)
     try:
         tensors = safetensors.torch.load_file(folder / _WEIGHTS)
@@ -107,9 +108,13 @@ def _numbered(model: Transformer) -> Iterator[tuple[int, LoraLinear]]:
     return ((int(name.split(".")[1]), layer) for name, layer in lora_layers(model).items())
 
 
-def _check_family(model: Transformer) -> None:
-    if (family := architecture(model.config)) == "GPT2LMHeadModel":
-        raise ConfigError(f"adapters in PEFT's format are for Llama, Qwen2 and Qwen3, got {family}; merge them and export the whole model")
+def check_family(config: ModelConfig) -> None:
+    """Refuse a model whose adapters PEFT's format cannot hold."""
+    if (family := architecture(config)) == "GPT2LMHeadModel":
+        raise ConfigError(
+            f"adapters in PEFT's format are for Llama, Qwen2 and Qwen3, got {family}: fine-tune the whole model (train.method=full), "
+            "or merge them and export it"
+        )
 
 
 def _config_json(layers: list[LoraLinear], base: str | None) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def fingerprint(examples: Sequence[Example]) -> str:
 def batches(count: int, *, batch_size: int, epochs: int, seed: int) -> Iterator[list[int]]:
     """The examples of every update, by number: each epoch in an order of its own, the rest of the last batch kept."""
     for epoch in range(epochs):
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+        order = torch.randperm(count, generator=torch.Generator().manual_seed((seed + epoch) % 2**64)).tolist()
         yield from (order[start : start + batch_size] for start in range(0, count, batch_size))
 
 

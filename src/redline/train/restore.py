@@ -79,8 +79,12 @@ def open_weights(path: Path, which: str = "last") -> Opened:
         return Opened(loaded=read_folder(path), recipe=None, source=path)
     if not path.exists():
         raise CheckpointError(f"no such path: {path}; give a run folder, a checkpoint, a Hugging Face folder, a .gguf file or demo")
+    if rounds := sorted(path.glob("round-*/adapter"), key=lambda adapter: int(adapter.parent.name.removeprefix("round-"))):
+        return _open_adapted(rounds[-1])  # of an RFT run in rounds, the last
     if (path / "adapter" / "adapter_config.json").is_file():
         return _open_adapted(path / "adapter")
+    if (path / "model" / "config.json").is_file():  # an RFT run that trained the whole model
+        return Opened(loaded=read_folder(path / "model"), recipe=None, source=path / "model")
     step = resolve(path, which)
     run = RunFolder(step.parent.parent)
     if not run.recipe_path.is_file():

@@ -223,7 +223,8 @@ class _Search:
         reserve_s = self.trial_s if differing(self.rules, self.best) else 0.0
         if time.monotonic() - self.began_s + cost_s + reserve_s > self.budget_s:
             self.untried.append(candidate.name)
-            return f"not tried: it takes about {format_duration(cost_s)}, and the time is up"
+            left_s = max(0.0, self.budget_s - (time.monotonic() - self.began_s))
+            return f"not tried: it takes about {format_duration(cost_s + reserve_s)}, and {format_duration(left_s)} are left"
         return None
 
     def _measure_alone(self, name: str, plan: Plan) -> Measured:
@@ -377,7 +378,7 @@ class _Search:
         self.say(f"{'+' if kept else ' '} {name}:{speed}{against}  {note}")
 
     def say(self, text: str) -> None:
-        elapsed_s = time.monotonic() - self.began_s
+        elapsed_s = float(round(time.monotonic() - self.began_s))
         self._progress(f"[{format_duration(elapsed_s)}, {format_duration(max(0.0, self.budget_s - elapsed_s))} left] {text}")
 
 

@@ -1,4 +1,4 @@
-"""The table of an ablation, claimed beside measured: as Markdown for docs/claims.md, or as cells for the terminal. No torch."""
+"""The table of an ablation, claimed beside measured: as Markdown, or as cells for the terminal. No torch."""
 
 from collections.abc import Sequence
 

@@ -1,0 +1,41 @@
+"""Moments and the seconds between them: on the GPU's own clock, read late, or on the host's where there is no GPU.
+
+    clock = Clock(device)
+    begin, end = clock.now(), clock.now()      # on a GPU: two events in its queue; the host does not wait
+    clock.passed(end), clock.seconds(begin, end)
+
+A GPU's moment lies where the work queued before it ends. The time between two moments around a wait of the host is therefore what the GPU
+stood idle for, and nothing where it still had work. Left out: other accelerators, which are timed by the host's clock.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+Moment = torch.cuda.Event | float
+
+
+class Clock:
+    def __init__(self, device: torch.device) -> None:
+        self.now: Callable[[], Moment] = time.perf_counter if device.type != "cuda" else partial(_event, torch.cuda.current_stream(device))
+
+    def passed(self, moment: Moment) -> bool:
+        """Whether the device has got there; asks and never waits."""
+        return isinstance(moment, float) or moment.query()
+
+    def seconds(self, begin: Moment, end: Moment) -> float:
+        """Waits for `end` where it has not passed."""
+        if isinstance(begin, float):
+            assert isinstance(end, float), "moments of one clock"
+            return end - begin
+        assert not isinstance(end, float), "moments of one clock"
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event

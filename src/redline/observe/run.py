@@ -1,0 +1,320 @@
+"""A user's own PyTorch loop under our instruments: three lines in the loop, a run folder out, and the diagnosis at the end.
+
+    with redline.watch("runs/mine", model=model) as run:
+        for batch in run.batches(loader):                  # times the wait for data, counts tokens and padding
+            with run.phase("forward"):                     # optional: where the time of an update goes
+                loss = model(**batch).loss
+            ...
+            run.step(loss=loss)                            # after each update
+
+Nothing here waits for a GPU: moments are CUDA events, a loss is copied behind the update that made it, and both are read when the GPU has
+passed them. Lines are written once a second, all but the newest. Of several processes the
+first writes, and its own numbers stand for all. Left out: resuming (that is the loop's), gradient norms, recomputation by hand.
+"""
+
+import json
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from redline.diagnose.finding import Finding
+from redline.diagnose.own import read_run
+from redline.diagnose.rules import diagnose
+from redline.errors import ConfigError, StorageError, nearest
+from redline.machine.telemetry import GpuTelemetry, process_rss_bytes
+from redline.observe.batch import Number, Seen
+from redline.observe.clock import Clock, Moment
+from redline.observe.facts import Described, Told
+from redline.observe.sync import SyncWatch
+from redline.record.files import write_atomic
+from redline.record.run import LineWriter, RunFolder, read_lines
+from redline.record.units import format_duration, format_rate
+
+Phase = Literal["copy", "forward", "backward", "optimizer"]
+Pause = Literal["validation", "checkpoint"]
+PHASES: tuple[Phase, ...] = ("copy", "forward", "backward", "optimizer")
+WRITE_EVERY_S, MOST_HELD = 1.0, 64
+"""Lines are written together, because the first of them finds every cache cold and costs ten times the others."""
+SYNCS_AFTER = 3
+"""Updates behind the first before one is searched for waits: caches are full and compiling is done."""
+SHOWN = 3
+"""Findings printed at the end; the rest stands in the report."""
+Batch = TypeVar("Batch")
+
+
+@dataclass(slots=True)
+class _Update:
+    """An update that was issued, and may still be running."""
+
+    step: int
+    begin: Moment
+    end: Moment
+    issue_s: float
+    ended_at: float
+    spans: list[tuple[str, Moment, Moment]]
+    seen: Seen
+    numbers: dict[str, Any]
+    late: tuple[list[str], Tensor] | None
+    """Numbers on their way from the GPU, with their names."""
+    added: dict[str, float] = field(default_factory=dict)
+
+
+class _Span:
+    """Two moments around a piece of the update, under a metric's name."""
+
+    def __init__(self, run: "WatchedRun", metric: str) -> None:
+        self._run, self._metric = run, metric
+
+    def __enter__(self) -> None:
+        self._begin = self._run.clock.now()
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._run.spans.append((self._metric, self._begin, self._run.clock.now()))
+
+
+def watch(
+    folder: str | Path, *, model: nn.Module, tokens_per_step: float | None = None, start_step: int = 0, quiet: bool = False
+) -> "WatchedRun":
+    """Instruments for the loop inside the `with` block. `tokens_per_step` (of this process) is needed only where batches do not show it;
+    `start_step` is the number of updates that a resumed loop has behind it; `quiet` prints nothing at the end."""
+    return WatchedRun(Path(folder), model, tokens_per_step=tokens_per_step, start_step=start_step, quiet=quiet)
+
+
+class WatchedRun:
+    def __init__(
+        self, path: Path, model: nn.Module, *, tokens_per_step: float | None, start_step: int, quiet: bool, told: Told | None = None
+    ) -> None:
+        self.path, self.quiet, self._tokens_per_step, self._told = path, quiet, tokens_per_step, told or {}
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self._rank, self._world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
+        self._device, self.clock, self._described = device, Clock(device), Described(model, device)
+        self._telemetry = GpuTelemetry(device.index or 0) if device.type == "cuda" else None
+        self._folder, self._first_step, self._step = RunFolder(path), start_step, start_step
+        self._flying: deque[_Update] = deque()
+        self.spans: list[tuple[str, Moment, Moment]] = []
+        self._seen = Seen()
+        self._waited_s = 0.0
+        self._plan: dict[str, Any] = {}
+        self._gauges: dict[str, float] = {}
+        self._tokens = self._elapsed_s = 0.0
+        self._lines: LineWriter | None = None
+        self._waits: SyncWatch | None = None
+
+    # ---- the block ----
+
+    def __enter__(self) -> Self:
+        if self._rank == 0:
+            self._open()
+        self._started_at = self._began_at = self._written_at = time.perf_counter()
+        self._begin = self.clock.now()
+        return self
+
+    def _open(self) -> None:
+        self._folder.__enter__()
+        before, step = read_lines(self._folder.metrics_path), self._first_step
+        if before and step == 0:
+            self._folder.__exit__(None, None, None)
+            raise StorageError(
+                f"{self.path} holds a run of {before[-1]['step']} updates: give another folder or remove this one; "
+                "a loop that resumes gives start_step"
+            )
+        dropped = self._folder.cut_metrics(step)
+        if kept := before[: len(before) - dropped]:
+            self._tokens, self._elapsed_s = kept[-1].get("tokens", 0.0), kept[-1].get("elapsed_s", 0.0)
+        self._folder.event("resume" if step else "start", step=step, loop="watched", world_size=self._world_size, metrics_dropped=dropped)
+        self._lines = LineWriter(self._folder.metrics_path)
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self._lines is None:
+            return
+        self._look_for_waits(last=True)
+        self._write(leave=0)
+        self._lines.close()
+        self._lines = None
+        elapsed_s = round(self._elapsed_s + time.perf_counter() - self._started_at, 3)
+        if kind is None or issubclass(kind, KeyboardInterrupt | SystemExit):
+            why = "finished" if kind is None else f"stopped by {kind.__name__}"
+            self._folder.event("end", step=self._step, why=why, elapsed_s=elapsed_s)
+        else:
+            self._folder.event("failed", step=self._step, error=f"{kind.__name__}: {value}", elapsed_s=elapsed_s)
+        self._folder.__exit__(None, None, None)
+        if kind is None and not self.quiet:
+            sys.stderr.write(f"\n{self.summary()}")  # a progress bar may have left the line half full
+
+    # ---- in the loop ----
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """The loader's batches. The wait for each counts as data wait; on a GPU only what the GPU stood idle for."""
+        source: Iterator[Batch] | None = None
+        while True:
+            waiting_at = time.perf_counter()
+            with _Span(self, "data_wait_s"):
+                source = iter(loader) if source is None else source  # starting workers is part of the wait
+                try:
+                    batch = next(source)
+                except StopIteration:
+                    return
+            self._waited_s += time.perf_counter() - waiting_at
+            self._seen.add(batch)
+            yield batch
+
+    def phase(self, name: Phase) -> _Span:
+        """A part of the update, as a context manager; several of one name in an update add up."""
+        if name not in PHASES:
+            raise ConfigError(f"a phase is one of {', '.join(PHASES)}, got {name!r}{nearest(name, PHASES)}")
+        return _Span(self, f"{name}_s")
+
+    def step(self, *, loss: Number | None = None, tokens: Number | None = None, padding_share: Number | None = None) -> None:
+        """An update is done (on a GPU: issued). Tensors are not read back here. `tokens` and `padding_share` of this process are needed
+        only where `batches` cannot see them in an `input_ids` and its `attention_mask`."""
+        end, ended_at, seen = self.clock.now(), time.perf_counter(), self._seen
+        self._step += 1
+        numbers = {"loss": loss, "tokens": tokens, "padding_share": padding_share, "counted": seen.tokens if seen.positions else None}
+        late = _taken(numbers)
+        if self._lines is not None:
+            issue_s = ended_at - self._began_at - self._waited_s
+            self._flying.append(_Update(self._step, self._begin, end, issue_s, ended_at, self.spans, seen, numbers, late))
+            if len(self._flying) > MOST_HELD or ended_at - self._written_at > WRITE_EVERY_S:
+                self._write(leave=1)
+        self.spans, self._seen, self._waited_s = [], Seen(), 0.0
+        self._begin, self._began_at = end, ended_at
+        if not self._plan and self._lines is not None:
+            self._plan = self._described.plan(seen, self._tokens_per_step, self._world_size, self._told)
+            write_atomic(self._folder.plan_path, json.dumps(self._plan, indent=2) + "\n")
+            self._begin, self._began_at = self.clock.now(), time.perf_counter()  # writing it is no part of the second update
+        if self._device.type == "cuda" and self._lines is not None:
+            self._look_for_waits()
+
+    def fetched(self) -> None:
+        """The update has its batches. If `batches` did not give them, all since the last update or pause was the wait for them."""
+        if not self._seen.batches:
+            self.spans.append(("data_wait_s", self._begin, self.clock.now()))
+            self._waited_s += time.perf_counter() - self._began_at
+
+    def _look_for_waits(self, *, last: bool = False) -> None:
+        """Begin or end the one update that is searched."""
+        if self._waits is not None:
+            found, self._waits = self._waits.stop(), None
+            if found:
+                self.event("waits_for_gpu", times=len(found), where=", ".join(dict.fromkeys(found)))
+        elif self._step == self._first_step + SYNCS_AFTER and not last:
+            self._waits = SyncWatch()
+
+    @contextmanager
+    def pause(self, kind: Pause) -> Iterator[None]:
+        """Something between two updates that is no part of either."""
+        began_at = time.perf_counter()
+        yield
+        self.paused(kind, time.perf_counter() - began_at)
+
+    def paused(self, kind: Pause, stalled_s: float, **found: float) -> None:
+        """A pause that has just ended. What it found belongs to the line of the last update."""
+        self.add(**found)
+        self.event(kind, stalled_s=round(stalled_s, 6), **found)
+        if self._waits is not None:  # those in the pause are no part of an update either
+            self._waits.stop()
+            self._waits = SyncWatch()
+        self.spans, self._begin, self._began_at = [], self.clock.now(), time.perf_counter()
+
+    def add(self, **found: float) -> None:
+        """Metrics of the last update that came to be known after its `step`."""
+        if self._flying:
+            self._flying[-1].added |= found
+
+    def event(self, kind: str, **facts: Any) -> None:
+        if self._lines is not None:
+            self._folder.event(kind, step=self._step, **facts)
+
+    # ---- what came of it ----
+
+    def findings(self) -> list[Finding]:
+        """The diagnosis so far, most worth first; after the block, of the whole run."""
+        if self._lines is not None:
+            self._write(leave=1)
+        return diagnose(read_run(self.path)) if self._rank == 0 and self._folder.metrics_path.exists() else []
+
+    def summary(self) -> str:
+        """The findings in a few lines."""
+        observed = read_run(self.path)
+        each = f", {format_duration(step_s)} an update" if (step_s := observed.median("step_s")) else ""
+        speed = f", {format_rate(observed.tokens_per_s, 'tokens')}" if observed.tokens_per_s else ""
+        lines = [f"redline: {len(observed.steps)} updates{each}{speed} (medians)"]
+        for place, finding in enumerate(diagnose(observed)[:SHOWN], start=1):
+            gain = f" ({finding.gain.low:.2f} to {finding.gain.high:.2f} times as fast without it, predicted)" if finding.gain else ""
+            lines += [f"  {place}. {finding.title}{gain}", f"     fix: {finding.fix}"]
+        if len(lines) == 1:
+            lines.append("  nothing found that would bring more than 5 %")
+        return "\n".join([*lines, f"  more: redline report {self.path}", ""])
+
+    def _write(self, *, leave: int) -> None:
+        """Write the lines of updates that the device has finished, all but the newest `leave`."""
+        assert self._lines is not None
+        self._written_at = time.perf_counter()
+        self._gauges = self._read_gauges()
+        while len(self._flying) > leave and (leave == 0 or self.clock.passed(self._flying[0].end)):
+            self._lines.append(self._line(self._flying.popleft()))
+
+    def _line(self, update: _Update) -> dict[str, Any]:
+        step_s, numbers = self.clock.seconds(update.begin, update.end), update.numbers
+        if update.late is not None:
+            numbers |= zip(update.late[0], update.late[1].tolist(), strict=True)
+        found: dict[str, Any] = {"issue_s": update.issue_s, "elapsed_s": self._elapsed_s + update.ended_at - self._started_at}
+        for metric, begin, end in update.spans:
+            found[metric] = found.get(metric, 0.0) + self.clock.seconds(begin, end)
+        counted, tokens, padding_share = numbers.pop("counted"), numbers.pop("tokens"), numbers.pop("padding_share")
+        if padding_share is None and update.seen.masked:
+            padding_share = 1 - counted / update.seen.positions
+        if tokens is None:
+            tokens = self._tokens_per_step if counted is None else counted
+        if tokens is not None:
+            tokens *= self._world_size
+            self._tokens += tokens
+            found |= {"tokens": round(self._tokens), "tokens_per_s": tokens / step_s, **self._shares(tokens / step_s)}
+        for name, value in (numbers | {"padding_share": padding_share} | update.added).items():
+            if value is not None:
+                found[name] = value if math.isfinite(value) else None  # JSON has no word for nan
+        return {"step": update.step, "step_s": step_s, **found, **self._gauges}
+
+    def _shares(self, tokens_per_s: float) -> dict[str, float]:
+        """Of the datasheet's peak and of the measured one, where they are known."""
+        hardware, precision = self._plan["hardware"], self._plan["precision"]["value"]
+        tflops = self._plan["flops_per_token"]["value"] * tokens_per_s / self._world_size / 1e12
+        rates = {"mfu": hardware["peak_tflops"].get(precision), "ceiling_share": hardware["measured_tflops"].get(precision)}
+        return {name: tflops / rate for name, rate in rates.items() if rate}
+
+    def _read_gauges(self) -> dict[str, float]:
+        """Memory and the GPU's counters, which take up to a part of a millisecond to answer."""
+        if self._telemetry is None:
+            return {"memory_bytes": process_rss_bytes()}
+        return {"memory_bytes": torch.cuda.max_memory_allocated(self._device), **self._telemetry.read()}
+
+
+def _taken(numbers: dict[str, Any]) -> tuple[list[str], Tensor] | None:
+    """Put the value in the place of every tensor on the CPU, which the loop may change; copy what is on a GPU behind the update, without
+    waiting for it, and return that with its names."""
+    late: dict[str, Tensor] = {}
+    for name, value in numbers.items():
+        if isinstance(value, Tensor):
+            try:
+                if value.is_cpu:
+                    numbers[name] = value.item()
+                else:
+                    late[name] = value.detach().reshape(()).double()
+            except RuntimeError as error:
+                rule = f"{name} must be one number an update, got a tensor of shape {tuple(value.shape)}: give its mean or sum"
+                raise ConfigError(rule) from error
+    if not late:
+        return None
+    target = torch.empty(len(late), dtype=torch.float64, pin_memory=True)
+    return list(late), target.copy_(torch.stack(list(late.values())), non_blocking=True)

@@ -1,0 +1,458 @@
+"""Watched loops: what the instruments write is what happened, planted faults are named, and the cost is what docs/api.md says."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import redline
+from redline.config.recipe import ModelConfig
+from redline.diagnose.read import read
+from redline.diagnose.rules import diagnose
+from redline.errors import ConfigError, StorageError
+from redline.observe import facts, run, sync
+from redline.plan import arithmetic
+from redline.plan.hardware import hardware_as
+from redline.record.metrics import METRICS
+
+ROOT = Path(__file__).parents[2]
+MOST_COST_S = 50e-6
+"""0.5 % of an update of 10 ms."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two threads on two cores that others use too wait for each other for most of a second."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def model_of(width: int = 8) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(16, width), nn.Linear(width, 16))
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def batch_of(rows: int = 4, length: int = 12, tokens: int = 12) -> dict[str, torch.Tensor]:
+    mask = (torch.arange(length) < tokens).long().expand(rows, length)
+    return {"input_ids": mask.clone(), "attention_mask": mask}
+
+
+def slowly(batches: list[Any], wait_s: float) -> Iterator[Any]:
+    for batch in batches:
+        time.sleep(wait_s)
+        yield batch
+
+
+# ---- what is written ----
+
+
+def test_times_are_those_of_the_loop(tmp_path: Path) -> None:
+    """Sleeps of known length against what is written; the first update is not looked at, it starts cold."""
+    with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
+        for _ in watched.batches(slowly([batch_of()] * 6, 0.02)):
+            for _ in range(2):
+                with watched.phase("forward"):
+                    time.sleep(0.005)
+            with watched.phase("backward"):
+                time.sleep(0.015)
+            time.sleep(0.01)
+            watched.step()
+    lines = lines_of(tmp_path / "run")[1:]
+    for metric, expected_s in {"data_wait_s": 0.02, "forward_s": 0.01, "backward_s": 0.015, "step_s": 0.055, "issue_s": 0.035}.items():
+        assert median(line[metric] for line in lines) == pytest.approx(expected_s, rel=0.25), metric
+        assert min(line[metric] for line in lines) >= 0.99 * expected_s, metric
+    assert lines[-1]["elapsed_s"] == pytest.approx(6 * 0.055, rel=0.3)
+    assert not set(lines[0]) - set(METRICS), "only names that docs/metrics.md lists"
+    assert [event["event"] for event in events_of(tmp_path / "run")] == ["start", "end"]
+
+
+def test_tokens_and_padding_are_counted_in_the_batches(tmp_path: Path) -> None:
+    updates = [[batch_of(tokens=3), batch_of(tokens=12)], [batch_of(tokens=6), batch_of(length=24, tokens=6)]]
+    with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
+        batches = watched.batches([batch for update in updates for batch in update])
+        for _ in updates:
+            next(batches)
+            next(batches)
+            watched.step()
+    first, second = lines_of(tmp_path / "run")
+    assert (first["tokens"], second["tokens"]) == (60, 60 + 48)
+    assert first["padding_share"] == pytest.approx(1 - 60 / 96)
+    assert second["padding_share"] == pytest.approx(1 - 48 / 144)
+    assert second["tokens_per_s"] == pytest.approx(48 / second["step_s"])
+    observed = read(tmp_path / "run").facts
+    assert (observed.micro_batch, observed.batch_size, observed.seq_len) == (4, 8, 12)
+
+
+def test_what_the_loop_says_overrules_what_the_batch_shows(tmp_path: Path) -> None:
+    with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
+        for _ in watched.batches([batch_of(tokens=6)]):
+            watched.step(loss=2.5, tokens=torch.tensor(10), padding_share=0.125)
+    (line,) = lines_of(tmp_path / "run")
+    assert (line["loss"], line["tokens"], line["padding_share"]) == (2.5, 10, 0.125)
+
+
+def test_a_loop_over_plain_tensors_gives_its_tokens(tmp_path: Path) -> None:
+    with redline.watch(tmp_path / "run", model=model_of(), tokens_per_step=256, quiet=True) as watched:
+        for _ in watched.batches([(torch.zeros(8, 32), torch.zeros(8))] * 2):
+            watched.step()
+    assert [line["tokens"] for line in lines_of(tmp_path / "run")] == [256, 512]
+    observed = read(tmp_path / "run").facts
+    assert (observed.batch_size, observed.seq_len) == (8, 32)
+    assert "padding_share" not in lines_of(tmp_path / "run")[0]
+
+
+def test_a_loss_is_what_it_was_at_the_step(tmp_path: Path) -> None:
+    """The loop may change the tensor afterwards; a loss that is not a number has no word in JSON."""
+    loss = torch.zeros(1, requires_grad=True)
+    with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
+        for value in (1.5, float("nan"), 0.5):
+            loss.data.fill_(value)
+            watched.step(loss=loss)
+        loss.data.fill_(99)
+        with pytest.raises(ConfigError, match=r"one number an update, got a tensor of shape \(3,\)"):
+            watched.step(loss=torch.zeros(3))
+    assert [line["loss"] for line in lines_of(tmp_path / "run")[:3]] == [1.5, None, 0.5]
+
+
+def test_lines_come_while_the_loop_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the newest, of which more may become known; together, once a second or every 64 updates."""
+    with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
+        for step in range(1, 71):
+            watched.step()
+            if step in (64, 65):
+                assert len(lines_of(tmp_path / "run")) == (0 if step == 64 else 64)
+        monkeypatch.setattr(run, "WRITE_EVERY_S", 0.0)
+        watched.step()
+        assert len(lines_of(tmp_path / "run")) == 70
+        watched.add(valid_loss=0.25)
+    assert lines_of(tmp_path / "run")[-1]["valid_loss"] == 0.25
+
+
+def test_batches_without_a_mask_have_tokens_and_no_padding(tmp_path: Path) -> None:
+    square = torch.ones(2, 1, 5, 5)
+    with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
+        for _ in watched.batches([{"input_ids": torch.zeros(2, 5)}, {"input_ids": torch.zeros(2, 5), "attention_mask": square}]):
+            watched.step()
+    assert [line["tokens"] for line in lines_of(tmp_path / "run")] == [10, 20]
+    assert not any("padding_share" in line for line in lines_of(tmp_path / "run"))
+
+
+def test_a_pause_is_no_part_of_an_update(tmp_path: Path) -> None:
+    with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
+        for step in range(1, 13):
+            time.sleep(0.004)
+            watched.step()
+            if step % 4 == 0:
+                with watched.pause("validation"):
+                    time.sleep(0.03)
+    lines = lines_of(tmp_path / "run")
+    assert max(line["step_s"] for line in lines[1:]) < 0.02
+    pauses = [event for event in events_of(tmp_path / "run") if event["event"] == "validation"]
+    assert [event["step"] for event in pauses] == [4, 8, 12]
+    assert all(event["stalled_s"] >= 0.03 for event in pauses)
+    top = watched.findings()[0]
+    assert top.cause == "validation-pause"
+    assert "plan." not in top.fix
+    assert "train." not in top.fix
+
+
+def test_a_second_run_needs_its_own_folder_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
+    def loop(updates: int, **options: Any) -> None:
+        with redline.watch(tmp_path / "run", model=model_of(), tokens_per_step=10, quiet=True, **options) as watched:
+            for _ in range(updates):
+                watched.step()
+
+    loop(5)
+    with pytest.raises(StorageError, match="holds a run of 5 updates"):
+        loop(5)
+    elapsed_s = lines_of(tmp_path / "run")[2]["elapsed_s"]
+    loop(2, start_step=3)
+    lines = lines_of(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert [line["tokens"] for line in lines] == [10, 20, 30, 40, 50]
+    assert lines[3]["elapsed_s"] > elapsed_s
+    assert [event["event"] for event in events_of(tmp_path / "run")] == ["start", "end", "resume", "end"]
+
+
+def test_an_error_of_the_loop_stays_the_loops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def loop() -> None:
+        with redline.watch(tmp_path / "run", model=model_of()) as watched:
+            watched.step(loss=1.0)
+            raise ZeroDivisionError("the loop's own")
+
+    with pytest.raises(ZeroDivisionError, match="the loop's own"):
+        loop()
+    assert events_of(tmp_path / "run")[-1]["error"] == "ZeroDivisionError: the loop's own"
+    assert [line["loss"] for line in lines_of(tmp_path / "run")] == [1.0], "the newest line is not lost"
+    assert capsys.readouterr().err == ""
+    with pytest.raises(ConfigError, match=r"one of copy, forward.*did you mean 'forward'"):
+        redline.watch(tmp_path / "other", model=model_of()).phase("foward")
+
+
+def test_of_several_processes_the_first_writes_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in (1, 0):
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+        with redline.watch(tmp_path / "run", model=model_of(), tokens_per_step=10, quiet=True) as watched:
+            for _ in watched.batches([torch.zeros(2)] * 3):
+                watched.step()
+        assert (tmp_path / "run").exists() == (rank == 0)
+        assert watched.findings() == []
+    assert lines_of(tmp_path / "run")[-1]["tokens"] == 3 * 4 * 10
+    assert read(tmp_path / "run").facts.batch_size == 8
+
+
+# ---- what the model and the machine say ----
+
+
+def test_autocast_is_seen_once_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    model = model_of()
+    described = facts.Described(model, torch.device("cpu"))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.zeros(1, 2, dtype=torch.long))
+    assert described.precision()[0] == "bf16"
+    assert not model._forward_pre_hooks
+    for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
+        assert facts.Described(model_of().to(dtype), torch.device("cpu")).precision()[0] == name
+    assert facts.Described(torch.compile(model_of()), torch.device("cpu")).compiled()[0] == "on"
+
+
+def test_flops_are_those_of_the_arithmetic() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape = ModelConfig(
+        vocab_size=100, num_layers=3, hidden_size=32, num_heads=4, ffn_size=128, context_length=64,
+        activation="gelu", positions="learned", bias=True, norm="layernorm", tie_embeddings=True,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_layer=3, n_embd=32, n_head=4, n_positions=64))
+    assert facts.flops_per_token(model, 64)[0] == arithmetic.flops_per_token(shape, 64)
+    for parameter in model.transformer.h.parameters():
+        parameter.requires_grad = False  # as LoRA does: two thirds of the work of a frozen weight are left
+    frozen = arithmetic.parameters(shape).hidden
+    assert facts.flops_per_token(model, 64)[0] == arithmetic.flops_per_token(shape, 64) - 2 * frozen
+
+
+def test_a_gpu_gives_an_mfu_and_a_slow_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On paper: an H200 does 67 TFLOP/s in fp32 and 989 in bf16. The layer is 6 x 512 x 512 operations a token."""
+    monkeypatch.setattr(facts, "hardware_of", lambda device: hardware_as("h200-141g", 16))
+    folder = tmp_path / "run"
+    with redline.watch(folder, model=nn.Linear(512, 512, bias=False), tokens_per_step=1e6, quiet=True) as watched:
+        for _ in watched.batches([torch.zeros(4, 8)] * 20):
+            time.sleep(0.003)
+            watched.step()
+    line = lines_of(folder)[-1]
+    assert line["mfu"] == pytest.approx(6 * 512 * 512 * 1e6 / line["step_s"] / 67e12)
+    plan = json.loads((folder / "plan.json").read_text())
+    plan["hardware"]["title"] = "NVIDIA H200"  # as NVML names it
+    (folder / "plan.json").write_text(json.dumps(plan))
+    # 1.57 TFLOP take 31 ms in fp32 at three quarters of the peak, and 2.1 in bf16: more than an update of 3 ms takes.
+    top = watched.findings()[0]
+    assert top.cause == "slow-precision"
+    assert "autocast" in top.fix
+
+
+# ---- planted faults ----
+
+
+def planted(folder: Path, batches: Any, work_s: float = 0.004) -> list[str]:
+    with redline.watch(folder, model=model_of(), quiet=True) as watched:
+        for _ in watched.batches(batches):
+            time.sleep(work_s)
+            watched.step(loss=1.0)
+    return [finding.cause for finding in watched.findings()]
+
+
+def test_a_loader_that_sleeps_is_the_first_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert planted(tmp_path / "run", slowly([batch_of()] * 30, 0.01))[0] == "slow-loader"
+    found = diagnose(read(tmp_path / "run"))[0]
+    assert found.gain is not None
+    assert found.gain.low < 14 / 4 * 1.1
+    assert found.gain.high > 14 / 4 * 0.8
+    assert "plan." not in found.fix, "a loop that has no plan is not told to change it"
+
+
+def test_rows_three_times_as_long_as_their_text_are_the_first_finding(tmp_path: Path) -> None:
+    assert planted(tmp_path / "run", [batch_of(length=36, tokens=12)] * 30)[0] == "padding"
+
+
+def test_a_loop_without_a_fault_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On two cores that others use too, one try in three must be quiet."""
+    for attempt in range(3):
+        if (found := planted(tmp_path / str(attempt), [batch_of()] * 30)) == []:
+            break
+    assert found == []
+
+
+def test_the_end_of_the_block_says_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with redline.watch(tmp_path / "run", model=model_of()) as watched:
+        for _ in watched.batches(slowly([batch_of(length=36)] * 20, 0.01)):
+            watched.step()
+    shown = capsys.readouterr().err
+    assert "redline: 20 updates" in shown
+    assert re.search(r"1\. The step waits for data [89]\d%", shown), shown
+    assert "2. 67% of the positions computed are padding" in shown
+    assert f"redline report {tmp_path / 'run'}" in shown
+    assert shown.count("\n") <= 9
+
+
+def test_waits_for_the_gpu_are_given_with_their_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """On paper: torch's detector warns where it is on. A CPU has no such waits; the real thing is in tests/gpu."""
+    mode = ["default"]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode.append)
+    watching = sync.SyncWatch()
+    assert mode[-1] == "warn"
+    warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
+    warnings.warn("somebody else's", UserWarning, stacklevel=1)
+    found = watching.stop()
+    assert [str(warning.message) for warning in recwarn] == ["somebody else's"], "given on"
+    assert [place.split(":")[0] for place in found] == ["test_observe.py"]
+    assert mode[-1] == "default"
+    with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
+        for _ in range(6):
+            time.sleep(0.002)
+            watched.step()
+        watched.event("waits_for_gpu", times=1, where="train.py:42")
+    (finding,) = [f for f in watched.findings() if f.cause == "sync"]
+    assert "train.py:42" in finding.title
+
+
+# ---- what it costs, and what it does not load ----
+
+
+def test_it_costs_less_than_half_a_percent_of_ten_milliseconds(tmp_path: Path) -> None:
+    """Three phases, a tensor for a loss and a batch of 4 x 128 with a mask; the fastest of several blocks, as others use the machine."""
+    batch, loss, blocks = batch_of(length=128), torch.tensor(1.0), []
+    with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
+        batches = watched.batches([batch] * 6001)
+        next(batches)
+        watched.step(loss=loss)
+        for _ in range(30):
+            began_at = time.perf_counter()
+            for _ in range(200):
+                next(batches)
+                for phase in ("forward", "backward", "optimizer"):
+                    with watched.phase(phase):
+                        pass
+                watched.step(loss=loss)
+            blocks.append((time.perf_counter() - began_at) / 200)
+    print(f"{min(blocks) * 1e6:.1f} µs an update at best, {median(blocks) * 1e6:.1f} in the median block")
+    assert min(blocks) < MOST_COST_S
+
+
+def test_redline_itself_loads_no_torch() -> None:
+    check = (
+        "import sys, redline; assert 'torch' not in sys.modules",
+        "redline.watch; assert 'torch' in sys.modules; assert 'transformers' not in sys.modules",
+    )
+    done = subprocess.run([sys.executable, "-c", "; ".join(check)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(AttributeError, match="wacth"):
+        _ = redline.wacth
+
+
+@pytest.mark.parametrize("name", ["own_loop.py", "hf_trainer.py"])
+def test_the_page_shows_the_examples_as_they_are(name: str) -> None:
+    assert f"```python\n{(ROOT / 'examples' / name).read_text()}```" in (ROOT / "docs" / "api.md").read_text()
+
+
+# ---- Hugging Face's Trainer ----
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, *, wait_s: float = 0.0, length: int = 16, tokens: int = 16) -> None:
+        self.wait_s, self.length, self.tokens = wait_s, length, tokens
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if self.wait_s:
+            time.sleep(self.wait_s)
+        mask = (torch.arange(self.length) < self.tokens).long()
+        return {"input_ids": mask * (index % 30), "attention_mask": mask, "labels": torch.where(mask == 1, mask, -100)}
+
+
+def trained(folder: Path, rows: Rows, *, tested: Rows | None = None, **arguments: Any) -> Any:
+    """A small GPT-2 trained for 24 updates of 4 rows; the callback, and the trainer's loader as `loader`."""
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    from redline.observe import RedlineCallback
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=64, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0))
+    callback = RedlineCallback(folder / "run", quiet=True)
+    settings = {"per_device_train_batch_size": 4, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "max_steps": 24}
+    args = TrainingArguments(str(folder / "out"), **{**settings, **arguments})
+    trainer = Trainer(model, args, train_dataset=rows, eval_dataset=tested, callbacks=[callback])
+    trainer.train(resume_from_checkpoint=arguments.get("resume_from_checkpoint"))
+    callback.loader = trainer.callback_handler.train_dataloader
+    return callback
+
+
+class TestTrainer:
+    def test_tokens_losses_and_the_loader_afterwards(self, tmp_path: Path) -> None:
+        callback = trained(tmp_path, Rows(tokens=10), gradient_accumulation_steps=2, logging_steps=3, max_steps=12)
+        lines = lines_of(tmp_path / "run")
+        assert [line["step"] for line in lines] == list(range(1, 13))
+        assert lines[-1]["tokens"] == 12 * 2 * 4 * 10
+        assert lines[-1]["padding_share"] == pytest.approx(6 / 16)
+        assert [line["step"] for line in lines if "loss" in line] == [3, 6, 9, 12]
+        plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+        assert (plan["accumulation"]["value"], plan["loader_workers"]["value"], plan["recompute"]["value"]) == (2, 0, "none")
+        assert plan["optimizer"]["value"] == "adamw_torch_fused"
+        assert callback.loader.__iter__.__qualname__.startswith("DataLoaderShard"), "the loader is as it was"
+
+    def test_a_dataset_that_sleeps_is_the_first_finding(self, tmp_path: Path) -> None:
+        assert trained(tmp_path, Rows(wait_s=0.01)).findings()[0].cause == "slow-loader"
+
+    def test_rows_three_times_as_long_as_their_text_are_the_first_finding(self, tmp_path: Path) -> None:
+        assert trained(tmp_path, Rows(length=48, tokens=16)).findings()[0].cause == "padding"
+
+    def test_gradient_checkpointing_is_the_first_finding(self, tmp_path: Path) -> None:
+        assert trained(tmp_path, Rows(), gradient_checkpointing=True).findings()[0].cause == "needless-recomputation"
+
+    def test_evaluations_and_checkpoints_are_told_apart(self, tmp_path: Path) -> None:
+        often = {"eval_strategy": "steps", "eval_steps": 6, "save_strategy": "steps", "save_steps": 12, "save_only_model": True}
+        callback = trained(tmp_path, Rows(), tested=Rows(wait_s=0.004), **often)
+        events = events_of(tmp_path / "run")
+        assert [event["step"] for event in events if event["event"] == "validation"] == [6, 12, 18, 24]
+        assert [event["step"] for event in events if event["event"] == "checkpoint"] == [12, 24]
+        lines = lines_of(tmp_path / "run")
+        saved = json.loads((tmp_path / "out" / "checkpoint-24" / "trainer_state.json").read_text())["log_history"]
+        theirs = {entry["step"]: entry["eval_loss"] for entry in saved if "eval_loss" in entry}
+        assert {line["step"]: line["valid_loss"] for line in lines if "valid_loss" in line} == theirs
+        # 96 rows of four milliseconds: an evaluation takes longer than six updates, and none of it is an update's.
+        assert max(line["step_s"] for line in lines[1:]) < 0.3
+        assert callback.findings()[0].cause == "validation-pause"
+
+    def test_an_epoch_that_is_resumed_is_timed_without_its_loader(self, tmp_path: Path) -> None:
+        """The Trainer then makes a loader that no callback is shown: the gap before the update is the wait."""
+        trained(tmp_path, Rows(), max_steps=6, save_strategy="steps", save_steps=6)
+        checkpoint = str(tmp_path / "out" / "checkpoint-6")
+        trained(tmp_path, Rows(wait_s=0.01), max_steps=12, resume_from_checkpoint=checkpoint)
+        lines = lines_of(tmp_path / "run")
+        assert [line["step"] for line in lines] == list(range(1, 13))
+        assert median(line["data_wait_s"] for line in lines[6:]) == pytest.approx(0.04, rel=0.4)
