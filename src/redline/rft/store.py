@@ -101,9 +101,9 @@ class Store:
         self.path = path
         if not create and not path.is_file():
             rounds = len(list(path.parent.glob("round-*")))
-            way_out = (
-                f"name one of its {rounds} rounds, {path.parent / 'round-1'} and so on" if rounds else "draw some with `redline rft sample`"
-            )
+            way_out = "draw some with `redline rft sample`"
+            if rounds:
+                way_out = f"name one of its {rounds} rounds, {path.parent / 'round-1'} and so on"
             raise DataError(f"no samples at {path}: {way_out}, or name the folder of another run")
         with _errors(path):
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
