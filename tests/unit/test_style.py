@@ -104,3 +104,9 @@ def test_no_pickle_is_loaded():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                 assert any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords), name_of(path)
+
+
+def test_test_files_have_names_of_their_own():
+    """pytest imports them by their names alone."""
+    names = [path.name for path in Path(__file__).parents[1].rglob("*.py") if path.name != "conftest.py"]
+    assert sorted(names) == sorted(set(names))
