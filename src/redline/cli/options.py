@@ -11,10 +11,10 @@ from redline.config.load import load_recipe
 from redline.config.recipe import Recipe
 
 
-def add_recipe(command: argparse.ArgumentParser) -> None:
+def add_recipe(command: argparse.ArgumentParser, example: str = "train.steps=100") -> None:
     command.add_argument("recipe", help="a shipped recipe (see `redline recipes`) or a path to a .toml file")
     command.add_argument(
-        "--set", action="append", default=[], metavar="TABLE.KEY=VALUE", help="override a value, e.g. train.steps=100; may be repeated"
+        "--set", action="append", default=[], metavar="TABLE.KEY=VALUE", help=f"override a value, e.g. {example}; may be repeated"
     )
 
 

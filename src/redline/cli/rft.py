@@ -33,7 +33,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     verbs = command.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, about in _STAGES.items():
         stage = verbs.add_parser(name, help=about)
-        add_recipe(stage)
+        add_recipe(stage, example="sample.temperature=0.9")
         stage.add_argument("--run", type=Path, metavar="DIR", help="the run folder (default runs/RECIPE)")
         stage.add_argument(
             "--preset", metavar="NAME", help="samples and temperature: quality (50, 0.5), balanced (30, 0.7), speed (20, 0.9)"

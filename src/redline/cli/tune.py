@@ -87,7 +87,7 @@ def _print(tuned, folder: Path) -> None:  # type: ignore[no-untyped-def]
     result = tuned.result
     console.print("tokens/s: median of the blocks; ratios with a 95 % interval; memory: peak reserved by torch (on a CPU resident)\n")
     if result.ratio == 1.0:
-        console.print(f"the rules' plan is the fastest found: {format_rate(result.tokens_per_s, 'tokens')}", highlight=False)
+        console.print(f"the rules' plan is the fastest found: {format_rate(result.tokens_per_s, 'tokens')} measured alone", highlight=False)
     else:
         how = "in turns" if result.paired else "one after the other"
         gain = f"{result.ratio:.3f}x [{result.low:.3f}, {result.high:.3f}] the rules' plan, {how}"

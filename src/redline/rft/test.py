@@ -30,6 +30,7 @@ from redline.train.adapter import read_adapter
 from redline.train.restore import open_on
 
 Weights = Literal["base", "answers", "samples"]
+_SAID = {"base": "the base model", "answers": "what was trained on the answers", "samples": "what was trained on the samples"}
 _ASKED = ("from", "to", "number")
 """The facts of a question that make it the same conversion as another."""
 
@@ -78,7 +79,7 @@ def _trained_as(session: Session, weights: Weights) -> str | None:
 
 
 def _answer(session: Session, questions: Sequence[Question], weights: Weights) -> tuple[list[Verdict], int]:
-    watcher = session.views.sampling(f"{session.recipe.name} · testing {weights} on {len(questions):,} questions")
+    watcher = session.views.sampling(f"{session.recipe.name} · testing {_SAID[weights]} on {len(questions):,} questions")
     began_s, tokens, texts = time.monotonic(), 0, [""] * len(questions)
     with ExitStack() as stack:
         if watcher is not None:
