@@ -1,7 +1,9 @@
 """Our own runs: planted faults in real ones on the CPU, and on paper those that only a GPU shows."""
 
 import json
+import random
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from redline.config.load import load_recipe, to_toml
+from redline.diagnose.causes import period_of
 from redline.diagnose.finding import Finding
 from redline.diagnose.own import read_run
 from redline.diagnose.read import read
@@ -185,3 +188,15 @@ def test_a_folder_of_rejection_sampling_is_read_without_its_plan(tmp_path: Path)
     assert top.cause == "padding"
     assert top.gain is not None
     assert top.gain.high == pytest.approx(1 / 0.34)
+
+
+def test_a_period_is_looked_for_in_a_long_run_too() -> None:
+    """20,000 updates with slow ones at random take no minutes, and a period in them is still found."""
+    draw, steps = random.Random(0), list(range(1, 20_001))
+    noise = {step: draw.random() for step in steps if draw.random() < 0.02}
+    began_s = time.process_time()
+    assert period_of(noise, steps) is None
+    found = period_of(noise | {step: 5.0 for step in steps if step % 250 == 7}, steps)
+    assert found is not None
+    assert found[:2] == (250, 7)
+    assert time.process_time() - began_s < 5

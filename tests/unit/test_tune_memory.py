@@ -10,6 +10,7 @@ from redline.config.load import from_toml, load_recipe
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import from_json
 from redline.plan.planner import make_plan
+from redline.tune import child
 from redline.tune import memory as room
 from redline.tune.memory import Probe, arithmetic_memory, fit_memory, pick_micro_batch
 from redline.tune.trial import Measured, Memory, Trial
@@ -119,3 +120,29 @@ def test_a_device_too_small_for_the_first_probe_gives_no_pick(monkeypatch: pytes
     plan = make_plan(recipe, hardware_as("h200-141g", 16))
     monkeypatch.setattr(room, "measure", Allocator(8 * GiB, seed=0))
     assert pick_micro_batch(recipe, plan, None, capacity_bytes=8 * GiB) is None  # type: ignore[arg-type]
+
+
+class Nothing:
+    """A workload that does nothing."""
+
+    tokens_per_step, waited_s, losses, grad_norms = 1, 0.0, (), ()
+
+    def __init__(self, setting: object) -> None: ...
+    def step(self) -> None: ...
+    def drain(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def test_memory_beside_torch_is_this_process_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others that take turns fill and clear the same GPU between two requests; what they do there is not counted."""
+    # Free or its own, before and after each start: 0.5 GiB of context, then a neighbour takes 60, then 0.1 GiB of a library.
+    readings = iter([140.0, 139.5, 79.5, 79.4])
+    monkeypatch.setattr(child, "reachable_bytes", lambda: round(next(readings) * GiB))
+    monkeypatch.setattr(child, "cuda_peaks", dict)
+    session, request = child.Session(), {"workload": f"{__name__}:Nothing", "setting": {}, "block_s": 0, "guard_steps": 2, "warmup_s": 0}
+    for expected in (0.5, 0.6):
+        session.start(request)
+        with monkeypatch.context() as patch:
+            patch.setattr(child.torch.cuda, "is_initialized", lambda: True)
+            assert session.memory({})["other_bytes"] / GiB == pytest.approx(expected, abs=1e-6)
+    session._clear()

@@ -46,6 +46,8 @@ for line in sys.stdin:
         crash = next((w for n, v, w in world["failing"] if plan[n] == v), None)
         if active > 140e9:
             crash = "out_of_memory"
+        if world.get("dies_last") and plan["attention"] == "cudnn" and "flash" in open(world["log"]).read():
+            crash = "crashed"
         if crash == "dies":
             sys.exit("an illegal memory access was encountered")
         if crash:
@@ -205,6 +207,23 @@ def test_finished_trials_are_not_repeated_and_a_torn_line_is_no_trouble(world: d
     third, _, _ = search(world, tmp_path)
     assert runs < len(started(world)) < 2 * runs
     assert third.plan.attention == first.plan.attention == "flash"
+
+
+def test_a_crash_is_tried_again_by_the_next_command(world: dict[str, Any], tmp_path: Path) -> None:
+    world["failing"] = [["attention", "cudnn", "crashed"]]
+    with pytest.raises(TrainingError, match="does not run here"):
+        search(world, tmp_path)
+    world["failing"] = []
+    assert search(world, tmp_path)[0].rows[0].kept
+
+
+def test_a_last_comparison_that_failed_is_made_again_by_the_next_command(world: dict[str, Any], tmp_path: Path) -> None:
+    world["values"] = [["attention", "flash", 0.9, 0]]
+    world["dies_last"] = True  # once flash has won, cudnn is started again only for the last comparison
+    with pytest.raises(TrainingError, match="run the same command again"):
+        search(world, tmp_path)
+    world["dies_last"] = False
+    assert search(world, tmp_path)[0].plan.attention == "flash"
 
 
 def test_two_searches_do_not_share_a_folder(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ for line in sys.stdin:
         behaviour = request["setting"]
         blocks = 0
         if behaviour["kind"] == "dies in start":
-            raise RuntimeError("no kernel image is available")
+            raise RuntimeError(behaviour.get("words", "no kernel image is available"))
         if behaviour["kind"] == "says":
             reply(failed=behaviour["failed"], error="said so")
             continue
@@ -52,6 +52,14 @@ for line in sys.stdin:
             log.write(behaviour["name"])
         reply(step_s=behaviour.get("step_s", 1.0), data_wait_s=0.25)
 """
+
+
+CUDA_MEMORY = """CUDA error: out of memory
+Search for `cudaErrorMemoryAllocation' in the CUDA documentation for more information.
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."""
+"""What CUDA itself says, with torch's advice behind it."""
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +92,8 @@ def test_a_trial_is_cut_short_when_enough_is_known(tmp_path: Path) -> None:
         ({"kind": "says", "failed": "out_of_memory"}, "out_of_memory", "said so", 0),
         ({"kind": "says", "failed": "crashed"}, "crashed", "said so", 0),
         ({"kind": "dies in start"}, "crashed", "no kernel image", 0),
+        ({"kind": "dies in start", "words": CUDA_MEMORY}, "out_of_memory", "CUDA error: out of memory", 0),
+        ({"kind": "dies in start", "words": "CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"}, "out_of_memory", "CUBLAS", 0),
         ({"kind": "dies", "at": 3}, "out_of_memory", "Tried to allocate", 2),
         ({"kind": "killed", "at": 2}, "crashed", "killed by signal 9", 1),
     ],

@@ -1,7 +1,9 @@
 """`redline verify` on a CPU: an honest plan passes, and every planted lie is found by the check that it is about."""
 
 import json
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from redline.plan.plan import Plan
 from redline.plan.planner import make_plan
 from redline.train import execution, loop
 from redline.tune import evidence
+from redline.tune import verify as room
 from redline.tune.verify import Check, verify
 
 TINY = [
@@ -163,3 +166,26 @@ def test_the_command_says_so_in_its_exit_code(tmp_path: Path, monkeypatch: pytes
     assert main(["verify", "nano", *sets]) == 1
     assert "1 of 12 checks failed" in " ".join(capsys.readouterr().out.split())
     assert main(["verify", "nano", "--plan", str(tmp_path / "none.json")]) == 2
+
+
+@pytest.mark.parametrize(("waits", "status"), [(0, "passed"), (1, "failed")])
+def test_the_detectors_own_notice_is_no_sync(monkeypatch: pytest.MonkeyPatch, waits: int, status: str) -> None:
+    """On paper: torch says once, when its detector is switched on, that it is a prototype that misses some synchronizing operations."""
+    notice = "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
+    modes: list[str] = []
+
+    def switch(mode: str) -> None:
+        modes.append(mode)
+        warnings.warn(notice, UserWarning, stacklevel=1)
+
+    def step(*_: Any, **__: Any) -> None:
+        for _i in range(waits):
+            warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", switch)
+    monkeypatch.setattr(room, "take_step", step)
+    training = SimpleNamespace(trainer=SimpleNamespace(learner=None))
+    plan = SimpleNamespace(precision="bf16", update="fused", micro_batch=1)
+    case: Any = SimpleNamespace(cuda=True, training=training, plan=plan, inputs_BT=None, targets_BT=None)
+    assert room._sync(case).status == status
+    assert modes == ["warn", "default"]

@@ -4,7 +4,7 @@ A share is counted against the mean update (what is paid), medians where one slo
 planner would have made are in plans.py, those on generation in generation.py.
 """
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean, median
 
 from redline.diagnose.finding import Evidence, Finding, Gain
@@ -13,6 +13,8 @@ from redline.record.units import format_duration
 
 WORTH_SAYING = 0.05
 """Shares of the step below this are left alone: they are not more than what two runs of the same thing differ by."""
+LEAST_EXPLAINED = 0.5
+"""A period that explains less of the slow updates is none."""
 SLOW = 1.5
 """An update is slow from this many times the median on."""
 
@@ -130,12 +132,19 @@ def period_of(excess_s: dict[int, float], steps: list[int]) -> tuple[int, int, f
     makes some other updates slow too, but not by as much.
     """
     best: tuple[int, int, float] | None = None
-    total_s = sum(excess_s.values())
-    for n in range(2, max(3, (steps[-1] - steps[0]) // 2 + 1)):
-        for rest in {step % n for step in excess_s}:
-            hits = [step for step in excess_s if step % n == rest]
-            score = sum(excess_s[step] for step in hits) / total_s * len(hits) / sum(step % n == rest for step in steps)
-            if len(hits) >= 3 and score > (best[2] if best else 0.5):
+    total_s, span = sum(excess_s.values()), steps[-1] - steps[0]
+    most_s = list(accumulate(sorted(excess_s.values(), reverse=True)))
+    for n in range(2, max(3, span // 2 + 1)):
+        if most_s[min(len(most_s), span // n + 1) - 1] <= LEAST_EXPLAINED * total_s:
+            break  # not even the slowest updates, as many as fall on every Nth, would explain enough; a larger N has fewer
+        hits_of: dict[int, list[int]] = {}
+        for step in excess_s:
+            hits_of.setdefault(step % n, []).append(step)
+        for rest, hits in hits_of.items():
+            share = sum(excess_s[step] for step in hits) / total_s
+            least = best[2] if best else LEAST_EXPLAINED
+            # Counting the quick ones takes a look at all updates: only where the slow ones explain enough.
+            if len(hits) >= 3 and share > least and (score := share * len(hits) / sum(step % n == rest for step in steps)) > least:
                 best = (n, rest, score)
     return best
 

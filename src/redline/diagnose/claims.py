@@ -113,7 +113,7 @@ def mfu_by_arithmetic(observed: Observed) -> list[Finding]:
     if claimed is None or speed is None or facts.parameters is None or facts.mfu_scope != "the step":
         return []
     peak = (spec.bf16_tflops or spec.fp16_tflops) if spec else facts.mfu_peak_tflops
-    if peak is None or observed.format == "nanogpt" or observed.plan is not None:
+    if peak is None or observed.format in ("nanogpt", "run"):  # our own MFU is counted against the peak of its precision
         return []
     per_token = facts.flops_per_token or 6 * facts.parameters
     right = per_token * speed / (peak * 1e12 * (facts.gpus or 1))

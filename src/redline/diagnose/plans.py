@@ -242,7 +242,7 @@ def host_bound(observed: Observed) -> list[Finding]:
     fix = (
         "--set plan.compile=default"
         if plan.compile == "off"
-        else "larger passes (plan.micro_batch), or --set plan.compile=reduce-overhead (CUDA graphs)"
+        else "larger passes: a larger --set plan.micro_batch, or a larger batch where the recipe allows it"
     )
     gain = Gain(max(1.0, 0.6 * high), high, f"towards the roofline's {floor * 1e3:.4g} ms")
     title = f"The GPU waits for the host: issuing the update takes {busy:.0%} of its time"

@@ -178,10 +178,11 @@ class WatchedRun:
     def step(self, *, loss: Number | None = None, tokens: Number | None = None, padding_share: Number | None = None) -> None:
         """An update is done (on a GPU: issued). Tensors are not read back here. `tokens` and `padding_share` of this process are needed
         only where `batches` cannot see them in an `input_ids` and its `attention_mask`."""
-        end, ended_at, seen = self.clock.now(), time.perf_counter(), self._seen
-        self._step += 1
+        seen = self._seen
         numbers = {"loss": loss, "tokens": tokens, "padding_share": padding_share, "counted": seen.tokens if seen.positions else None}
-        late = _taken(numbers)
+        late = _taken(numbers)  # before `end`: whoever has seen that pass may read the copies
+        end, ended_at = self.clock.now(), time.perf_counter()
+        self._step += 1
         if self._lines is not None:
             issue_s = ended_at - self._began_at - self._waited_s
             self._flying.append(_Update(self._step, self._begin, end, issue_s, ended_at, self.spans, seen, numbers, late))

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-SYNCHRONISING = "called a synchronizing CUDA operation"
+SYNCHRONISING, NOTICE = "called a synchronizing CUDA operation", "Synchronization debug mode is a prototype"
+"""What the detector says of a wait; and of itself, once, which is nothing for the user."""
 
 
 class SyncWatch:
@@ -29,6 +30,6 @@ class SyncWatch:
         torch.cuda.set_sync_debug_mode(self._before)
         self._caught.__exit__(None, None, None)
         seen = self._seen or []
-        for other in (w for w in seen if SYNCHRONISING not in str(w.message)):
+        for other in (w for w in seen if not any(words in str(w.message) for words in (SYNCHRONISING, NOTICE))):
             warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
         return [f"{Path(w.filename).name}:{w.lineno}" for w in seen if SYNCHRONISING in str(w.message)]

@@ -207,7 +207,8 @@ class _Waterfall:
             return False, ""
         precision = self.arms.precision(candidate)
         if self.workload == "generate":
-            worst, band = max(pair.after.losses), LOGPROB_BAND[precision]
+            worst = max(math.inf if math.isnan(difference) else difference for difference in pair.after.losses)
+            band = LOGPROB_BAND[precision]
             return worst <= band, f"{'within' if worst <= band else 'OUTSIDE'} {band:g}: log-probabilities differ from fp32 by {worst:.1e}"
         against = pair.before if entry.effect == "exact" else self.reference
         if against is None or against.outcome != "ok":

@@ -134,17 +134,25 @@ def cuda_peaks() -> dict[str, int]:
     return {f"{name}_bytes": stats[f"{name}_bytes.all.peak"] for name in ("allocated", "active", "reserved")}
 
 
+def reachable_bytes() -> int:
+    """Bytes of the GPU that are free or in this process's allocator; what becomes less of them went to its context and libraries."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    return next((gpu.free_bytes for gpu in read_facts().gpus), 0)
+
+
 class Session:
     """What the process holds between requests."""
 
     def __init__(self) -> None:
-        self.free_before_bytes = next((gpu.free_bytes for gpu in read_facts().gpus), 0)
+        self.other_bytes = 0
         self.workload: Workload | None = None
         self.steps_per_block = 1
         self.resident_before_bytes = psutil.Process().memory_info().rss
 
     def start(self, request: dict[str, Any]) -> dict[str, Any]:
         self._clear()
+        reached_bytes = reachable_bytes()
         module, _, name = request["workload"].partition(":")
         began_s = time.perf_counter()
         workload: Workload = getattr(importlib.import_module(module), name)(request["setting"])
@@ -158,6 +166,8 @@ class Session:
         gc.collect()
         gc.disable()  # a collection must not fall into one block and not into another; between blocks it is cheap once all this is frozen
         gc.freeze()
+        # Counted while this process alone is at work: between its requests others fill and clear the same GPU.
+        self.other_bytes += reached_bytes - reachable_bytes()
         return {
             "first_step_s": first_step_s,
             "warmup_steps": 1 + len(steps_s),
@@ -179,8 +189,7 @@ class Session:
             beyond = max(0, _peak_resident_bytes() - self.resident_before_bytes)
             peaks = dict.fromkeys(("allocated_bytes", "active_bytes", "reserved_bytes"), beyond)
             return {**peaks, "other_bytes": self.resident_before_bytes}
-        taken_bytes = self.free_before_bytes - torch.cuda.mem_get_info()[0]
-        return {**cuda_peaks(), "other_bytes": max(0, taken_bytes - torch.cuda.memory_reserved())}
+        return {**cuda_peaks(), "other_bytes": max(0, self.other_bytes)}
 
     def close(self) -> None:
         if self.workload is not None:

@@ -9,6 +9,7 @@ What changes the training itself is a recipe's matter: a plan cannot, and a work
 "not checked". A plan that fails is never chosen.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -72,8 +73,15 @@ def effect_of(reference: Plan, plan: Plan) -> Effect:
 def guard(reference: Measured, measured: Measured, effect: Effect, *, precision: str) -> Guard:
     """Compare the first steps of two trials of one recipe."""
     band = EXACT_BAND[precision] if effect == "exact" else ROUNDING_BAND
-    losses = [abs(b - a) / abs(a) for a, b in zip(reference.losses, measured.losses, strict=False)]
-    norms = [abs(b - a) / abs(a) for a, b in zip(reference.grad_norms, measured.grad_norms, strict=False)]
+    losses = [_difference(a, b) for a, b in zip(reference.losses, measured.losses, strict=False)]
+    norms = [_difference(a, b) for a, b in zip(reference.grad_norms, measured.grad_norms, strict=False)]
     loss, norm = max(losses, default=0.0), max(norms, default=0.0)
     passed = loss <= band and norm <= NORM_FACTOR * band
     return Guard(passed=passed, effect=effect, steps=len(losses), loss_difference=loss, grad_norm_difference=norm, band=band)
+
+
+def _difference(reference: float, value: float) -> float:
+    """Relative; infinite where only one of them is a number (nan would be lost in a `max`). Both none: an update that fp16 skipped."""
+    if reference == value or not (math.isfinite(reference) or math.isfinite(value)):
+        return 0.0
+    return abs(value - reference) / abs(reference) if reference and math.isfinite(reference) and math.isfinite(value) else math.inf

@@ -250,7 +250,8 @@ class _Search:
             began_s = time.monotonic()
             self.say(f"  measuring {name}, about {format_duration(self.trial_s)}")
             measured, best, challenger = self._duel(plan, paired, final)
-            self._keep(key, name, plan, measured, best)
+            if not final or measured.outcome == "ok":  # a winner is not refused for ever by what went wrong once
+                self._keep(key, name, plan, measured, best)
             if "compile" not in differing(self.best, plan):
                 self.trial_s = time.monotonic() - began_s
             won = measured.outcome == best.outcome == "ok" and compare(best.blocks_s, measured.blocks_s, paired=paired).verdict == "faster"

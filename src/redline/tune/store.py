@@ -81,8 +81,9 @@ class TuningFolder:
         except BlockingIOError:
             raise StorageError(f"{self.path} is in use: the same recipe is being tuned by another process, wait for it") from None
         path = self.path / "trials.jsonl"
-        self._done = {line["key"]: line for line in read_lines(path)}
-        write_atomic(path, "".join(json.dumps(line) + "\n" for line in read_lines(path)))  # without a torn last line
+        known = [line for line in read_lines(path) if _stands(line)]
+        self._done = {line["key"]: line for line in known}
+        write_atomic(path, "".join(json.dumps(line) + "\n" for line in known))  # without a torn last line
         self._lines = LineWriter(path)
         return self
 
@@ -107,6 +108,11 @@ class TuningFolder:
         """The plan first: a result without one would be believed."""
         save(plan, self.path / "plan.json")
         write_atomic(self.path / "result.json", json.dumps(asdict(result), indent=1) + "\n")
+
+
+def _stands(line: dict[str, Any]) -> bool:
+    """Whether a trial need not be run again: it ended well or did not fit. A crash or the end of the time may not come a second time."""
+    return line["measured"]["outcome"] in ("ok", "out_of_memory") and (line.get("beside") or {"outcome": "ok"})["outcome"] == "ok"
 
 
 def trial_key(trial: Trial, *beside: str) -> str:

@@ -34,8 +34,10 @@ TRAIN = "redline.tune.child:Training"
 COMMAND = (sys.executable, "-m", "redline.tune.child")
 LEAVE_S = 5.0
 """How long a child may take to tidy up when it is told to end."""
-OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory")
-"""How a process that died says that memory was the reason: torch on a GPU, CUDA itself, torch on a CPU."""
+OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
+"""How a process that died says that memory was the reason: torch on a GPU, CUDA itself, torch on a CPU, cuBLAS and cuDNN."""
+LAST_WORDS = 6
+"""Lines of an error that are looked at: CUDA's own has advice behind it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,8 +214,9 @@ class Child:
         ended = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
         if code == -signal.SIGKILL:
             ended += " (the system does so when memory runs out)"
-        error = f"{ended}: {said[-1][:300]}" if said else ended
-        return ChildFailed("out_of_memory" if any(text in error for text in OUT_OF_MEMORY) else "crashed", error)
+        memory = [line for line in said[-LAST_WORDS:] if any(text in line for text in OUT_OF_MEMORY)]
+        error = f"{ended}: {(memory or said)[-1].strip()[:300]}" if said else ended
+        return ChildFailed("out_of_memory" if memory else "crashed", error)
 
 
 def measure(trial: Trial, *, enough: Callable[[Sequence[float]], bool] = lambda blocks_s: False, child: Child | None = None) -> Measured:

@@ -48,6 +48,8 @@ FUSED_ATTENTION = {
 }
 ATTENTION_KERNELS = ("flash", "fmha", "attention", "sdpa")
 """What the names of attention kernels hold, for the evidence."""
+SYNCHRONISING = "called a synchronizing CUDA operation"
+"""What torch's detector says of a wait; that it is a prototype, it says in other words, once."""
 UPDATE_OPERATIONS = {"fused": "aten::_fused_adamw_", "foreach": "aten::_foreach_addcdiv_", "loop": "aten::addcdiv_"}
 
 EMULATED = "a CPU emulates FP8: it multiplies rounded numbers in fp32"
@@ -250,7 +252,7 @@ def _sync(case: _Case) -> Check:
             take_step(learner, case.inputs_BT, case.targets_BT, micro_batch=case.plan.micro_batch, tokens=1e6, lr_factor=0.0)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    found = [f"{w.filename.rsplit('/', 1)[-1]}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
+    found = [f"{w.filename.rsplit('/', 1)[-1]}:{w.lineno}" for w in caught if SYNCHRONISING in str(w.message)]
     return _check(name, len(found) <= allowed, f"{len(found)} in one update ({allowed} allowed) {', '.join(found[:4])}".rstrip())
 
 
