@@ -210,3 +210,14 @@ def test_a_run_of_rounds_is_told_from_a_run_of_one(warm: Warm, place: Path, unbr
     assert "name one of its 2 rounds" in one_line(stats.err)
     asked = ("--prompt", "Question: Write 3\nAnswer:", "--temperature", "0", "--max-new-tokens", "6", "--json")
     assert warm.run("generate", run, *asked).out == warm.run("generate", run / "round-2", *asked).out, "the last round is the model"
+
+
+@pytest.mark.slow
+def test_the_demo_really_gets_better_on_held_out_questions(warm: Warm, tmp_path: Path) -> None:
+    """The shipped model and recipe, with a quarter of the questions: 0.18 to 0.94 when this was written."""
+    small = ("--set", "task.rows=60", "--set", "test.rows=80", "--set", "seed=4")
+    done = warm.run("rft", "run", "rft/demo", "--run", tmp_path / "run", "--json", *small)
+    assert done.code == 0, done.err
+    report = json.loads(done.out)
+    assert report["before"]["accuracy"] < 0.4
+    assert report["after"]["accuracy_low"] > report["before"]["accuracy_high"] + 0.2, "a margin beyond both intervals"

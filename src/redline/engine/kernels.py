@@ -16,6 +16,7 @@ from torch import Tensor
 
 from redline.engine.reference import Rope
 from redline.engine.state import STOP_IDS, Slots
+from redline.model.kernels import swiglu as swiglu  # fine-tuning's, under the name that `reference` has
 
 PASSES = 13
 """Looks at the logits in the search for a cut-off, each of which quarters the range: 40 nats over 4^13 is as fine as fp32 logits are."""
@@ -44,25 +45,6 @@ def _add_rms_norm(x_ptr, y_ptr, weight_ptr, out_ptr, width, eps, ADD: tl.constex
     scale = tl.rsqrt(tl.sum(full * full) / width + eps)
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * width + at, (full * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    _swiglu[(rows, triton.cdiv(width, 1024))](gate_up, out, width, BLOCK=1024, num_warps=4)
-    return out
-
-
-@triton.jit
-def _swiglu(in_ptr, out_ptr, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < width
-    gate = tl.load(in_ptr + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(in_ptr + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
-    # Rounded between the two steps, as the training's forward does.
-    silu = (gate / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + row * width + at, (silu * up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def store_prompt(slots: Slots, layer: int, qkv_MTHC: Tensor, prompts_M: Tensor, lengths_M: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
