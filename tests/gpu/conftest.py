@@ -10,3 +10,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled() -> None:
+    """Each test builds models of its own; together their shapes would pass torch's limit of recompilations."""
+    torch._dynamo.reset()

@@ -28,7 +28,7 @@ from redline.tune.memory import pick_micro_batch
 from redline.tune.search import shorten, tune
 from redline.tune.statistics import compare, interval
 from redline.tune.store import TuningFolder
-from redline.tune.trial import Child, Measured, Trial, measure, measure_together, train_trial
+from redline.tune.trial import Arm, Bounds, Child, Measured, Trial, measure, take_turns, train_trial
 
 GiB = 2**30
 DATA = ['data.source="tinyshakespeare"', 'data.tokenizer="bpe"', "data.valid_fraction=0.05"]
@@ -124,22 +124,34 @@ def test_the_tuners_plan_is_near_that_of_an_exhaustive_search(tmp_path: Path) ->
     assert time.monotonic() - began_s < 360
     short = shorten(recipe, rules)
     speeds: dict[tuple[Any, ...], float] = {}
-    for micro_batch, attention, cross_entropy in itertools.product((32, 64, 128), ("cudnn", "flash"), ("fused", "torch")):
-        plan = changed(recipe, rules, {"micro_batch": micro_batch, "attention": attention, "cross_entropy": cross_entropy})
-        measured = measure(train_trial(short, replace(plan, accumulation=short.train.batch_size // micro_batch)))
-        if measured.outcome == "ok":
-            speeds[micro_batch, attention, cross_entropy] = measured.tokens_per_step / interval(measured.blocks_s).median
-        print(micro_batch, attention, cross_entropy, measured.outcome, speeds.get((micro_batch, attention, cross_entropy)), flush=True)
-    best = max(speeds.values())
-    ours = speeds.get((tuned.plan.micro_batch, tuned.plan.attention, tuned.plan.cross_entropy), tuned.result.tokens_per_s)
-    assert ours >= 0.97 * best
+    for attention in ("cudnn", "flash"):
+        with Child(rules.allocator) as child:
+            for micro_batch, cross_entropy in itertools.product((32, 64, 128), ("fused", "torch")):
+                plan = changed(recipe, rules, {"micro_batch": micro_batch, "attention": attention, "cross_entropy": cross_entropy})
+                trial = train_trial(short, replace(plan, accumulation=short.train.batch_size // micro_batch))
+                measured = measure(trial, child=child if child.alive else None)
+                if measured.outcome == "ok":
+                    speeds[micro_batch, attention, cross_entropy] = measured.tokens_per_step / interval(measured.blocks_s).median
+                print(
+                    f"{micro_batch} {attention} {cross_entropy}: {measured.outcome}, {measured.tokens_per_step} in {measured.blocks_s}",
+                    flush=True,
+                )
+    best, picked = max(speeds.values()), (tuned.plan.micro_batch, tuned.plan.attention, tuned.plan.cross_entropy)
+    print(f"tuned to {picked} in {tuned.result.elapsed_s:.0f} s: {speeds.get(picked, tuned.result.tokens_per_s) / best:.3f} of the best")
+    assert speeds.get(picked, tuned.result.tokens_per_s) >= 0.97 * best
 
 
 def test_the_same_plan_against_itself_shows_no_change() -> None:
+    """Ten times over; one in twenty may be mistaken."""
     recipe, plan = planned("gpt2-124m", "train.batch_size=64", "plan.micro_batch=32")
-    trial = train_trial(recipe, plan)
-    first, second = measure_together([trial, trial])
-    assert first.outcome == second.outcome == "ok"
-    comparison = compare(first.blocks_s, second.blocks_s, paired=True)
-    print(comparison)
-    assert comparison.verdict == "not resolved"
+    trial = train_trial(recipe, plan, Bounds(block_s=0.25))
+    with Child(plan.allocator) as one, Child(plan.allocator) as other:
+        arms = [Arm(trial, one), Arm(trial, other)]
+        for arm in arms:
+            arm.start()
+        found = []
+        for _ in range(10):
+            take_turns(arms, trial.bounds.blocks)
+            found.append(compare(arms[0].blocks_s, arms[1].blocks_s, paired=True))
+    print(*found, sep="\n")
+    assert sum(comparison.verdict == "not resolved" for comparison in found) >= 9

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from redline.tune.statistics import CONFIDENCE, compare, hopeless, interval, stationary
+from redline.tune.statistics import CONFIDENCE, compare, hopeless, interval, plain, stationary
 
 SIMULATIONS = 3000
 
@@ -100,3 +100,10 @@ def test_a_hopeless_arm_is_given_up_and_a_close_one_is_not() -> None:
     assert not hopeless(best, [2.0, 2.0, 2.0])
     assert hopeless(best, [2.0, 2.0, 2.0, 2.0])
     assert not hopeless(best, [2.0, 2.0, 2.0, 1.04])
+
+
+def test_a_plain_difference_needs_four_blocks_of_each_and_a_fifth_between_them() -> None:
+    assert plain([1.0] * 4, [1.3] * 4)
+    assert plain([1.3] * 4, [1.0] * 4)
+    assert not plain([1.0] * 4, [1.3] * 3)
+    assert not plain([1.0, 1.0, 1.0, 1.1], [1.3] * 4)

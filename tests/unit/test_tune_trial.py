@@ -150,6 +150,29 @@ def test_an_arm_forgets_the_blocks_of_an_earlier_duel(tmp_path: Path) -> None:
         assert len(holder.blocks_s) == 2
 
 
+def test_where_cores_are_plenty_the_next_child_is_ready_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "COMMAND", (sys.executable, "-c", "import sys; sys.stdin.read()"))
+    monkeypatch.setattr(room, "_waiting", {})
+    monkeypatch.setattr(os, "cpu_count", lambda: room.MANY_CORES)
+    with room.new_child("a") as first:
+        (ready,) = room._waiting.values()
+        assert ready is not first
+        with room.new_child("a") as second:
+            assert second is ready
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    for child in list(room._waiting.values()):
+        with room.new_child("a") as third:
+            assert third is child
+    assert room._waiting == {}
+
+
+def test_long_steps_need_no_round_that_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "LONG_STEP_S", 0.0)
+    measured = measure_together([trial(tmp_path, name="a"), trial(tmp_path, name="b")])
+    assert [len(each.blocks_s) for each in measured] == [6, 6]
+    assert (tmp_path / "log").read_text() == "ab" + "baab" * 2 + "ba"
+
+
 def test_the_allocator_is_set_before_the_child_starts_and_a_users_own_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     show = "import os, sys, json; sys.stdin.readline(); print(json.dumps({'conf': os.environ.get('PYTORCH_CUDA_ALLOC_CONF')}), flush=True)"
     monkeypatch.setattr(room, "COMMAND", (sys.executable, "-c", show))

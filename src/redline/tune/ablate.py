@@ -124,10 +124,10 @@ class _Waterfall:
         self.write(self._baseline(row))
         for entry in self.entries:
             self.write(self._one(entry))
-        for entry, before in self.kept:
-            self.write(self._without(entry, before))
         if self.kept:
             self.write(self._all(first))
+        for entry, before in self.kept:
+            self.write(self._without(entry, before))
 
     # ---- a row ----
 

@@ -25,7 +25,7 @@ from redline.tune.guard import effect_of, guard
 from redline.tune.memory import Probe, divisors, fit_memory
 from redline.tune.statistics import Comparison, compare, hopeless, interval
 from redline.tune.store import Result, TuningFolder, pinned, trial_key
-from redline.tune.trial import Arm, Bounds, Child, Measured, Trial, measure, take_turns, train_trial
+from redline.tune.trial import Arm, Bounds, Child, Measured, Trial, measure, new_child, take_turns, train_trial
 
 TRIAL_S = {"cuda": 30.0, "cpu": 12.0}
 """What a trial costs before any was seen: imports, a compilation, warm-up and six blocks."""
@@ -291,7 +291,7 @@ class _Search:
         if spare is not None and (not spare[0].alive or set(differing(spare[1], plan)) - SAME_PROCESS):
             spare[0].close()
             spare = None
-        arm = Arm(self._trial(plan), spare[0] if spare is not None else Child(plan.allocator))
+        arm = Arm(self._trial(plan), spare[0] if spare is not None else new_child(plan.allocator))
         arm.limit_s = min(arm.limit_s, max(SHORTEST_LIMIT_S, self.began_s + self.budget_s - time.monotonic()))
         return arm
 
@@ -301,7 +301,7 @@ class _Search:
         if self.holder is not None and trial_key(self.holder.trial) == trial_key(trial) and self.holder.child.alive:
             return
         self.close()
-        self.holder = Arm(trial, Child(trial.allocator))
+        self.holder = Arm(trial, new_child(trial.allocator))
         self.holder.start()
 
     def _fit_at_once(self, plan: Plan) -> bool:

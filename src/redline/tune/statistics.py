@@ -28,6 +28,8 @@ NOISY, NOISY_ROUNDS = 0.1, 4
 not by the verdict, which is given once."""
 HOPELESS = 0.03
 """An arm whose fastest block so far is slower than the best one's slowest by this much is not worth more blocks."""
+PLAIN = 1.2
+"""Arms whose blocks lie this far apart need no more of them."""
 
 Verdict = Literal["faster", "slower", "not resolved"]
 
@@ -120,3 +122,10 @@ def stationary(steps_s: Sequence[float]) -> bool:
 def hopeless(best_s: Sequence[float], blocks_s: Sequence[float]) -> bool:
     """Whether an arm can be given up before all its blocks: four of them, each slower than all of the best arm's by HOPELESS."""
     return len(blocks_s) >= 4 and min(blocks_s) > (1 + HOPELESS) * max(best_s)
+
+
+def plain(first_s: Sequence[float], second_s: Sequence[float]) -> bool:
+    """Whether four blocks of each say it all: every one of an arm is faster than all of the other's by PLAIN."""
+    if min(len(first_s), len(second_s)) < 4:
+        return False
+    return min(second_s) > PLAIN * max(first_s) or min(first_s) > PLAIN * max(second_s)

@@ -36,6 +36,10 @@ LEAVE_S = 5.0
 """How long a child may take to tidy up when it is told to end."""
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
 """How a process that died says that memory was the reason: torch on a GPU, CUDA itself, torch on a CPU, cuBLAS and cuDNN."""
+MANY_CORES = 8
+"""With fewer, a process that starts would be felt by the one that is measured."""
+LONG_STEP_S = 2.0
+"""A step this long is no longer moved by what its process did before it."""
 LAST_WORDS = 6
 """Lines of an error that are looked at: CUDA's own has advice behind it."""
 
@@ -113,6 +117,20 @@ def train_trial(recipe: Recipe, plan: Plan, bounds: Bounds | None = None) -> Tri
     """The real training loop of a recipe under a plan."""
     setting = {"recipe": to_toml(recipe), "plan": to_json(plan)}
     return Trial(workload=TRAIN, setting=setting, allocator=plan.allocator, bounds=bounds or Bounds())
+
+
+_waiting: dict[tuple[str, ...], "Child"] = {}
+"""By command and allocator: children that have imported torch, or are about to, and wait for work."""
+
+
+def new_child(allocator: str = "") -> "Child":
+    """A child; where cores are plenty the next one is started at once, so that it imports torch, which takes seconds, while this one is
+    at work. One that is never used ends with this process."""
+    kind = (*COMMAND, allocator)
+    child = _waiting.pop(kind, None) or Child(allocator)
+    if (os.cpu_count() or 1) >= MANY_CORES:
+        _waiting[kind] = Child(allocator)
+    return child
 
 
 class Child:
@@ -222,7 +240,7 @@ class Child:
 def measure(trial: Trial, *, enough: Callable[[Sequence[float]], bool] = lambda blocks_s: False, child: Child | None = None) -> Measured:
     """Measure a trial in a child of its own, or in the one given. `enough` ends it before its last block."""
     with contextlib.ExitStack() as stack:
-        arm = Arm(trial, child if child is not None else stack.enter_context(Child(trial.allocator)))
+        arm = Arm(trial, child if child is not None else stack.enter_context(new_child(trial.allocator)))
         arm.start()
         for _ in range(trial.bounds.blocks):
             arm.block()
@@ -234,7 +252,7 @@ def measure(trial: Trial, *, enough: Callable[[Sequence[float]], bool] = lambda 
 def measure_together(trials: Sequence[Trial]) -> list[Measured]:
     """Measure trials in turns; all of them are in memory at once. One that fails leaves the others measuring."""
     with contextlib.ExitStack() as stack:
-        arms = [Arm(trial, stack.enter_context(Child(trial.allocator))) for trial in trials]
+        arms = [Arm(trial, stack.enter_context(new_child(trial.allocator))) for trial in trials]
         for arm in arms:
             arm.start()
         take_turns(arms, max(trial.bounds.blocks for trial in trials))
@@ -243,11 +261,15 @@ def measure_together(trials: Sequence[Trial]) -> list[Measured]:
 
 def take_turns(arms: Sequence["Arm"], rounds: int, enough: Callable[[], bool] = lambda: False) -> None:
     """A block of each arm in every round, in turned order every other round; more rounds where the machine is noisy, fewer when `enough`.
-    A round before them is not counted: who waited has cold caches and a slow clock."""
+    A round before them is not counted, because who waited has cold caches and a slow clock; steps that are long by themselves do not
+    show it."""
     for arm in arms:
-        arm.block()
         arm.forget()
-    for round_ in range(rounds * NOISY_ROUNDS):
+        arm.block()
+    counted = all(step_s > LONG_STEP_S for arm in arms for step_s in arm.blocks_s)
+    for arm in arms if not counted else ():
+        arm.forget()
+    for round_ in range(int(counted), rounds * NOISY_ROUNDS):
         if round_ == rounds and not any(noisy(arms[0].blocks_s, arm.blocks_s) for arm in arms[1:]):
             return
         for arm in arms if round_ % 2 == 0 else reversed(arms):

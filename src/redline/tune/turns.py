@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
+from redline.tune.statistics import plain
 from redline.tune.store import TuningFolder, trial_key
-from redline.tune.trial import Arm, Child, Measured, Trial, take_turns
+from redline.tune.trial import Arm, Measured, Trial, new_child, take_turns
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Turns:
         if key not in self._alive or self._alive[key].failed is not None:
             left_s = max(60.0, self.deadline_s - time.monotonic())  # a hang must not eat the time of the next command
             bounded = replace(trial, bounds=replace(trial.bounds, limit_s=min(trial.bounds.limit_s, left_s)))
-            arm = Arm(bounded, Child(trial.allocator))
+            arm = Arm(bounded, new_child(trial.allocator))
             self._alive[key] = arm
             arm.start()
         return self._alive[key]
@@ -114,6 +115,11 @@ class Turns:
 
 
 def _blocks(arms: list[Arm], count: int) -> list[Measured]:
-    """So many fresh blocks of each, by rounds."""
-    take_turns(arms, count)
+    """So many fresh blocks of each, by rounds; fewer where the difference is plain."""
+
+    def enough() -> bool:
+        each_s = [[block_s / arm.started["tokens_per_step"] for block_s in arm.blocks_s] for arm in arms if arm.failed is None]
+        return len(each_s) == 2 and plain(*each_s)
+
+    take_turns(arms, count, enough)
     return [arm.end() for arm in arms]
