@@ -49,7 +49,9 @@ def switched(entry: Optimization) -> str:
 
 
 def _value(value: object) -> str:
-    return {None: "the planner's", True: "on", False: "off", "": "torch's default"}.get(value, str(value))  # type: ignore[call-overload]
+    if isinstance(value, bool):  # 1 == True, and a number of chunks is no switch
+        return "on" if value else "off"
+    return "the planner's" if value is None else str(value) or "torch's default"
 
 
 def document() -> str:

@@ -26,7 +26,8 @@ recipe, not by a switch. `refuted`: the claim is impossible, or names something 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What somebody promises: speed with the change over speed without it. Without `low` and `high`: no number was given."""
+    """What somebody promises: speed with the change over speed without it; an "up to" starts at 1. Without `low` and `high`: no number
+    was given."""
 
     source: str
     words: str

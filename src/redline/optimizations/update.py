@@ -15,7 +15,7 @@ ENTRIES = (
         title="AdamW over lists of tensors (foreach)",
         workloads=("train",),
         effect="rounding",
-        claims=(Claim(source="PyTorch docs, torch.optim", words="foreach is faster than the for-loop, and torch's default on CUDA"),),
+        claims=(Claim(source="PyTorch docs, torch.optim", words="the for-loop is usually slower than foreach, which is the default"),),
         off={"update": "loop"},
         on={"update": "foreach"},
     ),
@@ -27,7 +27,7 @@ ENTRIES = (
         claims=(
             Claim(source="seed 003, configuration", words="optim='adamw_torch_fused' (faster)"),
             Claim(source="seed 002 §7", words="reduced optimiser overhead"),
-            Claim(source="PyTorch docs, torch.optim", words="fused is faster than foreach, which is faster than the for-loop"),
+            Claim(source="PyTorch docs, torch.optim", words="in general fused > foreach > for-loop"),
         ),
         off={"update": "loop"},
         on={"update": "fused"},
@@ -58,7 +58,7 @@ ENTRIES = (
         ),
         off={"prefetch": 1},
         on={"prefetch": 4},
-        note="prefetch_factor=2 is torch's default already.",
+        note="prefetch_factor=2 is torch's default already, where there are workers.",
     ),
     Optimization(
         name="pinned-memory",
