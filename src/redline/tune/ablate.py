@@ -33,6 +33,8 @@ from redline.tune.turns import Pair, Turns
 
 Stage = Literal["baseline", "one by one", "leave one out", "all"]
 OUT_OF_TIME = "the time was up; the same command goes on from here"
+BASELINE_BLOCKS = 2
+"""Of the naive state by itself: every comparison measures it again."""
 RUNS = "runs"
 """The verdict on a change whose state before did not."""
 LOGPROB_BAND = {"fp32": 1e-3, "bf16": 5e-2}
@@ -133,7 +135,7 @@ class _Waterfall:
 
     def _baseline(self, row: Row) -> Row:
         try:
-            measured = self.turns.alone(f"{self.workload} naive", self.arms.trial(self.state))
+            measured = self.turns.alone(f"{self.workload} naive", self.arms.trial(self.state), blocks=BASELINE_BLOCKS)
         except MachineError as error:  # by arithmetic alone it does not fit
             return replace(row, outcome="out_of_memory", note=str(error))
         if measured is None:

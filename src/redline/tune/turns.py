@@ -39,17 +39,18 @@ class Turns:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self._close_all_but()
 
-    def alone(self, name: str, trial: Trial) -> Measured | None:
-        """A trial by itself; None when there is no time for it."""
-        key = trial_key(trial, self.beside)
+    def alone(self, name: str, trial: Trial, *, blocks: int | None = None) -> Measured | None:
+        """A trial by itself; None when there is no time for it. With fewer `blocks` than it asks for it says how fast it is, and is not
+        taken for one of a pair."""
+        key = trial_key(trial, self.beside) + (f" {blocks} blocks" if blocks else "")
         if (before := self.folder.find(key)) is not None:
             return before
         if not self._time_for(name):
             return None
         began_s = time.monotonic()
-        self._close_all_but(key)
-        arm = self._arm(key, trial)
-        measured = _blocks([arm], trial.bounds.blocks)[0]
+        standing = trial_key(trial, self.beside)
+        self._close_all_but(standing)
+        measured = _blocks([self._arm(standing, trial)], blocks or trial.bounds.blocks)[0]
         self._spent(began_s)
         self.folder.add(key, name, measured)
         return measured
