@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from redline.cli.ablate import _print as print_table
 from redline.config.load import load_recipe
 from redline.errors import ConfigError
 from redline.optimizations.catalogue import CATALOGUE
@@ -66,7 +67,7 @@ class Played:
         played = self
 
         class Fake(Turns):
-            def alone(self, name: str, trial: Trial) -> Measured | None:
+            def alone(self, name: str, trial: Trial, *, blocks: int | None = None) -> Measured | None:
                 played.asked.append(name)
                 return answer(trial)
 
@@ -172,6 +173,27 @@ def test_the_record_is_what_the_report_reads(tmp_path: Path, monkeypatch: pytest
     assert all(len(cells(row)) == len(COLUMNS) for row in rows)
 
 
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_table_can_be_read_in_a_terminal(
+    columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No line is longer than the terminal, no word is cut in two, and every row is there with its figures."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    Played(by_the_book, monkeypatch)
+    rows = [*run(tmp_path / "gpu").values(), *run(tmp_path / "cpu", CPU, only=("bf16", "fp8", "sdpa")).values()]
+    print_table(rows, "seeds/002 on an H200")
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert max(map(len, lines)) <= columns
+    words = {word.rstrip(",;:") for line in lines for word in line.split()}
+    for row in rows:
+        said = [row.name, row.verdict, row.note, row.title if row.stage == "all" else ""]
+        said += [f"{row.measured_ratio:.2f}x", f"{row.low:.2f}-{row.high:.2f}x"] if row.measured_ratio else []
+        said += [f"{row.tokens_per_s:,.0f}", "GiB"] if row.tokens_per_s else []
+        assert {word.rstrip(",;:") for text in said for word in text.split()} <= words, row.name
+    assert [line for line in lines if line.endswith("leave one out")]
+    assert len(lines) <= 2 * len(rows) + 8
+
+
 def test_a_name_that_is_not_in_the_list_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not in this recipe's list"):
         run(tmp_path, only=("muon",))
@@ -244,6 +266,7 @@ def test_finished_trials_are_not_repeated_and_without_time_nothing_runs(tmp_path
         assert pair is not None
         assert compared(pair).ratio == pytest.approx(2.0)
         assert turns.alone("another", trials[1]) is None
+        assert turns.alone("naive, briefly", trials[0], blocks=2) is None, "two blocks and six are not the same measurement"
         assert turns.pair("the other way", trials[1], trials[0]) is None
     with TuningFolder(tmp_path) as folder, Turns(folder, beside="elsewhere", deadline_s=time.monotonic(), progress=pytest.fail) as turns:
         assert turns.alone("naive", trials[0]) is None, "another machine measures for itself"

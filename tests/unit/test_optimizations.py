@@ -193,6 +193,28 @@ def test_the_command_lists_and_says_why_not(capsys: pytest.CaptureFixture[str]) 
     assert "nothing here was measured" in text
 
 
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("arguments", [(), ("gpt2-124m", "--as", "v100-32g")])
+def test_the_list_can_be_read_in_a_terminal(
+    columns: int, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No line is longer than the terminal, no word is cut in two, and no text stands in a column of its own width."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["optimizations", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= columns
+    words = {word for line in lines for word in line.split()}
+    for entry in CATALOGUE.values():
+        said = [entry.name, *(word for claim in entry.claims for word in claim.source.split())]
+        said += entry.note.split() if entry.standing == "refuted" else [] if arguments else switched(entry).split()
+        assert {word.rstrip(";") for word in said} <= {word.rstrip(";") for word in words}, entry.name
+    assert len(lines) < 4 * len(CATALOGUE)
+    if arguments:
+        gpu = hardware_as(arguments[2], 16)
+        reasons = [reason for entry in SWITCHES.values() if (reason := entry.why_not(GPT2, gpu)) is not None]
+        assert {word for reason in reasons for word in reason.split()} <= words
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"), [(["--as", "h200-141g"], "need a recipe"), (["nope"], "no recipe 'nope'"), (["nano", "--as", "x"], "x")]
 )

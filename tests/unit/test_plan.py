@@ -220,21 +220,17 @@ def test_an_environment_that_would_change_the_batch_is_refused(variables):
     assert all(f"{name}={value}" in str(caught.value) for name, value in variables.items())
 
 
-@pytest.mark.parametrize("name", ["A100_BATCH_SIZE", "A100_GRAD_ACCUM", "MICRO_BATCH_SIZE", "CHUNK_SIZE"])
 @pytest.mark.parametrize("value", ["many", "0", "-4", "1.5", "²", "9" * 5000])
-def test_an_environment_value_that_is_no_number_is_refused(name, value):
-    with pytest.raises(ConfigError, match=rf"{name} in the environment must be a whole number"):
-        make_plan(GPT2, gpu(), outside=in_environment(**{name: value}))
+def test_an_environment_value_that_is_no_number_is_refused(value):
+    for name in ("A100_BATCH_SIZE", "A100_GRAD_ACCUM"):
+        with pytest.raises(ConfigError, match=rf"{name} in the environment must be a whole number"):
+            make_plan(GPT2, gpu(), outside=in_environment(**{name: value}))
+    for name in ("MICRO_BATCH_SIZE", "CHUNK_SIZE"):
+        with pytest.raises(ConfigError, match=rf"{name} in the environment must be a whole number"):
+            samples_bound({name: value})
 
 
 def test_generation_is_bounded_from_above_by_the_environment():
-    free = make_plan(GPT2, gpu())
-    assert free.why["sample_batch"].source == "rule"
-    bounded = make_plan(GPT2, gpu(), outside=in_environment(MICRO_BATCH_SIZE="48", CHUNK_SIZE="9"))
-    assert (bounded.sample_batch, bounded.sample_chunk) == (48, 9)
-    assert bounded.why["sample_batch"].source == bounded.why["sample_chunk"].source == "environment"
-    loose = make_plan(GPT2, gpu(), outside=in_environment(MICRO_BATCH_SIZE="999999", CHUNK_SIZE="999999"))
-    assert (loose.sample_batch, loose.sample_chunk) == (free.sample_batch, free.sample_chunk)
     assert samples_bound({"MICRO_BATCH_SIZE": "48", "CHUNK_SIZE": "9"}) == 9
     assert samples_bound({"MICRO_BATCH_SIZE": ""}) is None
 
@@ -244,16 +240,12 @@ def test_a_profile_only_lowers(profile):
     outside = Outside(environment={}, profile=profile)
     for hardware in (gpu("h200-141g"), gpu("t4-16g")):
         free, bounded = make_plan(GPT2, hardware), make_plan(GPT2, hardware, outside=outside)
-        for name in ("micro_batch", "sample_batch", "sample_chunk"):
-            assert getattr(bounded, name) <= min(getattr(profile, name), getattr(free, name))
+        assert bounded.micro_batch <= min(profile.micro_batch, free.micro_batch)
     bounded = make_plan(pinned(GPT2, micro_batch=128), gpu("h200-141g"), outside=outside)
     assert bounded.micro_batch == min(64, profile.micro_batch)
-    assert bounded.sample_batch == profile.sample_batch
-    for name in ("sample_batch", "sample_chunk"):
-        assert bounded.why[name].source == "profile"
-        assert profile.name in bounded.why[name].reason
     if profile.micro_batch < 64:
         assert bounded.why["micro_batch"].source == "profile"
+        assert profile.name in bounded.why["micro_batch"].reason
 
 
 def test_an_unknown_profile_gets_the_nearest():
@@ -284,6 +276,20 @@ def test_a_saved_plan_holds_each_value_beside_its_reason(saved):
     table = json.loads(path.read_text())
     for name in PLANNED:
         assert table[name] == {"value": getattr(plan, name), "reason": plan.why[name].reason, "source": plan.why[name].source}
+
+
+def test_a_plan_of_an_earlier_version_is_read_and_what_nothing_reads_any_more_is_left_out(saved):
+    plan, path = saved
+    table = json.loads(path.read_text())
+    assert not {"sample_batch", "sample_chunk"} & set(table)
+    table |= {name: {"value": 1024, "reason": "then", "source": "rule"} for name in ("sample_batch", "sample_chunk")}
+    path.write_text(json.dumps(table))
+    assert load(path) == plan
+
+
+@pytest.mark.parametrize("record", sorted(Path(__file__).parents[2].glob("benchmarks/*/plan.json")), ids=lambda path: path.parent.name)
+def test_the_plans_of_measured_runs_stay_readable(record):
+    assert load(record).micro_batch > 0
 
 
 def _drop(table: dict[str, Any], name: str) -> None:

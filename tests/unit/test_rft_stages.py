@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,96 @@ def test_a_run_that_trained_the_whole_model_opens_by_its_folder(place, tmp_path)
     reports = run_rounds(recipe, tmp_path / "run", Bounds(environment={}), 2)
     assert [report["why"] for report in reports] == ["finished"] * 2
     assert open_weights(tmp_path / "run" / "round-2").source == tmp_path / "run" / "round-2" / "model"
+
+
+QUICK = ("train.epochs=1", "sample.samples_per_question=8", "test.rows=2")
+
+
+def in_rounds(place: Path, run: Path, *overrides: str) -> list[dict[str, Any]]:
+    return run_rounds(load_rft(str(place / "letters.toml"), (*QUICK, *overrides)), run, Bounds(environment={}), 2)
+
+
+def sampler_in(recipe: Path) -> str:
+    return tomllib.loads(recipe.read_text())["model"]["sampler"]
+
+
+def test_a_run_of_rounds_goes_on_from_another_folder_and_after_a_move(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = in_rounds(place, Path("runs/letters"))
+    recipe = tmp_path / "runs" / "letters" / "round-2" / "recipe.toml"
+    assert sampler_in(recipe) == str(tmp_path / "runs" / "letters" / "round-1")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert in_rounds(place, Path("../runs/letters"))[1]["sample"]["drawn"] == 0
+    # As earlier versions wrote it: relative to wherever the command was typed.
+    recipe.write_text(recipe.read_text().replace(str(tmp_path / "runs"), "runs"))
+    assert sampler_in(recipe) == "runs/letters/round-1"
+    again = in_rounds(place, Path("../runs/letters"))
+    assert again[1]["after"] == first[1]["after"]
+    assert sampler_in(recipe) == str(tmp_path / "runs" / "letters" / "round-1")
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    assert in_rounds(place, Path("../moved/letters"))[1]["after"] == first[1]["after"]
+
+
+def test_another_sampler_is_another_recipe_whatever_its_folder_is_called(place, finished, tmp_path):
+    for name in ("one", "other"):
+        shutil.copytree(finished[0], tmp_path / name / "round-1")
+    one, other = (f"model.sampler={tmp_path / name / 'round-1'}" for name in ("one", "other"))
+    with session_in(place, tmp_path / "run", one, "task.rows=2") as session:
+        sample(session)
+    with pytest.raises(ConfigError, match=r"model\.sampler"), session_in(place, tmp_path / "run", other, "task.rows=2"):
+        pass
+
+
+def test_samples_of_a_model_that_was_replaced_are_not_trained_on(place, run, tmp_path):
+    """The folder of the recipe's model holds other weights than when the samples were drawn."""
+    model = Path(shutil.copytree(place / "model", tmp_path / "model"))
+    recipe = run / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace(str(place / "model"), str(model)))
+    own = f"model.path={model}"
+    shutil.rmtree(run / "train-samples")
+    shutil.copy(model / "model.safetensors", tmp_path / "kept")
+    weights = safetensors.torch.load_file(model / "model.safetensors")
+    next(iter(weights.values()))[0] += 1
+    safetensors.torch.save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with session_in(place, run, own) as session, pytest.raises(DataError, match=r"another model \(\w+\) than .*model is now") as caught:
+        train(session, "samples")
+    assert "redline rft sample" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    shutil.copy(tmp_path / "kept", model / "model.safetensors")
+    with session_in(place, run, own) as session:
+        assert train(session, "samples")["why"] == "finished"
+
+
+class Noting(Views):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_the_sampler_of_a_later_round_is_compared_and_one_that_is_gone_is_said(place, tmp_path):
+    in_rounds(place, tmp_path / "run")
+    first, second = (tmp_path / "run" / f"round-{number}" for number in (1, 2))
+
+    def train_second() -> list[str]:
+        views = Noting()
+        recipe = load_rft(str(second / "recipe.toml"), ())
+        with open_session(recipe, second, Bounds(environment={}), views=views) as session:
+            train(session, "samples")
+        return views.notes
+
+    assert not any("not checked" in note for note in train_second())
+    adapter = first / "adapter" / "adapter_model.safetensors"
+    weights = safetensors.torch.load_file(adapter)
+    safetensors.torch.save_file({name: weight + 1 for name, weight in weights.items()}, adapter)
+    with pytest.raises(DataError, match=r"by another model \(\w+\) than .*round-1 is now"):
+        train_second()
+    shutil.rmtree(first)
+    (said,) = [note for note in train_second() if "not checked" in note]
+    assert "round-1" in said
+    assert read_lines(second / "events.jsonl")[-1]["event"] == "writer_not_checked"
 
 
 def test_the_base_is_tested_and_sampled_as_it_was_after_a_training_in_the_same_session(place, finished, tmp_path):

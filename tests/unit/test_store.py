@@ -1,5 +1,6 @@
 """The sample store: nothing reported is lost, nothing is there twice, whatever kills the writer; and what it says of its samples."""
 
+import errno
 import json
 import os
 import random
@@ -222,6 +223,26 @@ def test_exports(run, tmp_path):
     with pytest.raises(ConfigError, match="must not be negative"):
         export(run, tmp_path / "none.json", per_question=-1)
     assert not (tmp_path / "none.json").exists()
+
+
+@pytest.mark.parametrize("name", ["rft.json", "all.jsonl", "all.parquet"])
+def test_an_export_that_fails_half_way_leaves_the_last_one_as_it_was(run, tmp_path, monkeypatch, name):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    out = tmp_path / "out" / name
+    out.parent.mkdir()
+    export(run, out)
+    before = out.read_bytes()
+
+    def half(table, where, *_, **__):
+        Path(where).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(parquet, "write_table", half)
+    monkeypatch.setattr(Path, "write_text", lambda path, text, **_: half(text, path))
+    with pytest.raises(StorageError, match="the disk is full"):
+        export(run, out)
+    assert out.read_bytes() == before
+    assert list(out.parent.iterdir()) == [out], "nothing is left beside it"
 
 
 # ---- killed writers ----

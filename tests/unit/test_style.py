@@ -106,6 +106,37 @@ def test_no_pickle_is_loaded():
                 assert any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords), name_of(path)
 
 
+def _private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _own_privates(tree: ast.Module) -> set[str]:
+    """Private names that a file defines: functions, classes, values, and attributes of its own objects."""
+    names = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            names.add(node.attr)
+    return {name for name in names if _private(name)}
+
+
+def test_no_file_reaches_into_the_privates_of_another():
+    trees = {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+    own = {name: _own_privates(tree) for name, tree in trees.items()}
+    ours = set[str]().union(*own.values())  # privates of torch and the standard library are their own matter
+    found = []
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("redline"):
+                found += [f"{name}:{node.lineno} {alias.name}" for alias in node.names if _private(alias.name)]
+            elif isinstance(node, ast.Attribute) and _private(node.attr) and node.attr in ours - own[name]:
+                found.append(f"{name}:{node.lineno} {ast.unparse(node)}")
+    assert not found, "make it public, or do it where it belongs"
+
+
 def test_test_files_have_names_of_their_own():
     """pytest imports them by their names alone."""
     names = [path.name for path in Path(__file__).parents[1].rglob("*.py") if path.name != "conftest.py"]

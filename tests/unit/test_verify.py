@@ -2,9 +2,12 @@
 
 import json
 import warnings
+from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -166,6 +169,36 @@ def test_the_command_says_so_in_its_exit_code(tmp_path: Path, monkeypatch: pytes
     assert main(["verify", "nano", *sets]) == 1
     assert "1 of 12 checks failed" in " ".join(capsys.readouterr().out.split())
     assert main(["verify", "nano", "--plan", str(tmp_path / "none.json")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("launches", "kernels", "status"), [(4, 20, "passed"), (0, 20, "failed"), (3, 20, "failed"), (0, 0, "not checked"), (4, 0, "passed")]
+)
+def test_graphs_are_not_checked_where_the_profiler_sees_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, launches: int, kernels: int, status: str
+) -> None:
+    """On paper: without CUPTI the profiler's trace holds neither kernels nor launches."""
+
+    @contextmanager
+    def profiled() -> Any:
+        yield evidence.Seen(operations=Counter(cudaGraphLaunch=launches), kernels=Counter(kernel=kernels) if kernels else Counter())
+
+    decoder = MagicMock(describe=lambda **_: (None, None))
+    monkeypatch.setattr(room, "Decoder", lambda *_, **__: decoder)
+    monkeypatch.setattr(room, "profiled", profiled)
+    case: Any = SimpleNamespace(cuda=True, model=None)
+    check = room._graphs(case)
+    assert check.status == status
+    assert ("CUPTI" in check.evidence) == (status == "not checked")
+
+
+def test_what_was_not_checked_is_said_and_is_no_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = [Check(name="CUDA graphs of generation", status="not checked", evidence="no CUPTI")]
+    monkeypatch.setattr(room, "verify", lambda *_, **__: found)
+    assert main(["verify", "nano"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "0 of 1 checks failed, 1 not checked" in said
+    assert "not checked no CUPTI" in said
 
 
 @pytest.mark.parametrize(("waits", "status"), [(0, "passed"), (1, "failed")])

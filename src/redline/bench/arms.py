@@ -86,9 +86,7 @@ def _loop(task: Task, recipe: Recipe, plan: Plan, process: Process) -> dict[str,
         first_step_s = time.perf_counter() - started_s
         arms = {"loop": trainer.turn, "loop_without_instruments": turn_blind, "bare": bare_step}
         # The last line of a block is written while its clock still runs, and timing begins afresh before the next block.
-        last = {"loop": lambda: trainer._write(seeing.ready(drain=True))}
-        first = {"loop": lambda: trainer._write(seeing.ready(drain=True)) or seeing.restart()}  # type: ignore[func-returns-value]
-        speeds = _interleave(arms, task, recipe, first, last)
+        speeds = _interleave(arms, task, recipe, first={"loop": trainer.drain}, last={"loop": trainer.drain})
         trainer.close()
         return {
             "speeds": speeds,

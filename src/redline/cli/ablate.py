@@ -22,6 +22,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--only", metavar="NAME,NAME", default="", help="only these entries of `redline optimizations`; all else is the planner's"
     )
     command.add_argument("--minutes", type=float, default=30.0, metavar="N", help="time for all of it (default 30)")
+    command.add_argument(
+        "--block-seconds", type=float, default=0.5, metavar="S", help="length of a timed block (default 0.5); shorter is quicker and less sure"
+    )
     command.add_argument("--out", type=Path, metavar="DIR", help="the folder (default runs/ablate-RECIPE)")
     command.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     add_json(command)
@@ -37,15 +40,18 @@ def run(options: argparse.Namespace) -> None:
     from redline.machine.store import cached
     from redline.plan.hardware import hardware_here
     from redline.tune.ablate import ablate
+    from redline.tune.trial import Bounds
 
-    if not options.minutes > 0:
-        raise ConfigError(f"--minutes must be greater than 0, got {options.minutes}")
+    for name, value in (("--minutes", options.minutes), ("--block-seconds", options.block_seconds)):
+        if not value > 0:
+            raise ConfigError(f"{name} must be greater than 0, got {value}")
     recipe, facts = recipe_of(options), read_facts()
     hardware = hardware_here(facts, cached(facts, progress=status))
     named = options.recipe.replace("/", "-") if options.recipe in shipped() else recipe.name
     folder = options.out or Path("runs") / f"ablate-{named}"
     only = [name.strip() for name in options.only.split(",") if name.strip()]
-    rows = ablate(recipe, options.recipe, hardware, folder, only=only, minutes=options.minutes, progress=status)
+    bounds = Bounds(block_s=options.block_seconds)
+    rows = ablate(recipe, options.recipe, hardware, folder, only=only, minutes=options.minutes, progress=status, bounds=bounds)
     if options.json:
         print_json([asdict(row) for row in rows])
     elif options.markdown:
@@ -70,25 +76,37 @@ def _where(hardware, facts, recipe) -> str:  # type: ignore[no-untyped-def]
 
 
 def _print(rows, title: str) -> None:  # type: ignore[no-untyped-def]
-    from dataclasses import replace
-
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    from redline.tune.waterfall_table import COLUMNS, cells
+    from redline.cli.narrow import WIDE, rows_with_texts
+    from redline.tune.waterfall_table import BRIEF, COLUMNS, brief_cells, cells
 
+    console = Console()
+    if console.width < WIDE:
+        lines = [line for heading, row in _shown(rows) for line in ([((heading,), "")] if heading else []) + [brief_cells(row)]]
+        console.print(rows_with_texts(BRIEF, lines, title=title))
+        return
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    shown = [number for number, column in enumerate(COLUMNS) if column != "by"]
-    for number in shown:
+    columns = [number for number, column in enumerate(COLUMNS) if column != "by"]
+    for number in columns:
         table.add_column(COLUMNS[number], overflow="fold")
+    for heading, row in _shown(rows):
+        if heading:
+            table.add_section()
+            table.add_row(f"[bold]{heading}[/bold]")
+        table.add_row(*(escape(cells(row)[number]) for number in columns))
+    console.print(table)
+
+
+def _shown(rows):  # type: ignore[no-untyped-def]
+    """Every row with the heading before it, if there is one, and without what stands elsewhere: figures of the numerics are in the JSON
+    and the Markdown, and that there was no time is the last line of the output, once."""
+    from dataclasses import replace
+
     stage = None
     for row in rows:
-        if row.stage not in (stage, "one by one"):
-            table.add_section()
-            table.add_row(f"[bold]{row.workload}: {row.stage}[/bold]")
+        heading = f"{row.workload}: {row.stage}" if row.stage not in (stage, "one by one") else ""
         stage = row.stage
-        note = "" if row.outcome == "not run" else row.note  # the last line of the output has it, once
-        brief = replace(row, numerics=row.numerics.partition(" (")[0], note=note)  # the figures stand in the JSON and the Markdown
-        table.add_row(*(escape(cells(brief)[number]) for number in shown))
-    Console().print(table)
+        yield heading, replace(row, numerics=row.numerics.partition(" (")[0], note="" if row.outcome == "not run" else row.note)

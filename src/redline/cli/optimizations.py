@@ -7,6 +7,7 @@ redline optimizations gpt2-124m --as a100-40g     which of them apply to a recip
 """
 
 import argparse
+from typing import Any
 
 HELP = "the catalogue of optimisations: claims, sources, and which apply"
 
@@ -70,34 +71,56 @@ def _rows(recipe, hardware) -> list[dict[str, object]]:  # type: ignore[no-untyp
 
 
 def _print(rows: list[dict[str, object]], where: str) -> None:
-    from typing import Any
-
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    from redline.optimizations.catalogue import ratio
+    from redline.cli.narrow import WIDE, rows_with_texts
 
     console = Console()
     if where:
         console.print(f"[bold]{escape(where)}[/bold]")
+    last = "applies" if where else "switch"
     for family in dict.fromkeys(row["family"] for row in rows):
-        table = Table(title=f"\n{family}", title_justify="left", box=None, padding=(0, 2, 0, 0))
-        for column in ("name", "claimed", "by", "numbers", "applies" if where else "switch"):
+        own = [row for row in rows if row["family"] == family]
+        title = f"\n{family}"
+        if console.width < WIDE or any(row["standing"] == "refuted" for row in own):  # the arithmetic that refutes is a text
+            below = [_below(row, applies=bool(where)) for row in own]
+            console.print(rows_with_texts(("name", "claimed", "numbers", last), below, title=title))
+            continue
+        table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+        for column in ("name", "claimed", "by", "numbers", last):
             table.add_column(column, overflow="fold")
-        for row in rows:
-            if row["family"] == family:
-                shown: dict[str, Any] = row
-                last = shown["note"] if shown["standing"] == "refuted" else _applies(shown) if where else shown["switch"]
-                by = "; ".join(claim["source"] for claim in shown["claims"])
-                cells = (shown["name"], ratio(shown["claimed"]), by, shown["effect"], last)
-                table.add_row(*(escape(str(cell)) for cell in cells))
+        for row in own:
+            says = ": ".join(filter(None, _last(row, applies=bool(where))))
+            cells = (row["name"], _claimed(row), _by(row), row["effect"], says)
+            table.add_row(*(escape(str(cell)) for cell in cells))
         console.print(table)
     console.print("\nclaimed: speed with the change over speed without it, as the source has it; nothing here was measured")
     console.print("notes: docs/optimizations.md, or --json")
 
 
-def _applies(row: dict[str, object]) -> str:
+def _below(row: dict[str, object], *, applies: bool) -> tuple[tuple[str, ...], str]:
+    """The cells of an entry and the text below them: who claims it, why it does not apply, what refutes it."""
+    last, reason = _last(row, applies=applies)
+    texts = (f"by {_by(row)}", reason, str(row["note"]) if row["standing"] == "refuted" else "")
+    return (str(row["name"]), _claimed(row), str(row["effect"]), last), "\n".join(filter(None, texts))
+
+
+def _claimed(row: dict[str, Any]) -> str:
+    from redline.optimizations.catalogue import ratio
+
+    return ratio(row["claimed"])
+
+
+def _by(row: dict[str, Any]) -> str:
+    return "; ".join(claim["source"] for claim in row["claims"])
+
+
+def _last(row: dict[str, object], *, applies: bool) -> tuple[str, str]:
+    """What the last column says: the switch, or whether the entry applies and why not."""
+    if not applies:
+        return str(row["switch"]), ""
     if row["standing"] != "switch":
-        return str(row["standing"])
-    return "yes" if row["applies"] else f"no: {row['why_not']}"
+        return str(row["standing"]), ""
+    return ("yes", "") if row["applies"] else ("no", str(row["why_not"]))

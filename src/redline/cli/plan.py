@@ -4,7 +4,7 @@ redline plan gpt2-124m --as a100-40g        for a GPU that is not here
 redline plan gpt2-124m --save plan.json     then: redline train gpt2-124m --plan plan.json, with the same --set values
 
 The environment is honoured and shown: A100_BATCH_SIZE and A100_GRAD_ACCUM set micro-batch and accumulation (their product must keep the
-recipe's batch); MICRO_BATCH_SIZE and CHUNK_SIZE bound how many sequences `redline generate` holds at once.
+recipe's batch).
 """
 
 import argparse

@@ -35,11 +35,12 @@ def run(options: argparse.Namespace) -> int:
     from redline.tune.verify import verify
 
     checks = verify(recipe, plan, progress=status)
-    failed = [check for check in checks if check.status == "failed"]
+    failed, blind = ([check for check in checks if check.status == status] for status in ("failed", "not checked"))
     if options.json:
         print_json([asdict(check) for check in checks])
     else:
-        _print(checks, f"{recipe.name} on {plan.hardware.title}: {len(failed)} of {len(checks)} checks failed")
+        said = f"{len(failed)} of {len(checks)} checks failed" + (f", {len(blind)} not checked" if blind else "")
+        _print(checks, f"{recipe.name} on {plan.hardware.title}: {said}")
     return 1 if failed else 0
 
 
@@ -48,7 +49,7 @@ def _print(checks, title: str) -> None:  # type: ignore[no-untyped-def]
     from rich.markup import escape
     from rich.table import Table
 
-    colours = {"passed": "green", "failed": "bold red", "not applicable": "dim"}
+    colours = {"passed": "green", "failed": "bold red", "not applicable": "dim", "not checked": "yellow"}
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in ("check", "", "what was seen"):
         table.add_column(column, overflow="fold")

@@ -208,7 +208,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, *, packing: Packing | None = None) -> Tensor:
         """Logits, or with targets the sum of the losses over the targets that are not IGNORED. With a packing the batch is one row."""
-        x = self._hidden(tokens_BT, packing)
+        x = self.hidden(tokens_BT, packing)
         if packing is not None and packing.read_A is not None:
             x = x.index_select(1, packing.read_A)
         if targets_BT is None:
@@ -220,7 +220,8 @@ class Transformer(nn.Module):
         losses = [checkpoint(self._loss_sum, x, t, use_reentrant=False) for x, t in chunks]
         return torch.stack(losses).sum()
 
-    def _hidden(self, tokens_BT: Tensor, packing: Packing | None = None) -> Tensor:
+    def hidden(self, tokens_BT: Tensor, packing: Packing | None = None) -> Tensor:
+        """What the head reads at every position: B x T x hidden size, normalised."""
         assert packing is None or len(tokens_BT) == 1, "a packed batch is one row"
         at = slice(tokens_BT.shape[1]) if packing is None else packing.positions_T
         x = self.embed(tokens_BT)

@@ -40,11 +40,6 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
     return 6 * parameters(model).matmul + 12 * model.num_layers * model.num_heads * model.head_size * seq_len
 
 
-def cache_bytes(model: ModelConfig) -> int:
-    """Keys and values of one sequence of the model's full context, in half precision."""
-    return 2 * 2 * model.num_layers * model.kv_heads * model.head_size * model.context_length
-
-
 @dataclass(frozen=True)
 class Memory:
     """Predicted peak bytes on one GPU, part by part."""

@@ -86,8 +86,6 @@ class Plan:
     loader_threads: int
     prefetch: int
     allocator: str
-    sample_batch: int
-    sample_chunk: int
     prediction: Prediction
     why: dict[str, Why]
 
@@ -98,6 +96,8 @@ PLANNED = tuple(f.name for f in fields(Plan) if f.name not in ("recipe", "finger
 
 _BEFORE = {"update": {"value": "fused", "reason": "the only way when this plan was made", "source": "rule"}}
 """Values that plans of earlier versions do not name, as they then were: a record stays readable."""
+_GONE = ("sample_batch", "sample_chunk")
+"""Values that plans of earlier versions name and nothing ever read: the engine sizes its slots itself."""
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def from_json(table: Any, where: str) -> Plan:
     """The plan that `to_json` wrote."""
     if not isinstance(table, dict):
         raise ConfigError(f"{where}: not a plan: a table is needed, got {type(table).__name__}")
-    values, why = dict(table), {}
+    values, why = {name: value for name, value in table.items() if name not in _GONE}, {}
     for name in PLANNED:
         entry = table.get(name, _BEFORE.get(name))
         if not isinstance(entry, dict) or set(entry) != {"value", "reason", "source"}:

@@ -2,14 +2,15 @@
 
 Who decides, first match wins: the environment, a profile (as an upper bound), the recipe's `[plan]` table or `--set plan.x=`, the rule.
 The environment variables are those of the systems Redline grew out of: A100_BATCH_SIZE and A100_GRAD_ACCUM set the micro-batch and
-the accumulation (their product must keep the recipe's batch), MICRO_BATCH_SIZE and CHUNK_SIZE bound generation from above.
+the accumulation (their product must keep the recipe's batch). Left out: generation, whose engine sizes its slots itself; only its bounds
+from the environment, MICRO_BATCH_SIZE and CHUNK_SIZE, are read here (`samples_bound`).
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from redline.config.recipe import ModelConfig, Recipe
+from redline.config.recipe import Recipe
 from redline.errors import ConfigError, MachineError
 from redline.plan import arithmetic
 from redline.plan.plan import Hardware, Plan, Prediction, Why
@@ -24,8 +25,6 @@ THIN_PASS_TOKENS = 4_096
 """Below this a GPU starves, and recomputing activations to fit more tokens pays."""
 NEEDED_CAPABILITY = {"bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9)}
 """CUDA compute capability from which a precision is in the hardware; the others are in all of them."""
-MOST_SAMPLES = 1024
-"""Sequences generated at once at the most: more are not faster without an engine that refills them."""
 COMPILE_PAYS_S = 120.0
 """Compiling takes 10 to 60 s; a run predicted shorter than this is not worth it."""
 
@@ -57,8 +56,6 @@ def make_plan(recipe: Recipe, hardware: Hardware, *, world_size: int = 1, outsid
         "loader_threads": decide.pinned("loader_threads", decide.loader_threads),
         "prefetch": decide.pinned("prefetch", decide.prefetch),
         "allocator": decide.record("allocator", decide.allocator()),
-        "sample_batch": decide.record("sample_batch", decide.sample_batch()),
-        "sample_chunk": decide.record("sample_chunk", decide.sample_chunk()),
     }
     return Plan(
         recipe=recipe.name,
@@ -279,30 +276,6 @@ class _Decider:
             return _rule("", "only CUDA has an allocator to set")
         return _rule("expandable_segments:True", "segments that grow do not fragment when the micro-batch changes after an out-of-memory")
 
-    def sample_batch(self) -> Decision:
-        """Sequences generated at once: as many as half of the memory left by the weights can cache."""
-        cached = arithmetic.cache_bytes(self.recipe.model)
-        slots = sample_slots(self.recipe.model, self.hardware.memory_bytes)
-        derived = f"{cached / 2**20:.1f} MiB of keys and values a sequence in half of the free memory, at most {MOST_SAMPLES:,}"
-        return self._bounded(slots, derived, "MICRO_BATCH_SIZE", "sample_batch")
-
-    def sample_chunk(self) -> Decision:
-        return self._bounded(self.chosen["sample_batch"], "all samples of a prompt share its prefill", "CHUNK_SIZE", "sample_chunk")
-
-    def _bounded(self, value: int, reason: str, variable: str, name: str) -> Decision:
-        bound = positive(self.outside.environment, variable)
-        if bound is not None:
-            return min(value, bound), Why(
-                reason=f"{variable}={bound} in the environment, an upper bound; without it {value}: {reason}",
-                source="environment",
-            )
-        if (profile := self.outside.profile) is not None:
-            bound = getattr(profile, name)
-            return min(value, bound), Why(
-                reason=f"at most {bound} by profile {profile.name}; without it {value}: {reason}", source="profile"
-            )
-        return _rule(value, reason)
-
     def prediction(self, values: dict[str, Any]) -> Prediction:
         parts = self._memory(values["micro_batch"], values["recompute"], values["loss_chunks"])
         flops = arithmetic.flops_per_token(self.recipe.model, self.recipe.data.seq_len)
@@ -315,12 +288,6 @@ class _Decider:
             ceiling_tokens_per_s=self.world_size * rate * 1e12 / flops if rate else None,
             attainable_tokens_per_s=attainable_tokens_per_s(self.recipe, self.hardware, self.world_size, values),
         )
-
-
-def sample_slots(model: ModelConfig, memory_bytes: int) -> int:
-    """Sequences whose keys and values fit half of the memory that the weights leave."""
-    room = max(0, memory_bytes - 4 * arithmetic.parameters(model).total) // 2
-    return max(1, min(MOST_SAMPLES, room // arithmetic.cache_bytes(model)))
 
 
 def samples_bound(environment: Mapping[str, str]) -> int | None:

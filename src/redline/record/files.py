@@ -27,16 +27,27 @@ def storage_errors(what: str, path: Path) -> Iterator[None]:
         raise
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replace the file by `text`: temporary name, fsync, rename, fsync of the folder."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name beside the file to write to. When the block ends well it takes the file's place (fsync, rename, fsync of the folder); when
+    not, the file is what it was and nothing is left beside it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with storage_errors(path.name, path.parent):
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        try:
+            yield temporary
+            sync_path(temporary)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first error is the one to tell
+                temporary.unlink(missing_ok=True)
+            raise
         sync_path(path.parent)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace the file by `text`."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def sync_path(path: Path) -> None:

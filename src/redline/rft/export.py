@@ -12,7 +12,7 @@ from typing import Any
 
 from redline.config.rft import rft_from_toml
 from redline.errors import ConfigError, need
-from redline.record.files import storage_errors, write_atomic
+from redline.record.files import replacing, write_atomic
 from redline.record.run import RunFolder
 from redline.rft.store import Store
 
@@ -58,6 +58,6 @@ def _write_lines(to: Path, rows: Iterator[dict[str, Any]]) -> int:
 
 def _write_parquet(to: Path, rows: list[dict[str, Any]]) -> int:
     pyarrow, parquet = need("pyarrow", extra="parquet"), need("pyarrow.parquet", extra="parquet")
-    with storage_errors(to.name, to.parent):
-        parquet.write_table(pyarrow.Table.from_pylist(rows), to)
+    with replacing(to) as temporary:
+        parquet.write_table(pyarrow.Table.from_pylist(rows), temporary)
     return len(rows)

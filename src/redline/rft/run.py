@@ -34,7 +34,7 @@ def run_rounds(
     reports: list[dict[str, Any]] = []
     for number in range(1, rounds + 1):
         folder = run / f"round-{number}" if rounds > 1 else run
-        own = recipe if number == 1 else later_round(recipe, str(run / f"round-{number - 1}"))
+        own = recipe if number == 1 else later_round(recipe, str((run / f"round-{number - 1}").resolve()))
         with open_session(own, folder, bounds, device=device, views=views) as session:
             reports.append(run_all(session, test_base=number == 1))
         if reports[-1]["why"] != "finished":

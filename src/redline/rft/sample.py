@@ -62,7 +62,7 @@ def sample(session: Session) -> Outcome:
     with Store(session.folder.path / "samples.db") as store:
         store.put_questions(questions)
         settings = {**session.recipe.sampling, "first_prompt": fingerprint_of(prompts.texts[0])}
-        drawing = _Drawing(session, store, store.open_source(_model_name(session), settings), questions, prompts)
+        drawing = _Drawing(session, store, store.open_source(session.writer, settings), questions, prompts)
         why = session.until_it_fits("sample", drawing.run)
         outcome = drawing.outcome(why)
     if outcome.drawn:
@@ -262,11 +262,3 @@ def logprob_gap(model: Transformer, completions: Sequence[Completion], at_once: 
 def _ids(completion: Completion) -> tuple[int, ...]:
     assert isinstance(completion.request.prompt, tuple)
     return completion.request.prompt
-
-
-def _model_name(session: Session) -> str:
-    """The weights' hash; of a server only what it calls itself is known."""
-    place = session.recipe.model
-    if place.server is not None:
-        return fingerprint_of([place.server, place.server_model])
-    return session.sampler.fingerprint

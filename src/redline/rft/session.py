@@ -18,14 +18,14 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from redline.config.load import to_toml
-from redline.config.rft import RftRecipe, rft_differences, rft_from_toml, with_samples
+from redline.config.rft import RftRecipe, fingerprint_of, rft_differences, rft_from_toml, with_samples
 from redline.data.tokenizer import Tokenizer
 from redline.engine.local import LocalEngine, fitting_slots
 from redline.engine.prompt import render, stop_ids
@@ -42,7 +42,7 @@ from redline.rft.plan import Bounds, plan_precision, plan_samples, plan_slots, s
 from redline.tasks.registry import load_task
 from redline.tasks.task import Question, Task
 from redline.train.loop import Observer
-from redline.train.restore import Opened, open_on
+from redline.train.restore import Opened, open_on, open_weights
 
 T = TypeVar("T")
 _BEGUN = ("samples.db", "evaluations.jsonl", "train-samples", "train-answers")
@@ -85,15 +85,19 @@ class Speaker:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A hash of every weight as it was opened, on as many threads as there are cores: about 1 GB/s each."""
-        weights = self.opened.loaded.weights
+        return weights_fingerprint(self.opened)
 
-        def digest(name: str) -> bytes:
-            data = memoryview(weights[name].detach().contiguous().cpu().view(torch.uint8).numpy())  # type: ignore[arg-type]
-            return name.encode() + hashlib.blake2b(data, digest_size=16).digest()
 
-        with ThreadPoolExecutor() as threads:
-            return hashlib.blake2b(b"".join(threads.map(digest, sorted(weights))), digest_size=8).hexdigest()
+def weights_fingerprint(opened: Opened) -> str:
+    """A hash of every weight as it was opened, on as many threads as there are cores: about 1 GB/s each."""
+    weights = opened.loaded.weights
+
+    def digest(name: str) -> bytes:
+        data = memoryview(weights[name].detach().contiguous().cpu().view(torch.uint8).numpy())  # type: ignore[arg-type]
+        return name.encode() + hashlib.blake2b(data, digest_size=16).digest()
+
+    with ThreadPoolExecutor() as threads:
+        return hashlib.blake2b(b"".join(threads.map(digest, sorted(weights))), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,17 @@ class Session:
         """The model that writes the samples, and whose tokenizer and template make their prompts."""
         other = self.recipe.model.sampler
         return self.model if other is None else self._speaker(other)
+
+    @functools.cached_property
+    def writer(self) -> str:
+        """Who writes the samples, as the store names it: the hash of the sampler's weights; of a server only what it calls itself is
+        known. Remembered when the sampler is released; one that is not open is read without building it."""
+        place = self.recipe.model
+        if place.server is not None:
+            return fingerprint_of([place.server, place.server_model])
+        if place.sampler is None or "sampler" in self.__dict__:
+            return self.sampler.fingerprint
+        return weights_fingerprint(open_weights(Path(place.sampler)))
 
     def forget_model(self) -> None:
         """Open the model anew when it is next needed: a training has changed it."""
@@ -245,7 +260,7 @@ def open_session(
     with RunFolder(run) as folder:
         if folder.recipe_path.exists() and any((run / name).exists() for name in _BEGUN):
             before = rft_from_toml(folder.recipe_path.read_text(encoding="utf-8"), where=str(folder.recipe_path))
-            if changed := rft_differences(before, recipe):
+            if changed := rft_differences(_with_sampler_of(before, recipe, run), recipe):
                 more = f" and {len(changed) - 2} more" if len(changed) > 2 else ""
                 raise ConfigError(
                     f"{folder.path} holds a run of another recipe: {', '.join(changed[:2])}{more}; give another folder with --run, "
@@ -255,6 +270,16 @@ def open_session(
         save_plan(folder.plan_path, {"samples_per_question": (samples, why)})
         with failures_recorded(run):  # only now: a run of another recipe has not failed when it is left alone
             yield Session(recipe, folder, bounds, device, views or Views())
+
+
+def _with_sampler_of(before: RftRecipe, now: RftRecipe, run: Path) -> RftRecipe:
+    """The recipe that a folder holds, with the sampler as it is called now where both mean the round before this one: earlier versions
+    kept the path as it was typed, from wherever that was, and a run may have been moved. The store knows the weights themselves."""
+    old, new = before.model.sampler, now.model.sampler
+    name = Path(old or "").name
+    if new is not None and name.startswith("round-") and Path(new).resolve() == run.resolve().with_name(name):
+        return replace(before, model=replace(before.model, sampler=new))
+    return before
 
 
 def lora_config(recipe: RftRecipe) -> LoraConfig:

@@ -17,14 +17,14 @@ import torch
 
 from redline.config.rft import fingerprint_of
 from redline.engine.prompt import answer_text, end_id, render
-from redline.errors import ConfigError, DataError
+from redline.errors import CheckpointError, ConfigError, DataError
 from redline.model.huggingface import architecture, write_folder
 from redline.model.lora import add_lora
 from redline.record.files import write_atomic
 from redline.record.run import RunFolder, read_lines
 from redline.rft.plan import plan_pass, save_plan
 from redline.rft.session import Session, lora_config
-from redline.rft.store import Store
+from redline.rft.store import Source, Store
 from redline.tasks.task import Question
 from redline.train.adapter import check_family, write_adapter
 from redline.train.finetune import Example, FinetuneConfig, finetune
@@ -151,10 +151,28 @@ def _kept(session: Session, questions: dict[str, Question]) -> list[tuple[Questi
         ours = session.recipe.sampling
         if {key: settings.get(key) for key in ours} != ours:
             raise DataError(f"{store.path} was sampled last with other settings than the recipe's: run `redline rft sample` again")
+        _check_writer(session, source, store.path)
         kept = store.kept(source, session.recipe.sample.keep_per_question)
     if not kept:
         raise DataError("no sample is correct, so there is nothing to train on: more samples, a higher temperature or a better sampler")
     return [(questions[row.question], row.reasoning) for row in kept if row.question in questions]
+
+
+def _check_writer(session: Session, source: Source, samples: Path) -> None:
+    """Refuse samples of other weights than lie where the recipe says that they are written. A sampler that is no longer there has done
+    its work: that it cannot be asked is said, not an error."""
+    place = session.recipe.model
+    try:
+        writer = session.writer
+    except CheckpointError as error:
+        session.folder.event("writer_not_checked", why=str(error))
+        session.views.note(f"not checked: whether {samples} was written by the recipe's sampler; {error}")
+        return
+    if writer != source.model:
+        raise DataError(
+            f"{samples} was sampled last by another model ({source.model}) than {place.server or place.sampler or place.path} is now "
+            f"({writer}): run `redline rft sample` again, or put the model back"
+        )
 
 
 def _write_result(session: Session, place: Place) -> None:

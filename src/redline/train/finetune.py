@@ -35,7 +35,7 @@ from redline.train.process import Process
 from redline.train.schedule import lr_factor
 from redline.train.step import Learner, Update, update
 
-__all__ = ["Example", "FinetuneConfig", "finetune"]
+__all__ = ["Example", "FinetuneConfig", "Finetuner", "finetune"]
 
 _EXECUTION = ("examples_per_pass", "graph", "compile", "checkpoint_every")
 """Fields that say how a training is computed and saved, not what it is."""
@@ -110,7 +110,7 @@ def finetune(
     """Train the model in place on the examples, to the end or to a request to stop. With a run folder there is a record, and the run
     can be resumed by the same call on the same model; without, nothing is written."""
     check_examples(examples, context_length=model.config.context_length, vocab_size=model.config.vocab_size)
-    return _Finetuner(model, examples, config, folder, observers).run()
+    return Finetuner(model, examples, config, folder, observers).run()
 
 
 @dataclass
@@ -122,7 +122,9 @@ class _Progress:
     elapsed_s: float = 0.0
 
 
-class _Finetuner:
+class Finetuner:
+    """One fine-tuning. `run` is all of it; a loop of one's own calls `update` and `write_ready`, and in the end `drain` and `close`."""
+
     def __init__(
         self,
         model: Transformer,
@@ -164,22 +166,22 @@ class _Finetuner:
             with stop_on_signal(self._request_stop):
                 why = self._why_stop()
                 while why is None:
-                    self._update()
+                    self.update()
                     why = self._why_stop()
                     if why is not None or (self.config.checkpoint_every and self.progress.step % self.config.checkpoint_every == 0):
                         self._checkpoint()
-                    self._write(self.instruments.ready())
+                    self.write_ready()
                     if self.checkpoints is not None and self.checkpoints.idle():
                         self._announce_checkpoint()
             self._announce_checkpoint()
             self._event("end", step=self.progress.step, why=why, elapsed_s=round(self._elapsed_s(), 3))
             return Outcome(self.progress.step, why, self.last_line)
         finally:
-            self._close()
+            self.close()
 
     # ---- an update ----
 
-    def _update(self) -> None:
+    def update(self) -> None:
         """One update on the next batch; running out of memory halves the passes and tries the same batch again."""
         factor = lr_factor(self.train, self.progress.step + 1)
         while True:
@@ -261,6 +263,15 @@ class _Finetuner:
     def _rates(self, facts: dict[str, Any], step_s: float) -> dict[str, float | None]:
         batch = self.batches[facts["step"] - 1]
         return {"rows_per_s": len(batch) / step_s, "tokens_per_s": exact(batch).tokens / step_s}
+
+    def write_ready(self) -> None:
+        """Put the lines of finished updates into the record."""
+        self._write(self.instruments.ready())
+
+    def drain(self) -> None:
+        """Wait for every update so far, put its line into the record, and time the next one afresh."""
+        self._write(self.instruments.ready(drain=True))
+        self.instruments.restart()
 
     def _write(self, lines: Sequence[dict[str, Any]]) -> None:
         for line in lines:
@@ -346,7 +357,7 @@ class _Finetuner:
     def _request_stop(self) -> None:
         self.stop_requested = True
 
-    def _close(self) -> None:
+    def close(self) -> None:
         if self.config.compile:
             for block in self.model.blocks:
                 block._compiled_call_impl = None  # other shapes than these would each be compiled anew

@@ -153,6 +153,11 @@ class Trainer:
         if self.checkpoints.idle():
             self._announce_checkpoint()
 
+    def drain(self) -> None:
+        """Wait for every update so far, put its line into the record, and time the next one afresh."""
+        self._write(self.instruments.ready(drain=True))
+        self.instruments.restart()
+
     def close(self) -> None:
         """End the threads. A checkpoint that is being written is finished first: the folder is not given up half-written."""
         self.loader.close()

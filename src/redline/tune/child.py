@@ -97,8 +97,7 @@ class Training:
         self.trainer.turn()
 
     def drain(self) -> None:
-        self.trainer._write(self.trainer.instruments.ready(drain=True))
-        self.trainer.instruments.restart()
+        self.trainer.drain()
 
     def close(self) -> None:
         self._stack.close()

@@ -14,7 +14,7 @@ from redline.config.recipe import Recipe
 from redline.model.lora import LoraConfig, add_lora
 from redline.model.transformer import Transformer, build_model
 from redline.optimizations.work import Finetuning
-from redline.train.finetune import Example, FinetuneConfig, _Finetuner
+from redline.train.finetune import Example, FinetuneConfig, Finetuner
 from redline.train.packing import Shape, exact
 
 ROWS = 1000
@@ -36,7 +36,7 @@ class Finetuned:
             compile=how.compile != "off",
         )  # fmt: skip
         rows = examples(recipe)
-        self.tuner = _Finetuner(model, rows, config, None, [self])
+        self.tuner = Finetuner(model, rows, config, None, [self])
         whole = [batch for batch in self.tuner.batches if len(batch) == train.batch_size]  # a short last one would be another step
         self.tuner.batches, self.tuner.shapes = whole, self.tuner.shapes[: len(whole)]
         if how.padded:
@@ -51,15 +51,14 @@ class Finetuned:
 
     def step(self) -> None:
         self.tuner.progress.step %= len(self.tuner.batches)  # round and round: a trial has no last update
-        self.tuner._update()
-        self.tuner._write(self.tuner.instruments.ready())
+        self.tuner.update()
+        self.tuner.write_ready()
 
     def drain(self) -> None:
-        self.tuner._write(self.tuner.instruments.ready(drain=True))
-        self.tuner.instruments.restart()
+        self.tuner.drain()
 
     def close(self) -> None:
-        self.tuner._close()
+        self.tuner.close()
 
     def metrics(self, line: dict[str, Any]) -> None:
         self.losses.append(line["loss"])

@@ -79,7 +79,7 @@ class Generation:
         """A pass over all tokens so far for each new one; gives the new tokens and their log-probabilities."""
         logprobs, start = [], tokens_BT.shape[1]
         for _ in range(new_tokens):
-            logits_BV = self.model.head(self.model._hidden(tokens_BT)[:, -1]).float()  # not of all positions, which would take gigabytes
+            logits_BV = self.model.head(self.model.hidden(tokens_BT)[:, -1]).float()  # not of all positions, which would take gigabytes
             next_B1 = logits_BV.argmax(-1, keepdim=True) if greedy else (logits_BV / TEMPERATURE).softmax(-1).multinomial(1)
             logprobs.append(logits_BV.log_softmax(-1).gather(-1, next_B1))
             tokens_BT = torch.cat([tokens_BT, next_B1], dim=1)
@@ -136,7 +136,7 @@ def reference_logprobs(model: Transformer, prompts_BT: Tensor, chosen_BT: Tensor
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        logits_BTV = model.head(model._hidden(torch.cat([prompts_BT, chosen_BT], dim=1))[:, prompts_BT.shape[1] - 1 : -1])
+        logits_BTV = model.head(model.hidden(torch.cat([prompts_BT, chosen_BT], dim=1))[:, prompts_BT.shape[1] - 1 : -1])
     finally:
         model.compute_dtype = kept
         torch.set_float32_matmul_precision(before)

@@ -1,12 +1,14 @@
 """The table of an ablation, claimed beside measured: as Markdown, or as cells for the terminal. No torch."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from redline.optimizations.catalogue import ratio
 from redline.record.units import format_bytes
 from redline.tune.ablate import Row
 
 COLUMNS = ("change", "claimed", "by", "measured", "interval", "verdict", "tokens/s", "memory", "numerics")
+BRIEF = ("change", "claimed", "measured", "interval", "verdict")
 WORKLOADS = {"train": "pre-training", "generate": "generation", "finetune": "LoRA fine-tuning"}
 
 
@@ -19,6 +21,15 @@ def cells(row: Row) -> tuple[str, ...]:
     tokens = f"{row.tokens_per_s:,.0f}" if row.tokens_per_s is not None else ""
     memory = format_bytes(row.memory_bytes) if row.memory_bytes else ""
     return (name, ratio(row.claimed) if row.claimed else "", row.source, measured, interval, verdict, tokens, memory, row.numerics)
+
+
+def brief_cells(row: Row) -> tuple[tuple[str, ...], str]:
+    """The cells of a narrow terminal (`BRIEF`), and what the other columns say as a text below them."""
+    named = dict(zip(COLUMNS, cells(replace(row, note="")), strict=True)) | {"change": row.name}
+    kept = row.title if row.stage == "all" else ""
+    speed = f"{named['tokens/s']} tokens/s" if named["tokens/s"] else ""
+    below = (kept, speed, named["memory"], named["numerics"], row.note)
+    return tuple(named[column] for column in BRIEF), "; ".join(text for text in below if text)
 
 
 def markdown(rows: Sequence[Row], title: str, where: str) -> str:
