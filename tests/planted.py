@@ -3,9 +3,9 @@
     python tests/planted.py                                  # CPU, a small nano
     python tests/planted.py --recipe gpt2-124m               # the same on a GPU, with the faults that only a GPU has
 
-A fault goes in through the code that a user would slow down: the data set, an observer, a hook of the update, a pin of the plan. A clean
-and a faulty run take turns, ten updates at a time, and the gain measured is the ratio of their wall clocks. Padding is not among the
-faults: pre-training has none.
+A fault goes in through the code that a user would slow down: the data set, an observer, a pin of the plan; padding, generation without a
+cache and losses read too soon, which our own training has not, in loops of a user's own (planted_loops.py). A clean and a faulty run take
+turns, some updates at a time, and the gain measured is the ratio of their wall clocks.
 """
 
 import argparse
@@ -13,14 +13,15 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from planted_loops import learn_from_samples, read_every_loss, train_on_rows
 
 from redline.config.load import load_recipe, to_toml
 from redline.data.shards import TokenDataset
@@ -28,6 +29,7 @@ from redline.diagnose.own import read_run
 from redline.diagnose.rules import diagnose
 from redline.machine.facts import read_facts
 from redline.machine.store import cached
+from redline.observe import WatchedRun
 from redline.plan.hardware import hardware_here
 from redline.plan.plan import Hardware, save
 from redline.plan.planner import make_plan
@@ -81,7 +83,10 @@ class Fault:
     """Delay of each read, in clean updates."""
     observer: tuple[float, int] = (0.0, 1)
     """Delay in clean updates, and every how many lines."""
-    sync: bool = False
+    loop: Callable[..., Iterator[WatchedRun]] | None = None
+    """A loop of a user's own in the place of the recipe's training; its clean arm is the same loop without the fault."""
+    block: int = 10
+    """Updates in a turn."""
     gpu_only: bool = False
 
 
@@ -91,10 +96,51 @@ FAULTS = {
     "needless recomputation": Fault("needless-recomputation", pins=("plan.recompute=full",)),
     "logging in the loop": Fault("host-gap", observer=(1.0, 1)),
     "a stall every 10 updates": Fault("stall", observer=(15.0, 10)),
+    "padding": Fault("padding", loop=train_on_rows),
+    "generation without a cache": Fault("uncached-generation", loop=learn_from_samples, block=2),
     "fp32": Fault("slow-precision", pins=("plan.precision=fp32",), gpu_only=True),
     "not compiled": Fault("not-compiled", pins=("plan.compile=off",), gpu_only=True),
-    "sync in the update": Fault("sync", sync=True, gpu_only=True),
+    "sync in the loop": Fault("sync", loop=read_every_loss, gpu_only=True),
 }
+
+
+class Arm(Protocol):
+    """A run that is turned by hand."""
+
+    def restart(self) -> None:
+        """The next update begins now."""
+
+    def turn(self) -> None:
+        """One update."""
+
+    def drain(self) -> None:
+        """Wait for the last update and record it."""
+
+
+class Training:
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.restart, self.turn = trainer.instruments.restart, trainer.turn
+
+    def drain(self) -> None:
+        self._trainer.drain()
+
+
+class Loop:
+    def __init__(self, updates: Iterator[WatchedRun]) -> None:
+        self._updates = updates
+        self._run: WatchedRun | None = None
+
+    def restart(self) -> None:
+        if self._run is not None:
+            self._run.restart()
+
+    def turn(self) -> None:
+        self._run = next(self._updates)
+
+    def drain(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
 
 @dataclass(frozen=True)
@@ -107,8 +153,17 @@ class Bench:
     folder: Path
 
     @contextmanager
+    def arm(self, name: str, fault: Fault, clean_s: float, *, faulty: bool) -> Iterator[Arm]:
+        """A real run with or without the fault in it; it is not run to its end."""
+        if fault.loop is None:
+            with self.trainer(name, fault if faulty else Fault(""), clean_s) as trainer:
+                yield Training(trainer)
+            return
+        with closing(fault.loop(self.folder / name, torch.device(self.hardware.kind), faulty=faulty)) as updates:
+            yield Loop(updates)
+
+    @contextmanager
     def trainer(self, name: str, fault: Fault, clean_s: float) -> Iterator[Trainer]:
-        """A real run with the fault in it, to be turned by hand; it is not run to its end."""
         recipe = load_recipe(self.recipe, [*self.overrides, "train.steps=100000", *fault.pins])
         plan = make_plan(recipe, self.hardware)
         process = Process(0, 1, torch.device(self.hardware.kind))
@@ -129,41 +184,31 @@ class Bench:
                 observers=(SlowObserver(fault.observer[0] * clean_s, fault.observer[1]),),
             )
             trainer = Trainer(job, process)
-            if fault.sync:
-                trainer.learner.before_update = _then_synchronize(trainer.learner.before_update)
             try:
                 yield trainer
             finally:
                 trainer.close()
 
 
-def _then_synchronize(hook: Callable[[], None]) -> Callable[[], None]:
-    def both() -> None:
-        hook()
-        torch.cuda.synchronize()
-
-    return both
-
-
-def turn(trainer: Trainer, turns: int) -> float:
+def turn(arm: Arm, turns: int) -> float:
     """Seconds of some updates by the wall clock, to the end of the last."""
-    trainer.instruments.restart()
+    arm.restart()
     started_s = time.perf_counter()
     for _ in range(turns):
-        trainer.turn()
-    trainer._write(trainer.instruments.ready(drain=True))
+        arm.turn()
+    arm.drain()
     return time.perf_counter() - started_s
 
 
 def plant(bench: Bench, name: str, *, blocks: int) -> dict[str, Any]:
-    """Blocks of ten updates, clean and faulty in turn so that both meet the same load; the wall clock, not the record, is the measure."""
+    """Blocks of updates, clean and faulty in turn so that both meet the same load; the wall clock, not the record, is the measure."""
     fault = FAULTS[name]
-    with bench.trainer(f"{name} clean", Fault(""), 0.0) as clean:
+    with bench.arm(f"{name} clean", fault, 0.0, faulty=False) as clean:
         turn(clean, 5)
         clean_s = turn(clean, 5) / 5
-        with bench.trainer(name, fault, clean_s) as faulty:
+        with bench.arm(name, fault, clean_s, faulty=True) as faulty:
             turn(faulty, 5)  # warm, and so that what comes every ten updates falls into the middle of a block
-            ratios = [turn(faulty, 10) / turn(clean, 10) for _ in range(blocks)]
+            ratios = [turn(faulty, fault.block) / turn(clean, fault.block) for _ in range(blocks)]
     findings = diagnose(read_run(bench.folder / name))
     top = findings[0] if findings else None
     predicted = top.gain.middle if top and top.gain else 1.0
@@ -196,7 +241,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe")
     parser.add_argument("--set", action="append", default=[])
-    parser.add_argument("--blocks", type=int, default=6, help="blocks of ten updates for each arm")
+    parser.add_argument("--blocks", type=int, default=6, help="blocks of updates for each arm")
     parser.add_argument("--only", choices=FAULTS)
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()

@@ -71,3 +71,21 @@ def test_only_what_the_gpu_stood_idle_for_is_a_wait(tmp_path: Path) -> None:
 def test_a_loss_read_back_every_update_is_found_with_its_line(tmp_path: Path) -> None:
     loop(tmp_path / "run", read_back=True)
     assert "test_observe_gpu.py" in causes(tmp_path / "run")["sync"]
+
+
+def test_a_missing_cache_is_found_without_waiting_for_the_gpu(tmp_path: Path) -> None:
+    """Every prefix computed again, 24 times an update, in torch's mode that forbids waits."""
+    model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(8)]).cuda()
+    texts = torch.randn(64, 88, 2048, device="cuda")
+    with torch.no_grad(), redline.watch(tmp_path / "run", model=model, quiet=True) as run:
+        for step in range(12):
+            if step > 5:  # after the one update that is searched for waits
+                torch.cuda.set_sync_debug_mode("error")
+            with run.phase("generate"):
+                for positions in range(64, 88):
+                    model(texts[:, :positions])
+            run.step(tokens=64 * 24)
+        torch.cuda.set_sync_debug_mode("default")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(0.9 * line["step_s"] < line["generate_s"] <= 1.01 * line["step_s"] for line in lines[6:])
+    assert "uncached-generation" in causes(tmp_path / "run")

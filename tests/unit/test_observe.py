@@ -216,7 +216,7 @@ def test_an_error_of_the_loop_stays_the_loops(tmp_path: Path, capsys: pytest.Cap
     assert events_of(tmp_path / "run")[-1]["error"] == "ZeroDivisionError: the loop's own"
     assert [line["loss"] for line in lines_of(tmp_path / "run")] == [1.0], "the newest line is not lost"
     assert capsys.readouterr().err == ""
-    with pytest.raises(ConfigError, match=r"one of copy, forward.*did you mean 'forward'"):
+    with pytest.raises(ConfigError, match=r"one of generate, copy, forward.*did you mean 'forward'"):
         redline.watch(tmp_path / "other", model=model_of()).phase("foward")
 
 
@@ -351,6 +351,26 @@ def test_waits_for_the_gpu_are_given_with_their_lines(
         watched.event("waits_for_gpu", times=1, where="train.py:42")
     (finding,) = [f for f in watched.findings() if f.cause == "sync"]
     assert "train.py:42" in finding.title
+    assert finding.gain is None, "without phases nobody knows what it costs"
+
+
+def test_a_wait_costs_what_the_host_does_behind_it(tmp_path: Path) -> None:
+    """5 ms of phases and 5 ms of nothing: it is the wait's, and not told twice."""
+    for waits in (False, True):
+        with redline.watch(tmp_path / str(waits), model=model_of(), quiet=True) as watched:
+            for _ in range(8):
+                for phase, seconds in (("forward", 0.002), ("backward", 0.002), ("optimizer", 0.001)):
+                    with watched.phase(phase):
+                        time.sleep(seconds)
+                time.sleep(0.005)
+                watched.step()
+            if waits:
+                watched.event("waits_for_gpu", times=1, where="train.py:42")
+        top = watched.findings()[0]
+        assert top.cause == ("sync" if waits else "host-gap")
+        assert {"sync", "host-gap"} & {f.cause for f in watched.findings()} == {top.cause}
+        assert top.gain is not None
+        assert 1.5 < top.gain.middle < 2.3
 
 
 # ---- what it costs, and what it does not load ----

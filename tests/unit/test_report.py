@@ -57,6 +57,17 @@ class TestFigures:
         assert parts["forward"] == pytest.approx(2 * parts["optimiser update"])
         assert sum(parts.values()) == pytest.approx(27.75)
 
+    def test_generation_is_a_part_of_its_own(self, tmp_path: Path) -> None:
+        """Beside the phases of the update, and alone where no other is marked."""
+        made = [line | {"generate_s": 0.1, "forward_s": 0.05, "backward_s": 0.1, "optimizer_s": 0.05} for line in lines()]
+        parts = {part.name: part.elapsed_s for part in time_parts(read_run(write_run(tmp_path / "a", metrics=made)))}
+        assert parts["generation"] == pytest.approx(parts["backward"])
+        assert sum(parts.values()) == pytest.approx(27.75)
+        made = [line | {"generate_s": 0.1} for line in lines()]
+        alone = {part.name: part.elapsed_s for part in time_parts(read_run(write_run(tmp_path / "b", metrics=made)))}
+        assert alone["generation"] == pytest.approx(parts["generation"])
+        assert alone["updates"] == pytest.approx(sum(parts[name] for name in ("forward", "backward", "optimiser update", "between phases")))
+
     def test_the_first_updates_after_a_resume_count_in_no_speed(self, tmp_path: Path) -> None:
         made = lines()
         for line in made[20:25]:

@@ -23,7 +23,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--minutes", type=float, default=30.0, metavar="N", help="time for all of it (default 30)")
     command.add_argument(
-        "--block-seconds", type=float, default=0.5, metavar="S", help="length of a timed block (default 0.5); shorter is quicker and less sure"
+        "--block-seconds",
+        type=float,
+        default=0.5,
+        metavar="S",
+        help="of a timed block (default 0.5); shorter is quicker and less sure",
     )
     command.add_argument("--out", type=Path, metavar="DIR", help="the folder (default runs/ablate-RECIPE)")
     command.add_argument("--markdown", action="store_true", help="print the table as Markdown")

@@ -6,6 +6,7 @@ planner would have made are in plans.py, those on generation in generation.py.
 
 from itertools import accumulate, pairwise
 from statistics import fmean, median
+from typing import Any
 
 from redline.diagnose.finding import Evidence, Finding, Gain
 from redline.diagnose.observed import PHASES, Observed, Step
@@ -72,23 +73,26 @@ def data_wait(observed: Observed) -> list[Finding]:
     ]
 
 
-def host_gap(observed: Observed) -> list[Finding]:
-    """Time between updates that neither the phases nor the loader account for: logging, an observer, a synchronisation."""
+def _gap_s(observed: Observed) -> float:
+    """Time of an update that neither its phases nor the loader account for. The median, because what comes every N updates is a stall
+    and has its own rule."""
     gaps = [idle - _wait_s(s) for s in observed.steady if (idle := idle_s(s)) is not None]
-    mean_s = observed.mean("step_s")
-    if not gaps or not mean_s:
+    return median(gaps) if gaps else 0.0
+
+
+def host_gap(observed: Observed) -> list[Finding]:
+    """Time between updates in which nothing is computed, and nobody was seen to wait for the GPU: logging, an observer."""
+    gap_s, mean_s = _gap_s(observed), observed.mean("step_s")
+    if not mean_s or gap_s / mean_s < WORTH_SAYING or _waits(observed):
         return []
-    # The median, because what comes every N updates is a stall and has its own rule.
-    share = median(gaps) / mean_s
-    if share < WORTH_SAYING:
-        return []
+    share = gap_s / mean_s
     return [
         Finding(
             cause="host-gap",
             kind="cause",
             title=f"Between updates {share:.0%} of the time passes with nothing computed",
             evidence=(
-                Evidence("gap", median(gaps) * 1e3, "ms an update, median, data wait taken off"),
+                Evidence("gap", gap_s * 1e3, "ms an update, median, data wait taken off"),
                 Evidence("update", mean_s * 1e3, "ms, mean"),
             ),
             fix="take out of the loop what waits: an observer or exporter that blocks (log from a thread, or less often), .item(), print, "
@@ -99,12 +103,27 @@ def host_gap(observed: Observed) -> list[Finding]:
     ]
 
 
+def _scales_with_positions(observed: Observed, mean_s: float) -> tuple[float, float, str]:
+    """The part of the step that computes padded rows, the least share of that part that shrinks with its positions, and how it is known.
+
+    Forward and backward shrink with the positions, up to what a pass costs whatever it computes (launches, weights read, gradients
+    written): 15 % of them at most in passes that fill the device. Generation and the optimiser's update do not. Where phases are not
+    recorded, the least allows for an optimiser and a host that take a third of the step.
+    """
+    forward_s, backward_s, update_s = observed.mean("forward_s"), observed.mean("backward_s"), observed.part("update_actor")
+    if forward_s is not None and backward_s is not None:
+        return min(1.0, (forward_s + backward_s) / mean_s), 0.85, "forward and backward"
+    if observed.format == "verl" and update_s:
+        return min(1.0, update_s / mean_s), 0.6, "the actor's update"
+    return 1.0, 0.6, "all of it, as no phases are recorded"
+
+
 def padding(observed: Observed) -> list[Finding]:
     """Positions computed that hold no token."""
     share, mean_s = observed.mean("padding_share"), observed.mean("step_s")
     if not share or not mean_s:
         return []
-    part = (observed.part("update_actor") or mean_s) / mean_s if observed.format == "verl" else 1.0
+    part, least, known = _scales_with_positions(observed, mean_s)
     if share * part < WORTH_SAYING:
         return []
     return [
@@ -112,14 +131,14 @@ def padding(observed: Observed) -> list[Finding]:
             cause="padding",
             kind="cause",
             title=f"{share:.0%} of the positions computed are padding",
-            evidence=(Evidence("padding", share, "of all positions"), Evidence("of the step", part, "computes padded rows")),
+            evidence=(Evidence("padding", share, "of all positions"), Evidence("padded rows computed in", part, f"of the step: {known}")),
             fix="pack rows to the length of a pass"
             + (
                 " (actor_rollout_ref.model.use_remove_padding=True)"
                 if observed.format == "verl"
                 else " (redline packs by itself; TRL: packing=True, padding_free=True; Trainer: train_sampling_strategy by length)"
             ),
-            gain=saved(mean_s, 0.6 * share * part, share * part, "what scales with positions shrinks by the share of padding"),
+            gain=saved(mean_s, least * share * part, share * part, "what scales with positions shrinks by the share of padding"),
             confidence=0.8 if observed.format == "run" else 0.5,
         )
     ]
@@ -270,23 +289,33 @@ def warm_up(observed: Observed) -> list[Finding]:
     ]
 
 
+def _waits(observed: Observed) -> dict[str, Any]:
+    """What torch's detector saw of waits for the GPU, the last time it looked."""
+    return next((event for event in reversed(observed.events) if event.get("event") == "waits_for_gpu"), {})
+
+
 def waits(observed: Observed) -> list[Finding]:
-    """A watched loop in which the host waits for the GPU: torch's detector saw it, and says where. What it costs shows only without it."""
-    events = [event for event in observed.events if event.get("event") == "waits_for_gpu"]
-    if not events:
+    """A watched loop in which the host waits for the GPU: torch's detector saw it, and says where. It costs what the host does afterwards,
+    which would be hidden behind the GPU's work; where no gap shows, what it costs shows only without it."""
+    event, gap_s, mean_s = _waits(observed), _gap_s(observed), observed.mean("step_s")
+    if not event:
         return []
-    times, where = events[-1].get("times"), str(events[-1].get("where"))
+    share = gap_s / mean_s if mean_s else 0.0
+    gap = (Evidence("nothing computed", gap_s * 1e3, "ms an update, median, data wait taken off"),) if share >= WORTH_SAYING else ()
     return [
         Finding(
             cause="sync",
             kind="cause",
-            title=f"The host waits for the GPU {times} time(s) in an update: {where}",
+            title=f"The host waits for the GPU {event.get('times')} time(s) in an update: {event.get('where')}",
             evidence=(
-                Evidence("waits", where, f"seen by torch.cuda.set_sync_debug_mode in the update after step {events[-1].get('step')}"),
+                Evidence(
+                    "waits", str(event.get("where")), f"seen by torch.cuda.set_sync_debug_mode in the update after step {event.get('step')}"
+                ),
+                *gap,
             ),
             fix="read losses late, every N updates (.item(), .cpu(), print, `if tensor`); copy batches from pinned memory with "
             "non_blocking=True (Trainer: logging_nan_inf_filter=False)",
-            gain=None,
+            gain=saved(mean_s or 0.0, 0.85 * share, share, "what the host does meanwhile hidden behind the GPU's work") if gap else None,
             confidence=0.9,
         )
     ]

@@ -1,11 +1,12 @@
 """Generation: far below what cached decoding gives, in batches smaller than they seem, or of more samples than are needed.
 
 With a cache of keys and values one decoding step reads every weight once, whatever the number of sequences: 2 bytes x parameters /
-bandwidth is its floor. Without one it computes the whole prefix again for every token.
+bandwidth is its floor. Without one it computes the whole prefix again for every token. A watched loop shows which (observe/generation.py).
 """
 
 import math
 import re
+from typing import Any
 
 from redline.diagnose.causes import WORTH_SAYING, saved
 from redline.diagnose.claims import spec_of
@@ -19,14 +20,18 @@ DECODE_SHARE = 0.5
 """Share of the bandwidth that a good engine's decoding step reaches, attention and sampling included."""
 SLOW_STEP_S = 0.05
 """A decoding step of a cached engine takes 5 to 30 ms on one GPU at up to 256 sequences; longer has another cause."""
+CACHED_CALL = (0.75, 1.5)
+"""What a call with a cache takes, in what is read off the calls without one: the cache is read and extended, small products are slower."""
 GENERATED_TOGETHER = {10: 331.0, 240: 9_600.0, 1920: 24_900.0}
 """Tokens/s of transformers' `generate` by sequences in a call (H200, 360M parameters, measured for this project)."""
 
 
 def uncached(observed: Observed) -> list[Finding]:
-    """Reinforcement learning whose generation is slower than its floor by more than a good engine's share."""
+    """Reinforcement learning whose generation computes every prefix again, or is as slow as if it did."""
     if observed.format == "verl":
         return _uncached_log(observed)
+    if observed.format == "run":
+        return _uncached_loop(observed)
     if observed.format == "document" and observed.facts.mfu_scope == "the actor's update":
         return _uncached_document(observed)
     return []
@@ -66,6 +71,39 @@ def _uncached_log(observed: Observed) -> list[Finding]:
             "not help",
             gain=saved(step_s, 0.6 * less, less, "generation at the speed of cached decoding, the rest as it is"),
             confidence=0.95 if told else 0.6,
+        )
+    ]
+
+
+def _uncached_loop(observed: Observed) -> list[Finding]:
+    """A watched loop: the model's calls were noted in some updates, and those that computed the prefix again are counted."""
+    last: dict[str, Any] = next((event for event in reversed(observed.events) if event.get("event") == "generation"), {})
+    mean_s, generate_s = observed.mean("step_s"), observed.mean("generate_s")
+    if "repeated_s" not in last or not mean_s or not generate_s:
+        return []
+    spec, share = spec_of(observed), min(1.0, generate_s / mean_s)
+    floor_s = decode_floor_s(spec, observed.facts.parameters) if spec and observed.facts.parameters else 0.0
+    cached_s = max(floor_s, last["cached_call_s"])
+    less_s = [max(0.0, last["repeated_s"] - last["repeated_calls"] * factor * cached_s) for factor in reversed(CACHED_CALL)]
+    low, high = (share * seconds / last["generate_s"] for seconds in less_s)
+    if high < WORTH_SAYING:
+        return []
+    again = last["positions"] / last["tokens"]
+    return [
+        Finding(
+            cause="uncached-generation",
+            kind="cause",
+            title=f"Generation takes {share:.0%} of the step and computes {again:.0f} positions for each token: no key/value cache",
+            evidence=(
+                Evidence("generation", share, "of the step"),
+                Evidence("positions computed", again, "for each token generated; 1 with a cache, and the prompt once"),
+                Evidence("a call of the model", last["first_call_s"] * 1e3, f"ms at first, {last['last_call_s'] * 1e3:.3g} at the end"),
+                Evidence("with a cache", cached_s * 1e3, "ms a call, from how the host's time grows with positions"),
+            ),
+            fix="generate(..., use_cache=True), and use_cache in the model's config; gradient checkpointing switches the cache off: "
+            "turn it off while generating. An engine (vLLM, SGLang, `redline generate`) always has one",
+            gain=saved(mean_s, low, high, "calls of one position a row, prompts and everything else as they are"),
+            confidence=0.9,
         )
     ]
 

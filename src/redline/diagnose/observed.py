@@ -12,7 +12,7 @@ from typing import Any
 from redline.config.recipe import Recipe
 from redline.plan.plan import Plan
 
-PHASES = ("copy_s", "forward_s", "backward_s", "optimizer_s")
+PHASES = ("generate_s", "copy_s", "forward_s", "backward_s", "optimizer_s")
 WARM_UP = 5
 """Updates left out at the start: compiling, allocating, and the loader's queue, which is full then and hides a slow loader."""
 
@@ -29,6 +29,7 @@ class Step:
     mfu: float | None = None
     memory_bytes: float | None = None
     data_wait_s: float | None = None
+    generate_s: float | None = None
     copy_s: float | None = None
     forward_s: float | None = None
     backward_s: float | None = None

@@ -271,9 +271,16 @@ def not_compiled(observed: Observed) -> list[Finding]:
     ]
 
 
+def _training_share(observed: Observed) -> float:
+    """Share of the step in which a model could be trained: an MFU of the whole step counts generation as time in which nothing was."""
+    generate_s, step_s = observed.mean("generate_s"), observed.mean("step_s")
+    return max(0.01, 1 - generate_s / step_s) if generate_s and step_s else 1.0
+
+
 def empty_memory(observed: Observed) -> list[Finding]:
     """A foreign log that shows little memory in use and a low MFU: passes are too small."""
     used, have, mfu = observed.median("memory_bytes"), observed.facts.memory_bytes, observed.median("mfu")
+    mfu = mfu / _training_share(observed) if mfu is not None else None
     if observed.plan is not None or not used or not have or used / have > 0.6 or (mfu or 0.0) > 0.4 or mfu is None:
         return []
     micro = observed.facts.micro_batch
@@ -300,7 +307,7 @@ def low_mfu(observed: Observed) -> list[Finding]:
     per_token = facts.flops_per_token or (6 * facts.parameters if facts.parameters else None)
     if observed.plan is not None or peak is None or per_token is None or speed is None or observed.format == "verl":
         return []
-    mfu = per_token * speed / (peak * 1e12 * (facts.gpus or 1))
+    mfu = per_token * speed / (peak * 1e12 * (facts.gpus or 1)) / _training_share(observed)
     if mfu >= 0.3 or mfu <= 0:
         return []
     return [

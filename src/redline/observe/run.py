@@ -18,7 +18,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -35,14 +35,15 @@ from redline.machine.telemetry import GpuTelemetry, process_rss_bytes
 from redline.observe.batch import Number, Seen
 from redline.observe.clock import Clock, Moment
 from redline.observe.facts import Described, Told
+from redline.observe.generation import Calls, Fastest
 from redline.observe.sync import SyncWatch
 from redline.record.files import write_atomic
 from redline.record.run import LineWriter, RunFolder, read_lines
 from redline.record.units import format_duration, format_rate
 
-Phase = Literal["copy", "forward", "backward", "optimizer"]
+Phase = Literal["generate", "copy", "forward", "backward", "optimizer"]
 Pause = Literal["validation", "checkpoint"]
-PHASES: tuple[Phase, ...] = ("copy", "forward", "backward", "optimizer")
+PHASES: tuple[Phase, ...] = ("generate", "copy", "forward", "backward", "optimizer")
 WRITE_EVERY_S, MOST_HELD = 1.0, 64
 """Lines are written together, because the first of them finds every cache cold and costs ten times the others."""
 SYNCS_AFTER = 3
@@ -66,6 +67,8 @@ class _Update:
     numbers: dict[str, Any]
     late: tuple[list[str], Tensor] | None
     """Numbers on their way from the GPU, with their names."""
+    calls: Calls | None
+    """What was generated, where it was looked at."""
     added: dict[str, float] = field(default_factory=dict)
 
 
@@ -98,7 +101,7 @@ class WatchedRun:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         joined = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._rank, self._world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
-        self._device, self.clock, self._described = device, Clock(device), Described(model, device)
+        self._model, self._device, self.clock, self._described = model, device, Clock(device), Described(model, device)
         self._telemetry = GpuTelemetry(device.index or 0) if device.type == "cuda" else None
         self._folder, self._first_step, self._step = RunFolder(path), start_step, start_step
         self._flying: deque[_Update] = deque()
@@ -110,6 +113,8 @@ class WatchedRun:
         self._tokens = self._elapsed_s = 0.0
         self._lines: LineWriter | None = None
         self._waits: SyncWatch | None = None
+        self._calls: Calls | None = None
+        self._fastest: Fastest = {}
 
     # ---- the block ----
 
@@ -143,7 +148,7 @@ class WatchedRun:
         self._lines.close()
         self._lines = None
         elapsed_s = round(self._elapsed_s + time.perf_counter() - self._started_at, 3)
-        if kind is None or issubclass(kind, KeyboardInterrupt | SystemExit):
+        if kind is None or issubclass(kind, KeyboardInterrupt | SystemExit | GeneratorExit):
             why = "finished" if kind is None else f"stopped by {kind.__name__}"
             self._folder.event("end", step=self._step, why=why, elapsed_s=elapsed_s)
         else:
@@ -169,11 +174,27 @@ class WatchedRun:
             self._seen.add(batch)
             yield batch
 
-    def phase(self, name: Phase) -> _Span:
+    def phase(self, name: Phase) -> AbstractContextManager[None]:
         """A part of the update, as a context manager; several of one name in an update add up."""
         if name not in PHASES:
             raise ConfigError(f"a phase is one of {', '.join(PHASES)}, got {name!r}{nearest(name, PHASES)}")
-        return _Span(self, f"{name}_s")
+        return self._generate() if name == "generate" else _Span(self, f"{name}_s")
+
+    @contextmanager
+    def _generate(self) -> Iterator[None]:
+        """Whoever generates must look at each token to know when to stop: these waits for the GPU are not the loop's. The model's calls
+        are noted in updates 2 to 8, then in 16, 32 and so on: texts may grow."""
+        number = self._step - self._first_step + 1
+        if self._calls is None and self._lines is not None and (2 <= number <= 8 or (number > 8 and number.bit_count() == 1)):
+            self._calls = Calls(self._model, self.clock)
+        if self._waits is not None:
+            self._waits.look_away()
+        try:
+            with _Span(self, "generate_s"), self._calls or nullcontext():
+                yield
+        finally:
+            if self._waits is not None:
+                self._waits.look_again()
 
     def step(self, *, loss: Number | None = None, tokens: Number | None = None, padding_share: Number | None = None) -> None:
         """An update is done (on a GPU: issued). Tensors are not read back here. `tokens` and `padding_share` of this process are needed
@@ -185,10 +206,10 @@ class WatchedRun:
         self._step += 1
         if self._lines is not None:
             issue_s = ended_at - self._began_at - self._waited_s
-            self._flying.append(_Update(self._step, self._begin, end, issue_s, ended_at, self.spans, seen, numbers, late))
+            self._flying.append(_Update(self._step, self._begin, end, issue_s, ended_at, self.spans, seen, numbers, late, self._calls))
             if len(self._flying) > MOST_HELD or ended_at - self._written_at > WRITE_EVERY_S:
                 self._write(leave=1)
-        self.spans, self._seen, self._waited_s = [], Seen(), 0.0
+        self.spans, self._calls, self._seen, self._waited_s = [], None, Seen(), 0.0
         self._begin, self._began_at = end, ended_at
         if not self._plan and self._lines is not None:
             self._plan = self._described.plan(seen, self._tokens_per_step, self._world_size, self._told)
@@ -226,7 +247,11 @@ class WatchedRun:
         if self._waits is not None:  # those in the pause are no part of an update either
             self._waits.stop()
             self._waits = SyncWatch()
-        self.spans, self._begin, self._began_at = [], self.clock.now(), time.perf_counter()
+        self.restart()
+
+    def restart(self) -> None:
+        """The next update begins now: what was done since the last is part of none."""
+        self.spans, self._calls, self._begin, self._began_at = [], None, self.clock.now(), time.perf_counter()
 
     def add(self, **found: float) -> None:
         """Metrics of the last update that came to be known after its `step`."""
@@ -273,6 +298,8 @@ class WatchedRun:
         found: dict[str, Any] = {"issue_s": update.issue_s, "elapsed_s": self._elapsed_s + update.ended_at - self._started_at}
         for metric, begin, end in update.spans:
             found[metric] = found.get(metric, 0.0) + self.clock.seconds(begin, end)
+        if update.calls is not None and update.calls.made:
+            self._folder.event("generation", step=update.step, **update.calls.facts(found["generate_s"], self._fastest))
         counted, tokens, padding_share = numbers.pop("counted"), numbers.pop("tokens"), numbers.pop("padding_share")
         if padding_share is None and update.seen.masked:
             padding_share = 1 - counted / update.seen.positions

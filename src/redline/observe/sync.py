@@ -25,6 +25,12 @@ class SyncWatch:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
 
+    def look_away(self) -> None:
+        torch.cuda.set_sync_debug_mode(self._before)
+
+    def look_again(self) -> None:
+        torch.cuda.set_sync_debug_mode("warn")
+
     def stop(self) -> list[str]:
         """File and line of every wait."""
         torch.cuda.set_sync_debug_mode(self._before)

@@ -28,6 +28,7 @@ METRICS: dict[str, Metric] = {
     "forward_s": Metric("s", "time of this update in forward passes, launch gaps and hidden communication included"),
     "backward_s": Metric("s", "time of this update in backward passes, recomputation included"),
     "optimizer_s": Metric("s", "time of this update in clipping and changing the weights"),
+    "generate_s": Metric("s", "time of this update in which text was generated, on the GPU's clock; in a watched loop that marks it"),
     "issue_s": Metric("s", "time the host took to issue this update; as long as step_s: the GPU waits for the host"),
     "memory_bytes": Metric(
         "bytes", "peak memory allocated by torch on the GPU since the process began, read once a second; on a CPU resident memory"

@@ -19,7 +19,7 @@ from redline.report.runs import Run, State, number, table
 
 WARM_UP_UPDATES = 5
 BLOCKS = 6
-PHASES = {"forward_s": "forward", "backward_s": "backward", "optimizer_s": "optimiser update"}
+PHASES = {"generate_s": "generation", "forward_s": "forward", "backward_s": "backward", "optimizer_s": "optimiser update"}
 
 
 @dataclass(frozen=True)
@@ -250,12 +250,18 @@ def _warm_up_s(run: Run) -> float:
 
 def _update_parts(run: Run, update_s: float) -> list[TimePart]:
     """The updates, split into phases where the record has them; the first updates split like the others."""
-    sums = {name: sum(values(run.metrics, name)) for name in PHASES}
-    if not all(sums.values()):
-        return [TimePart("updates", update_s, "forward, backward, optimiser; not recorded apart")]
+    sums = {name: total_s for name in PHASES if (total_s := sum(values(run.metrics, name)))}
+    split = PHASES.keys() - {"generate_s"} <= sums.keys()
+    if not split:
+        sums = {name: total_s for name, total_s in sums.items() if name == "generate_s"}
     whole = max(sum(sums.values()), sum(values(run.metrics, "step_s")) - sum(values(run.metrics, "data_wait_s")))
-    parts = [TimePart(title, update_s * sums[name] / whole, "of the updates, by the recorded phases") for name, title in PHASES.items()]
-    return [*parts, TimePart("between phases", update_s * (1 - sum(sums.values()) / whole), "updates outside the recorded phases")]
+    rest_s = update_s * (1 - sum(sums.values()) / whole) if whole else update_s
+    return [
+        *(TimePart(PHASES[name], update_s * total_s / whole, "of the updates, by the recorded phases") for name, total_s in sums.items()),
+        TimePart("between phases", rest_s, "updates outside the recorded phases")
+        if split
+        else TimePart("updates", rest_s, "forward, backward, optimiser; not recorded apart"),
+    ]
 
 
 def memory(run: Run) -> Memory:

@@ -21,7 +21,7 @@ from redline.report.runs import Run, number, table
 TESTED = {"base": "before", "answers": "after fine-tuning on the answers", "samples": "after RFT"}
 _KINDS = {
     "updates": "p0", "forward": "p0", "backward": "p4", "optimiser update": "p2", "between phases": "p6", "data wait": "p7",
-    "first updates": "p3", "checkpoints": "p5", "validation": "p1", "other": "p6",
+    "first updates": "p3", "checkpoints": "p5", "validation": "p1", "other": "p6", "generation": "p8",
 }  # fmt: skip
 
 

@@ -1,0 +1,288 @@
+"""Generation in watched loops: a missing cache is seen in the model's calls, what it costs is read off them, and a cache is left alone."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import redline
+from redline.diagnose.finding import Finding
+from redline.diagnose.observed import Facts, Observed, Step
+from redline.diagnose.read import read
+from redline.diagnose.rules import diagnose
+from redline.observe import facts, sync
+from redline.observe.clock import Clock
+from redline.observe.generation import Call, Calls, cached_call_s, hookable, repeats_prefix
+from redline.plan.hardware import hardware_as
+from redline.record.metrics import METRICS
+
+ONCE_S, POSITION_S = 0.5e-3, 0.05e-3
+
+
+class Speaker(nn.Module):
+    """Says one token after the other; a call takes some time, and more with each position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(1, 1)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        until = time.perf_counter() + ONCE_S + POSITION_S * input_ids.shape[1]
+        while time.perf_counter() < until:
+            pass
+        return self.body(input_ids[:, -1:].float()).long()
+
+    def generate(self, ids: torch.Tensor, new_tokens: int, *, use_cache: bool) -> torch.Tensor:
+        seen = ids
+        for _ in range(new_tokens):
+            token = self(seen)
+            ids = torch.cat([ids, token], dim=1)
+            seen = token if use_cache else ids
+        return ids
+
+
+class Wrapper(nn.Module):
+    """As DDP: calls go through it, `generate` does not."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return self.module(*given, **named)
+
+
+def loop(folder: Path, *, use_cache: bool, updates: int = 18, start_step: int = 0) -> list[Finding]:
+    model, prompts = Speaker(), torch.ones(3, 5, dtype=torch.long)
+    with redline.watch(folder, model=model, start_step=start_step, quiet=True) as run:
+        for _ in range(updates):
+            with run.phase("generate"):
+                model.generate(prompts, 20, use_cache=use_cache)
+            time.sleep(0.005)
+            run.step(tokens=60)
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks
+    return run.findings()
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == "generation"]
+
+
+# ---- in a loop ----
+
+
+def test_a_missing_cache_is_found_and_its_gain_is_predicted(tmp_path: Path) -> None:
+    """20 tokens at 5 to 24 positions take 24.5 ms and 5 ms stand beside them. With a cache: the prompt 0.75 ms, then 19 of 0.55 ms."""
+    (found,) = [finding for finding in loop(tmp_path / "run", use_cache=False) if finding.cause == "uncached-generation"]
+    assert found.gain is not None
+    expected = (24.5 + 5) / (0.75 + 19 * 0.55 + 5)
+    assert found.gain.low < expected * 1.1
+    assert found.gain.high > expected * 0.9
+    assert found.gain.middle == pytest.approx(expected, rel=0.25)
+    assert found.optimisation == "kv-cache"
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["generate_s"] >= 0.0245 for line in lines)
+    assert "generate_s" in METRICS
+    noted = events_of(tmp_path / "run")
+    assert [event["step"] for event in noted] == [2, 3, 4, 5, 6, 7, 8, 16]
+    assert (noted[0]["calls"], noted[0]["tokens"], noted[0]["repeated_calls"]) == (20, 60, 19)
+    assert noted[0]["positions"] == 3 * sum(range(5, 25))
+    assert noted[-1]["first_call_s"] == pytest.approx(0.8e-3, rel=0.5)
+    assert noted[-1]["cached_call_s"] == pytest.approx(0.55e-3, rel=0.5)
+
+
+def test_a_cache_is_left_alone_and_a_resumed_loop_that_has_one_too(tmp_path: Path) -> None:
+    assert "uncached-generation" not in [finding.cause for finding in loop(tmp_path / "cached", use_cache=True, updates=8)]
+    assert {event["repeated_calls"] for event in events_of(tmp_path / "cached")} == {0}
+    loop(tmp_path / "mended", use_cache=False, updates=4)
+    assert "uncached-generation" not in [finding.cause for finding in loop(tmp_path / "mended", use_cache=True, updates=4, start_step=4)]
+
+
+def test_generation_in_a_pause_is_no_part_of_an_update(tmp_path: Path) -> None:
+    model, prompts = Speaker(), torch.ones(1, 5, dtype=torch.long)
+    with redline.watch(tmp_path / "run", model=model, quiet=True) as run:
+        for _ in range(3):
+            run.step()
+            with run.pause("validation"), run.phase("generate"):
+                model.generate(prompts, 10, use_cache=False)
+    assert events_of(tmp_path / "run") == []
+    assert "generate_s" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_a_loop_in_a_generator_that_is_closed_was_stopped_and_did_not_fail(tmp_path: Path) -> None:
+    def updates() -> Any:
+        with redline.watch(tmp_path / "run", model=Speaker(), quiet=True) as run:
+            while True:
+                time.sleep(0.002)
+                run.step()
+                yield run
+
+    turning = updates()
+    run = next(turning)
+    time.sleep(0.1)
+    run.restart()
+    next(turning)
+    turning.close()
+    last = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1])
+    assert (last["event"], last["why"]) == ("end", "stopped by GeneratorExit")
+    second = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert second["step_s"] < 0.05, "what happened between the two updates is part of none"
+
+
+# ---- which calls are counted ----
+
+
+def noted(model: nn.Module, generate: Any) -> list[tuple[int, int]]:
+    calls = Calls(model, Clock(torch.device("cpu")))
+    with calls:
+        generate()
+    return [(call.rows, call.positions) for call in calls.made]
+
+
+def test_a_wrapped_model_is_counted_once_wherever_it_is_called() -> None:
+    speaker = Speaker()
+    wrapped, prompts = Wrapper(Wrapper(speaker)), torch.ones(2, 3, dtype=torch.long)
+    assert noted(wrapped, lambda: wrapped(prompts)) == [(2, 3)]
+    assert noted(wrapped, lambda: wrapped(input_ids=prompts)) == [(2, 3)]
+    assert noted(wrapped, lambda: speaker.generate(prompts, 3, use_cache=False)) == [(2, 3), (2, 4), (2, 5)]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in wrapped.modules())
+
+
+def test_an_error_in_a_call_leaves_nothing_behind() -> None:
+    speaker = Speaker()
+    calls = Calls(speaker, Clock(torch.device("cpu")))
+    with pytest.raises(TypeError), calls:
+        speaker(torch.ones(2, 3), nothing_of_the_kind=1)
+    with calls:
+        speaker(torch.ones(2, 4))
+    assert [call.positions for call in calls.made][-1] == 4
+    assert not speaker._forward_hooks
+
+
+def test_transformers_with_and_without_adapters() -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    prompts = torch.ones(2, 4, dtype=torch.long)
+    plain = LlamaForCausalLM(config)
+    adapted = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=2, target_modules=["q_proj"]))
+    for model in (plain, adapted):
+        for use_cache, positions in ((False, [4, 5, 6]), (True, [4, 1, 1])):
+            given = {"attention_mask": torch.ones_like(prompts), "max_new_tokens": 3, "do_sample": False, "use_cache": use_cache}
+            made = noted(model, lambda model=model, given=given: model.generate(input_ids=prompts, **given))
+            assert made == [(2, count) for count in positions]
+
+
+def test_compiled_models_are_not_touched() -> None:
+    speaker = Speaker()
+    wrapper = torch.compile(speaker)
+    assert hookable(wrapper) == [wrapper]
+    outer = Wrapper(speaker)
+    assert hookable(outer) == [outer, speaker]
+    speaker.compile()
+    assert hookable(outer) == [outer]
+    assert hookable(speaker) == []
+
+
+@pytest.mark.parametrize(
+    ("positions", "repeats"),
+    [
+        ([9, 10, 11, 12], [False, True, True, True]),
+        ([9, 1, 1, 1], [False, False, False, False]),
+        ([1, 1, 1, 1], [False, False, False, False]),
+        ([7, 8, 8, 8], [False, True, True, True]),  # a window that is full moves on
+        ([64, 64, 64], [False, False, False]),  # passes over rows of one length
+        ([5, 6, 7, 5, 6, 7], [False, True, True, False, True, True]),  # two texts
+    ],
+)
+def test_which_calls_compute_the_prefix_again(positions: list[int], repeats: list[bool]) -> None:
+    assert repeats_prefix([Call(2, count, 0.0, 0.0, 0.0) for count in positions]) == repeats
+
+
+# ---- what a cached call would take ----
+
+
+def test_the_fit_gives_back_what_calls_are_made_of() -> None:
+    """a + b R T + c R T² in, a + b R + c R T out; three times as slow where these calls were."""
+    once_s, each_s, pair_s = 2e-3, 3e-6, 1e-8
+    fastest = {(8, t): once_s + each_s * 8 * t + pair_s * 8 * t * t for t in range(10, 110)}
+    expected_s = once_s + each_s * 8 + pair_s * 8 * 59.5
+    calls = [(8, t, 3 * seconds) for (_, t), seconds in fastest.items()]
+    assert cached_call_s(fastest, calls) == pytest.approx(3 * expected_s, rel=0.02)
+
+
+def test_launches_that_take_as_long_whatever_they_compute() -> None:
+    fastest = {(128, t): 4e-3 for t in range(256, 300)}
+    assert cached_call_s(fastest, [(128, t, 4e-3) for t in range(256, 300)]) == pytest.approx(4e-3)
+
+
+# ---- on paper: a GPU that is not here ----
+
+
+def watched(folder: Path, monkeypatch: pytest.MonkeyPatch, **changed: float) -> list[Finding]:
+    """A folder of a loop on an H200 with a model of 1e9 parameters: updates of 2 s, of which generation takes 1.6."""
+    monkeypatch.setattr(facts, "hardware_of", lambda device: hardware_as("h200-141g", 16))
+    with redline.watch(folder, model=nn.Linear(8, 8), tokens_per_step=1e5, quiet=True) as run:
+        for _ in range(8):
+            run.step()
+        recorded = {
+            "calls": 51, "tokens": 51 * 64, "positions": 51 * 64 * 125, "generate_s": 1.6, "repeated_calls": 50,
+            "repeated_s": 1.5, "first_call_s": 0.02, "last_call_s": 0.04, "cached_call_s": 0.01,
+        }  # fmt: skip
+        run.event("generation", **recorded | changed)
+    lines = [{"step": i, "step_s": 2.0, "generate_s": 1.6, "forward_s": 0.1, "backward_s": 0.2, "optimizer_s": 0.1} for i in range(1, 9)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    plan = json.loads((folder / "plan.json").read_text())
+    plan["hardware"]["title"], plan["prediction"]["parameters"] = "NVIDIA H200", 1e9
+    (folder / "plan.json").write_text(json.dumps(plan))
+    return diagnose(read(folder))
+
+
+def test_recorded_numbers_give_the_gain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2 s go 1.5 s of calls, and 50 come back at 7.5 to 15 ms each."""
+    found = watched(tmp_path / "run", monkeypatch)[0]
+    assert found.cause == "uncached-generation"
+    assert found.gain is not None
+    assert (found.gain.low, found.gain.high) == pytest.approx((2 / (2 - 1.5 + 50 * 0.015), 2 / (2 - 1.5 + 50 * 0.0075)))
+    assert [item.value for item in found.evidence] == pytest.approx([0.8, 125, 20, 10])
+    assert "use_cache=True" in found.fix
+
+
+def test_a_cached_call_is_not_faster_than_reading_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1e9 parameters are 2 GB, at half of 4.8 TB/s 0.83 ms."""
+    found = watched(tmp_path / "run", monkeypatch, cached_call_s=1e-5)[0]
+    assert found.evidence[-1].value == pytest.approx(0.83, rel=0.01)
+
+
+def test_calls_that_take_no_longer_than_cached_ones_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bound by launches: with a cache they would be as many."""
+    assert "uncached-generation" not in [finding.cause for finding in watched(tmp_path / "run", monkeypatch, cached_call_s=0.03 / 0.75)]
+
+
+def test_time_in_which_text_is_generated_is_no_sign_of_small_passes() -> None:
+    """10 % of the peak over the whole step; half of it over the fifth in which anything was trained."""
+    given: dict[str, Any] = {"step_s": 2.0, "mfu": 0.1, "memory_bytes": 10e9}
+    for more, wanted in (({}, ["small-passes"]), ({"generate_s": 1.6}, [])):
+        steps = tuple(Step(step=i, **given, **more) for i in range(1, 9))
+        assert [f.cause for f in diagnose(Observed(source="", format="run", steps=steps, facts=Facts(memory_bytes=140e9)))] == wanted
+
+
+def test_waits_in_generation_are_not_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    mode = ["default"]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode.append)
+    watching = sync.SyncWatch()
+    watching.look_away()
+    watching.look_again()
+    assert watching.stop() == []
+    assert mode == ["default", "warn", "default", "warn", "default"]
