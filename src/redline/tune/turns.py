@@ -31,7 +31,7 @@ class Turns:
     def __init__(self, folder: TuningFolder, *, beside: str, deadline_s: float, progress: Callable[[str], None]) -> None:
         self.folder, self.beside, self.deadline_s, self.progress = folder, beside, deadline_s, progress
         self._alive: dict[str, Arm] = {}
-        self._longest_s = 0.0
+        self._last_s = 0.0
 
     def __enter__(self) -> Self:
         return self
@@ -106,13 +106,13 @@ class Turns:
 
     def _time_for(self, name: str) -> bool:
         left_s = self.deadline_s - time.monotonic()
-        if left_s < max(1.0, self._longest_s):
+        if left_s < max(1.0, self._last_s):  # the naive state was the slowest: what the last one took says more than the longest
             return False
         self.progress(f"{name}: measuring; {left_s / 60:.1f} minutes left")
         return True
 
     def _spent(self, began_s: float) -> None:
-        self._longest_s = max(self._longest_s, time.monotonic() - began_s)
+        self._last_s = time.monotonic() - began_s
 
 
 def _blocks(arms: list[Arm], count: int) -> list[Measured]:
