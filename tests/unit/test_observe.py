@@ -355,14 +355,14 @@ def test_waits_for_the_gpu_are_given_with_their_lines(
 
 
 def test_a_wait_costs_what_the_host_does_behind_it(tmp_path: Path) -> None:
-    """5 ms of phases and 5 ms of nothing: it is the wait's, and not told twice."""
+    """20 ms of phases and 20 ms of nothing: it is the wait's, and not told twice."""
     for waits in (False, True):
         with redline.watch(tmp_path / str(waits), model=model_of(), quiet=True) as watched:
             for _ in range(8):
-                for phase, seconds in (("forward", 0.002), ("backward", 0.002), ("optimizer", 0.001)):
+                for phase, seconds in (("forward", 0.008), ("backward", 0.008), ("optimizer", 0.004)):
                     with watched.phase(phase):
                         time.sleep(seconds)
-                time.sleep(0.005)
+                time.sleep(0.02)
                 watched.step()
             if waits:
                 watched.event("waits_for_gpu", times=1, where="train.py:42")
@@ -370,7 +370,7 @@ def test_a_wait_costs_what_the_host_does_behind_it(tmp_path: Path) -> None:
         assert top.cause == ("sync" if waits else "host-gap")
         assert {"sync", "host-gap"} & {f.cause for f in watched.findings()} == {top.cause}
         assert top.gain is not None
-        assert 1.5 < top.gain.middle < 2.3
+        assert 1.4 < top.gain.middle < 2.5
 
 
 # ---- what it costs, and what it does not load ----
