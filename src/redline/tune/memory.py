@@ -6,8 +6,9 @@
     pick_micro_batch(recipe, plan, child, capacity_bytes=...)
 
 At one sequence length and one code path, active bytes are a straight line in the micro-batch (bookkeeping, not noise), above a floor that
-small passes do not leave (the update's own peak). What torch reserves is more, by a ratio that the largest probe shows. Readings come
-from the second step on: gradients and optimiser state exist then. Left out: lengths that vary within a run, mixtures of experts.
+small passes do not leave (the update's own peak). What torch reserves is more, and a line of its own: holes grow with the passes, not
+with the weights. Readings come from the second step on: gradients and optimiser state exist then. Left out: lengths that vary within a
+run, mixtures of experts.
 """
 
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ from redline.tune.trial import Bounds, Child, Measured, Memory, measure, train_t
 
 MARGIN = 0.03
 """Added to predicted reserved bytes before they are held against the device."""
-FURTHEST = 4
-"""A prediction is trusted up to this many times the largest probe; beyond it, it is probed again."""
+FURTHEST, CLOSE = 4, 2
+"""How many times the largest probe the next one may be; and how many times the last one the pick may be."""
 ACTIVATION_SHARE = 0.05
 """Probes begin where activations are this share of the predicted peak; below it the line drowns in the floor."""
 STEEPEST = 1.5
@@ -40,11 +41,14 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFit:
-    """active = max(floor, base + per_sequence x micro-batch); reserved = active x ratio."""
+    """active = max(floor, base + per_sequence x micro-batch); reserved: the same with its own line, and no less than active by the ratio that
+    the largest probe shows."""
 
     floor_bytes: float
     base_bytes: float
     per_sequence_bytes: float
+    reserved_base_bytes: float
+    reserved_per_sequence_bytes: float
     reserved_ratio: float
     other_bytes: int
     largest_probe: int
@@ -55,7 +59,8 @@ class MemoryFit:
         return max(self.floor_bytes, self.base_bytes + self.per_sequence_bytes * micro_batch)
 
     def reserved_bytes(self, micro_batch: int) -> float:
-        return self.reserved_ratio * self.active_bytes(micro_batch)
+        line = self.reserved_base_bytes + self.reserved_per_sequence_bytes * micro_batch
+        return max(line, self.reserved_ratio * self.active_bytes(micro_batch))
 
     def fits(self, micro_batch: int, capacity_bytes: int) -> bool:
         """Whether it fits a device, or a limit, of `capacity_bytes` with the margin."""
@@ -66,11 +71,12 @@ def fit_memory(probes: Sequence[Probe]) -> MemoryFit:
     """The line through the two largest probes and the floor under the others. One probe alone gives a flat line: what it took."""
     ordered = sorted(probes, key=lambda probe: probe.micro_batch)
     *smaller, last = ordered
-    active = last.memory.active_bytes
-    slope = 0.0
+    active, reserved = last.memory.active_bytes, last.memory.reserved_bytes
+    slope = reserved_slope = 0.0
     if smaller:
-        before = smaller[-1]
-        slope = max(0.0, (active - before.memory.active_bytes) / (last.micro_batch - before.micro_batch))
+        before, apart = smaller[-1].memory, last.micro_batch - smaller[-1].micro_batch
+        slope = max(0.0, (active - before.active_bytes) / apart)
+        reserved_slope = max(0.0, (reserved - before.reserved_bytes) / apart)
     base = active - slope * last.micro_batch
     floor, residual = 0.0, 0.0
     for probe in smaller[:-1]:
@@ -83,7 +89,9 @@ def fit_memory(probes: Sequence[Probe]) -> MemoryFit:
         floor_bytes=min(floor, active),
         base_bytes=base,
         per_sequence_bytes=slope,
-        reserved_ratio=last.memory.reserved_bytes / active,
+        reserved_base_bytes=reserved - reserved_slope * last.micro_batch,
+        reserved_per_sequence_bytes=reserved_slope,
+        reserved_ratio=reserved / active,
         other_bytes=max(probe.memory.other_bytes for probe in ordered),
         largest_probe=last.micro_batch,
         residual=residual,
@@ -133,7 +141,7 @@ def pick_micro_batch(recipe: Recipe, plan: Plan, child: Child, *, capacity_bytes
     if not probes:
         return None
     fit = fit_memory(probes)
-    reach = FURTHEST * fit.largest_probe if len(probes) > 1 else fit.largest_probe
+    reach = CLOSE * fit.largest_probe if len(probes) > 1 else fit.largest_probe
     best = max((s for s in sizes if s <= reach and fit.fits(s, capacity_bytes)), default=probes[0].micro_batch)
     return Pick(micro_batch=best, fit=fit, probes=tuple(probes), arithmetic_bytes=arithmetic_memory(recipe, plan, best).total)
 
@@ -170,11 +178,11 @@ def _first_probe(recipe: Recipe, plan: Plan, sizes: Sequence[int]) -> int:
 
 
 def _next_probe(probes: Sequence[Probe], sizes: Sequence[int], capacity_bytes: int) -> int | None:
-    """Twice the last until there are three; then only where the largest that fits lies further off than a prediction is trusted."""
+    """Twice the last until there are three; then towards half of the largest that fits, so that the pick lies close to a probe."""
     fit, last = fit_memory(probes), probes[-1].micro_batch
     if len(probes) < 3:
         size = next((s for s in sizes if s >= 2 * last), None)
         return size if size is not None and fit.fits(size, capacity_bytes) else None
     largest = max((s for s in sizes if fit.fits(s, capacity_bytes)), default=last)
-    further = max(s for s in sizes if s <= max(last, FURTHEST * last))
-    return further if largest > FURTHEST * last and further > last else None
+    further = max(s for s in sizes if s <= max(last, min(FURTHEST * last, largest // CLOSE)))
+    return further if largest > CLOSE * last and further > last else None
