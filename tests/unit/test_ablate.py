@@ -4,7 +4,7 @@ finished is measured again."""
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,35 @@ def test_another_training_is_measured_and_never_kept(tmp_path: Path, monkeypatch
     assert row.measured_ratio == pytest.approx(4.0), "by tokens, since the steps differ"
     assert "another training" in row.numerics
     assert not row.kept
+
+
+def test_what_was_slower_is_tried_again_on_top_of_what_was_kept_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16 costs time with explicit attention and pays with a kernel; recomputation does not pay at either time."""
+
+    def answer(trial: Trial) -> Measured:
+        plan = values(trial)
+        half, kernel = plan["precision"] == "bf16", plan["attention"] != "math"
+        return measured(
+            (1.0 if kernel else 2.0) * (1.0 if not half else 0.5 if kernel else 1.1) * (1.3 if plan["recompute"] == "full" else 1.0)
+        )
+
+    played = Played(answer, monkeypatch)
+    rows = run(tmp_path, only=("bf16", "sdpa", "recompute"))
+    assert rows["one by one", "bf16"].verdict == "slower"
+    assert (rows["second try", "bf16"].measured_ratio, rows["second try", "bf16"].kept) == (pytest.approx(2.0), True)
+    assert [row.kept for (stage, name), row in rows.items() if name == "recompute"] == [False, False]
+    assert rows["all", "all kept"].measured_ratio == pytest.approx(4.0)
+    assert played.asked.count("train bf16") == 2
+    text = markdown(list(rows.values()), "seeds/002", "here")
+    assert text.index("| bf16 |") < text.index("| sdpa |") < text.index("| bf16, again |") < text.index("| all kept: sdpa, bf16 |")
+
+
+def test_what_there_was_no_time_for_is_named_below_the_table() -> None:
+    row = Row(name="sdpa", stage="one by one", workload="train", title="", claimed=None, source="", outcome="not run", note="late")
+    text = markdown([replace(row, name="bf16", outcome="ok", note=""), row, replace(row, name="fp8")], "t", "here")
+    assert "| bf16 |" in text
+    assert "Not run, for want of time: sdpa, fp8." in text
+    assert "| sdpa" not in text
 
 
 def test_a_crash_is_a_row_and_a_change_that_makes_it_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

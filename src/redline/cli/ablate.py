@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> None:
     elif options.markdown:
         from redline.tune.waterfall_table import markdown
 
-        print(markdown(rows, recipe.name, _where(hardware, facts, recipe)))
+        print(markdown(rows, options.recipe if options.recipe in shipped() else recipe.name, _where(options, hardware, facts, recipe)))
     else:
         _print(rows, f"{recipe.name} on {hardware.title}")
         print(f"written to {folder / 'ablation.json'}; `redline report {folder}` draws it")
@@ -69,13 +69,15 @@ def run(options: argparse.Namespace) -> None:
         status(f"not run: {left} of {len(rows)} rows, for which {options.minutes:g} min were too short; the same command goes on from here")
 
 
-def _where(hardware, facts, recipe) -> str:  # type: ignore[no-untyped-def]
+def _where(options, hardware, facts, recipe) -> str:  # type: ignore[no-untyped-def]
     import time
 
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version)
+    command = " ".join(["redline ablate", options.recipe, *(f"--set {override}" for override in options.set)])
     return (
-        f"Made by `redline ablate` on {time.strftime('%Y-%m-%d')}: {hardware.title}; {versions}; fingerprint {recipe.fingerprint}. "
-        "Speed with the change over speed without it, on top of what was kept before it; interval of 95 %; medians of blocks of steps."
+        f"Made by `{command}` on {time.strftime('%Y-%m-%d')}: {hardware.title}; {versions}; fingerprint {recipe.fingerprint}. "
+        "Speed with the change over speed without it, on top of what was kept before it; medians of blocks of steps with their interval: "
+        "95 %, or of four blocks where all of one arm are a fifth faster than all of the other."
     )
 
 

@@ -21,6 +21,7 @@ MOST_COLUMNS = 9
 TICKS = (0.1, 0.25, 0.5, 0.8, 1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100)
 _STAGES = {
     "one by one": "one by one, each on top of those kept before it",
+    "second try": "one by one, each on top of those kept before it",
     "leave one out": "left out of the best, one at a time",
     "baseline": "one by one, each on top of those kept before it",
     "all": "all kept together",
@@ -122,7 +123,7 @@ def _row(row: dict[str, Any], place: Callable[[float], float]) -> Row:
     size, speed, outcome = number(row.get("memory_bytes")), number(row.get("tokens_per_s")), str(row.get("outcome") or "ok")
     verdict = str(row.get("verdict") or "") if outcome == "ok" else outcome.replace("_", " ")
     return Row(
-        name=str(row.get("name", "")),
+        name=str(row.get("name", "")) + (", again" if row.get("stage") == "second try" else ""),
         title=str(row.get("title") or ""),
         claimed=DASH if claim is None else f"{claim[0]:g}×" if claim[0] == claim[1] else f"{claim[0]:g} to {claim[1]:g}×",
         source=str(row.get("source") or ""),

@@ -4,8 +4,9 @@
     # folder/ablation.json: the rows, written after each; folder/trials.jsonl: finished trials, which are not run again
 
 A change is kept when it measures faster and the numerics guard passes it; what is slower, not resolved, or another training leaves the
-state as it was, so every row says what its change is worth on top of those kept before it. A change and the state before it take turns,
-each in a process of its own, so a drift of the clocks falls on both. Left out: interactions of more than two changes.
+state as it was, so every row says what its change is worth on top of those kept before it. What was slower, or could not be had, is
+tried once more on top of what was kept after it: bf16 costs time while attention is not one kernel. A change and the state before it
+take turns, each in a process of its own, so a drift of the clocks falls on both. Left out: interactions of more than two changes.
 """
 
 import json
@@ -31,7 +32,7 @@ from redline.tune.store import TuningFolder, trial_key
 from redline.tune.trial import Bounds, Measured
 from redline.tune.turns import Pair, Turns
 
-Stage = Literal["baseline", "one by one", "leave one out", "all"]
+Stage = Literal["baseline", "one by one", "second try", "all", "leave one out"]
 OUT_OF_TIME = "the time was up; the same command goes on from here"
 BASELINE_BLOCKS = 2
 """Of the naive state by itself: every comparison measures it again."""
@@ -119,13 +120,18 @@ class _Waterfall:
         """What `rounding` is compared with: the naive state, or the first after it that ran."""
         self.kept: list[tuple[Optimization, State]] = []
         """Entries that were kept, each with the values that it replaced."""
+        self.refused: list[tuple[Optimization, State]] = []
+        """Entries that were slower or could not be had, each with the state on which they were tried."""
 
     def run(self) -> None:
         first = self.state
         row = Row(name="naive", stage="baseline", workload=self.workload, title="every switch of the list off", claimed=None, source="")
         self.write(self._baseline(row))
         for entry in self.entries:
-            self.write(self._one(entry))
+            self.write(self._one(entry, "one by one"))
+        for entry, before in list(self.refused):
+            if self.state != before:
+                self.write(self._one(entry, "second try"))
         if self.kept:
             self.write(self._all(first))
         for entry, before in self.kept:
@@ -145,15 +151,16 @@ class _Waterfall:
         self.reference = measured
         return _with_speed(row, measured)
 
-    def _one(self, entry: Optimization) -> Row:
+    def _one(self, entry: Optimization, stage: Stage) -> Row:
         """Apply an entry to the state, and keep it if it pays."""
-        row = self._row(entry, "one by one")
+        row = self._row(entry, stage)
         if (why_not := entry.why_not(self.recipe, self.hardware)) is not None:
             return replace(row, outcome="not applicable", note=why_not)
         candidate = {**self.state, **entry.on}
         try:
             trials = self.arms.trial(self.state), self.arms.trial(candidate, entry.change)
         except (ConfigError, MachineError) as error:
+            self.refused.append((entry, self.state))
             return replace(row, outcome="not applicable", note=str(error))
         if trial_key(trials[0]) == trial_key(trials[1]):
             return replace(row, outcome="no change", note="the state before has it already")
@@ -163,7 +170,11 @@ class _Waterfall:
         row = _compared_row(row, pair)
         passed, numerics = self._numerics(entry, candidate, pair)
         row = replace(row, numerics=numerics)
-        if entry.effect == "changes-training" or not passed or row.verdict not in ("faster", RUNS):
+        if entry.effect == "changes-training" or not passed:
+            return row
+        if row.verdict == "slower":
+            self.refused.append((entry, self.state))
+        if row.verdict not in ("faster", RUNS):
             return row
         self.kept.append((entry, {name: self.state[name] for name in entry.on}))
         self.state, self.reference = candidate, self.reference or pair.after

@@ -41,7 +41,7 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFit:
-    """active = max(floor, base + per_sequence x micro-batch); reserved: the same with its own line, and no less than active by the ratio that
+    """active = max(floor, base + per_sequence x micro-batch); reserved has a line of its own, and is no less than active by the ratio that
     the largest probe shows."""
 
     floor_bytes: float

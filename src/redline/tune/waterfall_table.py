@@ -17,7 +17,7 @@ def cells(row: Row) -> tuple[str, ...]:
     interval = f"{row.low:.2f}-{row.high:.2f}x" if row.low is not None and row.high is not None else ""
     verdict = row.verdict if row.outcome == "ok" else row.outcome
     verdict = ", ".join(part for part in (verdict, "kept" if row.kept else "", row.note) if part)
-    name = row.name if row.stage != "all" else f"all kept: {row.title}"
+    name = {"all": f"all kept: {row.title}", "second try": f"{row.name}, again"}.get(row.stage, row.name)
     tokens = f"{row.tokens_per_s:,.0f}" if row.tokens_per_s is not None else ""
     memory = format_bytes(row.memory_bytes) if row.memory_bytes else ""
     return (name, ratio(row.claimed) if row.claimed else "", row.source, measured, interval, verdict, tokens, memory, row.numerics)
@@ -25,7 +25,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def brief_cells(row: Row) -> tuple[tuple[str, ...], str]:
     """The cells of a narrow terminal (`BRIEF`), and what the other columns say as a text below them."""
-    named = dict(zip(COLUMNS, cells(replace(row, note="")), strict=True)) | {"change": row.name}
+    named = dict(zip(COLUMNS, cells(replace(row, note="")), strict=True)) | ({"change": row.name} if row.stage == "all" else {})
     kept = row.title if row.stage == "all" else ""
     speed = f"{named['tokens/s']} tokens/s" if named["tokens/s"] else ""
     below = (kept, speed, named["memory"], named["numerics"], row.note)
@@ -33,13 +33,17 @@ def brief_cells(row: Row) -> tuple[tuple[str, ...], str]:
 
 
 def markdown(rows: Sequence[Row], title: str, where: str) -> str:
-    """One table a workload and stage."""
+    """One table a workload and stage; what there was no time for is named below it."""
     lines = [f"## {title}", "", where, ""]
     for workload, stage in dict.fromkeys((row.workload, _stage(row)) for row in rows):
         shown = [row for row in rows if (row.workload, _stage(row)) == (workload, stage)]
-        lines += [f"### {WORKLOADS[workload]}, {stage}", "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
-        lines += [f"| {' | '.join(cell.replace('|', '/') for cell in cells(row))} |" for row in shown]
-        lines.append("")
+        lines += [f"### {WORKLOADS[workload]}, {stage}", ""]
+        if ran := [row for row in shown if row.outcome != "not run"]:
+            lines += [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+            lines += [f"| {' | '.join(cell.replace('|', '/') for cell in cells(row))} |" for row in ran]
+            lines.append("")
+        if left := [row.name for row in shown if row.outcome == "not run"]:
+            lines += [f"Not run, for want of time: {', '.join(left)}.", ""]
     return "\n".join(lines)
 
 
