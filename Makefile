@@ -2,13 +2,14 @@
 # make test      set up .venv and run every check and test (what CI runs)
 # make check     format, lint, types, import contracts
 # make gpu-test  the tests that need a CUDA device
+# make claims    the seeds' claims measured on this machine: writes the tables of docs/claims.md
 # make format    rewrite the sources in the house format
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
 
-.PHONY: demo test check gpu-test format clean
+.PHONY: demo test check gpu-test claims format clean
 
 .venv/core: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -50,6 +51,14 @@ test: check
 
 gpu-test: .venv/dev
 	$(BIN)/pytest tests/gpu
+
+claims: .venv/dev
+	@mkdir -p runs
+	for seed in 000 001 002 003 004; do \
+		$(BIN)/redline ablate seeds/$$seed --minutes 10 --markdown > runs/claims-$$seed.md || exit 1; \
+	done
+	sed '/<!-- tables -->/q' docs/claims.md > runs/claims.md
+	cat runs/claims-00?.md >> runs/claims.md && mv runs/claims.md docs/claims.md
 
 format: .venv/dev
 	$(BIN)/ruff format .
