@@ -20,6 +20,7 @@ from redline.plan.hardware import hardware_as
 from redline.plan.plan import Hardware
 from redline.report.ablation import ablation
 from redline.tune import ablate as module
+from redline.tune import turns as turns_module
 from redline.tune.ablate import Row, ablate, compared
 from redline.tune.arms import TrainArms, arms_for, naive
 from redline.tune.store import TuningFolder, trial_key
@@ -157,6 +158,41 @@ def test_what_was_slower_is_tried_again_on_top_of_what_was_kept_after_it(tmp_pat
     assert played.asked.count("train bf16") == 2
     text = markdown(list(rows.values()), "seeds/002", "here")
     assert text.index("| bf16 |") < text.index("| sdpa |") < text.index("| bf16, again |") < text.index("| all kept: sdpa, bf16 |")
+
+
+def test_what_did_not_fit_is_tried_again_when_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger passes run out of memory with explicit attention, and pay with a kernel."""
+
+    def answer(trial: Trial) -> Measured:
+        plan = values(trial)
+        large, kernel = plan["micro_batch"] > 8, plan["attention"] != "math"
+        if large and not kernel:
+            return measured(1.0, outcome="out_of_memory")
+        return measured((0.5 if kernel else 1.0) * (0.8 if large else 1.0))
+
+    Played(answer, monkeypatch)
+    rows = run(tmp_path, only=("micro-batch", "sdpa"))
+    assert rows["one by one", "micro-batch"].outcome == "out_of_memory"
+    assert (rows["second try", "micro-batch"].measured_ratio, rows["second try", "micro-batch"].kept) == (pytest.approx(1.25), True)
+
+
+def test_what_lost_its_switch_to_a_rival_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16 is slower, FP8 is kept: bf16 again would be bf16 in the place of FP8."""
+
+    def answer(trial: Trial) -> Measured:
+        return measured({"fp32": 2.0, "tf32": 1.0, "bf16": 1.2, "fp8": 0.5}[values(trial)["precision"]])
+
+    Played(answer, monkeypatch)
+    rows = run(tmp_path, only=("tf32", "bf16", "compile", "fp8"))
+    assert rows["one by one", "bf16"].verdict == "slower"
+    assert rows["one by one", "fp8"].kept
+    assert not [name for stage, name in rows if stage == "second try"]
+
+
+def test_rows_of_fewer_rounds_are_marked() -> None:
+    row = Row(name="sdpa", stage="one by one", workload="train", title="", claimed=None, source="", measured_ratio=2.0, low=1.9, high=2.1)
+    assert cells(replace(row, rounds=6))[4] == "1.90-2.10x"
+    assert cells(replace(row, rounds=4))[4] == "1.90-2.10x*"
 
 
 def test_what_there_was_no_time_for_is_named_below_the_table() -> None:
@@ -299,6 +335,26 @@ def test_finished_trials_are_not_repeated_and_without_time_nothing_runs(tmp_path
         assert turns.pair("the other way", trials[1], trials[0]) is None
     with TuningFolder(tmp_path) as folder, Turns(folder, beside="elsewhere", deadline_s=time.monotonic(), progress=pytest.fail) as turns:
         assert turns.alone("naive", trials[0]) is None, "another machine measures for itself"
+
+
+def test_a_trial_that_the_end_of_the_time_cuts_short_was_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = [TrainArms(recipe=RECIPE, hardware=H200, bounds=Bounds()).trial({"precision": p}) for p in ("fp32", "bf16")]
+    now_s = [0.0]
+    monkeypatch.setattr(turns_module.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(Turns, "_arm", lambda self, key, trial: None)
+
+    def late(arms: Any, count: int) -> list[Measured]:
+        now_s[0] += 70
+        return [measured(1.0), measured(1.0, outcome="timed_out")][: len(arms)]
+
+    monkeypatch.setattr(turns_module, "_blocks", late)
+    monkeypatch.setattr(Turns, "_apart", pytest.fail)
+    with TuningFolder(tmp_path) as folder:
+        for deadline_s, ran in ((60.0, False), (1000.0, True)):
+            now_s[0] = 0.0
+            turns = Turns(folder, beside="here", deadline_s=deadline_s, progress=lambda text: None)
+            monkeypatch.setattr(turns, "_arm", lambda key, trial: type("Arm", (), {"failed": None}))
+            assert (turns.pair("bf16", *trials) is not None) == ran
 
 
 def test_a_first_state_that_does_not_fit_is_a_row_and_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

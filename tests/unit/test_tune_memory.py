@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from redline.config.load import from_toml, load_recipe
+from redline.plan.arithmetic import fuses, kept_bytes
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import from_json
 from redline.plan.planner import make_plan
@@ -129,6 +130,25 @@ def test_picks_do_not_run_out_of_memory_and_are_predicted(name: str, length: int
     if 2 * pick.micro_batch <= recipe.train.batch_size // 2:  # not timid either: twice as many would fill more than 93 %
         twice = room.probe(recipe, plan, 2 * pick.micro_batch, None).memory  # type: ignore[arg-type]
         assert twice is None or twice.reserved_bytes + twice.other_bytes > 0.93 * limit_bytes
+
+
+@pytest.mark.parametrize("batch", [27, 45, 75, 125, 225])
+def test_divisors_that_lie_far_apart_do_not_make_the_pick_timid(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe("gpt2-124m", [f"train.batch_size={batch}", "data.seq_len=256"])
+    plan = make_plan(recipe, hardware_as("h200-141g", 16))
+    allocator = Allocator(140 * GiB, seed=batch)
+    monkeypatch.setattr(room, "measure", allocator)
+    pick = pick_micro_batch(recipe, plan, None, capacity_bytes=140 * GiB)  # type: ignore[arg-type]
+    assert pick is not None
+    assert pick.micro_batch == batch
+    assert all(outcome == "ok" for _, outcome in allocator.runs)
+
+
+def test_on_a_cpu_eager_half_precision_keeps_more_than_on_a_gpu() -> None:
+    """61,012 bytes a token in one block of llama-350m on a CPU, by saved-tensor hooks; on an H200 34,368."""
+    model = load_recipe("llama-350m").model
+    kept = [kept_bytes(model, "bf16", "none", fuses(compiled=False, cuda=cuda, precision="bf16")) for cuda in (False, True)]
+    assert kept == [pytest.approx(61_012, rel=0.15), pytest.approx(34_368, rel=0.01)]
 
 
 def test_a_device_too_small_for_the_first_probe_gives_no_pick(monkeypatch: pytest.MonkeyPatch) -> None:

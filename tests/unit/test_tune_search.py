@@ -166,6 +166,15 @@ def test_a_rules_plan_that_does_not_fit_is_tried_with_smaller_passes(world: dict
     assert "ran out of memory" in tuned.plan.why["micro_batch"].reason
 
 
+def test_after_running_out_of_memory_small_probes_say_what_fits(world: dict[str, Any], tmp_path: Path) -> None:
+    """Sixteen times what arithmetic says: 64, 32 and 16 do not fit. Halving would run out of memory three times."""
+    world["memory"] = 40.0
+    tuned, _, _ = search(world, tmp_path)
+    outcomes = [row.measured.outcome for row in tuned.rows if row.name == "the rules' plan" and row.measured]
+    assert outcomes == ["out_of_memory", "ok"]
+    assert tuned.plan.micro_batch == 8
+
+
 def test_a_rules_plan_that_crashes_is_one_clear_line(world: dict[str, Any], tmp_path: Path) -> None:
     world["failing"] = [["attention", "cudnn", "crashed"]]
     with pytest.raises(TrainingError, match=r"does not run here \(crashed\): planted"):

@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from redline.config.load import build
+from redline.plan.hardware import hardware_as
 from redline.tune import trial as room
-from redline.tune.trial import Arm, Bounds, Child, Measured, Trial, measure, measure_together, take_turns
+from redline.tune.trial import Arm, Bounds, Child, Children, Measured, Trial, measure, measure_together, take_turns
 
 SCRIPT = """
 import json, os, signal, sys, time
@@ -150,24 +151,31 @@ def test_an_arm_forgets_the_blocks_of_an_earlier_duel(tmp_path: Path) -> None:
         assert len(holder.blocks_s) == 2
 
 
-def test_where_cores_are_plenty_the_next_child_is_ready_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_child_is_ready_before_it_is_asked_for_and_leaves_with_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "COMMAND", (sys.executable, "-c", "import sys; sys.stdin.read()"))
-    monkeypatch.setattr(room, "_waiting", {})
-    monkeypatch.setattr(os, "cpu_count", lambda: room.MANY_CORES)
-    with room.new_child("a") as first:
-        (ready,) = room._waiting.values()
+    children = Children(ahead=True)
+    with children.take("a") as first:
+        (ready,) = children._ready.values()
         assert ready is not first
-        with room.new_child("a") as second:
+        with children.take("a") as second:
             assert second is ready
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    for child in list(room._waiting.values()):
-        with room.new_child("a") as third:
-            assert third is child
-    assert room._waiting == {}
+        (left,) = children._ready.values()
+        children.close()
+        assert not left.alive
+        assert not psutil.pid_exists(left._process.pid)
+
+
+@pytest.mark.parametrize(("profile", "cores", "ahead"), [("h200-141g", 16, True), ("h200-141g", 4, False)])
+def test_nothing_is_started_ahead_where_it_would_be_felt(profile: str, cores: int, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "COMMAND", (sys.executable, "-c", "import sys; sys.stdin.read()"))
+    children = Children.on(hardware_as(profile, cores))
+    with children.take(""):
+        assert bool(children._ready) == ahead
+    children.close()
 
 
 def test_long_steps_need_no_round_that_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "LONG_STEP_S", 0.0)
+    monkeypatch.setattr(room, "UNMOVED_S", 0.0)
     measured = measure_together([trial(tmp_path, name="a"), trial(tmp_path, name="b")])
     assert [len(each.blocks_s) for each in measured] == [6, 6]
     assert (tmp_path / "log").read_text() == "ab" + "baab" * 2 + "ba"

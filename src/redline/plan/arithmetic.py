@@ -71,20 +71,20 @@ def memory(
     recompute: Recompute,
     loss_chunks: int,
     world_size: int,
-    compiled: bool,
+    fused: bool,
     fused_loss: bool,
 ) -> Memory:
     """Peak bytes of one process: weights, gradients and optimiser state are sharded, activations are its own.
 
     The peak stands either in the head (all activations, the logits and their gradient) or in the backward of the last block (all
     activations and that block's temporaries), whichever is larger. With a single pass the gradients come into being while the
-    activations go, so only what is larger of the two counts.
+    activations go, so only what is larger of the two counts. `fused`: whether norms, gates and rotations keep no copies (`fuses`).
     """
     count, tokens = parameters(model), micro_batch * seq_len
     states = 8 * (count.total - count.hidden) + 4 * count.hidden if train.optimizer == "muon" else 8 * count.total
     head = _head_bytes(model, tokens, precision, loss_chunks, fused_loss)
-    block = tokens * _block_temporaries(model, precision, recompute, compiled)
-    activations = tokens * model.num_layers * kept_bytes(model, precision, recompute, compiled)
+    block = tokens * _block_temporaries(model, precision, recompute, fused)
+    activations = tokens * model.num_layers * kept_bytes(model, precision, recompute, fused)
     gradients = 4 * count.total // world_size
     return Memory(
         weights=4 * count.total // world_size,
@@ -96,7 +96,12 @@ def memory(
     )
 
 
-def kept_bytes(model: ModelConfig, precision: str, recompute: Recompute, compiled: bool) -> int:
+def fuses(*, compiled: bool, cuda: bool, precision: str) -> bool:
+    """A compiler fuses them, and in half precision on a GPU they are kernels already (H200: within 0.02 % of what was seen, LOG.md)."""
+    return compiled or (cuda and BYTES[precision] == 2)
+
+
+def kept_bytes(model: ModelConfig, precision: str, recompute: Recompute, fused: bool) -> int:
     """Bytes that one token keeps in one block between forward and backward (what torch.compile was seen to save).
 
     Without recomputation the inputs of all four matrix products and both norms are kept; selective recomputation (and FP8, which
@@ -112,18 +117,18 @@ def kept_bytes(model: ModelConfig, precision: str, recompute: Recompute, compile
     if recompute == "selective" or precision == "fp8":
         return a * (2 * D + inner + (rotated if recompute == "none" else 0)) + attention
     kept = a * (4 * D + inner + F + rotated) + attention
-    if compiled or a == 2:
+    if fused:
         return kept
-    # Eager mode in fp32 also keeps the gate's activation, and on a CPU what RMSNorm computed; in half precision both are one kernel.
+    # Else the gate's activation too, and what RMSNorm and rotation computed in fp32.
     gate = a * F if model.activation == "swiglu" else 0
-    return kept + gate + (16 * D if model.norm == "rmsnorm" else 0)
+    return kept + gate + (16 * D if model.norm == "rmsnorm" else 0) + (8 * rotated if a == 2 else 0)
 
 
-def _block_temporaries(model: ModelConfig, precision: str, recompute: Recompute, compiled: bool) -> int:
+def _block_temporaries(model: ModelConfig, precision: str, recompute: Recompute, fused: bool) -> int:
     """Bytes a token needs while one block runs backward: gradients of its parts, and what is computed again."""
     a, inner = BYTES[precision], model.ffn_size * (2 if model.activation == "swiglu" else 1)
     gradients = a * (inner + model.ffn_size + 2 * model.hidden_size)
-    return gradients + (0 if recompute == "none" else kept_bytes(model, precision, "none", compiled))
+    return gradients + (0 if recompute == "none" else kept_bytes(model, precision, "none", fused))
 
 
 def _head_bytes(model: ModelConfig, tokens: int, precision: str, chunks: int, fused: bool) -> int:

@@ -258,7 +258,9 @@ class _Decider:
             recompute=recompute,
             loss_chunks=chunks,
             world_size=self.world_size,
-            compiled=self.chosen["compile"] != "off",
+            fused=arithmetic.fuses(
+                compiled=self.chosen["compile"] != "off", cuda=self.hardware.kind == "cuda", precision=self.chosen["precision"]
+            ),
             fused_loss=self.chosen["cross_entropy"] == "fused",
         )
 

@@ -20,16 +20,16 @@ from redline.config.recipe import Recipe
 from redline.errors import ConfigError, MachineError, TrainingError
 from redline.plan.plan import Plan, Why
 from redline.record.units import format_duration, format_rate
-from redline.tune.candidates import WORTH, Candidate, candidates, changed, differing
+from redline.tune.candidates import AUTOTUNED, WORTH, Candidate, candidates, changed, differing
 from redline.tune.guard import effect_of, guard
-from redline.tune.memory import Probe, divisors, fit_memory
+from redline.tune.memory import Probe, divisors, fit_memory, pick_micro_batch
 from redline.tune.statistics import Comparison, compare, hopeless, interval
 from redline.tune.store import Result, TuningFolder, pinned, trial_key
-from redline.tune.trial import Arm, Bounds, Child, Measured, Trial, measure, new_child, take_turns, train_trial
+from redline.tune.trial import Arm, Bounds, Child, Children, Measured, Trial, measure, take_turns, train_trial
 
 TRIAL_S = {"cuda": 30.0, "cpu": 12.0}
 """What a trial costs before any was seen: imports, a compilation, warm-up and six blocks."""
-COMPILE_S = {"default": 40.0, "max-autotune-no-cudagraphs": 200.0}
+COMPILE_S = {"default": 40.0, AUTOTUNED: 200.0}
 """What a trial costs beyond that when it compiles in a way that was not compiled before (gpt2-124m on an H200: 203 s, LOG.md)."""
 STEP = 1.8
 """The micro-batch walks from divisor to divisor of the batch, each at least this many times the one before."""
@@ -81,6 +81,7 @@ def tune(
         return search.finish()
     finally:
         search.close()
+        search.children.close()
 
 
 class _Search:
@@ -94,6 +95,7 @@ class _Search:
         self.fixed = set(pinned(rules))
         self.best = rules
         self.best_measured = self.rules_measured = Measured(outcome="ok")
+        self.children = Children.on(rules.hardware)
         self.holder: Arm | None = None
         """The best plan, warm in a child; None where it was not needed yet."""
         self.spare: tuple[Child, Plan] | None = None
@@ -115,11 +117,11 @@ class _Search:
         self.say(f"tuning {self.recipe.name} on {self.rules.hardware.title}: {format_duration(self.budget_s)} at most{cut}")
         while True:
             measured = self._measure_alone("the rules' plan", self.best)
-            smaller = [size for size in divisors(self.best.micro_batch) if size < self.best.micro_batch]
-            if measured.outcome != "out_of_memory" or not smaller or "micro_batch" in self.fixed:
+            smaller = self._smaller_size() if measured.outcome == "out_of_memory" and "micro_batch" not in self.fixed else None
+            if smaller is None:
                 break
             self._row("the rules' plan", None, measured, None, f"out of memory with micro-batch {self.best.micro_batch}")
-            self.best = changed(self.recipe, self.best, {"micro_batch": smaller[-1]})
+            self.best = changed(self.recipe, self.best, {"micro_batch": smaller})
         if measured.outcome != "ok":
             raise TrainingError(f"the rules' plan does not run here ({measured.outcome}): {measured.error}")
         if self.best is not self.rules:
@@ -291,7 +293,7 @@ class _Search:
         if spare is not None and (not spare[0].alive or set(differing(spare[1], plan)) - SAME_PROCESS):
             spare[0].close()
             spare = None
-        arm = Arm(self._trial(plan), spare[0] if spare is not None else new_child(plan.allocator))
+        arm = Arm(self._trial(plan), spare[0] if spare is not None else self.children.take(plan.allocator))
         arm.limit_s = min(arm.limit_s, max(SHORTEST_LIMIT_S, self.began_s + self.budget_s - time.monotonic()))
         return arm
 
@@ -301,7 +303,7 @@ class _Search:
         if self.holder is not None and trial_key(self.holder.trial) == trial_key(trial) and self.holder.child.alive:
             return
         self.close()
-        self.holder = Arm(trial, new_child(trial.allocator))
+        self.holder = Arm(trial, self.children.take(trial.allocator))
         self.holder.start()
 
     def _fit_at_once(self, plan: Plan) -> bool:
@@ -312,6 +314,18 @@ class _Search:
         return seen.reserved_bytes + 2 * seen.other_bytes + 1.1 * plan.prediction.memory_bytes <= plan.hardware.memory_bytes
 
     # ---- small things ----
+
+    def _smaller_size(self) -> int | None:
+        """For a plan that ran out of memory: what small probes say that fits, or the next smaller divisor where they say nothing new."""
+        now = self.best.micro_batch
+        sizes = [size for size in divisors(now) if size < now]
+        if not sizes or self.best is not self.rules:
+            return sizes[-1] if sizes else None
+        self.close()
+        self.say(f"  micro-batch {now} ran out of memory: probing smaller ones")
+        with Child(self.best.allocator) as child:
+            pick = pick_micro_batch(self.recipe, self.best, child, capacity_bytes=self.best.hardware.memory_bytes)
+        return max((size for size in sizes if pick and size <= pick.micro_batch), default=sizes[-1])
 
     def _next_size(self, up: bool) -> int | None:
         """The next micro-batch in a direction that is worth a trial: a divisor that was not measured and should fit."""

@@ -26,7 +26,7 @@ from typing import Any, Literal, Self
 
 from redline.config.load import build, to_toml
 from redline.config.recipe import Recipe
-from redline.plan.plan import Plan, to_json
+from redline.plan.plan import Hardware, Plan, to_json
 from redline.tune.statistics import FEWEST_BLOCKS, NOISY_ROUNDS, noisy
 
 Outcome = Literal["ok", "out_of_memory", "crashed", "timed_out"]
@@ -38,8 +38,8 @@ OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory", "
 """How a process that died says that memory was the reason: torch on a GPU, CUDA itself, torch on a CPU, cuBLAS and cuDNN."""
 MANY_CORES = 8
 """With fewer, a process that starts would be felt by the one that is measured."""
-LONG_STEP_S = 2.0
-"""A step this long is no longer moved by what its process did before it."""
+UNMOVED_S = 2.0
+"""A step this long is not moved by what its process did before it."""
 LAST_WORDS = 6
 """Lines of an error that are looked at: CUDA's own has advice behind it."""
 
@@ -117,20 +117,6 @@ def train_trial(recipe: Recipe, plan: Plan, bounds: Bounds | None = None) -> Tri
     """The real training loop of a recipe under a plan."""
     setting = {"recipe": to_toml(recipe), "plan": to_json(plan)}
     return Trial(workload=TRAIN, setting=setting, allocator=plan.allocator, bounds=bounds or Bounds())
-
-
-_waiting: dict[tuple[str, ...], "Child"] = {}
-"""By command and allocator: children that have imported torch, or are about to, and wait for work."""
-
-
-def new_child(allocator: str = "") -> "Child":
-    """A child; where cores are plenty the next one is started at once, so that it imports torch, which takes seconds, while this one is
-    at work. One that is never used ends with this process."""
-    kind = (*COMMAND, allocator)
-    child = _waiting.pop(kind, None) or Child(allocator)
-    if (os.cpu_count() or 1) >= MANY_CORES:
-        _waiting[kind] = Child(allocator)
-    return child
 
 
 class Child:
@@ -237,10 +223,33 @@ class Child:
         return ChildFailed("out_of_memory" if memory else "crashed", error)
 
 
+class Children:
+    """New children for one search. Beside a GPU, where cores are plenty, the next is started `ahead`, so that it imports torch, which takes
+    seconds, while the one before it builds and compiles."""
+
+    def __init__(self, *, ahead: bool) -> None:
+        self._ahead = ahead
+        self._ready: dict[str, Child] = {}
+
+    @classmethod
+    def on(cls, hardware: Hardware) -> Self:
+        return cls(ahead=hardware.kind == "cuda" and hardware.cores >= MANY_CORES)
+
+    def take(self, allocator: str) -> Child:
+        child = self._ready.pop(allocator, None) or Child(allocator)
+        if self._ahead:
+            self._ready[allocator] = Child(allocator)
+        return child
+
+    def close(self) -> None:
+        while self._ready:
+            self._ready.popitem()[1].close()
+
+
 def measure(trial: Trial, *, enough: Callable[[Sequence[float]], bool] = lambda blocks_s: False, child: Child | None = None) -> Measured:
     """Measure a trial in a child of its own, or in the one given. `enough` ends it before its last block."""
     with contextlib.ExitStack() as stack:
-        arm = Arm(trial, child if child is not None else stack.enter_context(new_child(trial.allocator)))
+        arm = Arm(trial, child if child is not None else stack.enter_context(Child(trial.allocator)))
         arm.start()
         for _ in range(trial.bounds.blocks):
             arm.block()
@@ -252,7 +261,7 @@ def measure(trial: Trial, *, enough: Callable[[Sequence[float]], bool] = lambda 
 def measure_together(trials: Sequence[Trial]) -> list[Measured]:
     """Measure trials in turns; all of them are in memory at once. One that fails leaves the others measuring."""
     with contextlib.ExitStack() as stack:
-        arms = [Arm(trial, stack.enter_context(new_child(trial.allocator))) for trial in trials]
+        arms = [Arm(trial, stack.enter_context(Child(trial.allocator))) for trial in trials]
         for arm in arms:
             arm.start()
         take_turns(arms, max(trial.bounds.blocks for trial in trials))
@@ -266,7 +275,7 @@ def take_turns(arms: Sequence["Arm"], rounds: int, enough: Callable[[], bool] = 
     for arm in arms:
         arm.forget()
         arm.block()
-    counted = all(step_s > LONG_STEP_S for arm in arms for step_s in arm.blocks_s)
+    counted = all(step_s > UNMOVED_S for arm in arms for step_s in arm.blocks_s)
     for arm in arms if not counted else ():
         arm.forget()
     for round_ in range(int(counted), rounds * NOISY_ROUNDS):

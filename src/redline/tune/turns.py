@@ -16,7 +16,7 @@ from typing import Self
 
 from redline.tune.statistics import plain
 from redline.tune.store import TuningFolder, trial_key
-from redline.tune.trial import Arm, Measured, Trial, new_child, take_turns
+from redline.tune.trial import Arm, Children, Measured, Trial, take_turns
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,11 @@ class Pair:
 
 
 class Turns:
-    def __init__(self, folder: TuningFolder, *, beside: str, deadline_s: float, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: TuningFolder, *, beside: str, deadline_s: float, progress: Callable[[str], None], children: Children | None = None
+    ) -> None:
         self.folder, self.beside, self.deadline_s, self.progress = folder, beside, deadline_s, progress
+        self._children = children or Children(ahead=False)
         self._alive: dict[str, Arm] = {}
         self._last_s = 0.0
 
@@ -38,6 +41,7 @@ class Turns:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self._close_all_but()
+        self._children.close()
 
     def alone(self, name: str, trial: Trial, *, blocks: int | None = None) -> Measured | None:
         """A trial by itself; None when there is no time for it. With fewer `blocks` than it asks for it says how fast it is, and is not
@@ -52,6 +56,8 @@ class Turns:
         self._close_all_but(standing)
         measured = _blocks([self._arm(standing, trial)], blocks or trial.bounds.blocks)[0]
         self._spent(began_s)
+        if self._cut_short(measured):
+            return None
         self.folder.add(key, name, measured)
         return measured
 
@@ -69,6 +75,8 @@ class Turns:
             return self._apart(name, before, after)
         found = _blocks(arms, after.bounds.blocks)
         self._spent(began_s)
+        if any(self._cut_short(measured) for measured in found):
+            return None
         for place, measured in zip(("before", "after"), found, strict=True):
             self.folder.add(f"{keys[0]}>{keys[1]} {place}", name if place == "after" else f"{name}: before", measured, paired=True)
         return Pair(found[0], found[1], paired=True)
@@ -85,17 +93,19 @@ class Turns:
     def _apart(self, name: str, before: Trial, after: Trial) -> Pair | None:
         """One after the other, for want of memory: the second may fit by itself."""
         self.progress(f"{name}: does not fit beside the arm it is compared with; measuring it alone")
+        began_s = time.monotonic()
         self._close_all_but()
         first = self.alone(f"{name}: before", before)
         self._close_all_but()
         second = self.alone(name, after)
+        self._spent(began_s)
         return Pair(first, second, paired=False) if first is not None and second is not None else None
 
     def _arm(self, key: str, trial: Trial) -> Arm:
         if key not in self._alive or self._alive[key].failed is not None:
             left_s = max(60.0, self.deadline_s - time.monotonic())  # a hang must not eat the time of the next command
             bounded = replace(trial, bounds=replace(trial.bounds, limit_s=min(trial.bounds.limit_s, left_s)))
-            arm = Arm(bounded, new_child(trial.allocator))
+            arm = Arm(bounded, self._children.take(trial.allocator))
             self._alive[key] = arm
             arm.start()
         return self._alive[key]
@@ -110,6 +120,10 @@ class Turns:
             return False
         self.progress(f"{name}: measuring; {left_s / 60:.1f} minutes left")
         return True
+
+    def _cut_short(self, measured: Measured) -> bool:
+        """Whether the end of the time, and not a hang, ended it: another time it may answer."""
+        return measured.outcome == "timed_out" and time.monotonic() > self.deadline_s
 
     def _spent(self, began_s: float) -> None:
         self._last_s = time.monotonic() - began_s

@@ -6,6 +6,7 @@ from dataclasses import replace
 from redline.optimizations.catalogue import ratio
 from redline.record.units import format_bytes
 from redline.tune.ablate import Row
+from redline.tune.statistics import FEWEST_BLOCKS
 
 COLUMNS = ("change", "claimed", "by", "measured", "interval", "verdict", "tokens/s", "memory", "numerics")
 BRIEF = ("change", "claimed", "measured", "interval", "verdict")
@@ -14,7 +15,8 @@ WORKLOADS = {"train": "pre-training", "generate": "generation", "finetune": "LoR
 
 def cells(row: Row) -> tuple[str, ...]:
     measured = f"{row.measured_ratio:.2f}x" if row.measured_ratio is not None else ""
-    interval = f"{row.low:.2f}-{row.high:.2f}x" if row.low is not None and row.high is not None else ""
+    brief = "*" if row.rounds is not None and row.rounds < FEWEST_BLOCKS else ""
+    interval = f"{row.low:.2f}-{row.high:.2f}x{brief}" if row.low is not None and row.high is not None else ""
     verdict = row.verdict if row.outcome == "ok" else row.outcome
     verdict = ", ".join(part for part in (verdict, "kept" if row.kept else "", row.note) if part)
     name = {"all": f"all kept: {row.title}", "second try": f"{row.name}, again"}.get(row.stage, row.name)
@@ -42,7 +44,7 @@ def markdown(rows: Sequence[Row], title: str, where: str) -> str:
             lines += [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
             lines += [f"| {' | '.join(cell.replace('|', '/') for cell in cells(row))} |" for row in ran]
             lines.append("")
-        if left := [row.name for row in shown if row.outcome == "not run"]:
+        if left := [cells(row)[0] for row in shown if row.outcome == "not run"]:
             lines += [f"Not run, for want of time: {', '.join(left)}.", ""]
     return "\n".join(lines)
 
