@@ -15,12 +15,13 @@ from rft_model import CONFIG, letters_recipe, tiny_model
 from redline.config.rft import load_rft
 from redline.errors import ConfigError, DataError
 from redline.model.huggingface import write_folder
+from redline.model.lora import LoraLinear
 from redline.model.transformer import build_model
 from redline.record.run import read_lines
 from redline.rft.plan import Bounds
 from redline.rft.run import run_all, run_rounds
 from redline.rft.sample import sample
-from redline.rft.session import Session, Views, open_session
+from redline.rft.session import Session, Views, open_session, weights_fingerprint
 from redline.rft.store import Store
 from redline.rft.test import run_test, trained
 from redline.rft.train import _examples, train
@@ -311,6 +312,104 @@ def test_the_sampler_of_a_later_round_is_compared_and_one_that_is_gone_is_said(p
     (said,) = [note for note in train_second() if "not checked" in note]
     assert "round-1" in said
     assert read_lines(second / "events.jsonl")[-1]["event"] == "writer_not_checked"
+
+
+def second_round(run: Path, views: Views | None = None) -> Any:
+    """The session of a later round, whose sampler is base and adapter merged."""
+    return open_session(load_rft(str(run / "round-2" / "recipe.toml"), ()), run / "round-2", Bounds(environment={}), views=views)
+
+
+@pytest.fixture(scope="module")
+def two_rounds(place: Path) -> Path:
+    in_rounds(place, place / "rounds")
+    return place / "rounds"
+
+
+@pytest.fixture
+def rounds(two_rounds: Path, tmp_path: Path) -> Path:
+    """A copy of two finished rounds that a test may change."""
+    copy = Path(shutil.copytree(two_rounds, tmp_path / "rounds"))
+    recipe = copy / "round-2" / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace(str(two_rounds), str(copy)))
+    return copy
+
+
+def test_a_cpu_that_merges_with_other_last_bits_knows_the_sampler_again(rounds, monkeypatch):
+    before, product = open_weights(rounds / "round-1").loaded.weights, LoraLinear.delta
+    monkeypatch.setattr(LoraLinear, "delta", lambda layer: product(layer) * (1 + 2**-22))
+    after = open_weights(rounds / "round-1").loaded.weights
+    assert not all(before[name].equal(after[name]) for name in before)
+    for stage in ("train-samples", "adapter"):
+        shutil.rmtree(rounds / "round-2" / stage)
+    with second_round(rounds) as session:
+        assert train(session, "samples")["why"] == "finished"
+    with second_round(rounds) as session:
+        assert sample(session).drawn == 0, "what the other machine drew counts"
+
+
+def change_tensors(path: Path) -> None:
+    weights = safetensors.torch.load_file(path)
+    safetensors.torch.save_file({name: weight + 1 for name, weight in weights.items()}, path, metadata={"format": "pt"})
+
+
+def test_the_hash_of_an_adapted_model_is_of_its_base_its_adapter_and_its_scale_and_not_of_where_they_lie(place, rounds, tmp_path):
+    adapter, base = rounds / "round-1" / "adapter", shutil.copytree(place / "model", tmp_path / "model")
+    seen = [weights_fingerprint(open_weights(adapter))]
+    config = adapter / "adapter_config.json"
+    told = json.loads(config.read_text())
+    assert told["base_model_name_or_path"] == str(place / "model")
+    config.write_text(json.dumps(told | {"base_model_name_or_path": str(base)}))
+    assert weights_fingerprint(open_weights(adapter)) == seen[0]
+    change_tensors(base / "model.safetensors")
+    seen.append(weights_fingerprint(open_weights(adapter)))
+    config.write_text(json.dumps(told | {"lora_alpha": told["lora_alpha"] * 2}))
+    seen.append(weights_fingerprint(open_weights(adapter)))
+    config.write_text(json.dumps(told))
+    change_tensors(adapter / "adapter_model.safetensors")
+    seen.append(weights_fingerprint(open_weights(adapter)))
+    assert len(set(seen)) == 4
+
+
+class KilledAt(Views):
+    """Ends a run of rounds when something begins, as a kill would: the second training, say."""
+
+    def __init__(self, stage: str, number: int) -> None:
+        self.stage, self.left = stage, number
+
+    def _begins(self, stage: str) -> None:
+        self.left -= stage == self.stage
+        if not self.left:
+            raise SystemExit
+
+    def note(self, text: str) -> None:
+        if text.endswith("round-1"):
+            self._begins("opening of what the first round trained")
+
+    def sampling(self, title: str) -> None:
+        self._begins("sampling" if "sampling" in title else "test")
+
+    def training(self, title: str, total_steps: int) -> Any:
+        self._begins("training")
+        return ()
+
+
+@pytest.mark.parametrize(
+    ("stage", "number"), [("opening of what the first round trained", 1), ("sampling", 2), ("training", 2), ("test", 3)]
+)
+def test_rounds_killed_after_the_first_go_on_from_another_folder(place, two_rounds, tmp_path, monkeypatch, stage, number):
+    monkeypatch.chdir(tmp_path)
+    recipe = load_rft(str(place / "letters.toml"), QUICK)
+    with pytest.raises(SystemExit):
+        run_rounds(recipe, Path("run"), Bounds(environment={}), 2, views=KilledAt(stage, number))
+    assert trained(Path("run/round-1")) == ["base", "samples"]
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    first, second = in_rounds(place, Path("../run"))
+    assert (first["why"], second["why"], first["sample"]["drawn"]) == ("finished", "finished", 0)
+    mine, reference = (
+        safetensors.torch.load_file(run / "round-2" / "adapter" / "adapter_model.safetensors") for run in (tmp_path / "run", two_rounds)
+    )
+    assert all(mine[name].equal(reference[name]) for name in reference)
 
 
 def test_the_base_is_tested_and_sampled_as_it_was_after_a_training_in_the_same_session(place, finished, tmp_path):

@@ -16,13 +16,14 @@ import contextlib
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from redline.config.load import to_toml
 from redline.config.rft import RftRecipe, fingerprint_of, rft_differences, rft_from_toml, with_samples
@@ -89,15 +90,22 @@ class Speaker:
 
 
 def weights_fingerprint(opened: Opened) -> str:
-    """A hash of every weight as it was opened, on as many threads as there are cores: about 1 GB/s each."""
-    weights = opened.loaded.weights
+    """A hash of the weights as the files hold them. A base and its adapter are hashed, not what merging makes of them: the last bits of
+    a product depend on the CPU, and a run may go on on another one. The base is read once more for it."""
+    if (adapter := opened.adapter) is None:
+        return _tensors_fingerprint(opened.loaded.weights)
+    return fingerprint_of([weights_fingerprint(open_weights(adapter.base)), _tensors_fingerprint(adapter.tensors), adapter.scale])
+
+
+def _tensors_fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """A hash of every tensor, on as many threads as there are cores: about 1 GB/s each."""
 
     def digest(name: str) -> bytes:
-        data = memoryview(weights[name].detach().contiguous().cpu().view(torch.uint8).numpy())  # type: ignore[arg-type]
+        data = memoryview(tensors[name].detach().contiguous().cpu().view(torch.uint8).numpy())  # type: ignore[arg-type]
         return name.encode() + hashlib.blake2b(data, digest_size=16).digest()
 
     with ThreadPoolExecutor() as threads:
-        return hashlib.blake2b(b"".join(threads.map(digest, sorted(weights))), digest_size=8).hexdigest()
+        return hashlib.blake2b(b"".join(threads.map(digest, sorted(tensors))), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)

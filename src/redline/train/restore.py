@@ -9,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from redline.config.load import from_toml
 from redline.config.recipe import ModelConfig, Recipe
@@ -20,8 +21,18 @@ from redline.model.lora import merged_weights
 from redline.model.transformer import Transformer, build_model
 from redline.model.weights import Loaded, load_weights
 from redline.record.run import RunFolder
-from redline.train.adapter import adapter_base, read_adapter
+from redline.train.adapter import adapter_base, peft_tensors, read_adapter
 from redline.train.checkpoint import read_tensors, resolve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """An adapter as it was read, and where the model below it lies, whose weights are not kept: they are as large as the merged ones."""
+
+    base: Path
+    tensors: dict[str, Tensor]
+    """By the names that PEFT gives them."""
+    scale: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +42,8 @@ class Opened:
     loaded: Loaded
     recipe: Recipe | None
     source: Path
+    adapter: Adapter | None = None
+    """What was merged into the weights."""
 
     @property
     def config(self) -> ModelConfig:
@@ -105,5 +118,6 @@ def _open_adapted(folder: Path) -> Opened:
         raise CheckpointError(f"{folder / 'adapter_config.json'} names no base model: merge the adapter with the program that made it")
     opened = open_weights(Path(base))
     model = opened.build("cpu")
-    read_adapter(folder, model)
-    return replace(opened, loaded=replace(opened.loaded, weights=dict(merged_weights(model))), source=folder)
+    config = read_adapter(folder, model)
+    adapter = Adapter(base=Path(base), tensors={name: part.detach() for name, part in peft_tensors(model).items()}, scale=config.scale)
+    return replace(opened, loaded=replace(opened.loaded, weights=dict(merged_weights(model))), source=folder, adapter=adapter)
