@@ -263,8 +263,12 @@ def main() -> None:
                 flush=True,
             )
     right, near = sum(r["right"] for r in results), sum(r["right"] and abs(r["error"]) <= 0.25 for r in results)
+    inside = sum(r["range"] is not None and r["range"][0] <= r["measured"] <= r["range"][1] for r in results)
     alarms = [cause for r in results for cause in r["false alarms"]]
-    print(f"cause named in {right} of {len(results)}, gain within 25 % in {near}; false alarms in the clean runs: {alarms or 'none'}")
+    print(
+        f"cause named in {right} of {len(results)}, gain within 25 % in {near}, inside its range in {inside}; "
+        f"false alarms in the clean runs: {alarms or 'none'}"
+    )
     if options.out:
         options.out.write_text(json.dumps(results, indent=2))
 

@@ -145,6 +145,24 @@ def test_numbers_are_copied_before_the_moment_behind_which_they_are_read(tmp_pat
     assert order[:2] == ["copy", "moment"]
 
 
+def test_copied_numbers_are_read_behind_the_end_of_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last update may still be running when the block ends: its end is waited for first."""
+    order: list[str] = []
+
+    class Copy:
+        def tolist(self) -> list[float]:
+            order.append("read")
+            return [2.5]
+
+    monkeypatch.setattr(run, "_taken", lambda numbers: (["loss"], Copy()))
+    with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
+        seconds = watched.clock.seconds
+        monkeypatch.setattr(watched.clock, "seconds", lambda begin, end: order.append("waited") or seconds(begin, end))  # type: ignore[func-returns-value]
+        watched.step(loss=1.0)
+    assert order == ["waited", "read"]
+    assert lines_of(tmp_path / "run")[0]["loss"] == 2.5
+
+
 def test_lines_come_while_the_loop_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the newest, of which more may become known; together, once a second or every 64 updates."""
     with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
@@ -185,6 +203,46 @@ def test_a_pause_is_no_part_of_an_update(tmp_path: Path) -> None:
     assert top.cause == "validation-pause"
     assert "plan." not in top.fix
     assert "train." not in top.fix
+
+
+def test_a_pause_in_the_middle_of_an_update_is_taken_out_of_it(tmp_path: Path) -> None:
+    """The batch is there, then comes a validation, then the work: the wait stays the update's, and the host's time is that of the work."""
+    with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
+        for _ in watched.batches(slowly([batch_of()] * 5, 0.03)):
+            with watched.pause("validation"):
+                for _ in watched.batches(slowly([batch_of()] * 2, 0.02)):
+                    pass
+            with watched.phase("forward"):
+                time.sleep(0.005)
+            watched.step()
+    for line in lines_of(tmp_path / "run")[1:]:
+        assert 0.03 <= line["data_wait_s"] < 0.045
+        assert 0.035 <= line["step_s"] < 0.05
+        assert 0.005 <= line["issue_s"] < 0.02
+        assert "paused_s" not in line
+    assert lines_of(tmp_path / "run")[-1]["tokens"] == 5 * 48, "the validation's tokens are not trained on"
+    assert all(event["stalled_s"] >= 0.04 for event in events_of(tmp_path / "run") if event["event"] == "validation")
+
+
+def test_a_restart_forgets_the_wait_before_it(tmp_path: Path) -> None:
+    with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
+        for _ in watched.batches(slowly([batch_of()] * 4, 0.03)):
+            watched.restart()
+            time.sleep(0.005)
+            watched.step()
+    for line in lines_of(tmp_path / "run")[1:]:
+        assert 0.005 <= line["issue_s"] < 0.02
+        assert line["step_s"] == pytest.approx(line["issue_s"], abs=1e-3)
+        assert "data_wait_s" not in line
+
+
+@pytest.mark.parametrize("model", [[nn.Linear(1, 1), nn.Linear(1, 1)], None, "gpt2", nn.Linear])
+def test_what_is_watched_is_one_model(tmp_path: Path, model: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^model must be one torch.nn.Module, got (list|NoneType|str|type): give the one that is trained$"
+    ):
+        redline.watch(tmp_path / "run", model=model)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_second_run_needs_its_own_folder_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
@@ -371,6 +429,12 @@ def test_a_wait_costs_what_the_host_does_behind_it(tmp_path: Path) -> None:
         assert {"sync", "host-gap"} & {f.cause for f in watched.findings()} == {top.cause}
         assert top.gain is not None
         assert 1.4 < top.gain.middle < 2.5
+
+
+def test_attention_is_not_counted_for_the_reason_that_is_given() -> None:
+    model = nn.Linear(8, 8)
+    assert "length of a row is not known" in facts.flops_per_token(model, None)[1]
+    assert "no layers and width" in facts.flops_per_token(model, 32)[1]
 
 
 # ---- what it costs, and what it does not load ----

@@ -2,6 +2,7 @@
 
 import json
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from redline.diagnose.finding import Finding
 from redline.diagnose.observed import Facts, Observed, Step
 from redline.diagnose.read import read
 from redline.diagnose.rules import diagnose
-from redline.observe import facts, sync
+from redline.errors import ConfigError
+from redline.observe import facts
 from redline.observe.clock import Clock
-from redline.observe.generation import Call, Calls, cached_call_s, hookable, repeats_prefix
+from redline.observe.generation import LEAST_CALLS, Call, Calls, CallTimes, hookable, repeats
 from redline.plan.hardware import hardware_as
 from redline.record.metrics import METRICS
 
@@ -194,36 +196,82 @@ def test_compiled_models_are_not_touched() -> None:
     assert hookable(speaker) == []
 
 
+GROWING = list(range(9, 9 + LEAST_CALLS))
+
+
 @pytest.mark.parametrize(
-    ("positions", "repeats"),
+    ("positions", "repeated"),
     [
-        ([9, 10, 11, 12], [False, True, True, True]),
-        ([9, 1, 1, 1], [False, False, False, False]),
-        ([1, 1, 1, 1], [False, False, False, False]),
-        ([7, 8, 8, 8], [False, True, True, True]),  # a window that is full moves on
-        ([64, 64, 64], [False, False, False]),  # passes over rows of one length
-        ([5, 6, 7, 5, 6, 7], [False, True, True, False, True, True]),  # two texts
+        ([8, *GROWING], GROWING),
+        ([8, *GROWING[:-1]], []),  # too few to be no chance
+        ([9] + [1] * 30, []),
+        ([1] * 30, []),
+        ([8, *GROWING, *GROWING[-1:] * 20], [*GROWING, *GROWING[-1:] * 20]),  # a window that is full moves on
+        ([7, 8] + [8] * 30, []),  # texts sorted by length and cut at the longest allowed
+        ([64] * 30, []),  # passes over rows of one length, or decoding that is padded to it
+        ([8, *GROWING, 8, *GROWING], GROWING * 2),  # two texts
+        ([8, 8, *GROWING], GROWING),  # scored, and then gone on with
+        ([n for length in range(8, 30) for n in (length, length)], []),  # texts sorted by length, two passes of each
+        ([n for length in range(8, 60, 8) for n in (*range(length, length + 8), length + 7)], []),  # the same, most lengths once
+        (list(range(8, 60, 2)), []),
     ],
 )
-def test_which_calls_compute_the_prefix_again(positions: list[int], repeats: list[bool]) -> None:
-    assert repeats_prefix([Call(2, count, 0.0, 0.0, 0.0) for count in positions]) == repeats
+def test_which_calls_compute_the_prefix_again(positions: list[int], repeated: list[int]) -> None:
+    assert [call.positions for call in repeats([Call(2, count, 0.0, 0.0, 0.0) for count in positions])] == repeated
+
+
+def test_a_text_may_end_and_none_may_come_to_it() -> None:
+    """Rows that are done are taken out of a batch; passes over other texts have as many rows as they have."""
+    for rows, wanted in (([4] * 6 + [3] * 7, LEAST_CALLS), ([3] * 6 + [4] * 7, 0), ([2, 3] * 6 + [2], 0)):
+        calls = [Call(count, positions, 0.0, 0.0, 0.0) for count, positions in zip(rows, range(8, 9 + LEAST_CALLS), strict=True)]
+        assert len(repeats(calls)) == wanted
+
+
+def test_passes_that_score_texts_sorted_by_length_are_left_alone(tmp_path: Path) -> None:
+    """In the phase, because they belong to the drawing of texts; some are one position longer than the one before."""
+    lengths = [5, 6, 7, 7, 8, 9, 9, 10, 10, 11, 12, 13, 13, 14, 15, 15, 16, 17, 18, 18, 19, 20, 20, 21]
+    with redline.watch(tmp_path / "run", model=(model := Speaker()), quiet=True) as run:
+        for _ in range(8):
+            with run.phase("generate"):
+                for length in lengths:
+                    model(torch.ones(3, length, dtype=torch.long))
+            run.step(tokens=60)
+    assert {event["repeated_calls"] for event in events_of(tmp_path / "run")} == {0}
+    assert "uncached-generation" not in [finding.cause for finding in run.findings()]
 
 
 # ---- what a cached call would take ----
 
 
+def times_of(seconds: dict[tuple[int, int], float]) -> CallTimes:
+    times = CallTimes(Clock(torch.device("cpu")))
+    times.add([Call(rows, positions, 0.0, 0.0, host_s) for (rows, positions), host_s in seconds.items()])
+    return times
+
+
 def test_the_fit_gives_back_what_calls_are_made_of() -> None:
-    """a + b R T + c R T² in, a + b R + c R T out; three times as slow where these calls were."""
+    """a + b R T + c R T² in, a + b R + c R T out; three times as slow where the last calls were."""
     once_s, each_s, pair_s = 2e-3, 3e-6, 1e-8
     fastest = {(8, t): once_s + each_s * 8 * t + pair_s * 8 * t * t for t in range(10, 110)}
     expected_s = once_s + each_s * 8 + pair_s * 8 * 59.5
-    calls = [(8, t, 3 * seconds) for (_, t), seconds in fastest.items()]
-    assert cached_call_s(fastest, calls) == pytest.approx(3 * expected_s, rel=0.02)
+    times = times_of(fastest)
+    assert times.cached_call_s() == pytest.approx(expected_s, rel=0.01)
+    slowed = [Call(rows, t, 0.0, 0.0, 3 * seconds) for (rows, t), seconds in fastest.items()]
+    times.add(slowed)
+    assert times.cached_call_s() == pytest.approx(3 * expected_s, rel=0.01)
+    times._clock.is_gpu = True  # there the host has waited for a place in the queue
+    assert times.cached_call_s() == pytest.approx(expected_s, rel=0.01)
+
+
+def test_rows_that_differ_do_not_spoil_the_fit() -> None:
+    """Neighbours in the table may be 24 positions of 3 rows and 10 of 8: a point is one call, and no mean of two."""
+    calls = {(rows, t): 1e-3 + 2e-6 * rows * t for rows in (3, 8) for t in range(10, 25)}
+    mean_rows = 5.5
+    assert times_of(calls).cached_call_s() == pytest.approx(1e-3 + 2e-6 * mean_rows, rel=0.001)
 
 
 def test_launches_that_take_as_long_whatever_they_compute() -> None:
-    fastest = {(128, t): 4e-3 for t in range(256, 300)}
-    assert cached_call_s(fastest, [(128, t, 4e-3) for t in range(256, 300)]) == pytest.approx(4e-3)
+    assert times_of({(128, t): 4e-3 for t in range(256, 300)}).cached_call_s() == pytest.approx(4e-3)
 
 
 # ---- on paper: a GPU that is not here ----
@@ -277,12 +325,109 @@ def test_time_in_which_text_is_generated_is_no_sign_of_small_passes() -> None:
         assert [f.cause for f in diagnose(Observed(source="", format="run", steps=steps, facts=Facts(memory_bytes=140e9)))] == wanted
 
 
-def test_waits_in_generation_are_not_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_generation_in_some_updates_counts_with_its_share_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+    """1.6 s in every Nth update, 0.4 s in each: of N x 0.4 + 1.6 s go 1.5 s of calls, and 50 come back at 10 to 16 ms each."""
+    watched(tmp_path / "run", monkeypatch)
+    trained = {"step_s": 0.4, "forward_s": 0.1, "backward_s": 0.2, "optimizer_s": 0.1}
+    drawn = trained | {"step_s": 2.0, "generate_s": 1.6}
+    lines = [{"step": i, **(drawn if i % every == 0 else trained)} for i in range(1, 26)]  # the first five are not looked at
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    findings = {finding.cause: finding for finding in diagnose(read(tmp_path / "run"))}
+    found, total_s = findings["uncached-generation"], every * 0.4 + 1.6
+    assert found.gain is not None
+    assert found.gain.low == pytest.approx(total_s / (total_s - 1.5 + 50 * 0.016))
+    assert found.gain.high == pytest.approx(total_s / (total_s - 1.5 + 50 * 0.010))
+    assert found.evidence[0].value == pytest.approx(1.6 / total_s)
+    assert "stall" not in findings, "texts drawn every N updates are no stall"
+
+
+def test_generation_in_every_tenth_update_is_looked_at(tmp_path: Path) -> None:
+    model, prompts = Speaker(), torch.ones(1, 5, dtype=torch.long)
+    with redline.watch(tmp_path / "run", model=model, quiet=True) as run:
+        for step in range(1, 41):
+            if step % 10 == 0:
+                with run.phase("generate"):
+                    model.generate(prompts, 15, use_cache=False)
+            run.step()
+    assert [event["step"] for event in events_of(tmp_path / "run")] == [20, 30, 40]
+
+
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_an_mfu_is_that_of_the_time_in_which_something_was_trained(every: int) -> None:
+    """At 50 % while training, 10 % of an update of which four fifths draw texts; at 20 % and 4 % the passes are small."""
+    for mfu, wanted in ((0.5, []), (0.2, ["small-passes"])):
+        steps = []
+        for i in range(1, 26):
+            drawn: dict[str, Any] = {"step_s": 2.0, "generate_s": 1.6, "mfu": mfu / 5} if i % every == 0 else {"step_s": 0.4, "mfu": mfu}
+            steps.append(Step(step=i, memory_bytes=10e9, **drawn))
+        found = diagnose(Observed(source="", format="run", steps=tuple(steps), facts=Facts(memory_bytes=140e9)))
+        assert [finding.cause for finding in found] == wanted
+        assert not found or "MFU of 20%" in found[0].title
+
+
+# ---- where a phase may be ----
+
+
+def test_an_update_does_not_end_while_texts_are_drawn(tmp_path: Path) -> None:
+    model, prompts = Speaker(), torch.ones(1, 5, dtype=torch.long)
+    with redline.watch(tmp_path / "run", model=model, quiet=True) as run:
+        for _ in range(3):
+            with run.phase("generate"):
+                model.generate(prompts, 2, use_cache=True)
+                with pytest.raises(ConfigError, match=r"step\(\) inside phase\('generate'\): end the block"):
+                    run.step()
+            for what in (lambda: run.phase("generate"), lambda: run.pause("validation")):
+                with pytest.raises(ConfigError, match=r"inside phase\('generate'\)"), run.phase("generate"), what():
+                    pass
+            with pytest.raises(ConfigError, match=r"restart\(\) inside"), run.phase("generate"):
+                run.restart()
+            with pytest.raises(ConfigError, match=r"step\(\) inside pause\('checkpoint'\)"), run.pause("checkpoint"):
+                run.step()
+            run.step()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["generate_s"] <= line["step_s"] for line in lines)
+
+
+def test_two_generations_in_one_update_add_up(tmp_path: Path) -> None:
+    model, prompts = Speaker(), torch.ones(3, 5, dtype=torch.long)
+    with redline.watch(tmp_path / "run", model=model, quiet=True) as run:
+        for _ in range(4):
+            for _ in range(2):
+                with run.phase("generate"):
+                    model.generate(prompts, 20, use_cache=False)
+            run.step()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["generate_s"] >= 2 * 0.0245 for line in lines)
+    noted = events_of(tmp_path / "run")
+    assert [event["step"] for event in noted] == [2, 3, 4]
+    assert {(event["calls"], event["repeated_calls"]) for event in noted} == {(40, 38)}
+    assert noted[0]["generate_s"] == lines[1]["generate_s"]
+
+
+def test_waits_in_generation_and_in_pauses_are_not_the_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On paper: what waits for the GPU warns where torch's detector is on."""
     mode = ["default"]
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode.append)
-    watching = sync.SyncWatch()
-    watching.look_away()
-    watching.look_again()
-    assert watching.stop() == []
-    assert mode == ["default", "warn", "default", "warn", "default"]
+
+    def wait() -> None:
+        if mode[-1] == "warn":
+            warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=2)
+
+    with redline.watch(tmp_path / "run", model=Speaker(), quiet=True) as run:
+        monkeypatch.setattr(run, "_device", torch.device("cuda"))
+        for _ in range(6):
+            wait()
+            with run.phase("generate"):
+                wait()
+            with run.pause("validation"):
+                with run.phase("generate"):
+                    wait()
+                wait()
+            wait()
+            run.step()
+    (found,) = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines() if "waits_for_gpu" in line]
+    assert found["times"] == 2, found
+    assert mode[-1] == "default"

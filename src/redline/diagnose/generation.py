@@ -79,10 +79,10 @@ def _uncached_log(observed: Observed) -> list[Finding]:
 def _uncached_loop(observed: Observed) -> list[Finding]:
     """A watched loop: the model's calls were noted in some updates, and those that computed the prefix again are counted."""
     last: dict[str, Any] = next((event for event in reversed(observed.events) if event.get("event") == "generation"), {})
-    mean_s, generate_s = observed.mean("step_s"), observed.mean("generate_s")
-    if "repeated_s" not in last or not mean_s or not generate_s:
+    mean_s, share = observed.mean("step_s"), observed.share("generate_s")
+    if "repeated_s" not in last or not mean_s or not share:
         return []
-    spec, share, factors = spec_of(observed), min(1.0, generate_s / mean_s), CACHED_CALL["cuda" if observed.facts.gpu else "cpu"]
+    spec, factors = spec_of(observed), CACHED_CALL["cuda" if observed.facts.gpu else "cpu"]
     floor_s = decode_floor_s(spec, observed.facts.parameters) if spec and observed.facts.parameters else 0.0
     cached_s = max(floor_s, last["cached_call_s"])
     less_s = [max(0.0, last["repeated_s"] - last["repeated_calls"] * factor * cached_s) for factor in reversed(factors)]

@@ -143,6 +143,11 @@ class Observed:
         found = [value for s in self.steady if (value := getattr(s, name)) is not None]
         return fmean(found) if found and 2 * len(found) >= len(self.steady) else None
 
+    def share(self, name: str) -> float:
+        """Share of the steady steps' time that one part takes, all of them together: a step without it has spent none on it."""
+        total_s = sum(s.step_s or 0.0 for s in self.steady)
+        return min(1.0, sum(getattr(s, name) or 0.0 for s in self.steady) / total_s) if total_s else 0.0
+
     def part(self, name: str) -> float | None:
         """Median of one of the trainer's own parts of the step."""
         found = [s.parts_s[name] for s in self.steady if name in s.parts_s]

@@ -4,12 +4,13 @@ precision, no compiling, a GPU that waits for the host, memory that lies empty.
 The roofline (plan/roofline.py) is the floor of a step; a fix cannot save more than what lies above it.
 """
 
+import math
 from dataclasses import replace
 
 from redline.config.recipe import PlanPins, Recipe
-from redline.diagnose.causes import WORTH_SAYING, saved
+from redline.diagnose.causes import COMPILING, LAUNCH_BOUND, WORTH_SAYING, saved
 from redline.diagnose.finding import Evidence, Finding, Gain
-from redline.diagnose.observed import Observed
+from redline.diagnose.observed import Observed, Step
 from redline.machine.specs import SPECS
 from redline.plan import arithmetic
 from redline.plan.plan import Plan
@@ -21,12 +22,10 @@ PASS_S = {"eager": (0.6e-3, 0.6e-3), "compiled": (0.6e-3, 0.15e-3), "cpu": (1.2e
 measured with one and with four layers on a Xeon. GPU: about 70 operations a layer at 9 µs eager, a quarter of it in compiled blocks."""
 CPU_FLOPS = 50e9
 """What small products reach on one CPU core in fp32, where no ceiling was measured."""
-LAUNCH_BOUND = 0.85
-"""Share of the step that the host spends issuing it from which on the GPU is waiting for the host."""
-
-
 LAUNCH_S, LAUNCH_QUEUE = 9e-6, 1000
 """Host seconds of one operation, and how many launches CUDA holds before the host must wait for one to finish."""
+LARGER_PASSES = ((8_192, 1.25), (32_768, 1.02))
+"""Tokens of a pass, and how much faster passes of 64k are (H200, 124M parameters; wider models need fewer)."""
 
 
 def _given(observed: Observed) -> tuple[Recipe, Plan, float] | None:
@@ -257,7 +256,7 @@ def not_compiled(observed: Observed) -> list[Finding]:
     best, floor = unpinned(recipe, plan), floor_s(recipe, plan)
     if plan.compile != "off" or best.compile == "off" or floor is None or step_s < 1.15 * floor:
         return []
-    high = min(1.9, step_s / floor)
+    high = min(COMPILING[1], step_s / floor)
     return [
         Finding(
             cause="not-compiled",
@@ -265,36 +264,60 @@ def not_compiled(observed: Observed) -> list[Finding]:
             title=f"torch.compile is off and the update takes {step_s / floor:.1f} times its floor",
             evidence=(Evidence("update", step_s * 1e3, "ms, median"), Evidence("floor", floor * 1e3, "ms by the roofline")),
             fix="--set plan.compile=default (or no pin)",
-            gain=Gain(1 + 0.6 * (high - 1), high, "1.9 times on an H200 at 124M parameters; not below the floor"),
+            gain=Gain(
+                1 + 0.25 * (high - 1),
+                high,
+                f"a quarter of the way to the floor or all of it, {COMPILING[1]} times at most; 1.07 times measured on an H200 at 124M "
+                "parameters, 1.17 times its floor",
+            ),
             confidence=0.75,
         )
     ]
 
 
-def _training_share(observed: Observed) -> float:
-    """Share of the step in which a model could be trained: an MFU of the whole step counts generation as time in which nothing was."""
-    generate_s, step_s = observed.mean("generate_s"), observed.mean("step_s")
-    return max(0.01, 1 - generate_s / step_s) if generate_s and step_s else 1.0
+def _trained(step: Step) -> Step:
+    """The update without the time in which it drew texts: over all of it, an MFU counts that as time in which nothing was trained."""
+    if not step.generate_s or not step.step_s:
+        return step
+    trained_s = max(0.01 * step.step_s, step.step_s - step.generate_s)
+    return replace(step, step_s=trained_s, mfu=step.mfu * step.step_s / trained_s if step.mfu else step.mfu)
+
+
+def _training(observed: Observed) -> Observed:
+    return replace(observed, steps=tuple(_trained(step) for step in observed.steps))
+
+
+def _from_larger_passes(tokens: float | None) -> float:
+    """What the largest passes bring over those of some tokens, at most: as measured at 8k and 32k, in between by the logarithm."""
+    (few, most), (many, least) = LARGER_PASSES
+    if tokens is None:
+        return most
+    return most + (least - most) * min(1.0, max(0.0, math.log(tokens / few) / math.log(many / few)))
 
 
 def empty_memory(observed: Observed) -> list[Finding]:
-    """A foreign log that shows little memory in use and a low MFU: passes are too small."""
-    used, have, mfu = observed.median("memory_bytes"), observed.facts.memory_bytes, observed.median("mfu")
-    mfu = mfu / _training_share(observed) if mfu is not None else None
+    """A foreign log that shows little memory in use and a low MFU: passes are too small. Where it says how many tokens a pass has, they
+    may be enough."""
+    used, have, mfu = observed.median("memory_bytes"), observed.facts.memory_bytes, _training(observed).median("mfu")
     if observed.plan is not None or not used or not have or used / have > 0.6 or (mfu or 0.0) > 0.4 or mfu is None:
         return []
-    micro = observed.facts.micro_batch
+    micro, seq_len = observed.facts.micro_batch, observed.facts.seq_len
+    tokens = micro * seq_len if micro and seq_len else None
+    high = _from_larger_passes(tokens)
+    if high < 1 + WORTH_SAYING:
+        return []
+    passes = f"passes of {tokens:,.0f} tokens are small" if tokens else "the passes are small"
     return [
         Finding(
             cause="small-passes",
             kind="cause",
-            title=f"{used / have:.0%} of the memory is used at an MFU of {mfu:.0%}: the passes are small, or something else holds it up",
+            title=f"{used / have:.0%} of the memory is used at an MFU of {mfu:.0%}: {passes}, or something else holds it up",
             evidence=(
                 Evidence("memory", used / 2**30, f"GiB of {have / 2**30:.0f}"),
                 Evidence("micro-batch", micro if micro else "not in the log", "sequences a GPU"),
             ),
             fix=f"double the micro-batch{f' (to {2 * micro:.0f})' if micro else ''} and halve the accumulation: the batch stays the same",
-            gain=Gain(1.0, 1.25, "on an H200 at 124M parameters 8k tokens a pass give 80 % of the speed of 64k"),
+            gain=Gain(1.0, high, "on an H200 at 124M parameters 8k tokens a pass give 80 % of the speed of 64k, and 32k 98 %"),
             confidence=0.4,
         )
     ]
@@ -302,12 +325,12 @@ def empty_memory(observed: Observed) -> list[Finding]:
 
 def low_mfu(observed: Observed) -> list[Finding]:
     """A foreign log that shows a low speed and no cause: what is missing, and how far it could go."""
-    spec, facts, speed = SPECS.get(observed.facts.gpu or ""), observed.facts, observed.tokens_per_s
+    spec, facts, speed = SPECS.get(observed.facts.gpu or ""), observed.facts, _training(observed).tokens_per_s
     peak = (spec.bf16_tflops or spec.fp16_tflops) if spec else None
     per_token = facts.flops_per_token or (6 * facts.parameters if facts.parameters else None)
     if observed.plan is not None or peak is None or per_token is None or speed is None or observed.format == "verl":
         return []
-    mfu = per_token * speed / (peak * 1e12 * (facts.gpus or 1)) / _training_share(observed)
+    mfu = per_token * speed / (peak * 1e12 * (facts.gpus or 1))
     if mfu >= 0.3 or mfu <= 0:
         return []
     return [
@@ -316,7 +339,7 @@ def low_mfu(observed: Observed) -> list[Finding]:
             kind="cause",
             title=f"The run reaches {mfu:.1%} of the GPU's bf16 peak, and the log does not say where the time goes",
             evidence=(
-                Evidence("speed", speed, "tokens/s, all GPUs"),
+                Evidence("speed", speed, "tokens/s, all GPUs" + (", generation taken off" if observed.share("generate_s") else "")),
                 Evidence("FLOPs per token", per_token / 1e9, "GFLOP"),
                 Evidence("peak", peak * (facts.gpus or 1), "TFLOP/s dense bf16"),
             ),

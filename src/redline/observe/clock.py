@@ -19,7 +19,8 @@ Moment = torch.cuda.Event | float
 
 class Clock:
     def __init__(self, device: torch.device) -> None:
-        self.now: Callable[[], Moment] = time.perf_counter if device.type != "cuda" else partial(_event, torch.cuda.current_stream(device))
+        self.is_gpu = device.type == "cuda"
+        self.now: Callable[[], Moment] = partial(_event, torch.cuda.current_stream(device)) if self.is_gpu else time.perf_counter
 
     def passed(self, moment: Moment) -> bool:
         """Whether the device has got there; asks and never waits."""

@@ -107,5 +107,6 @@ def flops_per_token(model: nn.Module, seq_len: int | None) -> tuple[int, str]:
     config = getattr(model, "config", None)
     layers, width = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
     if not (isinstance(layers, int) and isinstance(width, int) and seq_len):
-        return total, "6 a weight of a matrix product (4 where frozen); attention not counted: no layers and width in model.config"
+        unknown = "no layers and width in model.config" if seq_len else "the length of a row is not known (run.batches shows it)"
+        return total, f"6 a weight of a matrix product (4 where frozen); attention not counted: {unknown}"
     return total + 12 * layers * width * seq_len, "6 a weight of a matrix product (4 where frozen) + 12 L d T for attention"

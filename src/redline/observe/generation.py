@@ -1,20 +1,19 @@
 """What generation computes inside a watched loop: the calls of the model in the phase `generate`, each with its positions and its time.
 
-    calls = Calls(model, clock)
+    calls, times = Calls(model, clock), CallTimes(clock)
     with calls:                             # hooks are on the model only meanwhile
         model.generate(...)
-    calls.facts(generate_s, fastest)        # once the device has got there; for the event `generation`
+    calls.facts(generate_s, times)          # once the device has got there; for the event `generation`
 
 With a cache of keys and values a call computes one position a row. Without one it computes all of them again: its positions are those of
 the call before and one more. What a cached call would take is not measured but read off how the host's time grows with positions: on a
 GPU that time is what the launches take, on a CPU it is the work. Left out: models that are compiled as a whole, on which a hook would
-compile them again.
+compile them again; texts that are padded to one length from the start, whose calls look like passes that score rows of one length.
 """
 
 import time
 from collections.abc import Mapping, Sequence
-from itertools import combinations
-from statistics import fmean
+from itertools import combinations, pairwise
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -27,12 +26,10 @@ from redline.observe.clock import Clock, Moment
 WRAPPED = ("module", "pretrained_model", "model", "base_model")
 """Where wrappers (DDP, TRL, PEFT, a Hugging Face model around its body) hold the model that they wrap."""
 INPUTS = ("decoder_input_ids", "input_ids", "inputs_embeds")
-LEAST_CALLS = 8
-"""Fewer calls that begin anew say nothing of how time grows with positions."""
-MOST_POINTS, NEIGHBOURS = 32, 4
-"""Of the fit; and how many calls at least are one point of it, of which the fastest counts."""
-Fastest = dict[tuple[int, int], float]
-"""Host seconds of the fastest call of some rows and positions in all updates so far: another program only ever slows a call down."""
+NEIGHBOURS = 4
+"""Shapes that are one point of the fit; the fastest counts."""
+LEAST_CALLS = 3 * NEIGHBOURS
+"""Calls that are one position longer each. Fewer may be chance, and are too few points to tell how time grows with positions."""
 
 
 class Call(NamedTuple):
@@ -76,9 +73,9 @@ class Calls:
             self.made.append(Call(rows, positions, begin, self._clock.now(), time.perf_counter() - began_at))
             self._open = None
 
-    def facts(self, generate_s: float, fastest: Fastest) -> dict[str, float]:
+    def facts(self, generate_s: float, times: "CallTimes") -> dict[str, float]:
         """What the diagnosis needs, in plain numbers. Waits for the device where it has not passed the last call."""
-        repeated = [call for call, repeats in zip(self.made, repeats_prefix(self.made), strict=True) if repeats]
+        repeated = repeats(self.made)
         found = {
             "calls": len(self.made),
             "tokens": sum(call.rows for call in self.made),
@@ -86,20 +83,67 @@ class Calls:
             "generate_s": generate_s,
             "repeated_calls": len(repeated),
         }
-        if len(repeated) < LEAST_CALLS:
+        if not repeated:
             return found
-        for call in repeated:
-            shape = (call.rows, call.positions)
-            fastest[shape] = min(call.host_s, fastest.get(shape, call.host_s))
+        times.add(repeated)
         seconds = [self._clock.seconds(call.begin, call.end) for call in repeated]
-        # On a GPU the host may have waited for a place in the queue: there only the fastest calls tell what launches take.
-        timed = [(c.rows, c.positions, c.host_s if isinstance(c.begin, float) else fastest[c.rows, c.positions]) for c in repeated]
         return found | {
             "repeated_s": sum(seconds),
             "first_call_s": seconds[0],
             "last_call_s": seconds[-1],
-            "cached_call_s": cached_call_s(fastest, timed),
+            "cached_call_s": times.cached_call_s(),
         }
+
+
+class CallTimes:
+    """Host seconds of the fastest call of some rows and positions in all updates so far: another program only ever slows a call down."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._fastest: dict[tuple[int, int], float] = {}
+        self._last: Sequence[Call] = ()
+
+    def add(self, calls: Sequence[Call]) -> None:
+        """The calls of one update that computed the prefix again."""
+        self._last = calls
+        for rows, positions, _, _, host_s in calls:
+            self._fastest[rows, positions] = min(host_s, self._fastest.get((rows, positions), host_s))
+
+    def cached_call_s(self) -> float:
+        """Seconds of a call that computes one position a row and finds the others in a cache, in the place of the calls added last.
+
+        R rows of T positions take a + b R T + c R T²: what does not depend on positions, the work on each, and each looking at the others.
+        One position a row takes a + b R + c R T. That is fitted to the fastest calls; the last were slower by some factor, and a cached
+        one would be. On a GPU the host may have waited for a place in the queue: there the fastest stand for them.
+        """
+        terms = fitted([(*shape, seconds) for shape, seconds in sorted(self._fastest.items())])
+        shapes = [(call.rows, call.positions) for call in self._last]
+        took_s = sum(self._fastest[shape] for shape in shapes) if self._clock.is_gpu else sum(call.host_s for call in self._last)
+        rows, positions = np.array(shapes, dtype=float).T
+        slower = took_s / (_terms(rows, positions) @ terms).sum()
+        return float(slower * terms @ [1.0, rows.mean(), (rows * positions).mean()])
+
+
+def fitted(times: Sequence[tuple[int, int, float]]) -> np.ndarray:
+    """a, b and c, none of them negative, of sorted (rows, positions, seconds), by least squares of the relative errors."""
+    points = [min(times[start : start + NEIGHBOURS], key=lambda time: time[2]) for start in range(0, len(times), NEIGHBOURS)]
+    rows, positions, seconds = np.array(points, dtype=float).T
+    relative = _terms(rows, positions) / seconds[:, None]
+    best, least = np.zeros(3), np.inf
+    for chosen in (list(some) for number in (1, 2, 3) for some in combinations(range(3), number)):
+        found = np.linalg.lstsq(relative[:, chosen], np.ones(len(points)), rcond=None)[0]
+        error = float(np.square(relative[:, chosen] @ found - 1).sum())
+        if (found >= 0).all() and error < least:
+            best, least = np.zeros(3), error
+            best[chosen] = found
+    return best
+
+
+def _terms(rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    return np.stack([np.ones_like(rows), rows * positions, rows * positions**2], axis=1)
+
+
+# ---- which calls ----
 
 
 def hookable(model: nn.Module) -> list[nn.Module]:
@@ -121,44 +165,18 @@ def shape_of(given: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[int, int
     return None if tokens is None else (tokens.shape[0], tokens.shape[1])
 
 
-def repeats_prefix(calls: Sequence[Call]) -> list[bool]:
-    """Which calls computed what the call before them had computed: one position more, or as many where a full window moves on."""
-    found: list[bool] = []
-    for number, call in enumerate(calls):
-        more = call.positions - calls[number - 1].positions if number else -1
-        found.append(call.positions > 1 and (more == 1 or (more == 0 and found[-1])))
-    return found
-
-
-def cached_call_s(fastest: Fastest, calls: Sequence[tuple[int, int, float]]) -> float:
-    """Seconds of a call that computes one position a row and finds the others in a cache, in the place of these (rows, positions, seconds)
-    that compute them all.
-
-    R rows of T positions take a + b R T + c R T²: what does not depend on positions, the work on each, and each looking at the others. One
-    position a row takes a + b R + c R T. That is fitted to the fastest calls; these were slower by some factor, and a cached one would be.
-    """
-    terms = fitted(fastest)
-    rows, positions, seconds = (np.array(column, dtype=float) for column in zip(*calls, strict=True))
-    slower = seconds.sum() / (_terms(rows, positions) @ terms).sum()
-    return float(slower * terms @ [1.0, rows.mean(), (rows * positions).mean()])
-
-
-def fitted(fastest: Fastest) -> np.ndarray:
-    """a, b and c, none of them negative, by least squares of the relative errors."""
-    points = [(rows, positions, seconds) for (rows, positions), seconds in sorted(fastest.items())]
-    count = max(NEIGHBOURS, -(-len(points) // MOST_POINTS))
-    groups = [points[start : start + count] for start in range(0, len(points), count)]
-    rows, positions = (np.array([fmean(point[i] for point in group) for group in groups]) for i in (0, 1))
-    relative = _terms(rows, positions) / np.array([min(point[2] for point in group) for group in groups])[:, None]
-    best, least = np.zeros(3), np.inf
-    for chosen in (list(some) for number in (1, 2, 3) for some in combinations(range(3), number)):
-        found = np.linalg.lstsq(relative[:, chosen], np.ones(len(groups)), rcond=None)[0]
-        error = float(np.square(relative[:, chosen] @ found - 1).sum())
-        if (found >= 0).all() and error < least:
-            best, least = np.zeros(3), error
-            best[chosen] = found
-    return best
-
-
-def _terms(rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    return np.stack([np.ones_like(rows), rows * positions, rows * positions**2], axis=1)
+def repeats(calls: Sequence[Call]) -> list[Call]:
+    """The calls that computed what the call before them had computed: one position more, time and again, and then as many, where a full
+    window moves on. Passes that score texts sorted by length grow too, but not by one each time, and go on to grow after two of one length:
+    what is no longer than chance would have it is left out."""
+    chains: list[list[Call]] = [[]]
+    stays = False
+    for before, call in pairwise(calls):
+        more = call.positions - before.positions
+        again = call.rows <= before.rows and (more == 1 or (more == 0 and chains[-1] != []))
+        if not again or (more == 1 and stays):
+            chains.append([])
+        if again:
+            chains[-1].append(call)
+        stays = more == 0
+    return [call for chain in chains if len({call.positions for call in chain}) >= LEAST_CALLS for call in chain]

@@ -35,7 +35,7 @@ from redline.machine.telemetry import GpuTelemetry, process_rss_bytes
 from redline.observe.batch import Number, Seen
 from redline.observe.clock import Clock, Moment
 from redline.observe.facts import Described, Told
-from redline.observe.generation import Calls, Fastest
+from redline.observe.generation import Calls, CallTimes
 from redline.observe.sync import SyncWatch
 from redline.record.files import write_atomic
 from redline.record.run import LineWriter, RunFolder, read_lines
@@ -48,6 +48,9 @@ WRITE_EVERY_S, MOST_HELD = 1.0, 64
 """Lines are written together, because the first of them finds every cache cold and costs ten times the others."""
 SYNCS_AFTER = 3
 """Updates behind the first before one is searched for waits: caches are full and compiling is done."""
+GENERATING = "phase('generate')"
+PAUSED = "paused_s"
+"""Spans of this name are taken off the update; no line has it."""
 SHOWN = 3
 """Findings printed at the end; the rest stands in the report."""
 Batch = TypeVar("Batch")
@@ -97,6 +100,8 @@ class WatchedRun:
     def __init__(
         self, path: Path, model: nn.Module, *, tokens_per_step: float | None, start_step: int, quiet: bool, told: Told | None = None
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model must be one torch.nn.Module, got {type(model).__name__}: give the one that is trained")
         self.path, self.quiet, self._tokens_per_step, self._told = path, quiet, tokens_per_step, told or {}
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         joined = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -114,7 +119,11 @@ class WatchedRun:
         self._lines: LineWriter | None = None
         self._waits: SyncWatch | None = None
         self._calls: Calls | None = None
-        self._fastest: Fastest = {}
+        self._call_times = CallTimes(self.clock)
+        self._generations = 0
+        """Updates in which text was generated."""
+        self._inside: str | None = None
+        """The phase `generate` or the pause that is open, in the user's words: no update may end in it."""
 
     # ---- the block ----
 
@@ -183,22 +192,37 @@ class WatchedRun:
     @contextmanager
     def _generate(self) -> Iterator[None]:
         """Whoever generates must look at each token to know when to stop: these waits for the GPU are not the loop's. The model's calls
-        are noted in updates 2 to 8, then in 16, 32 and so on: texts may grow."""
-        number = self._step - self._first_step + 1
+        are noted in updates 2 to 8 of those that generate, then in 16, 32 and so on: texts may grow."""
+        number = self._generations + 1
         if self._calls is None and self._lines is not None and (2 <= number <= 8 or (number > 8 and number.bit_count() == 1)):
             self._calls = Calls(self._model, self.clock)
-        if self._waits is not None:
-            self._waits.look_away()
+        with self._within(GENERATING), _Span(self, "generate_s"), self._calls or nullcontext():
+            yield
+
+    @contextmanager
+    def _within(self, what: str) -> Iterator[None]:
+        """Inside it no update ends, and waits for the GPU are not looked for."""
+        if self._inside == GENERATING:
+            self._refuse(what)
+        outer, self._inside = self._inside, what
+        waits, self._waits = self._waits, None
+        if waits is not None:
+            waits.look_away()
         try:
-            with _Span(self, "generate_s"), self._calls or nullcontext():
-                yield
+            yield
         finally:
-            if self._waits is not None:
-                self._waits.look_again()
+            self._inside, self._waits = outer, waits
+            if waits is not None:
+                waits.look_again()
+
+    def _refuse(self, what: str) -> None:
+        raise ConfigError(f"{what} inside {self._inside}: end the block of {self._inside} first")
 
     def step(self, *, loss: Number | None = None, tokens: Number | None = None, padding_share: Number | None = None) -> None:
         """An update is done (on a GPU: issued). Tensors are not read back here. `tokens` and `padding_share` of this process are needed
         only where `batches` cannot see them in an `input_ids` and its `attention_mask`."""
+        if self._inside is not None:
+            self._refuse("step()")
         seen = self._seen
         numbers = {"loss": loss, "tokens": tokens, "padding_share": padding_share, "counted": seen.tokens if seen.positions else None}
         late = _taken(numbers)  # before `end`: whoever has seen that pass may read the copies
@@ -209,6 +233,7 @@ class WatchedRun:
             self._flying.append(_Update(self._step, self._begin, end, issue_s, ended_at, self.spans, seen, numbers, late, self._calls))
             if len(self._flying) > MOST_HELD or ended_at - self._written_at > WRITE_EVERY_S:
                 self._write(leave=1)
+        self._generations += any(metric == "generate_s" for metric, _, _ in self.spans)
         self.spans, self._calls, self._seen, self._waited_s = [], None, Seen(), 0.0
         self._begin, self._began_at = end, ended_at
         if not self._plan and self._lines is not None:
@@ -235,13 +260,21 @@ class WatchedRun:
 
     @contextmanager
     def pause(self, kind: Pause) -> Iterator[None]:
-        """Something between two updates that is no part of either."""
-        began_at = time.perf_counter()
-        yield
-        self.paused(kind, time.perf_counter() - began_at)
+        """Something between two updates, or in the middle of one, that is part of none."""
+        with self._within(f"pause({kind!r})"):
+            spans, calls, seen, waited_s = self.spans, self._calls, self._seen, self._waited_s
+            self.spans, self._calls, self._seen, self._waited_s = [], None, Seen(), 0.0
+            begin, began_at = self.clock.now(), time.perf_counter()
+            try:
+                yield
+            finally:
+                stalled_s = time.perf_counter() - began_at
+                self.spans, self._calls, self._seen, self._waited_s = [*spans, (PAUSED, begin, self.clock.now())], calls, seen, waited_s
+                self._began_at += stalled_s
+                self.event(kind, stalled_s=round(stalled_s, 6))
 
     def paused(self, kind: Pause, stalled_s: float, **found: float) -> None:
-        """A pause that has just ended. What it found belongs to the line of the last update."""
+        """A pause behind an update that has just ended. What it found belongs to the line of that update."""
         self.add(**found)
         self.event(kind, stalled_s=round(stalled_s, 6), **found)
         if self._waits is not None:  # those in the pause are no part of an update either
@@ -250,8 +283,11 @@ class WatchedRun:
         self.restart()
 
     def restart(self) -> None:
-        """The next update begins now: what was done since the last is part of none."""
-        self.spans, self._calls, self._begin, self._began_at = [], None, self.clock.now(), time.perf_counter()
+        """The next update begins now: what was done since the last is part of none, the wait for batches that it has already neither."""
+        if self._inside is not None:
+            self._refuse("restart()")
+        self.spans, self._calls, self._waited_s = [], None, 0.0
+        self._begin, self._began_at = self.clock.now(), time.perf_counter()
 
     def add(self, **found: float) -> None:
         """Metrics of the last update that came to be known after its `step`."""
@@ -292,14 +328,15 @@ class WatchedRun:
             self._lines.append(self._line(self._flying.popleft()))
 
     def _line(self, update: _Update) -> dict[str, Any]:
-        step_s, numbers = self.clock.seconds(update.begin, update.end), update.numbers
+        whole_s, numbers = self.clock.seconds(update.begin, update.end), update.numbers  # first: it waits for the copies too
         if update.late is not None:
             numbers |= zip(update.late[0], update.late[1].tolist(), strict=True)
         found: dict[str, Any] = {"issue_s": update.issue_s, "elapsed_s": self._elapsed_s + update.ended_at - self._started_at}
         for metric, begin, end in update.spans:
             found[metric] = found.get(metric, 0.0) + self.clock.seconds(begin, end)
+        step_s = whole_s - found.pop(PAUSED, 0.0)
         if update.calls is not None and update.calls.made:
-            self._folder.event("generation", step=update.step, **update.calls.facts(found["generate_s"], self._fastest))
+            self._folder.event("generation", step=update.step, **update.calls.facts(found["generate_s"], self._call_times))
         counted, tokens, padding_share = numbers.pop("counted"), numbers.pop("tokens"), numbers.pop("padding_share")
         if padding_share is None and update.seen.masked:
             padding_share = 1 - counted / update.seen.positions
