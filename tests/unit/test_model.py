@@ -5,11 +5,13 @@ import torch
 import torch.nn.functional as F
 from reference_models import CONFIGS, reference, tokens_BT
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from redline.config.recipe import IGNORED, ModelConfig
 from redline.model.huggingface import from_huggingface, read_folder
 from redline.model.transformer import Transformer, build_model
 from redline.model.weights import load_weights
+from redline.plan.arithmetic import recomputed_weights
 
 CONFIG = ModelConfig(vocab_size=64, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=48, context_length=32)
 
@@ -83,6 +85,19 @@ def test_recomputation_saves_activations(recompute):
         return sum(storages.values())
 
     assert kept_bytes(recompute) < 0.5 * kept_bytes("none")
+
+
+def test_full_recomputation_multiplies_the_blocks_again_but_for_their_last_product():
+    """Counted by torch, against the arithmetic that `diagnose` and the roofline predict by."""
+    products = {}
+    for kind in ("none", "full"):
+        model = build_model(CONFIG, device="cpu", seed=0)
+        for block in model.blocks:
+            block.recompute = kind
+        with FlopCounterMode(display=False) as counter:
+            model.hidden(tokens_BT() % 64, None).sum().backward()
+        products[kind] = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    assert products["full"] - products["none"] == 2 * tokens_BT().numel() * recomputed_weights(CONFIG)
 
 
 def test_weights_are_drawn_from_the_seed_and_their_name_alone():

@@ -111,11 +111,10 @@ def recomputation(observed: Observed) -> list[Finding]:
     free = make_plan(replace(recipe, plan=replace(recipe.plan, recompute=None)), plan.hardware, world_size=plan.world_size)
     if plan.recompute == "none" or free.recompute != "none":
         return []
-    count = arithmetic.parameters(recipe.model)
     forward_s = observed.median("forward_s")
     if forward_s is None:  # a third of the arithmetic is the forward pass
         forward_s = step_s / 4 if plan.recompute == "full" else step_s / 3.3
-    again_s = forward_s * count.hidden / count.matmul
+    again_s = forward_s * arithmetic.recomputed_weights(recipe.model) / arithmetic.parameters(recipe.model).matmul
     # Torch's selective checkpointing redoes the cheap operations; in eager mode its bookkeeping costs as much as it saves.
     low, high = (0.9, 1.1) if plan.recompute == "full" or plan.compile == "off" else (0.1, 0.35)
     predicted = free.prediction.memory_bytes
@@ -126,7 +125,9 @@ def recomputation(observed: Observed) -> list[Finding]:
             title=f"Recomputation is {plan.recompute}, without it {predicted / plan.hardware.memory_bytes:.0%} of the memory suffices",
             evidence=(
                 Evidence("memory without it", predicted / 2**30, f"GiB predicted, of {plan.hardware.memory_bytes / 2**30:.0f}"),
-                Evidence("computed again", again_s * 1e3, "ms an update: the blocks' share of the forward pass"),
+                Evidence(
+                    "computed again", again_s * 1e3, "ms an update: the blocks' share of the forward pass, but for their last product"
+                ),
                 Evidence("update", step_s * 1e3, "ms, median"),
             ),
             fix="--set plan.recompute=none (or no pin)",

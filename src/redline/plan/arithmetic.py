@@ -40,6 +40,12 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
     return 6 * parameters(model).matmul + 12 * model.num_layers * model.num_heads * model.head_size * seq_len
 
 
+def recomputed_weights(model: ModelConfig) -> int:
+    """Matmul weights that full recomputation multiplies a second time: the blocks', but for the last product of each, whose output
+    nothing in the backward pass needs."""
+    return parameters(model).hidden - model.num_layers * model.ffn_size * model.hidden_size
+
+
 @dataclass(frozen=True)
 class Memory:
     """Predicted peak bytes on one GPU, part by part."""

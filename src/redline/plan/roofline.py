@@ -25,7 +25,8 @@ def attainable_tokens_per_s(recipe: Recipe, hardware: Hardware, world_size: int,
     model, T = recipe.model, recipe.data.seq_len
     count = arithmetic.parameters(model)
     again = {"none": 3, "selective": 3, "full": 4}[values["recompute"]] / 3
-    products = 6 * (again * count.hidden / rate + (count.matmul - count.hidden) / dense) / 1e12
+    once_more = 2 * arithmetic.recomputed_weights(model) if values["recompute"] == "full" else 0
+    products = ((6 * count.hidden + once_more) / rate + 6 * (count.matmul - count.hidden) / dense) / 1e12
     pairs = 6 * model.num_layers * model.num_heads * model.head_size * T  # half of the square: causal
     attention = again * pairs / (ATTENTION_SHARE * dense * 1e12)
     moved = again * _moved_bytes(model, values["precision"])
