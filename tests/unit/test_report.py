@@ -20,7 +20,7 @@ from redline.report.numbers import fact
 from redline.report.runs import read_run, read_runs
 from redline.report.series import curves
 from redline.report.tail import Tail
-from redline.report.view import accuracies, view
+from redline.report.view import accuracies, plan_rows, view
 
 
 class TestFigures:
@@ -298,6 +298,12 @@ class TestCommand:
         program = f"import sys; sys.modules['torch'] = None\nfrom redline.cli.main import main\nsys.exit(main(['report', {str(path)!r}]))"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
+
+
+def test_large_numbers_of_a_plan_are_read_by_their_groups(tmp_path: Path) -> None:
+    changed = {"flops_per_token": {"value": 2949120, "source": "observed", "reason": "6 a weight"}}
+    values = {row.name: row.value for row in plan_rows(read_run(write_run(tmp_path / "a", plan_changes=changed)))}
+    assert (values["flops_per_token"], values["micro_batch"]) == ("2,949,120", "10")
 
 
 def test_a_plan_of_another_version_is_shown(tmp_path: Path) -> None:

@@ -150,7 +150,9 @@ def plan_rows(run: Run) -> list[PlanRow]:
     rows = []
     for name, entry in run.plan.items():
         if "value" in table(entry):
-            value = DASH if entry["value"] in ("", None) else str(entry["value"])
+            given = entry["value"]
+            large = isinstance(given, int) and abs(given) >= 10_000  # flops_per_token: read by its groups
+            value = DASH if given in ("", None) else f"{given:,}" if large else str(given)
             rows.append(PlanRow(name, value, str(entry.get("source", "")), str(entry.get("reason", ""))))
     return rows
 
