@@ -99,15 +99,21 @@ def train_on_rows(folder: Path, device: torch.device, *, faulty: bool) -> Iterat
         for batch in run.batches(loader):
             with run.phase("copy"):
                 ids = batch["input_ids"].to(device, non_blocking=True)
-            with run.phase("forward"):  # causal, and padding stands at the end: no text sees it, so the model needs no mask
-                loss = loss_of(model, ids)
-            with run.phase("backward"):
-                loss.backward()
-            with run.phase("optimizer"):
-                optimizer.step()
-                optimizer.zero_grad()
-            run.step(loss=loss.detach())
+            loss = update(run, model, optimizer, ids)
+            run.step(loss=loss)
             yield run
+
+
+def update(run: WatchedRun, model: Any, optimizer: torch.optim.Optimizer, ids: Tensor) -> Tensor:
+    """One update, its phases marked."""
+    with run.phase("forward"):  # causal, and padding stands at the end: no text sees it, so the model needs no mask
+        loss = loss_of(model, ids)
+    with run.phase("backward"):
+        loss.backward()
+    with run.phase("optimizer"):
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.detach()
 
 
 def loss_of(model: Any, ids: Tensor) -> Tensor:
@@ -131,17 +137,11 @@ def read_every_loss(folder: Path, device: torch.device, *, faulty: bool) -> Iter
         for batch in run.batches(batches):
             with run.phase("copy"):
                 ids = batch["input_ids"].to(device, non_blocking=True)
-            with run.phase("forward"):
-                loss = loss_of(model, ids)
-            with run.phase("backward"):
-                loss.backward()
-            with run.phase("optimizer"):
-                optimizer.step()
-                optimizer.zero_grad()
+            loss = update(run, model, optimizer, ids)
             if faulty:
                 loss.item()
             time.sleep(HOST_S)
-            run.step(loss=loss.detach())
+            run.step(loss=loss)
             yield run
 
 
@@ -166,12 +166,6 @@ def learn_from_samples(folder: Path, device: torch.device, *, faulty: bool) -> I
                     do_sample=True,
                     use_cache=not faulty,
                 )
-            with run.phase("forward"):
-                loss = loss_of(model, texts)
-            with run.phase("backward"):
-                loss.backward()
-            with run.phase("optimizer"):
-                optimizer.step()
-                optimizer.zero_grad()
-            run.step(loss=loss.detach(), tokens=texts.numel())
+            loss = update(run, model, optimizer, texts)
+            run.step(loss=loss, tokens=texts.numel())
             yield run

@@ -14,16 +14,15 @@ class Profile:
     micro_batch: int
     """Sequences in one training pass (A100_BATCH_SIZE)."""
     samples_per_question: int
-    questions_at_once: int
 
 
 PROFILES = {
     profile.name: profile
     for profile in (
-        Profile(name="a100-80g", sample_batch=512, micro_batch=64, samples_per_question=50, questions_at_once=12),
-        Profile(name="a100-40g", sample_batch=256, micro_batch=32, samples_per_question=30, questions_at_once=8),
-        Profile(name="v100-32g", sample_batch=128, micro_batch=16, samples_per_question=20, questions_at_once=4),
-        Profile(name="conservative", sample_batch=32, micro_batch=8, samples_per_question=15, questions_at_once=1),
+        Profile(name="a100-80g", sample_batch=512, micro_batch=64, samples_per_question=50),
+        Profile(name="a100-40g", sample_batch=256, micro_batch=32, samples_per_question=30),
+        Profile(name="v100-32g", sample_batch=128, micro_batch=16, samples_per_question=20),
+        Profile(name="conservative", sample_batch=32, micro_batch=8, samples_per_question=15),
     )
 }
 

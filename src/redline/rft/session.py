@@ -98,7 +98,7 @@ def weights_fingerprint(opened: Opened) -> str:
 
 
 def _tensors_fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """A hash of every tensor, on as many threads as there are cores: about 1 GB/s each."""
+    """A hash of every tensor, on as many threads as there are cores."""
 
     def digest(name: str) -> bytes:
         data = memoryview(tensors[name].detach().contiguous().cpu().view(torch.uint8).numpy())  # type: ignore[arg-type]

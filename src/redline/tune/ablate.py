@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Literal
 
 from redline.config.load import to_toml
@@ -250,9 +251,7 @@ def _compared_row(row: Row, pair: Pair) -> Row:
 
 def speed(measured: Measured) -> float:
     """Tokens a second, from the median block."""
-    blocks = sorted(measured.blocks_s)
-    middle = (blocks[(len(blocks) - 1) // 2] + blocks[len(blocks) // 2]) / 2
-    return measured.tokens_per_step / middle
+    return measured.tokens_per_step / median(measured.blocks_s)
 
 
 def compared(pair: Pair) -> Comparison:
