@@ -62,7 +62,8 @@ def test_one_child_measures_a_plan_against_itself_and_sees_numbers_that_differ(s
         for _ in range(3):
             take_turns(arms, 6)
             verdicts.append(compare(arms[0].blocks_s, arms[1].blocks_s, paired=True).verdict)
-        assert verdicts.count("not resolved") >= 2, verdicts
+        # Not two of three: on a busy machine one process may be the slower one for as long as it lives (test_tune_statistics has the rate).
+        assert "not resolved" in verdicts, verdicts
         reference = arms[0].end()
         assert reference.memory is not None
         assert reference.memory.reserved_bytes > 0
