@@ -1,6 +1,7 @@
 """Watched loops: what the instruments write is what happened, planted faults are named, and the cost is what docs/api.md says."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -441,22 +442,22 @@ def test_attention_is_not_counted_for_the_reason_that_is_given() -> None:
 
 
 def test_it_costs_less_than_half_a_percent_of_ten_milliseconds(tmp_path: Path) -> None:
-    """Three phases, a tensor for a loss and a batch of 4 x 128 with a mask; the fastest of several blocks, as others use the machine."""
-    batch, loss, blocks = batch_of(length=128), torch.tensor(1.0), []
+    """Three phases, a tensor for a loss and a batch of 4 x 128 with a mask. What all threads compute, in blocks until one is fast enough,
+    for a few seconds at most: others use the machine, and only add to it."""
+    batch, loss, blocks = batch_of(length=128), torch.tensor(1.0), [math.inf]
     with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
-        batches = watched.batches([batch] * 6001)
+        batches = watched.batches([batch] * 20_001)
         next(batches)
         watched.step(loss=loss)
-        for _ in range(30):
-            began_at = time.perf_counter()
+        while min(blocks) >= MOST_COST_S and len(blocks) <= 100:
+            began_s = time.process_time()
             for _ in range(200):
                 next(batches)
                 for phase in ("forward", "backward", "optimizer"):
                     with watched.phase(phase):
                         pass
                 watched.step(loss=loss)
-            blocks.append((time.perf_counter() - began_at) / 200)
-    print(f"{min(blocks) * 1e6:.1f} µs an update at best, {median(blocks) * 1e6:.1f} in the median block")
+            blocks.append((time.process_time() - began_s) / 200)
     assert min(blocks) < MOST_COST_S
 
 

@@ -95,8 +95,8 @@ def test_a_missing_cache_is_found_and_its_gain_is_predicted(tmp_path: Path) -> N
     assert [event["step"] for event in noted] == [2, 3, 4, 5, 6, 7, 8, 16]
     assert (noted[0]["calls"], noted[0]["tokens"], noted[0]["repeated_calls"]) == (20, 60, 19)
     assert noted[0]["positions"] == 3 * sum(range(5, 25))
-    assert noted[-1]["first_call_s"] == pytest.approx(0.8e-3, rel=0.5)
-    assert noted[-1]["cached_call_s"] == pytest.approx(0.55e-3, rel=0.5)
+    assert min(event["first_call_s"] for event in noted) == pytest.approx(0.8e-3, rel=0.5)  # others use the machine, and only add to it
+    assert min(event["cached_call_s"] for event in noted) == pytest.approx(0.55e-3, rel=0.5)
 
 
 def test_a_cache_is_left_alone_and_a_resumed_loop_that_has_one_too(tmp_path: Path) -> None:
