@@ -87,12 +87,13 @@ def test_five_blocks_resolve_nothing_unless_the_arms_lie_apart() -> None:
 
 
 def test_warm_up_ends_when_steps_stop_getting_faster() -> None:
-    settling = [9.0, 3.0, 2.0, 1.5, 1.2, 1.1, 1.05, 1.02, 1.01, 1.0]
+    settling = [0.9, 0.3, 0.2, 0.15, 0.12, 0.11, 0.105, 0.102, 0.101, 0.1]
     ends = [n for n in range(len(settling) + 1) if stationary(settling[:n])]
-    assert ends == [10]  # 1.02, 1.01, 1.0 lie within 3 %
-    noisy = [1.0, 1.2, 0.9, 1.1, 1.0, 1.2]
+    assert ends == [10]  # the last three lie within 3 %
+    noisy = [0.1, 0.12, 0.09, 0.11, 0.1, 0.12]
     assert not stationary(noisy[:5])
     assert stationary(noisy)
+    assert [stationary([3.0]), stationary([3.0, 0.2]), stationary([3.0, 2.0])] == [False, False, True]
 
 
 def test_a_hopeless_arm_is_given_up_and_a_close_one_is_not() -> None:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ for line in sys.stdin:
                 time.sleep(600)
         with open(behaviour["log"], "a") as log:
             log.write(behaviour["name"])
-        reply(step_s=behaviour.get("step_s", 1.0), data_wait_s=0.25)
+        reply(step_s=behaviour.get("step_s", 1.0) * (1 + behaviour.get("noise", 0) * (blocks // 2 % 2)), data_wait_s=0.25)
 """
 
 
@@ -149,6 +149,18 @@ def test_an_arm_forgets_the_blocks_of_an_earlier_duel(tmp_path: Path) -> None:
         assert [len(arm.end().blocks_s) for arm in (holder, challenger)] == [4, 4]
         take_turns([holder, challenger], 2)
         assert len(holder.blocks_s) == 2
+
+
+@pytest.mark.parametrize(("block_s", "rounds"), [(60.0, 24), (0.0, 7)])
+def test_noise_gets_more_rounds_within_the_time_that_they_were_meant_to_take(tmp_path: Path, block_s: float, rounds: int) -> None:
+    """Blocks of whole steps may be longer than asked for: generation's are."""
+    bounds = Bounds(blocks=6, block_s=block_s, limit_s=20.0)
+    with Child() as one, Child() as other:
+        arms = [Arm(replace(trial(tmp_path), bounds=bounds), one), Arm(replace(trial(tmp_path, noise=0.5), bounds=bounds), other)]
+        for arm in arms:
+            arm.start()
+        take_turns(arms, 6)
+        assert [len(arm.blocks_s) for arm in arms] == [rounds, rounds]
 
 
 def test_the_next_child_is_ready_before_it_is_asked_for_and_leaves_with_the_search(monkeypatch: pytest.MonkeyPatch) -> None:

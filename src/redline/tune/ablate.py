@@ -98,9 +98,14 @@ def ablate(
         write_atomic(folder / "recipe.toml", to_toml(recipe))
         deadline_s, children = time.monotonic() + 60 * minutes, Children.on(hardware)
         with Turns(trials, beside=hardware.title, deadline_s=deadline_s, progress=progress, children=children) as turns:
+            waterfalls = []
             for part in parts:
                 arms = arms_for(part.workload, recipe, hardware, samples=samples, bounds=bounds or Bounds())
-                _Waterfall(part, arms, recipe, hardware, turns, write).run()
+                waterfalls.append(_Waterfall(part, arms, recipe, hardware, turns, write))
+            for waterfall in waterfalls:  # every list comes before the first thing is left out: the time may not be enough for all
+                waterfall.apply()
+            for waterfall in waterfalls:
+                waterfall.leave_out()
     return rows
 
 
@@ -126,7 +131,8 @@ class _Waterfall:
         self.refused: list[tuple[Optimization, State]] = []
         """Entries that were slower or could not be had, each with the state on which they were tried."""
 
-    def run(self) -> None:
+    def apply(self) -> None:
+        """One by one, what was refused a second time, and all that was kept."""
         first = self.state
         row = Row(name="naive", stage="baseline", workload=self.workload, title="every switch of the list off", claimed=None, source="")
         self.write(self._baseline(row))
@@ -138,6 +144,9 @@ class _Waterfall:
                 self.write(self._one(entry, "second try"))
         if self.kept:
             self.write(self._all(first))
+
+    def leave_out(self) -> None:
+        """Each of those kept, left out of the best."""
         for entry, before in self.kept:
             self.write(self._without(entry, before))
 

@@ -158,8 +158,9 @@ class Session:
         self.workload = workload
         timed(1, workload.step, workload.drain)
         first_step_s = time.perf_counter() - began_s
+        guarded = request["guard_steps"] if workload.grad_norms else 1  # what does not learn shows its numbers in the first
         steps_s: list[float] = []
-        while len(steps_s) + 1 < request["guard_steps"] or not (stationary(steps_s) or sum(steps_s) > request["warmup_s"]):
+        while len(steps_s) + 1 < guarded or not (stationary(steps_s) or sum(steps_s) > request["warmup_s"]):
             steps_s.append(timed(1, workload.step, workload.drain))
         self.steps_per_block = max(1, round(request["block_s"] / median(steps_s[-3:])))
         gc.collect()

@@ -23,6 +23,8 @@ TOGETHER_SPREAD, APART_SPREAD = 0.01, 0.02
 research/tuning.md). A ratio inside it is not resolved, however narrow its interval."""
 STATIONARY_SPREAD, STATIONARY_TREND = 0.03, 0.02
 """Warm-up is over when the last three steps lie this close together, or are no longer this much faster than the three before them."""
+LONG_S = 1.0
+"""Or after two steps this long: each has launched what short ones take dozens of steps to."""
 NOISY, NOISY_ROUNDS = 0.1, 4
 """Arms in turns whose ratio is not known to this share after their rounds get this many times as many: how many is decided by the noise,
 not by the verdict, which is given once."""
@@ -110,7 +112,10 @@ def noisy(first_s: Sequence[float], second_s: Sequence[float]) -> bool:
 
 
 def stationary(steps_s: Sequence[float]) -> bool:
-    """Whether steps, the oldest first, have stopped getting faster: the last three agree, or are no faster than the three before."""
+    """Whether steps, the oldest first, have stopped getting faster: the last three agree, or are no faster than the three before. Two long
+    ones are enough."""
+    if len(steps_s) >= 2 and min(steps_s[-2:]) > LONG_S:
+        return True
     if len(steps_s) < 3:
         return False
     last = steps_s[-3:]

@@ -269,9 +269,10 @@ def measure_together(trials: Sequence[Trial]) -> list[Measured]:
 
 
 def take_turns(arms: Sequence["Arm"], rounds: int, enough: Callable[[], bool] = lambda: False) -> None:
-    """A block of each arm in every round, in turned order every other round; more rounds where the machine is noisy, fewer when `enough`.
-    A round before them is not counted, because who waited has cold caches and a slow clock; steps that are long by themselves do not
-    show it."""
+    """A block of each arm in every round, in turned order every other round; more rounds where the machine is noisy, within the time that
+    so many blocks were meant to take; fewer when `enough`. A round before them is not counted, because who waited has cold caches and a
+    slow clock; steps that are long by themselves do not show it."""
+    until_s = time.monotonic() + NOISY_ROUNDS * rounds * sum(arm.trial.bounds.block_s for arm in arms)
     for arm in arms:
         arm.forget()
         arm.block()
@@ -280,6 +281,8 @@ def take_turns(arms: Sequence["Arm"], rounds: int, enough: Callable[[], bool] = 
         arm.forget()
     for round_ in range(int(counted), rounds * NOISY_ROUNDS):
         if round_ == rounds and not any(noisy(arms[0].blocks_s, arm.blocks_s) for arm in arms[1:]):
+            return
+        if round_ > rounds and time.monotonic() > until_s:
             return
         for arm in arms if round_ % 2 == 0 else reversed(arms):
             arm.block()
