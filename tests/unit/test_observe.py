@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -133,6 +134,56 @@ def test_a_loss_is_what_it_was_at_the_step(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"one number an update, got a tensor of shape \(3,\)"):
             watched.step(loss=torch.zeros(3))
     assert [line["loss"] for line in lines_of(tmp_path / "run")[:3]] == [1.5, None, 0.5]
+
+
+def test_numbers_of_numpy_are_numbers_and_texts_are_not(tmp_path: Path) -> None:
+    with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
+        watched.step(loss=np.float32(1.5), tokens=np.int64(10), padding_share=np.float16(0.25))
+        for wrong in ("x", "3", [1.0], np.zeros(3)):
+            with pytest.raises(ConfigError, match="loss must be one number an update, got"):
+                watched.step(loss=wrong)  # type: ignore[arg-type]
+        watched.step(loss=torch.ones(1, 1))
+    lines = lines_of(tmp_path / "run")
+    assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.5), (2, 1.0)]
+    assert (lines[0]["tokens"], lines[0]["padding_share"]) == (10, 0.25)
+
+
+def test_the_end_is_recorded_and_the_folder_let_go_whatever_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise StorageError("the disk is full")
+
+    def loop(folder: Path, error: Exception | None) -> None:
+        with redline.watch(folder, model=model_of()) as watched:
+            watched.step(loss=1.0)
+            monkeypatch.setattr(watched, "_line", full)
+            if error is not None:
+                raise error
+
+    for name, error, told in (("a", None, "StorageError: the disk is full"), ("b", ZeroDivisionError("mine"), "ZeroDivisionError: mine")):
+        with pytest.raises(Exception, match=told.partition(": ")[2]):
+            loop(tmp_path / name, error)
+        assert events_of(tmp_path / name)[-1]["error"] == told
+        with redline.watch(tmp_path / name, model=model_of(), quiet=True):
+            pass
+
+
+def test_a_step_outside_the_block_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    watched = redline.watch(tmp_path / "run", model=model_of())
+    with pytest.raises(ConfigError, match=r"step\(\) outside the block"):
+        watched.step()
+    with watched:
+        pass
+    with pytest.raises(ConfigError, match=r"step\(\) outside the block"):
+        watched.step()
+    assert capsys.readouterr().err == f"\nredline: no update is recorded in {tmp_path / 'run'}: call run.step() after each update\n"
+    assert read(tmp_path / "run").repairs == (), "a loop has no recipe that could be missed"
+
+
+def test_a_folder_in_use_is_said_without_an_option_of_the_command_line(tmp_path: Path) -> None:
+    with redline.watch(tmp_path / "run", model=model_of(), quiet=True), pytest.raises(StorageError) as refused:
+        redline.watch(tmp_path / "run", model=model_of()).__enter__()
+    assert "another run of this one" in str(refused.value)
+    assert "--run" not in str(refused.value)
 
 
 def test_numbers_are_copied_before_the_moment_behind_which_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -494,8 +545,8 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": mask * (index % 30), "attention_mask": mask, "labels": torch.where(mask == 1, mask, -100)}
 
 
-def trained(folder: Path, rows: Rows, *, tested: Rows | None = None, **arguments: Any) -> Any:
-    """A small GPT-2 trained for 24 updates of 4 rows; the callback, and the trainer's loader as `loader`."""
+def trainer_of(folder: Path, rows: Rows, *, tested: Rows | None = None, others: tuple[Any, ...] = (), **arguments: Any) -> Any:
+    """The Trainer of a small GPT-2 for 24 updates of 4 rows, with our callback as `ours`."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
     from redline.observe import RedlineCallback
@@ -504,10 +555,40 @@ def trained(folder: Path, rows: Rows, *, tested: Rows | None = None, **arguments
     callback = RedlineCallback(folder / "run", quiet=True)
     settings = {"per_device_train_batch_size": 4, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "max_steps": 24}
     args = TrainingArguments(str(folder / "out"), **{**settings, **arguments})
-    trainer = Trainer(model, args, train_dataset=rows, eval_dataset=tested, callbacks=[callback])
+    trainer = Trainer(model, args, train_dataset=rows, eval_dataset=tested, callbacks=[callback, *others])
+    trainer.ours = callback
+    return trainer
+
+
+def trained(folder: Path, rows: Rows, *, tested: Rows | None = None, **arguments: Any) -> Any:
+    """The callback after training, and the trainer's loader as `loader`."""
+    trainer = trainer_of(folder, rows, tested=tested, **arguments)
     trainer.train(resume_from_checkpoint=arguments.get("resume_from_checkpoint"))
-    callback.loader = trainer.callback_handler.train_dataloader
-    return callback
+    trainer.ours.loader = trainer.callback_handler.train_dataloader
+    return trainer.ours
+
+
+class Rotten(Rows):
+    """One row cannot be read."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index == 30:
+            raise OSError("row 30 cannot be read")
+        return super().__getitem__(index)
+
+
+def breaks(step: int) -> Any:
+    """A callback of somebody else that fails in the middle of an update; it looks at a batch of its own before."""
+    from transformers import TrainerCallback
+
+    class Breaks(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
+            if state.global_step == step // 2:
+                next(iter(train_dataloader))
+            if state.global_step == step:
+                raise ZeroDivisionError("planted")
+
+    return Breaks()
 
 
 class TestTrainer:
@@ -554,3 +635,45 @@ class TestTrainer:
         lines = lines_of(tmp_path / "run")
         assert [line["step"] for line in lines] == list(range(1, 13))
         assert median(line["data_wait_s"] for line in lines[6:]) == pytest.approx(0.04, rel=0.4)
+
+    def test_an_error_is_recorded_and_the_folder_let_go(self, tmp_path: Path) -> None:
+        """The Trainer calls nobody when an error ends it."""
+        trainer = trainer_of(tmp_path, Rows(), others=(breaks(10),))
+        with pytest.raises(ZeroDivisionError):
+            trainer.train()
+        end = events_of(tmp_path / "run")[-1]
+        assert (end["event"], end["step"]) == ("failed", 10)
+        assert [line["step"] for line in lines_of(tmp_path / "run")] == list(range(1, 11)), "no line is lost"
+        assert trainer.callback_handler.train_dataloader.__iter__.__qualname__.startswith("DataLoaderShard"), "the loader is as it was"
+        with pytest.raises(StorageError, match=r"holds a run of 10 updates: .*resume_from_checkpoint"):
+            trainer.train()
+
+    def test_an_error_of_the_loader_is_recorded_by_its_name(self, tmp_path: Path) -> None:
+        with pytest.raises(OSError, match="row 30"):
+            trainer_of(tmp_path, Rotten()).train()
+        assert events_of(tmp_path / "run")[-1]["error"] == "OSError: row 30 cannot be read"
+
+    def test_an_error_that_is_kept_is_recorded_when_training_begins_again(self, tmp_path: Path) -> None:
+        """Whoever keeps the error keeps the Trainer's frames, and so its batches."""
+        other = breaks(0)
+        trainer = trainer_of(tmp_path, Rows(), others=(other,))
+        try:
+            trainer.train()
+        except ZeroDivisionError:
+            assert [event["event"] for event in events_of(tmp_path / "run")] == ["start"]
+            trainer.remove_callback(other)
+            trainer.train()
+        told = [(event["event"], event.get("error", event.get("why"))) for event in events_of(tmp_path / "run")]
+        assert told == [("start", None), ("failed", "ZeroDivisionError: planted"), ("start", None), ("end", "finished")]
+
+    def test_an_error_that_ends_the_process_is_recorded_by_its_name(self, tmp_path: Path) -> None:
+        program = (
+            f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+            "from pathlib import Path\nfrom test_observe import Rows, breaks, trainer_of\n"
+            f"trainer_of(Path({str(tmp_path)!r}), Rows(), others=(breaks(7),)).train()\n"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        assert "ZeroDivisionError: planted" in done.stderr
+        end = events_of(tmp_path / "run")[-1]
+        assert (end["event"], end["step"], end["error"]) == ("failed", 7, "ZeroDivisionError: planted")
+        assert len(lines_of(tmp_path / "run")) == 7

@@ -25,7 +25,7 @@ def read_run(path: Path) -> Observed:
     folder = RunFolder(path)
     lines = next((found for metrics in _metrics(folder) if (found := read_lines(metrics))), [])
     events = read_lines(folder.events_path)
-    watched = folder.plan_path.exists() and any(event.get("loop") == "watched" for event in events)
+    watched = any(event.get("loop") == "watched" for event in events)
     recipe, plan, notes = (None, None, ()) if watched else _plan_and_recipe(folder)
     steps, before = [], 0.0
     for line in lines:
@@ -36,7 +36,7 @@ def read_run(path: Path) -> Observed:
         source=str(path),
         format="run",
         steps=tuple(steps),
-        facts=_watched_facts(folder.plan_path) if watched else _facts(recipe, plan),
+        facts=_watched_facts(folder.plan_path) if watched and folder.plan_path.exists() else _facts(recipe, plan),
         repairs=notes,
         events=tuple(events),
         recipe=recipe,

@@ -98,17 +98,27 @@ def watch(
 
 class WatchedRun:
     def __init__(
-        self, path: Path, model: nn.Module, *, tokens_per_step: float | None, start_step: int, quiet: bool, told: Told | None = None
+        self,
+        path: Path,
+        model: nn.Module,
+        *,
+        tokens_per_step: float | None,
+        start_step: int,
+        quiet: bool,
+        told: Told | None = None,
+        resumed_by: str = "a loop that resumes gives start_step",
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model must be one torch.nn.Module, got {type(model).__name__}: give the one that is trained")
-        self.path, self.quiet, self._tokens_per_step, self._told = path, quiet, tokens_per_step, told or {}
+        self.path, self.quiet, self._tokens_per_step, self._told, self._resumed_by = path, quiet, tokens_per_step, told or {}, resumed_by
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         joined = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._rank, self._world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
         self._model, self._device, self.clock, self._described = model, device, Clock(device), Described(model, device)
         self._telemetry = GpuTelemetry(device.index or 0) if device.type == "cuda" else None
-        self._folder, self._first_step, self._step = RunFolder(path), start_step, start_step
+        self._folder, self._first_step, self._step = RunFolder(path, option=None), start_step, start_step
+        self.watching = False
+        """Inside the block, in every process; `_lines` is there in the first alone."""
         self._flying: deque[_Update] = deque()
         self.spans: list[tuple[str, Moment, Moment]] = []
         self._seen = Seen()
@@ -131,7 +141,7 @@ class WatchedRun:
         if self._rank == 0:
             self._open()
         self._started_at = self._began_at = self._written_at = time.perf_counter()
-        self._begin = self.clock.now()
+        self._begin, self.watching = self.clock.now(), True
         return self
 
     def _open(self) -> None:
@@ -140,8 +150,7 @@ class WatchedRun:
         if before and step == 0:
             self._folder.__exit__(None, None, None)
             raise StorageError(
-                f"{self.path} holds a run of {before[-1]['step']} updates: give another folder or remove this one; "
-                "a loop that resumes gives start_step"
+                f"{self.path} holds a run of {before[-1]['step']} updates: give another folder or remove this one; {self._resumed_by}"
             )
         dropped = self._folder.cut_metrics(step)
         if kept := before[: len(before) - dropped]:
@@ -150,21 +159,36 @@ class WatchedRun:
         self._lines = LineWriter(self._folder.metrics_path)
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.watching = False
         if self._lines is None:
             return
-        self._look_for_waits(last=True)
-        self._write(leave=0)
-        self._lines.close()
-        self._lines = None
-        elapsed_s = round(self._elapsed_s + time.perf_counter() - self._started_at, 3)
-        if kind is None or issubclass(kind, KeyboardInterrupt | SystemExit | GeneratorExit):
-            why = "finished" if kind is None else f"stopped by {kind.__name__}"
-            self._folder.event("end", step=self._step, why=why, elapsed_s=elapsed_s)
-        else:
-            self._folder.event("failed", step=self._step, error=f"{kind.__name__}: {value}", elapsed_s=elapsed_s)
-        self._folder.__exit__(None, None, None)
+        try:
+            self._look_for_waits(last=True)
+            self._write(leave=0)
+        except Exception as error:
+            if kind is None:
+                kind, value = type(error), error
+                raise
+            # else the loop's own error is the one to tell: a GPU that has failed fails the reading of its events too
+        finally:
+            self._end(kind, value)
         if kind is None and not self.quiet:
             sys.stderr.write(f"\n{self.summary()}")  # a progress bar may have left the line half full
+
+    def _end(self, kind: type[BaseException] | None, value: BaseException | None) -> None:
+        """Record how it ended, and let go of the folder whatever happens."""
+        assert self._lines is not None
+        elapsed_s = round(self._elapsed_s + time.perf_counter() - self._started_at, 3)
+        try:
+            self._lines.close()
+            if kind is None or issubclass(kind, KeyboardInterrupt | SystemExit | GeneratorExit):
+                why = "finished" if kind is None else f"stopped by {kind.__name__}"
+                self._folder.event("end", step=self._step, why=why, elapsed_s=elapsed_s)
+            else:
+                self._folder.event("failed", step=self._step, error=f"{kind.__name__}: {value}", elapsed_s=elapsed_s)
+        finally:
+            self._lines = None
+            self._folder.__exit__(None, None, None)
 
     # ---- in the loop ----
 
@@ -221,6 +245,8 @@ class WatchedRun:
     def step(self, *, loss: Number | None = None, tokens: Number | None = None, padding_share: Number | None = None) -> None:
         """An update is done (on a GPU: issued). Tensors are not read back here. `tokens` and `padding_share` of this process are needed
         only where `batches` cannot see them in an `input_ids` and its `attention_mask`."""
+        if not self.watching:
+            raise ConfigError("step() outside the block: nothing is recorded before or after `with redline.watch(...) as run:`")
         if self._inside is not None:
             self._refuse("step()")
         seen = self._seen
@@ -309,6 +335,8 @@ class WatchedRun:
     def summary(self) -> str:
         """The findings in a few lines."""
         observed = read_run(self.path)
+        if not observed.steps:
+            return f"redline: no update is recorded in {self.path}: call run.step() after each update\n"
         each = f", {format_duration(step_s)} an update" if (step_s := observed.median("step_s")) else ""
         speed = f", {format_rate(observed.tokens_per_s, 'tokens')}" if observed.tokens_per_s else ""
         lines = [f"redline: {len(observed.steps)} updates{each}{speed} (medians)"]
@@ -366,20 +394,33 @@ class WatchedRun:
 
 
 def _taken(numbers: dict[str, Any]) -> tuple[list[str], Tensor] | None:
-    """Put the value in the place of every tensor on the CPU, which the loop may change; copy what is on a GPU behind the update, without
-    waiting for it, and return that with its names."""
+    """Put the plain value in the place of every number and every tensor on the CPU, which the loop may change; copy what is on a GPU
+    behind the update, without waiting for it, and return that with its names."""
     late: dict[str, Tensor] = {}
     for name, value in numbers.items():
-        if isinstance(value, Tensor):
-            try:
-                if value.is_cpu:
-                    numbers[name] = value.item()
-                else:
-                    late[name] = value.detach().reshape(()).double()
-            except RuntimeError as error:
-                rule = f"{name} must be one number an update, got a tensor of shape {tuple(value.shape)}: give its mean or sum"
-                raise ConfigError(rule) from error
+        if isinstance(value, Tensor) and not value.is_cpu:
+            late[name] = _single(name, value).detach().reshape(()).double()
+        elif value is not None:
+            numbers[name] = _plain(name, value)
     if not late:
         return None
     target = torch.empty(len(late), dtype=torch.float64, pin_memory=True)
     return list(late), target.copy_(torch.stack(list(late.values())), non_blocking=True)
+
+
+def _single(name: str, value: Tensor) -> Tensor:
+    if value.numel() != 1:
+        raise ConfigError(f"{name} must be one number an update, got a tensor of shape {tuple(value.shape)}: give its mean or sum")
+    return value
+
+
+def _plain(name: str, value: Any) -> float:
+    """A number of Python, numpy or torch as one that JSON has a word for."""
+    if isinstance(value, Tensor):
+        return float(_single(name, value).item())
+    try:
+        if isinstance(value, str | bytes):  # "3" would pass
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name} must be one number an update, got {value!r} ({type(value).__name__})") from error

@@ -3,13 +3,17 @@
     Trainer(..., callbacks=[RedlineCallback("runs/mine")])
 
 The Trainer fetches all batches of an update, runs it, then logs, evaluates and saves, and calls us between these; the gaps are what is
-measured. Batches are seen by a subclass of the loader's class that is put in its place while training runs. Left out: the split into
-forward and backward, and losses of updates that the Trainer does not log (it does not show them).
+measured. Batches are seen by a subclass of the loader's class that is put in its place while training runs. An error in training passes
+by the callbacks: it shows when the loader's batches are dropped in the middle of an epoch, at the next training, or when the callback or
+the process ends, and is recorded there. Left out: the split into forward and backward, and losses of updates that the Trainer does not
+log (it does not show them).
 """
 
 import math
+import sys
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +49,6 @@ _SET_CLASS = object.__dict__["__class__"].__set__
 """accelerate's loaders hide `__class__` behind a property of their own, so the plain assignment is refused."""
 
 
-def watch_loader(loader: Any, run: WatchedRun) -> type:
-    """Let the run see the batches of this loader, and return the class that undoes it. `iter` asks the class, so the class it must be."""
-    plain: type = type(loader)
-
-    def __iter__(self: Any) -> Iterator[Any]:
-        return run.batches(_Plain(plain, self))
-
-    _SET_CLASS(loader, type(plain.__name__, (plain,), {"__iter__": __iter__}))
-    return plain
-
-
 class _Plain:
     """The loader's batches as its own class gives them."""
 
@@ -66,30 +59,121 @@ class _Plain:
         return self._kind.__iter__(self._loader)  # type: ignore[attr-defined]
 
 
+class UnseenError(Exception):
+    """What ended a training without a word to its callbacks, where the error itself cannot be had any more."""
+
+
+class Training:
+    """One training of the Trainer: its run, and the loader that lets the run see its batches. Knows nothing of the callback, which may be
+    dropped before it."""
+
+    def __init__(self, run: WatchedRun, loader: Any) -> None:
+        self.run, self._loader, self._plain = run.__enter__(), loader, type(loader)
+        self.in_epoch = False
+        self.logs, self.logging_s = 0, 0.0
+        self._gave: object = None
+        """Whoever gave the last batch; somebody may look at batches beside the Trainer."""
+        self._feeds: object = None
+        """Whoever gave the batches of the update that is under way."""
+        if loader is not None:
+            self._see_batches()
+
+    def _see_batches(self) -> None:
+        """`iter` asks the class, so the class it must be."""
+        training, plain = self, self._plain
+
+        def __iter__(self: Any) -> Iterator[Any]:
+            return training.batches(_Plain(plain, self))
+
+        _SET_CLASS(self._loader, type(plain.__name__, (plain,), {"__iter__": __iter__}))
+
+    def batches(self, source: _Plain) -> Iterator[Any]:
+        """The run's batches. The Trainer drops them before the epoch ends only where an error has ended the training."""
+        me = object()
+        try:
+            for batch in self.run.batches(source):
+                self._gave = me
+                yield batch
+        except GeneratorExit:
+            if self.in_epoch and self._feeds is me:
+                self.end(self.unseen())
+            raise
+        except BaseException as error:  # the loader's own
+            self.end(error)
+            raise
+
+    def fetched(self) -> None:
+        self._feeds = self._gave
+        self.run.fetched()
+
+    def unseen(self) -> BaseException:
+        """The error behind an end that nobody told: the last that Python knows of, if it passed through this training."""
+        for error in (sys.exc_info()[1], getattr(sys, "last_value", None)):
+            trace = None if error is None else error.__traceback__
+            while error is not None and trace is not None:
+                if any(value is self._loader for value in trace.tb_frame.f_locals.values()):
+                    return error
+                trace = trace.tb_next
+        return UnseenError("the training ended without on_train_end; the Trainer does not show its error to callbacks")
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Once; what comes later finds it ended."""
+        if not self.run.watching:
+            return
+        if self._loader is not None:
+            _SET_CLASS(self._loader, self._plain)
+        if self.logs:
+            self.run.event("logging", times=self.logs, stalled_s=round(self.logging_s, 6))
+        self.run.__exit__(None if error is None else type(error), error, None)
+
+    def abandon(self) -> None:
+        """The callback or the process ends, or another training begins."""
+        if self.run.watching:
+            self.end(self.unseen())
+
+
 class RedlineCallback(TrainerCallback):
     def __init__(self, folder: str | Path, *, quiet: bool = False) -> None:
         self.folder, self.quiet = Path(folder), quiet
-        self._run: WatchedRun | None = None
-        """While training goes on."""
-        self._ended: WatchedRun | None = None
+        self._training: Training | None = None
+        """The last one, also when it has ended."""
         self._mark = 0.0
         """End of the last thing that was accounted for."""
-        self._logs, self._logging_s = 0, 0.0
+        self._leave: Callable[[], object] = lambda: None
+        """Ends the last training if nothing else has; called by itself when this object or the process ends."""
 
     def findings(self) -> list[Finding]:
         """The diagnosis of the training that has ended; nothing before."""
-        return self._ended.findings() if self._ended is not None else []
+        return self._training.run.findings() if self._training is not None and self._run is None else []
+
+    @property
+    def _run(self) -> WatchedRun | None:
+        """While training goes on."""
+        return self._training.run if self._training is not None and self._training.run.watching else None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, train_dataloader: Any = None, **_: Any) -> None:
-        run = WatchedRun(self.folder, model, tokens_per_step=None, start_step=state.global_step, quiet=self.quiet, told=told_by(args))
-        self._run, self._loader = run.__enter__(), train_dataloader
-        self._plain = None if train_dataloader is None else watch_loader(train_dataloader, run)
+        self._leave()
+        run = WatchedRun(
+            self.folder,
+            model,
+            tokens_per_step=None,
+            start_step=state.global_step,
+            quiet=self.quiet,
+            told=told_by(args),
+            resumed_by="train(resume_from_checkpoint=...) goes on in it",
+        )
+        self._training = Training(run, train_dataloader)
+        self._leave = weakref.finalize(self, self._training.abandon)
         self._mark = time.perf_counter()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._training is not None:
+            self._training.in_epoch = True
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """All batches of the update have been fetched; from another loader than ours in an epoch that is resumed."""
-        if self._run is not None:
-            self._run.fetched()
+        if self._training is not None and self._run is not None:
+            self._training.fetched()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._run is not None:
@@ -97,13 +181,17 @@ class RedlineCallback(TrainerCallback):
             self._mark = time.perf_counter()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        if self._run is None or logs is None or "loss" not in logs:
+        if self._training is None or self._run is None or logs is None or "loss" not in logs:
             return  # an evaluation's, or the summary of the end
         self._run.add(**{ours: float(logs[theirs]) for theirs, ours in LOGGED.items() if theirs in logs})
         now = time.perf_counter()
-        self._logs, self._logging_s, self._mark = self._logs + 1, self._logging_s + now - self._mark, now
+        self._training.logs += 1
+        self._training.logging_s += now - self._mark
+        self._mark = now
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._training is not None:
+            self._training.in_epoch = False
         self._mark = time.perf_counter()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **_: Any) -> None:
@@ -120,11 +208,6 @@ class RedlineCallback(TrainerCallback):
             self._mark = time.perf_counter()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._run is None:
-            return
-        if self._plain is not None:
-            _SET_CLASS(self._loader, self._plain)
-        if self._logs:
-            self._run.event("logging", times=self._logs, stalled_s=round(self._logging_s, 6))
-        self._ended, self._run = self._run, None
-        self._ended.__exit__(None, None, None)
+        if self._training is not None:
+            self._training.end()
+            self._leave()  # nothing is left to do, and the model need not be held

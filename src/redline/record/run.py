@@ -78,10 +78,11 @@ def failures_recorded(path: Path, kind: str = "failed") -> Iterator[None]:
 
 
 class RunFolder:
-    """A run folder that this process owns until it leaves the `with` block; a second owner is refused."""
+    """A run folder that this process owns until it leaves the `with` block; a second owner is refused. `option` is what the user names
+    folders with; a program that is called from Python has none."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, option: str | None = "--run") -> None:
+        self.path, self._option = path, option
         self.recipe_path = path / "recipe.toml"
         self.plan_path = path / "plan.json"
         self.metrics_path = path / "metrics.jsonl"
@@ -90,16 +91,18 @@ class RunFolder:
         self.checkpoints_path = path / "checkpoints"
 
     def __enter__(self) -> Self:
+        named = f" with {self._option}" if self._option else ""
         ours = (self.path / ".lock", self.recipe_path, self.metrics_path)
         if self.path.is_dir() and any(self.path.iterdir()) and not any(path.exists() for path in ours):
-            raise StorageError(f"{self.path} holds other files than a run's: give a new or empty folder with --run")
+            raise StorageError(f"{self.path} holds other files than a run's: give a new or empty folder{named}")
         with storage_errors("the run folder", self.path):
             self.checkpoints_path.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / ".lock", "w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StorageError(f"{self.path} is in use by another process: wait for it, or give another folder with --run") from None
+            owner = "another process" if self._option else "another process or another run of this one"
+            raise StorageError(f"{self.path} is in use by {owner}: wait for it, or give another folder{named}") from None
         with storage_errors("the run folder", self.path):
             self._tidy()
         return self
