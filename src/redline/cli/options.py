@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 from redline.config.load import load_recipe
 from redline.config.recipe import Recipe
+from redline.errors import ConfigError
 
 
 def add_recipe(command: argparse.ArgumentParser, example: str = "train.steps=100") -> None:
@@ -29,6 +31,12 @@ def recipe_of(options: argparse.Namespace) -> Recipe:
 def typed_pins(options: argparse.Namespace) -> frozenset[str]:
     """Names of the plan values that the user typed with --set."""
     return frozenset(text.partition("=")[0].strip().removeprefix("plan.") for text in options.set if text.strip().startswith("plan."))
+
+
+def check_positive(option: str, value: float) -> None:
+    """A time that the user gives; 0, nan and inf are none."""
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{option} must be a finite number above 0, got {value:g}")
 
 
 def print_json(value: Any) -> None:

@@ -26,19 +26,19 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from dataclasses import asdict
 
-    from redline.cli.options import byte_progress, print_json, recipe_of, status
+    from redline.cli.options import byte_progress, check_positive, print_json, recipe_of, status
     from redline.cli.plan import make
     from redline.data.build import prepare
-    from redline.errors import ConfigError
     from redline.machine.facts import read_facts
     from redline.machine.store import cached
     from redline.plan.plan import to_json
     from redline.tune.search import tune
-    from redline.tune.store import TuningFolder, tuning_folder
+    from redline.tune.store import TuningFolder, check_folder, tuning_folder
 
-    if not 0 < options.minutes < 10_000:
-        raise ConfigError(f"--minutes must be greater than 0, got {options.minutes}")
+    check_positive("--minutes", options.minutes)
     recipe, facts = recipe_of(options), read_facts()
+    if options.out:  # the folder in the cache is named after the recipe's fingerprint
+        check_folder(options.out, recipe)
     if not recipe.data.stream:
         prepare(recipe.data, recipe.model.vocab_size, progress=byte_progress("tokenising"))
     if cached(facts) is None:
@@ -54,9 +54,13 @@ def run(options: argparse.Namespace) -> None:
         print_json({"folder": str(folder.path), "plan": to_json(tuned.plan), "result": asdict(tuned.result), "trials": rows})
         return
     _print(tuned, folder.path)
-    # A plan from a file holds its pins, and takes none beside it.
-    sets = " ".join(f"--set {shlex.quote(text)}" for text in options.set if not (options.out and text.strip().startswith("plan.")))
-    print(f"use it: redline train {options.recipe} {sets} --plan {options.out / 'plan.json' if options.out else 'auto'}".replace("  ", " "))
+    print(f"use it: {train_command(options)}")
+
+
+def train_command(options: argparse.Namespace) -> str:
+    """What trains with the plan that was found. A plan from a file holds its pins, and takes none beside it."""
+    sets = [part for text in options.set if not (options.out and text.strip().startswith("plan.")) for part in ("--set", text)]
+    return shlex.join(["redline", "train", options.recipe, *sets, "--plan", str(options.out / "plan.json") if options.out else "auto"])
 
 
 def _print(tuned, folder: Path) -> None:  # type: ignore[no-untyped-def]

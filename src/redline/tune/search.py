@@ -16,9 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from redline.config.load import to_toml
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError, MachineError, TrainingError
 from redline.plan.plan import Plan, Why
+from redline.record.files import write_atomic
 from redline.record.units import format_duration, format_rate
 from redline.tune.candidates import AUTOTUNED, WORTH, Candidate, candidates, changed, differing
 from redline.tune.guard import effect_of, guard
@@ -70,6 +72,7 @@ def tune(
     """Find the fastest plan within the time, write it into the folder, and return it with the table of trials."""
     if rules.world_size != 1:
         raise ConfigError(f"tuning works on one process, this plan has {rules.world_size}: tune with --nproc 1 and the same recipe")
+    write_atomic(folder.path / "recipe.toml", to_toml(recipe))
     search = _Search(recipe, rules, folder, minutes, progress, bounds or Bounds())
     try:
         search.begin()

@@ -1,6 +1,7 @@
 """Where a tuning lives: its trials, so that one that was killed goes on, and its result, which `--plan auto` finds. No torch.
 
     $REDLINE_CACHE/tune/<machine>-<fingerprint>-<pins>/
+        recipe.toml       what is trained: trials of another recipe do not belong here
         trials.jsonl      one line a finished trial; a trial that stands there is not run again
         plan.json         the fastest plan, every value with its reason
         result.json       how much faster than the rules' plan, measured when, on what
@@ -17,7 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from redline.config.load import build
+from redline.config.load import build, from_toml
+from redline.config.recipe import Recipe, differences
 from redline.errors import ConfigError, StorageError
 from redline.machine.facts import MachineFacts, machine_key
 from redline.plan.plan import PLANNED, Plan, load, save
@@ -66,20 +68,43 @@ def tuned_plan(folder: Path) -> tuple[Plan, Result] | None:
         raise ConfigError(f"the tuning kept in {folder} cannot be used: {error}; run `redline tune` again, or delete it") from error
 
 
+def check_folder(path: Path, recipe: Recipe) -> None:
+    """Refuse a folder in which trials of this recipe would write over something else: a run, or the trials of another recipe. A plan that
+    cannot be read is of no use to anybody, and is no reason."""
+    way_out = "give another folder with --out"
+    for name in ("metrics.jsonl", "checkpoints", "samples.db"):
+        if (path / name).exists():
+            raise StorageError(f"{path} holds a run ({name}), whose recipe and plan trials would write over: {way_out}")
+    if (path / "recipe.toml").exists():
+        try:
+            before = from_toml((path / "recipe.toml").read_text(encoding="utf-8"), where="recipe.toml")
+        except (OSError, UnicodeDecodeError, ConfigError) as error:
+            raise StorageError(f"{path} holds a recipe that cannot be read, and may not be this one: {error}; {way_out}") from error
+        name, fingerprint, how = before.name, before.fingerprint, differences(before, recipe)
+    else:
+        try:
+            plan = load(path / "plan.json")
+        except ConfigError:
+            return
+        name, fingerprint, how = plan.recipe, plan.fingerprint, [f"fingerprint {plan.fingerprint} before, {recipe.fingerprint} now"]
+    if fingerprint != recipe.fingerprint:
+        raise StorageError(f"{path} holds trials of another recipe ({name}: {', '.join(how[:3])}): {way_out}, or delete that one")
+
+
 class TuningFolder:
-    """A tuning under way, owned by this process until it leaves the `with` block."""
+    """Trials under way (of a tuning, an ablation), in a folder that this process owns until it leaves the `with` block."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def __enter__(self) -> Self:
-        with storage_errors("the tuning", self.path):
+        with storage_errors("the trials", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / ".lock", "w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StorageError(f"{self.path} is in use: the same recipe is being tuned by another process, wait for it") from None
+            raise StorageError(f"{self.path} is in use by another process, which measures the same: wait for it") from None
         path = self.path / "trials.jsonl"
         known = [line for line in read_lines(path) if _stands(line)]
         self._done = {line["key"]: line for line in known}
