@@ -1,8 +1,6 @@
 """Whatever a child does is a result: it answers, says that it failed, dies, is killed, hangs, or prints what it likes."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -205,20 +203,55 @@ def test_the_allocator_is_set_before_the_child_starts_and_a_users_own_wins(monke
         assert child.ask({}, 20)["conf"] == "backend:native"
 
 
-def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
-    parent = (
-        "import sys, time; from redline.tune import trial as room; room.COMMAND = (sys.executable, '-c', sys.argv[1]);"
-        "child = room.Child(); print(child._process.pid, flush=True); time.sleep(600)"
-    )
-    with subprocess.Popen([sys.executable, "-c", parent, SCRIPT], stdout=subprocess.PIPE, text=True) as process:
+IDLE = "child = room.Child(); print(child._process.pid, flush=True); time.sleep(600)"
+BUSY = """room.Child().ask({"do": "start", "workload": "builtins:exec", "setting": sys.argv[2]}, 600)"""
+AT_WORK = "import os; open({path!r}, 'w').write(str(os.getpid()))\nwhile True: pass"
+WITHOUT_LINUX = "import sys; from redline.tune import child; child._signalled_when_parent_ends = lambda: False; child.main()"
+
+
+def _gone(pid: int, within_s: float) -> bool:
+    deadline_s = time.monotonic() + within_s
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _parent(then: str, *arguments: str) -> list[str]:
+    begin = "import sys, time\nfrom redline.tune import trial as room\nroom.COMMAND = (sys.executable, *sys.argv[1].split(' ', 1))\n"
+    return [sys.executable, "-c", begin + then, *arguments]
+
+
+def test_a_child_that_waits_ends_when_its_parent_is_killed() -> None:
+    with subprocess.Popen(_parent(IDLE, f"-c {SCRIPT}"), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-    deadline_s = time.monotonic() + 5
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline_s, "an orphan goes on"
-        time.sleep(0.02)
+        process.kill()
+    assert _gone(pid, 5), "an orphan goes on"
+
+
+@pytest.mark.parametrize("command", ["-m redline.tune.child", f"-c {WITHOUT_LINUX}"])
+def test_a_child_at_work_ends_when_its_parent_is_killed(tmp_path: Path, command: str) -> None:
+    """Where Linux says that the parent is gone, and where the child has to look."""
+    pid_file, pid = tmp_path / "pid", ""
+    with subprocess.Popen(_parent(BUSY, command, AT_WORK.format(path=str(pid_file)))) as process:
+        deadline_s = time.monotonic() + 120
+        while not (pid := pid_file.read_text() if pid_file.exists() else ""):
+            assert time.monotonic() < deadline_s, "the child did not begin"
+            time.sleep(0.05)
+        process.kill()
+    assert _gone(int(pid), 10), "an orphan goes on"
+
+
+def test_a_child_whose_parent_was_killed_before_it_could_look_does_not_begin(tmp_path: Path) -> None:
+    request = {"do": "start", "workload": "builtins:exec", "setting": AT_WORK.format(path=str(tmp_path / "pid"))}
+    nobody = subprocess.Popen([sys.executable, "-c", ""])
+    nobody.wait()
+    command = [sys.executable, "-m", "redline.tune.child", str(nobody.pid)]
+    ended = subprocess.run(command, input=json.dumps(request), text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert not (tmp_path / "pid").exists()
 
 
 def test_what_was_measured_survives_json() -> None:

@@ -11,12 +11,15 @@ the process with its traceback, which the parent reads.
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
 import os
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,6 +40,11 @@ from redline.train.execution import check_device
 from redline.train.loop import Job, Trainer
 from redline.train.process import join
 from redline.tune.statistics import stationary
+
+PR_SET_PDEATHSIG = 1
+"""Linux: send me a signal when the thread that started me ends."""
+LOOK_EVERY_S = 1.0
+"""Where there is no such signal: how often the parent is looked for."""
 
 
 class Workload(Protocol):
@@ -158,9 +166,8 @@ class Session:
         self.workload = workload
         timed(1, workload.step, workload.drain)
         first_step_s = time.perf_counter() - began_s
-        guarded = request["guard_steps"] if workload.grad_norms else 1  # what does not learn shows its numbers in the first
         steps_s: list[float] = []
-        while len(steps_s) + 1 < guarded or not (stationary(steps_s) or sum(steps_s) > request["warmup_s"]):
+        while len(steps_s) + 1 < request["guard_steps"] or not (stationary(steps_s) or sum(steps_s) > request["warmup_s"]):
             steps_s.append(timed(1, workload.step, workload.drain))
         self.steps_per_block = max(1, round(request["block_s"] / median(steps_s[-3:])))
         gc.collect()
@@ -222,7 +229,29 @@ def ran_out_of_memory(error: BaseException | None) -> bool:
     return error is not None and (isinstance(error, torch.OutOfMemoryError) or ran_out_of_memory(error.__cause__))
 
 
+def end_with(parent: int) -> None:
+    """End, whatever this process is doing, when its parent does, killed or not; at once if that has happened already."""
+    if not _signalled_when_parent_ends():
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _signalled_when_parent_ends() -> bool:
+    try:
+        return ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0) == 0
+    except (AttributeError, OSError):  # not Linux
+        return False
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(LOOK_EVERY_S)
+    os.killpg(0, signal.SIGKILL)  # the group is this child's own
+
+
 def main() -> None:
+    end_with(int(sys.argv[1]))
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print what they like; the replies stay clean
     session = Session()

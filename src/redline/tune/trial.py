@@ -5,8 +5,9 @@
     compare(before.blocks_s, after.blocks_s, paired=True)
 
 The child (`python -m redline.tune.child`) is spoken to in lines of JSON and does nothing between two of them, so several can be alive and
-take turns. It ends when its standard input does, so none outlives its parent; a child that does not answer is killed with its whole
-process group. `Child` is the handle where one process shall measure several settings (memory probes, micro-batches).
+take turns. It ends when its standard input does, and in the middle of its work when its parent is killed; a child that does not answer
+is killed with its whole process group. `Child` is the handle where one process shall measure several settings (memory probes,
+micro-batches).
 Left out: trials on several processes or machines.
 """
 
@@ -32,6 +33,7 @@ from redline.tune.statistics import FEWEST_BLOCKS, NOISY_ROUNDS, noisy
 Outcome = Literal["ok", "out_of_memory", "crashed", "timed_out"]
 TRAIN = "redline.tune.child:Training"
 COMMAND = (sys.executable, "-m", "redline.tune.child")
+"""Called with the number of the parent process behind it."""
 LEAVE_S = 5.0
 """How long a child may take to tidy up when it is told to end."""
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
@@ -120,7 +122,8 @@ def train_trial(recipe: Recipe, plan: Plan, bounds: Bounds | None = None) -> Tri
 
 
 class Child:
-    """A child process. Ends with the `with` block, whatever it is doing."""
+    """A child process. Ends with the `with` block, whatever it is doing, or with the thread that started it: on Linux its end is what the
+    child is told of (child.end_with)."""
 
     def __init__(self, allocator: str = "") -> None:
         environment = dict(os.environ)
@@ -128,7 +131,7 @@ class Child:
             environment["PYTORCH_CUDA_ALLOC_CONF"] = allocator
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
         self._process = subprocess.Popen(
-            COMMAND,
+            [*COMMAND, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
