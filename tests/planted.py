@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--recipe")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--blocks", type=int, default=6, help="blocks of updates for each arm")
-    parser.add_argument("--only", choices=FAULTS)
+    parser.add_argument("--only", choices=FAULTS, nargs="+", default=[])
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()
     facts = read_facts()
@@ -252,7 +252,7 @@ def main() -> None:
         if options.recipe:
             bench = Bench(options.recipe, quiet, hardware_here(facts, cached(facts, progress=print)), Path(folder))
         names = [
-            n for n, f in FAULTS.items() if n == options.only or (not options.only and (bench.hardware.kind == "cuda" or not f.gpu_only))
+            n for n, f in FAULTS.items() if n in options.only or (not options.only and (bench.hardware.kind == "cuda" or not f.gpu_only))
         ]
         results = []
         for name in names:

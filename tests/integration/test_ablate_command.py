@@ -57,6 +57,6 @@ def test_training_is_measured_once_and_goes_on_from_what_is_there(tmp_path: Path
 
 
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, part in ((["--only", "spda"], "did you mean 'sdpa'"), (["--minutes", "0"], "--minutes must be greater than 0")):
+    for arguments, part in ((["--only", "spda"], "did you mean 'sdpa'"), (["--minutes", "0"], "--minutes must be a finite number above 0")):
         assert main(["ablate", "nano", "--out", str(tmp_path / "run"), *arguments]) == 2
         assert part in capsys.readouterr().err

@@ -119,6 +119,41 @@ def test_every_list_is_measured_before_anything_is_left_out(tmp_path: Path, monk
     ]
 
 
+def test_what_a_document_names_and_nothing_switches_is_a_row_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Played(by_the_book, monkeypatch)
+    rows = run(tmp_path)
+    assert (rows["one by one", "memory-map"].outcome, rows["one by one", "schedule"].outcome) == ("built in", "recipe")
+    assert "redline data build" in rows["one by one", "memory-map"].note
+
+
+def test_every_row_that_was_measured_has_the_guards_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(trial: Trial) -> Measured:
+        found, plan = by_the_book(trial), values(trial)
+        odd = plan["compile"] != "off" and plan["precision"] == "bf16"  # another training only where both are on
+        return replace(found, losses=tuple(3 * loss for loss in found.losses)) if odd else found
+
+    Played(by_the_book, monkeypatch)
+    assert all(
+        "same training" in row.numerics for row in run(tmp_path / "good").values() if row.measured_ratio and row.name != "larger-batch"
+    )
+    Played(answer, monkeypatch)
+    rows = run(tmp_path / "bad", only=("compile", "bf16"))
+    assert [rows["one by one", name].kept for name in ("bf16", "compile")] == [True, False]
+    assert "same training" in rows["all", "all kept"].numerics
+
+
+def test_without_a_baseline_a_change_is_compared_with_the_state_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Crashing(Played):
+        def __init__(self) -> None:
+            super().__init__(
+                lambda trial: measured(1.0, losses=LOSSES if values(trial)["attention"] == "math" else (1.0, 2.0, 3.0)), monkeypatch
+            )
+            monkeypatch.setattr(module.Turns, "alone", lambda self, name, trial, blocks=None: measured(1.0, outcome="crashed"))
+
+    Crashing()
+    assert "refused" in run(tmp_path, only=("sdpa",))["one by one", "sdpa"].numerics
+
+
 def test_the_product_of_the_claims_stands_beside_what_all_of_them_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Played(by_the_book, monkeypatch)
     claims = [CATALOGUE[name].claimed for name in ("tf32", "bf16", "sdpa", "compile")]
@@ -270,12 +305,17 @@ def test_the_table_can_be_read_in_a_terminal(
         said += [f"{row.tokens_per_s:,.0f}", "GiB"] if row.tokens_per_s else []
         assert {word.rstrip(",;:") for text in said for word in text.split()} <= words, row.name
     assert [line for line in lines if line.endswith("leave one out")]
-    assert len(lines) <= 2 * len(rows) + 8
+    assert len(lines) <= 2 * len(rows) + 12
 
 
-def test_a_name_that_is_not_in_the_list_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not in this recipe's list"):
-        run(tmp_path, only=("muon",))
+def test_any_switch_of_the_workload_can_be_asked_for_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Played(by_the_book, monkeypatch)
+    asked = run(tmp_path, only=("selective-recompute", "compile", "sdpa"))
+    assert [name for stage, name in asked if stage == "one by one"] == ["sdpa", "compile", "selective-recompute"]
+    with pytest.raises(ConfigError, match="packing: is no switch of train"):
+        run(tmp_path, only=("packing",))
+    with pytest.raises(ConfigError, match="pinned-memory: is built in"):
+        run(tmp_path, only=("pinned-memory",))
     with pytest.raises(ConfigError, match="did you mean 'sdpa'"):
         run(tmp_path, only=("spda",))
 
@@ -369,6 +409,22 @@ def test_a_trial_that_the_end_of_the_time_cuts_short_was_not_run(tmp_path: Path,
             turns = Turns(folder, beside="here", deadline_s=deadline_s, progress=lambda text: None)
             monkeypatch.setattr(turns, "_arm", lambda key, trial: type("Arm", (), {"failed": None}))
             assert (turns.pair("bf16", *trials) is not None) == ran
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_a_reference_that_crashes_by_chance_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: bool) -> None:
+    """One that never started says something: the change makes it run."""
+    trials = [TrainArms(recipe=RECIPE, hardware=H200, bounds=Bounds()).trial({"precision": p}) for p in ("fp32", "bf16")]
+    answers = iter([[measured(1.0, outcome="crashed"), measured(0.5)], [measured(1.0), measured(0.5)]])
+    monkeypatch.setattr(turns_module, "_blocks", lambda arms, count: next(answers))
+    said: list[str] = []
+    with TuningFolder(tmp_path) as folder:
+        turns = Turns(folder, beside="here", deadline_s=time.monotonic() + 60, progress=said.append)
+        monkeypatch.setattr(turns, "_arm", lambda key, trial: type("Arm", (), {"failed": None, "started": {"a": 1} if started else {}}))
+        pair = turns.pair("bf16", *trials)
+    assert pair is not None
+    assert pair.before.outcome == ("ok" if started else "crashed")
+    assert any("once more" in text for text in said) == started
 
 
 def test_a_first_state_that_does_not_fit_is_a_row_and_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ def test_every_seed_has_its_study_on_a_shipped_recipe_in_an_order_that_undoes_no
         for part in parts:
             entries = [find(n) for n in part.names]
             assert len(set(part.names)) == len(entries)
-            assert all(e.standing == "switch" and part.workload in e.workloads for e in entries), name
+            assert all(e.standing != "refuted" and part.workload in e.workloads for e in entries), name
             precisions = [e.on["precision"] for e in entries if "precision" in e.on and e.name != "fp16"]
             assert precisions == sorted(precisions, key=rank.index), name
         assert (name in SAMPLES) == any(part.workload == "generate" for part in parts)
@@ -187,6 +187,12 @@ def test_the_command_lists_and_says_why_not(capsys: pytest.CaptureFixture[str]) 
     assert not rows["fp8"]["applies"]
     assert "8.9" in rows["fp8"]["why_not"]
     assert rows["bf16"]["claimed"] == [2.0, 3.0]
+    assert all(row["applies"] == (row["why_not"] is None) for row in rows.values())
+    assert "generate" in rows["kv-cache"]["why_not"]
+    assert main(["optimizations", "seeds/001", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["kv-cache"]["applies"]
+    assert "train" in rows["bf16"]["why_not"]
     assert main(["optimizations"]) == 0
     text = capsys.readouterr().out
     assert "bf16" in text

@@ -35,9 +35,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    import math
     from dataclasses import asdict
 
-    from redline.cli.options import print_json, recipe_of, status
+    from redline.cli.options import print_json, recipe_of, status, tokenise
     from redline.config.load import shipped
     from redline.errors import ConfigError
     from redline.machine.facts import read_facts
@@ -47,14 +48,17 @@ def run(options: argparse.Namespace) -> None:
     from redline.tune.trial import Bounds
 
     for name, value in (("--minutes", options.minutes), ("--block-seconds", options.block_seconds)):
-        if not value > 0:
-            raise ConfigError(f"{name} must be greater than 0, got {value}")
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{name} must be a finite number above 0, got {value}")
+    only = [name.strip() for name in options.only.split(",") if name.strip()]
+    if options.only and not only:
+        raise ConfigError(f"--only {options.only!r} names nothing")
     recipe, facts = recipe_of(options), read_facts()
     hardware = hardware_here(facts, cached(facts, progress=status))
     named = options.recipe.replace("/", "-") if options.recipe in shipped() else recipe.name
     folder = options.out or Path("runs") / f"ablate-{named}"
-    only = [name.strip() for name in options.only.split(",") if name.strip()]
     bounds = Bounds(block_s=options.block_seconds)
+    tokenise(recipe)
     rows = ablate(recipe, options.recipe, hardware, folder, only=only, minutes=options.minutes, progress=status, bounds=bounds)
     if options.json:
         print_json([asdict(row) for row in rows])

@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> None:
     if options.recipe is None and (options.as_gpu or options.set):
         raise ConfigError("--as and --set need a recipe: redline optimizations RECIPE --as GPU")
     hardware = None if options.recipe is None else _hardware(options.as_gpu)
-    rows = _rows(None if options.recipe is None else recipe_of(options), hardware)
+    rows = _rows(None if options.recipe is None else recipe_of(options), options.recipe, hardware)
     if options.json:
         print_json(rows)
         return
@@ -43,7 +43,7 @@ def _hardware(as_gpu: str | None):  # type: ignore[no-untyped-def]
     return hardware_as(as_gpu, facts.cpu_cores) if as_gpu else hardware_here(facts, None)
 
 
-def _rows(recipe, hardware) -> list[dict[str, object]]:  # type: ignore[no-untyped-def]
+def _rows(recipe, name: str, hardware) -> list[dict[str, object]]:  # type: ignore[no-untyped-def]
     from dataclasses import asdict
 
     from redline.optimizations.catalogue import FAMILIES, switched
@@ -64,10 +64,24 @@ def _rows(recipe, hardware) -> list[dict[str, object]]:  # type: ignore[no-untyp
                 "note": entry.note,
             }
             if recipe is not None:
-                why_not = entry.why_not(recipe, hardware) if entry.standing == "switch" else None
-                row |= {"applies": entry.standing in ("switch", "built in") and why_not is None, "why_not": why_not}
+                why_not = _why_not(entry, recipe, name, hardware)
+                row |= {"applies": why_not is None, "why_not": why_not}
             rows.append(row)
     return rows
+
+
+def _why_not(entry, recipe, name: str, hardware) -> str | None:  # type: ignore[no-untyped-def]
+    """Why an entry does not apply: by what it is, by what the recipe's study runs, by the recipe's shapes and the machine."""
+    from redline.optimizations.studies import study
+
+    if entry.standing == "refuted":
+        return "the claim cannot hold"
+    if entry.standing == "recipe":
+        return "another training: a matter of the recipe"
+    workloads = {part.workload for part in study(name)}
+    if not workloads & set(entry.workloads):
+        return f"for {' and '.join(entry.workloads)}, and this recipe's study is of {' and '.join(sorted(workloads))}"
+    return entry.why_not(recipe, hardware)
 
 
 def _print(rows: list[dict[str, object]], where: str) -> None:
@@ -121,6 +135,8 @@ def _last(row: dict[str, object], *, applies: bool) -> tuple[str, str]:
     """What the last column says: the switch, or whether the entry applies and why not."""
     if not applies:
         return str(row["switch"]), ""
-    if row["standing"] != "switch":
+    if row["standing"] in ("recipe", "refuted"):
         return str(row["standing"]), ""
-    return ("yes", "") if row["applies"] else ("no", str(row["why_not"]))
+    if not row["applies"]:
+        return "no", str(row["why_not"])
+    return ("yes" if row["standing"] == "switch" else str(row["standing"])), ""

@@ -112,4 +112,13 @@ ENTRIES = (
         on={"merged": True},
         note="Two small products a layer less. Measured without the key/value cache: the engine takes merged models only.",
     ),
+    Optimization(
+        name="reward-processes",
+        title="rewards computed beside generation",
+        workloads=("generate",),
+        effect="exact",
+        claims=(Claim(source="seed 001, root causes", words="CPU bottleneck: data loading and reward computation overhead"),),
+        standing="built in",
+        note="Completions are scored in processes of their own while the next ones are generated; `redline rft` says what it waited.",
+    ),
 )

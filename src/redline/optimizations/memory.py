@@ -119,4 +119,13 @@ ENTRIES = (
         note="Against fragmentation; a matter of speed only where shapes change near full memory (NeMo#9061). torch now calls the "
         "variable PYTORCH_ALLOC_CONF and keeps the old name as an alias.",
     ),
+    Optimization(
+        name="sharding",
+        title="weights, gradients and optimiser state spread over the GPUs (FSDP)",
+        workloads=("train",),
+        effect="rounding",
+        claims=(Claim(source="seed 001, FSDP configuration", words="parameters and optimiser offloaded or not, among its settings"),),
+        standing="built in",
+        note="FSDP2 under torchrun, block by block; one GPU has nothing to spread. It buys memory and costs communication.",
+    ),
 )

@@ -60,7 +60,7 @@ ENTRIES = (
     Optimization(
         name="accumulation",
         title="gradient accumulation to a larger batch",
-        workloads=("train",),
+        workloads=("train", "finetune"),
         effect="changes-training",
         claims=(
             Claim(source="seed 003 §4", words="16 x 4 = 64 instead of 32; slightly slower per epoch"),

@@ -2,7 +2,8 @@
 
 A study has parts, one a workload. The order is the document's, but for what would undo what stands before it: bf16 comes before FP8,
 and FP8 after the compiler it needs. What a document leaves out and stands on (adapters, the key/value cache) comes first; what it does
-not name at all is on from the start (bf16 in seed 001). Any other recipe is a study of the `train` entries in NAIVE_ORDER.
+not name at all is on from the start (bf16 in seed 001). What it names and no switch turns here (built in, or a matter of the recipe) is
+a row that says so. Any other recipe is a study of the `train` entries in NAIVE_ORDER.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from redline.optimizations.entry import Workload
 class Part:
     workload: Workload
     names: tuple[str, ...]
-    """Entries of the catalogue, in the order in which they are applied."""
+    """Entries of the catalogue, in the order in which they are applied; those that are no switches are rows without a measurement."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,25 +43,35 @@ STUDIES: dict[str, tuple[Part, ...]] = {
                 "cuda-graphs-decode",
             ),
         ),
-        Part(workload="finetune", names=("bf16", "no-recompute", "packing", "cuda-graphs")),
+        Part(workload="finetune", names=("finetune-passes", "bf16", "no-recompute", "packing", "cuda-graphs")),
     ),
     "seeds/001": (
         Part(
             workload="generate",
-            names=("kv-cache", "batched-generation", "slots", "prefix-sharing", "cuda-graphs-decode"),
+            names=(
+                "kv-cache", "batched-generation", "longer-sequences", "reward-processes", "slots", "prefix-sharing", "cuda-graphs-decode",
+            ),
         ),
     ),
     "seeds/002": (
         Part(
             workload="train",
             names=(
-                "tf32", "bf16", "micro-batch", "larger-batch", "loader-threads", "prefetch", "sdpa", "flash", "allocator", "compile",
-                "compile-autotune", "fp8", "recompute", "fused-optimizer",
+                "tf32", "bf16", "micro-batch", "larger-batch", "loader-threads", "prefetch", "memory-map", "schedule", "sdpa", "flash",
+                "allocator", "compile", "compile-autotune", "fp8", "recompute", "fused-optimizer",
             ),
         ),
     ),
-    "seeds/003": (Part(workload="finetune", names=("bf16", "no-recompute", "compile", "finetune-tf32", "packing", "cuda-graphs")),),
-    "seeds/004": (Part(workload="train", names=("bf16", "micro-batch", "sdpa", "fused-optimizer", "compile")),),
+    "seeds/003": (
+        Part(
+            workload="finetune",
+            names=(
+                "bf16", "no-recompute", "finetune-workers", "accumulation", "compile", "checkpoint-cadence", "logging-cadence", "schedule",
+                "finetune-passes", "finetune-tf32", "finetune-optimizer", "packing", "cuda-graphs",
+            ),
+        ),
+    ),
+    "seeds/004": (Part(workload="train", names=("bf16", "accumulation", "micro-batch", "sdpa", "fused-optimizer", "compile")),),
 }  # fmt: skip
 
 SAMPLES: dict[str, Samples] = {

@@ -1,7 +1,7 @@
 """The update of the weights, and the bookkeeping around it: optimiser kernels, loader, logging, checkpoints."""
 
 from redline.config.recipe import Recipe
-from redline.optimizations.entry import Claim, Optimization
+from redline.optimizations.entry import Claim, Optimization, needs_cuda
 from redline.plan.plan import Hardware
 
 
@@ -67,6 +67,7 @@ ENTRIES = (
         effect="exact",
         claims=(Claim(source="seed 003 §3", words="pin_memory=True, part of 1.5-2x", low=1.5, high=2.0),),
         standing="built in",
+        why_not=needs_cuda,
         note="The loader pins on every GPU: a batch of 64 x 1024 tokens is 1 MiB, and its copy overlaps the step.",
     ),
     Optimization(

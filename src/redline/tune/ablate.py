@@ -22,7 +22,7 @@ from redline.config.load import to_toml
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError, MachineError
 from redline.optimizations.catalogue import find
-from redline.optimizations.entry import Optimization, Workload
+from redline.optimizations.entry import Effect, Optimization, Workload
 from redline.optimizations.studies import SAMPLES, Part, Samples, study
 from redline.plan.plan import Hardware
 from redline.record.files import write_atomic
@@ -66,7 +66,7 @@ class Row:
     """Peak of the allocated bytes with the change; on a CPU resident bytes."""
     numerics: str = ""
     outcome: str = "ok"
-    """ok, out_of_memory, crashed, timed_out, not applicable, no change, or not run."""
+    """ok, out_of_memory, crashed, timed_out, not applicable, no change, not run; or of what is no switch its standing: built in, recipe."""
     note: str = ""
     """Why, where the outcome is not ok."""
     kept: bool = False
@@ -110,11 +110,21 @@ def ablate(
 
 
 def _chosen(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
-    known = [name for part in parts for name in part.names]
+    """The parts with all of their entries, or those in `only`: of the lists in their order, then what else a part could switch."""
     for name in only:
-        if find(name).name not in known:
-            raise ConfigError(f"--only {name}: not in this recipe's list, which has {', '.join(known)}")
-    return [replace(part, names=kept) for part in parts if (kept := tuple(n for n in part.names if not only or n in only))]
+        if not any(_switches(part, name) for part in parts):
+            workloads, standing = " or ".join(part.workload for part in parts), find(name).standing
+            why = f"is {standing}, not a switch" if standing != "switch" else f"is no switch of {workloads}, which this recipe's study has"
+            raise ConfigError(f"--only {name}: {why}; `redline optimizations` lists them")
+    if not only:
+        return list(parts)
+    names = [[n for n in part.names if n in only] + [n for n in only if n not in part.names and _switches(part, n)] for part in parts]
+    return [replace(part, names=tuple(dict.fromkeys(own))) for part, own in zip(parts, names, strict=True) if own]
+
+
+def _switches(part: Part, name: str) -> bool:
+    entry = find(name)
+    return name in part.names or (entry.standing == "switch" and part.workload in entry.workloads)
 
 
 class _Waterfall:
@@ -167,6 +177,8 @@ class _Waterfall:
     def _one(self, entry: Optimization, stage: Stage) -> Row:
         """Apply an entry to the state, and keep it if it pays."""
         row = self._row(entry, stage)
+        if entry.standing != "switch":
+            return replace(row, outcome=entry.standing, note=entry.note)
         if (why_not := entry.why_not(self.recipe, self.hardware)) is not None:
             return replace(row, outcome="not applicable", note=why_not)
         candidate = {**self.state, **entry.on}
@@ -181,7 +193,7 @@ class _Waterfall:
         if pair is None:
             return replace(row, outcome="not run", note=OUT_OF_TIME)
         row = _compared_row(row, pair)
-        passed, numerics = self._numerics(entry, candidate, pair)
+        passed, numerics = self._numerics(entry.effect, candidate, pair)
         row = replace(row, numerics=numerics)
         if row.verdict == "slower" or row.outcome != "ok":
             self.refused.append((entry, self.state))
@@ -209,7 +221,8 @@ class _Waterfall:
             return replace(row, outcome="not run", note=OUT_OF_TIME)
         if pair.after.outcome != "ok":
             return replace(row, outcome=pair.after.outcome, note=f"without it: {pair.after.error}")
-        return _compared_row(row, Pair(pair.after, pair.before, pair.paired))
+        turned = Pair(pair.after, pair.before, pair.paired)
+        return replace(_compared_row(row, turned), numerics=self._numerics(entry.effect, self.state, turned)[1])
 
     def _all(self, first: State) -> Row:
         """All that were kept against the naive state; claimed: the product of their claims."""
@@ -219,27 +232,29 @@ class _Waterfall:
         source = "the product of the claims of those kept"
         row = Row(name="all kept", stage="all", workload=self.workload, title=names, claimed=product, source=source)
         pair = self.turns.pair(f"{self.workload} all", self.arms.trial(first), self.arms.trial(self.state))
-        return replace(row, outcome="not run", note=OUT_OF_TIME) if pair is None else _compared_row(row, pair)
+        if pair is None:
+            return replace(row, outcome="not run", note=OUT_OF_TIME)
+        return replace(_compared_row(row, pair), numerics=self._numerics("rounding", self.state, pair)[1])
 
     def _row(self, entry: Optimization, stage: Stage) -> Row:
         sources = "; ".join(claim.source for claim in entry.claims)
         return Row(name=entry.name, stage=stage, workload=self.workload, title=entry.title, claimed=entry.claimed, source=sources)
 
-    def _numerics(self, entry: Optimization, candidate: State, pair: Pair) -> tuple[bool, str]:
+    def _numerics(self, effect: Effect, state: State, pair: Pair) -> tuple[bool, str]:
         """Whether the numbers are the reference's: `exact` against the state before, `rounding` against the naive one."""
-        if entry.effect == "changes-training":
+        if effect == "changes-training":
             return False, "another training: its tokens/s do not compare"
         if pair.after.outcome != "ok":
             return False, ""
-        precision = self.arms.precision(candidate)
+        precision = self.arms.precision(state)
         if self.workload == "generate":
             worst = max(math.inf if math.isnan(difference) else difference for difference in pair.after.losses)
             band = LOGPROB_BAND[precision]
             return worst <= band, f"{'within' if worst <= band else 'OUTSIDE'} {band:g}: log-probabilities differ from fp32 by {worst:.1e}"
-        against = pair.before if entry.effect == "exact" else self.reference
-        if against is None or against.outcome != "ok":
+        against = pair.before if effect == "exact" or self.reference is None else self.reference
+        if against.outcome != "ok":
             return True, "no reference ran"
-        verdict = guard(against, pair.after, entry.effect, precision=precision)
+        verdict = guard(against, pair.after, effect, precision=precision)
         return verdict.passed, str(verdict)
 
 

@@ -74,6 +74,10 @@ class Turns:
         if arms[1].failed is not None and arms[1].failed.outcome == "out_of_memory" and arms[0].failed is None:
             return self._apart(name, before, after)
         found = _blocks(arms, after.bounds.blocks)
+        if found[0].outcome == "crashed" and arms[0].started:  # by chance: it says nothing about the change
+            self.progress(f"{name}: what it is compared with crashed ({found[0].error}); both once more")
+            self._close_all_but()
+            found = _blocks([self._arm(keys[0], before), self._arm(keys[1], after)], after.bounds.blocks)
         self._spent(began_s)
         if any(self._cut_short(measured) for measured in found):
             return None
