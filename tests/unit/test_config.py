@@ -80,7 +80,7 @@ def test_a_name_that_is_not_known_gets_the_nearest():
 def test_a_recipe_of_the_other_workload_names_its_command():
     assert refusal("rft/demo").endswith("use `redline rft run rft/demo`")
     with pytest.raises(ConfigError, match="use `redline train nano`"):
-        read_table("nano", workload="rft")
+        read_table(Recipe, "nano", workload="rft")
 
 
 @pytest.mark.parametrize(
@@ -155,6 +155,13 @@ def test_overrides(minimal):
     again = load_recipe(minimal, ["model.num_kv_heads=2", "model.num_kv_heads=none", "train.max_hours=none"])
     assert again == load_recipe(minimal)
     assert load_recipe(minimal, ["train.steps=1", "train.steps=2"]).train.steps == 2
+
+
+def test_none_is_a_value_where_the_field_has_it_and_takes_back_everywhere_else(minimal):
+    assert load_recipe(minimal, ["plan.recompute=full", "plan.recompute=none"]).plan.recompute == "none"
+    taken_back = load_recipe(minimal, ["plan.precision=bf16", "plan.precision=none", "plan.micro_batch=1", "plan.micro_batch= none"])
+    assert taken_back.plan == PlanPins()
+    assert "unknown key 'recomputed'" in refusal(minimal, "plan.recomputed=none")
 
 
 def test_clipping_can_be_turned_off_and_stays_off_after_a_round_trip(minimal):

@@ -143,6 +143,15 @@ def test_less_memory_costs_first_width_then_recomputation_and_loss_chunks():
         make_plan(GPT2, gpu(memory_bytes=2**30))
 
 
+def test_no_recomputation_can_be_asked_for_where_the_rules_would_recompute():
+    """And then does not fit: with the pin, the pass of 32 sequences needs more than the GPU has."""
+    assert make_plan(load_recipe("llama-350m", ["plan.micro_batch=32"]), gpu("l4-24g")).recompute == "full"
+    with pytest.raises(MachineError, match="does not fit L4"):
+        make_plan(load_recipe("llama-350m", ["plan.micro_batch=32", "plan.recompute=none"]), gpu("l4-24g"))
+    asked = make_plan(load_recipe("llama-350m", ["plan.recompute=none"]), gpu("l4-24g"))
+    assert (asked.recompute, asked.why["recompute"].source) == ("none", "recipe")
+
+
 def test_more_processes_hold_less_each():
     alone, four = (make_plan(load_recipe("llama-1.3b"), gpu("a100-40g"), world_size=n) for n in (1, 4))
     parts = ("weights", "gradients", "optimizer")

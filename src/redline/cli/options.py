@@ -16,7 +16,11 @@ from redline.errors import ConfigError
 def add_recipe(command: argparse.ArgumentParser, example: str = "train.steps=100") -> None:
     command.add_argument("recipe", help="a shipped recipe (see `redline recipes`) or a path to a .toml file")
     command.add_argument(
-        "--set", action="append", default=[], metavar="TABLE.KEY=VALUE", help=f"override a value, e.g. {example}; may be repeated"
+        "--set",
+        action="append",
+        default=[],
+        metavar="TABLE.KEY=VALUE",
+        help=f"override a value, e.g. {example}, or take it back with =none; may be repeated",
     )
 
 
@@ -37,6 +41,15 @@ def check_positive(option: str, value: float) -> None:
     """A time that the user gives; 0, nan and inf are none."""
     if not (math.isfinite(value) and value > 0):
         raise ConfigError(f"{option} must be a finite number above 0, got {value:g}")
+
+
+def tokenise(recipe: Recipe) -> None:
+    """Tokenise the corpus, if it was not yet, and show how far it is: before anything is measured, of which it is no part. A stream is
+    tokenised as it is read."""
+    from redline.data.build import prepare
+
+    if not recipe.data.stream:
+        prepare(recipe.data, recipe.model.vocab_size, progress=byte_progress("tokenising"))
 
 
 def print_json(value: Any) -> None:

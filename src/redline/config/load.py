@@ -2,6 +2,7 @@
 
 An unknown key, a wrong type or an impossible combination is an error that names the nearest right thing. No aliases and no
 silent defaults: what a recipe does not say is the default written in `recipe.py` (or `rft.py`, which reads its recipes through here).
+`--set table.key=none` takes a value back; where `none` is itself a value of the field (`plan.recompute`) it is that value.
 """
 
 import dataclasses
@@ -31,18 +32,19 @@ def shipped(workload: Workload = "pretrain") -> dict[str, Path]:
 
 def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe by its shipped name or its path, apply `table.key=value` overrides, and check every rule."""
-    return check(build(Recipe, read_table(name_or_path, overrides), where=str(name_or_path)))
+    return check(build(Recipe, read_table(Recipe, name_or_path, overrides), where=str(name_or_path)))
 
 
-def read_table(name_or_path: str, overrides: Sequence[str] = (), workload: Workload = "pretrain") -> dict[str, Any]:
-    """The table of a recipe with the overrides put in, named after its file unless it has a name; nothing in it is checked yet."""
+def read_table(kind: type, name_or_path: str, overrides: Sequence[str] = (), workload: Workload = "pretrain") -> dict[str, Any]:
+    """The table of a recipe of this kind with the overrides put in, named after its file unless it has a name; nothing in it is checked
+    yet."""
     path = _find(name_or_path, workload)
     try:
         table = parse(path.read_text(encoding="utf-8-sig"), where=str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as a text file: {error}") from error
     for override in overrides:
-        _apply(table, override)
+        _apply(kind, table, override)
     table.setdefault("name", path.stem)
     return table
 
@@ -118,7 +120,7 @@ def _convert_many(origin: type, args: tuple[Any, ...], value: Any, where: str) -
     raise ConfigError(f"{where} must be a {'table' if origin is dict else 'list'}, got {value!r}")
 
 
-def _apply(table: dict[str, Any], override: str) -> None:
+def _apply(kind: type, table: dict[str, Any], override: str) -> None:
     """Set `a.b=value` in the table. The value is read as TOML, and as a plain string where that fails."""
     dotted, equals, text = override.partition("=")
     if not equals or not dotted.strip():
@@ -128,13 +130,20 @@ def _apply(table: dict[str, Any], override: str) -> None:
         table = table.setdefault(parent, {})
         if not isinstance(table, dict):
             raise ConfigError(f"--set {override!r}: {parent!r} is not a table")
-    if text.strip() == "none":  # TOML has no word for it: back to the default
+    if text.strip() == "none" and _taken_back([*parents, key], kind):  # TOML has no word for it: back to the default
         table.pop(key, None)
         return
     try:
         table[key] = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
         table[key] = text
+
+
+def _taken_back(names: Sequence[str], kind: Any) -> bool:
+    """Whether `none` says that the field is not given: it does unless it is one of the field's own words, or there is no such field."""
+    for name in names:
+        kind = typing.get_type_hints(kind).get(name) if dataclasses.is_dataclass(kind) else None
+    return kind is not None and not any("none" in typing.get_args(hint) for hint in (kind, *typing.get_args(kind)))
 
 
 def to_toml(recipe: Any) -> str:

@@ -153,7 +153,7 @@ def load_rft(name_or_path: str, overrides: Sequence[str] = (), *, preset: str | 
     if preset is not None and preset not in PRESETS:
         raise ConfigError(f"no preset {preset!r}{nearest(preset, PRESETS)}: known are {', '.join(PRESETS)}")
     first = [f"sample.{key}={value}" for key, value in PRESETS[preset].items()] if preset else []
-    table = read_table(name_or_path, [*first, *overrides], "rft")
+    table = read_table(RftRecipe, name_or_path, [*first, *overrides], "rft")
     return check_rft(build(RftRecipe, table, where=str(name_or_path)))
 
 
