@@ -30,6 +30,12 @@ INKED = """canvas => {
   for (let i = 0; i < data.length; i += 4) if (data[i + 3] > 200) seen.add(data[i] << 16 | data[i + 1] << 8 | data[i + 2]);
   return seen.size;
 }"""
+NOTE_TEXTS = """window.drawn = [];
+const { fillText } = CanvasRenderingContext2D.prototype;
+CanvasRenderingContext2D.prototype.fillText = function (text, ...rest) {
+  window.drawn.push(text);
+  return fillText.call(this, text, ...rest);
+};"""
 TOO_WIDE = """() => [...document.querySelectorAll("body *")]
   .filter(e => !e.closest(".scroll, .events-box") && e.getBoundingClientRect().right > innerWidth + 0.5)
   .map(e => e.tagName + "." + e.className)"""
@@ -123,6 +129,50 @@ def test_pointing_at_a_curve_tells_its_numbers_and_the_axis_can_be_changed(chrom
     opened.page.click("#more summary")
     opened.page.wait_for_selector("figure[data-chart=lr] canvas")
     assert opened.colours("lr") > 1
+    assert opened.troubles == []
+    opened.page.close()
+
+
+def test_every_line_of_a_comparison_is_in_its_key(chromium: Any, pages: dict[str, Path]) -> None:
+    opened = Opened(chromium, pages["two"].as_uri())
+    keys = {
+        chart: opened.page.inner_text(f"figure[data-chart={chart}] .inkey").splitlines()
+        for chart in ("loss", "tokens_per_s", "memory_bytes")
+    }
+    assert [key.strip() for key in keys["loss"]] == ["smoothed", "validation"]
+    assert [key.strip() for key in keys["tokens_per_s"]] == ["attainable 2.5k", "matmul ceiling 4k"], "one plan: one line for both runs"
+    assert opened.page.inner_text(".compare tbody tr:has(th:text-is('against the first')) td >> nth=0") == "1×"
+    opened.page.close()
+
+
+def test_on_a_phone_the_columns_of_a_comparison_lie_side_by_side(chromium: Any, pages: dict[str, Path]) -> None:
+    opened = Opened(chromium, pages["two"].as_uri(), width=375)
+    assert opened.page.evaluate("(() => { const box = document.querySelector('.scroll'); return box.scrollWidth <= box.clientWidth; })()")
+    right = "[...document.querySelectorAll('.compare td')].every(cell => cell.getBoundingClientRect().right <= innerWidth)"
+    assert opened.page.evaluate(right)
+    opened.page.close()
+
+
+def test_losses_of_every_fifth_update(chromium: Any, tmp_path: Path) -> None:
+    """As a Trainer logs them: nothing is drawn before the first, the axis counts whole updates, and an end without numbers is marked."""
+    made = [{name: value for name, value in line.items() if name != "loss" or line["step"] % 5 == 0} for line in lines(9)]
+    del made[-1]["valid_loss"]
+    for name, changed in (("sparse", made), ("broken", [*made[:5], *(line | {"loss": None} for line in made[5:])])):
+        write_page([view(run) for run in read_runs([write_run(tmp_path / name, metrics=changed)])], tmp_path / f"{name}.html")
+    opened = Opened(chromium, (tmp_path / "sparse.html").as_uri())
+    opened.page.add_init_script(NOTE_TEXTS)
+    opened.page.reload()
+    over = opened.page.locator("figure[data-chart=loss] .u-over")
+    box = over.bounding_box()
+    over.hover(position={"x": 2, "y": 40})
+    assert opened.page.inner_text("figure[data-chart=loss] .tip").splitlines() == ["update 1"]
+    over.hover(position={"x": box["width"] / 2, "y": 40})
+    assert "smoothed 4.75" in opened.page.inner_text("figure[data-chart=loss] .tip")
+    texts = opened.page.evaluate("window.drawn")
+    assert {"2", "4", "6", "8"} <= set(texts)
+    assert not {"2.5", "7.5"} & set(texts)
+    opened.page.goto((tmp_path / "broken.html").as_uri())
+    assert "not a number from update 6" in opened.page.evaluate("window.drawn")
     assert opened.troubles == []
     opened.page.close()
 

@@ -89,6 +89,21 @@ class TestFigures:
         assert memory.error is None
         assert "resident" in memory.note
 
+    @pytest.mark.parametrize(
+        ("losses", "step"),
+        [
+            ([1.0, None, None], 2),
+            ([None, 1.0], None),
+            ([math.nan, math.inf], 1),
+            ([1.0, None, "absent"], 2),
+            ([1.0, "absent"], None),
+            ([], None),
+        ],
+    )
+    def test_from_where_the_loss_is_no_number(self, tmp_path: Path, losses: list[Any], step: int | None) -> None:
+        made = [{"step": place} | ({} if loss == "absent" else {"loss": loss}) for place, loss in enumerate(losses, start=1)]
+        assert summarise(read_run(write_run(tmp_path / "a", metrics=made))).quality.nan_step == step
+
     def test_numbers_that_are_not_there_stay_unknown(self, tmp_path: Path) -> None:
         made = [{"step": 1, "loss": None, "step_s": 1.0}, {"step": 2, "loss": math.nan, "mfu": None}]
         summary = summarise(read_run(write_run(tmp_path / "a", metrics=made, events=[])))
@@ -273,6 +288,11 @@ class TestCommand:
         assert main(["report", *paths, "--json", "--out", str(tmp_path / "both.html")]) == 0
         found = json.loads(capsys.readouterr().out)
         assert found["comparable"]["level"] == "yes"
+        first = found["runs"][0]
+        assert (first["plan"], first["events"]) == (plan(), EVENTS)
+        assert [finding["cause"] for finding in first["findings"]] == [
+            shown.finding.cause for shown in view(read_run(tmp_path / "a")).findings or []
+        ]
         assert [run["speed"]["update"]["value"] for run in found["runs"]] == [2000, 2000]
         assert (tmp_path / "both.html").exists()
 
@@ -287,6 +307,26 @@ class TestCommand:
         shown = capsys.readouterr()
         assert (shown.out, shown.err.count("\n")) == ("", 1)
         assert part in shown.err
+
+    def test_a_loss_that_is_no_number_any_more_is_said(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        made = [line | {"loss": None if line["step"] > 31 else line["loss"]} for line in lines()]
+        assert main(["report", str(write_run(tmp_path / "a", metrics=made))]) == 0
+        shown = capsys.readouterr().out
+        assert "× 3.450 nats/token" in shown
+        assert "not a number from update 32" in shown
+
+    def test_evidence_is_written_as_redline_diagnose_writes_it(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        path = str(write_run(tmp_path / "a", metrics=[line | {"data_wait_s": line["step_s"] / 3} for line in lines()]))
+        assert main(["report", path]) == 0
+        assert "wait: 33.3% of the update" in " ".join(capsys.readouterr().out.split())
+        assert main(["diagnose", path]) == 0
+        assert "33.3% of the update" in capsys.readouterr().out
+
+    def test_nothing_found_is_good_news_only_near_the_attainable_speed(self, tmp_path: Path) -> None:
+        far = {"prediction": plan()["prediction"] | {"attainable_tokens_per_s": 10_000.0}}
+        slow, fast = (view(read_run(write_run(tmp_path / name, plan_changes=change))) for name, change in (("a", far), ("b", {})))
+        assert "none explains why the updates reach only 20.0 %" in slow.nothing
+        assert fast.nothing == "Nothing found that would bring more than 5 %."
 
     def test_what_is_no_run_folder_is_refused(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for path in (tmp_path / "none", tmp_path):

@@ -6,12 +6,14 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from random import Random
 
 import pytest
 from run_folders import ABLATION, EVALUATIONS, EVENTS, HOSTILE, jsonl, lines, write_run
 
 from redline.report.page import ASSETS, page
 from redline.report.runs import read_run, read_runs
+from redline.report.series import CURVES
 from redline.report.view import view
 from redline.rft.store import Sample, Store
 from redline.tasks.task import Question
@@ -79,8 +81,26 @@ def test_the_policy_allows_the_page_s_own_script_and_no_other(tmp_path: Path) ->
 
 
 def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "a", metrics=lines(20_000))
-    assert len(page([view(read_run(path))])) < 600_000
+    """docs/report.md: at most 250 KB, with every metric recorded and none of them smooth."""
+    random, made = Random(0), lines(20_000)
+    for line in made:
+        line |= {name: random.random() * 10 ** random.randint(3, 9) for name in CURVES} | {"loss": 10 * random.random()}
+    made[-1]["elapsed_s"] = 1e5
+    validations = [{"at": 1e9 + step, "event": "validation", "step": step, "valid_loss": 1.23456} for step in range(0, 20_000, 50)]
+    path = write_run(tmp_path / "a", metrics=made, events=[*EVENTS[:1], *validations, *EVENTS[1:]])
+    text = page([view(read_run(path))])
+    assert len(text.encode()) < 250_000
+    assert text.count(">validation<") <= 100
+    assert "304 more" in text
+
+
+def test_a_loss_that_is_no_number_any_more_is_said_and_marked(tmp_path: Path) -> None:
+    made = [line | {"loss": None if line["step"] > 31 else line["loss"]} for line in lines()]
+    text = page([view(read_run(write_run(tmp_path / "a", metrics=made)))])
+    assert "not a number" in text
+    assert "from update 32 on; the last number was 3.4500" in text
+    assert '"broken":{"step":32,"tokens":32000,"elapsed_s":21.5}' in text
+    assert '"broken":null' in page([view(read_run(write_run(tmp_path / "b")))])
 
 
 def test_an_rft_run_shows_its_samples(tmp_path: Path) -> None:

@@ -6,6 +6,10 @@ redline report runs/a runs/b --out compare.html   side by side, with a verdict o
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from redline.report.view import RunView
 
 HELP = "run folders as tables and as one self-contained page"
 LONG_BYTES = 8 * 2**20
@@ -37,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
     out = options.out or options.runs[0] / "report.html"
     write_page(runs, out)
     if options.json:
-        found = {"page": str(out), "runs": [asdict(shown.summary) for shown in runs]}
+        found = {"page": str(out), "runs": [_figures(shown) for shown in runs]}
         print_json(found | ({"comparable": asdict(comparable([shown.run for shown in runs]))} if len(runs) > 1 else {}))
         return
     from rich.console import Console
@@ -46,3 +50,19 @@ def run(options: argparse.Namespace) -> None:
 
     print_report(runs, Console())
     status(f"page: {out}")
+
+
+def _figures(shown: "RunView") -> dict[str, Any]:
+    """Everything that the page shows but its curves, which are the folder's metrics.jsonl."""
+    from dataclasses import asdict
+
+    run = shown.run
+    return asdict(shown.summary) | {
+        "findings": None if shown.findings is None else [asdict(found.finding) for found in shown.findings],
+        "plan": run.plan,
+        "events": run.events,
+        "evaluations": run.evaluations,
+        "samples": run.samples,
+        "ablation": run.ablation,
+        "trials": run.trials,
+    }

@@ -60,6 +60,19 @@ def format_duration(duration_s: float | None) -> str:
     return f"{sign}{hours // 24} d {hours % 24} h"
 
 
+def format_amount(value: float | str, unit: str) -> str:
+    """`1.6% of 24 GiB`, `2,048 tokens`: a number before its unit, as evidence gives them; a share where the unit says of what."""
+    if isinstance(value, str):
+        text = value
+    elif abs(value) >= 1e6:
+        text = format_count(value)
+    elif unit.startswith(("of ", "share")):
+        text = f"{value:.1%}"
+    else:
+        text = f"{value:,.0f}" if abs(value) >= 1000 or float(value).is_integer() else f"{value:.3g}"
+    return f"{text} {unit}".strip()
+
+
 def sparkline(values: Sequence[float]) -> str:
     """One block a value, lowest to highest; `×` where a value is not finite, middle blocks where all are equal."""
     finite = [value for value in values if math.isfinite(value)]

@@ -87,6 +87,8 @@ class Quality:
     valid_step: int | None
     best_loss: float | None
     best_step: int | None
+    nan_step: int | None
+    """The update from which on no recorded loss is a number; None where the last is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,4 +296,13 @@ def quality(run: Run) -> Quality:
         valid_step=int(last["step"]) if last else None,
         best_loss=float(best["valid_loss"]) if best else None,
         best_step=int(best["step"]) if best else None,
+        nan_step=int(broken[0]["step"]) if (broken := without_number(run.metrics)) else None,
     )
+
+
+def without_number(lines: list[dict[str, Any]], name: str = "loss") -> list[dict[str, Any]]:
+    """The updates at the end whose loss is recorded and is no number. Lines that say nothing of it count neither way, nor do updates that
+    fp16 skipped."""
+    told = [line for line in lines if name in line and not line.get("skipped")]
+    good = next((place for place in range(len(told), 0, -1) if number(told[place - 1][name]) is not None), 0)
+    return told[good:]

@@ -5,7 +5,12 @@ from dataclasses import dataclass
 from redline.diagnose.finding import Finding
 from redline.diagnose.own import read_run
 from redline.diagnose.rules import diagnose
+from redline.record.units import format_amount, format_share
+from redline.report.figures import Speed
 from redline.report.runs import Run
+
+EXPLAINED = 0.75
+"""From this share of the attainable speed on, what is left needs no explanation: the roofline leaves out launches and caches."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,8 @@ class FindingView:
     gain_why: str
     confidence: str
     optimisation: str
+    finding: Finding
+    """As the diagnosis gave it."""
 
 
 def findings(run: Run) -> list[FindingView] | None:
@@ -31,10 +38,19 @@ def _view(finding: Finding) -> FindingView:
     gain = finding.gain
     return FindingView(
         title=finding.title,
-        evidence=[f"{e.name}: {f'{e.value:.4g}' if isinstance(e.value, float) else e.value} {e.unit}".strip() for e in finding.evidence],
+        evidence=[f"{e.name}: {format_amount(e.value, e.unit)}" for e in finding.evidence],
         fix=finding.fix,
         gain=f"{gain.low:.3g} to {gain.high:.3g}× predicted" if gain else "",
         gain_why=gain.why if gain else "",
         confidence=f"{finding.confidence:.0%}",
         optimisation=finding.optimisation or "",
+        finding=finding,
     )
+
+
+def nothing(speed: Speed) -> str:
+    """What to say where no rule found anything: it is good news only where the speed is near what is attainable."""
+    share = speed.attained_share
+    if share is not None and share < EXPLAINED:
+        return f"Nothing found by the rules; none explains why the updates reach only {format_share(share)} of the attainable speed."
+    return "Nothing found that would bring more than 5 %."

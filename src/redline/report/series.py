@@ -3,11 +3,13 @@
     columns = curves(run.metrics)["loss"]          # {"mean": [...], "low": [...], "high": [...]}
 
 A point of a thinned curve stands for as many neighbouring updates as needed: their mean, and their lowest and highest value, so that a
-spike stays visible. Validations are never thinned. None stands where a line has no number.
+spike stays visible. Validations are never thinned. None stands where a line has no number; `broken` says where on each axis the loss
+ceases to be one, if it does so to the end.
 """
 
 from typing import Any
 
+from redline.report.figures import without_number
 from redline.report.runs import number
 
 AXES = ("step", "tokens", "elapsed_s")
@@ -15,34 +17,47 @@ CURVES = (
     "loss", "tokens_per_s", "rows_per_s", "memory_bytes", "lr", "grad_norm", "step_s", "data_wait_s", "mfu", "ceiling_share",
     "padding_share", "power_w", "sm_clock_mhz", "temperature_c",
 )  # fmt: skip
-MOST_POINTS = 800
+MOST_UPDATES = 800
+"""Drawn one by one up to here."""
+MOST_POINTS = 350
+"""Of a thinned curve, which has three numbers a point."""
+DIGITS = {"loss": 6}
+"""Of the others four are shown at most, and more would only make the page longer."""
 
 
 def curves(lines: list[dict[str, Any]], most_points: int = MOST_POINTS) -> dict[str, Any]:
     """Axes and curves of a run's updates. `each` says how many updates a point stands for."""
-    each = max(1, -(-len(lines) // most_points))
+    each = 1 if len(lines) <= MOST_UPDATES else max(1, -(-len(lines) // most_points))
     blocks = [lines[i : i + each] for i in range(0, len(lines), each)]
     found: dict[str, Any] = {"each": each, "axes": {axis: [_plain(number(block[-1].get(axis))) for block in blocks] for axis in AXES}}
     found["curves"] = {name: _curve(blocks, name) for name in CURVES if any(number(line.get(name)) is not None for line in lines)}
     tested = [line for line in lines if number(line.get("valid_loss")) is not None]
+    found["broken"] = broken(lines)
     found["validation"] = {name: [_plain(number(line.get(name))) for line in tested] for name in (*AXES, "valid_loss")}
     return found
 
 
+def broken(lines: list[dict[str, Any]]) -> dict[str, float | None] | None:
+    """Where on each axis the losses that are no numbers begin, which go on to the end."""
+    first = without_number(lines)[:1]
+    return {axis: _plain(number(line.get(axis))) for line in first for axis in AXES} or None
+
+
 def _curve(blocks: list[list[dict[str, Any]]], name: str) -> dict[str, list[float | None]]:
     known = [[value for line in block if (value := number(line.get(name))) is not None] for block in blocks]
-    curve = {"mean": [_plain(sum(block) / len(block)) if block else None for block in known]}
+    digits = DIGITS.get(name, 4)
+    curve = {"mean": [_plain(sum(block) / len(block), digits) if block else None for block in known]}
     if any(len(block) > 1 for block in blocks):
         curve |= {
-            "low": [_plain(min(block, default=None)) for block in known],
-            "high": [_plain(max(block, default=None)) for block in known],
+            "low": [_plain(min(block, default=None), digits) for block in known],
+            "high": [_plain(max(block, default=None), digits) for block in known],
         }
     return curve
 
 
-def _plain(value: float | None) -> float | None:
-    """Six digits: more cannot be seen and would only make the page longer."""
+def _plain(value: float | None, digits: int = 6) -> float | None:
+    """As many digits as can be seen."""
     if value is None:
         return None
-    short = float(f"{value:.6g}")
+    short = float(f"{value:.{digits}g}")
     return int(short) if short.is_integer() and abs(short) < 2**53 else short

@@ -22,7 +22,7 @@ from redline.errors import MachineError, RedlineError
 from redline.record.run import RunFolder
 from redline.report import page
 from redline.report.runs import Run, metrics_path, read_run, silent_s, with_step
-from redline.report.series import curves
+from redline.report.series import broken, curves
 from redline.report.tail import Tail
 from redline.report.view import RunView, view
 
@@ -82,6 +82,7 @@ class Watched:
         shown = self.shown(run)
         fresh = generation == now and offset <= len(run.metrics)
         points = curves(run.metrics[offset:], most_points=len(run.metrics) + 1) if fresh else curves(run.metrics)
+        points["broken"] = broken(run.metrics)  # where it begins may lie far behind what is new
         return {
             "generation": now,
             "offset": len(run.metrics),

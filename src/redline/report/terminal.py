@@ -8,7 +8,7 @@ from redline.record.units import DASH, format_count, format_share, sparkline
 from redline.report.compare import comparable
 from redline.report.numbers import exact
 from redline.report.runs import State, number
-from redline.report.view import RunView, side_by_side
+from redline.report.view import RunView, last_loss, side_by_side
 
 BAR_COLUMNS = 20
 CURVE_COLUMNS = 48
@@ -51,7 +51,7 @@ def _identity(console: Console, run: RunView) -> None:
         f"fingerprint {s.fingerprint}" if s.fingerprint else "",
         f"on {s.hardware}" + (f" x {s.world_size}" if s.world_size and s.world_size > 1 else "") if s.hardware else "",
         s.precision or "",
-        f"{s.updates:,} updates" if s.updates else "",
+        f"{s.updates:,} updates" if s.updates else "no update is recorded" if s.workload == "pretrain" else "",
     ]
     console.print(escape(" · ".join(fact for fact in facts if fact)), highlight=False)
 
@@ -92,14 +92,17 @@ def _parts(console: Console, run: RunView) -> None:
 def _curve(console: Console, run: RunView) -> None:
     losses = [value for line in run.run.metrics if (value := number(line.get("loss"))) is not None]
     if not losses:
+        if run.summary.quality.nan_step is not None:
+            console.print(f"\n[bold]Loss[/bold]\n[red]{last_loss(run.summary)}[/red]", highlight=False)
         return
     each = -(-len(losses) // CURVE_COLUMNS)
     q = run.summary.quality
     blocks = [losses[i : i + each] for i in range(0, len(losses), each)]
     console.print("\n[bold]Loss[/bold]", highlight=False)
-    console.print(
-        f"training {q.first_loss:.3f} {sparkline([sum(b) / len(b) for b in blocks])} {q.last_loss:.3f} nats/token", highlight=False
-    )
+    line = sparkline([sum(b) / len(b) for b in blocks])
+    console.print(f"training {q.first_loss:.3f} {line}{'×' if q.nan_step else ''} {q.last_loss:.3f} nats/token", highlight=False)
+    if q.nan_step is not None:
+        console.print(f"[red]not a number from update {q.nan_step:,}[/red]; the last number is given above", highlight=False)
     if q.valid_loss is not None:
         best = f", best {q.best_loss:.4f} at update {q.best_step:,}" if q.best_step != q.valid_step else ""
         bits = f", {q.valid_bits_per_byte:.3f} bits/byte" if q.valid_bits_per_byte is not None else ""
@@ -112,7 +115,7 @@ def _findings(console: Console, run: RunView) -> None:
         return
     console.print("\n[bold]Findings[/bold]", highlight=False)
     if not run.findings:
-        console.print("none", highlight=False)
+        console.print(run.nothing, highlight=False)
     for finding in run.findings:
         console.print(f"[bold]{escape(finding.title)}[/bold]  [green]{escape(finding.gain)}[/green]", highlight=False)
         because = [*finding.evidence, finding.gain_why] if finding.gain_why else finding.evidence

@@ -14,11 +14,12 @@ from redline.record.units import DASH, format_bytes, format_count, format_durati
 from redline.report.ablation import Ablation, Trials, ablation, trials
 from redline.report.compare import ratio
 from redline.report.figures import Summary, summarise
-from redline.report.findings import FindingView, findings
+from redline.report.findings import FindingView, findings, nothing
 from redline.report.numbers import exact, fact
 from redline.report.runs import Run, number, table
 
 TESTED = {"base": "before", "answers": "after fine-tuning on the answers", "samples": "after RFT"}
+FIRST_EVENTS, LAST_EVENTS = 20, 80
 _KINDS = {
     "updates": "p0", "forward": "p0", "backward": "p4", "optimiser update": "p2", "between phases": "p6", "data wait": "p7",
     "first updates": "p3", "checkpoints": "p5", "validation": "p1", "other": "p6", "generation": "p8",
@@ -73,6 +74,8 @@ class RunView:
     memory_bars: list[Bar]
     memory_stack: list[Bar]
     findings: list[FindingView] | None
+    nothing: str
+    """What to say where there are none."""
     plan: list[PlanRow]
     events: list[EventRow]
     ablation: list[Ablation]
@@ -100,6 +103,7 @@ def view(run: Run, place: int = 0) -> RunView:
         ]),
         memory_stack=_stack([(name, size, format_bytes(size), "") for name, size in memory.predicted_parts_bytes.items()]),
         findings=findings(run),
+        nothing=nothing(speed),
         plan=plan_rows(run),
         events=event_rows(run),
         ablation=ablation(run.ablation),
@@ -158,8 +162,16 @@ def plan_rows(run: Run) -> list[PlanRow]:
 
 
 def event_rows(run: Run) -> list[EventRow]:
+    """The events; of many the first and the last, so that a page of a long run is no longer than one of a short one."""
+    first, last = run.events[:FIRST_EVENTS], run.events[FIRST_EVENTS:][-LAST_EVENTS:]
+    if not (left_out := len(run.events) - len(first) - len(last)):
+        return _event_rows(run.events)
+    return [*_event_rows(first), EventRow("", f"{left_out:,} more", "in events.jsonl", ""), *_event_rows(last)]
+
+
+def _event_rows(events: list[dict[str, Any]]) -> list[EventRow]:
     rows = []
-    for event in run.events:
+    for event in events:
         facts = " · ".join(fact(name, value) for name, value in event.items() if name not in ("at", "event") and value is not None)
         kind = str(event.get("event", ""))
         bad = "bad" if kind == "failed" or "out_of_memory" in kind else ""
@@ -189,7 +201,7 @@ def side_by_side(runs: list[RunView]) -> list[tuple[str, list[str]]]:
         ("state", [s.state.ending for s in all_]),
         ("updates", [f"{s.updates:,}" for s in all_]),
         ("speed, median update", [f"{exact(s.speed.update.value)} {s.speed.unit}" if s.speed.update else DASH for s in all_]),
-        ("against the first", ["1"] + [_factor(all_[0], s) for s in all_[1:]]),
+        ("against the first", ["1×"] + [_factor(all_[0], s) for s in all_[1:]]),
         ("speed, whole run", [f"{exact(s.speed.whole_run)} tokens/s" if s.speed.whole_run else DASH for s in all_]),
         ("of the attainable", [format_share(s.speed.attained_share) for s in all_]),
         ("MFU", [format_share(s.speed.mfu) for s in all_]),
@@ -197,12 +209,18 @@ def side_by_side(runs: list[RunView]) -> list[tuple[str, list[str]]]:
         ("peak memory", [format_bytes(s.memory.seen_bytes) for s in all_]),
         ("training time", [format_duration(s.elapsed_s) for s in all_]),
         ("tokens", [format_count(s.tokens) for s in all_]),
-        ("last training loss", [_loss(s.quality.last_loss) for s in all_]),
+        ("last training loss", [last_loss(s) for s in all_]),
         ("last validation loss", [_loss(s.quality.valid_loss) for s in all_]),
         ("best validation loss", [_loss(s.quality.best_loss) for s in all_]),
         ("accuracy after RFT", [next((f"{100 * t.accuracy:.1f} %" for t in run.tests if t.name == "after RFT"), DASH) for run in runs]),
     ]  # fmt: skip
     return [(name, cells) for name, cells in rows if any(cell != DASH for cell in cells)]
+
+
+def last_loss(summary: Summary) -> str:
+    """A loss that is no number any more is said before the last that was one."""
+    quality = summary.quality
+    return _loss(quality.last_loss) if quality.nan_step is None else f"not a number from update {quality.nan_step:,}"
 
 
 def _loss(value: float | None) -> str:

@@ -1,5 +1,5 @@
 /* Draws the curves of the page with uPlot, and on a watched run keeps them and the figures up to date.
-   Reads the JSON in #data: {charts: [...], runs: [{label, place, axes, curves, validation, lines}], live: null | {generation, offset}}.
+   Reads the JSON in #data: {charts: [...], runs: [{label, place, axes, curves, validation, broken, lines}], live: null | {generation, offset}}.
    Colours come from the page's CSS variables, so light and dark are decided in one place. */
 (function () {
 "use strict";
@@ -22,31 +22,42 @@ const AXES = { step: ["update", FORMATS.count], tokens: ["tokens", FORMATS.count
 const ticks = form => (u, splits) => splits.map(form);
 const BINARY = Array.from({ length: 50 }, (_, i) => 2 ** i);
 
-/* The mean of the neighbours on both sides, fewer near the ends: unlike a running average it does not lag behind a falling loss. */
+const WHOLE = Array.from({ length: 16 }, (_, i) => [1, 2, 5].map(n => n * 10 ** i)).flat();
+
+/* The mean of the neighbours on both sides, fewer near the ends: unlike a running average it does not lag behind a falling loss.
+   Neighbours are updates that have a number: a Trainer logs the loss of every fifth. */
 function smooth(ys) {
-  const most = Math.max(1, Math.round(ys.length / 50));
-  return ys.map((_, i) => {
-    const half = Math.min(most, i, ys.length - 1 - i), near = ys.slice(i - half, i + half + 1).filter(y => y !== null);
-    return near.length ? near.reduce((a, b) => a + b) / near.length : null;
+  const places = ys.flatMap((y, i) => y === null ? [] : [i]), most = Math.max(1, Math.round(places.length / 50)), smoothed = Array(ys.length).fill(null);
+  places.forEach((place, i) => {
+    const half = Math.min(most, i, places.length - 1 - i), near = places.slice(i - half, i + half + 1);
+    smoothed[place] = near.reduce((sum, j) => sum + ys[j], 0) / near.length;
   });
+  return smoothed;
 }
 
 /* What one chart shows: curves with their own x values, and horizontal lines. */
 function content(chart) {
-  const curves = [], lines = [];
+  const curves = [], lines = [], marks = [];
   for (const run of data.runs) {
     const curve = run.curves[chart.name], xs = run.axes[axis], c = colour(run.place), label = several ? run.label + " " : "";
     if (!curve || xs.some(x => x === null)) continue;
     if (curve.low && !several) curves.push({ xs, ys: curve.low, quiet: true, stroke: c + "55", width: 1 }, { xs, ys: curve.high, quiet: true, stroke: c + "55", width: 1, fill: c + "22" });
     if (chart.smooth) {
       if (!several && !curve.low) curves.push({ xs, ys: curve.mean, label: label + chart.short, stroke: c + "66", width: 1 });
-      curves.push({ xs, ys: smooth(curve.mean), label: label + "smoothed", stroke: c, width: 2 });
+      curves.push({ xs, ys: smooth(curve.mean), label: label + "smoothed", kind: "smoothed", stroke: c, width: 2 });
     } else curves.push({ xs, ys: curve.mean, label: label + chart.short, stroke: c, width: 1.6 });
     const v = run.validation;
-    if (chart.validation && v.valid_loss.length) curves.push({ xs: v[axis], ys: v.valid_loss, label: label + "validation", stroke: several ? c : colour(1), width: several ? 1 : 1.6, points: true, dash: several ? [2, 3] : null });
-    for (const line of run.lines[chart.name] || []) lines.push({ ...line, label: label + line.label, colour: several ? c : css("--muted") });
+    if (chart.validation && v.valid_loss.length) curves.push({ xs: v[axis], ys: v.valid_loss, label: label + "validation", kind: "validation", stroke: several ? c : colour(1), width: several ? 1 : 1.6, points: true, dash: several ? [2, 3] : null });
+    for (const line of run.lines[chart.name] || []) add(lines, { ...line, kind: line.label, label: label + line.label, colour: several ? c : css("--muted") });
+    if (chart.name === "loss" && run.broken) marks.push({ at: run.broken[axis], label: label + "not a number from update " + run.broken.step.toLocaleString("en") });
   }
-  return { curves, lines };
+  return { curves, lines, marks };
+}
+
+/* Runs of one plan have the same predictions: one line for all of them, in no run's colour. */
+function add(lines, line) {
+  const same = lines.find(other => other.kind === line.kind && other.value === line.value);
+  if (same) Object.assign(same, { label: line.kind, colour: css("--muted") }); else lines.push(line);
 }
 
 function table(curves) {
@@ -94,10 +105,23 @@ function drawLines(u, state) {
     if (y < bbox.top || y > bbox.top + bbox.height) continue;
     ctx.strokeStyle = ctx.fillStyle = line.colour; ctx.lineWidth = 1.2 * ratio; ctx.setLineDash([5 * ratio, 4 * ratio]);
     ctx.beginPath(); ctx.moveTo(bbox.left, y); ctx.lineTo(bbox.left + bbox.width, y); ctx.stroke();
-    const above = y - 4 * ratio, text = line.label + " " + state.form(line.value);
-    if (!several && !used.some(other => Math.abs(other - above) < 13 * ratio)) { ctx.fillText(text, bbox.left + bbox.width - 2 * ratio, above); used.push(above); }
+    const above = y - 4 * ratio, told = " " + state.form(line.value), text = ctx.measureText(line.label + told).width < bbox.width ? line.label + told : line.kind + told;
+    if (!used.some(other => Math.abs(other - above) < 13 * ratio)) { ctx.fillText(text, bbox.left + bbox.width - 2 * ratio, above); used.push(above); }
   }
+  state.content.marks.forEach((mark, i) => drawMark(u, mark, i));
   ctx.restore();
+}
+
+/* From here on there is nothing to draw, and that is the news. */
+function drawMark(u, mark, place) {
+  if (mark.at === null) return;
+  const { ctx, bbox } = u, ratio = devicePixelRatio || 1, right = bbox.left + bbox.width, x = Math.min(right, Math.max(bbox.left, u.valToPos(mark.at, "x", true)));
+  ctx.fillStyle = css("--accent") + "1c"; ctx.fillRect(x, bbox.top, right - x, bbox.height);
+  ctx.strokeStyle = ctx.fillStyle = css("--accent"); ctx.lineWidth = 1.5 * ratio; ctx.setLineDash([]);
+  ctx.beginPath(); ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + bbox.height); ctx.stroke();
+  const fits = right - x > ctx.measureText(mark.label).width + 12 * ratio;
+  ctx.textAlign = fits ? "left" : "right";
+  ctx.fillText(mark.label, x + (fits ? 6 : -6) * ratio, bbox.top + (14 + 14 * place) * ratio);
 }
 
 /* Room for every curve and line. Charts that count from nothing begin at zero. */
@@ -118,7 +142,7 @@ function options(state, width) {
     width, height: state.chart.wide ? 270 : 200, legend: { show: false }, cursor: { sync: { key: "redline" }, points: { show: false }, y: false },
     padding: [8, 10, 0, 0],
     scales: { x: { time: false }, y: { range: range(state) } },
-    axes: [{ ...look, values: ticks(AXES[axis][1]), size: 28, space: 70 }, { ...look, values: ticks(state.form), size: 62, space: 34, ...(state.chart.format === "bytes" ? { incrs: BINARY } : {}) }],
+    axes: [{ ...look, values: ticks(AXES[axis][1]), size: 28, space: 70, ...(axis === "elapsed_s" ? {} : { incrs: WHOLE }) }, { ...look, values: ticks(state.form), size: 62, space: 34, ...(state.chart.format === "bytes" ? { incrs: BINARY } : {}) }],
     series: [{}, ...state.content.curves.map(c => ({ stroke: c.stroke, width: c.width, fill: undefined, dash: c.dash || undefined, spanGaps: true, points: { show: Boolean(c.points) || c.xs.length === 1, size: 5, fill: c.stroke } }))],
     bands: state.content.curves.flatMap((c, i) => c.fill ? [{ series: [i + 1, i], fill: c.fill }] : []),
     hooks: { draw: [u => drawLines(u, state)] }, plugins: [tooltip(state)],
@@ -127,8 +151,11 @@ function options(state, width) {
 
 function keyOf(state) {
   const key = document.createElement("span"); key.className = "inkey";
-  if (!several) {
-    for (const c of state.content.curves.filter(c => c.label)) { const item = document.createElement("span"), i = document.createElement("i"); i.style.borderColor = c.stroke; item.append(i, c.label); key.appendChild(item); }
+  const put = (text, colour, style) => { const item = document.createElement("span"), i = document.createElement("i"); i.style.borderColor = colour; i.style.borderTopStyle = style; item.append(i, text); key.appendChild(item); };
+  if (!several) for (const c of state.content.curves.filter(c => c.label)) put(c.label, c.stroke, "solid");
+  else {
+    for (const kind of new Set(state.content.curves.filter(c => c.kind).map(c => c.kind))) put(kind, css("--muted"), kind === "validation" ? "dotted" : "solid");
+    for (const line of state.content.lines) put(line.label + " " + state.form(line.value), line.colour, "dashed");
   }
   return key;
 }
@@ -140,7 +167,7 @@ function frame(chart, into) {
   const figure = document.createElement("figure"), caption = document.createElement("figcaption"), unit = document.createElement("span"), plot = document.createElement("div");
   figure.className = "chart" + (chart.wide ? " wide" : ""); figure.dataset.chart = chart.name; figure.title = chart.meaning;
   unit.className = "unit"; unit.textContent = chart.unit; caption.append(chart.title, unit);
-  if (state.content.curves.filter(c => c.label).length > 1) caption.append(keyOf(state));
+  if (several || state.content.curves.filter(c => c.label).length > 1) caption.append(keyOf(state));
   figure.append(caption, plot); into.appendChild(figure);
   return [{ state, plot }];
 }
@@ -195,7 +222,8 @@ async function watch(at) {
 }
 
 function take(points, afresh) {
-  const run = data.runs[0];
+  const run = data.runs[0], broke = Boolean(points.broken) !== Boolean(run.broken);
+  run.broken = points.broken;
   if (afresh || !run.axes.step.length) { run.axes = points.axes; run.curves = points.curves; run.validation = points.validation; drawAll(); return; }
   const before = run.axes.step.length, added = points.axes.step.length;
   for (const name of Object.keys(run.axes)) run.axes[name].push(...points.axes[name]);
@@ -207,7 +235,7 @@ function take(points, afresh) {
   }
   for (const name of Object.keys(run.validation)) run.validation[name].push(...points.validation[name]);
   const shown = new Set(drawn.map(d => d.state.chart.name));
-  if (data.charts.some(c => c.main && !shown.has(c.name) && content(c).curves.length) || drawn.some(d => content(d.state.chart).curves.length !== d.state.content.curves.length)) { drawAll(); return; }
+  if (broke || data.charts.some(c => c.main && !shown.has(c.name) && content(c).curves.length) || drawn.some(d => content(d.state.chart).curves.length !== d.state.content.curves.length)) { drawAll(); return; }
   for (const d of drawn) { d.state.content = content(d.state.chart); d.plotted.setData(table(d.state.content.curves)); }
 }
 })();
