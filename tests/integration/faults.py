@@ -1,10 +1,13 @@
 """What can go wrong in a command, made to happen at a chosen moment. Called in the command's own process before it starts."""
 
+import json
 import os
 import resource
 import signal
 import socket
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -73,6 +76,51 @@ def out_of_memory_on_two(above: int, only_rank: int) -> None:
         return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children)
 
     launch.torchrun = torchrun
+
+
+def slow_network(delay_s: float, tally: str) -> None:
+    """Every gather and reduction takes this much longer. What the first process receives in each update goes into a file, in bytes."""
+    from torch import distributed as dist
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    from redline.train import execution
+
+    shard, received, updates = execution.shard, 0, []
+
+    def slowed(base: type, parts_of_input: int) -> Any:
+        class Slow(base):  # type: ignore[misc]
+            def __call__(self, *given: Any, **named: Any) -> Any:
+                nonlocal received
+                received += (dist.get_world_size() - 1) * named["input_tensor"].nbytes // parts_of_input
+                time.sleep(delay_s)
+                return super().__call__(*given, **named)
+
+        return Slow()
+
+    def shard_slowly(model: Any, process: Any, dtype: Any) -> None:
+        shard(model, process, dtype)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(slowed(collectives.DefaultAllGather, 1))
+                module.set_custom_reduce_scatter(slowed(collectives.DefaultReduceScatter, process.world_size))
+
+    def hook(_number: int, _learner: Any) -> None:
+        nonlocal received
+        updates.append(received)
+        received = 0
+        if os.environ["RANK"] == "0":
+            Path(tally).write_text(json.dumps(updates))
+
+    execution.shard = shard_slowly
+    _at_each_update(hook)
+
+
+def waits_elsewhere() -> None:
+    """A torch whose FSDP has no method that we know to wait."""
+    from redline.train import communication
+
+    communication.LAST_WAIT = "a method of another version"
 
 
 def terminated_at(update: int) -> None:

@@ -58,7 +58,9 @@ def _print_split(console: Console, observed: Observed) -> None:
     wait_s = min(observed.median("data_wait_s") or 0.0, max(0.0, step_s - sum(known.values())))
     known |= {"data wait": wait_s, "idle": max(0.0, step_s - sum(known.values()) - wait_s)}
     shown = ", ".join(f"{name} {value / step_s:.0%}" for name, value in known.items() if value / step_s >= 0.005)
-    console.print(f"update: {shown} (medians; communication is part of forward and backward)")
+    several = observed.plan.world_size > 1 if observed.plan else (observed.facts.gpus or 1) > 1
+    inside = "; communication is part of forward and backward" if several and "communication" not in known else ""
+    console.print(f"update: {shown} (medians{inside})")
 
 
 def _print_finding(console: Console, number: int, finding: Finding) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from redline.config.recipe import Recipe
 from redline.plan.plan import Plan
 
-PHASES = ("generate_s", "copy_s", "forward_s", "backward_s", "optimizer_s")
+PHASES = ("generate_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "communication_s")
 WARM_UP = 5
 """Updates left out at the start: compiling, allocating, and the loader's queue, which is full then and hides a slow loader."""
 
@@ -34,6 +34,8 @@ class Step:
     forward_s: float | None = None
     backward_s: float | None = None
     optimizer_s: float | None = None
+    communication_s: float | None = None
+    """Time for which the update waited for other processes."""
     issue_s: float | None = None
     """Time the host took to hand the update to the GPU."""
     padding_share: float | None = None

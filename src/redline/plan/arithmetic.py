@@ -19,6 +19,8 @@ class Parameters:
     """Weights that multiply activations: everything but norms, biases, positions and an untied input embedding."""
     hidden: int
     """Weights of the matrices inside the blocks: those that Muon updates and FP8 multiplies."""
+    blocks: int
+    """All parameters of the blocks, norms and biases too."""
 
 
 def parameters(model: ModelConfig) -> Parameters:
@@ -31,8 +33,9 @@ def parameters(model: ModelConfig) -> Parameters:
     block = matrices + biases + 2 * norm + (2 * C if model.qk_norm else 0)
     embedding = model.vocab_size * D
     positions = model.context_length * D if model.positions == "learned" else 0
-    total = model.num_layers * block + embedding * (1 if model.tie_embeddings else 2) + positions + norm
-    return Parameters(total=total, matmul=model.num_layers * matrices + embedding, hidden=model.num_layers * matrices)
+    blocks, hidden = model.num_layers * block, model.num_layers * matrices
+    total = blocks + embedding * (1 if model.tie_embeddings else 2) + positions + norm
+    return Parameters(total=total, matmul=hidden + embedding, hidden=hidden, blocks=blocks)
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> int:
@@ -44,6 +47,14 @@ def recomputed_weights(model: ModelConfig) -> int:
     """Matmul weights that full recomputation multiplies a second time: the blocks', but for the last product of each, whose output
     nothing in the backward pass needs."""
     return parameters(model).hidden - model.num_layers * model.ffn_size * model.hidden_size
+
+
+def received_bytes(model: ModelConfig, *, precision: str, accumulation: int, world_size: int) -> int:
+    """Bytes that one process receives from the others in an update. In every pass FSDP gathers the blocks' weights twice in the compute
+    dtype and the others once in fp32, and reduces all gradients in fp32; a process has its own part of each already."""
+    count = parameters(model)
+    whole = 2 * BYTES[precision] * count.blocks + 4 * (count.total - count.blocks) + 4 * count.total
+    return accumulation * whole * (world_size - 1) // world_size
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,13 @@ METRICS: dict[str, Metric] = {
     ),
     "ceiling_share": Metric("1", "model FLOPs over the matmul rate measured on this machine for the compute dtype"),
     "data_wait_s": Metric("s", "time the step waited for the loader"),
-    "copy_s": Metric("s", "time of this update that the batch took to reach the device; on the GPU's clock, like the three after it"),
-    "forward_s": Metric("s", "time of this update in forward passes, launch gaps and hidden communication included"),
-    "backward_s": Metric("s", "time of this update in backward passes, recomputation included"),
+    "copy_s": Metric("s", "time of this update that the batch took to reach the device; on the GPU's clock, like the four after it"),
+    "forward_s": Metric("s", "time of this update in forward passes, launch gaps included, waits for other processes not"),
+    "backward_s": Metric("s", "time of this update in backward passes, recomputation included, waits for other processes not"),
     "optimizer_s": Metric("s", "time of this update in clipping and changing the weights"),
+    "communication_s": Metric(
+        "s", "time of this update in which process 0 waited for gathers and reductions that nothing hid, or packed them; only with several"
+    ),
     "generate_s": Metric("s", "time of this update in which text was generated, on the GPU's clock; in a watched loop that marks it"),
     "issue_s": Metric("s", "time the host took to issue this update; as long as step_s: the GPU waits for the host"),
     "memory_bytes": Metric(

@@ -19,7 +19,15 @@ from redline.report.runs import Run, State, number, table
 
 WARM_UP_UPDATES = 5
 BLOCKS = 6
-PHASES = {"generate_s": "generation", "forward_s": "forward", "backward_s": "backward", "optimizer_s": "optimiser update"}
+PHASES = {
+    "generate_s": "generation",
+    "forward_s": "forward",
+    "backward_s": "backward",
+    "optimizer_s": "optimiser update",
+    "communication_s": "communication",
+}
+NOT_IN_ALL = {"generate_s", "communication_s"}
+"""Phases that an update may have: texts drawn in it, other processes waited for."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +261,7 @@ def _warm_up_s(run: Run) -> float:
 def _update_parts(run: Run, update_s: float) -> list[TimePart]:
     """The updates, split into phases where the record has them; the first updates split like the others."""
     sums = {name: total_s for name in PHASES if (total_s := sum(values(run.metrics, name)))}
-    split = PHASES.keys() - {"generate_s"} <= sums.keys()
+    split = PHASES.keys() - NOT_IN_ALL <= sums.keys()
     if not split:
         sums = {name: total_s for name, total_s in sums.items() if name == "generate_s"}
     whole = max(sum(sums.values()), sum(values(run.metrics, "step_s")) - sum(values(run.metrics, "data_wait_s")))

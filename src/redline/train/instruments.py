@@ -6,7 +6,8 @@
 
 On a GPU the line of an update is read while the next one runs, so the host is never more than one update ahead and the GPU never
 idles. Times are those of the GPU's own clock between the ends of two updates, and of its phases between marks: one event a mark, two
-marks a pass, about 2 µs each on the host and nothing on the GPU. Communication that FSDP hides in a phase is not told apart from it.
+marks a pass, about 2 µs each on the host and nothing on the GPU. With several processes each wait for the others is two marks more
+(communication.py); what is hidden behind a phase takes no time and is not told apart from it.
 """
 
 import math
@@ -23,6 +24,7 @@ from torch import Tensor
 from redline.config.recipe import Recipe
 from redline.machine.telemetry import GpuTelemetry, process_rss_bytes
 from redline.plan.plan import Plan
+from redline.train.communication import COMMUNICATION, INTERRUPTED
 from redline.train.step import Update
 
 GAUGES_EVERY_S = 1.0
@@ -64,8 +66,10 @@ def training_rates(recipe: Recipe, plan: Plan) -> Rates:
 
 
 def _phases(flight: _InFlight) -> dict[str, float]:
-    """Seconds of each phase, summed over the passes of the update; nothing where no phase was marked."""
+    """Seconds of each phase, summed over the passes of the update; nothing where no phase was marked. A wait for other processes is taken
+    out of the phase that it interrupts, so they add up."""
     seconds: dict[str, float] = {}
+    before_s = 0.0  # of the phase in hand, before the wait that interrupted it
     for (_, begin), (phase, end) in pairwise(flight.marks):
         if isinstance(begin, float):
             assert isinstance(end, float)
@@ -73,7 +77,12 @@ def _phases(flight: _InFlight) -> dict[str, float]:
         else:
             assert not isinstance(end, float)
             length_s = begin.elapsed_time(end) / 1e3
-        seconds[phase] = seconds.get(phase, 0.0) + length_s
+        if phase == INTERRUPTED:
+            before_s += length_s
+        elif phase == COMMUNICATION:
+            seconds[phase] = seconds.get(phase, 0.0) + length_s
+        else:
+            seconds[phase], before_s = seconds.get(phase, 0.0) + before_s + length_s, 0.0
     return seconds if flight.issue_s is None else {**seconds, "issue_s": flight.issue_s}
 
 
@@ -99,7 +108,7 @@ class Instruments:
         self._marks = [("", self._event() or self._began_at)]
 
     def mark(self, phase: str) -> None:
-        """A phase of the update ends here. Without a `begin` before it nobody asked for phases."""
+        """A phase of the update ends here, or is interrupted. Without a `begin` before it nobody asked for phases."""
         if self._marks:
             self._marks.append((phase, self._event() or time.perf_counter()))
 

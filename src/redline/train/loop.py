@@ -31,6 +31,7 @@ from redline.record.run import LineWriter, RunFolder
 from redline.train import execution
 from redline.train.checkpoint import Checkpoints, load
 from redline.train.checkpoint_files import step_name
+from redline.train.communication import time_waits, waiting
 from redline.train.instruments import Instruments, training_rates
 from redline.train.optimizer import make_optimizers, state_tensors
 from redline.train.process import Process
@@ -127,6 +128,8 @@ class Trainer:
         """The clock that all processes go by, as of the last update."""
         self.instruments = Instruments(process.device, training_rates(job.recipe, job.plan))
         self.learner.mark = self.instruments.mark
+        if process.world_size > 1:
+            self._time_waits()
 
     def run(self) -> Outcome:
         """Train to the end, to the time limit, or to a request to stop; always leaves a checkpoint behind."""
@@ -305,6 +308,13 @@ class Trainer:
         facts = {"world_size": self.process.world_size, "micro_batch": self.micro_batch, "metrics_dropped": dropped}
         self._event(kind, step=step, recipe=self.recipe.name, **facts)
         return LineWriter(folder.metrics_path)
+
+    def _time_waits(self) -> None:
+        """Tell the waits for other processes from the phases, where this torch lets us."""
+        if time_waits(self.learner.model, self.instruments.mark):
+            self.learner.waiting = lambda: waiting(self.instruments.mark)
+        else:
+            self._event("communication_not_timed", why=f"torch {torch.__version__} waits elsewhere; it stays in forward and backward")
 
     def _resume(self) -> None:
         """Take up the last checkpoint, or the initial weights where the recipe names some and there is no checkpoint yet."""

@@ -5,12 +5,13 @@ batch into passes gives the same gradient.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from redline.errors import TrainingError
 from redline.model.transformer import Transformer
@@ -48,6 +49,8 @@ class Learner:
     """Called when the gradients are there and the weights are about to change."""
     mark: Callable[[str], None] = field(default=lambda phase: None)
     """Called at the end of each phase of an update, with its name as a metric."""
+    waiting: Callable[[], AbstractContextManager[None]] = field(default=nullcontext)
+    """Stands around what waits for the other processes."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ def update(learner: Learner, loss_sums: Iterable[Tensor], *, tokens: float | Ten
         optimizer.zero_grad(set_to_none=True)
     learner.mark("optimizer_s")
     if learner.process.world_size > 1:
-        dist.all_reduce(loss)
+        with learner.waiting():
+            dist.all_reduce(loss)
     return Update(loss / tokens, grad_norm, skipped)
 
 
@@ -110,6 +114,9 @@ def clip(learner: Learner, scale: float) -> Tensor:
     if scale != 1.0:
         torch._foreach_mul_(gradients, 1.0 / scale)
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+    if isinstance(norm, DTensor):  # reduced here once, where the wait is timed, and not by each of its uses
+        with learner.waiting():
+            norm = norm.redistribute(placements=[Replicate()])
     if learner.clip_norm:
         torch.nn.utils.clip_grads_with_norm_(parameters, learner.clip_norm, norm, foreach=True)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

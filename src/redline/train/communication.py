@@ -1,0 +1,67 @@
+"""The time for which an update waits for the other processes, told apart from the phases that it stands in.
+
+    if time_waits(model, instruments.mark):      # once, behind `shard`: FSDP's waits are marked from then on
+        learner.waiting = lambda: waiting(instruments.mark)
+
+What is marked is exposed: on a GPU the stream that computes stands still until a gather or a reduction is there, and unpacks or packs it;
+what the other streams do meanwhile costs nothing and is not counted. On a CPU gloo hides nothing, and all of it is counted. A wait begins
+with a mark without a name and ends as `communication_s`; the phase around it goes on afterwards.
+
+FSDP has no public place for this. Its custom collectives (`set_custom_all_gather`) run on streams of their own and see how long a gather
+takes, not how long anybody waited for it. So a few methods of its parameter groups are wrapped, on the objects of this model alone. Left
+out: the numbers that the hosts exchange between two updates, which a GPU does not wait for.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+INTERRUPTED, COMMUNICATION = "", "communication_s"
+"""The two marks around a wait."""
+WAITS = {"cuda": ("wait_for_unshard", "post_backward"), "cpu": ("unshard", "wait_for_unshard", "post_backward")}
+"""Where the process that computes waits: for gathered weights, and for the reduction before its own. A CPU gathers while it asks."""
+LAST_WAIT = "finalize_backward"
+"""The root's waits for its own reduction, which stands behind all others in their stream."""
+
+Mark = Callable[[str], None]
+
+
+@contextmanager
+def waiting(mark: Mark) -> Iterator[None]:
+    """What is done inside waits for the other processes."""
+    mark(INTERRUPTED)
+    yield
+    mark(COMMUNICATION)
+
+
+def time_waits(model: nn.Module, mark: Mark) -> bool:
+    """Mark every wait of a sharded model. False, and nothing is touched, where this torch waits somewhere else."""
+    device = next(model.parameters()).device.type
+    found = [(_group(module), module is model) for module in model.modules() if isinstance(module, FSDPModule)]
+    methods = [(group, name) for group, is_root in found for name in (*WAITS[device], *([LAST_WAIT] if is_root else []))]
+    if not all(callable(getattr(group, name, None)) for group, name in methods):
+        return False
+    for group, name in methods:
+        setattr(group, name, _marked(getattr(group, name), mark))
+    return True
+
+
+def _group(module: FSDPModule) -> Any:
+    """What FSDP keeps of the parameters of one module."""
+    try:
+        return module._get_fsdp_state()._fsdp_param_group
+    except AttributeError:
+        return None
+
+
+def _marked(method: Callable[..., Any], mark: Mark) -> Callable[..., Any]:
+    @wraps(method)
+    def marked(*given: Any, **named: Any) -> Any:
+        with waiting(mark):
+            return method(*given, **named)
+
+    return marked
