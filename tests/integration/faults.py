@@ -78,8 +78,9 @@ def out_of_memory_on_two(above: int, only_rank: int) -> None:
     launch.torchrun = torchrun
 
 
-def slow_network(delay_s: float, tally: str) -> None:
-    """Every gather and reduction takes this much longer. What the first process receives in each update goes into a file, in bytes."""
+def slow_network(delay_s: float, block: int, tally: str) -> None:
+    """Every gather and reduction takes this much longer in every second block of updates, so that both meet the same load. What the first
+    process receives in each update goes into a file, in bytes."""
     from torch import distributed as dist
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
@@ -93,7 +94,8 @@ def slow_network(delay_s: float, tally: str) -> None:
             def __call__(self, *given: Any, **named: Any) -> Any:
                 nonlocal received
                 received += (dist.get_world_size() - 1) * named["input_tensor"].nbytes // parts_of_input
-                time.sleep(delay_s)
+                if len(updates) // block % 2:
+                    time.sleep(delay_s)
                 return super().__call__(*given, **named)
 
         return Slow()
