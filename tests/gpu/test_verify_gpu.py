@@ -10,7 +10,7 @@ from redline.machine.facts import read_facts
 from redline.model import transformer
 from redline.plan.hardware import hardware_here
 from redline.plan.planner import make_plan
-from redline.train import execution
+from redline.train import execution, loop
 from redline.tune.verify import Check, verify
 
 SHAPE = ["model.num_layers=2", "model.hidden_size=256", "model.num_heads=4", "model.ffn_size=512", "model.context_length=256",
@@ -47,6 +47,8 @@ def failed(found: dict[str, Check]) -> dict[str, str]:
         ("plan.precision=bf16", "plan.compile=off", "plan.attention=flash", "plan.update=foreach"),
         ("plan.precision=tf32", "plan.compile=off", "plan.attention=math", "plan.update=loop", "plan.recompute=full"),
         ("plan.precision=fp16", "plan.compile=off"),
+        ("plan.precision=bf16", "plan.compile=off", "plan.recompute=selective", "plan.loss_chunks=4", "plan.micro_batch=4"),
+        ("plan.precision=bf16", "plan.compile=default", "plan.recompute=full", "plan.cross_entropy=torch"),
     ],
 )
 def test_an_honest_plan_passes(pins: tuple[str, ...]) -> None:
@@ -74,6 +76,19 @@ def test_a_sync_in_the_pass_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return forward(self, x)
 
     monkeypatch.setattr(transformer.FeedForward, "forward", reading)
+    assert set(failed(checks("plan.precision=bf16", "plan.compile=off"))) == {"no hidden sync"}
+
+
+@pytest.mark.gpu
+def test_a_sync_in_the_loop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = loop.take_step
+
+    def reading(*given: Any, **more: Any) -> Any:
+        update = step(*given, **more)
+        float(update.loss)
+        return update
+
+    monkeypatch.setattr(loop, "take_step", reading)
     assert set(failed(checks("plan.precision=bf16", "plan.compile=off"))) == {"no hidden sync"}
 
 

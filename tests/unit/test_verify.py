@@ -4,6 +4,7 @@ import json
 import warnings
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from redline.cli.main import main
 from redline.config.load import load_recipe
+from redline.config.recipe import Recipe
 from redline.machine.facts import read_facts
 from redline.model import transformer
 from redline.plan.hardware import hardware_here
@@ -42,8 +44,8 @@ def plan_for(*pins: str) -> Plan:
     return make_plan(load_recipe("nano", [*TINY, *pins]), hardware_here(read_facts(), None))
 
 
-def checks(plan: Plan) -> dict[str, Check]:
-    return {check.name: check for check in verify(RECIPE, plan, progress=lambda text: None)}
+def checks(plan: Plan, recipe: Recipe = RECIPE) -> dict[str, Check]:
+    return {check.name: check for check in verify(recipe, plan, progress=lambda text: None)}
 
 
 def failed(found: dict[str, Check]) -> set[str]:
@@ -58,11 +60,14 @@ def failed(found: dict[str, Check]) -> set[str]:
         ("plan.attention=math", "plan.update=loop", "plan.recompute=full"),
         ("plan.precision=fp8",),
         ("plan.precision=fp16",),
+        ("plan.recompute=selective", "plan.loss_chunks=3", "plan.micro_batch=1"),
+        ("train.optimizer=muon",),
         pytest.param(("plan.compile=default",), marks=pytest.mark.slow),
+        pytest.param(("plan.compile=default", "plan.recompute=full"), marks=pytest.mark.slow),
     ],
 )
 def test_an_honest_plan_passes(pins: tuple[str, ...]) -> None:
-    found = checks(plan_for(*pins))
+    found = checks(plan_for(*pins), load_recipe("nano", [*TINY, *pins]))
     assert failed(found) == set(), found
     assert found["FP8 products"].status == found["CUDA graphs of generation"].status == "not applicable"
     assert all(check.evidence for check in found.values())
@@ -105,7 +110,96 @@ def test_a_number_read_inside_the_pass_is_found(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(transformer.FeedForward, "forward", reading)
     found = checks(plan_for())
     assert failed(found) == {"no hidden sync"}
-    assert found["no hidden sync"].evidence.startswith("2 number(s)")
+    assert found["no hidden sync"].evidence.startswith("3 number(s)")  # a block each, and one that the loop reads
+
+
+def test_a_number_read_by_the_loop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of the pass and of the update: a line that a loop grew."""
+    step = loop.take_step
+
+    def reading(learner: Any, *given: Any, **more: Any) -> Any:
+        update = step(learner, *given, **more)
+        float(update.loss)
+        return update
+
+    monkeypatch.setattr(loop, "take_step", reading)
+    found = checks(plan_for())
+    assert failed(found) == {"no hidden sync"}
+    assert found["no hidden sync"].evidence.startswith("2 number(s) read by the host in one update, 1 expected")
+
+
+@pytest.mark.parametrize(
+    ("pins", "runs_with", "name", "words"),
+    [
+        (("plan.recompute=full",), {"recompute": "none"}, "recomputation", "called 2 times"),
+        (("plan.recompute=none",), {"recompute": "full"}, "recomputation", "called 4 times"),
+        (("plan.recompute=full", "plan.attention=math"), {"recompute": "none"}, "recomputation", "called 2 times"),
+        (("plan.recompute=selective",), {"recompute": "full"}, "recomputation", "its operation ran 4 times"),
+        (("plan.recompute=full",), {"recompute": "selective"}, "recomputation", "its operation ran 6 times"),
+        (("plan.loss_chunks=4",), {"loss_chunks": 1}, "pieces of the loss", "1 times, 8 expected"),
+        (("plan.loss_chunks=1",), {"loss_chunks": 2}, "pieces of the loss", "4 times, 1 expected"),
+        (("plan.micro_batch=2",), {"micro_batch": 1}, "passes of an update", "2 of 2 sequences; one update had 4 of 1 x 32 tokens"),
+        (("plan.micro_batch=1",), {"micro_batch": 2}, "passes of an update", "4 of 1 sequences, of which 2 were asked for here; one"),
+        pytest.param(
+            ("plan.recompute=full", "plan.compile=default"), {"recompute": "none"}, "recomputation", "ran 2 times", marks=pytest.mark.slow
+        ),
+    ],
+)  # fmt: skip
+def test_a_plan_that_the_training_does_not_follow_is_found(
+    monkeypatch: pytest.MonkeyPatch, pins: tuple[str, ...], runs_with: dict[str, Any], name: str, words: str
+) -> None:
+    _follows(monkeypatch, runs_with)
+    found = checks(plan_for(*pins))
+    assert failed(found) == {name}
+    assert words in found[name].evidence
+
+
+def test_a_loss_that_is_not_the_fused_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    _follows(monkeypatch, {"cross_entropy": "torch"})
+    found = checks(replace(plan_for(), cross_entropy="fused"))
+    assert failed(found) == {"cross entropy"}
+    assert "plan says fused; in one pass ran torch 1 times" in found["cross entropy"].evidence
+
+
+def _follows(monkeypatch: pytest.MonkeyPatch, runs_with: dict[str, Any]) -> None:
+    """Let the training run with other values than the plan has."""
+
+    class Otherwise(room.Training):
+        def __init__(self, setting: dict[str, Any]) -> None:
+            for key, value in runs_with.items():
+                setting["plan"][key]["value"] = value
+            super().__init__(setting)
+
+    monkeypatch.setattr(room, "Training", Otherwise)
+
+
+@pytest.mark.parametrize(
+    ("plan", "seen", "status"),
+    [
+        ({"recompute": "full", "compile": "default"}, {"aten::_scaled_dot_product_cudnn_attention": 2}, "not checked"),
+        ({"recompute": "full", "compile": "default"}, {"aten::_scaled_dot_product_cudnn_attention": 4}, "passed"),
+        ({"recompute": "none", "compile": "default"}, {"aten::_scaled_dot_product_cudnn_attention": 4}, "failed"),
+        ({"recompute": "none", "compile": "default"}, {"aten::_scaled_dot_product_cudnn_attention": 2}, "passed"),
+        ({"recompute": "selective", "compile": "default"}, {"aten::_scaled_dot_product_cudnn_attention": 2}, "not checked"),
+        ({"recompute": "none", "compile": "default"}, {}, "not checked"),
+        ({"recompute": "none", "compile": "off"}, {}, "not checked"),
+        ({"recompute": "selective", "compile": "off"}, dict.fromkeys((room.ATTENTION, room.FUSED_ATTENTION["flash"][0]), 4), "not checked"),
+        ({"recompute": "full", "compile": "off"}, dict.fromkeys((room.ATTENTION, room.FUSED_ATTENTION["flash"][0]), 4), "passed"),
+    ],
+)
+def test_recomputation_on_a_gpu_is_not_called_failed_where_it_cannot_be_seen(
+    plan: dict[str, str], seen: dict[str, int], status: str
+) -> None:
+    """On paper: what is in the trace of two blocks."""
+    case: Any = SimpleNamespace(
+        plan=SimpleNamespace(**plan), recipe=RECIPE, cuda=True, in_pass=evidence.Seen(operations=Counter(seen))
+    )  # fmt: skip
+    assert room._recompute(case).status == status
+
+
+def test_a_loss_that_the_profiler_does_not_know_is_not_checked() -> None:
+    case: Any = SimpleNamespace(plan=plan_for(), inputs_BT=torch.zeros(4, 32), in_pass=evidence.Seen())
+    assert {room._loss_chunks(case).status, room._cross_entropy(case).status} == {"not checked"}
 
 
 def test_wrong_gradients_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +261,7 @@ def test_the_command_says_so_in_its_exit_code(tmp_path: Path, monkeypatch: pytes
     assert {row["status"] for row in json.loads(capsys.readouterr().out)} == {"passed", "not applicable"}
     monkeypatch.setattr("redline.tune.verify.DATA_SHARE", -1.0)
     assert main(["verify", "nano", *sets]) == 1
-    assert "1 of 12 checks failed" in " ".join(capsys.readouterr().out.split())
+    assert "1 of 16 checks failed" in " ".join(capsys.readouterr().out.split())
     assert main(["verify", "nano", "--plan", str(tmp_path / "none.json")]) == 2
 
 
@@ -186,8 +280,8 @@ def test_graphs_are_not_checked_where_the_profiler_sees_no_gpu(
     decoder = MagicMock(describe=lambda **_: (None, None))
     monkeypatch.setattr(room, "Decoder", lambda *_, **__: decoder)
     monkeypatch.setattr(room, "profiled", profiled)
-    case: Any = SimpleNamespace(cuda=True, model=None)
-    check = room._graphs(case)
+    model: Any = SimpleNamespace(embed=SimpleNamespace(weight=SimpleNamespace(is_cuda=True)))
+    check = room.generation_graphs(model)
     assert check.status == status
     assert ("CUPTI" in check.evidence) == (status == "not checked")
 
@@ -211,14 +305,12 @@ def test_the_detectors_own_notice_is_no_sync(monkeypatch: pytest.MonkeyPatch, wa
         modes.append(mode)
         warnings.warn(notice, UserWarning, stacklevel=1)
 
-    def step(*_: Any, **__: Any) -> None:
+    def step() -> None:
         for _i in range(waits):
             warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
 
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", switch)
-    monkeypatch.setattr(room, "take_step", step)
-    training = SimpleNamespace(trainer=SimpleNamespace(learner=None))
-    plan = SimpleNamespace(precision="bf16", update="fused", micro_batch=1)
-    case: Any = SimpleNamespace(cuda=True, training=training, plan=plan, inputs_BT=None, targets_BT=None)
+    plan = SimpleNamespace(precision="bf16", update="fused")
+    case: Any = SimpleNamespace(cuda=True, training=SimpleNamespace(step=step), plan=plan)
     assert room._sync(case).status == status
     assert modes == ["warn", "default"]

@@ -1,8 +1,10 @@
-"""What a profiled piece of work shows: its operations by name, the dtypes of its matrix products, the kernels that ran on a GPU.
+"""What a profiled piece of work shows: its operations by name, the dtypes of its matrix products, the kernels that ran on a GPU; and how a
+check says what it found.
 
     with profiled() as seen:
         step()
     seen.operations["aten::mm"], seen.products, seen.kernels
+    checked("optimiser kernels", seen.operations["aten::_fused_adamw_"] > 0, "what was seen")
 
 Read from the profiler's own trace, which holds the types of the inputs also of compiled code (a dispatch mode would keep the compiler
 from running). Costs a slow step; for proofs, not for measuring.
@@ -16,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -24,6 +26,34 @@ from torch.profiler import ProfilerActivity, profile
 DTYPES = {"float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16", "c10::Float8_e4m3fn": "fp8", "c10::Float8_e5m2": "fp8"}
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
 """Those of layers. Explicit attention multiplies batches (`bmm`), in fp32 whatever it is given: torch means it so."""
+
+
+READ = "aten::_local_scalar_dense"
+"""A number that the host reads out of a tensor."""
+EMBEDDING = "aten::embedding"
+OPTIMIZER = "Optimizer.step#"
+"""How torch marks the time of an optimiser's step."""
+Status = Literal["passed", "failed", "not applicable", "not checked"]
+"""`not checked`: it concerns this plan, but the machine does not let it be seen; no failure, and no proof."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    name: str
+    status: Status
+    evidence: str
+
+
+def checked(name: str, holds: bool, evidence: str) -> Check:
+    return Check(name=name, status="passed" if holds else "failed", evidence=evidence)
+
+
+def absent(name: str, why: str) -> Check:
+    return Check(name=name, status="not applicable", evidence=why)
+
+
+def unseen(name: str, why: str) -> Check:
+    return Check(name=name, status="not checked", evidence=why)
 
 
 @dataclass
@@ -34,6 +64,10 @@ class Seen:
     """Share of the multiplications of the layers' matrix products by the dtype of their inputs."""
     kernels: Counter[str] = field(default_factory=Counter)
     """On the GPU; empty on a CPU."""
+    embedded: list[tuple[int, ...]] = field(default_factory=list)
+    """Shapes of the tokens that were looked up, one an embedding: the passes of a training."""
+    reads: int = 0
+    """Numbers that the host read, but for those inside an optimiser's step, which are torch's own and on a CPU many."""
 
 
 @contextmanager
@@ -50,7 +84,13 @@ def profiled() -> Iterator[Seen]:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+    _take_in(seen, events)
+
+
+def _take_in(seen: Seen, events: list[dict[str, Any]]) -> None:
     work: Counter[str] = Counter()
+    marked = [event for event in events if event.get("cat") == "user_annotation" and event["name"].startswith(OPTIMIZER)]
+    steps = [(event["ts"], event["ts"] + event["dur"]) for event in marked]
     for event in events:
         kind, name = event.get("cat"), event.get("name", "")
         if kind == "kernel":
@@ -60,6 +100,10 @@ def profiled() -> Iterator[Seen]:
             if name in PRODUCTS:
                 dtype, multiplications = _product(name, event["args"])
                 work[dtype] += multiplications
+            elif name == EMBEDDING:
+                seen.embedded.append(tuple(event["args"]["Input Dims"][1]))
+            elif name == READ:
+                seen.reads += not any(begin <= event["ts"] <= end for begin, end in steps)
     seen.products = {dtype: amount / work.total() for dtype, amount in work.items()} if work.total() else {}
 
 

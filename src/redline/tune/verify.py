@@ -3,18 +3,18 @@
     checks = verify(recipe, plan, progress=print)
     [check for check in checks if check.status == "failed"]
 
-The training loop itself runs a few updates on the recipe's data, at most two passes each; one pass and one update are profiled. Loss and
-gradients of the first pass are compared with the same weights in fp32, eager, with explicit attention. Left out: speed (`redline tune`)
-and several processes.
+The training loop itself runs a few updates on the recipe's data, at most two passes each; one pass and one turn of the loop are profiled,
+and on a GPU torch's detector of waits watches more turns. Loss and gradients of the first pass are compared with the same weights in fp32,
+eager, with explicit attention. Left out: speed (`redline tune`), several processes, and fine-tuning, which verify_rft.py has.
 """
 
 import math
 import os
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import torch
@@ -28,12 +28,12 @@ from redline.engine.decoder import Decoder, Start
 from redline.engine.request import Sampling
 from redline.model.transformer import Transformer, build_model
 from redline.plan.plan import Plan, to_json
-from redline.train.step import LossScale, take_step
+from redline.train.step import LossScale
 from redline.tune.child import Training, synchronize
-from redline.tune.evidence import Seen, profiled
+from redline.tune.evidence import Check, Seen, absent, checked, profiled, unseen
 
-Status = Literal["passed", "failed", "not applicable", "not checked"]
-"""`not checked`: it concerns this plan, but the machine does not let it be seen; no failure, and no proof."""
+MOST_PASSES = 2
+"""Of a long update: the others are the same."""
 WARM_UP, WATCHED = 3, 5
 """Updates before anything is watched, which compile and fill the loader; and updates that are."""
 DATA_SHARE = 0.05
@@ -51,16 +51,14 @@ ATTENTION_KERNELS = ("flash", "fmha", "attention", "sdpa")
 """What the names of attention kernels hold, for the evidence."""
 SYNCHRONISING = "called a synchronizing CUDA operation"
 """What torch's detector says of a wait; that it is a prototype, it says in other words, once."""
+ATTENTION = "aten::scaled_dot_product_attention"
+"""What the model calls, whatever kernel then runs; not seen in compiled code."""
+LOSS_OPERATIONS = {"torch": "aten::cross_entropy_loss", "fused": "_Fused"}
+"""One a piece of the loss, of which several are computed again in the backward pass."""
 UPDATE_OPERATIONS = {"fused": "aten::_fused_adamw_", "foreach": "aten::_foreach_addcdiv_", "loop": "aten::addcdiv_"}
-
+NO_GRAPHS = "a CPU has no CUDA graphs"
+NO_KERNELS = "the profiler saw no kernel on the GPU: it has no CUPTI, or may not use it here (another profiler, a container's rights)"
 EMULATED = "a CPU emulates FP8: it multiplies rounded numbers in fp32"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    name: str
-    status: Status
-    evidence: str
 
 
 @dataclass
@@ -89,7 +87,7 @@ class _Case:
 
 def verify(recipe: Recipe, plan: Plan, *, progress: Callable[[str], None]) -> list[Check]:
     """Run a few updates under the plan and check every promise it makes. Raises what training would raise."""
-    passes = min(2, plan.accumulation)
+    passes = min(MOST_PASSES, plan.accumulation)
     few = replace(recipe, train=replace(recipe.train, batch_size=passes * plan.micro_batch))
     progress(f"building the model and {WARM_UP + WATCHED} updates of {passes} x {plan.micro_batch} sequences")
     training = Training({"recipe": to_toml(few), "plan": to_json(replace(plan, accumulation=passes))})
@@ -152,7 +150,7 @@ def _numerics(recipe: Recipe, plan: Plan, training: Training, inputs_BT: Tensor,
         f"fp32 reference, {inputs_BT.numel():,} tokens: loss differs by {difference:.1e} (band {band:g}), "
         f"gradients have cosine {cosine:.6f} (at least {least}), their norm differs by {norm:.1e} (band {norm_band:g})"
     )
-    return Check(name="loss and gradients", status="passed" if holds else "failed", evidence=evidence)
+    return checked("loss and gradients", holds, evidence)
 
 
 def _reference(recipe: Recipe, model: Transformer, inputs_BT: Tensor, targets_BT: Tensor, scale: float) -> tuple[float, dict[str, Tensor]]:
@@ -181,36 +179,91 @@ def _reference(recipe: Recipe, model: Transformer, inputs_BT: Tensor, targets_BT
 
 def _attention(case: _Case) -> Check:
     wanted = case.plan.attention
-    ran = {name: count for name, operations in FUSED_ATTENTION.items() if (count := sum(case.in_pass.operations[o] for o in operations))}
+    ran = _fused_attention(case)
     kernels = [name for name in case.in_pass.kernels if any(word in name.lower() for word in ATTENTION_KERNELS)]
     holds = not ran if wanted == "math" else bool(ran) if wanted == "auto" else set(ran) == {wanted}
     seen = ", ".join(f"{name} {count} times" for name, count in ran.items()) or "explicit scores, no fused kernel"
     more = f"; on the GPU {', '.join(sorted(kernels)[:2])[:160]}" if kernels else ""
-    return _check("attention kernel", holds, f"plan says {wanted}; in one pass ran {seen}{more}")
+    return checked("attention kernel", holds, f"plan says {wanted}; in one pass ran {seen}{more}")
+
+
+def _fused_attention(case: _Case) -> dict[str, int]:
+    """How often each kernel's operation ran in the pass."""
+    seen = case.in_pass.operations
+    return {name: count for name, operations in FUSED_ATTENTION.items() if (count := sum(seen[o] for o in operations))}
+
+
+def _recompute(case: _Case) -> Check:
+    """Full recomputation calls a block's attention again in the backward pass; selective recomputation does too, and takes its result from
+    what was kept. A compiler leaves only the operation of a fused kernel to be seen."""
+    name, plan, blocks = "recomputation", case.plan.recompute, case.recipe.model.num_layers
+    calls, ran = case.in_pass.operations[ATTENTION], sum(_fused_attention(case).values())
+    evidence = f"plan says {plan}; attention of {blocks} blocks in one pass: "
+    if case.plan.compile != "off":
+        again, evidence = ran > blocks, f"{evidence}its operation ran {ran} times"
+        if not ran or (plan == "selective" and not again) or (plan == "full" and not again and case.cuda):
+            return unseen(name, f"{evidence}; what else is computed again stands inside compiled kernels")
+        return checked(name, again == (plan == "full"), evidence)
+    evidence = f"{evidence}called {calls} times, its operation ran {ran} times"
+    if not calls or (plan == "selective" and calls == ran and case.cuda):
+        return unseen(name, f"{evidence}; not told apart from another plan's")
+    # What is kept passes through torch's dispatch twice the first time and once the second; what is not, once each time.
+    kept = ran != calls if ran else plan == "selective"
+    return checked(name, calls == (1 if plan == "none" else 2) * blocks and (plan == "none" or kept == (plan == "selective")), evidence)
+
+
+def _loss_chunks(case: _Case) -> Check:
+    """Several pieces are each computed again in the backward pass, so that one at a time is in memory."""
+    name, tokens, plan = "pieces of the loss", case.inputs_BT.numel(), case.plan.loss_chunks
+    seen = sum(case.in_pass.operations[operation] for operation in LOSS_OPERATIONS.values())
+    if not seen:
+        return unseen(name, "the profiler saw neither torch's cross entropy nor the fused one")
+    pieces = math.ceil(tokens / math.ceil(tokens / plan))
+    expected = 1 if plan == 1 else 2 * pieces
+    return checked(name, seen == expected, f"plan says {plan}; one pass computed the loss of a piece {seen} times, {expected} expected")
+
+
+def _cross_entropy(case: _Case) -> Check:
+    name = "cross entropy"
+    seen = {kind: count for kind, operation in LOSS_OPERATIONS.items() if (count := case.in_pass.operations[operation])}
+    if not seen:
+        return unseen(name, "the profiler saw neither torch's cross entropy nor the fused one")
+    ran = ", ".join(f"{kind} {count} times" for kind, count in seen.items())
+    return checked(name, set(seen) == {case.plan.cross_entropy}, f"plan says {case.plan.cross_entropy}; in one pass ran {ran}")
+
+
+def _passes(case: _Case) -> Check:
+    """Every pass looks its tokens up once. Of a long update two passes were run."""
+    plan, tokens = case.plan, tuple(case.inputs_BT.shape)
+    run, seen = min(MOST_PASSES, plan.accumulation), Counter(case.in_update.embedded)
+    passes = ", ".join(f"{count} of {' x '.join(map(str, shape))} tokens" for shape, count in seen.items()) or "none"
+    shortened = f", of which {run} were asked for here" if run < plan.accumulation else ""
+    evidence = f"plan says {plan.accumulation} of {plan.micro_batch} sequences{shortened}; one update had {passes}"
+    return checked("passes of an update", dict(seen) == {tokens: run}, evidence)
 
 
 def _precision(case: _Case) -> Check:
     if case.plan.precision == "fp8" and not case.cuda:
-        return _absent("precision of matrix products", EMULATED)
+        return absent("precision of matrix products", EMULATED)
     promised = {"tf32": "fp32", "fp8": "bf16"}.get(case.plan.precision, case.plan.precision)
     shares = case.in_pass.products
     share = shares.get(promised, 0.0) + (shares.get("fp8", 0.0) if case.plan.precision == "fp8" else 0.0)
     seen = ", ".join(f"{dtype} {part:.1%}" for dtype, part in sorted(shares.items(), key=lambda item: -item[1])) or "none"
-    return _check("precision of matrix products", share > 0.99, f"plan says {case.plan.precision}; multiplications by input dtype: {seen}")
+    return checked("precision of matrix products", share > 0.99, f"plan says {case.plan.precision}; multiplications by input dtype: {seen}")
 
 
 def _fp8(case: _Case) -> Check:
     if case.plan.precision != "fp8":
-        return _absent("FP8 products", f"the plan says {case.plan.precision}")
+        return absent("FP8 products", f"the plan says {case.plan.precision}")
     if not case.cuda:
-        return _absent("FP8 products", EMULATED)
+        return absent("FP8 products", EMULATED)
     count, expected = case.in_pass.operations["aten::_scaled_mm"], 4 * case.recipe.model.num_layers
-    return _check("FP8 products", count >= expected, f"{count} scaled products in one pass, at least {expected} expected (4 a block)")
+    return checked("FP8 products", count >= expected, f"{count} scaled products in one pass, at least {expected} expected (4 a block)")
 
 
 def _tf32(case: _Case) -> Check:
     wanted, found = "high" if case.plan.precision == "tf32" else "highest", torch.get_float32_matmul_precision()
-    return _check(
+    return checked(
         "TF32 state", found == wanted, f"torch.get_float32_matmul_precision() is {found!r}, {case.plan.precision} needs {wanted!r}"
     )
 
@@ -220,49 +273,57 @@ def _compiled(case: _Case) -> Check:
     compiled, wanted = sum(blocks), case.plan.compile != "off"
     evidence = f"plan says {case.plan.compile}; {compiled} of {len(blocks)} blocks compiled, {case.graphs_after} graph(s) captured"
     holds = (compiled == len(blocks) and case.graphs_after > 0) if wanted else compiled == 0
-    return _check("compilation", holds, evidence)
+    return checked("compilation", holds, evidence)
 
 
 def _recompilation(case: _Case) -> Check:
     if case.plan.compile == "off":
-        return _absent("no recompilation", "the plan does not compile")
+        return absent("no recompilation", "the plan does not compile")
     new = case.graphs_after - case.graphs_before
-    return _check("no recompilation", new == 0, f"{new} new graph(s) in {WATCHED} updates after {WARM_UP} that warmed up")
+    return checked("no recompilation", new == 0, f"{new} new graph(s) in {WATCHED} updates after {WARM_UP} that warmed up")
 
 
 def _update(case: _Case) -> Check:
     wanted, seen = case.plan.update, case.in_update.operations
     ran = {name for name in ("fused", "foreach") if seen[UPDATE_OPERATIONS[name]]} or {"loop"}
     counts = ", ".join(f"{operation} {seen[operation]} times" for operation in UPDATE_OPERATIONS.values() if seen[operation])
-    return _check("optimiser kernels", ran == {wanted}, f"plan says {wanted}; one update ran {counts or 'none of them'}")
+    return checked("optimiser kernels", ran == {wanted}, f"plan says {wanted}; one update ran {counts or 'none of them'}")
 
 
 def _sync(case: _Case) -> Check:
-    """On a GPU torch itself says where the host waits; on a CPU, where nothing can wait, a number read inside a pass would."""
-    name = "no hidden sync"
+    """In whole turns of the loop: batch to device, passes, update, record. On a GPU torch itself says where the host waits; on a CPU, where
+    nothing can wait, a number read would. fp16 reads one an update, and a CPU one more: how many targets the batch has, which on a GPU
+    is counted on the host before the batch goes there."""
+    name, fp16 = "no hidden sync", int(case.plan.precision == "fp16")
     if not case.cuda:
-        count = case.in_pass.operations["aten::_local_scalar_dense"]
-        return _check(name, count == 0, f"{count} number(s) read by the host inside one pass (on a GPU each would wait for it)")
-    learner, allowed = case.training.trainer.learner, 1 if case.plan.precision == "fp16" else 0
+        count, allowed = case.in_update.reads, 1 + fp16
+        evidence = f"{count} number(s) read by the host in one update, {allowed} expected (on a GPU each more would wait for it)"
+        return checked(name, count <= allowed, evidence)
     if case.plan.update != "fused":
-        return _absent(name, f"plan.update {case.plan.update} reads its step count on the host; only the fused update never waits")
+        return absent(name, f"plan.update {case.plan.update} reads its step count on the host; only the fused update never waits")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            take_step(learner, case.inputs_BT, case.targets_BT, micro_batch=case.plan.micro_batch, tokens=1e6, lr_factor=0.0)
+            for _ in range(WATCHED):
+                case.training.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
     found = [f"{w.filename.rsplit('/', 1)[-1]}:{w.lineno}" for w in caught if SYNCHRONISING in str(w.message)]
-    return _check(name, len(found) <= allowed, f"{len(found)} in one update ({allowed} allowed) {', '.join(found[:4])}".rstrip())
+    where = f" {', '.join(dict.fromkeys(found))}"[:120]
+    return checked(name, len(found) <= fp16 * WATCHED, f"{len(found)} in {WATCHED} updates ({fp16 * WATCHED} allowed){where}".rstrip())
 
 
 def _graphs(case: _Case) -> Check:
     """Pre-training has none; generation from this model does."""
+    return generation_graphs(case.model)
+
+
+def generation_graphs(model: Transformer) -> Check:
     name = "CUDA graphs of generation"
-    if not case.cuda:
-        return _absent(name, "a CPU has no CUDA graphs")
-    decoder = Decoder(case.model, slots=8, prompts=8, max_prompt_tokens=16, max_new_tokens=16, whole_batch=False)
+    if not model.embed.weight.is_cuda:
+        return absent(name, NO_GRAPHS)
+    decoder = Decoder(model, slots=8, prompts=8, max_prompt_tokens=16, max_new_tokens=16, whole_batch=False)
     decoder.read([[1, 2, 3, 4]], [0])
     integers, floats = decoder.describe(prompt=0, prompt_len=4, limit=16, sampling=Sampling(max_new_tokens=16), stop_ids=())
     decoder.start([Start([0], integers, floats, filtered=False, seed=0, first_sample=0)])
@@ -271,33 +332,25 @@ def _graphs(case: _Case) -> Check:
         decoder.launch(np.arange(1), steps=4, filtered=False).wait()
     launched = seen.operations["cudaGraphLaunch"]
     if not launched and not seen.kernels:  # a decode step without a kernel there is not
-        why = "the profiler saw no kernel on the GPU: it has no CUPTI, or may not use it here (another profiler, a container's rights)"
-        return Check(name=name, status="not checked", evidence=why)
-    return _check(name, launched == 4, f"{launched} graph launches in 4 decode steps")
+        return unseen(name, NO_KERNELS)
+    return checked(name, launched == 4, f"{launched} graph launches in 4 decode steps")
 
 
 def _loader(case: _Case) -> Check:
     share = case.waited_share
-    return _check(
+    return checked(
         "loader ahead of the step", share <= DATA_SHARE, f"{share:.1%} of {WATCHED} updates waited for data ({DATA_SHARE:.0%} allowed)"
     )
 
 
 def _allocator(case: _Case) -> Check:
     if not case.cuda or not case.plan.allocator:
-        return _absent("allocator", "only CUDA has an allocator to set" if not case.cuda else "the plan sets nothing")
+        return absent("allocator", "only CUDA has an allocator to set" if not case.cuda else "the plan sets nothing")
     setting = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or "nothing"
-    return _check("allocator", case.plan.allocator in setting, f"plan says {case.plan.allocator}; the environment has {setting}")
-
-
-def _check(name: str, holds: bool, evidence: str) -> Check:
-    return Check(name=name, status="passed" if holds else "failed", evidence=evidence)
-
-
-def _absent(name: str, why: str) -> Check:
-    return Check(name=name, status="not applicable", evidence=why)
+    return checked("allocator", case.plan.allocator in setting, f"plan says {case.plan.allocator}; the environment has {setting}")
 
 
 CHECKS = (
-    _precision, _tf32, _fp8, _attention, _compiled, _recompilation, _update, _sync, _graphs, _loader, _allocator,
+    _precision, _tf32, _fp8, _attention, _compiled, _recompilation, _recompute, _loss_chunks, _cross_entropy, _passes, _update, _sync,
+    _graphs, _loader, _allocator,
 )  # fmt: skip
