@@ -1,6 +1,7 @@
 """`redline verify` on a CPU: an honest plan passes, and every planted lie is found by the check that it is about."""
 
 import json
+import shutil
 import warnings
 from collections import Counter
 from contextlib import contextmanager
@@ -21,9 +22,11 @@ from redline.model import transformer
 from redline.plan.hardware import hardware_here
 from redline.plan.plan import Plan
 from redline.plan.planner import make_plan
+from redline.record.files import cache_folder
 from redline.train import execution, loop
 from redline.tune import evidence
 from redline.tune import verify as room
+from redline.tune.store import Result, TuningFolder, tuning_folder
 from redline.tune.verify import Check, verify
 
 TINY = [
@@ -263,6 +266,35 @@ def test_the_command_says_so_in_its_exit_code(tmp_path: Path, monkeypatch: pytes
     assert main(["verify", "nano", *sets]) == 1
     assert "1 of 16 checks failed" in " ".join(capsys.readouterr().out.split())
     assert main(["verify", "nano", "--plan", str(tmp_path / "none.json")]) == 2
+
+
+def test_the_tuned_plan_is_verified_and_the_corpus_tokenised_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "corpus.txt").write_text("a few words of no meaning, many times over. " * 2000)
+    sets = [*TINY, "model.vocab_size=300", f"data.source={tmp_path / 'corpus.txt'}", "data.valid_fraction=0", "train.eval_every=0"]
+    command = ["verify", "nano", *(part for text in sets for part in ("--set", text)), "--plan", "auto"]
+    asked: list[Plan] = []
+
+    def found(recipe: Recipe, plan: Plan, **_: Any) -> list[Check]:
+        assert "tokenising" in capsys.readouterr().err, "it would be silent, and a part of what is looked at"
+        asked.append(plan)
+        return []
+
+    monkeypatch.setattr(room, "verify", found)
+    said: list[str] = []
+    monkeypatch.setattr("redline.cli.options.status", said.append)
+    facts, recipe = read_facts(), load_recipe("nano", sets)
+    rules = make_plan(recipe, hardware_here(facts, None))
+    assert main(command) == 0
+    assert "was not tuned on this machine" in said[-1]
+    result = Result(tuned_at="then", ratio=1.5, low=1.4, high=1.6, paired=True, tokens_per_s=1.0, trials=1, elapsed_s=1.0, untried=())
+    with TuningFolder(tuning_folder(facts, rules)) as folder:
+        folder.finish(replace(rules, micro_batch=1, accumulation=4), result)
+    shutil.rmtree(cache_folder() / "data")
+    assert main(command) == 0
+    assert "tuned then, 1.50x the rules' plan" in said[-1]
+    assert [plan.micro_batch for plan in asked] == [rules.micro_batch, 1]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ recipe's batch).
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 HELP = "how a recipe would be executed, and why"
@@ -56,3 +57,35 @@ def make(options: argparse.Namespace, recipe, *, as_gpu: str | None = None, npro
     hardware = hardware_as(as_gpu, facts.cpu_cores) if as_gpu else hardware_here(facts, cached(facts, progress=status))
     outside = Outside(environment=os.environ, profile=find_profile(profile) if profile else None, typed=typed_pins(options))
     return make_plan(recipe, hardware, world_size=nproc, outside=outside)
+
+
+def chosen(options: argparse.Namespace, recipe, world_size: int, *, say: Callable[[str], None]):  # type: ignore[no-untyped-def]
+    """The plan that --plan names: a file, `auto`, or without it the one that is made now."""
+    from redline.cli.options import typed_pins
+    from redline.plan.plan import load_for
+
+    if options.plan not in (None, "auto"):
+        return load_for(Path(options.plan), recipe, world_size, typed=typed_pins(options))
+    plan = make(options, recipe, nproc=world_size)
+    return plan if options.plan is None else _tuned(options, recipe, plan, say)
+
+
+def _tuned(options: argparse.Namespace, recipe, plan, say: Callable[[str], None]):  # type: ignore[no-untyped-def]
+    """The plan that tuning found for what this plan of the rules is for, or that one itself; says which."""
+    from redline.machine.facts import read_facts
+    from redline.record.units import format_rate
+    from redline.tune.store import tuned_plan, tuning_folder
+
+    folder = tuning_folder(read_facts(), plan)
+    if plan.world_size > 1:
+        say(f"--plan auto: tuning works on one process and this run has {plan.world_size}; the rules' plan")
+        return plan
+    if (found := tuned_plan(folder, recipe)) is None:
+        say(f"--plan auto: this recipe with these pins was not tuned on this machine (redline tune {options.recipe}); the rules' plan")
+        return plan
+    tuned, result = found
+    say(
+        f"--plan auto: tuned {result.tuned_at}, {result.ratio:.2f}x the rules' plan, {format_rate(result.tokens_per_s, 'tokens')} in its "
+        f"trials ({folder / 'plan.json'})"
+    )
+    return tuned

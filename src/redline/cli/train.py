@@ -61,49 +61,22 @@ def _launch(options: argparse.Namespace, recipe, folder: Path) -> int:  # type: 
 
 def _plan(options: argparse.Namespace, recipe, world_size: int):  # type: ignore[no-untyped-def]
     """The plan, made with measured ceilings; on a new machine they are measured first."""
-    from redline.cli.options import status, typed_pins
-    from redline.cli.plan import make
+    from redline.cli.options import status
+    from redline.cli.plan import chosen, make
     from redline.launch import under_torchrun
     from redline.machine.facts import read_facts
     from redline.machine.store import cached
-    from redline.plan.plan import load_for
 
-    if options.plan is not None and options.plan != "auto":
-        return load_for(Path(options.plan), recipe, world_size, typed=typed_pins(options))
-    plan = make(options, recipe, nproc=world_size)
-    facts = read_facts()
-    if not under_torchrun() and cached(facts) is None:
+    facts, from_file = read_facts(), options.plan not in (None, "auto")
+    if not from_file and not under_torchrun() and cached(facts) is None:
         from redline.machine.ceilings import load_or_measure
         from redline.train.execution import set_allocator
 
         status("measuring this machine's ceilings, once")
-        set_allocator(plan)
+        set_allocator(make(options, recipe, nproc=world_size))
         load_or_measure(facts, progress=status)
-        plan = make(options, recipe, nproc=world_size)
-    return _tuned(options, plan, facts) if options.plan == "auto" else plan
-
-
-def _tuned(options: argparse.Namespace, plan, facts):  # type: ignore[no-untyped-def]
-    """The plan that tuning found for what this plan of the rules is for, or that one itself; says which."""
-    from redline.cli.options import status
-    from redline.launch import under_torchrun
-    from redline.record.units import format_rate
-    from redline.tune.store import tuned_plan, tuning_folder
-
-    say = status if os.environ.get("RANK", "0") == "0" and not (options.nproc > 1 and not under_torchrun()) else lambda text: None
-    folder = tuning_folder(facts, plan)
-    if plan.world_size > 1:
-        say(f"--plan auto: tuning works on one process and this run has {plan.world_size}; the rules' plan")
-        return plan
-    if (found := tuned_plan(folder)) is None:
-        say(f"--plan auto: this recipe with these pins was not tuned on this machine (redline tune {options.recipe}); the rules' plan")
-        return plan
-    tuned, result = found
-    say(
-        f"--plan auto: tuned {result.tuned_at}, {result.ratio:.2f}x the rules' plan, {format_rate(result.tokens_per_s, 'tokens')} in its "
-        f"trials ({folder / 'plan.json'})"
-    )
-    return tuned
+    first = os.environ.get("RANK", "0") == "0" and not (options.nproc > 1 and not under_torchrun())
+    return chosen(options, recipe, world_size, say=status if first else lambda text: None)
 
 
 def _train(options: argparse.Namespace, recipe, folder: Path) -> int:  # type: ignore[no-untyped-def]

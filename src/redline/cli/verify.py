@@ -1,13 +1,13 @@
 """Prove on this machine that what the plan says is really on, and that loss and gradients agree with the fp32 reference.
 
 redline verify gpt2-124m                     the plan that `redline train` would make
+redline verify gpt2-124m --plan auto         the one that `redline tune` found
 redline verify gpt2-124m --plan plan.json    a saved one, with the same --set values
 
 A few updates are run and profiled, nothing is written. Exit code 1 when a check fails.
 """
 
 import argparse
-from pathlib import Path
 
 HELP = "prove that what a plan says is really on"
 
@@ -16,19 +16,23 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     from redline.cli.options import add_json, add_recipe
 
     add_recipe(command)
-    command.add_argument("--plan", type=Path, metavar="FILE", help="a plan written by `redline plan --save` (default: plan now)")
+    command.add_argument(
+        "--plan",
+        metavar="FILE|auto",
+        help="a plan written by `redline plan --save`; auto: the one that `redline tune` found here, else plan now (default: plan now)",
+    )
     add_json(command)
 
 
 def run(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from redline.cli.options import print_json, recipe_of, status, typed_pins
-    from redline.cli.plan import make
-    from redline.plan.plan import load_for
+    from redline.cli.options import print_json, recipe_of, status, tokenise
+    from redline.cli.plan import chosen
 
     recipe = recipe_of(options)
-    plan = make(options, recipe, nproc=1) if options.plan is None else load_for(options.plan, recipe, 1, typed=typed_pins(options))
+    plan = chosen(options, recipe, 1, say=status)
+    tokenise(recipe)
     from redline.train.execution import set_allocator
 
     set_allocator(plan)
