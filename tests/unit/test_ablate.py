@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from redline.cli.ablate import _print as print_table
-from redline.config.load import load_recipe
+from redline.config.load import build, load_recipe
 from redline.errors import ConfigError
 from redline.optimizations.catalogue import CATALOGUE
-from redline.optimizations.studies import SAMPLES
+from redline.optimizations.studies import SAMPLES, STUDIES
 from redline.optimizations.work import Generating
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import Hardware
@@ -433,3 +433,36 @@ def test_a_first_state_that_does_not_fit_is_a_row_and_not_the_end(tmp_path: Path
     rows = ablate(small, "llama-1.3b", hardware_as("t4-16g", 8), tmp_path, only=("micro-batch",), minutes=1, progress=lambda text: None)
     assert rows[0].outcome == "out_of_memory"
     assert "does not fit" in rows[0].note
+
+
+def test_without_time_for_the_shortest_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long one before it says little: it may have held the naive state."""
+    trials = [TrainArms(recipe=RECIPE, hardware=H200, bounds=Bounds()).trial({"precision": p}) for p in ("fp32", "tf32", "bf16", "fp8")]
+    now_s, took_s = [0.0], iter([10.0, 60.0, 25.0])
+
+    def run(arms: Any, count: int) -> list[Measured]:
+        now_s[0] += next(took_s)
+        return [measured(1.0)]
+
+    monkeypatch.setattr(turns_module.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(turns_module, "_blocks", run)
+    monkeypatch.setattr(Turns, "_arm", lambda self, key, trial: None)
+    with TuningFolder(tmp_path) as folder:
+        turns = Turns(folder, beside="here", deadline_s=100.0, progress=lambda text: None)
+        assert [turns.alone("a", trial) is not None for trial in trials] == [True, True, True, False]
+
+
+# ---- what was measured ----
+
+
+def test_the_page_of_claims_is_the_tools_own() -> None:
+    """Every table of docs/claims.md is what `--markdown` makes of the rows that were recorded."""
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "claims.md").read_text(encoding="utf-8").partition("<!-- tables -->")[2]
+    recorded = json.loads((root / "benchmarks" / "claims_nvidia-h200_20261115.json").read_text())
+    assert list(recorded) == list(STUDIES)
+    for name, rows in recorded.items():
+        section = page.partition(f"## {name}\n")[2].partition("\n## ")[0]
+        tables = markdown([build(Row, row, where=name) for row in rows], name, "")
+        assert tables.partition("\n### ")[2].strip() == section.partition("\n### ")[2].strip()
+        assert {row["name"] for row in rows if row["stage"] == "one by one"} <= {n for part in STUDIES[name] for n in part.names}

@@ -8,6 +8,7 @@ Keeping the standing arm alive saves its start (compiling included) for every ch
 measured alone, one after the other, and `paired` says so.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ class Turns:
         self.folder, self.beside, self.deadline_s, self.progress = folder, beside, deadline_s, progress
         self._children = children or Children(ahead=False)
         self._alive: dict[str, Arm] = {}
-        self._last_s = 0.0
+        self._shortest_s = 0.0
 
     def __enter__(self) -> Self:
         return self
@@ -120,7 +121,7 @@ class Turns:
 
     def _time_for(self, name: str) -> bool:
         left_s = self.deadline_s - time.monotonic()
-        if left_s < max(1.0, self._last_s):  # the naive state was the slowest: what the last one took says more than the longest
+        if left_s < max(1.0, self._shortest_s):  # the naive state is the slowest by far, so longer ones say little about the next
             return False
         self.progress(f"{name}: measuring; {left_s / 60:.1f} minutes left")
         return True
@@ -130,7 +131,7 @@ class Turns:
         return measured.outcome == "timed_out" and time.monotonic() > self.deadline_s
 
     def _spent(self, began_s: float) -> None:
-        self._last_s = time.monotonic() - began_s
+        self._shortest_s = min(self._shortest_s or math.inf, time.monotonic() - began_s)
 
 
 def _blocks(arms: list[Arm], count: int) -> list[Measured]:
