@@ -13,7 +13,7 @@ from redline.config.recipe import Recipe
 from redline.machine.facts import read_facts
 from redline.machine.store import cached
 from redline.plan.hardware import hardware_here
-from redline.plan.plan import Plan, check_fit
+from redline.plan.plan import Plan, check_fit, save
 from redline.plan.planner import make_plan
 from redline.tune.guard import guard
 from redline.tune.search import tune
@@ -45,7 +45,7 @@ def test_a_planted_slow_plan_is_found_out(small: tuple[Recipe, Plan], tmp_path: 
     assert tuned.result.ratio > 1.5
     assert tuned.result.low > 1
     check_fit(tuned.plan, recipe, 1)
-    assert tuned_plan(tmp_path / "tuning") == (tuned.plan, tuned.result)
+    assert tuned_plan(tmp_path / "tuning", recipe) == (tuned.plan, tuned.result)
     lines = [json.loads(line) for line in (tmp_path / "tuning" / "trials.jsonl").read_text().splitlines()]
     assert all(line["measured"]["outcome"] == "ok" for line in lines)
     assert len({tuple(round(loss, 3) for loss in line["measured"]["losses"]) for line in lines}) == 1, "one training in all of them"
@@ -101,3 +101,8 @@ def test_train_uses_a_tuned_plan_and_says_which(nano: Nano, small: tuple[Recipe,
     assert start["micro_batch"] == 2
     pinned = nano.train(path, tmp_path / "pinned", "--plan", "auto", "--set", "plan.micro_batch=4", *brief)
     assert "was not tuned on this machine" in pinned.err, "other pins are another tuning"
+    save(replace(found, fingerprint="0" * 16), folder.path / "plan.json")
+    other = nano.train(path, tmp_path / "other", "--plan", "auto", *brief)
+    assert (other.code, other.out) == (2, "")
+    assert "fingerprint 0000000000000000" in other.err.splitlines()[-1]
+    assert "run `redline tune` again" in other.err.splitlines()[-1]

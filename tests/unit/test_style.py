@@ -23,9 +23,11 @@ TORCH_FREE_MODULES = {
     "machine": ("facts", "specs", "store", "telemetry", "nvml"),
     "engine": ("request", "server", "calls"),
     "rft": ("store", "budget", "stats", "export", "plan"),
-    "tune": ("statistics", "trial", "guard", "memory", "candidates", "search", "store", "ablate", "arms", "turns", "waterfall_table"),
+    "tune": (
+        "statistics", "trial", "guard", "memory", "candidates", "search", "duel", "store", "ablate", "arms", "turns", "waterfall_table",
+    ),
     "data": ("read", "tokenizer", "shards", "build", "stream", "encode"),
-}
+}  # fmt: skip
 
 
 def name_of(path: Path) -> str:

@@ -1,19 +1,22 @@
 """Folders of trials: whose they are, what stands in them after a crash or a hand's edit, and what the command says of them."""
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
 
 from redline.cli.main import main
 from redline.cli.options import check_positive
-from redline.cli.tune import train_command
+from redline.cli.tune import _print, train_command
 from redline.config.load import load_recipe, to_toml
-from redline.errors import ConfigError, StorageError
+from redline.errors import ConfigError, DataError, StorageError
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import save
 from redline.plan.planner import make_plan
-from redline.tune.store import TuningFolder, check_folder
+from redline.tune.search import Tuned
+from redline.tune.statistics import Comparison
+from redline.tune.store import Result, Row, TuningFolder, check_folder
 
 RECIPE = load_recipe("gpt2-124m")
 PLAN = make_plan(RECIPE, hardware_as("h200-141g", 16))
@@ -50,6 +53,81 @@ def test_trials_of_another_recipe_are_refused_and_those_of_the_same_go_on(tmp_pa
     (tmp_path / "recipe.toml").write_text("[task]")
     with pytest.raises(StorageError, match="a recipe that cannot be read"):
         check_folder(tmp_path, RECIPE)
+
+
+OK = {"outcome": "ok", "blocks_s": [0.5, 0.5], "tokens_per_step": 8}
+TOO_MUCH = {"outcome": "out_of_memory", "error": "out of memory"}
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ({}, "a trial has a key"),
+        ({"key": "a"}, "measured must be a table"),
+        ({"key": "a", "measured": 3}, "measured must be a table, got 3"),
+        ({"key": "a", "measured": {"outcome": "fine"}}, "must be one of ok"),
+        ({"key": "a", "measured": {"outcome": "ok"}}, "times of blocks above 0"),
+        ({"key": "a", "measured": OK | {"blocks_s": [0.5, 0.0]}}, "times of blocks above 0"),
+        ({"key": "a", "measured": OK, "beside": {"outcome": "ok"}}, "times of blocks above 0"),
+        ({"key": "a", "measured": OK, "beside": 3}, "beside must be a table"),
+    ],
+)
+def test_a_damaged_trial_is_one_line_that_says_which(tmp_path: Path, line: dict[str, object], part: str) -> None:
+    good = json.dumps({"key": "b", "measured": OK}) + "\n"
+    (tmp_path / "trials.jsonl").write_text(good + json.dumps(line) + "\n")
+    with pytest.raises(DataError, match=rf"trials.jsonl is damaged: .*{part}.*; delete that line") as caught, TuningFolder(tmp_path):
+        pass
+    assert json.dumps(line)[:100] in str(caught.value)
+    (tmp_path / "trials.jsonl").write_text(good)
+    with TuningFolder(tmp_path) as folder:  # it was let go
+        assert folder.find("b") is not None
+
+
+@pytest.mark.parametrize(
+    ("line", "stands"),
+    [
+        ({"measured": OK}, True),
+        ({"measured": OK, "beside": OK}, True),
+        ({"measured": OK, "beside": {"outcome": "crashed"}}, False),
+        ({"measured": {"outcome": "crashed"}}, False),
+        ({"measured": {"outcome": "timed_out"}, "beside": {"outcome": "ok"}}, False),
+        ({"measured": TOO_MUCH}, True),
+        ({"measured": TOO_MUCH, "beside": OK, "paired": False}, True),
+        ({"measured": TOO_MUCH, "beside": OK, "paired": True}, False),
+        ({"measured": TOO_MUCH, "paired": True}, False),
+        ({"measured": TOO_MUCH, "beside": {"outcome": "ok"}}, False),  # of an earlier version, which did not try it alone
+    ],
+)
+def test_what_ended_well_or_did_not_fit_alone_is_not_run_again(tmp_path: Path, line: dict[str, object], stands: bool) -> None:
+    (tmp_path / "trials.jsonl").write_text(json.dumps({"key": "a", **line}) + "\n")
+    with TuningFolder(tmp_path) as folder:
+        assert (folder.find("a") is not None) == stands
+
+
+def test_the_table_has_a_star_where_the_interval_has_less_than_95_per_cent(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    slower = Comparison(ratio=0.8, low=0.75, high=0.85, verdict="slower", paired=True)
+    rows = (
+        Row(name="the rules' plan", predicted=None, outcome="ok", tokens_per_s=1000.0, verdict="kept", kept=True),
+        Row(name="whole", predicted=1.0, outcome="ok", tokens_per_s=800.0, comparison=slower, rounds=6, verdict="slower"),
+        Row(name="brief", predicted=1.0, outcome="ok", tokens_per_s=800.0, comparison=slower, rounds=4, verdict="slower"),
+        Row(name="lost", predicted=1.0, outcome="ok", verdict="not compared", note="the plan it is compared with crashed: [/x]"),
+        Row(name="left", predicted=0.5, verdict="not tried", note="not tried: predicted 0.50x"),
+    )
+    for shown, star in ((rows, True), ((*rows[:2], *rows[3:]), False)):
+        result = Result(
+            tuned_at="2026-01-01T00:00:00Z", ratio=1.0, low=1.0, high=1.0, paired=True, tokens_per_s=1e3, trials=3, elapsed_s=1.0,
+            untried=(), rows=shown,
+        )  # fmt: skip
+        _print(Tuned(plan=PLAN, result=result), Path("folder"))
+        said = " ".join(capsys.readouterr().out.split())
+        assert "0.800x [0.750, 0.850] slower 1.00x" in said
+        assert ("0.800x [0.750, 0.850]* slower" in said) == ("* given up after fewer rounds" in said) == star
+        assert "lost – – not compared 1.00x" in said
+        assert "lost: the plan it is compared with crashed: [/x]" in said
+        assert "left: not tried: predicted 0.50x" in said
 
 
 def test_what_both_commands_say_of_a_folder_speaks_of_trials(tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ def run(options: argparse.Namespace) -> None:
     with TuningFolder(options.out or tuning_folder(facts, rules)) as folder:
         tuned = tune(recipe, rules, folder, minutes=options.minutes, progress=status)
     if options.json:
-        rows = [asdict(row) for row in tuned.rows]
-        print_json({"folder": str(folder.path), "plan": to_json(tuned.plan), "result": asdict(tuned.result), "trials": rows})
+        result = asdict(tuned.result)
+        print_json({"folder": str(folder.path), "plan": to_json(tuned.plan), "trials": result.pop("rows"), "result": result})
         return
     _print(tuned, folder.path)
     print(f"use it: {train_command(options)}")
@@ -65,40 +65,59 @@ def train_command(options: argparse.Namespace) -> str:
 
 def _print(tuned, folder: Path) -> None:  # type: ignore[no-untyped-def]
     from rich.console import Console
-    from rich.table import Table
 
     from redline.plan.plan import PLANNED
-    from redline.record.units import format_bytes, format_duration, format_rate
-    from redline.tune.statistics import interval
+    from redline.record.units import format_duration
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("trial", "tokens/s", "against the best then", "verdict", "predicted", "memory"):
-        table.add_column(column, justify="left" if column in ("trial", "verdict") else "right")
-    for row in tuned.rows:
-        measured, found = row.measured, row.comparison
-        if measured is None:
-            continue
-        speed = f"{measured.tokens_per_step / interval(measured.blocks_s).median:,.0f}" if measured.blocks_s else "–"
-        ratio = f"{found.ratio:.3f}x [{found.low:.3f}, {found.high:.3f}]" if found else "–"
-        verdict = "kept" if row.kept else measured.outcome if found is None else found.verdict
-        predicted = f"{row.predicted:.2f}x" if row.predicted is not None else "–"
-        table.add_row(row.name, speed, ratio, verdict, predicted, format_bytes(measured.memory.reserved_bytes if measured.memory else None))
-    console = Console()
-    console.print(table)
-    for row in tuned.rows:
-        if row.measured is None or row.measured.outcome != "ok" or "refused" in row.note or "pays back" in row.note:
+    console, result = Console(), tuned.result
+    console.print(_table(result.rows))
+    for row in result.rows:
+        if row.outcome != "ok" or row.verdict == "not compared" or "refused" in row.note or "pays back" in row.note:
             console.print(f"{row.name}: {row.note}", highlight=False, markup=False)
-    result = tuned.result
-    console.print("tokens/s: median of the blocks; ratios with a 95 % interval; memory: peak reserved by torch (on a CPU resident)\n")
-    if result.ratio == 1.0:
-        console.print(f"the rules' plan is the fastest found: {format_rate(result.tokens_per_s, 'tokens')} measured alone", highlight=False)
-    else:
-        how = "in turns" if result.paired else "one after the other"
-        gain = f"{result.ratio:.3f}x [{result.low:.3f}, {result.high:.3f}] the rules' plan, {how}"
-        console.print(f"[bold]{gain}[/bold]: {format_rate(result.tokens_per_s, 'tokens')}", highlight=False)
+    console.print("tokens/s: median of the blocks; ratios with a 95 % interval; memory: peak reserved by torch (on a CPU resident)")
+    if any(_brief(row) for row in result.rows):
+        console.print("* given up after fewer rounds, each of them 3 % slower or more: 87.5 %", highlight=False)
+    console.print(f"\n{_gain(result)}", style="bold", highlight=False, markup=False)
     for name in PLANNED:
         if (why := tuned.plan.why[name]).source == "measurement":
             console.print(f"  {name} {getattr(tuned.plan, name)}: {why.reason}", highlight=False, markup=False)
     if result.untried:
         console.print(f"no time left for: {', '.join(result.untried)}; the same command with more --minutes goes on", highlight=False)
     console.print(f"{result.trials} trials in {format_duration(result.elapsed_s)}; kept in {folder}", highlight=False)
+
+
+def _table(rows):  # type: ignore[no-untyped-def]
+    """The trials that were made; what was not tried is told below."""
+    from rich.table import Table
+
+    from redline.record.units import DASH, format_bytes
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("trial", "tokens/s", "against the best then", "verdict", "predicted", "memory"):
+        table.add_column(column, justify="left" if column in ("trial", "verdict") else "right")
+    for row in (row for row in rows if row.outcome is not None):
+        found, speed = row.comparison, f"{row.tokens_per_s:,.0f}" if row.tokens_per_s is not None else DASH
+        ratio = f"{found.ratio:.3f}x [{found.low:.3f}, {found.high:.3f}]{'*' if _brief(row) else ''}" if found else DASH
+        predicted = f"{row.predicted:.2f}x" if row.predicted is not None else DASH
+        table.add_row(row.name, speed, ratio, row.verdict, predicted, format_bytes(row.memory_bytes))
+    return table
+
+
+def _brief(row) -> bool:  # type: ignore[no-untyped-def]
+    """Whether the interval of a row has less than 95 %."""
+    from redline.tune.statistics import FEWEST_BLOCKS
+
+    return row.comparison is not None and row.rounds < FEWEST_BLOCKS
+
+
+def _gain(result) -> str:  # type: ignore[no-untyped-def]
+    """What the plan is worth, in a line."""
+    from redline.record.units import format_rate
+
+    speed = format_rate(result.tokens_per_s, "tokens")
+    if result.ratio == 1.0:
+        return f"the rules' plan is the fastest found: {speed} measured alone"
+    gain = f"{result.ratio:.3f}x [{result.low:.3f}, {result.high:.3f}] the rules' plan"
+    if result.unconfirmed:
+        return f"{gain} by the trials that chose it: {speed}; the last comparison with the rules' plan failed ({result.unconfirmed})"
+    return f"{gain}, {'in turns' if result.paired else 'one after the other'}: {speed}"

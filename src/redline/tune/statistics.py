@@ -126,7 +126,7 @@ def stationary(steps_s: Sequence[float]) -> bool:
 
 def hopeless(best_s: Sequence[float], blocks_s: Sequence[float]) -> bool:
     """Whether an arm can be given up before all its blocks: four of them, each slower than all of the best arm's by HOPELESS."""
-    return len(blocks_s) >= 4 and min(blocks_s) > (1 + HOPELESS) * max(best_s)
+    return len(blocks_s) >= 4 and len(best_s) > 0 and min(blocks_s) > (1 + HOPELESS) * max(best_s)
 
 
 def plain(first_s: Sequence[float], second_s: Sequence[float]) -> bool:

@@ -20,12 +20,36 @@ from typing import Any, Self
 
 from redline.config.load import build, from_toml
 from redline.config.recipe import Recipe, differences
-from redline.errors import ConfigError, StorageError
+from redline.errors import ConfigError, DataError, StorageError
 from redline.machine.facts import MachineFacts, machine_key
-from redline.plan.plan import PLANNED, Plan, load, save
+from redline.plan.plan import PLANNED, Plan, check_fit, load, save
 from redline.record.files import cache_folder, storage_errors, write_atomic
 from redline.record.run import LineWriter, read_lines
-from redline.tune.trial import Measured, Trial
+from redline.tune.statistics import Comparison
+from redline.tune.trial import Measured, Outcome, Trial
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the trial table."""
+
+    name: str
+    predicted: float | None
+    """Speed against the best plan's of that time, before it was tried."""
+    outcome: Outcome | None = None
+    """None: not tried."""
+    tokens_per_s: float | None = None
+    """From the median block."""
+    memory_bytes: int | None = None
+    """Peak reserved by torch; on a CPU resident."""
+    comparison: Comparison | None = None
+    """With the best plan of that time."""
+    rounds: int | None = None
+    """Blocks of each that the comparison was made with; below FEWEST_BLOCKS where it was given up."""
+    verdict: str
+    """kept; the comparison's; the outcome of one that failed; not compared, for want of a reference; not tried."""
+    note: str = ""
+    kept: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +68,10 @@ class Result:
     elapsed_s: float
     untried: tuple[str, ...]
     """Candidates for which there was no time left."""
+    unconfirmed: str = ""
+    """Why the last comparison, of the winner with the rules' plan, failed: then the ratio is the product of those that chose it."""
+    rows: tuple[Row, ...] = ()
+    """The trial table; results of earlier versions have none."""
 
 
 def pinned(plan: Plan) -> dict[str, Any]:
@@ -57,13 +85,16 @@ def tuning_folder(facts: MachineFacts, rules: Plan) -> Path:
     return cache_folder() / "tune" / f"{machine_key(facts)}-{rules.fingerprint}-{pins}"
 
 
-def tuned_plan(folder: Path) -> tuple[Plan, Result] | None:
-    """The result kept in a folder; None when there is none. One in another layout is an error that says what to do."""
+def tuned_plan(folder: Path, recipe: Recipe) -> tuple[Plan, Result] | None:
+    """The result kept in a folder for this recipe; None when there is none. One in another layout, or of another recipe, is an error that
+    says what to do."""
     if not (folder / "result.json").exists():
         return None
     try:
         table = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-        return load(folder / "plan.json"), build(Result, table, where="result.json")
+        plan, result = load(folder / "plan.json"), build(Result, table, where="result.json")
+        check_fit(plan, recipe, world_size=1)
+        return plan, result
     except (OSError, ValueError, ConfigError) as error:  # ValueError covers broken JSON and broken UTF-8
         raise ConfigError(f"the tuning kept in {folder} cannot be used: {error}; run `redline tune` again, or delete it") from error
 
@@ -106,7 +137,11 @@ class TuningFolder:
         except BlockingIOError:
             raise StorageError(f"{self.path} is in use by another process, which measures the same: wait for it") from None
         path = self.path / "trials.jsonl"
-        known = [line for line in read_lines(path) if _stands(line)]
+        try:
+            known = [line for line in read_lines(path) if _stands(line, path)]
+        except DataError:
+            self._lock.close()
+            raise
         self._done = {line["key"]: line for line in known}
         write_atomic(path, "".join(json.dumps(line) + "\n" for line in known))  # without a torn last line
         self._lines = LineWriter(path)
@@ -124,6 +159,11 @@ class TuningFolder:
         """What took turns with the trial of this key."""
         return build(Measured, self._done[key]["beside"], where="trials.jsonl") if key in self._done else None
 
+    def find_paired(self, key: str) -> bool | None:
+        """Whether the two took turns; None where the line, of an earlier version, does not say."""
+        paired = self._done[key].get("paired") if key in self._done else None
+        return paired if isinstance(paired, bool) else None
+
     def add(self, key: str, name: str, measured: Measured, *, beside: Measured | None = None, **facts: Any) -> None:
         """Write down a finished trial, and the one that took turns with it: in one line, so that both are there or neither."""
         self._done[key] = {"key": key, "name": name, **facts, "measured": asdict(measured), "beside": asdict(beside) if beside else None}
@@ -135,9 +175,21 @@ class TuningFolder:
         write_atomic(self.path / "result.json", json.dumps(asdict(result), indent=1) + "\n")
 
 
-def _stands(line: dict[str, Any]) -> bool:
-    """Whether a trial need not be run again: it ended well or did not fit. A crash or the end of the time may not come a second time."""
-    return line["measured"]["outcome"] in ("ok", "out_of_memory") and (line.get("beside") or {"outcome": "ok"})["outcome"] == "ok"
+def _stands(line: dict[str, Any], path: Path) -> bool:
+    """Whether a trial need not be run again: it ended well, or did not fit by itself. A crash or the end of the time may not come a second
+    time, and what did not fit beside another may fit alone."""
+    try:
+        if not isinstance(line.get("key"), str):
+            raise ConfigError("a trial has a key")
+        measured = build(Measured, line.get("measured"), where="measured")
+        beside = build(Measured, line["beside"], where="beside") if line.get("beside") is not None else None
+        for arm in (measured, beside):
+            if measured.outcome == "ok" and arm and arm.outcome == "ok" and not (arm.blocks_s and min(arm.blocks_s) > 0):
+                raise ConfigError("a trial that ended well has times of blocks above 0")
+    except ConfigError as error:
+        raise DataError(f"{path} is damaged: {json.dumps(line)[:100]}: {error}; delete that line, or move the file away") from error
+    together = line.get("paired", beside is not None)
+    return (measured.outcome == "ok" or (measured.outcome == "out_of_memory" and not together)) and (not beside or beside.outcome == "ok")
 
 
 def trial_key(trial: Trial, *beside: str) -> str:
