@@ -1,12 +1,17 @@
 """`redline watch`: the page's server is for this machine and reads one folder only; the terminal follows a real run to its end."""
 
+import contextlib
+import fcntl
 import http.client
 import json
 import os
+import pty
 import re
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +21,14 @@ import pytest
 from pipeline import Nano
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from run_folders import EVENTS, jsonl, lines, write_run
+from run_folders import EVALUATIONS, EVENTS, jsonl, lines, write_run
 
 from redline.cli.main import main
 from redline.cli.watch import in_order
+from redline.report.runs import read_run
 from redline.report.serve import Server, make_server
+from redline.rft.store import Sample, Store
+from redline.tasks.task import Question
 
 
 @pytest.fixture
@@ -43,6 +51,23 @@ def ask(server: Server, path: str, method: str = "GET", host: str | None = None)
     found = answer.status, dict(answer.getheaders()), answer.read().decode()
     connection.close()
     return found
+
+
+def in_a_terminal(arguments: list[str], columns: int, rows: int) -> str:
+    """What `redline watch` draws in a terminal of this size, without colours and without what moves the cursor."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("CI", "COLUMNS", "LINES")} | {"TERM": "xterm"}
+    program = [sys.executable, "-m", "redline.cli.main", "watch", *arguments]
+    with subprocess.Popen(program, stdin=slave, stdout=slave, stderr=slave, env=environment) as watching:
+        os.close(slave)
+        told = b""
+        with contextlib.suppress(OSError):  # the other side has closed the terminal
+            while piece := os.read(master, 65536):
+                told += piece
+        assert watching.wait(timeout=60) == 0, told.decode()
+    os.close(master)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", told.decode()).replace("\r", "")
 
 
 class TestServer:
@@ -128,11 +153,6 @@ class TestRefusals:
         assert main(["watch", str(run), "--port", "80"]) == 2
         assert "--web" in capsys.readouterr().err
 
-    def test_an_rft_run_in_the_terminal(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        (run / "recipe.toml").write_text('name = "units"\n[task]\nname = "units"\n')
-        assert main(["watch", str(run)]) == 2
-        assert "--web" in capsys.readouterr().err
-
     def test_no_run(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["watch", str(tmp_path / "none")]) == 3
         assert "no run folder" in capsys.readouterr().err
@@ -148,6 +168,72 @@ class TestTerminal:
         path = write_run(tmp_path / "a", metrics=[*lines()[:3], lines()[3] | {"loss": None}])
         assert main(["watch", str(path)]) == 0
         assert "step 4/40  loss nan" in capsys.readouterr().out
+
+    def test_a_loop_that_tells_few_losses_and_no_end_is_followed(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        path = write_run(tmp_path / "a", metrics=[{"step": 1, "step_s": 1.0, "loss": 2.0}, {"step": 2, "step_s": 1.0}])
+        (path / "recipe.toml").unlink()
+        assert main(["watch", str(path)]) == 0
+        assert "step 2  loss 2.000" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(("columns", "rows"), [(80, 24), (120, 40)])
+    def test_the_screen_is_the_report_in_short(self, tmp_path: Path, columns: int, rows: int) -> None:
+        """Through a real terminal, which the picture may not outgrow."""
+        made = [line | {"data_wait_s": line["step_s"] / 3, "forward_s": 0.1, "backward_s": 0.1, "optimizer_s": 0.05} for line in lines()]
+        shown = in_a_terminal([str(write_run(tmp_path / "run", metrics=made))], columns, rows)
+        last = shown[shown.rindex("╭") :].splitlines()
+        assert len(last) <= rows
+        assert {len(line) for line in last if line.strip()} == {min(columns, 110)}
+        for part in (
+            "100.0 %  step 40/40", "2,000 tokens/s", "80.0 % of 2,500 attainable by roofline", "50.0 % of 4,000 by the matmul ceiling",
+            "MFU 40.0 %", "backward", "data wait", "2.0 GiB seen · 3.0 GiB predicted", "loss", "3.2500  at update 40",
+            "1. The step waits for data", "×", "loader", "precision bf16 · micro batch 10", "end  step 40", "finished",
+        ):  # fmt: skip
+            assert part in "\n".join(last), part
+
+    def test_a_failed_run_says_why_and_from_where_its_loss_is_no_number(self, tmp_path: Path) -> None:
+        events = [EVENTS[0], {"event": "failed", "error": "the disk is full"}]
+        metrics = [line | {"loss": None if line["step"] > 30 else line["loss"], "data_wait_s": 0.0} for line in lines()]
+        shown = in_a_terminal([str(write_run(tmp_path / "run", metrics=metrics, events=events))], 100, 40)
+        for part in ("failed     the disk is full", "not a number from update 31"):
+            assert part in shown
+
+    @pytest.mark.parametrize("terminal", [False, True])
+    def test_an_rft_run_is_followed_round_by_round(self, tmp_path: Path, terminal: bool, capsys: pytest.CaptureFixture[str]) -> None:
+        for place, name in enumerate(("round-1", "round-2")):
+            path = tmp_path / "run" / name
+            path.mkdir(parents=True)
+            (path / "recipe.toml").write_text('name = "units"\n[task]\nname = "units"\n[model]\npath = "demo"\n')
+            jsonl(path / "events.jsonl", [{"event": "training_on_samples", "at": 5.0, "why": "finished", "step": 9}])
+            jsonl(path / "evaluations.jsonl", [line | {"at": 6.0, "accuracy": line["accuracy"] + place / 10} for line in EVALUATIONS])
+            with Store(path / "samples.db") as store:
+                source = store.open_source("model", {"seed": 0})
+                store.put_questions([Question(id="q1", text="?", answer="1", meta={})])
+                store.add(
+                    source, [Sample("q1", n, "text", 5, None, None, "stop", n > 0, True, 1.0, "1", None, "key", 0, 0.0) for n in range(4)]
+                )
+            for file in (path, *path.iterdir()):
+                os.utime(file, (1_700_000_000, 1_700_000_000))
+        if not terminal:
+            assert main(["watch", str(tmp_path / "run")]) == 0
+            shown = capsys.readouterr().out
+            assert "samples 4  correct 75.0 %  asked 1/1  solved 1" in shown
+            assert "accuracy after RFT 73.0 %" in shown
+            return
+        shown = in_a_terminal([str(tmp_path / "run")], 80, 24)
+        for part in (
+            "units, round-2",
+            "75.0 % correct",
+            "1 of 1 questions asked, 1 solved",
+            "after RFT 73.0 %",
+            "round-1: 63.0 % after RFT",
+        ):
+            assert part in shown
+
+    def test_a_store_that_holds_no_samples_yet_is_no_error(self, tmp_path: Path) -> None:
+        write_run(tmp_path / "run")
+        with Store(tmp_path / "run" / "samples.db"):
+            pass
+        assert read_run(tmp_path / "run").samples is None
 
     def test_it_follows_a_real_run_and_ends_with_it(self, nano: Nano, tmp_path: Path) -> None:
         recipe = nano.recipe(tmp_path, "train.steps=30")

@@ -80,11 +80,14 @@ class Seen:
     """What both views know: the run, its last line, the recent ones, and what follows from them."""
 
     title: str
-    total_steps: int
+    total_steps: int | None
+    """None where nobody planned how many: somebody else's loop that is watched."""
     max_hours: float | None
     peak_note: str
     memory_total_bytes: int | None = None
     last: dict[str, Any] = field(default_factory=dict)
+    loss: float | None = None
+    """The last that was recorded: not every loop tells that of every update."""
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
     validation: dict[str, Any] = field(default_factory=dict)
     smoothed_loss: float | None = None
@@ -94,15 +97,18 @@ class Seen:
         self.recent.append(line)
         if line.get("valid_loss") is not None:
             self.validation = line
-        if math.isfinite(line["loss"]):  # one nan would stay in the average for ever
+        if (loss := line.get("loss")) is None:
+            return
+        self.loss = loss
+        if math.isfinite(loss):  # one nan would stay in the average for ever
             # The first lines are averaged evenly, later ones with a memory of about a third of the window.
             weight = max(1 / len(self.recent), 3 / WINDOW_STEPS)
-            before = line["loss"] if self.smoothed_loss is None else self.smoothed_loss
-            self.smoothed_loss = before + weight * (line["loss"] - before)
+            before = loss if self.smoothed_loss is None else self.smoothed_loss
+            self.smoothed_loss = before + weight * (loss - before)
 
     def share_done(self) -> float:
         """By steps or by hours, whichever is further on, since that one ends the run."""
-        by_steps = self.last.get("step", 0) / self.total_steps
+        by_steps = self.last.get("step", 0) / self.total_steps if self.total_steps else 0.0
         by_hours = self.last.get("elapsed_s", 0.0) / (self.max_hours * 3600) if self.max_hours else 0.0
         return min(1.0, max(by_steps, by_hours))
 
@@ -116,9 +122,10 @@ class Seen:
 
     def left_s(self) -> float | None:
         """From the median step: a compilation, a validation or a checkpoint among the recent steps does not move it."""
-        if (step_s := self.median_of("step_s")) is None:
+        step_s = self.median_of("step_s")
+        if step_s is None or not (self.total_steps or self.max_hours):
             return None
-        by_steps_s = (self.total_steps - self.last["step"]) * step_s
+        by_steps_s = (self.total_steps - self.last["step"]) * step_s if self.total_steps else math.inf
         by_hours_s = self.max_hours * 3600 - self.last.get("elapsed_s", 0.0) if self.max_hours else math.inf
         return max(0.0, min(by_steps_s, by_hours_s))
 
@@ -172,8 +179,8 @@ def plain_line(seen: Seen) -> str:
     """`step 120/1000  loss 3.412  lr 3.0e-04  41.2k tok/s  MFU –  mem 1.2 GiB  wait 0.3 %  left 2 m 10 s`."""
     line = seen.last
     parts = [
-        f"step {line['step']}/{seen.total_steps}",
-        f"loss {_number(line['loss'], '.3f')}",
+        f"step {line['step']}" + (f"/{seen.total_steps}" if seen.total_steps else ""),
+        f"loss {_number(seen.loss, '.3f')}",
         f"lr {_number(line.get('lr'), '.1e')}",
         format_rate(line.get("tokens_per_s"), "tok"),
         f"MFU {format_share(line.get('mfu'))}",
@@ -214,7 +221,7 @@ class LiveView:
 
 def panel(seen: Seen, events: Sequence[str], columns: int) -> Panel:
     """The whole picture; `columns` must be what the terminal has at least."""
-    body: list[RenderableType] = [Text(seen.title, style="bold"), _progress(seen)]
+    body: list[RenderableType] = [Text(seen.title, style="bold"), progress(seen)]
     if seen.last:
         body.append(_numbers(seen, room=columns - _FRAME_COLUMNS - _LABEL_COLUMNS))
     else:
@@ -223,9 +230,14 @@ def panel(seen: Seen, events: Sequence[str], columns: int) -> Panel:
     return Panel(Group(*body), border_style="cyan", title="redline", title_align="left", width=columns)
 
 
-def _progress(seen: Seen) -> Table:
+def progress(seen: Seen) -> Table:
+    """How far the run is, as a bar where somebody planned its end."""
     share = seen.share_done()
-    done = f"{format_share(share)}  step {seen.last.get('step', 0)}/{seen.total_steps}"
+    if not (seen.total_steps or seen.max_hours):
+        row = Table.grid()
+        row.add_row(f"step {seen.last.get('step', 0)}")
+        return row
+    done = f"{format_share(share)}  step {seen.last.get('step', 0)}/{seen.total_steps or DASH}"
     if seen.max_hours:
         done += f"  {seen.last.get('elapsed_s', 0.0) / 3600:.2f}/{seen.max_hours:g} h"
     row = Table.grid(expand=True, padding=(0, 2, 0, 0))
@@ -240,8 +252,8 @@ def _numbers(seen: Seen, room: int) -> Table:
     smoothed = f"smoothed {_number(seen.smoothed_loss, '.3f')} · lr {_number(line.get('lr'), '.1e')}"
     typical = f"median {format_count(seen.median_of('tokens_per_s'))} · {format_duration(seen.median_of('step_s'))} a step"
     rows = [
-        ("loss", _number(line["loss"], ".3f"), smoothed),
-        ("", sparkline([recent["loss"] for recent in seen.recent][-room:]), ""),
+        ("loss", _number(seen.loss, ".3f"), smoothed),
+        ("", sparkline([recent["loss"] for recent in seen.recent if recent.get("loss") is not None][-room:]), ""),
         *_validation(seen.validation),
         ("speed", format_rate(line.get("tokens_per_s"), "tok"), typical),
         ("MFU", format_share(line.get("mfu")), f"({seen.peak_note})"),

@@ -1,4 +1,4 @@
-"""Watch a run from its folder: the live view of `redline train` in this terminal, or the report as a page that keeps up. Needs no torch.
+"""Watch a run from its folder: the report in short in this terminal, or as a page that keeps up. Needs no torch.
 
 redline watch runs/nano                  ends when the run does
 redline watch runs/nano --web            the page, on 127.0.0.1 only; Ctrl-C ends it
@@ -12,11 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from redline.cli.live import Seen
+    from rich.live import Live
+
+    from redline.cli.live import PlainView, Seen
+    from redline.report.runs import Run
+    from redline.report.serve import Watched
+    from redline.report.view import RunView
 
 HELP = "watch a run from its folder, in the terminal or as a local page"
 PORT = 8765
 LOOK_EVERY_S = 0.5
+NEXT_ROUND_S = 30.0
+"""How long a round that has ended is watched for the next one: nothing in the folder says how many were asked for."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -40,45 +47,81 @@ def _serve(folder: Path, port: int) -> None:
     from redline.cli.options import status
     from redline.report.serve import make_server
 
-    with make_server(folder, port) as server:
-        status(f"watching {folder} at {server.url} (this machine only); Ctrl-C ends it")
+    place = latest_round(folder)
+    with make_server(place, port) as server:
+        status(f"watching {place} at {server.url} (this machine only); Ctrl-C ends it")
         with contextlib.suppress(KeyboardInterrupt):  # the end that was announced, no interruption
             server.serve_forever()
 
 
+def rounds_of(folder: Path) -> list[Path]:
+    """The rounds of an RFT run that has several, in their order."""
+    if (folder / "recipe.toml").exists():
+        return []
+    found = [path for path in folder.glob("round-*") if path.name.removeprefix("round-").isdecimal() and (path / "recipe.toml").exists()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("round-")))
+
+
+def latest_round(folder: Path) -> Path:
+    """The folder of the round that is under way; the folder itself where a run has none."""
+    return (rounds_of(folder) or [folder])[-1]
+
+
 def _follow(folder: Path) -> None:
-    """Show what is there, then what comes, until the record says that the run has ended."""
+    """Show what is there, then what comes, until the record says that the run has ended; the rounds of an RFT run one after the other."""
     import sys
 
     from redline.cli.live import is_terminal
-    from redline.report.serve import Watched
 
-    watched = Watched(folder)
-    found, generation = watched.now()
-    if found.workload == "rft":
-        from redline.errors import ConfigError
-
-        raise ConfigError(f"{folder} is an RFT run, whose stages have no common measure of progress: watch its page with --web")
-    view = (_Panel if is_terminal(sys.stdout) else _Plain)(_seen(found))
-    shown = told = 0
+    view = (_Screen if is_terminal(sys.stdout) else _Plain)()
     try:
-        while True:
-            for kind, record in in_order(found.metrics[shown:], found.events[told:]):
-                if kind == "line":
-                    view.metrics({**record, "loss": math.nan if record.get("loss") is None else record["loss"]})  # JSON has no nan
-                else:
-                    view.event(record)
-            shown, told = len(found.metrics), len(found.events)
-            if found.state.over:
-                return
-            # A run that was killed may be taken up again by its own command, so the watching goes on.
-            view.note("" if found.state.ending == "running" else f"{found.state.ending}, {found.state.text} (Ctrl-C ends the watching)")
-            time.sleep(LOOK_EVERY_S)
-            found, now = watched.now()
-            if now != generation:  # resumed from a checkpoint: what was behind it is computed again
-                generation, shown = now, 0
+        place = latest_round(folder)
+        while (following := _follow_one(folder, place, view)) is not None:
+            place = following
     finally:
         view.close()
+
+
+def _follow_one(folder: Path, place: Path, view: "_Screen | _Plain") -> Path | None:
+    """Follow one run folder to its end, or until there is a later round, which is returned."""
+    from redline.report.serve import Watched
+
+    watched = Watched(place)
+    found, generation = watched.now()
+    view.begin(found, _ended_rounds(folder, place))
+    shown = told = 0
+    while True:
+        for kind, record in in_order(found.metrics[shown:], found.events[told:]):
+            if kind == "line":  # JSON has no nan
+                view.metrics(record | ({"loss": math.nan} if "loss" in record and record["loss"] is None else {}))
+            else:
+                view.event(record)
+        shown, told = len(found.metrics), len(found.events)
+        view.show(found, watched)
+        if (following := latest_round(folder)) != place:
+            return following
+        if found.state.over and (place == folder or found.silent_s > NEXT_ROUND_S):
+            return None
+        # A run that was killed may be taken up again by its own command, so the watching goes on.
+        calm = found.state.ending in ("running", "finished")
+        view.note("" if calm else f"{found.state.ending}, {found.state.text} (Ctrl-C ends the watching)")
+        time.sleep(LOOK_EVERY_S)
+        found, now = watched.now()
+        if now != generation:  # resumed from a checkpoint: what was behind it is computed again
+            generation, shown = now, 0
+
+
+def _ended_rounds(folder: Path, place: Path) -> list[str]:
+    """`round-1: 63.0 % after RFT` for the rounds before this one."""
+    from redline.record.run import read_lines
+    from redline.report.view import accuracies
+
+    told = []
+    for path in rounds_of(folder):
+        tests = accuracies(read_lines(path / "evaluations.jsonl"))
+        if path != place and tests:
+            told.append(f"{path.name}: {100 * tests[-1].accuracy:.1f} % {tests[-1].name}")
+    return told
 
 
 def in_order(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
@@ -91,24 +134,18 @@ def in_order(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[
     return [(kind, record) for _, _, kind, record in ordered]
 
 
-def _seen(found: Any) -> "Seen":
+def _seen(found: "Run") -> "Seen":
     """What the view must know of the run before its first line."""
     from redline.cli.live import Seen
-    from redline.record.units import format_count
+    from redline.cli.watch_screen import title_of
     from redline.report.figures import summarise
     from redline.report.runs import number, table
 
     summary, train = summarise(found), table(found.recipe.get("train"))
-    parts = [
-        summary.recipe,
-        f"{format_count(summary.parameters)} parameters" if summary.parameters else "",
-        summary.hardware,
-        summary.precision,
-    ]
     device = number(table(found.plan.get("hardware")).get("memory_bytes"))
     return Seen(
-        title=" · ".join(part for part in parts if part),
-        total_steps=summary.planned_updates or max(1, summary.updates),
+        title=title_of(found, summary),
+        total_steps=summary.planned_updates,
         max_hours=number(train.get("max_hours")),
         peak_note=summary.speed.mfu_note,
         memory_total_bytes=None if device is None else int(device),
@@ -125,21 +162,41 @@ def _facts(event: dict[str, Any]) -> tuple[str, str, dict[str, Any]]:
 
 
 class _Plain:
-    """Lines for a pipe or a file, as `redline train` writes them."""
+    """Lines for a pipe or a file, as `redline train` writes them; of an RFT run also what was sampled and tested."""
 
-    def __init__(self, seen: "Seen") -> None:
+    def __init__(self) -> None:
+        self._view: PlainView | None = None
+        self._noted, self._said_at = False, -math.inf
+
+    def begin(self, found: "Run", before: list[str]) -> None:
         import sys
 
         from redline.cli.live import PlainView
 
-        self.seen, self._view, self._noted = seen, PlainView(seen, sys.stdout), False
+        self.close()  # a round that has ended
+        self._view, self._tested, self._sampled = PlainView(_seen(found), sys.stdout), 0, ""
 
     def metrics(self, line: dict[str, Any]) -> None:
+        assert self._view is not None, "begin() comes first"
         self._view.metrics(line)
 
     def event(self, event: dict[str, Any]) -> None:
+        assert self._view is not None, "begin() comes first"
         _, kind, facts = _facts(event)
         self._view.event(kind, facts)
+
+    def show(self, found: "Run", watched: "Watched") -> None:
+        from redline.cli.live import PLAIN_EVERY_S
+        from redline.cli.watch_screen import accuracy_lines, samples_line
+
+        line = samples_line(found.samples) if found.samples else ""
+        if line != self._sampled and (found.state.over or time.monotonic() - self._said_at >= PLAIN_EVERY_S):
+            print(line, flush=True)
+            self._sampled, self._said_at = line, time.monotonic()
+        tests = accuracy_lines(found)
+        for test in tests[self._tested :]:
+            print(f"accuracy {test}", flush=True)
+        self._tested = len(tests)
 
     def note(self, text: str) -> None:
         if text and not self._noted:
@@ -147,26 +204,32 @@ class _Plain:
         self._noted = bool(text)
 
     def close(self) -> None:
-        self._view.close()
+        if self._view is not None:
+            self._view.close()
 
 
-class _Panel:
-    """The panel of `redline train`; times of events are those of the record."""
+class _Screen:
+    """The report in short, redrawn; times of events are those of the record."""
 
-    def __init__(self, seen: "Seen") -> None:
+    def __init__(self) -> None:
+        self._live: Live | None = None
+
+    def begin(self, found: "Run", before: list[str]) -> None:
         from collections import deque
 
         from rich.console import Console
         from rich.live import Live
 
-        self.seen, self._note = seen, ""
-        self._events: deque[str] = deque(maxlen=4)
-        self._console = Console()
-        self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
-        self._live.start()
+        self._seen, self._before, self._note = _seen(found), before, ""
+        self._events: deque[str] = deque(maxlen=40)
+        self._state: tuple[Run, RunView] | None = None
+        if self._live is None:
+            self._console = Console()
+            self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
+            self._live.start()
 
     def metrics(self, line: dict[str, Any]) -> None:
-        self.seen.add(line)
+        self._seen.add(line)
 
     def event(self, event: dict[str, Any]) -> None:
         from redline.cli.live import event_text
@@ -174,14 +237,26 @@ class _Panel:
         clock, kind, facts = _facts(event)
         self._events.append(f"{clock}  {event_text(kind, facts)}")
 
+    def show(self, found: "Run", watched: "Watched") -> None:
+        from redline.cli.watch_screen import title_of
+
+        shown = watched.shown(found)
+        self._seen.title = title_of(found, shown.summary)  # the plan may come after the folder
+        self._state = found, shown
+
     def note(self, text: str) -> None:
         self._note = text
 
     def close(self) -> None:
-        self._live.stop()
+        if self._live is not None:
+            self._live.stop()
 
     def _render(self) -> Any:
-        from redline.cli.live import PANEL_COLUMNS, panel
+        from redline.cli.watch_screen import screen
 
-        events = [*self._events, self._note] if self._note else list(self._events)
-        return panel(self.seen, events, min(self._console.width, PANEL_COLUMNS))
+        if self._state is None:
+            return "reading the run"
+        found, shown = self._state
+        rows = self._console.height - 1  # the cursor's line
+        news = list(self._events)
+        return screen(self._seen, found, shown, before=self._before, events=news, note=self._note, columns=self._console.width, rows=rows)

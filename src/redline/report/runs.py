@@ -22,6 +22,8 @@ from redline.record.run import RunFolder, read_lines
 from redline.record.units import format_duration
 
 Ending = Literal["finished", "stopped", "failed", "between stages", "running", "no end recorded", "no training"]
+SAMPLES = ("samples.db", "samples.db-wal")
+"""What is sampled stands in the second until SQLite puts it into the first."""
 SILENT_AFTER_S = 60.0
 """No line for this long, and for ten updates: the process may be gone. A run that is killed cannot record its end."""
 
@@ -178,7 +180,7 @@ def silence_limit_s(metrics: list[dict[str, Any]]) -> float:
 
 def silent_s(path: Path) -> float:
     """Time since anything was written that a run writes while it goes on."""
-    places = (metrics_path(path), RunFolder(path).events_path, path / "samples.db", path / "recipe.toml")
+    places = (metrics_path(path), RunFolder(path).events_path, *(path / name for name in SAMPLES), path / "recipe.toml")
     return max(0.0, time.time() - max((place.stat().st_mtime for place in places if place.exists()), default=0.0))
 
 
@@ -186,8 +188,11 @@ def _samples(path: Path) -> dict[str, Any] | None:
     if not (path / "samples.db").is_file():
         return None
     from redline.rft.stats import stats
+    from redline.rft.store import Store
 
-    return stats(path)
+    with Store(path / "samples.db", create=False) as store:
+        begun = store.begun()
+    return stats(path) if begun else None
 
 
 def _text(path: Path) -> str:

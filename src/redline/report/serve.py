@@ -21,12 +21,12 @@ from urllib.parse import parse_qs, urlsplit
 from redline.errors import MachineError, RedlineError
 from redline.record.run import RunFolder
 from redline.report import page
-from redline.report.runs import Run, metrics_path, read_run, silent_s, with_step
+from redline.report.runs import SAMPLES, Run, metrics_path, read_run, silent_s, with_step
 from redline.report.series import broken, curves
 from redline.report.tail import Tail
 from redline.report.view import RunView, view
 
-SMALL_FILES = ("recipe.toml", "plan.json", "evaluations.jsonl", "samples.db", "trials.jsonl", "ablation.json")
+SMALL_FILES = ("recipe.toml", "plan.json", "evaluations.jsonl", *SAMPLES, "trials.jsonl", "ablation.json")
 
 
 class Watched:

@@ -161,6 +161,11 @@ class Store:
 
     # ---- reading ----
 
+    def begun(self) -> bool:
+        """Whether anybody has begun to draw samples; the store is made before that."""
+        with _errors(self.path):
+            return self._db.execute("SELECT 1 FROM sources LIMIT 1").fetchone() is not None
+
     def latest(self) -> tuple[Source, dict[str, Any]]:
         """The source that was opened last, and its settings."""
         with _errors(self.path):
