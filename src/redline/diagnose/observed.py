@@ -6,6 +6,8 @@ Units are settled here, once: seconds, bytes, tokens of all GPUs together, share
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -26,6 +28,8 @@ class Step:
     tokens: float | None = None
     """Tokens of one update, all GPUs together."""
     loss: float | None = None
+    not_a_number: bool = False
+    """Whether the log shows a loss or a gradient norm that is none (nan, inf, null)."""
     mfu: float | None = None
     memory_bytes: float | None = None
     data_wait_s: float | None = None
@@ -61,11 +65,14 @@ class Facts:
     seq_len: float | None = None
     prompt_length: float | None = None
     response_length: float | None = None
+    """Mean length of the responses."""
+    longest_response: float | None = None
+    """The longest response of a step: generation ends with it."""
     samples: float | None = None
     """Responses generated for each prompt."""
     precision: str | None = None
     recompute: str | None = None
-    """`on` where activations are computed again in the backward pass."""
+    """What activations are computed again in the backward pass: `full`, `selective`, `off`, or `on` where it is not said which."""
     compile: str | None = None
     """`off` where nothing is compiled."""
     rollout: str | None = None
@@ -129,12 +136,21 @@ class Observed:
     recipe: Recipe | None = None
     plan: Plan | None = None
     events: tuple[dict[str, Any], ...] = ()
+    """Of our runs, their events.jsonl; of others, the validations that the log shows: `step`, and `took_s` where it can be told."""
+    lines_are_means: bool = False
+    """Whether the time of a line is the mean over the updates since the line before, or that of one update."""
 
-    @property
+    @cached_property
     def steady(self) -> tuple[Step, ...]:
         """The steps after the warm-up that have a time."""
         timed = [s for s in self.steps if s.step_s]
         return tuple(timed[min(WARM_UP, len(timed) // 3) :])
+
+    @cached_property
+    def stride(self) -> int:
+        """Updates from one line to the next: 1 where every update is logged."""
+        apart = [after.step - before.step for before, after in pairwise(self.steady)]
+        return max(1, round(median(apart))) if apart else 1
 
     def median(self, name: str) -> float | None:
         """Median of one value over the steady steps; None where fewer than half of them have it."""

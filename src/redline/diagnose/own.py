@@ -10,6 +10,7 @@ from typing import Any
 
 from redline.config.load import from_toml
 from redline.config.recipe import Recipe
+from redline.diagnose.amounts import finite
 from redline.diagnose.observed import Facts, Observed, Step
 from redline.errors import ConfigError, DataError
 from redline.machine.specs import match_spec
@@ -17,7 +18,7 @@ from redline.plan import plan as plans
 from redline.plan.plan import Plan
 from redline.record.run import RunFolder, read_lines
 
-_NAMES = {field.name for field in fields(Step)} - {"tokens", "parts_s"}
+_NAMES = {field.name for field in fields(Step)} - {"step", "tokens", "parts_s", "not_a_number"}
 
 
 def read_run(path: Path) -> Observed:
@@ -29,9 +30,14 @@ def read_run(path: Path) -> Observed:
     recipe, plan, notes = (None, None, ()) if watched else _plan_and_recipe(folder)
     steps, before = [], 0.0
     for line in lines:
-        tokens, before = float(line.get("tokens", before)) - before, float(line.get("tokens", before))
-        values = {name: line[name] for name in _NAMES & line.keys() if line[name] is not None}
-        steps.append(Step(**values, tokens=tokens or None))
+        step, seen = finite(line.get("step")), finite(line.get("tokens"))
+        if step is None:
+            continue
+        values = {name: value for name in _NAMES & line.keys() if (value := finite(line[name])) is not None}
+        lost = not line.get("skipped") and any(name in line and finite(line[name]) is None for name in ("loss", "grad_norm"))
+        tokens = seen - before if seen is not None else None
+        steps.append(Step(step=int(step), not_a_number=lost, **values, tokens=tokens or None))  # type: ignore[arg-type]
+        before = before if seen is None else seen
     return Observed(
         source=str(path),
         format="run",
@@ -71,7 +77,7 @@ def _facts(recipe: Recipe | None, plan: Plan | None) -> Facts:
         micro_batch=plan.micro_batch,
         seq_len=recipe.data.seq_len,
         precision=plan.precision,
-        recompute="on" if plan.recompute != "none" else "off",
+        recompute=plan.recompute if plan.recompute != "none" else "off",
         mfu_peak_tflops=plan.hardware.peak_tflops.get(plan.precision),
     )
 
@@ -95,7 +101,7 @@ def _watched_facts(path: Path) -> Facts:
             micro_batch=rows,
             seq_len=value["seq_len"],
             precision=value["precision"],
-            recompute={"full": "on", "none": "off"}.get(value["recompute"]),
+            recompute="off" if value["recompute"] == "none" else value["recompute"],
             compile=value["compile"],
             mfu_peak_tflops=hardware["peak_tflops"].get(value["precision"]),
         )

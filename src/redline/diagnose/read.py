@@ -6,14 +6,17 @@
 To add a format: a function that recognises a text, one that reads it, and a line in FORMATS.
 """
 
+import codecs
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from redline.diagnose import consoles, document, tables
+from redline.config.recipe import Precision
+from redline.diagnose import consoles, document, tables, trainer_state
+from redline.diagnose.amounts import BYTES, COUNTS, amount
 from redline.diagnose.observed import Facts, Observed
 from redline.diagnose.own import read_run
 from redline.errors import ConfigError, DataError, nearest
@@ -21,6 +24,15 @@ from redline.machine.specs import find_spec
 
 MOST_BYTES = 512 * 2**20
 """A log is read whole; a larger file is refused before it fills the memory."""
+WORDS = {
+    "precision": get_args(Precision),
+    "recompute": ("full", "selective", "on", "off"),
+    "compile": ("on", "off"),
+    "use_cache": ("true", "false"),
+    "mfu_scope": ("the step", "the actor's update"),
+}
+"""Facts that are one of a few words."""
+WHOLE = ("gpus", "batch_size", "micro_batch", "seq_len", "samples")
 
 Reader = Callable[[str, str, Mapping[str, str]], Observed]
 
@@ -39,7 +51,7 @@ def _read_table(name: str, text: str, source: str, columns: Mapping[str, str]) -
 
 
 FORMATS: dict[str, tuple[Callable[[str], bool], Reader]] = {
-    "hf": (tables.is_trainer_state, _plain(tables.read_trainer_state)),
+    "hf": (trainer_state.is_trainer_state, _plain(trainer_state.read_trainer_state)),
     "verl": (consoles.is_verl, _plain(consoles.read_verl)),
     "torchtitan": (consoles.is_torchtitan, _plain(consoles.read_torchtitan)),
     "nanogpt": (consoles.is_nanogpt, _plain(consoles.read_nanogpt)),
@@ -67,10 +79,18 @@ def read(
             raise ConfigError(f"no format {name!r}{nearest(name, FORMATS)}; known: run (a folder), {', '.join(FORMATS)}")
         if columns and name not in ("csv", "jsonl", "lightning"):
             raise ConfigError(f"--map is for csv, jsonl and lightning; {path} is read as {name}")
-        observed = FORMATS[name][1](text, str(path), columns or {})
+        observed = _read(name, text, path, columns or {})
     if not observed.steps and not observed.events and observed.format != "document":
         raise DataError(f"{path} holds no step that the reader for {observed.format} understands: choose another with --format")
     return replace(observed, facts=replace(observed.facts, **_given(facts or {})))
+
+
+def _read(name: str, text: str, path: Path, columns: Mapping[str, str]) -> Observed:
+    """What a log written by hand or by another version can hold is without end: what a reader stumbles over is the file's fault."""
+    try:
+        return FORMATS[name][1](text, str(path), columns)
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        raise DataError(f"{path} is not what the reader for {name} expects ({error!r}): choose another with --format") from error
 
 
 def _file(path: Path) -> Path:
@@ -96,9 +116,13 @@ def _text(path: Path) -> str:
     if path.stat().st_size > MOST_BYTES:
         raise DataError(f"{path} has {path.stat().st_size / 2**20:,.0f} MiB, more than {MOST_BYTES / 2**20:.0f}: cut out a part of it")
     raw = path.read_bytes()
-    if b"\0" in raw[:4096]:
+    encoding = "utf-16" if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+    if encoding != "utf-16" and b"\0" in raw[:4096]:
         raise DataError(f"{path} is not text: give the log, not a checkpoint or an archive")
-    return raw.decode("utf-8", errors="replace")  # a console log may hold anything
+    text = raw.decode(encoding, errors="replace")  # a console log may hold anything
+    if not text.strip():
+        raise DataError(f"{path} is empty: the trainer has written nothing into it yet")
+    return text
 
 
 def _detect(text: str, path: Path) -> str:
@@ -114,11 +138,21 @@ def _given(facts: Mapping[str, str]) -> dict[str, Any]:
     for name, raw in facts.items():
         if name not in kinds:
             raise ConfigError(f"--fact knows no {name!r}{nearest(name, kinds)}; it may name {', '.join(kinds)}")
-        if kinds[name].startswith("str"):
-            given[name] = find_spec(raw).name if name == "gpu" else raw
-            continue
-        found = document.quantities(raw)
-        if len(found) != 1:
-            raise ConfigError(f"--fact {name} needs one number such as 454M, got {raw!r}")
-        given[name] = found[0][0].low
+        given[name] = _word(name, raw) if kinds[name].startswith("str") else _number(name, raw)
     return given
+
+
+def _word(name: str, raw: str) -> str:
+    if name == "gpu":
+        return find_spec(raw).name
+    if name in WORDS and raw not in WORDS[name]:
+        raise ConfigError(f"--fact {name} is one of {', '.join(WORDS[name])}, got {raw!r}{nearest(raw, WORDS[name])}")
+    return raw
+
+
+def _number(name: str, raw: str) -> float:
+    units, example = (BYTES, "80GB or 80GiB") if name == "memory_bytes" else (COUNTS, "8, 454M or 1.24e8")
+    value = amount(raw, units)
+    if value is None or (name in WHOLE and not value.is_integer()):
+        raise ConfigError(f"--fact {name} needs one {'whole ' if name in WHOLE else ''}number above 0 such as {example}, got {raw!r}")
+    return value
