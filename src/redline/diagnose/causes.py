@@ -1,10 +1,9 @@
 """Why a step takes as long as it does: rules on the times that a log holds. Each predicts what its fix saves, in seconds of the step.
 
 A share is counted against the mean update (what is paid), medians where one slow update would mislead. Rules that compare with the plan the
-planner would have made are in plans.py, those on generation in generation.py.
+planner would have made are in plans.py, those on what comes every N updates in pauses.py, those on generation in generation.py.
 """
 
-from itertools import accumulate, pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -14,10 +13,8 @@ from redline.record.units import format_duration
 
 WORTH_SAYING = 0.05
 """Shares of the step below this are left alone: they are not more than what two runs of the same thing differ by."""
-LEAST_EXPLAINED = 0.5
-"""A period that explains less of the slow updates is none."""
-SLOW = 1.5
-"""An update is slow from this many times the median on."""
+FEWEST_UPDATES = 6
+"""A share of the update is told from this many updates after the warm-up on: one or two may be anything."""
 LAUNCH_BOUND = 0.85
 """Share of the step that the host spends issuing it from which on the GPU is waiting for the host."""
 COMPILING = (1.05, 1.3)
@@ -30,13 +27,18 @@ def saved(step_s: float, share_low: float, share_high: float, why: str) -> Gain:
     return Gain(1 / (1 - min(share_low, 0.99)), 1 / (1 - min(share_high, 0.99)), f"{why}; the update takes {format_duration(step_s)}")
 
 
+def enough(observed: Observed) -> bool:
+    """Whether the log holds enough steady updates to speak of their mean."""
+    return len(observed.steady) * (observed.stride if observed.lines_are_means else 1) >= FEWEST_UPDATES
+
+
 def idle_s(step: Step) -> float | None:
     """What is left of an update when its phases are taken away; None where they were not measured."""
     phases = [value for name in PHASES if (value := getattr(step, name)) is not None]
     return max(0.0, step.step_s - sum(phases)) if step.step_s is not None and len(phases) >= 3 else None
 
 
-def _wait_s(step: Step) -> float:
+def felt_wait_s(step: Step) -> float:
     """Wait for the loader that the step felt: on a GPU, the part that outlasted the update before it."""
     waited, idle = step.data_wait_s or 0.0, idle_s(step)
     return waited if idle is None else min(waited, idle)
@@ -45,9 +47,9 @@ def _wait_s(step: Step) -> float:
 def data_wait(observed: Observed) -> list[Finding]:
     """The loader is slower than the step."""
     steady, mean_s = observed.steady, observed.mean("step_s")
-    if not mean_s or observed.mean("data_wait_s") is None:
+    if not mean_s or not enough(observed) or observed.mean("data_wait_s") is None:
         return []
-    lost_s = fmean(_wait_s(s) for s in steady)
+    lost_s = fmean(felt_wait_s(s) for s in steady)
     share = lost_s / mean_s
     if share < WORTH_SAYING:
         return []
@@ -81,7 +83,7 @@ def data_wait(observed: Observed) -> list[Finding]:
 def _gap_s(observed: Observed) -> float:
     """Time of an update that neither its phases nor the loader account for. The median, because what comes every N updates is a stall
     and has its own rule."""
-    gaps = [idle - _wait_s(s) for s in observed.steady if (idle := idle_s(s)) is not None]
+    gaps = [idle - felt_wait_s(s) for s in observed.steady if (idle := idle_s(s)) is not None]
     return median(gaps) if gaps else 0.0
 
 
@@ -98,7 +100,7 @@ def host_gap(observed: Observed) -> list[Finding]:
     """Time between updates in which nothing is computed, and which a wait for the GPU does not explain: logging, an observer."""
     whole_s, mean_s = _gap_s(observed), observed.mean("step_s")
     gap_s = whole_s - _hidden_s(observed, whole_s)
-    if not mean_s or gap_s / mean_s < WORTH_SAYING:
+    if not mean_s or not enough(observed) or gap_s / mean_s < WORTH_SAYING:
         return []
     share = gap_s / mean_s
     less = f", and {(whole_s - gap_s) * 1e3:.3g} ms that would hide behind the GPU's work" if gap_s < whole_s else ""
@@ -155,7 +157,8 @@ def _scales_with_positions(observed: Observed, mean_s: float) -> tuple[float, fl
 def padding(observed: Observed) -> list[Finding]:
     """Positions computed that hold no token."""
     share, mean_s = observed.mean("padding_share"), observed.mean("step_s")
-    if not share or not mean_s:
+    removed = observed.setting("use_remove_padding")
+    if not share or not mean_s or not enough(observed) or (removed and removed.value.lower() == "true"):
         return []
     part, least, known = _scales_with_positions(observed, mean_s)
     if share * part < WORTH_SAYING:
@@ -175,111 +178,6 @@ def padding(observed: Observed) -> list[Finding]:
             gain=saved(mean_s, least * share * part, share * part, "what scales with positions shrinks by the share of padding"),
             confidence=0.8 if observed.format == "run" else 0.5,
         )
-    ]
-
-
-def period_of(excess_s: dict[int, float], steps: list[int]) -> tuple[int, int, float] | None:
-    """The N and the remainder for which slow updates come every N updates, and how well that explains them (0 to 1).
-
-    Explained is the share of the excess time that falls on those updates, times the share of those updates that are slow: a busy machine
-    makes some other updates slow too, but not by as much.
-    """
-    best: tuple[int, int, float] | None = None
-    total_s, span = sum(excess_s.values()), steps[-1] - steps[0]
-    most_s = list(accumulate(sorted(excess_s.values(), reverse=True)))
-    for n in range(2, max(3, span // 2 + 1)):
-        if most_s[min(len(most_s), span // n + 1) - 1] <= LEAST_EXPLAINED * total_s:
-            break  # not even the slowest updates, as many as fall on every Nth, would explain enough; a larger N has fewer
-        hits_of: dict[int, list[int]] = {}
-        for step in excess_s:
-            hits_of.setdefault(step % n, []).append(step)
-        for rest, hits in hits_of.items():
-            share = sum(excess_s[step] for step in hits) / total_s
-            least = best[2] if best else LEAST_EXPLAINED
-            # Counting the quick ones takes a look at all updates: only where the slow ones explain enough.
-            if len(hits) >= 3 and share > least and (score := share * len(hits) / sum(step % n == rest for step in steps)) > least:
-                best = (n, rest, score)
-    return best
-
-
-def stalls(observed: Observed) -> list[Finding]:
-    """Updates that are slow every N updates: a checkpoint, a flush, a garbage collection inside the loop."""
-    steady = observed.steady
-    took_s = {s.step: (s.step_s or 0.0) - (s.generate_s or 0.0) for s in steady}  # texts drawn every N updates are no stall
-    if len(steady) < 12 or (usual_s := median(took_s.values())) <= 0:
-        return []
-    mean_s = observed.mean("step_s") or 0.0
-    slow = {s.step: s for s in steady if took_s[s.step] > SLOW * usual_s}
-    excess_s = {step: took_s[step] - usual_s - _wait_s(s) for step, s in slow.items()}
-    excess_s = {step: value for step, value in excess_s.items() if value > 0}
-    found = period_of(excess_s, [s.step for s in steady]) if len(excess_s) >= 3 else None
-    if found is None:
-        return []
-    period, rest, explained = found
-    hits = [step for step in excess_s if step % period == rest]
-    share = sum(excess_s[step] for step in hits) / len(steady) / mean_s
-    if share < WORTH_SAYING:
-        return []
-    longest_s = median(took_s[step] for step in hits)
-    return [
-        Finding(
-            cause="stall",
-            kind="cause",
-            title=f"Every {period} updates one takes {longest_s / usual_s:.1f} times as long",
-            evidence=(
-                Evidence("slow updates", longest_s * 1e3, f"ms, median of {len(hits)} (the first at step {hits[0]})"),
-                Evidence("other updates", usual_s * 1e3, "ms, median"),
-                Evidence("explained by the period", explained, "share of the slow updates' excess"),
-            ),
-            fix=f"find what the program does every {period} updates (saving, logging, clearing a cache); do it in a thread, or less often",
-            gain=saved(mean_s, 0.85 * share, share, "all updates as fast as the usual one"),
-            confidence=0.9 * explained,
-        )
-    ]
-
-
-def pauses(observed: Observed) -> list[Finding]:
-    """Validation and checkpoints of our own runs: they stand between updates, and the events say which was which."""
-    if observed.format != "run" or len(observed.steps) < 3:
-        return []
-    lines = observed.steps
-    lost: dict[str, float] = {"validation": 0.0, "checkpoint": 0.0}
-    count = dict.fromkeys(lost, 0)
-    events = {(event["event"], event.get("step")): event for event in observed.events}
-    for now, after in pairwise(lines):
-        stalled_s = float(events.get(("checkpoint", now.step), {}).get("stalled_s", 0.0))
-        validated = ("validation", now.step) in events
-        gap_s = (after.elapsed_s or 0.0) - (now.elapsed_s or 0.0) - (after.step_s or 0.0)
-        count["checkpoint"] += ("checkpoint", now.step) in events
-        lost["checkpoint"] += stalled_s
-        if validated:
-            count["validation"] += 1
-            lost["validation"] += max(0.0, gap_s - stalled_s)
-    total_s = (lines[-1].elapsed_s or 0.0) - (lines[0].elapsed_s or 0.0)
-    how = {"validation": "train.eval_every, or a smaller train.eval_sequences", "checkpoint": "train.checkpoint_every"}
-    if observed.recipe is None:
-        how = {"validation": "interval (Trainer: eval_steps), or on fewer rows", "checkpoint": "interval (Trainer: save_steps)"}
-    return [
-        Finding(
-            cause=f"{kind}-pause",
-            kind="cause",
-            title=f"{kind.capitalize()} takes {lost[kind] / total_s:.0%} of the run",
-            evidence=(
-                Evidence(f"{kind}s", count[kind], "between the updates"),
-                Evidence("each", lost[kind] / max(1, count[kind]), "s"),
-                Evidence("run", total_s, "s"),
-            ),
-            fix=f"do it less often: a larger {how[kind]}",
-            gain=saved(
-                observed.mean("step_s") or 0.0,
-                0.5 * lost[kind] / total_s,
-                0.9 * lost[kind] / total_s,
-                "of the whole run, half as often or ten times",
-            ),
-            confidence=0.9,
-        )
-        for kind in lost
-        if total_s > 0 and lost[kind] / total_s >= WORTH_SAYING
     ]
 
 
@@ -363,4 +261,4 @@ def waits(observed: Observed) -> list[Finding]:
     ]
 
 
-RULES = (data_wait, host_gap, padding, stalls, pauses, warm_up, waits)
+RULES = (data_wait, host_gap, padding, warm_up, waits)

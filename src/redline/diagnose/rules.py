@@ -7,7 +7,7 @@ To add a rule: a function from Observed to findings, and its name in the RULES o
 
 from dataclasses import replace
 
-from redline.diagnose import causes, claims, communication, generation, plans, trouble, workload
+from redline.diagnose import causes, claims, communication, generation, pauses, plans, trouble, workload
 from redline.diagnose.finding import Finding, ordered
 from redline.diagnose.observed import Observed
 
@@ -27,7 +27,16 @@ OPTIMISATIONS = {
     "accumulation-as-speed": "accumulation",
 }
 """Which entry of the catalogue mends, or is wrongly blamed for, a cause."""
-RULES = (*causes.RULES, *plans.RULES, *communication.RULES, *generation.RULES, *claims.RULES, *workload.RULES, *trouble.RULES)
+RULES = (
+    *causes.RULES,
+    *pauses.RULES,
+    *plans.RULES,
+    *communication.RULES,
+    *generation.RULES,
+    *claims.RULES,
+    *workload.RULES,
+    *trouble.RULES,
+)
 
 
 def diagnose(observed: Observed) -> list[Finding]:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from redline.diagnose.finding import Finding
 from redline.diagnose.own import read_run
 from redline.diagnose.rules import diagnose
+from redline.diagnose.summary import nothing_found
 from redline.errors import ConfigError, StorageError, nearest
 from redline.machine.telemetry import GpuTelemetry, process_rss_bytes
 from redline.observe.batch import Number, Seen
@@ -344,7 +345,7 @@ class WatchedRun:
             gain = f" ({finding.gain.low:.2f} to {finding.gain.high:.2f} times as fast without it, predicted)" if finding.gain else ""
             lines += [f"  {place}. {finding.title}{gain}", f"     fix: {finding.fix}"]
         if len(lines) == 1:
-            lines.append("  nothing found that would bring more than 5 %")
+            lines.append(f"  {nothing_found(observed)}")
         return "\n".join([*lines, f"  more: redline report {self.path}", ""])
 
     def _write(self, *, leave: int) -> None:
