@@ -7,13 +7,13 @@ term left out, which favours the claim), peaks are dense datasheet peaks.
 import math
 import re
 
+from redline.diagnose.consoles import NANOGPT_TFLOPS
 from redline.diagnose.finding import Evidence, Finding
 from redline.diagnose.observed import Claim, Observed, Range
 from redline.diagnose.trainer_arguments import INSTEAD, KNOWN
 from redline.errors import nearest
 from redline.machine.specs import SPECS, GpuSpec
 
-NANOGPT_TFLOPS = 312.0
 INFERENCE_APIS = {
     "float8_dynamic_activation_float8_weight": "convert_to_float8_training",
     "Float8DynamicActivationFloat8WeightConfig": "convert_to_float8_training",
@@ -78,6 +78,8 @@ def over_the_peak(observed: Observed) -> list[Finding]:
         parameters, source = _implied_parameters(observed, peak), "implied by its own MFU and tokens/s"
     if parameters is None:
         return []
+    if observed.facts.gpus is None and observed.median("mfu") is not None:
+        return []  # how many GPUs there were is not said, and the log's own MFU says that it was more than one: mfu_by_arithmetic asks
     gpus = observed.facts.gpus or 1
     speeds = [(c.after or c.before, c.line) for c in observed.claims if c.name == "tokens_per_s"]
     speeds += [(Range(observed.tokens_per_s, observed.tokens_per_s), 0)] if observed.tokens_per_s else []
@@ -93,6 +95,8 @@ def over_the_peak(observed: Observed) -> list[Finding]:
             evidence.append(("of the FP8 peak", needs / (spec.fp8_tflops * gpus), "share; nothing trains at more than about 0.5 of it"))
         title = f"{worst[0]:,.0f} tokens/s needs {needs / 1e3:.2f} PFLOP/s: {needs / (peak * gpus):.0%} of the GPU's bf16 peak"
         fix = "no setting reaches it; 40 to 60 % of the bf16 peak is what good training reaches"
+        if observed.facts.gpus is None and observed.format != "document":
+            fix += "; if there was more than one GPU, say so with --fact gpus=N"
         found.append(_finding("over-peak", title, evidence, fix, 0.97 if source == "stated" else 0.85))
     return found
 
@@ -118,8 +122,10 @@ def mfu_by_arithmetic(observed: Observed) -> list[Finding]:
     per_token = facts.flops_per_token or 6 * facts.parameters
     right = per_token * speed / (peak * 1e12 * (facts.gpus or 1))
     ratio = claimed / right
-    if 0.85 <= ratio <= 1.2:
+    if 0.85 <= ratio <= 1.2 or claimed > 1:  # more than the peak is impossible_mfu's
         return []
+    if right > 1:  # with the GPUs known, over_the_peak says so
+        return _on_several(observed, speed, right, claimed) if facts.gpus is None else []
     thrice = 2.6 <= ratio <= 3.4
     why = (
         "three times too high: 6N already counts forward (2N) and backward (4N), and somebody multiplied it by 3 again"
@@ -139,6 +145,39 @@ def mfu_by_arithmetic(observed: Observed) -> list[Finding]:
             f"read it as {right:.1%}",
             0.9 if thrice else 0.7,
             unit=True,
+        )
+    ]
+
+
+def _on_several(observed: Observed, speed: float, right: float, claimed: float) -> list[Finding]:
+    """Tokens/s that one GPU cannot do, beside an MFU that it could: the log does not say how many there were."""
+    return [
+        _finding(
+            "mfu-mismatch",
+            f"{speed:,.0f} tokens/s are {right:.0%} of one GPU's peak, which is impossible, beside an MFU of {claimed:.0%}",
+            [("tokens/s", speed, "tokens/s"), ("of one GPU's bf16 peak", right, "share"), ("MFU of the log", claimed, "share")],
+            "say how many GPUs there were with --fact gpus=N; if it was one, believe neither number",
+            0.9,
+        )
+    ]
+
+
+def impossible_mfu(observed: Observed) -> list[Finding]:
+    """An MFU above one, whatever it is counted against. nanoGPT's is nanogpt_mfu's as long as the GPU is not known."""
+    claimed, spec = observed.median("mfu"), spec_of(observed)
+    if claimed is not None and observed.format == "nanogpt":
+        peak = (spec.bf16_tflops or spec.fp16_tflops) if spec else None
+        claimed = claimed * NANOGPT_TFLOPS / peak if peak else None
+    if claimed is None or claimed <= 1:
+        return []
+    return [
+        _finding(
+            "over-peak",
+            f"An MFU of {claimed:.0%} is more than the GPU can do",
+            [("MFU", claimed, "of the peak, median"), ("possible", "40 to 60 %", "is what good training reaches")],
+            "FLOPs or tokens are counted more than once, or against too low a peak; if the column is in per cent, say so with "
+            "--map mfu=COLUMN:%",
+            0.95,
         )
     ]
 
@@ -229,7 +268,7 @@ def inference_api(observed: Observed) -> list[Finding]:
             f"{name} quantises a finished model; it does not train in FP8",
             [("named", name, f"{len(re.findall(name, observed.text))} time(s)")],
             f"torchao.float8: {instead}, compiled, matrix sides multiples of 16; here `--set plan.precision=fp8`. It pays for wide "
-            "matrices only: at 124M parameters on an H200 it measured slower than bf16, at 1.3B 1.09 times as fast",
+            "matrices only: at 124M parameters on an H200 it measured slower than bf16, at 1.3B 1.21 times as fast",
             0.95,
         )
         for name, instead in INFERENCE_APIS.items()
@@ -262,6 +301,7 @@ RULES = (
     speed_against_mfu,
     over_the_peak,
     mfu_by_arithmetic,
+    impossible_mfu,
     nanogpt_mfu,
     per_gpu_throughput,
     gains_multiply,

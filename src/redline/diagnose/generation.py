@@ -23,6 +23,10 @@ SLOW_STEP_S = 0.05
 CACHED_CALL = {"cpu": (0.75, 1.5), "cuda": (1.0, 1.6)}
 """What a call with a cache takes, in what is read off the calls without one: small products are slower, and the cache is read and
 extended. On a GPU that comes on top, two kernels a layer; on a CPU it is little beside the products."""
+ENGINES = ("vllm", "sglang", "trtllm")
+"""Rollouts that always keep keys and values."""
+LONG_TAIL = 4.0
+"""From this many times the mean on, most rows of a generation have ended long before its longest one."""
 GENERATED_TOGETHER = {10: 331.0, 240: 9_600.0, 1920: 24_900.0}
 """Tokens/s of transformers' `generate` by sequences in a call (H200, 360M parameters, measured for this project)."""
 
@@ -30,7 +34,7 @@ GENERATED_TOGETHER = {10: 331.0, 240: 9_600.0, 1920: 24_900.0}
 def uncached(observed: Observed) -> list[Finding]:
     """Reinforcement learning whose generation computes every prefix again, or is as slow as if it did."""
     if observed.format == "verl":
-        return _uncached_log(observed)
+        return [] if observed.facts.rollout in ENGINES else _uncached_log(observed)
     if observed.format == "run":
         return _uncached_loop(observed)
     if observed.format == "document" and observed.facts.mfu_scope == "the actor's update":
@@ -39,8 +43,9 @@ def uncached(observed: Observed) -> list[Finding]:
 
 
 def _uncached_log(observed: Observed) -> list[Finding]:
-    """verl says how long generation took and how long the responses were."""
-    gen_s, step_s, length = observed.part("gen"), observed.median("step_s"), observed.facts.response_length
+    """verl says how long generation took and how long the responses were: it ends with the longest."""
+    gen_s, step_s = observed.part("gen"), observed.median("step_s")
+    length = observed.facts.longest_response or observed.facts.response_length
     if not gen_s or not step_s or gen_s / step_s < 0.3 or not length:
         return []
     token_s, spec, facts = gen_s / length, spec_of(observed), observed.facts
@@ -54,7 +59,7 @@ def _uncached_log(observed: Observed) -> list[Finding]:
     share = gen_s / step_s
     evidence = [
         Evidence("generation", share, "of the step"),
-        Evidence("one decoding step", token_s * 1e3, f"ms (generation over {length:.0f} tokens a response)"),
+        Evidence("one decoding step", token_s * 1e3, f"ms (generation over the {length:.0f} tokens of the longest response)"),
         Evidence("with a cache", reach_s * 1e3, "ms, weights read once at half the bandwidth" if floor else "ms, what engines reach"),
     ]
     if facts.rollout:
@@ -72,6 +77,32 @@ def _uncached_log(observed: Observed) -> list[Finding]:
             "not help",
             gain=saved(step_s, 0.6 * less, less, "generation at the speed of cached decoding, the rest as it is"),
             confidence=0.95 if told else 0.6,
+        )
+    ]
+
+
+def long_tail(observed: Observed) -> list[Finding]:
+    """Generation that ends with a few long responses, while the other rows have ended."""
+    gen_s, step_s, facts = observed.part("gen"), observed.median("step_s"), observed.facts
+    longest, mean = facts.longest_response, facts.response_length
+    if not gen_s or not step_s or gen_s / step_s < 0.3 or not longest or not mean or longest < LONG_TAIL * mean or facts.rollout == "hf":
+        return []
+    share = gen_s / step_s
+    return [
+        Finding(
+            cause="long-tail",
+            kind="cause",
+            title=f"Generation takes {share:.0%} of the step and waits for responses {longest / mean:.0f} times as long as the mean",
+            evidence=(
+                Evidence("generation", share, "of the step"),
+                Evidence("longest response", longest, "tokens, median of the steps"),
+                Evidence("mean response", mean, "tokens"),
+                Evidence("rollout.name", facts.rollout or "not in the log", "from the log" if facts.rollout else ""),
+            ),
+            fix="generate the next batch while this one trains (an asynchronous rollout: verl's recipe/fully_async_policy or "
+            "one_step_off_policy), or cut the tail with a smaller data.max_response_length: that is another task, as long answers are lost",
+            gain=saved(step_s, 0.0, share * (1 - mean / longest), "at best generation takes as long as for responses of the mean length"),
+            confidence=0.4,
         )
     ]
 
@@ -257,4 +288,4 @@ def samples_to_spare(observed: Observed) -> list[Finding]:
     ]
 
 
-RULES = (uncached, real_batch, rewards, samples_to_spare)
+RULES = (uncached, long_tail, real_batch, rewards, samples_to_spare)

@@ -24,6 +24,12 @@ CPU_FLOPS = 50e9
 """What small products reach on one CPU core in fp32, where no ceiling was measured."""
 LAUNCH_S, LAUNCH_QUEUE = 9e-6, 1000
 """Host seconds of one operation, and how many launches CUDA holds before the host must wait for one to finish."""
+ELSEWHERE = {
+    "full": (1.15, 1.33, "every block computed twice, a third of the arithmetic more than without"),
+    "on": (1.15, 1.33, "every block computed twice, a third of the arithmetic more than without"),
+    "selective": (1.02, 1.15, "a part of every block computed twice, its cheap operations and about half of its products"),
+}
+"""What recomputation costs where no plan says what would fit: the gain of turning it off, and why. By arithmetic, not measured."""
 LARGER_PASSES = ((8_192, 1.25), (32_768, 1.02))
 """Tokens of a pass, and how much faster passes of 64k are (H200, 124M parameters: 427k, 524k and 533k tokens/s, LOG.md)."""
 
@@ -139,25 +145,52 @@ def recomputation(observed: Observed) -> list[Finding]:
 
 def _recomputation_elsewhere(observed: Observed) -> list[Finding]:
     """A document or a foreign log: recomputation on, and a memory that is mostly empty."""
-    used, have = observed.median("memory_bytes"), observed.facts.memory_bytes
-    share = used / have if used and have else None
-    claim = next((c for c in observed.claims if c.name == "memory_share" and c.before), None)
-    if share is None and claim is not None and claim.before is not None:
-        share = claim.before.high / 100
-    if observed.facts.recompute != "on" or share is None or share > 0.5:
+    used, have, kind = observed.median("memory_bytes"), observed.facts.memory_bytes, observed.facts.recompute
+    if kind not in ELSEWHERE:
         return []
+    if observed.format == "document":
+        return _recomputation_among_changes(observed)
+    share = used / have if used and have else None
+    if share is None or share > 0.5:
+        return []
+    low, high, costs = ELSEWHERE[kind]
+    flag = "--activation_checkpoint.mode none" if observed.format == "torchtitan" else "gradient_checkpointing=False"
+    named = {"full": "Full activation", "selective": "Selective activation", "on": "Gradient"}[kind]
     return [
         Finding(
             cause="needless-recomputation",
             kind="cause",
-            title=f"Gradient checkpointing is on while {1 - share:.0%} of the memory is free",
+            title=f"{named} checkpointing is on while {1 - share:.0%} of the memory is free",
+            evidence=(Evidence("memory in use", share, "of the device's"), Evidence("checkpointing", kind, costs)),
+            fix=f"turn it off ({flag}); first see that the memory suffices, `redline plan` predicts it",
+            gain=Gain(low, high, f"{costs}; less where the step is bound by something else"),
+            confidence=0.5 if kind == "selective" else 0.8,
+        )
+    ]
+
+
+def _recomputation_among_changes(observed: Observed) -> list[Finding]:
+    """A page that turns recomputation on, and says that memory was not short before. What it would take after the other changes is not
+    known, so nothing is promised."""
+    claims = [c for c in observed.claims if c.name == "memory_share" and c.before]
+    share = next((c.before.high / 100 for c in claims if c.before), None)
+    if share is None or share > 0.5:
+        return []
+    after = next((c.after for c in claims if c.after), None)
+    return [
+        Finding(
+            cause="needless-recomputation",
+            kind="cause",
+            title=f"Gradient checkpointing is among the changes, where {share:.0%} of the memory was in use before them",
             evidence=(
-                Evidence("memory in use", share, "of the device's"),
-                Evidence("gradient checkpointing", "on", "every block computed twice"),
+                Evidence("memory before", share, "of the device's"),
+                Evidence("memory after", f"{after} %" if after else "not stated", "with larger passes and checkpointing together"),
+                Evidence("gradient checkpointing", "on", ELSEWHERE["on"][2]),
             ),
-            fix="turn it off (gradient_checkpointing=False); first see that the memory suffices, `redline plan` predicts it",
-            gain=Gain(1.15, 1.33, "a third of the arithmetic more with it than without; less where the step is bound by something else"),
-            confidence=0.8,
+            fix="take the larger passes without it (gradient_checkpointing=False), and turn it on only if they do not fit; `redline plan` "
+            "predicts it",
+            gain=None,
+            confidence=0.6,
         )
     ]
 
@@ -317,11 +350,24 @@ def empty_memory(observed: Observed) -> list[Finding]:
                 Evidence("memory", used / 2**30, f"GiB of {have / 2**30:.0f}"),
                 Evidence("micro-batch", micro if micro else "not in the log", "sequences a GPU"),
             ),
-            fix=f"double the micro-batch{f' (to {2 * micro:.0f})' if micro else ''} and halve the accumulation: the batch stays the same",
+            fix=_double(observed),
             gain=Gain(1.0, high, "on an H200 at 124M parameters 8k tokens a pass give 80 % of the speed of 64k, and 32k 98 %"),
             confidence=0.4,
         )
     ]
+
+
+def _double(observed: Observed) -> str:
+    """How to make passes larger. Where an update is one pass already, that makes the batch larger too."""
+    facts = observed.facts
+    to = f" (to {2 * facts.micro_batch:.0f})" if facts.micro_batch else ""
+    flag = " with --training.local_batch_size" if observed.format == "torchtitan" else ""
+    if facts.batch_size and facts.micro_batch and facts.gpus and facts.batch_size <= facts.micro_batch * facts.gpus:
+        return (
+            f"double the micro-batch{to}{flag}. An update is one pass already, so the batch doubles with it, which is another training: "
+            "half as many GPUs keep it the same"
+        )
+    return f"double the micro-batch{to}{flag} and halve the accumulation: the batch stays the same"
 
 
 def low_mfu(observed: Observed) -> list[Finding]:

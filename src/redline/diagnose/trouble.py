@@ -1,4 +1,4 @@
-"""Failures that a log records: running out of memory, a Ray cluster that does not come up, a loss that is not a number. Advice, no gain."""
+"""Failures that a log shows: running out of memory, a Ray cluster that does not come up, a loss that is not a number. Advice, no gain."""
 
 import re
 
@@ -7,35 +7,71 @@ from redline.diagnose.observed import Observed
 
 LINES = {
     "out-of-memory": (
+        ("out of memory", "outofmemoryerror"),
         r"CUDA out of memory|OutOfMemoryError",
         "The log ran out of GPU memory",
         "halve the micro-batch and double the accumulation (the batch stays the same); then recomputation on; then a shorter sequence. "
         "Fewer loader workers only help host memory",
     ),
     "ray-timeout": (
+        ("register_center",),
         r"register_center.*tim(?:ed|e) ?out|Failed to get register_center_actor",
         "Ray's workers did not find each other in time",
         "trainer.ray_wait_register_center_timeout=600; `ray status` must show all GPUs before the start; `ray stop` on every node first",
     ),
-    "not-a-number": (
-        r"loss[^\n]{0,12}\bnan\b|grad_norm[^\n]{0,12}\bnan\b",
-        "The loss or the gradient is not a number",
-        "bf16 instead of fp16 (fp16 needs a loss scaler), a lower learning rate, gradients clipped to 1.0",
-    ),
 }
+"""Of each failure: words without which a log need not be searched, what its line looks like, a title, and what to do."""
+NOT_A_NUMBER = re.compile(r"(?:loss|grad_norm)[^\n]{0,12}\b(?:nan|inf)\b", re.IGNORECASE)
+BETTER = "bf16 instead of fp16 (fp16 needs a loss scaler), a lower learning rate, gradients clipped to 1.0"
+
+
+def _ended_by(observed: Observed) -> list[str]:
+    """What our own runs say they failed of."""
+    return [str(event.get("error", "")) for event in observed.events if event.get("event") == "failed"]
 
 
 def in_the_text(observed: Observed) -> list[Finding]:
-    """A line of a console log that names a known failure."""
+    """A line of a console log, or the last event of a run, that names a known failure."""
     if observed.format == "document":
         return []
     found = []
-    for cause, (pattern, title, fix) in LINES.items():
-        lines = [line.strip() for line in observed.text.splitlines() if re.search(pattern, line, re.IGNORECASE)]
+    text = "\n".join([observed.text, *_ended_by(observed)])
+    low = text.lower()
+    for cause, (words, pattern, title, fix) in LINES.items():
+        if not any(word in low for word in words):
+            continue
+        lines = [line.strip() for line in text.splitlines() if re.search(pattern, line, re.IGNORECASE)]
         if lines:
             evidence = (Evidence("lines", len(lines), f"the first: {lines[0][:160]}"),)
             found.append(Finding(cause=cause, kind="cause", title=title, evidence=evidence, fix=fix, gain=None, confidence=0.9))
     return found
+
+
+def not_a_number(observed: Observed) -> list[Finding]:
+    """Updates whose loss or gradient is none, or a failure that says so."""
+    lost = [s.step for s in observed.steps if s.not_a_number]
+    told = [text for text in _ended_by(observed) if NOT_A_NUMBER.search(text)]
+    if not lost and not told:
+        return []
+    at = re.search(r"at step (\d+)", told[-1]) if told else None
+    since = f" from update {lost[0]} on" if lost else f" at update {at[1]}" if at else ""
+    if lost and not observed.steps[-1].not_a_number:
+        since = f" in {len(lost)} of the updates, the first {lost[0]}"
+    evidence = (
+        [Evidence("updates", len(lost), f"with a loss or gradient norm that is none, of {len(observed.steps)} on record")] if lost else []
+    )
+    evidence += [Evidence("the run ended", told[-1].partition(":")[0][:160], "by its last event")] if told else []
+    return [
+        Finding(
+            cause="not-a-number",
+            kind="cause",
+            title=f"The loss or the gradient is not a number{since}",
+            evidence=tuple(evidence),
+            fix=BETTER,
+            gain=None,
+            confidence=0.95,
+        )
+    ]
 
 
 def out_of_memory(observed: Observed) -> list[Finding]:
@@ -59,4 +95,4 @@ def out_of_memory(observed: Observed) -> list[Finding]:
     ]
 
 
-RULES = (in_the_text, out_of_memory)
+RULES = (in_the_text, not_a_number, out_of_memory)
