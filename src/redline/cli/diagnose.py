@@ -3,7 +3,7 @@
 redline diagnose runs/nano                              a run folder of ours
 redline diagnose out/checkpoint-500                     Hugging Face's Trainer (trainer_state.json)
 redline diagnose train.log --fact gpu=h100-80g          nanoGPT, torchtitan, verl: what they print, or verl's JSONL
-redline diagnose metrics.csv --map step=iter,step_s=dt  Lightning, or any CSV or JSONL
+redline diagnose metrics.csv --map step=i,step_s=dt:ms  Lightning, or any CSV or JSONL; the unit behind the colon where it is no second
 redline diagnose guide.md                               a page of claims: what in it cannot hold
 
 Units are repaired and said so. A gain is a prediction; `redline bench train` measures.
@@ -12,6 +12,8 @@ Units are repaired and said so. A gain is a prediction; `redline bench train` me
 import argparse
 from pathlib import Path
 
+LARGE_BYTES = 4 * 2**20
+"""A log of this size takes a second to read; before that nobody needs to be told."""
 HELP = "why a run is slow, from its record or another trainer's log"
 
 
@@ -20,7 +22,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
     command.add_argument("path", type=Path, help="a run folder, a log, a table, or a Markdown page")
     command.add_argument("--format", metavar="NAME", help="hf, verl, torchtitan, nanogpt, jsonl, lightning, document, csv; found by itself")
-    command.add_argument("--map", default="", metavar="NAME=COLUMN,...", help="columns of a CSV or JSONL, e.g. step=iter,step_s=dt,loss=l")
+    command.add_argument(
+        "--map",
+        default="",
+        metavar="NAME=COLUMN[:UNIT],...",
+        help="columns of a CSV or JSONL, with their unit where it is another, e.g. step=iter,step_s=dt:ms,memory_bytes=mem:GB,mfu=mfu:%%",
+    )
     command.add_argument(
         "--fact",
         action="append",
@@ -34,16 +41,32 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from dataclasses import asdict
 
-    from redline.cli.options import print_json
+    from redline.cli.options import print_json, status
     from redline.diagnose.read import read
     from redline.diagnose.rules import diagnose
+    from redline.diagnose.summary import split, too_little
+    from redline.record.units import format_bytes
 
     facts = _pairs(options.fact, "--fact")
+    if options.path.is_file() and (size := options.path.stat().st_size) >= LARGE_BYTES:
+        status(f"reading {format_bytes(size)} of {options.path}")
     observed = read(options.path, format=options.format, columns=_pairs(filter(None, options.map.split(",")), "--map"), facts=facts)
     findings = diagnose(observed)
     if options.json:
-        head = {"source": observed.source, "format": observed.format, "steps": len(observed.steps), "repairs": observed.repairs}
-        print_json({**head, "tokens_per_s": observed.tokens_per_s, "findings": [asdict(finding) for finding in findings]})
+        print_json(
+            {
+                "source": observed.source,
+                "format": observed.format,
+                "steps": len(observed.steps),
+                "repairs": observed.repairs,
+                "facts": asdict(observed.facts),
+                "step_s": observed.median("step_s"),
+                "split_s": split(observed),
+                "tokens_per_s": observed.tokens_per_s,
+                "too_little": too_little(observed),
+                "findings": [asdict(finding) for finding in findings],
+            }
+        )
         return
     from redline.cli.diagnose_view import print_findings
 

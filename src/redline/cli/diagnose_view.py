@@ -6,11 +6,11 @@ from rich.padding import Padding
 from rich.table import Table
 
 from redline.diagnose.finding import Finding
-from redline.diagnose.observed import PHASES, Observed
-from redline.record.units import format_count, format_duration, format_rate
+from redline.diagnose.observed import Observed
+from redline.diagnose.summary import nothing_found, split, too_little
+from redline.record.units import format_amount, format_duration, format_rate
 
 _CERTAINTY = ((0.85, "high"), (0.6, "medium"), (0.0, "low"))
-_SHARES = ("of ", "share")
 
 
 def print_findings(observed: Observed, findings: list[Finding]) -> None:
@@ -25,18 +25,9 @@ def print_findings(observed: Observed, findings: list[Finding]) -> None:
     for number, finding in enumerate(findings, start=1):
         _print_finding(console, number, finding)
     if not findings:
-        console.print(f"\n{_nothing(observed)}{_how_far(observed)}")
-
-
-def _nothing(observed: Observed) -> str:
-    """No finding is good news only where there was something to judge."""
-    if observed.format == "document":
-        return "No claim found that cannot hold."
-    if not observed.steps:
-        return "No update is recorded, so nothing can be said."
-    missing = [name for name in ("gpu", "parameters", "seq_len") if getattr(observed.facts, name) is None]
-    more = f" Not known: {', '.join(missing)}; more can be said with --fact NAME=VALUE." if missing and observed.format != "run" else ""
-    return f"Nothing found that would bring more than 5 %.{more}"
+        console.print(f"\n{nothing_found(observed)}{_how_far(observed)}")
+    elif little := too_little(observed):
+        console.print(f"\n{little}")
 
 
 def _how_far(observed: Observed) -> str:
@@ -50,13 +41,9 @@ def _how_far(observed: Observed) -> str:
 
 def _print_split(console: Console, observed: Observed) -> None:
     """Where the update's time went, where it was measured."""
-    step_s = observed.median("step_s")
-    parts = {name.removesuffix("_s"): observed.median(name) for name in PHASES}
-    if not step_s or parts["forward"] is None:
+    step_s, known = observed.median("step_s"), split(observed)
+    if not step_s or not known:
         return
-    known = {name: value for name, value in parts.items() if value is not None}
-    wait_s = min(observed.median("data_wait_s") or 0.0, max(0.0, step_s - sum(known.values())))
-    known |= {"data wait": wait_s, "idle": max(0.0, step_s - sum(known.values()) - wait_s)}
     shown = ", ".join(f"{name} {value / step_s:.0%}" for name, value in known.items() if value / step_s >= 0.005)
     several = observed.plan.world_size > 1 if observed.plan else (observed.facts.gpus or 1) > 1
     inside = "; communication is part of forward and backward" if several and "communication" not in known else ""
@@ -72,20 +59,10 @@ def _print_finding(console: Console, number: int, finding: Finding) -> None:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for item in finding.evidence:
-        table.add_row(escape(item.name), escape(f"{_number(item.value, item.unit)} {item.unit}".strip()))
+        table.add_row(escape(item.name), escape(format_amount(item.value, item.unit)))
     table.add_row("fix", escape(finding.fix))
     if finding.gain:
         table.add_row("gain", escape(f"{finding.gain.low:.2f} to {finding.gain.high:.2f} times as fast, predicted: {finding.gain.why}"))
     sure = next(word for least, word in _CERTAINTY if finding.confidence >= least)
     table.add_row("confidence", f"{sure} ({finding.confidence:.0%}); cause: {finding.cause}")
     console.print(Padding(table, (0, 0, 0, 3)))
-
-
-def _number(value: float | str, unit: str) -> str:
-    if isinstance(value, str):
-        return value
-    if abs(value) >= 1e6:
-        return format_count(value)
-    if unit.startswith(_SHARES):
-        return f"{value:.1%}"
-    return f"{value:,.0f}" if abs(value) >= 1000 or float(value).is_integer() else f"{value:.3g}"
