@@ -247,6 +247,29 @@ class TestTables:
         found = trials([{"micro_batch": 8, "tokens_per_s": 1000.0, "plan": {}}, {"micro_batch": 16, "error": "out of memory"}])
         assert (found.columns, found.rows) == (["micro batch", "tokens", "error"], [["8", "1,000/s", "–"], ["16", "–", "out of memory"]])
 
+    def test_what_redline_tune_writes_is_a_table_of_comparisons(self, tmp_path: Path) -> None:
+        slower = {"ratio": 0.8, "low": 0.75, "high": 0.85, "verdict": "slower", "paired": True}
+        rows = [
+            {"name": "the rules' plan", "predicted": None, "tokens_per_s": 1000.0, "memory_bytes": 2**30, "verdict": "kept", "note": ""},
+            {"name": "flash", "predicted": 1.1, "tokens_per_s": 800.0, "comparison": slower, "rounds": 4, "verdict": "slower"},
+            {"name": "fp8", "predicted": 0.5, "verdict": "not tried", "note": "not tried: predicted 0.50x"},
+        ]
+        jsonl(tmp_path / "trials.jsonl", [{"key": "k", "name": "flash", "measured": {"outcome": "ok"}}])
+        assert view(read_run(tmp_path)).trials.rows == [["flash", "ok"]]
+        (tmp_path / "result.json").write_text(json.dumps({"ratio": 1.0, "rows": rows}))
+        found = view(read_run(tmp_path)).trials
+        assert found.columns == [
+            "name", "tokens", "against the best then", "95 % interval, * 87.5 %", "verdict", "predicted", "memory", "note"
+        ]  # fmt: skip
+        shown = [dict(zip(found.columns, cells, strict=True)) for cells in found.rows]
+        assert [row["95 % interval, * 87.5 %"] for row in shown] == ["–", "0.750 to 0.850×*", "–"]
+        assert [row["against the best then"] for row in shown] == ["–", "0.800×", "–"]
+        assert [row["verdict"] for row in shown] == ["kept", "slower", "not tried"]
+        assert shown[2]["note"] == "not tried: predicted 0.50x"
+        for foreign in ({"rows": 3}, {"rows": [3]}, {"loss": 1.0}):
+            (tmp_path / "result.json").write_text(json.dumps(foreign))
+            assert view(read_run(tmp_path)).trials.rows == [["flash", "ok"]]
+
     def test_what_redline_ablate_writes_is_grouped_by_stage(self) -> None:
         rows = [
             {"name": "naive", "stage": "baseline", "workload": "train", "tokens_per_s": 5503.4},

@@ -63,6 +63,8 @@ for line in sys.stdin:
             os.kill(os.getpid(), signal.SIGKILL)
         if world.get("dies_last") and plan["attention"] == "cudnn" and "flash" in open(world["log"]).read():
             crash = "crashed"
+        if world.get("first_dies") and len(open(world["log"]).readlines()) == 1:
+            crash = "dies"
         if crash == "dies":
             sys.exit("an illegal memory access was encountered")
         if crash:
@@ -189,6 +191,11 @@ def test_after_running_out_of_memory_small_probes_say_what_fits(world: dict[str,
     outcomes = [row.outcome for row in tuned.result.rows if row.name == "the rules' plan"]
     assert outcomes == ["out_of_memory", "ok"]
     assert tuned.plan.micro_batch == 8
+
+
+def test_a_rules_plan_that_crashes_once_is_started_again(world: dict[str, Any], tmp_path: Path) -> None:
+    world["first_dies"] = True
+    assert search(world, tmp_path, minutes=0.01)[0].result.rows[0].kept
 
 
 def test_a_rules_plan_that_crashes_is_one_clear_line(world: dict[str, Any], tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ def test_a_hopeless_arm_is_given_up_and_a_close_one_is_not() -> None:
     assert not hopeless(best, [2.0, 2.0, 2.0])
     assert hopeless(best, [2.0, 2.0, 2.0, 2.0])
     assert not hopeless(best, [2.0, 2.0, 2.0, 1.04])
+    assert not hopeless([], [2.0, 2.0, 2.0, 2.0]), "nothing is known of the best"
 
 
 def test_a_plain_difference_needs_four_blocks_of_each_and_a_fifth_between_them() -> None:

@@ -4,7 +4,7 @@
         chart.title, chart.rows[0].measured, chart.rows[0].at
 
 Reads ablation.json (a list of rows: name, claimed, measured_ratio, low, high, verdict, memory_bytes, numerics, and more where `redline
-ablate` wrote it) and trials.jsonl. What a row does not say is left blank.
+ablate` wrote it), trials.jsonl, and the table that `redline tune` leaves in result.json. What a row does not say is left blank.
 """
 
 import math
@@ -16,6 +16,7 @@ from typing import Any
 from redline.record.units import DASH, format_bytes
 from redline.report.numbers import exact, named
 from redline.report.runs import number, table
+from redline.tune.statistics import FEWEST_BLOCKS
 
 MOST_COLUMNS = 9
 TICKS = (0.1, 0.25, 0.5, 0.8, 1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100)
@@ -142,10 +143,33 @@ def _row(row: dict[str, Any], place: Callable[[float], float]) -> Row:
 def trials(lines: list[dict[str, Any]]) -> Trials:
     """The plain values of every trial, those of its measurement included; the first columns where there are many."""
     flat = [_flat(line) for line in lines]
-    names = list(dict.fromkeys(name for line in flat for name, value in line.items() if value is not None))[:MOST_COLUMNS]
+    every = dict.fromkeys(name for line in flat for name in line)
+    names = [name for name in every if any(line.get(name) is not None for line in flat)][:MOST_COLUMNS]
     rows = [[DASH if line.get(name) is None else named(name, line[name])[1] for name in names] for line in flat]
     titles = [named(name, next((v for line in flat if (v := number(line.get(name))) is not None), ""))[0] for name in names]
     return Trials(titles, rows)
+
+
+def tuning(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The table of a tuning as lines for `trials`: each comparison with the best plan of its time."""
+    found = []
+    for row in rows:
+        against, predicted, rounds = table(row.get("comparison")), number(row.get("predicted")), number(row.get("rounds"))
+        ratio, between = number(against.get("ratio")), _pair([against.get("low"), against.get("high")])
+        star = "*" if rounds is not None and rounds < FEWEST_BLOCKS else ""
+        found.append(
+            {
+                "name": str(row.get("name", "")),
+                "tokens_per_s": number(row.get("tokens_per_s")),
+                "against the best then": f"{ratio:.3f}×" if ratio else None,
+                "95 % interval, * 87.5 %": f"{between[0]:.3f} to {between[1]:.3f}×{star}" if between else None,
+                "verdict": row.get("verdict"),
+                "predicted": f"{predicted:.2f}×" if predicted else None,
+                "memory_bytes": number(row.get("memory_bytes")),
+                "note": row.get("note") or None,
+            }
+        )
+    return found
 
 
 def _flat(line: dict[str, Any]) -> dict[str, Any]:

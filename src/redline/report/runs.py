@@ -55,6 +55,8 @@ class Run:
     samples: dict[str, Any] | None
     """Statistics of samples.db, as `redline rft stats --json` prints them."""
     trials: list[dict[str, Any]]
+    tuning: list[dict[str, Any]]
+    """The table that a finished tuning left."""
     ablation: list[dict[str, Any]]
     silent_s: float
     """Time since the last line was written, when the folder was read."""
@@ -105,7 +107,8 @@ def read_run(path: Path) -> Run:
         evaluations=read_lines(path / "evaluations.jsonl"),
         samples=_samples(path),
         trials=read_lines(path / "trials.jsonl"),
-        ablation=[row for row in _json(path / "ablation.json", list) or [] if isinstance(row, dict)],
+        tuning=_tuning(path),
+        ablation=_rows(_json(path / "ablation.json", list)),
         silent_s=silent_s(path),
     )
 
@@ -193,6 +196,15 @@ def _samples(path: Path) -> dict[str, Any] | None:
     with Store(path / "samples.db", create=False) as store:
         begun = store.begun()
     return stats(path) if begun else None
+
+
+def _tuning(path: Path) -> list[dict[str, Any]]:
+    """A result.json without trials is somebody else's."""
+    return _rows((_json(path / "result.json", dict) or {}).get("rows")) if (path / "trials.jsonl").exists() else []
+
+
+def _rows(value: Any) -> list[dict[str, Any]]:
+    return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
 
 
 def _text(path: Path) -> str:

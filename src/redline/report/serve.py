@@ -26,7 +26,7 @@ from redline.report.series import broken, curves
 from redline.report.tail import Tail
 from redline.report.view import RunView, view
 
-SMALL_FILES = ("recipe.toml", "plan.json", "evaluations.jsonl", *SAMPLES, "trials.jsonl", "ablation.json")
+SMALL_FILES = ("recipe.toml", "plan.json", "evaluations.jsonl", *SAMPLES, "trials.jsonl", "result.json", "ablation.json")
 
 
 class Watched:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from redline.record.units import DASH, format_bytes, format_count, format_duration, format_share
-from redline.report.ablation import Ablation, Trials, ablation, trials
+from redline.report.ablation import Ablation, Trials, ablation, trials, tuning
 from redline.report.compare import ratio
 from redline.report.figures import Summary, summarise
 from redline.report.findings import FindingView, findings, nothing
@@ -107,7 +107,7 @@ def view(run: Run, place: int = 0) -> RunView:
         plan=plan_rows(run),
         events=event_rows(run),
         ablation=ablation(run.ablation),
-        trials=trials(run.trials),
+        trials=trials(tuning(run.tuning) or run.trials),
         tests=accuracies(run.evaluations),
         samples=run.samples,
         recipe_text=run.recipe_text,
