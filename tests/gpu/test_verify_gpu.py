@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from redline.config.load import load_recipe
+from redline.config.rft import load_rft
 from redline.machine.facts import read_facts
 from redline.model import transformer
 from redline.plan.hardware import hardware_here
 from redline.plan.planner import make_plan
+from redline.rft.plan import Bounds
 from redline.train import execution, loop
 from redline.tune.verify import Check, verify
+from redline.tune.verify_rft import verify_rft
 
 SHAPE = ["model.num_layers=2", "model.hidden_size=256", "model.num_heads=4", "model.ffn_size=512", "model.context_length=256",
          "data.seq_len=256", "train.batch_size=8", "model.vocab_size=1024"]  # fmt: skip
@@ -90,6 +93,15 @@ def test_a_sync_in_the_loop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(loop, "take_step", reading)
     assert set(failed(checks("plan.precision=bf16", "plan.compile=off"))) == {"no hidden sync"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_an_honest_fine_tuning_passes(method: str) -> None:
+    recipe = load_rft("rft/demo", [f"train.method={method}"])
+    found = {check.name: check for check in verify_rft(recipe, Bounds(environment={}), progress=lambda text: None)}
+    assert failed(found) == {}
+    assert found["CUDA graph of the update"].status == found["CUDA graphs of generation"].status == "passed"
 
 
 @pytest.mark.gpu

@@ -1,13 +1,16 @@
-"""Prove on this machine that what the plan says is really on, and that loss and gradients agree with the fp32 reference.
+"""Prove on this machine that what the plan says is really on, and that loss and gradients agree with the fp32 reference. Of an RFT recipe:
+what its fine-tuning update and its generation promise.
 
 redline verify gpt2-124m                     the plan that `redline train` would make
 redline verify gpt2-124m --plan auto         the one that `redline tune` found
 redline verify gpt2-124m --plan plan.json    a saved one, with the same --set values
+redline verify rft/demo                      an RFT recipe: packed update, adapters, kernels, the engine's log-probabilities
 
 A few updates are run and profiled, nothing is written. Exit code 1 when a check fails.
 """
 
 import argparse
+import os
 
 HELP = "prove that what a plan says is really on"
 
@@ -27,7 +30,21 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from redline.cli.options import print_json, recipe_of, status, tokenise
+    from redline.cli.options import print_json
+    from redline.config.load import workload_of
+
+    title, checks = (_finetuning if workload_of(options.recipe) == "rft" else _pretraining)(options)
+    failed, blind = ([check for check in checks if check.status == status] for status in ("failed", "not checked"))
+    if options.json:
+        print_json([asdict(check) for check in checks])
+    else:
+        said = f"{len(failed)} of {len(checks)} checks failed" + (f", {len(blind)} not checked" if blind else "")
+        _print(checks, f"{title}: {said}")
+    return 1 if failed else 0
+
+
+def _pretraining(options: argparse.Namespace):  # type: ignore[no-untyped-def]
+    from redline.cli.options import recipe_of, status, tokenise
     from redline.cli.plan import chosen
 
     recipe = recipe_of(options)
@@ -38,14 +55,24 @@ def run(options: argparse.Namespace) -> int:
     set_allocator(plan)
     from redline.tune.verify import verify
 
-    checks = verify(recipe, plan, progress=status)
-    failed, blind = ([check for check in checks if check.status == status] for status in ("failed", "not checked"))
-    if options.json:
-        print_json([asdict(check) for check in checks])
-    else:
-        said = f"{len(failed)} of {len(checks)} checks failed" + (f", {len(blind)} not checked" if blind else "")
-        _print(checks, f"{recipe.name} on {plan.hardware.title}: {said}")
-    return 1 if failed else 0
+    return f"{recipe.name} on {plan.hardware.title}", verify(recipe, plan, progress=status)
+
+
+def _finetuning(options: argparse.Namespace):  # type: ignore[no-untyped-def]
+    from redline.cli.options import status
+    from redline.config.rft import load_rft
+    from redline.errors import ConfigError
+    from redline.machine.facts import read_facts
+    from redline.plan.hardware import hardware_here
+    from redline.rft.plan import Bounds
+
+    if options.plan is not None:
+        raise ConfigError(f"--plan {options.plan}: an RFT recipe has no plan file; it is planned when it runs")
+    recipe = load_rft(options.recipe, options.set)
+    from redline.tune.verify_rft import verify_rft
+
+    checks = verify_rft(recipe, Bounds(environment=os.environ), progress=status)
+    return f"{recipe.name} on {hardware_here(read_facts(), None).title}", checks
 
 
 def _print(checks, title: str) -> None:  # type: ignore[no-untyped-def]

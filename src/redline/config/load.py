@@ -39,14 +39,26 @@ def read_table(kind: type, name_or_path: str, overrides: Sequence[str] = (), wor
     """The table of a recipe of this kind with the overrides put in, named after its file unless it has a name; nothing in it is checked
     yet."""
     path = _find(name_or_path, workload)
-    try:
-        table = parse(path.read_text(encoding="utf-8-sig"), where=str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as a text file: {error}") from error
+    table = _parse_file(path)
     for override in overrides:
         _apply(kind, table, override)
     table.setdefault("name", path.stem)
     return table
+
+
+def workload_of(name_or_path: str) -> Workload:
+    """Whose recipe it is, for a command that takes either: by its shipped name, or by whether the file has a task."""
+    if name_or_path in shipped("rft"):
+        return "rft"
+    is_file = name_or_path not in shipped() and Path(name_or_path).is_file()
+    return "rft" if is_file and "task" in _parse_file(Path(name_or_path)) else "pretrain"
+
+
+def _parse_file(path: Path) -> dict[str, Any]:
+    try:
+        return parse(path.read_text(encoding="utf-8-sig"), where=str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as a text file: {error}") from error
 
 
 def _find(name_or_path: str, workload: Workload) -> Path:

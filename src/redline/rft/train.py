@@ -56,7 +56,7 @@ def train(session: Session, on: On) -> dict[str, Any]:
     check_result(session)
     place = place_of(session.folder.path, on)
     examples = _examples(session, on)
-    config = _config(session)
+    config = finetune_config(session)
     training = [asdict(session.recipe.train), session.recipe.seed, session.recipe.model.path]
     fingerprint = fingerprint_of([*training, examples_fingerprint(examples)])
     if (finished := read_done(place)) is not None:
@@ -114,7 +114,8 @@ def _spent_s(session: Session, on: On) -> float:
     return sum(event["elapsed_s"] for event in read_lines(session.folder.events_path) if event["event"] == f"training_on_{on}")
 
 
-def _config(session: Session) -> FinetuneConfig:
+def finetune_config(session: Session) -> FinetuneConfig:
+    """The recipe's training with the pass that this machine and the bounds leave it, written into the plan."""
     train = session.recipe.train
     examples_per_pass, why = plan_pass(session.recipe, session.bounds)
     save_plan(session.folder.plan_path, {"examples_per_pass": (examples_per_pass, why)})

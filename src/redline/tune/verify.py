@@ -13,7 +13,7 @@ import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -137,20 +137,27 @@ def _numerics(recipe: Recipe, plan: Plan, training: Training, inputs_BT: Tensor,
     (loss * scale * up).backward()
     gradients = {name: p.grad / up for name, p in model.named_parameters() if p.grad is not None}
     reference_loss, reference = _reference(recipe, model, inputs_BT, targets_BT, scale)
-    difference = abs(float(loss.detach()) * scale / reference_loss - 1)
+    found = agreement(plan.precision, float(loss.detach()) * scale, gradients, reference_loss, reference)
+    model.zero_grad(set_to_none=True)
+    return checked("loss and gradients", found[0], f"fp32 reference, {inputs_BT.numel():,} tokens: {found[1]}")
+
+
+def agreement(
+    precision: str, loss: float, gradients: Mapping[str, Tensor], reference_loss: float, reference: Mapping[str, Tensor]
+) -> tuple[bool, str]:
+    """Whether loss and gradients lie within the precision's band of the fp32 ones; and the figures."""
+    difference = abs(loss / reference_loss - 1)
     # A weight without a gradient counts as one whose gradient is 0.
     dot = sum(float((gradients[name].double() * g.double()).sum()) for name, g in reference.items() if name in gradients)
     norms = [math.sqrt(sum(float(g.double().square().sum()) for g in table.values())) for table in (gradients, reference)]
     cosine, norm = dot / max(norms[0] * norms[1], 1e-300), abs(norms[0] / norms[1] - 1)
-    model.zero_grad(set_to_none=True)
-    band, least = BAND[plan.precision]
-    norm_band = NORM_BAND if plan.precision in ("bf16", "fp16", "fp8") else NORM_BAND / 10
+    band, least = BAND[precision]
+    norm_band = NORM_BAND if precision in ("bf16", "fp16", "fp8") else NORM_BAND / 10
     holds = difference <= band and cosine >= least and norm <= norm_band  # false where one is nan
-    evidence = (
-        f"fp32 reference, {inputs_BT.numel():,} tokens: loss differs by {difference:.1e} (band {band:g}), "
-        f"gradients have cosine {cosine:.6f} (at least {least}), their norm differs by {norm:.1e} (band {norm_band:g})"
+    return holds, (
+        f"loss differs by {difference:.1e} (band {band:g}), gradients have cosine {cosine:.6f} (at least {least}), "
+        f"their norm differs by {norm:.1e} (band {norm_band:g})"
     )
-    return checked("loss and gradients", holds, evidence)
 
 
 def _reference(recipe: Recipe, model: Transformer, inputs_BT: Tensor, targets_BT: Tensor, scale: float) -> tuple[float, dict[str, Tensor]]:
@@ -160,12 +167,17 @@ def _reference(recipe: Recipe, model: Transformer, inputs_BT: Tensor, targets_BT
     with torch.no_grad():
         for name, p in reference.named_parameters():
             p.copy_(own[name])
+    return reference_pass(reference, zip(inputs_BT, targets_BT, strict=True), scale)
+
+
+def reference_pass(reference: Transformer, sequences: Iterable[tuple[Tensor, Tensor]], scale: float) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of a model in fp32, one sequence (tokens, targets) at a time."""
     kept = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     total = 0.0
     try:
         with sdpa_kernel(SDPBackend.MATH):
-            for x_T, y_T in zip(inputs_BT, targets_BT, strict=True):
+            for x_T, y_T in sequences:
                 loss = reference(x_T[None], y_T[None]) * scale
                 loss.backward()
                 total += float(loss.detach())

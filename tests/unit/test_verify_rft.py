@@ -1,0 +1,135 @@
+"""`redline verify` of an RFT recipe on a CPU: an honest engine and update pass, and every planted lie is found by its check."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from rft_model import letters_recipe, tiny_model
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from redline.cli.main import main
+from redline.config.load import workload_of
+from redline.config.rft import load_rft
+from redline.engine.local import LocalEngine
+from redline.engine.request import Completion
+from redline.model import lora, transformer
+from redline.plan.plan import Why
+from redline.rft import session
+from redline.rft.plan import Bounds
+from redline.tune import verify_rft as room
+from redline.tune.evidence import Check, Seen
+from redline.tune.verify_rft import verify_rft
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rft")
+    return letters_recipe(folder, tiny_model(folder / "model"))
+
+
+def checks(recipe: Path, *overrides: str, **environment: str) -> dict[str, Check]:
+    given = load_rft(str(recipe), ["sample.max_new_tokens=8", *overrides])
+    return {check.name: check for check in verify_rft(given, Bounds(environment=environment), progress=lambda text: None)}
+
+
+def failed(found: dict[str, Check]) -> set[str]:
+    return {name for name, check in found.items() if check.status == "failed"}
+
+
+@pytest.mark.parametrize(("overrides", "environment"), [((), {}), (("train.method=full",), {}), ((), {"A100_BATCH_SIZE": "2"})])
+def test_an_honest_recipe_passes(recipe: Path, overrides: tuple[str, ...], environment: dict[str, str]) -> None:
+    found = checks(recipe, *overrides, **environment)
+    assert failed(found) == set(), found
+    assert found["CUDA graph of the update"].status == found["CUDA graphs of generation"].status == "not applicable"
+    assert (found["adapters merged and un-merged"].status == "not applicable") == bool(overrides)
+    assert f"{2 if environment else 8} examples one by one" in found["packed rows"].evidence
+
+
+def test_sequences_of_a_row_that_see_each_other_are_found(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_one(q_THC: Any, k_TKC: Any, v_TKC: Any, packing: Any) -> Any:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_THC, k_TKC, v_TKC))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+    monkeypatch.setattr(transformer, "packed_attention", as_one)
+    assert failed(checks(recipe)) == {"packed rows"}
+
+
+def test_a_precision_that_is_not_the_plans_is_found(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "plan_precision", lambda bf16: ("bf16", Why(reason="said so", source="rule")))
+    found = checks(recipe)
+    assert failed(found) == {"precision of matrix products"}
+    assert "plan says bf16; multiplications by input dtype: fp32 100.0%" in found["precision of matrix products"].evidence
+
+
+def test_explicit_attention_is_found(recipe: Path) -> None:
+    with sdpa_kernel(SDPBackend.MATH):
+        assert failed(checks(recipe)) == {"attention kernel of packed rows"}
+
+
+def test_adapters_merged_without_their_scale_are_found(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora.LoraLinear, "delta", lambda layer: layer.lora_b.detach() @ layer.lora_a.detach())
+    assert failed(checks(recipe)) == {"adapters merged and un-merged"}
+
+
+def test_adapters_that_leave_a_trace_are_found(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def subtracting(model: transformer.Transformer) -> None:
+        for layer in lora.lora_layers(model).values():
+            layer.weight.data, layer.original = layer.weight.data - layer.delta(), None
+
+    monkeypatch.setattr(lora, "unmerge", subtracting)
+    found = checks(recipe)
+    assert failed(found) == {"adapters merged and un-merged"}
+    assert "un-merged to other bits" in found["adapters merged and un-merged"].evidence
+
+
+def test_log_probabilities_of_another_distribution_are_found(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = LocalEngine.run
+
+    def colder(engine: LocalEngine, requests: Any) -> Iterator[Completion]:
+        return (replace(c, logprobs=tuple(p * 0.9 for p in c.logprobs)) for c in run(engine, requests))
+
+    monkeypatch.setattr(LocalEngine, "run", colder)
+    assert failed(checks(recipe)) == {"log-probabilities of the engine"}
+
+
+@pytest.mark.parametrize(
+    ("captured", "launches", "kernels", "status"),
+    [(3, 1, 1, "passed"), (3, 1, 0, "passed"), (3, 0, 900, "failed"), (0, 0, 900, "failed"), (0, 0, 0, "failed"), (3, 0, 0, "not checked")],
+)
+def test_the_graph_of_an_update_is_captured_and_launched_once(captured: int, launches: int, kernels: int, status: str) -> None:
+    """On paper."""
+    seen = Seen(operations=Counter(cudaGraphLaunch=launches), kernels=Counter(kernel=kernels) if kernels else Counter())
+    graphs = SimpleNamespace(graphs=dict.fromkeys(range(captured))) if captured else None
+    case: Any = SimpleNamespace(cuda=True, in_update=seen, tuner=SimpleNamespace(graphs=graphs))
+    assert room._update_graph(case).status == status
+
+
+@pytest.mark.parametrize(
+    ("precision", "seen", "status"),
+    [
+        ("bf16", {"_ShortAttention": 2}, "passed"),
+        ("bf16", {"torch_attn::_varlen_attn": 2}, "passed"),
+        ("bf16", {"aten::scaled_dot_product_attention": 2}, "failed"),
+        ("fp32", {"aten::scaled_dot_product_attention": 2}, "not checked"),
+        ("bf16", {}, "not checked"),
+    ],
+)
+def test_packed_attention_on_a_gpu(precision: str, seen: dict[str, int], status: str) -> None:
+    """On paper: what is in the trace of two blocks."""
+    model = SimpleNamespace(config=SimpleNamespace(num_layers=2))
+    case: Any = SimpleNamespace(cuda=True, precision=precision, model=model, in_pass=Seen(operations=Counter(seen)))
+    assert room._attention(case).status == status
+
+
+def test_the_command_takes_either_kind_of_recipe(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [workload_of(name) for name in ("nano", "rft/demo", str(recipe), "no such")] == ["pretrain", "rft", "rft", "pretrain"]
+    assert main(["verify", str(recipe), "--set", "sample.max_new_tokens=4", "--json"]) == 0
+    assert {row["status"] for row in json.loads(capsys.readouterr().out)} == {"passed", "not applicable"}
+    assert main(["verify", str(recipe), "--plan", "auto"]) == 2
+    assert "an RFT recipe has no plan file" in capsys.readouterr().err
