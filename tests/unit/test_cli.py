@@ -403,3 +403,16 @@ def test_a_mistake_in_a_real_process_is_one_line_without_a_traceback():
     assert done.stdout == ""
     assert done.stderr.startswith("redline: no recipe 'nanoo'")
     assert done.stderr.count("\n") == 1
+
+
+def test_ablate_tokenises_before_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "corpus.txt").write_text("a few words of no meaning, many times over. " * 500)
+    monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "cache"))
+    said: list[str] = []
+    monkeypatch.setattr("redline.tune.ablate.ablate", lambda *_, **__: said.append(capsys.readouterr().err) or [])
+    sets = [*SMALL, "model.vocab_size=300", f"data.source={tmp_path / 'corpus.txt'}", "data.valid_fraction=0", "train.eval_every=0"]
+    command = ["ablate", "nano", *(part for text in sets for part in ("--set", text)), "--out", str(tmp_path / "out"), "--json"]
+    assert main(command) == 0
+    assert "tokenising" in said[0]
+    assert main(command) == 0
+    assert "tokenising" not in said[1], "it is there"
