@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 from redline.diagnose.finding import Finding
+from redline.diagnose.observed import Observed
 from redline.diagnose.own import read_run
 from redline.diagnose.rules import diagnose
+from redline.diagnose.summary import nothing_found, too_little
 from redline.record.units import format_amount, format_share
 from redline.report.figures import Speed
 from redline.report.runs import Run
@@ -27,11 +29,12 @@ class FindingView:
     """As the diagnosis gave it."""
 
 
-def findings(run: Run) -> list[FindingView] | None:
-    """The findings, most worth first; None where there is nothing to diagnose."""
+def findings(run: Run, speed: Speed) -> tuple[list[FindingView] | None, str]:
+    """The findings, most worth first, and what to say where there are none; None where there is nothing to diagnose."""
     if not run.metrics or run.workload != "pretrain":
-        return None
-    return [_view(finding) for finding in diagnose(read_run(run.path))]
+        return None, ""
+    observed = read_run(run.path)
+    return [_view(finding) for finding in diagnose(observed)], nothing(observed, speed)
 
 
 def _view(finding: Finding) -> FindingView:
@@ -48,9 +51,9 @@ def _view(finding: Finding) -> FindingView:
     )
 
 
-def nothing(speed: Speed) -> str:
-    """What to say where no rule found anything: it is good news only where the speed is near what is attainable."""
+def nothing(observed: Observed, speed: Speed) -> str:
+    """No finding is good news only where the speed is near what is attainable."""
     share = speed.attained_share
-    if share is not None and share < EXPLAINED:
-        return f"Nothing found by the rules; none explains why the updates reach only {format_share(share)} of the attainable speed."
-    return "Nothing found that would bring more than 5 %."
+    if share is None or share >= EXPLAINED or too_little(observed):
+        return nothing_found(observed)
+    return f"Nothing found by the rules; none explains why the updates reach only {format_share(share)} of the attainable speed."

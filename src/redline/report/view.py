@@ -14,7 +14,7 @@ from redline.record.units import DASH, format_bytes, format_count, format_durati
 from redline.report.ablation import Ablation, Trials, ablation, trials, tuning
 from redline.report.compare import ratio
 from redline.report.figures import Summary, summarise
-from redline.report.findings import FindingView, findings, nothing
+from redline.report.findings import FindingView, findings
 from redline.report.numbers import exact, fact
 from redline.report.runs import Run, number, table
 
@@ -90,6 +90,7 @@ def view(run: Run, place: int = 0) -> RunView:
     summary = summarise(run)
     memory = summary.memory
     speed = summary.speed
+    found, nothing = findings(run, speed)
     return RunView(
         run=run,
         place=place,
@@ -102,8 +103,8 @@ def view(run: Run, place: int = 0) -> RunView:
             ("predicted", memory.predicted_bytes, format_bytes(memory.predicted_bytes), "limit", _of_device(memory.device_bytes)),
         ]),
         memory_stack=_stack([(name, size, format_bytes(size), "") for name, size in memory.predicted_parts_bytes.items()]),
-        findings=findings(run),
-        nothing=nothing(speed),
+        findings=found,
+        nothing=nothing,
         plan=plan_rows(run),
         events=event_rows(run),
         ablation=ablation(run.ablation),
