@@ -44,18 +44,17 @@ def test_bands(loss: float, norm: float, effect: str, precision: str, passed: bo
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-@pytest.mark.parametrize("lost", [float("nan"), float("inf")])
-def test_a_loss_that_is_no_number_is_refused_wherever_it_stands(place: int, lost: float) -> None:
-    losses = [lost if i == place else loss for i, loss in enumerate(REFERENCE.losses)]
-    norms = [lost if i == place else norm for i, norm in enumerate(REFERENCE.grad_norms)]
+def test_a_loss_that_is_no_number_is_refused_wherever_it_stands(place: int) -> None:
+    losses = [None if i == place else loss for i, loss in enumerate(REFERENCE.losses)]
+    norms = [None if i == place else norm for i, norm in enumerate(REFERENCE.grad_norms)]
     assert not guard(REFERENCE, replace(REFERENCE, losses=tuple(losses)), "rounding", precision="bf16").passed
     assert not guard(REFERENCE, replace(REFERENCE, grad_norms=tuple(norms)), "rounding", precision="bf16").passed
 
 
 def test_an_update_that_fp16_skips_in_both_is_no_difference() -> None:
-    skipped = replace(REFERENCE, grad_norms=(float("inf"), 1.5, 1.0))
+    skipped = replace(REFERENCE, grad_norms=(None, 1.5, 1.0))
     assert guard(skipped, skipped, "exact", precision="fp16").passed
-    assert guard(skipped, replace(skipped, grad_norms=(float("nan"), 1.5, 1.0)), "exact", precision="fp16").passed
+    assert not guard(skipped, REFERENCE, "exact", precision="fp16").passed
 
 
 def test_nothing_to_compare_says_so() -> None:

@@ -1,12 +1,13 @@
 """Memory from small probes: exact on straight lines, safe on bent ones, and no pick runs out of a synthetic allocator's memory."""
 
+import json
 import math
 from typing import Any
 
 import numpy as np
 import pytest
 
-from redline.config.load import from_toml, load_recipe
+from redline.config.load import build, from_toml, load_recipe
 from redline.plan.arithmetic import fuses, kept_bytes
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import from_json
@@ -181,6 +182,21 @@ def test_memory_beside_torch_is_this_process_s_own(monkeypatch: pytest.MonkeyPat
         with monkeypatch.context() as patch:
             patch.setattr(child.torch.cuda, "is_initialized", lambda: True)
             assert session.memory({})["other_bytes"] / GiB == pytest.approx(expected, abs=1e-6)
+    session._clear()
+
+
+class Skipping(Nothing):
+    """fp16: its first updates have no norm."""
+
+    losses, grad_norms = (11.0, math.nan), (math.inf, 2.0)
+
+
+def test_numbers_that_are_none_come_through_the_pipe_as_none() -> None:
+    request = {"workload": f"{__name__}:Skipping", "setting": {}, "block_s": 0, "guard_steps": 2, "warmup_s": 0}
+    session = child.Session()
+    started = json.loads(json.dumps(session.start(request), allow_nan=False))
+    assert (started["losses"], started["grad_norms"]) == ([11.0, None], [None, 2.0])
+    assert build(Measured, {"outcome": "ok", **started}, where="trial").grad_norms == (None, 2.0)
     session._clear()
 
 

@@ -9,7 +9,7 @@ import pytest
 from redline.cli.main import main
 from redline.cli.options import check_positive
 from redline.cli.tune import _print, train_command
-from redline.config.load import load_recipe, to_toml
+from redline.config.load import build, load_recipe, to_toml
 from redline.errors import ConfigError, DataError, StorageError
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import save
@@ -17,6 +17,7 @@ from redline.plan.planner import make_plan
 from redline.tune.search import Tuned
 from redline.tune.statistics import Comparison
 from redline.tune.store import Result, Row, TuningFolder, check_folder
+from redline.tune.trial import Measured
 
 RECIPE = load_recipe("gpt2-124m")
 PLAN = make_plan(RECIPE, hardware_as("h200-141g", 16))
@@ -152,3 +153,17 @@ def test_the_command_that_trains_can_be_pasted() -> None:
     assert train_command(options) == "redline train 'my recipe.toml' --set 'data.source=a b' --plan 'c 1/plan.json'"
     options.out = None
     assert train_command(options).endswith("--set plan.compile=off --plan auto")
+
+
+def test_trials_of_another_machine_stay_in_the_file_and_are_not_found(tmp_path: Path) -> None:
+    for machine, step_s in (("a100", 1.0), ("h200", 0.5)):
+        with TuningFolder(tmp_path, machine) as folder:
+            assert folder.find("key") is None
+            folder.add("key", "rules", build(Measured, {**OK, "blocks_s": [step_s]}, where="trial"))
+    for machine, step_s in (("a100", 1.0), ("h200", 0.5)):
+        with TuningFolder(tmp_path, machine) as folder:
+            found = folder.find("key")
+            assert found is not None
+            assert found.blocks_s == (step_s,)
+    with TuningFolder(tmp_path, "h200 with another torch") as folder:
+        assert folder.find("key") is None

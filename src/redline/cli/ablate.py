@@ -35,31 +35,43 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    import math
     from dataclasses import asdict
 
-    from redline.cli.options import print_json, recipe_of, status, tokenise
+    from redline.cli.options import check_positive, print_json, recipe_of, status, tokenise
     from redline.config.load import shipped
     from redline.errors import ConfigError
-    from redline.machine.facts import read_facts
+    from redline.machine.facts import read_facts, software_key
     from redline.machine.store import cached
+    from redline.optimizations.studies import study
     from redline.plan.hardware import hardware_here
-    from redline.tune.ablate import ablate
+    from redline.tune.ablate import ablate, chosen
+    from redline.tune.store import check_folder
     from redline.tune.trial import Bounds
 
-    for name, value in (("--minutes", options.minutes), ("--block-seconds", options.block_seconds)):
-        if not 0 < value < math.inf:
-            raise ConfigError(f"{name} must be a finite number above 0, got {value}")
+    check_positive("--minutes", options.minutes)
+    check_positive("--block-seconds", options.block_seconds)
     only = [name.strip() for name in options.only.split(",") if name.strip()]
     if options.only and not only:
         raise ConfigError(f"--only {options.only!r} names nothing")
     recipe, facts = recipe_of(options), read_facts()
-    hardware = hardware_here(facts, cached(facts, progress=status))
     named = options.recipe.replace("/", "-") if options.recipe in shipped() else recipe.name
     folder = options.out or Path("runs") / f"ablate-{named}"
-    bounds = Bounds(block_s=options.block_seconds)
-    tokenise(recipe)
-    rows = ablate(recipe, options.recipe, hardware, folder, only=only, minutes=options.minutes, progress=status, bounds=bounds)
+    parts = chosen(study(options.recipe), only)
+    check_folder(folder, recipe)
+    hardware = hardware_here(facts, cached(facts, progress=status))
+    if any(part.workload == "train" for part in parts):
+        tokenise(recipe)
+    rows = ablate(
+        recipe,
+        options.recipe,
+        hardware,
+        folder,
+        only=only,
+        minutes=options.minutes,
+        progress=status,
+        bounds=Bounds(block_s=options.block_seconds),
+        machine=software_key(facts),
+    )
     if options.json:
         print_json([asdict(row) for row in rows])
     elif options.markdown:

@@ -26,10 +26,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from dataclasses import asdict
 
-    from redline.cli.options import byte_progress, check_positive, print_json, recipe_of, status
+    from redline.cli.options import check_positive, print_json, recipe_of, status, tokenise
     from redline.cli.plan import make
-    from redline.data.build import prepare
-    from redline.machine.facts import read_facts
+    from redline.machine.facts import read_facts, software_key
     from redline.machine.store import cached
     from redline.plan.plan import to_json
     from redline.tune.search import tune
@@ -39,15 +38,14 @@ def run(options: argparse.Namespace) -> None:
     recipe, facts = recipe_of(options), read_facts()
     if options.out:  # the folder in the cache is named after the recipe's fingerprint
         check_folder(options.out, recipe)
-    if not recipe.data.stream:
-        prepare(recipe.data, recipe.model.vocab_size, progress=byte_progress("tokenising"))
+    tokenise(recipe)
     if cached(facts) is None:
         from redline.machine.ceilings import load_or_measure
 
         status("measuring this machine's ceilings, once")
         load_or_measure(facts, progress=status)
     rules = make(options, recipe, nproc=1)
-    with TuningFolder(options.out or tuning_folder(facts, rules)) as folder:
+    with TuningFolder(options.out or tuning_folder(facts, rules), software_key(facts)) as folder:
         tuned = tune(recipe, rules, folder, minutes=options.minutes, progress=status)
     if options.json:
         result = asdict(tuned.result)

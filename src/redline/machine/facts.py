@@ -93,6 +93,12 @@ def machine_key(facts: MachineFacts) -> str:
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
 
 
+def software_key(facts: MachineFacts) -> str:
+    """The machine and every package that decides how fast a program runs on it: trials measured under one key compare."""
+    versions = {name: version for name, version in facts.versions.items() if version}
+    return f"{machine_key(facts)}-{hashlib.sha256(json.dumps(versions, sort_keys=True).encode()).hexdigest()[:12]}"
+
+
 def _read_gpus() -> tuple[tuple[GpuFacts, ...], str | None, str | None]:
     try:
         pynvml.nvmlInit()

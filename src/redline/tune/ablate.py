@@ -83,9 +83,11 @@ def ablate(
     progress: Callable[[str], None],
     bounds: Bounds | None = None,
     samples: Samples | None = None,
+    machine: str = "",
 ) -> list[Row]:
-    """Run the study of the recipe `name`, or those of its entries in `only`; finished trials in the folder are not repeated."""
-    parts = _chosen(study(name), only)
+    """Run the study of the recipe `name`, or those of its entries in `only`; finished trials of this `machine` in the folder are not
+    repeated."""
+    parts = chosen(study(name), only)
     samples = samples or SAMPLES.get(name)
     rows: list[Row] = []
 
@@ -94,7 +96,7 @@ def ablate(
         write_atomic(folder / "ablation.json", json.dumps([asdict(row) for row in rows], indent=1) + "\n")
         progress(brief(row))
 
-    with TuningFolder(folder) as trials:
+    with TuningFolder(folder, machine) as trials:
         write_atomic(folder / "recipe.toml", to_toml(recipe))
         deadline_s, children = time.monotonic() + 60 * minutes, Children.on(hardware)
         with Turns(trials, beside=hardware.title, deadline_s=deadline_s, progress=progress, children=children) as turns:
@@ -109,7 +111,7 @@ def ablate(
     return rows
 
 
-def _chosen(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
+def chosen(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
     """The parts with all of their entries, or those in `only`: of the lists in their order, then what else a part could switch."""
     for name in only:
         if not any(_switches(part, name) for part in parts):
@@ -248,7 +250,7 @@ class _Waterfall:
             return False, ""
         precision = self.arms.precision(state)
         if self.workload == "generate":
-            worst = max(math.inf if math.isnan(difference) else difference for difference in pair.after.losses)
+            worst = max(math.inf if difference is None else difference for difference in pair.after.losses)
             band = LOGPROB_BAND[precision]
             return worst <= band, f"{'within' if worst <= band else 'OUTSIDE'} {band:g}: log-probabilities differ from fp32 by {worst:.1e}"
         against = pair.before if effect == "exact" or self.reference is None else self.reference

@@ -15,13 +15,14 @@ import ctypes
 import gc
 import importlib
 import json
+import math
 import os
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -119,6 +120,11 @@ class Training:
             raise torch.OutOfMemoryError(f"out of memory with micro-batch {facts['micro_batch_before']}")
 
 
+def finite(numbers: Sequence[float]) -> list[float | None]:
+    """None where it is no number: an update that fp16 skipped has no norm, and JSON no infinity."""
+    return [number if math.isfinite(number) else None for number in numbers]
+
+
 def timed(steps: int, step: Callable[[], None], drain: Callable[[], None]) -> float:
     """Seconds of a block of steps, between two synchronisations; what `drain` does belongs to the block."""
     synchronize()
@@ -180,8 +186,8 @@ class Session:
             "warmup_steps": 1 + len(steps_s),
             "steps_per_block": self.steps_per_block,
             "tokens_per_step": workload.tokens_per_step,
-            "losses": workload.losses[: request["guard_steps"]],
-            "grad_norms": workload.grad_norms[: request["guard_steps"]],
+            "losses": finite(workload.losses[: request["guard_steps"]]),
+            "grad_norms": finite(workload.grad_norms[: request["guard_steps"]]),
         }
 
     def block(self, _request: dict[str, Any]) -> dict[str, Any]:

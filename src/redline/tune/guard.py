@@ -80,8 +80,8 @@ def guard(reference: Measured, measured: Measured, effect: Effect, *, precision:
     return Guard(passed=passed, effect=effect, steps=len(losses), loss_difference=loss, grad_norm_difference=norm, band=band)
 
 
-def _difference(reference: float, value: float) -> float:
-    """Relative; infinite where only one of them is a number (nan would be lost in a `max`). Both none: an update that fp16 skipped."""
-    if reference == value or not (math.isfinite(reference) or math.isfinite(value)):
+def _difference(reference: float | None, value: float | None) -> float:
+    """Relative; infinite where only one of them is a number. Both none: an update that fp16 skipped."""
+    if reference == value:
         return 0.0
-    return abs(value - reference) / abs(reference) if reference and math.isfinite(reference) and math.isfinite(value) else math.inf
+    return abs(value - reference) / abs(reference) if reference and value is not None else math.inf

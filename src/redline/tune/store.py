@@ -123,10 +123,11 @@ def check_folder(path: Path, recipe: Recipe) -> None:
 
 
 class TuningFolder:
-    """Trials under way (of a tuning, an ablation), in a folder that this process owns until it leaves the `with` block."""
+    """Trials under way (of a tuning, an ablation), in a folder that this process owns until it leaves the `with` block. Those of another
+    `machine`, or of other software on it, stay in the file and are not found."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, machine: str = "") -> None:
+        self.path, self.machine = path, machine
 
     def __enter__(self) -> Self:
         with storage_errors("the trials", self.path):
@@ -142,7 +143,7 @@ class TuningFolder:
         except DataError:
             self._lock.close()
             raise
-        self._done = {line["key"]: line for line in known}
+        self._done = {line["key"]: line for line in known if line.get("machine", "") == self.machine}
         write_atomic(path, "".join(json.dumps(line) + "\n" for line in known))  # without a torn last line
         self._lines = LineWriter(path)
         return self
@@ -166,7 +167,8 @@ class TuningFolder:
 
     def add(self, key: str, name: str, measured: Measured, *, beside: Measured | None = None, **facts: Any) -> None:
         """Write down a finished trial, and the one that took turns with it: in one line, so that both are there or neither."""
-        self._done[key] = {"key": key, "name": name, **facts, "measured": asdict(measured), "beside": asdict(beside) if beside else None}
+        where = {"key": key, "name": name, "machine": self.machine}
+        self._done[key] = {**where, **facts, "measured": asdict(measured), "beside": asdict(beside) if beside else None}
         self._lines.append(self._done[key])
 
     def finish(self, plan: Plan, result: Result) -> None:

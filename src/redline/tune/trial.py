@@ -101,8 +101,9 @@ class Measured:
     warmup_steps: int = 0
     data_wait_share: float = 0.0
     """Of the time of the blocks, what the steps waited for data."""
-    losses: tuple[float, ...] = ()
-    grad_norms: tuple[float, ...] = ()
+    losses: tuple[float | None, ...] = ()
+    grad_norms: tuple[float | None, ...] = ()
+    """None: not a number."""
     elapsed_s: float = 0.0
     """What the trial cost."""
 
