@@ -219,6 +219,12 @@ def test_a_gradient_of_the_trainer_that_is_not_a_number(tmp_path: Path) -> None:
     assert "from update 300 on" in found(read(trainer_state(tmp_path, bad_from=300)))["not-a-number"].title
 
 
+def test_a_failure_stands_before_what_is_slow(tmp_path: Path) -> None:
+    rows = [{"step": i, "loss": None if i > 20 else 1.0, "step_s": 0.5, "data_wait_s": 0.4} for i in range(1, 41)]
+    observed = read(text_file(tmp_path, "".join(json.dumps(row) + "\n" for row in rows), "log.jsonl"))
+    assert [finding.cause for finding in diagnose(observed)] == ["not-a-number", "slow-loader"]
+
+
 def test_a_line_without_a_loss_is_no_failure(tmp_path: Path) -> None:
     rows = [{"step": i, "loss": 1.0, "step_s": 0.5} for i in range(1, 20)] + [{"step": 20, "loss": None, "val_loss": 1.0}]
     assert "not-a-number" not in found(read(text_file(tmp_path, "".join(json.dumps(row) + "\n" for row in rows), "log.jsonl")))

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["cause", "claim", "unit"]
+Kind = Literal["failure", "cause", "claim", "unit"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Finding:
     cause: str
     """A short fixed name; docs/diagnose.md lists them."""
     kind: Kind
-    """`cause`: why it is slow; `claim`: a statement that cannot hold; `unit`: a number that means something else than it seems to."""
+    """`failure`: why it did not train at all; `cause`: why it is slow; `claim`: a statement that cannot hold; `unit`: a number that means
+    something else than it seems to."""
     title: str
     evidence: tuple[Evidence, ...]
     fix: str
@@ -55,5 +56,5 @@ def worth(finding: Finding) -> float:
 
 
 def ordered(findings: list[Finding]) -> list[Finding]:
-    """Most worth first; what brings no speed after it, the surest first."""
-    return sorted(findings, key=lambda f: (-worth(f), -f.confidence, f.cause))
+    """Failures first, for the speed of a run that failed comes second; then most worth; what brings no speed after it, the surest first."""
+    return sorted(findings, key=lambda f: (f.kind != "failure", -worth(f), -f.confidence, f.cause))

@@ -40,6 +40,6 @@ RULES = (
 
 
 def diagnose(observed: Observed) -> list[Finding]:
-    """Findings, the most worth first (predicted gain times confidence), then those that correct numbers."""
+    """Findings: failures, then the most worth (predicted gain times confidence), then those that correct numbers."""
     found = [finding for rule in RULES for finding in rule(observed)]
     return ordered([replace(finding, optimisation=OPTIMISATIONS.get(finding.cause)) for finding in found])

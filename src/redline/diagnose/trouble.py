@@ -43,7 +43,7 @@ def in_the_text(observed: Observed) -> list[Finding]:
         lines = [line.strip() for line in text.splitlines() if re.search(pattern, line, re.IGNORECASE)]
         if lines:
             evidence = (Evidence("lines", len(lines), f"the first: {lines[0][:160]}"),)
-            found.append(Finding(cause=cause, kind="cause", title=title, evidence=evidence, fix=fix, gain=None, confidence=0.9))
+            found.append(Finding(cause=cause, kind="failure", title=title, evidence=evidence, fix=fix, gain=None, confidence=0.9))
     return found
 
 
@@ -64,7 +64,7 @@ def not_a_number(observed: Observed) -> list[Finding]:
     return [
         Finding(
             cause="not-a-number",
-            kind="cause",
+            kind="failure",
             title=f"The loss or the gradient is not a number{since}",
             evidence=tuple(evidence),
             fix=BETTER,
