@@ -2,6 +2,7 @@
 finished is measured again."""
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -20,6 +21,7 @@ from redline.plan.hardware import hardware_as
 from redline.plan.plan import Hardware
 from redline.report.ablation import ablation
 from redline.tune import ablate as module
+from redline.tune import trial as trial_module
 from redline.tune import turns as turns_module
 from redline.tune.ablate import Row, ablate, compared
 from redline.tune.arms import TrainArms, arms_for, naive
@@ -450,6 +452,16 @@ def test_without_time_for_the_shortest_nothing_is_begun(tmp_path: Path, monkeypa
     with TuningFolder(tmp_path) as folder:
         turns = Turns(folder, beside="here", deadline_s=100.0, progress=lambda text: None)
         assert [turns.alone("a", trial) is not None for trial in trials] == [True, True, True, False]
+
+
+def test_the_time_is_not_passed_by_a_trial_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_module, "SHORTEST_LIMIT_S", 0.2)
+    monkeypatch.setattr(trial_module, "COMMAND", (sys.executable, "-c", "import time; time.sleep(60)"))
+    trials = [TrainArms(recipe=RECIPE, hardware=H200, bounds=Bounds()).trial({"precision": p}) for p in ("fp32", "bf16")]
+    began_s = time.monotonic()
+    with TuningFolder(tmp_path) as folder, Turns(folder, beside="", deadline_s=began_s + 1.5, progress=lambda text: None) as turns:
+        assert turns.pair("bf16", *trials) is None
+    assert 1.4 < time.monotonic() - began_s < 10
 
 
 # ---- what was measured ----

@@ -19,6 +19,9 @@ from redline.tune.statistics import plain
 from redline.tune.store import TuningFolder, trial_key
 from redline.tune.trial import Arm, Children, Measured, Trial, take_turns
 
+SHORTEST_LIMIT_S = 5.0
+"""By this the end of the time may be passed, so that a child can say what it has."""
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -108,7 +111,7 @@ class Turns:
 
     def _arm(self, key: str, trial: Trial) -> Arm:
         if key not in self._alive or self._alive[key].failed is not None:
-            left_s = max(60.0, self.deadline_s - time.monotonic())  # a hang must not eat the time of the next command
+            left_s = max(SHORTEST_LIMIT_S, self.deadline_s - time.monotonic())  # what is not done when the time is up was not run
             bounded = replace(trial, bounds=replace(trial.bounds, limit_s=min(trial.bounds.limit_s, left_s)))
             arm = Arm(bounded, self._children.take(trial.allocator))
             self._alive[key] = arm
