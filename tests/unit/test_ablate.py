@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from redline.cli.ablate import _print as print_table
+from redline.cli.main import main
 from redline.config.load import build, load_recipe
-from redline.errors import ConfigError
+from redline.errors import ConfigError, StorageError
 from redline.optimizations.catalogue import CATALOGUE
 from redline.optimizations.studies import SAMPLES, STUDIES
 from redline.optimizations.work import Generating
@@ -141,7 +142,36 @@ def test_every_row_that_was_measured_has_the_guards_verdict(tmp_path: Path, monk
     Played(answer, monkeypatch)
     rows = run(tmp_path / "bad", only=("compile", "bf16"))
     assert [rows["one by one", name].kept for name in ("bf16", "compile")] == [True, False]
-    assert "same training" in rows["all", "all kept"].numerics
+    assert "same training" in rows["leave one out", "bf16"].numerics
+    assert ("all", "all kept") not in rows, "with one kept it is that one's own row"
+
+
+def test_roundings_are_held_to_the_naive_state_and_do_not_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two changes of 0.9 % each are within the band of 1 % one by one, and not together; also where the naive state ran only in a pair."""
+
+    def answer(trial: Trial) -> Measured:
+        found, plan = by_the_book(trial), values(trial)
+        off = 1.009 ** ((plan["precision"] == "bf16") + (plan["attention"] != "math"))
+        return replace(found, losses=tuple(off * loss for loss in LOSSES), grad_norms=LOSSES)
+
+    for baseline in ("ok", "crashed"):
+        Played(answer, monkeypatch)
+        if baseline == "crashed":
+            monkeypatch.setattr(module.Turns, "alone", lambda self, name, trial, blocks=None: measured(1.0, outcome="crashed"))
+        rows = run(tmp_path / baseline, only=("bf16", "sdpa"))
+        assert [rows["one by one", name].kept for name in ("bf16", "sdpa")] == [True, False], baseline
+
+
+def test_a_change_whose_state_before_fails_is_kept_only_where_that_never_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(by_the_book, monkeypatch)
+    failing = Pair(measured(1.0, outcome="crashed"), measured(0.5), paired=False)
+    monkeypatch.setattr(module.Turns, "pair", lambda self, name, before, after: failing)
+    row = run(tmp_path / "ran", only=("sdpa",))["one by one", "sdpa"]
+    assert (row.verdict, row.kept, row.measured_ratio) == ("not compared", False, None)
+    assert played.asked == ["train naive"]
+    monkeypatch.setattr(module.Turns, "alone", lambda self, name, trial, blocks=None: measured(1.0, outcome="crashed"))
+    row = run(tmp_path / "never", only=("sdpa",))["one by one", "sdpa"]
+    assert (row.verdict, row.kept) == ("runs", True)
 
 
 def test_without_a_baseline_a_change_is_compared_with_the_state_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,40 +423,89 @@ def test_finished_trials_are_not_repeated_and_without_time_nothing_runs(tmp_path
         assert turns.alone("naive", trials[0]) is None, "another machine measures for itself"
 
 
-def test_a_trial_that_the_end_of_the_time_cuts_short_was_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+OK, CRASHED, KILLED, FULL, LATE = "ok", "crashed", "killed", "out_of_memory", "timed_out"
+
+
+@pytest.mark.parametrize(
+    ("in_turns", "alone", "outcomes", "paired"),
+    [
+        ([(CRASHED, OK), (OK, OK)], [], (OK, OK), True),  # by chance: once more
+        ([(CRASHED, OK), (CRASHED, OK)], [OK, OK], (OK, OK), False),  # beside the change, but not alone
+        ([(CRASHED, OK), (CRASHED, OK)], [CRASHED, CRASHED, OK], (CRASHED, OK), False),  # never
+        ([(CRASHED, OK), (CRASHED, OK)], [CRASHED, OK, OK], (OK, OK), False),  # alone by chance: once more
+        ([(FULL, OK)], [OK, OK], (OK, OK), False),  # memory that the change took
+        ([(OK, FULL)], [OK, OK], (OK, OK), False),  # in the middle of the rounds
+        ([(OK, FULL)], [OK, FULL], (OK, FULL), False),
+        ([(OK, KILLED)], [OK, OK], (OK, OK), False),  # perhaps by the system, for memory
+        ([(OK, CRASHED)], [], (OK, CRASHED), True),  # a result
+        ([(LATE, OK)], [OK, OK], (OK, OK), False),
+    ],
+)
+def test_what_fails_by_chance_or_beside_another_is_no_result(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    in_turns: list[tuple[str, str]],
+    alone: list[str],
+    outcomes: tuple[str, str],
+    paired: bool,
+) -> None:
+    trials = [TrainArms(recipe=RECIPE, hardware=H200, bounds=Bounds()).trial({"precision": p}) for p in ("fp32", "bf16")]
+    answers = iter([*in_turns, *((outcome,) for outcome in alone)])
+
+    def blocks(arms: list[Any], count: int) -> list[Measured]:
+        given = next(answers)
+        assert len(given) == len(arms)
+        killed = replace(measured(1.0, outcome="crashed"), error="killed by signal 9")
+        return [killed if outcome == KILLED else measured(1.0, outcome=outcome) for outcome in given]
+
+    monkeypatch.setattr(turns_module, "_blocks", blocks)
+    monkeypatch.setattr(Turns, "_arm", lambda self, key, trial: None)
+    with TuningFolder(tmp_path) as folder:
+        turns = Turns(folder, beside="here", deadline_s=time.monotonic() + 60, progress=lambda text: None)
+        pair = turns.pair("bf16", *trials)
+        assert pair is not None
+        assert (pair.before.outcome, pair.after.outcome, pair.paired) == (*outcomes, paired)
+        assert next(answers, None) is None
+        if outcomes == (OK, OK):
+            assert turns.pair("bf16", *trials) == pair, "it is kept"
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_the_end_of_the_time_in_either_arm_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: int) -> None:
     trials = [TrainArms(recipe=RECIPE, hardware=H200, bounds=Bounds()).trial({"precision": p}) for p in ("fp32", "bf16")]
     now_s = [0.0]
+
+    def blocks(arms: list[Any], count: int) -> list[Measured]:
+        now_s[0] += 100
+        return [measured(1.0, outcome=LATE if place == late else OK) for place in range(2)]
+
     monkeypatch.setattr(turns_module.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(turns_module, "_blocks", blocks)
     monkeypatch.setattr(Turns, "_arm", lambda self, key, trial: None)
-
-    def late(arms: Any, count: int) -> list[Measured]:
-        now_s[0] += 70
-        return [measured(1.0), measured(1.0, outcome="timed_out")][: len(arms)]
-
-    monkeypatch.setattr(turns_module, "_blocks", late)
     monkeypatch.setattr(Turns, "_apart", pytest.fail)
     with TuningFolder(tmp_path) as folder:
-        for deadline_s, ran in ((60.0, False), (1000.0, True)):
-            now_s[0] = 0.0
-            turns = Turns(folder, beside="here", deadline_s=deadline_s, progress=lambda text: None)
-            monkeypatch.setattr(turns, "_arm", lambda key, trial: type("Arm", (), {"failed": None}))
-            assert (turns.pair("bf16", *trials) is not None) == ran
+        assert Turns(folder, beside="here", deadline_s=60.0, progress=lambda text: None).pair("bf16", *trials) is None
 
 
-@pytest.mark.parametrize("started", [True, False])
-def test_a_reference_that_crashes_by_chance_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: bool) -> None:
-    """One that never started says something: the change makes it run."""
-    trials = [TrainArms(recipe=RECIPE, hardware=H200, bounds=Bounds()).trial({"precision": p}) for p in ("fp32", "bf16")]
-    answers = iter([[measured(1.0, outcome="crashed"), measured(0.5)], [measured(1.0), measured(0.5)]])
-    monkeypatch.setattr(turns_module, "_blocks", lambda arms, count: next(answers))
-    said: list[str] = []
-    with TuningFolder(tmp_path) as folder:
-        turns = Turns(folder, beside="here", deadline_s=time.monotonic() + 60, progress=said.append)
-        monkeypatch.setattr(turns, "_arm", lambda key, trial: type("Arm", (), {"failed": None, "started": {"a": 1} if started else {}}))
-        pair = turns.pair("bf16", *trials)
-    assert pair is not None
-    assert pair.before.outcome == ("ok" if started else "crashed")
-    assert any("once more" in text for text in said) == started
+def test_the_rows_of_another_list_are_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Played(by_the_book, monkeypatch)
+    whole = run(tmp_path)
+    saved = (tmp_path / "ablation.json").read_text()
+    with pytest.raises(StorageError, match=r"rows of another list \(tf32, bf16.*--out"):
+        run(tmp_path, only=("sdpa",))
+    assert (tmp_path / "ablation.json").read_text() == saved
+    (tmp_path / "ablation.json").write_text(json.dumps(json.loads(saved)[:4]))  # it was killed
+    assert run(tmp_path).keys() == whole.keys()
+    (tmp_path / "ablation.json").write_text("[{]")
+    with pytest.raises(StorageError, match="cannot be read"):
+        run(tmp_path)
+
+
+def test_a_run_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    assert main(["ablate", "nano", "--only", "sdpa", "--out", str(tmp_path)]) == StorageError.exit_code
+    assert "holds a run" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_first_state_that_does_not_fit_is_a_row_and_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

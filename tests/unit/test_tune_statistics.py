@@ -109,3 +109,11 @@ def test_a_plain_difference_needs_four_blocks_of_each_and_a_fifth_between_them()
     assert plain([1.3] * 4, [1.0] * 4)
     assert not plain([1.0] * 4, [1.3] * 3)
     assert not plain([1.0, 1.0, 1.0, 1.1], [1.3] * 4)
+
+
+def test_long_series_are_compared_by_medians_of_neighbours() -> None:
+    """What slows four rounds in a row is one disturbance: of six medians one says the contrary, of 24 rounds four would not count."""
+    disturbed = [1.1 if place // 4 == 2 else 1 / 1.2 for place in range(24)]
+    assert compare([1.0] * 24, disturbed, paired=True).verdict == "not resolved"
+    scattered = [1.1 if place % 6 == 2 else 1 / 1.2 for place in range(24)]
+    assert compare([1.0] * 24, scattered, paired=True).verdict == "faster"

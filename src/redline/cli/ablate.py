@@ -29,7 +29,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         metavar="S",
         help="of a timed block (default 0.5); shorter is quicker and less sure",
     )
-    command.add_argument("--out", type=Path, metavar="DIR", help="the folder (default runs/ablate-RECIPE)")
+    command.add_argument("--out", type=Path, metavar="DIR", help="the folder (default runs/ablate-RECIPE, the names of --only behind it)")
     command.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     add_json(command)
 
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError(f"--only {options.only!r} names nothing")
     recipe, facts = recipe_of(options), read_facts()
     named = options.recipe.replace("/", "-") if options.recipe in shipped() else recipe.name
-    folder = options.out or Path("runs") / f"ablate-{named}"
+    folder = options.out or Path("runs") / "-".join(["ablate", named, *only])
     parts = chosen(study(options.recipe), only)
     check_folder(folder, recipe)
     hardware = hardware_here(facts, cached(facts, progress=status))

@@ -20,7 +20,7 @@ from typing import Literal
 
 from redline.config.load import to_toml
 from redline.config.recipe import Recipe
-from redline.errors import ConfigError, MachineError
+from redline.errors import ConfigError, MachineError, StorageError
 from redline.optimizations.catalogue import find
 from redline.optimizations.entry import Effect, Optimization, Workload
 from redline.optimizations.studies import SAMPLES, Part, Samples, study
@@ -38,7 +38,9 @@ OUT_OF_TIME = "the time was up; the same command goes on from here"
 BASELINE_BLOCKS = 2
 """Of the naive state by itself: every comparison measures it again."""
 RUNS = "runs"
-"""The verdict on a change whose state before did not."""
+"""The verdict on a change whose state before never did."""
+NOT_COMPARED = "not compared"
+"""That on a change whose state before failed now, though it had run."""
 LOGPROB_BAND = {"fp32": 1e-3, "bf16": 5e-2}
 """Mean difference of a log-probability from the fp32 model's that generation may show, by precision: 5 % of a probability, and 0.1 %."""
 
@@ -97,6 +99,7 @@ def ablate(
         progress(brief(row))
 
     with TuningFolder(folder, machine) as trials:
+        _check_list(folder / "ablation.json", parts)
         write_atomic(folder / "recipe.toml", to_toml(recipe))
         deadline_s, children = time.monotonic() + 60 * minutes, Children.on(hardware)
         with Turns(trials, beside=hardware.title, deadline_s=deadline_s, progress=progress, children=children) as turns:
@@ -124,6 +127,20 @@ def chosen(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
     return [replace(part, names=tuple(dict.fromkeys(own))) for part, own in zip(parts, names, strict=True) if own]
 
 
+def _check_list(path: Path, parts: Sequence[Part]) -> None:
+    """Refuse a folder that holds the rows of another list, which these would write over."""
+    if not path.exists():
+        return
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        known = [str(row["name"]) for row in rows if row["stage"] == "one by one"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise StorageError(f"{path} cannot be read ({error}): give another folder with --out, or delete it") from error
+    names = [name for part in parts for name in part.names]
+    if known != names[: len(known)]:
+        raise StorageError(f"{path.parent} holds the rows of another list ({', '.join(known)}): give another folder with --out")
+
+
 def _switches(part: Part, name: str) -> bool:
     entry = find(name)
     return name in part.names or (entry.standing == "switch" and part.workload in entry.workloads)
@@ -138,6 +155,8 @@ class _Waterfall:
         self.state = arms.held(naive(self.entries, hardware))
         self.reference: Measured | None = None
         """What `rounding` is compared with: the naive state, or the first after it that ran."""
+        self.runs = self.naive_runs = False
+        """Whether the state, and the naive one, ever ran."""
         self.kept: list[tuple[Optimization, State]] = []
         """Entries that were kept, each with the values that it replaced."""
         self.refused: list[tuple[Optimization, State]] = []
@@ -154,7 +173,7 @@ class _Waterfall:
             rivals = [name for name in entry.on if self.state[name] != before[name]]  # another change took the same switch since
             if self.state != before and not rivals:
                 self.write(self._one(entry, "second try"))
-        if self.kept:
+        if len(self.kept) > 1:  # with one it is that one's own row
             self.write(self._all(first))
 
     def leave_out(self) -> None:
@@ -173,7 +192,7 @@ class _Waterfall:
             return replace(row, outcome="not run", note=OUT_OF_TIME)
         if measured.outcome != "ok":
             return replace(row, outcome=measured.outcome, note=measured.error or "")
-        self.reference = measured
+        self.reference, self.runs, self.naive_runs = measured, True, True
         return _with_speed(row, measured)
 
     def _one(self, entry: Optimization, stage: Stage) -> Row:
@@ -194,7 +213,9 @@ class _Waterfall:
         pair = self.turns.pair(f"{self.workload} {entry.name}", *trials)
         if pair is None:
             return replace(row, outcome="not run", note=OUT_OF_TIME)
-        row = _compared_row(row, pair)
+        if pair.before.outcome == "ok":
+            self.reference, self.runs, self.naive_runs = self.reference or pair.before, True, self.naive_runs or not self.kept
+        row = _compared_row(row, pair, runs=self.runs)
         passed, numerics = self._numerics(entry.effect, candidate, pair)
         row = replace(row, numerics=numerics)
         if row.verdict == "slower" or row.outcome != "ok":
@@ -204,7 +225,7 @@ class _Waterfall:
         if row.verdict not in ("faster", RUNS):
             return row
         self.kept.append((entry, {name: self.state[name] for name in entry.on}))
-        self.state, self.reference = candidate, self.reference or pair.after
+        self.state, self.reference, self.runs = candidate, self.reference or pair.after, True
         return replace(row, kept=True)
 
     def _without(self, entry: Optimization, before: State) -> Row:
@@ -224,7 +245,7 @@ class _Waterfall:
         if pair.after.outcome != "ok":
             return replace(row, outcome=pair.after.outcome, note=f"without it: {pair.after.error}")
         turned = Pair(pair.after, pair.before, pair.paired)
-        return replace(_compared_row(row, turned), numerics=self._numerics(entry.effect, self.state, turned)[1])
+        return replace(_compared_row(row, turned, runs=True), numerics=self._numerics(entry.effect, self.state, turned)[1])
 
     def _all(self, first: State) -> Row:
         """All that were kept against the naive state; claimed: the product of their claims."""
@@ -236,7 +257,7 @@ class _Waterfall:
         pair = self.turns.pair(f"{self.workload} all", self.arms.trial(first), self.arms.trial(self.state))
         if pair is None:
             return replace(row, outcome="not run", note=OUT_OF_TIME)
-        return replace(_compared_row(row, pair), numerics=self._numerics("rounding", self.state, pair)[1])
+        return replace(_compared_row(row, pair, runs=self.naive_runs), numerics=self._numerics("rounding", self.state, pair)[1])
 
     def _row(self, entry: Optimization, stage: Stage) -> Row:
         sources = "; ".join(claim.source for claim in entry.claims)
@@ -264,12 +285,13 @@ def _with_speed(row: Row, measured: Measured) -> Row:
     return replace(row, tokens_per_s=speed(measured), memory_bytes=measured.memory.allocated_bytes if measured.memory else None)
 
 
-def _compared_row(row: Row, pair: Pair) -> Row:
+def _compared_row(row: Row, pair: Pair, *, runs: bool) -> Row:
+    """The row with what the pair says. `runs`: the state before is known to run, so its failing now is chance."""
     if pair.after.outcome != "ok":
         return replace(row, outcome=pair.after.outcome, note=pair.after.error or "")
     row = _with_speed(row, pair.after)
     if pair.before.outcome != "ok":
-        return replace(row, verdict=RUNS, note=f"the state before did not: {pair.before.outcome}")
+        return replace(row, verdict=NOT_COMPARED if runs else RUNS, note=f"the state before did not: {pair.before.outcome}")
     found = compared(pair)
     rounds = min(len(pair.before.blocks_s), len(pair.after.blocks_s))
     return replace(row, measured_ratio=found.ratio, low=found.low, high=found.high, verdict=found.verdict, rounds=rounds)

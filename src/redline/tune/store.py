@@ -136,11 +136,12 @@ class TuningFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StorageError(f"{self.path} is in use by another process, which measures the same: wait for it") from None
+            raise StorageError(f"{self.path} is in use by another process: wait for it, or give another folder with --out") from None
         path = self.path / "trials.jsonl"
         try:
-            known = [line for line in read_lines(path) if _stands(line, path)]
-        except DataError:
+            with storage_errors("the trials", path):
+                known = [line for line in read_lines(path) if _stands(line, path)]
+        except (DataError, StorageError):
             self._lock.close()
             raise
         self._done = {line["key"]: line for line in known if line.get("machine", "") == self.machine}
@@ -186,8 +187,13 @@ def _stands(line: dict[str, Any], path: Path) -> bool:
         measured = build(Measured, line.get("measured"), where="measured")
         beside = build(Measured, line["beside"], where="beside") if line.get("beside") is not None else None
         for arm in (measured, beside):
-            if measured.outcome == "ok" and arm and arm.outcome == "ok" and not (arm.blocks_s and min(arm.blocks_s) > 0):
-                raise ConfigError("a trial that ended well has times of blocks above 0")
+            if (
+                measured.outcome == "ok"
+                and arm
+                and arm.outcome == "ok"
+                and not (arm.blocks_s and min(*arm.blocks_s, arm.tokens_per_step) > 0)
+            ):
+                raise ConfigError("a trial that ended well has tokens, and times of blocks above 0")
     except ConfigError as error:
         raise DataError(f"{path} is damaged: {json.dumps(line)[:100]}: {error}; delete that line, or move the file away") from error
     together = line.get("paired", beside is not None)

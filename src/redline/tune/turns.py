@@ -4,8 +4,8 @@
         naive = turns.alone("naive", trial)
         pair = turns.pair("bf16", trial, other)        # blocks of both by rounds; None when there is no time left
 
-Keeping the standing arm alive saves its start (compiling included) for every change. Where the second does not fit beside it, both are
-measured alone, one after the other, and `paired` says so.
+Keeping the standing arm alive saves its start (compiling included) for every change. Where one fails beside the other for want of memory,
+or the standing arm twice, both are measured alone, one after the other, and `paired` says so.
 """
 
 import math
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
+from redline.tune.duel import lacked_memory
 from redline.tune.statistics import plain
 from redline.tune.store import TuningFolder, trial_key
 from redline.tune.trial import Arm, Children, Measured, Trial, take_turns
@@ -56,9 +57,10 @@ class Turns:
         if not self._time_for(name):
             return None
         began_s = time.monotonic()
-        standing = trial_key(trial, self.beside)
-        self._close_all_but(standing)
-        measured = _blocks([self._arm(standing, trial)], blocks or trial.bounds.blocks)[0]
+        measured = self._by_itself(trial, blocks or trial.bounds.blocks)
+        if measured.outcome == "crashed":
+            self.progress(f"{name}: crashed ({measured.error}); once more")
+            measured = self._by_itself(trial, blocks or trial.bounds.blocks)
         self._spent(began_s)
         if self._cut_short(measured):
             return None
@@ -66,25 +68,24 @@ class Turns:
         return measured
 
     def pair(self, name: str, before: Trial, after: Trial) -> Pair | None:
-        """Two trials in turns; None when there is no time for them."""
+        """Two trials in turns; None when there is no time for them. What they are compared with failing says nothing about the change, nor
+        does a want of memory that may come from the other: then once more, and alone."""
         keys = trial_key(before, self.beside), trial_key(after, self.beside)
         if (known := self._known(*keys)) is not None:
             return known
         if not self._time_for(name):
             return None
         began_s = time.monotonic()
-        self._close_all_but(keys[0])
-        arms = [self._arm(keys[0], before), self._arm(keys[1], after)]
-        if arms[1].failed is not None and arms[1].failed.outcome == "out_of_memory" and arms[0].failed is None:
-            return self._apart(name, before, after)
-        found = _blocks(arms, after.bounds.blocks)
-        if found[0].outcome == "crashed" and arms[0].started:  # by chance: it says nothing about the change
+        found = self._in_turns(keys, before, after)
+        if found[0].outcome == "crashed":
             self.progress(f"{name}: what it is compared with crashed ({found[0].error}); both once more")
             self._close_all_but()
-            found = _blocks([self._arm(keys[0], before), self._arm(keys[1], after)], after.bounds.blocks)
+            found = self._in_turns(keys, before, after)
         self._spent(began_s)
         if any(self._cut_short(measured) for measured in found):
             return None
+        if found[0].outcome != "ok" or lacked_memory(found[1]):
+            return self._apart(name, before, after)
         for place, measured in zip(("before", "after"), found, strict=True):
             self.folder.add(f"{keys[0]}>{keys[1]} {place}", name if place == "after" else f"{name}: before", measured, paired=True)
         return Pair(found[0], found[1], paired=True)
@@ -93,14 +94,23 @@ class Turns:
 
     def _known(self, before: str, after: str) -> Pair | None:
         found = [self.folder.find(f"{before}>{after} {place}") for place in ("before", "after")]
-        if found[0] is not None and found[1] is not None:
+        if found[0] is not None and found[1] is not None and found[0].outcome == found[1].outcome == "ok":
             return Pair(found[0], found[1], paired=True)
         alone = self.folder.find(before), self.folder.find(after)
         return Pair(alone[0], alone[1], paired=False) if alone[0] is not None and alone[1] is not None else None
 
+    def _by_itself(self, trial: Trial, blocks: int) -> Measured:
+        key = trial_key(trial, self.beside)
+        self._close_all_but(key)
+        return _blocks([self._arm(key, trial)], blocks)[0]
+
+    def _in_turns(self, keys: tuple[str, str], before: Trial, after: Trial) -> list[Measured]:
+        self._close_all_but(keys[0])
+        return _blocks([self._arm(keys[0], before), self._arm(keys[1], after)], after.bounds.blocks)
+
     def _apart(self, name: str, before: Trial, after: Trial) -> Pair | None:
-        """One after the other, for want of memory: the second may fit by itself."""
-        self.progress(f"{name}: does not fit beside the arm it is compared with; measuring it alone")
+        """One after the other: what failed beside the other may run by itself."""
+        self.progress(f"{name}: one failed beside the other; measuring both alone")
         began_s = time.monotonic()
         self._close_all_but()
         first = self.alone(f"{name}: before", before)
