@@ -13,6 +13,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from redline.cli.main import main
 from redline.config.load import load_recipe
@@ -95,6 +96,76 @@ def test_an_attention_kernel_that_was_not_asked_for_is_found(monkeypatch: pytest
     found = checks(plan_for("plan.attention=math"))
     assert failed(found) == {"attention kernel"}
     assert "flash" in found["attention kernel"].evidence
+
+
+@pytest.mark.parametrize("explicit", [1, 2])
+def test_blocks_that_do_not_use_the_planned_kernel_are_found(monkeypatch: pytest.MonkeyPatch, explicit: int) -> None:
+    build = execution.build
+
+    def partly(*given: Any) -> Any:
+        model = build(*given)
+        for block in list(model.blocks)[:explicit]:
+            block.forward = sdpa_kernel(SDPBackend.MATH)(block.forward)
+        return model
+
+    monkeypatch.setattr(execution, "build", partly)
+    found = checks(plan_for())
+    assert failed(found) == {"attention kernel"}
+    assert f"math {explicit} times" in found["attention kernel"].evidence
+
+
+CUDNN, FLASH, EFFICIENT = (room.FUSED_ATTENTION[kernel][0] for kernel in ("cudnn", "flash", "efficient"))
+
+
+@pytest.mark.parametrize(
+    ("plan", "seen", "kernels", "status"),
+    [
+        ("cudnn default", {CUDNN: 2}, "sdpa_sm90_flash_fprop", "passed"),  # as an H200 showed it
+        ("cudnn default", {CUDNN: 1}, "sdpa_sm90_flash_fprop", "failed"),
+        ("auto default", {CUDNN: 1}, "sdpa_sm90_flash_fprop", "failed"),
+        ("auto default", {CUDNN: 1, FLASH: 1}, "", "passed"),
+        ("cudnn default", {CUDNN: 2, FLASH: 2}, "", "failed"),
+        ("flash off", {room.ATTENTION: 2, FLASH: 1, EFFICIENT: 1}, "", "failed"),
+        ("cudnn default", {}, "sdpa_sm90_flash_fprop", "not checked"),
+        ("cudnn default", {}, "triton_softmax", "failed"),
+        ("math default", {}, "triton_softmax", "passed"),
+        ("flash off", {room.ATTENTION: 2}, "", "not checked"),
+        ("flash off", {room.ATTENTION: 2, FLASH: 1}, "", "not checked"),
+        ("flash off", {room.ATTENTION: 2, FLASH: 1, room.EXPLICIT_ATTENTION: 1}, "", "failed"),
+        ("flash off", {room.ATTENTION: 1, FLASH: 1}, "", "failed"),
+        ("flash off", {room.ATTENTION: 3, FLASH: 3}, "", "failed"),  # a block is not computed again, or not by torch
+        ("flash off", {room.ATTENTION: 4, FLASH: 4}, "", "passed"),
+    ],
+)
+def test_attention_on_a_gpu_is_that_of_every_block(plan: str, seen: dict[str, int], kernels: str, status: str) -> None:
+    """On paper: what is in the trace of two blocks."""
+    wanted, _, compiled = plan.partition(" ")
+    case: Any = SimpleNamespace(
+        plan=SimpleNamespace(attention=wanted, compile=compiled), recipe=RECIPE,
+        in_pass=evidence.Seen(operations=Counter(seen), kernels=Counter([kernels] if kernels else ())),
+    )  # fmt: skip
+    assert room._attention(case).status == status
+
+
+def test_passes_of_another_size_are_found() -> None:
+    """On paper: as many as planned, of other sequences."""
+    case: Any = SimpleNamespace(plan=plan_for("plan.micro_batch=2"), inputs_BT=torch.zeros(2, 32))
+    for embedded, status in (
+        ([(2, 32)] * 2, "passed"),
+        ([(1, 32)] * 2, "failed"),
+        ([(2, 32), (1, 32)], "failed"),
+        ([(2, 16)] * 2, "failed"),
+    ):
+        case.in_update = evidence.Seen(embedded=embedded)
+        assert room._passes(case).status == status
+
+
+def test_a_layer_in_another_precision_is_found() -> None:
+    """On paper: what is not in the plan's dtype may be rounding, not layers."""
+    case: Any = SimpleNamespace(plan=SimpleNamespace(precision="bf16"), cuda=True)
+    for share, status in ((1.0, "passed"), (0.995, "passed"), (0.9, "failed"), (0.6, "failed")):
+        case.in_pass = evidence.Seen(products={"bf16": share, "fp32": 1 - share})
+        assert room._precision(case).status == status
 
 
 def test_another_optimiser_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +255,8 @@ def _follows(monkeypatch: pytest.MonkeyPatch, runs_with: dict[str, Any]) -> None
         ({"recompute": "none", "compile": "default"}, {"aten::_scaled_dot_product_cudnn_attention": 4}, "failed"),
         ({"recompute": "none", "compile": "default"}, {"aten::_scaled_dot_product_cudnn_attention": 2}, "passed"),
         ({"recompute": "selective", "compile": "default"}, {"aten::_scaled_dot_product_cudnn_attention": 2}, "not checked"),
+        ({"recompute": "none", "compile": "default"}, {"aten::_scaled_dot_product_cudnn_attention": 1}, "not checked"),
+        ({"recompute": "full", "compile": "default"}, {"aten::_scaled_dot_product_cudnn_attention": 3}, "not checked"),
         ({"recompute": "none", "compile": "default"}, {}, "not checked"),
         ({"recompute": "none", "compile": "off"}, {}, "not checked"),
         ({"recompute": "selective", "compile": "off"}, dict.fromkeys((room.ATTENTION, room.FUSED_ATTENTION["flash"][0]), 4), "not checked"),

@@ -115,6 +115,7 @@ def test_the_graph_of_an_update_is_captured_and_launched_once(captured: int, lau
     [
         ("bf16", {"_ShortAttention": 2}, "passed"),
         ("bf16", {"torch_attn::_varlen_attn": 2}, "passed"),
+        ("bf16", {"torch_attn::_varlen_attn": 1, "aten::scaled_dot_product_attention": 1}, "failed"),
         ("bf16", {"aten::scaled_dot_product_attention": 2}, "failed"),
         ("fp32", {"aten::scaled_dot_product_attention": 2}, "not checked"),
         ("bf16", {}, "not checked"),
