@@ -71,6 +71,14 @@ def test_a_wait_is_taken_out_of_the_phase_that_it_interrupts(monkeypatch: pytest
     assert sum(phases.values()) == line["step_s"] == 73.0
 
 
+def test_a_wait_that_fails_ends_as_one() -> None:
+    """Recovery from running out of memory goes on after it: what follows is no wait."""
+    marks: list[str] = []
+    with pytest.raises(RuntimeError), waiting(marks.append):
+        raise RuntimeError("out of memory")
+    assert marks == ["", "communication_s"]
+
+
 @pytest.fixture
 def sharded() -> Iterator[nn.Module]:
     """A model of two blocks under FSDP, in a group of one."""

@@ -591,6 +591,17 @@ def breaks(step: int) -> Any:
     return Breaks()
 
 
+def logs_slowly(each_s: float) -> Any:
+    """A callback of somebody else that waits for a service in every log."""
+    from transformers import TrainerCallback
+
+    class Slow(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            time.sleep(each_s)
+
+    return Slow()
+
+
 class TestTrainer:
     def test_tokens_losses_and_the_loader_afterwards(self, tmp_path: Path) -> None:
         callback = trained(tmp_path, Rows(tokens=10), gradient_accumulation_steps=2, logging_steps=3, max_steps=12)
@@ -612,6 +623,34 @@ class TestTrainer:
 
     def test_gradient_checkpointing_is_the_first_finding(self, tmp_path: Path) -> None:
         assert trained(tmp_path, Rows(), gradient_checkpointing=True).findings()[0].cause == "needless-recomputation"
+
+    @pytest.mark.parametrize("ours_first", [True, False])
+    def test_logging_that_takes_half_of_the_run_is_the_first_finding(self, ours_first: bool, tmp_path: Path) -> None:
+        """Whichever callback comes first: behind ours it is timed to the next batch."""
+        trainer = trainer_of(tmp_path, Rows(), others=(logs_slowly(0.04),), logging_steps=1)
+        if not ours_first:
+            trainer.add_callback(trainer.pop_callback(trainer.ours))
+        trainer.train()
+        found = trainer.ours.findings()[0]
+        assert (found.cause, found.optimisation) == ("host-gap", "logging-cadence")
+        assert found.title.startswith("Logging takes")
+        assert "logging_steps" in found.fix
+        logged = next(event for event in events_of(tmp_path / "run") if event["event"] == "logging")
+        assert logged["stalled_s"] == pytest.approx(24 * 0.04, rel=0.25)
+        assert found.gain is not None
+        assert found.gain.high > 1.3
+
+    def test_logging_that_takes_nothing_is_not_told(self, tmp_path: Path) -> None:
+        assert not [f for f in trained(tmp_path, Rows(), logging_steps=1).findings() if f.cause == "host-gap"]
+
+    def test_the_wait_for_a_gpu_before_a_log_is_no_logging(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The Trainer reads the loss before it logs; on a GPU the callback waits for it first."""
+        waits: list[int] = []
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
+        trainer = trainer_of(tmp_path, Rows(), logging_steps=8)
+        trainer.ours.on_step_begin = lambda *_, **__: setattr(trainer.ours._run.clock, "is_gpu", True)
+        trainer.train()
+        assert len(waits) == 3
 
     def test_evaluations_and_checkpoints_are_told_apart(self, tmp_path: Path) -> None:
         often = {"eval_strategy": "steps", "eval_steps": 6, "save_strategy": "steps", "save_steps": 12, "save_only_model": True}

@@ -7,7 +7,7 @@ To add a rule: a function from Observed to findings, and its name in the RULES o
 
 from dataclasses import replace
 
-from redline.diagnose import causes, claims, communication, generation, pauses, plans, trouble, workload
+from redline.diagnose import causes, claims, communication, generation, logging, pauses, plans, trouble, workload
 from redline.diagnose.finding import Finding, ordered
 from redline.diagnose.observed import Observed
 
@@ -30,6 +30,7 @@ OPTIMISATIONS = {
 RULES = (
     *causes.RULES,
     *pauses.RULES,
+    *logging.RULES,
     *plans.RULES,
     *communication.RULES,
     *generation.RULES,

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from redline.diagnose.finding import Finding
 from redline.errors import need
 from redline.observe.facts import Told
@@ -71,6 +73,8 @@ class Training:
         self.run, self._loader, self._plain = run.__enter__(), loader, type(loader)
         self.in_epoch = False
         self.logs, self.logging_s = 0, 0.0
+        self._log_goes_on_at: float | None = None
+        """Since when other callbacks log, behind ours."""
         self._gave: object = None
         """Whoever gave the last batch; somebody may look at batches beside the Trainer."""
         self._feeds: object = None
@@ -94,6 +98,7 @@ class Training:
             for batch in self.run.batches(source):
                 self._gave = me
                 yield batch
+                self.logged()
         except GeneratorExit:
             if self.in_epoch and self._feeds is me:
                 self.end(self.unseen())
@@ -105,6 +110,18 @@ class Training:
     def fetched(self) -> None:
         self._feeds = self._gave
         self.run.fetched()
+
+    def log(self, since: float) -> float:
+        """A log has come to us; it goes on in callbacks behind ours. Returns now."""
+        now = time.perf_counter()
+        self.logs, self.logging_s, self._log_goes_on_at = self.logs + 1, self.logging_s + now - since, now
+        return now
+
+    def logged(self, *, counted: bool = True) -> None:
+        """Whatever comes next has begun; what went on until now is the log's, unless a pause has counted it."""
+        if self._log_goes_on_at is not None and counted:
+            self.logging_s += time.perf_counter() - self._log_goes_on_at
+        self._log_goes_on_at = None
 
     def unseen(self) -> BaseException:
         """The error behind an end that nobody told: the last that Python knows of, if it passed through this training."""
@@ -122,6 +139,7 @@ class Training:
             return
         if self._loader is not None:
             _SET_CLASS(self._loader, self._plain)
+        self.logged()
         if self.logs:
             self.run.event("logging", times=self.logs, stalled_s=round(self.logging_s, 6))
         self.run.__exit__(None if error is None else type(error), error, None)
@@ -178,21 +196,25 @@ class RedlineCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._run is not None:
             self._run.step()
-            self._mark = time.perf_counter()
+            self._mark = self._computed(control)
+
+    def _computed(self, control: Any) -> float:
+        """Now. On a GPU the Trainer waits for the update before it logs, to read the loss; that is no logging, so it is waited for here."""
+        if control.should_log and self._run is not None and self._run.clock.is_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if self._training is None or self._run is None or logs is None or "loss" not in logs:
             return  # an evaluation's, or the summary of the end
         self._run.add(**{ours: float(logs[theirs]) for theirs, ours in LOGGED.items() if theirs in logs})
-        now = time.perf_counter()
-        self._training.logs += 1
-        self._training.logging_s += now - self._mark
-        self._mark = now
+        self._mark = self._training.log(self._mark)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._training is not None:
             self._training.in_epoch = False
-        self._mark = time.perf_counter()
+            self._training.logged()
+        self._mark = self._computed(control)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **_: Any) -> None:
         loss = (metrics or {}).get("eval_loss")
@@ -203,7 +225,8 @@ class RedlineCallback(TrainerCallback):
         self._paused("checkpoint", {})
 
     def _paused(self, kind: Pause, found: dict[str, float]) -> None:
-        if self._run is not None:
+        if self._training is not None and self._run is not None:
+            self._training.logged(counted=False)
             self._run.paused(kind, time.perf_counter() - self._mark, **found)
             self._mark = time.perf_counter()
 

@@ -34,8 +34,10 @@ Mark = Callable[[str], None]
 def waiting(mark: Mark) -> Iterator[None]:
     """What is done inside waits for the other processes."""
     mark(INTERRUPTED)
-    yield
-    mark(COMMUNICATION)
+    try:
+        yield
+    finally:
+        mark(COMMUNICATION)
 
 
 def time_waits(model: nn.Module, mark: Mark) -> bool:
