@@ -25,6 +25,7 @@ TORCH_FREE_MODULES = {
     "rft": ("store", "budget", "stats", "export", "plan"),
     "tune": (
         "statistics", "trial", "guard", "memory", "candidates", "search", "duel", "store", "ablate", "arms", "turns", "waterfall_table",
+        "lifeline", "scratch",
     ),
     "data": ("read", "tokenizer", "shards", "build", "stream", "encode"),
 }  # fmt: skip

@@ -1,8 +1,10 @@
 """Whatever a child does is a result: it answers, says that it failed, dies, is killed, hangs, or prints what it likes."""
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,10 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
-from redline.config.load import build
-from redline.plan.hardware import hardware_as
+from redline.config.load import build, load_recipe
+from redline.machine.facts import read_facts
+from redline.plan.hardware import hardware_as, hardware_here
+from redline.plan.planner import make_plan
 from redline.tune import trial as room
-from redline.tune.trial import Arm, Bounds, Child, Children, Measured, Trial, measure, measure_together, take_turns
+from redline.tune.scratch import SCRATCH, Scratch
+from redline.tune.trial import Arm, Bounds, Child, Children, Measured, Trial, measure, measure_together, take_turns, train_trial
 
 SCRIPT = """
 import json, os, signal, sys, time
@@ -206,7 +211,7 @@ def test_the_allocator_is_set_before_the_child_starts_and_a_users_own_wins(monke
 IDLE = "child = room.Child(); print(child._process.pid, flush=True); time.sleep(600)"
 BUSY = """room.Child().ask({"do": "start", "workload": "builtins:exec", "setting": sys.argv[2]}, 600)"""
 AT_WORK = "import os; open({path!r}, 'w').write(str(os.getpid()))\nwhile True: pass"
-WITHOUT_LINUX = "import sys; from redline.tune import child; child._signalled_when_parent_ends = lambda: False; child.main()"
+WITHOUT_LINUX = "from redline.tune import lifeline; lifeline._signalled_when_parent_ends = lambda: False; lifeline.main()"
 
 
 def _gone(pid: int, within_s: float) -> bool:
@@ -231,7 +236,7 @@ def test_a_child_that_waits_ends_when_its_parent_is_killed() -> None:
     assert _gone(pid, 5), "an orphan goes on"
 
 
-@pytest.mark.parametrize("command", ["-m redline.tune.child", f"-c {WITHOUT_LINUX}"])
+@pytest.mark.parametrize("command", ["-m redline.tune.lifeline", f"-c {WITHOUT_LINUX}"])
 def test_a_child_at_work_ends_when_its_parent_is_killed(tmp_path: Path, command: str) -> None:
     """Where Linux says that the parent is gone, and where the child has to look."""
     pid_file, pid = tmp_path / "pid", ""
@@ -244,14 +249,69 @@ def test_a_child_at_work_ends_when_its_parent_is_killed(tmp_path: Path, command:
     assert _gone(int(pid), 10), "an orphan goes on"
 
 
+def test_a_child_ends_with_its_parent_also_while_it_imports_torch(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    (tmp_path / "torch.py").write_text(f"import os, time\nopen({str(pid_file)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)")
+    environment = dict(os.environ, PYTHONPATH=str(tmp_path))
+    with subprocess.Popen(_parent(IDLE, "-m redline.tune.lifeline"), env=environment, stdout=subprocess.DEVNULL) as process:
+        deadline_s = time.monotonic() + 60
+        while not (pid_file.exists() and pid_file.read_text()):
+            assert time.monotonic() < deadline_s, "torch was not imported"
+            time.sleep(0.05)
+        process.kill()
+    assert _gone(int(pid_file.read_text()), 5), "an orphan goes on importing"
+
+
 def test_a_child_whose_parent_was_killed_before_it_could_look_does_not_begin(tmp_path: Path) -> None:
     request = {"do": "start", "workload": "builtins:exec", "setting": AT_WORK.format(path=str(tmp_path / "pid"))}
     nobody = subprocess.Popen([sys.executable, "-c", ""])
     nobody.wait()
-    command = [sys.executable, "-m", "redline.tune.child", str(nobody.pid)]
+    command = [sys.executable, "-m", "redline.tune.lifeline", str(nobody.pid)]
     ended = subprocess.run(command, input=json.dumps(request), text=True, timeout=120, check=False)
     assert ended.returncode == 1
     assert not (tmp_path / "pid").exists()
+
+
+@pytest.mark.parametrize("kind", ["well", "killed", "hangs"])
+def test_what_a_child_wrote_goes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    writes = "import os, tempfile\ntempfile.mkdtemp(dir=os.environ['REDLINE_TRIAL_FOLDER'])\n"
+    monkeypatch.setattr(room, "COMMAND", (sys.executable, "-c", writes + SCRIPT))
+    with Child() as child:
+        measured = measure(trial(tmp_path, kind, at=2, limit_s=2.0, pid_file=str(tmp_path / "pid")), child=child)
+        assert bool(list(tmp_path.glob("redline-trial-*/*"))) == (measured.outcome == "ok")
+    assert not list(tmp_path.glob("redline-trial-*"))
+
+
+def test_the_next_trial_removes_what_a_killed_parent_left_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, young, foreign = (tmp_path / name for name in ("redline-trial-left", "redline-trial-young", "other"))
+    for folder in (left, young, foreign):
+        (folder / "run").mkdir(parents=True)
+    (tmp_path / "redline-trial-link").symlink_to(foreign)
+    at_work = Scratch()
+    for folder in (left, foreign, at_work.path):
+        os.utime(folder, (0, 0))
+    Scratch().close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["redline-trial-young", "other", "redline-trial-link", at_work.path.name]
+    )
+    assert (foreign / "run").exists()
+    at_work.close()
+
+
+def test_a_training_writes_its_run_where_its_parent_cleans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from redline.tune.child import Training
+
+    monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv(SCRATCH, str(tmp_path))
+    recipe = load_recipe("nano", ["model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.ffn_size=64"])
+    training = Training(train_trial(recipe, make_plan(recipe, hardware_here(read_facts(), None))).setting)
+    try:
+        assert list(tmp_path.glob("*/checkpoints"))
+    finally:
+        training.close()
+    assert not list(tmp_path.glob("*/checkpoints"))
 
 
 def test_what_was_measured_survives_json() -> None:

@@ -1,4 +1,4 @@
-"""The process in which a trial runs: makes a workload, warms it up, and times a block of its steps whenever it is told to.
+"""What runs in the process of a trial: makes a workload, warms it up, and times a block of its steps whenever it is told to.
 
     {"do": "start", "workload": "redline.tune.child:Training", "setting": {...}, "block_s": 0.5, "guard_steps": 5, "warmup_s": 10}
         -> {"first_step_s", "warmup_steps", "steps_per_block", "tokens_per_step", "losses", "grad_norms"}
@@ -11,16 +11,13 @@ the process with its traceback, which the parent reads.
 """
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
 import math
 import os
-import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -40,12 +37,8 @@ from redline.record.run import RunFolder
 from redline.train.execution import check_device
 from redline.train.loop import Job, Trainer
 from redline.train.process import join
+from redline.tune.scratch import SCRATCH
 from redline.tune.statistics import stationary
-
-PR_SET_PDEATHSIG = 1
-"""Linux: send me a signal when the thread that started me ends."""
-LOOK_EVERY_S = 1.0
-"""Where there is no such signal: how often the parent is looked for."""
 
 
 class Workload(Protocol):
@@ -80,7 +73,7 @@ class Training:
         with contextlib.ExitStack() as stack:
             process = stack.enter_context(join(plan.hardware.kind))
             check_device(plan)
-            run = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            run = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=os.environ.get(SCRATCH))))
             folder = stack.enter_context(RunFolder(run))
             corpus = open_corpus(recipe, run, process, None)
             self.trainer = Trainer(
@@ -235,29 +228,8 @@ def ran_out_of_memory(error: BaseException | None) -> bool:
     return error is not None and (isinstance(error, torch.OutOfMemoryError) or ran_out_of_memory(error.__cause__))
 
 
-def end_with(parent: int) -> None:
-    """End, whatever this process is doing, when its parent does, killed or not; at once if that has happened already."""
-    if not _signalled_when_parent_ends():
-        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _signalled_when_parent_ends() -> bool:
-    try:
-        return ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0) == 0
-    except (AttributeError, OSError):  # not Linux
-        return False
-
-
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(LOOK_EVERY_S)
-    os.killpg(0, signal.SIGKILL)  # the group is this child's own
-
-
-def main() -> None:
-    end_with(int(sys.argv[1]))
+def serve() -> None:
+    """Answer requests until there are no more, and end the process."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print what they like; the replies stay clean
     session = Session()
@@ -271,7 +243,3 @@ def main() -> None:
         replies.flush()
     session.close()
     os._exit(0)  # tearing down torch takes a second, and nothing is left to save
-
-
-if __name__ == "__main__":
-    main()

@@ -4,10 +4,10 @@
     before, after = measure_together([trial, other])                  # two, in turns: a drift of the clocks falls on both
     compare(before.blocks_s, after.blocks_s, paired=True)
 
-The child (`python -m redline.tune.child`) is spoken to in lines of JSON and does nothing between two of them, so several can be alive and
-take turns. It ends when its standard input does, and in the middle of its work when its parent is killed; a child that does not answer
-is killed with its whole process group. `Child` is the handle where one process shall measure several settings (memory probes,
-micro-batches).
+The child (`python -m redline.tune.lifeline`) is spoken to in lines of JSON and does nothing between two of them, so several can be alive
+and take turns. It ends when its standard input does, and in the middle of its work when its parent is killed; a child that does not
+answer is killed with its whole process group. What it wrote goes with it. `Child` is the handle where one process shall measure several
+settings (memory probes, micro-batches).
 Left out: trials on several processes or machines.
 """
 
@@ -28,11 +28,12 @@ from typing import Any, Literal, Self
 from redline.config.load import build, to_toml
 from redline.config.recipe import Recipe
 from redline.plan.plan import Hardware, Plan, to_json
+from redline.tune.scratch import SCRATCH, Scratch
 from redline.tune.statistics import FEWEST_BLOCKS, NOISY_ROUNDS, noisy
 
 Outcome = Literal["ok", "out_of_memory", "crashed", "timed_out"]
 TRAIN = "redline.tune.child:Training"
-COMMAND = (sys.executable, "-m", "redline.tune.child")
+COMMAND = (sys.executable, "-m", "redline.tune.lifeline")
 """Called with the number of the parent process behind it."""
 LEAVE_S = 5.0
 """How long a child may take to tidy up when it is told to end."""
@@ -124,12 +125,14 @@ def train_trial(recipe: Recipe, plan: Plan, bounds: Bounds | None = None) -> Tri
 
 class Child:
     """A child process. Ends with the `with` block, whatever it is doing, or with the thread that started it: on Linux its end is what the
-    child is told of (child.end_with)."""
+    child is told of (lifeline.end_with)."""
 
     def __init__(self, allocator: str = "") -> None:
         environment = dict(os.environ)
         if allocator and not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(environment):
             environment["PYTORCH_CUDA_ALLOC_CONF"] = allocator
+        self._scratch = Scratch()
+        environment[SCRATCH] = str(self._scratch.path)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
         self._process = subprocess.Popen(
             [*COMMAND, str(os.getpid())],
@@ -197,6 +200,7 @@ class Child:
         assert self._process.stdout is not None
         self._process.stdout.close()
         self._errors.close()
+        self._scratch.close()
 
     def _read_line(self, limit_s: float) -> bytes | None:
         """The next line; empty when the child has closed its output, None when there is none in time."""
