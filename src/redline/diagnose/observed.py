@@ -29,7 +29,9 @@ class Step:
     """Tokens of one update, all GPUs together."""
     loss: float | None = None
     not_a_number: bool = False
-    """Whether the log shows a loss or a gradient norm that is none (nan, inf, null)."""
+    """Whether the log shows a loss that is none (nan, inf, null)."""
+    bad_norm: bool = False
+    """Whether it shows a gradient norm that is none: a loss scaler's skipped update, unless it stays so."""
     mfu: float | None = None
     memory_bytes: float | None = None
     data_wait_s: float | None = None
@@ -136,7 +138,8 @@ class Observed:
     recipe: Recipe | None = None
     plan: Plan | None = None
     events: tuple[dict[str, Any], ...] = ()
-    """Of our runs, their events.jsonl; of others, the validations that the log shows: `step`, and `took_s` where it can be told."""
+    """Of our runs, their events.jsonl; of others, the validations and checkpoints that the log shows: `step`, and `took_s` where it can
+    be told."""
     lines_are_means: bool = False
     """Whether the time of a line is the mean over the updates since the line before, or that of one update."""
 

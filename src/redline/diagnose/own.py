@@ -18,7 +18,7 @@ from redline.plan import plan as plans
 from redline.plan.plan import Plan
 from redline.record.run import RunFolder, read_lines
 
-_NAMES = {field.name for field in fields(Step)} - {"step", "tokens", "parts_s", "not_a_number"}
+_NAMES = {field.name for field in fields(Step)} - {"step", "tokens", "parts_s", "not_a_number", "bad_norm"}
 
 
 def read_run(path: Path) -> Observed:

@@ -20,9 +20,16 @@ LESS_OFTEN = {
         "run": "train.eval_every, or a smaller train.eval_sequences",
         "hf": "eval_steps, or a smaller evaluation set",
         "nanogpt": "eval_interval, or a smaller eval_iters",
+        "torchtitan": "validation.freq, or fewer validation.steps",
+        "verl": "trainer.test_freq, or fewer rows in data.val_files",
         "watched": "interval (Trainer: eval_steps), or on fewer rows",
     },
-    "checkpoint": {"run": "train.checkpoint_every", "watched": "interval (Trainer: save_steps)"},
+    "checkpoint": {
+        "run": "train.checkpoint_every",
+        "torchtitan": "checkpoint.interval, or checkpoint.async_mode=async",
+        "verl": "trainer.save_freq",
+        "watched": "interval (Trainer: save_steps)",
+    },
 }
 
 
@@ -34,6 +41,8 @@ def period_of(excess_s: dict[int, float], steps: list[int], stride: int = 1) -> 
     """
     best: tuple[int, int, float] | None = None
     total_s, span = sum(excess_s.values()), steps[-1] - steps[0]
+    if span <= 0:
+        return None
     most_s = list(accumulate(sorted(excess_s.values(), reverse=True)))
     for n in range(2 * stride, max(3 * stride, span // 2 + 1), stride):
         if most_s[min(len(most_s), span // n + 1) - 1] <= LEAST_EXPLAINED * total_s:
@@ -140,14 +149,18 @@ def _own_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
 
 
 def _told_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
-    """Of other logs: the validations whose time they show, beside the updates and what the first took longer."""
-    lost = [float(event["took_s"]) for event in observed.events if event["event"] == "validation" and "took_s" in event]
+    """Of other logs: the validations and checkpoints whose time they show, beside the updates and what the first took longer."""
+    lost: dict[str, list[float]] = {}
+    for event in observed.events:
+        if "took_s" in event:
+            lost.setdefault(event["event"], []).append(float(event["took_s"]))
     timed, mean_s = [s for s in observed.steps if s.step_s], observed.mean("step_s")
     if not lost or not mean_s:
         return {}, 0.0
     a_line = observed.stride if observed.lines_are_means else 1
     updates = timed[-1].step - timed[0].step + a_line
-    return {"validation": lost}, updates * mean_s + a_line * ((timed[0].step_s or mean_s) - mean_s) + sum(lost)
+    paused_s = sum(sum(each_s) for each_s in lost.values())
+    return lost, updates * mean_s + a_line * ((timed[0].step_s or mean_s) - mean_s) + paused_s
 
 
 def pauses(observed: Observed) -> list[Finding]:

@@ -7,6 +7,7 @@ count evaluations in; each states its own `eval_runtime`, which is taken off.
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from redline.diagnose.amounts import finite, number
@@ -69,7 +70,8 @@ def _step(entry: Mapping[str, Any], before: Mapping[str, float], validated_s: fl
     return Step(
         step=int(step),
         loss=finite(loss),
-        not_a_number=any(value is None or not math.isfinite(value) for value in (loss, norm)),
+        not_a_number=loss is None or not math.isfinite(loss),
+        bad_norm=norm is None or not math.isfinite(norm),
         step_s=trained_s / done if took_s > 0 else None,
         tokens=(seen - before["num_input_tokens_seen"]) / done or None if seen is not None else None,
         elapsed_s=elapsed_s,
@@ -83,9 +85,7 @@ def _mean_of_the_run(state: Mapping[str, Any], last: Mapping[str, Any], steps: l
         return steps
     mean_s = 1 / per_s - validated_s / updates
     mean_s, tokens = mean_s if mean_s > 0 else 1 / per_s, _share(finite(state.get("num_input_tokens_seen")), updates)
-    return [Step(step=s.step, loss=s.loss, not_a_number=s.not_a_number, step_s=mean_s, tokens=tokens) for s in steps] or [
-        Step(step=int(updates), step_s=mean_s, tokens=tokens)
-    ]
+    return [replace(s, step_s=mean_s, tokens=tokens) for s in steps] or [Step(step=int(updates), step_s=mean_s, tokens=tokens)]
 
 
 def _or(value: float | None, otherwise: float) -> float:

@@ -1,9 +1,10 @@
 """Failures that a log shows: running out of memory, a Ray cluster that does not come up, a loss that is not a number. Advice, no gain."""
 
 import re
+from collections.abc import Sequence
 
 from redline.diagnose.finding import Evidence, Finding
-from redline.diagnose.observed import Observed
+from redline.diagnose.observed import Observed, Step
 
 LINES = {
     "out-of-memory": (
@@ -22,6 +23,8 @@ LINES = {
 }
 """Of each failure: words without which a log need not be searched, what its line looks like, a title, and what to do."""
 NOT_A_NUMBER = re.compile(r"(?:loss|grad_norm)[^\n]{0,12}\b(?:nan|inf)\b", re.IGNORECASE)
+SKIPS = 0.1
+"""Share of the lines up to which gradient norms that are none are a loss scaler's skips: it looks for the largest scale that holds."""
 BETTER = "bf16 instead of fp16 (fp16 needs a loss scaler), a lower learning rate, gradients clipped to 1.0"
 
 
@@ -47,15 +50,23 @@ def in_the_text(observed: Observed) -> list[Finding]:
     return found
 
 
+def _lost(steps: Sequence[Step]) -> list[int]:
+    """Updates whose loss is none, or whose gradient is: an update that a loss scaler skips is among them only where they are many, or the
+    last ones."""
+    norms = [s.step for s in steps if s.bad_norm]
+    skipped = 0 < len(norms) <= SKIPS * len(steps) and not steps[-1].bad_norm
+    return [s.step for s in steps if s.not_a_number or (s.bad_norm and not skipped)]
+
+
 def not_a_number(observed: Observed) -> list[Finding]:
     """Updates whose loss or gradient is none, or a failure that says so."""
-    lost = [s.step for s in observed.steps if s.not_a_number]
+    lost = _lost(observed.steps)
     told = [text for text in _ended_by(observed) if NOT_A_NUMBER.search(text)]
     if not lost and not told:
         return []
     at = re.search(r"at step (\d+)", told[-1]) if told else None
     since = f" from update {lost[0]} on" if lost else f" at update {at[1]}" if at else ""
-    if lost and not observed.steps[-1].not_a_number:
+    if lost and lost[-1] != observed.steps[-1].step:
         since = f" in {len(lost)} of the updates, the first {lost[0]}"
     evidence = (
         [Evidence("updates", len(lost), f"with a loss or gradient norm that is none, of {len(observed.steps)} on record")] if lost else []
