@@ -105,7 +105,7 @@ def _print(rows, title: str) -> None:  # type: ignore[no-untyped-def]
     from rich.markup import escape
     from rich.table import Table
 
-    from redline.cli.narrow import WIDE, rows_with_texts
+    from redline.report.narrow import WIDE, rows_with_texts
     from redline.tune.waterfall_table import BRIEF, COLUMNS, brief_cells, cells
 
     console = Console()

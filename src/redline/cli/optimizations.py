@@ -89,7 +89,7 @@ def _print(rows: list[dict[str, object]], where: str) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from redline.cli.narrow import WIDE, rows_with_texts
+    from redline.report.narrow import WIDE, rows_with_texts
 
     console = Console()
     if where:

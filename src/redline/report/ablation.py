@@ -45,7 +45,9 @@ class Row:
     """Who claims it."""
     measured: str
     interval: str
-    verdict: str
+    judged: str
+    """The comparison's verdict, or why there was none; and whether the change stays."""
+    note: str
     speed: str
     memory: str
     numerics: str
@@ -53,6 +55,10 @@ class Row:
     interval_at: tuple[float, float] | None
     """Left edge and width."""
     claimed_at: tuple[float, float] | None
+
+    @property
+    def verdict(self) -> str:
+        return ", ".join(part for part in (self.judged, self.note) if part)
 
     @property
     def details(self) -> list[str]:
@@ -130,7 +136,8 @@ def _row(row: dict[str, Any], place: Callable[[float], float]) -> Row:
         source=str(row.get("source") or ""),
         measured=f"{value:.3g}×" if value else DASH,
         interval=f"{interval[0]:.3g} to {interval[1]:.3g}×" if interval else "",
-        verdict=", ".join(part for part in (verdict, "kept" if row.get("kept") is True else "", str(row.get("note") or "")) if part),
+        judged=", ".join(part for part in (verdict, "kept" if row.get("kept") is True else "") if part),
+        note=str(row.get("note") or ""),
         speed=f"{exact(speed)} tokens/s" if speed else "",
         memory=format_bytes(size) if size else "",
         numerics=str(row.get("numerics") or ""),
@@ -173,9 +180,10 @@ def tuning(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _flat(line: dict[str, Any]) -> dict[str, Any]:
-    """A trial without its key and without lists, and with the speed that its blocks give (their times are those of one step)."""
+    """A trial without what it is found by and without lists; with the speed that its blocks give (their times are those of one step)."""
     measured = table(line.get("measured"))
-    known = {name: value for name, value in (line | measured).items() if name != "key" and not isinstance(value, dict | list)}
+    plain = {name: value for name, value in (line | measured).items() if not isinstance(value, dict | list)}
+    known = {name: value for name, value in plain.items() if name not in ("key", "machine")}
     blocks_s = [value for value in measured.get("blocks_s") or [] if number(value)]
     tokens = number(measured.get("tokens_per_step"))
     speed = {"tokens_per_s": tokens / median(blocks_s)} if blocks_s and tokens else {}

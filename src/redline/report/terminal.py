@@ -1,17 +1,21 @@
 """The report as tables in a terminal: the same figures as on the page, one run after the other, then side by side. No torch."""
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
 from redline.record.units import DASH, format_count, format_share, sparkline
+from redline.report.ablation import Ablation, Trials
 from redline.report.compare import comparable
+from redline.report.narrow import WIDE, rows_with_texts
 from redline.report.numbers import exact
 from redline.report.runs import State, number
 from redline.report.view import RunView, last_loss, side_by_side
 
 BAR_COLUMNS = 20
 CURVE_COLUMNS = 48
+SHORT_COLUMNS = ("outcome", "tokens", "against the best then", "verdict")
+"""Of the trials, what stands beside their names in a narrow terminal."""
 _LEVELS = {"yes": "green", "loss only": "yellow", "no": "red"}
 
 
@@ -35,7 +39,7 @@ def print_report(runs: list[RunView], console: Console) -> None:
 def _grid(*columns: str, right: tuple[int, ...] = ()) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=any(columns))
     for place, column in enumerate(columns):
-        table.add_column(column, justify="right" if place in right else "left", no_wrap=place < 3 and not any(columns))
+        table.add_column(column, justify="right" if place in right else "left", no_wrap=place < 3 and not any(columns), overflow="fold")
     return table
 
 
@@ -125,19 +129,48 @@ def _findings(console: Console, run: RunView) -> None:
 
 def _ablation(console: Console, run: RunView) -> None:
     for chart in run.ablation:
-        table = _grid("change", "claimed", "measured", "interval", "verdict", "memory", "numerics", right=(1, 2, 3, 5))
-        for row in chart.rows:
-            shown = (row.name, row.claimed, row.measured, row.interval or DASH, row.verdict, row.memory, row.numerics)
-            table.add_row(*(escape(cell) for cell in shown))
         title = f": {chart.title}" if chart.title else ""
         console.print(f"\n[bold]Ablation{escape(title)}[/bold]; measured is speed with the change over speed without it", highlight=False)
-        console.print(table, highlight=False)
+        console.print(_ablation_table(chart, console.width), highlight=False)
     if run.trials.rows:
-        table = _grid(*run.trials.columns)
-        for cells in run.trials.rows:
-            table.add_row(*(escape(cell) for cell in cells))
         console.print("\n[bold]Trials[/bold]", highlight=False)
-        console.print(table, highlight=False)
+        console.print(_trial_table(run.trials, console.width), highlight=False)
+
+
+def _ablation_table(chart: Ablation, width: int) -> RenderableType:
+    columns = ("change", "claimed", "measured", "interval", "verdict", "memory", "numerics")
+    if width < WIDE:
+        rows = [
+            ((row.name, row.claimed, row.measured, row.interval or DASH, row.judged), _joined(row.memory, row.numerics, row.note))
+            for row in chart.rows
+        ]
+        return rows_with_texts(columns[:5], rows)
+    table = _grid(*columns, right=(1, 2, 3, 5))
+    for row in chart.rows:
+        shown = (row.name, row.claimed, row.measured, row.interval or DASH, row.verdict, row.memory, row.numerics)
+        table.add_row(*(escape(cell) for cell in shown))
+    return table
+
+
+def _trial_table(trials: Trials, width: int) -> RenderableType:
+    if width < WIDE:
+        short = [place for place, name in enumerate(trials.columns) if place == 0 or name in SHORT_COLUMNS]
+        columns = [trials.columns[place] for place in short]
+        return rows_with_texts(columns, [([cells[place] for place in short], _below(trials, cells, short)) for cells in trials.rows])
+    table = _grid(*(escape(name) for name in trials.columns))
+    for cells in trials.rows:
+        table.add_row(*(escape(cell) for cell in cells))
+    return table
+
+
+def _below(trials: Trials, cells: list[str], short: list[int]) -> str:
+    """What a trial says in the columns that a narrow terminal has no room for."""
+    long = [(name, cell) for place, (name, cell) in enumerate(zip(trials.columns, cells, strict=True)) if place not in short]
+    return _joined(*(cell if name == "note" else f"{name} {cell}" for name, cell in long if cell != DASH))
+
+
+def _joined(*texts: str) -> str:
+    return "; ".join(text for text in texts if text)
 
 
 def _rft(console: Console, run: RunView) -> None:
