@@ -235,3 +235,69 @@ def test_a_few_gradients_that_are_infinite_are_a_loss_scalers(tmp_path: Path, ba
     assert ("not-a-number" in findings) == (since is not None)
     if since:
         assert findings["not-a-number"].title.endswith(since)
+
+
+# ---- tables ----
+
+
+def table(tmp_path: Path, rows: list[dict[str, float | str | None]]) -> Observed:
+    return read(text_file(tmp_path, "".join(json.dumps(row) + "\n" for row in rows), "log.jsonl"))
+
+
+@pytest.mark.parametrize("epoch", ["epoch", "epochnum"])
+@pytest.mark.parametrize(("first", "apart"), [(0, 1), (1, 1), (10, 10)])
+def test_steps_that_start_again_with_each_epoch_are_counted_on(tmp_path: Path, epoch: str, first: int, apart: int) -> None:
+    """Ten epochs of 50 lines, whose values do not differ."""
+    steps = [first + apart * at for at in range(50)]
+    observed = table(tmp_path, [{epoch: e, "step": step, "loss": 2.5, "step_s": 0.25} for e in range(10) for step in steps])
+    assert [s.step for s in observed.steps] == [first + apart * at for at in range(500)]
+    assert observed.repairs == (f"the step starts again with each epoch: counted on to {first + apart * 499:,}",)
+
+
+def test_a_table_of_several_runs_is_split_where_they_contradict_each_other(tmp_path: Path) -> None:
+    rows = [{"step": step, "loss": 3.0, "step_s": 2.0} for step in range(100)] + [
+        {"step": step, "loss": 2.0, "step_s": 3.25 if step % 25 == 0 else 0.25} for step in range(80, 480)
+    ]
+    observed = table(tmp_path, rows)
+    assert observed.repairs == ("2 runs in this log; the longest, steps 80 to 479, is read",)
+    assert len(observed.steps) == 400
+    assert found(observed)["stall"].title.startswith("Every 25 updates")
+
+
+def test_lines_of_a_table_that_come_late_or_twice_or_of_two_processes_are_of_one_run(tmp_path: Path) -> None:
+    rows = [(step, 0) for step in (1, 2, 4, 3, 5)] + [(step, rank) for step in (6, 7, 8) for rank in (0, 0, 1)]
+    observed = table(tmp_path, [{"step": step, "step_s": 0.25 + rank / 100} for step, rank in rows])
+    assert ([s.step for s in observed.steps], observed.repairs) == (list(range(1, 9)), ())
+    assert {s.step_s for s in observed.steps} == {0.25}
+
+
+def nulls(tmp_path: Path, losses: list[float | str | None]) -> dict[str, Finding]:
+    return found(table(tmp_path, [{"step": step, "loss": loss, "step_s": 0.2} for step, loss in enumerate(losses, start=1)]))
+
+
+def test_a_loss_that_is_null_until_the_next_is_not_logged(tmp_path: Path) -> None:
+    every_tenth = [2.5 if step % 10 == 0 else None for step in range(1, 96)]
+    assert "not-a-number" not in nulls(tmp_path, every_tenth)
+    lost = nulls(tmp_path, [*every_tenth[:90], *[None] * 30])["not-a-number"]
+    assert lost.title.endswith("from update 91 on")
+    once = nulls(tmp_path, [2.5, "nan", *every_tenth[9::10]])["not-a-number"]
+    assert once.title.endswith("in 1 of the updates, the first 2")
+
+
+@pytest.mark.parametrize(
+    ("head", "line", "step_s"),
+    [
+        ("step;loss;tokens_per_s;step_s", "{};2,5;12.345,6;0,25", 0.25),
+        ("step;loss;tokens_per_s;step_s", "{};2,5;12345,6;1,250", 1.25),
+        ("step\tloss\ttokens_per_s\tstep_s", "{}\t2,5\t12.345,6\t0,25", 0.25),
+        ("step,loss,tokens_per_s,step_s", '{},2.5,"12,345.6",0.25', 0.25),
+        ("step,loss,tokens_per_s,step_s", '{},"2,5","12345,6","0,25"', 0.25),
+        ("epoch;step;train_loss;tps;step_s", "0;{};2,5;12345,6;0,25", 0.25),
+    ],
+)
+def test_commas_of_a_spreadsheet(tmp_path: Path, head: str, line: str, step_s: float) -> None:
+    observed = read(text_file(tmp_path, "\n".join([head, *(line.format(step) for step in range(20))]) + "\n"))
+    assert observed.format == ("lightning" if head.startswith("epoch") else "csv")
+    assert observed.mean("step_s") == pytest.approx(step_s)
+    assert observed.tokens_per_s == pytest.approx(12_345.6)
+    assert observed.mean("loss") == pytest.approx(2.5)

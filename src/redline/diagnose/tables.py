@@ -15,9 +15,10 @@ from typing import Any
 
 from redline.diagnose.amounts import BYTES, COUNTS, SECONDS, SHARES, finite, number
 from redline.diagnose.observed import Facts, Observed, Step
+from redline.diagnose.segments import longest, told
 from redline.errors import ConfigError, DataError, nearest
 
-MAPPABLE = (*(field.name for field in fields(Step) if field.name not in ("parts_s", "not_a_number")), "tokens_per_s")
+MAPPABLE = (*(field.name for field in fields(Step) if field.name not in ("parts_s", "not_a_number", "bad_norm")), "tokens_per_s")
 _SEPARATORS = ("/", "|")
 """Of the names that Lightning's ThroughputMonitor writes: the first is its default."""
 _SYNONYMS = {
@@ -34,8 +35,27 @@ _SYNONYMS = {
     "data_wait_s": ("data_wait_s", "data_time", "data_loading_s"),
     "elapsed_s": ("elapsed_s", "elapsed", "time_s", "wall_time", *(f"train{sep}time" for sep in _SEPARATORS)),
 }
+_EPOCHS = ("epoch", "epochs", "epochnum", "epoch_num", "epoch_number", "epoch_idx", "current_epoch", "train/epoch", "trainer/epoch")
+_COMMA = re.compile(r"[-+]?\d+(?:\.\d{3})*,\d+(?:[eE][-+]?\d+)?")
+"""A number that a spreadsheet wrote where a comma is the decimal point."""
+_THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?")
+_POINT = re.compile(r"[-+]?(?!0*[1-9]\d{0,2}(?:\.\d{3})+$)\d*\.\d+(?:[eE][-+]?\d+)?")
+"""A decimal point that cannot part thousands."""
 _MOST_MFU = 2.0
 """A column of shares never holds as much, not even a wrong one; a column in per cent holds more than that."""
+
+
+@dataclass
+class _Row:
+    """What the lines of a step hold, in our units."""
+
+    step: int
+    values: dict[str, float]
+    wrong: bool
+    """Whether its loss was written as nan or inf."""
+    null: bool
+    """Whether it was written as JSON's null: nan, or not logged."""
+    epoch: float | None
 
 
 @dataclass(frozen=True)
@@ -47,14 +67,13 @@ class _Column:
 
 
 def is_lightning(text: str) -> bool:
-    head = _head(text)
-    cells = head.strip().split(_delimiter(head))
+    cells = _cells(text, 0)
     return "step" in cells and "epoch" in cells
 
 
 def is_csv(text: str) -> bool:
-    head, mark = _head(text), _delimiter(_head(text))
-    return mark in head and not head.lstrip().startswith(("{", "#", "|", "-")) and head.count(mark) == _second(text).count(mark)
+    head = _cells(text, 0)
+    return len(head) > 1 and not text.lstrip().startswith(("{", "#", "|", "-")) and len(head) == len(_cells(text, 1))
 
 
 def is_jsonl(text: str) -> bool:
@@ -65,8 +84,10 @@ def _head(text: str) -> str:
     return text.partition("\n")[0]
 
 
-def _second(text: str) -> str:
-    return text.partition("\n")[2].partition("\n")[0]
+def _cells(text: str, line: int) -> list[str]:
+    """The cells of the first line or the second; a comma inside quotes parts none."""
+    lines = text.split("\n", 2)
+    return next(csv.reader([lines[line].strip()], delimiter=_delimiter(lines[0])), []) if line < len(lines) else []
 
 
 def _delimiter(head: str) -> str:
@@ -79,13 +100,16 @@ def read_table(text: str, source: str, columns: Mapping[str, str], name: str) ->
     rows: Sequence[Mapping[str, Any]] = json_lines(text, source) if name == "jsonl" else _csv_rows(text, source)
     present = {key for row in rows for key in row if key is not None}  # csv's name for the cells beyond the last column
     chosen = _choose(columns, present, source)
-    found, lost = _values(rows, chosen, source)
+    runs, counted_on = _runs(_rows(rows, chosen, source))
+    run = sorted(longest([list(each.values()) for each in runs]), key=lambda row: row.step)
+    lost = _lost(run)
     repairs = [f"{c.name} is read as milliseconds" for c in chosen.values() if c.name.endswith("_ms") and not c.told]
     gpus, note = _one_gpu(rows, chosen)
-    repairs += note
+    repairs += [*note, *(told(len(runs), run[0].step, run[-1].step) if run else ())]
+    repairs += [f"the step starts again with each epoch: counted on to {run[-1].step:,}"] if counted_on and run else []
     steps, before = [], None
-    for step in sorted(found):
-        values = found[step]
+    for row in run:
+        step, values = row.step, row.values
         if "device" in chosen.get("tokens_per_s", _Column("")).name and "tokens_per_s" in values:
             values["tokens_per_s"] *= gpus or 1
         elapsed_s = values.get("elapsed_s")
@@ -106,11 +130,9 @@ def read_table(text: str, source: str, columns: Mapping[str, str], name: str) ->
     )
 
 
-def _values(rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, _Column], source: str) -> tuple[dict[int, dict[str, float]], set[int]]:
-    """What each step holds in our units, and the steps whose loss is no number. Lightning writes training and validation of one step on
-    separate lines, and its validation's batches under numbers of their own, which hold nothing of ours."""
-    found: dict[int, dict[str, float]] = {}
-    lost: set[int] = set()
+def _rows(rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, _Column], source: str) -> list[_Row]:
+    """The lines that hold something of ours. Lightning's validation counts its batches under numbers of their own, which hold nothing."""
+    found = []
     for row in rows:
         if (step := finite(row.get(chosen["step"].name))) is None:
             continue
@@ -125,21 +147,75 @@ def _values(rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, _Column], so
                     f"{source}: {chosen[ours].name} is {value:g} at step {step:.0f}, and {ours} cannot be negative: "
                     f"name another column with --map {ours}=COLUMN"
                 )
-        wrong = "loss" in chosen and _no_number(row, chosen["loss"].name)
-        if values or wrong:
-            found.setdefault(int(step), {}).update(values)
-        if wrong:
-            lost.add(int(step))
-    return found, {step for step in lost if "loss" not in found[step]}
+        wrong, null = _no_number(row, chosen["loss"].name) if "loss" in chosen else (False, False)
+        if values or wrong or null:
+            epoch = next((value for name in _EPOCHS if (value := finite(row.get(name))) is not None), None)
+            found.append(_Row(int(step), values, wrong, null, epoch))
+    return found
 
 
-def _no_number(row: Mapping[str, Any], name: str) -> bool:
-    """Whether a loss was written that is none: nan, inf, or JSON's null for them, but not on a line of a validation, which has no loss."""
+def _runs(rows: Sequence[_Row]) -> tuple[list[dict[int, _Row]], bool]:
+    """The steps of each run, and whether they had to be counted on because they start again with every epoch.
+
+    Lines of one step are joined where they do not contradict each other: Lightning writes training and validation on separate ones. A line
+    that contradicts the one before it is the same update of another process; one that contradicts an earlier one is of another run.
+    """
+    runs: list[dict[int, _Row]] = []
+    offset, counted_on, last = 0, False, None
+    for row in rows:
+        if last and row.step + offset < last.step and row.epoch is not None and last.epoch is not None and row.epoch > last.epoch:
+            offset, counted_on = last.step + _apart(runs[-1]) - row.step, True
+        row.step += offset
+        if last is None or _of_another_run(row, runs[-1], last):
+            row.step, offset = row.step - offset, 0
+            runs.append({row.step: row})
+            last = row
+        elif (same := runs[-1].get(row.step)) is None:
+            runs[-1][row.step] = row
+            last = row if row.step > last.step else last
+        elif not _contradicts(row, same):
+            same.values.update(row.values)
+            same.wrong, same.null = same.wrong or row.wrong, same.null or row.null
+    return runs, counted_on
+
+
+def _of_another_run(row: _Row, run: Mapping[int, _Row], last: _Row) -> bool:
+    """Whether the step went back, and not for a line that only comes late."""
+    if row.step >= last.step:
+        return False
+    same = run.get(row.step)
+    return _contradicts(row, same) if same else row.step < next(iter(run))
+
+
+def _contradicts(one: _Row, other: _Row) -> bool:
+    return any(other.values.get(name, value) != value for name, value in one.values.items())
+
+
+def _apart(run: Mapping[int, _Row]) -> int:
+    """Updates between the last two lines of a run."""
+    last = list(run)[-2:]
+    return max(1, last[-1] - last[0])
+
+
+def _lost(run: Sequence[_Row]) -> set[int]:
+    """The steps whose loss is no number: nan or inf, and nulls at the end, more of them than ever stood between two losses."""
+    nulls: list[int] = []
+    most = 0
+    for row in run:
+        if "loss" in row.values:
+            most, nulls = max(most, len(nulls)), []
+        elif row.null:
+            nulls.append(row.step)
+    return {row.step for row in run if row.wrong and "loss" not in row.values} | set(nulls if len(nulls) > most else ())
+
+
+def _no_number(row: Mapping[str, Any], name: str) -> tuple[bool, bool]:
+    """Whether a loss was written that is none, nan or inf, and whether as JSON's null; not on a line of a validation, which has no loss."""
     raw = row.get(name, "")
     if raw is None and isinstance(row, dict) and name in row:
-        return not any(value is not None for key, value in row.items() if re.search(r"val|eval", str(key)))
+        return False, not any(value is not None for key, value in row.items() if re.search(r"val|eval", str(key)))
     value = number(raw)
-    return value is not None and not math.isfinite(value)
+    return value is not None and not math.isfinite(value), False
 
 
 def _step(step: int, values: dict[str, float], before: tuple[int, float] | None, *, lost: bool) -> Step:
@@ -229,7 +305,27 @@ def _csv_rows(text: str, source: str) -> list[dict[str, Any]]:
         raise DataError(f"{source}, line {reader.line_num}: no CSV ({error})") from error
     if len(rows) > 1 and not text.endswith("\n") and None in rows[-1].values():
         rows.pop()
-    return rows
+    return _plain_numbers(rows)
+
+
+def _plain_numbers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Numbers as Python writes them. Commas are decimal points where some part no thousands, or nothing has a point; else they part
+    thousands."""
+    cells = [cell for row in rows for cell in row.values() if isinstance(cell, str)]
+    commas = [cell for cell in cells if _COMMA.fullmatch(cell) or _THOUSANDS.fullmatch(cell)]
+    if not commas:
+        return rows
+    decimal = any(not _THOUSANDS.fullmatch(cell) for cell in commas) and not any(_POINT.fullmatch(cell) for cell in cells)
+    return [{name: _plain(cell, decimal) for name, cell in row.items()} for row in rows]
+
+
+def _plain(cell: Any, decimal: bool) -> Any:
+    if not isinstance(cell, str):
+        return cell
+    if decimal:
+        european = _COMMA.fullmatch(cell) or re.fullmatch(r"[-+]?[1-9]\d{0,2}(?:\.\d{3})+", cell)
+        return cell.replace(".", "").replace(",", ".") if european else cell
+    return cell.replace(",", "") if _THOUSANDS.fullmatch(cell) else cell
 
 
 def json_lines(text: str, source: str) -> list[dict[str, Any]]:
