@@ -94,6 +94,10 @@ def test_train_uses_a_tuned_plan_and_says_which(nano: Nano, small: tuple[Recipe,
     )
     with TuningFolder(tuning_folder(facts, rules)) as folder:
         folder.finish(found, result)
+    pins = nano.warm.start("tune", path, "--out", folder.path, "--set", "plan.micro_batch=4", *brief).wait()
+    assert (pins.code, pins.out) == (5, "")
+    assert "holds a tuning with other pins (micro_batch free before, 4 now)" in pins.err
+    assert tuned_plan(folder.path, recipe) == (found, result), "it stays as it was"
     done = nano.train(path, tmp_path / "tuned", "--plan", "auto", *brief)
     assert done.code == 0, done.err
     assert "tuned 2026-01-01T00:00:00Z, 1.50x the rules' plan" in done.err

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from redline.cli.tune import _gain
 from redline.config.load import load_recipe
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError, TrainingError
@@ -20,13 +21,16 @@ from redline.machine.facts import read_facts
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import Plan, check_fit
 from redline.plan.planner import make_plan
+from redline.tune import duel
 from redline.tune import trial as room
-from redline.tune.search import Tuned, shorten, tune
-from redline.tune.store import TuningFolder, tuned_plan, tuning_folder
+from redline.tune.candidates import candidates
+from redline.tune.search import FINAL, Tuned, shorten, tune
+from redline.tune.statistics import Comparison
+from redline.tune.store import Result, Row, TuningFolder, tuned_plan, tuning_folder
 from redline.tune.trial import Bounds
 
 CHILD = """
-import glob, json, os, random, signal, sys
+import glob, json, os, random, signal, sys, time
 world = json.load(open(sys.argv[1]))
 noise = random.Random(os.getpid())
 own = f"{world['log']}.{os.getpid()}.bytes"
@@ -59,8 +63,9 @@ for line in sys.stdin:
         open(own, "w").close()
         if active + (others_bytes() if world.get("flash") else 0) > 140e9:
             crash = "out_of_memory"
-        if plan["micro_batch"] > world.get("killed_above", 10**9):
+        if plan["micro_batch"] > world.get("killed_above", 10**9) and len(open(world["log"]).readlines()) <= world.get("kills", 10**9):
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1000 if plan["attention"] == world.get("hangs") else 0)
         if world.get("dies_last") and plan["attention"] == "cudnn" and "flash" in open(world["log"]).read():
             crash = "crashed"
         if world.get("first_dies") and len(open(world["log"]).readlines()) == 1:
@@ -79,9 +84,14 @@ for line in sys.stdin:
         reply(allocated_bytes=active, active_bytes=active, reserved_bytes=int(1.02 * active), other_bytes=10**9)
     else:
         perhaps_die()
-        reply(step_s=step_s * (1 + noise.uniform(0, 0.004)), data_wait_s=step_s * world["waits"] / plan["loader_threads"])
+        late = len(open(world["log"]).readlines()) > 2
+        time.sleep(world["late_block_takes_s"] if late else world["block_takes_s"])
+        reply(step_s=step_s * (1 + noise.uniform(0, world["noise"])), data_wait_s=step_s * world["waits"] / plan["loader_threads"])
 """
 FACTS = read_facts()
+ONLY_ATTENTION = (
+    "plan.micro_batch=64", "plan.compile=default", "plan.cross_entropy=fused", "plan.recompute=none", "plan.precision=bf16",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -90,6 +100,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(room, "COMMAND", (sys.executable, "-c", CHILD, str(tmp_path / "world")))
     given: dict[str, Any] = {
         "log": str(tmp_path / "log"), "overhead": 4.0, "best": 64, "memory": 1.0, "values": [], "failing": [], "waits": 0.0,
+        "noise": 0.004, "block_takes_s": 0, "late_block_takes_s": 0,
     }  # fmt: skip
     return given
 
@@ -180,16 +191,18 @@ def test_a_rules_plan_that_does_not_fit_is_tried_with_smaller_passes(world: dict
     world["memory"] = 8.0
     tuned, _, _ = search(world, tmp_path)
     assert tuned.result.rows[0].outcome == "out_of_memory"
-    assert tuned.plan.micro_batch <= 32
-    assert "ran out of memory" in tuned.plan.why["micro_batch"].reason
+    assert tuned.plan.micro_batch == 32
+    assert tuned.plan.why["micro_batch"].reason == "micro-batch 64 ran out of memory; 16 measured " + str(tuned.result.rows[2].comparison)
+    assert tuned.plan.why["accumulation"].reason == "512 sequences an update / (32 a pass x 1 process(es))"
+    assert (tuned.result.ratio, tuned.result.against) == (1.0, "the rules' plan cut to micro-batch 32")
 
 
 def test_after_running_out_of_memory_small_probes_say_what_fits(world: dict[str, Any], tmp_path: Path) -> None:
     """Sixteen times what arithmetic says: 64, 32 and 16 do not fit. Halving would run out of memory three times."""
     world["memory"] = 40.0
     tuned, _, _ = search(world, tmp_path)
-    outcomes = [row.outcome for row in tuned.result.rows if row.name == "the rules' plan"]
-    assert outcomes == ["out_of_memory", "ok"]
+    outcomes = [(row.name, row.outcome) for row in tuned.result.rows if row.name.startswith("the rules' plan")]
+    assert outcomes == [("the rules' plan", "out_of_memory"), ("the rules' plan cut to micro-batch 8", "ok")]
     assert tuned.plan.micro_batch == 8
 
 
@@ -213,6 +226,15 @@ def test_compiling_is_refused_where_the_run_is_too_short_to_earn_it_back(world: 
     assert tuned.plan.compile == "off"
 
 
+def test_compiling_is_paid_back_by_whole_updates_not_by_those_of_a_trial(world: dict[str, Any], tmp_path: Path) -> None:
+    """Nine seconds of compiling. Of an update of 512, 0.55 s are gained, of a trial's of 256 half that: 17 updates pay, not 33."""
+    world["values"] = [["compile", "default", 0.5, 0]]
+    pay = ["train.steps=25", "train.warmup_steps=0", "plan.attention=cudnn", "plan.cross_entropy=fused", "plan.micro_batch=64"]
+    tuned, recipe, rules = search(world, tmp_path, *pay)
+    assert shorten(recipe, rules).train.batch_size == recipe.train.batch_size / 2
+    assert tuned.plan.compile == "default"
+
+
 def test_a_step_that_waits_for_data_gets_more_threads(world: dict[str, Any], tmp_path: Path) -> None:
     world["waits"] = 0.2
     world["values"] = [["loader_threads", 2, 0.85, 0]]
@@ -221,9 +243,52 @@ def test_a_step_that_waits_for_data_gets_more_threads(world: dict[str, Any], tmp
 
 
 def test_the_time_is_kept_and_what_was_left_out_is_said(world: dict[str, Any], tmp_path: Path) -> None:
-    tuned, _, _ = search(world, tmp_path, minutes=0.01)
+    tuned, _, _ = search(world, tmp_path, minutes=0.0001)
     assert len(started(world)) == 1
     assert "attention flash" in tuned.result.untried
+
+
+def test_time_for_the_last_comparison_is_always_set_aside(world: dict[str, Any], tmp_path: Path) -> None:
+    """By its blocks of 0.55 s a comparison takes four seconds: of six the one at the end, and none before it."""
+    tuned, _, _ = search(world, tmp_path, *ONLY_ATTENTION, minutes=0.1)
+    assert tuned.result.untried == ("attention flash",)
+    assert "are left before the last comparison" in tuned.result.rows[1].note
+    assert len(started(world)) == 1
+
+
+SMALL = (*ONLY_ATTENTION, "train.batch_size=64")
+"""Blocks of 0.13 s."""
+
+
+def test_noisy_rounds_end_with_the_time(world: dict[str, Any], tmp_path: Path) -> None:
+    """All 24 rounds of both comparisons would take eight seconds."""
+    world.update(noise=0.5, block_takes_s=0.08, late_block_takes_s=0.08, values=[["attention", "flash", 0.4, 0]])
+    tuned, _, _ = search(world, tmp_path, *SMALL, minutes=0.09)
+    assert tuned.result.elapsed_s < 6.5
+    assert [row.rounds is not None and 6 <= row.rounds < 24 for row in tuned.result.rows[1:]] == [True, True]
+    assert (tuned.plan.attention, tuned.result.unconfirmed) == ("flash", "")
+
+
+def test_a_candidate_that_does_not_answer_in_time_is_tried_by_the_next_command(
+    world: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(duel, "SHORTEST_LIMIT_S", 0.1)
+    world.update(hangs="flash", values=[["attention", "flash", 0.9, 0]])
+    tuned, _, _ = search(world, tmp_path, *SMALL, minutes=0.06)
+    assert tuned.result.elapsed_s < 5
+    assert tuned.result.untried == ("attention flash",)
+    assert (tuned.result.rows[1].outcome, tuned.result.rows[1].verdict) == (None, "not tried")
+    world["hangs"] = None
+    assert search(world, tmp_path, *SMALL)[0].plan.attention == "flash"
+
+
+def test_a_last_comparison_for_which_the_time_was_over_is_said(world: dict[str, Any], tmp_path: Path) -> None:
+    """Once flash has won everything takes a second: fewer than six rounds are left."""
+    world.update(late_block_takes_s=1.0, values=[["attention", "flash", 0.9, 0]])
+    tuned, _, _ = search(world, tmp_path, *SMALL, minutes=0.06)
+    assert tuned.result.elapsed_s < 7
+    assert (tuned.plan.attention, tuned.result.unconfirmed) == ("flash", "the time was over")
+    assert tuned.result.ratio == pytest.approx(1 / 0.9, rel=0.01)
 
 
 def test_finished_trials_are_not_repeated_and_a_torn_line_is_no_trouble(world: dict[str, Any], tmp_path: Path) -> None:
@@ -249,11 +314,6 @@ def test_a_crash_is_tried_again_by_the_next_command(world: dict[str, Any], tmp_p
     assert search(world, tmp_path)[0].result.rows[0].kept
 
 
-ONLY_ATTENTION = (
-    "plan.micro_batch=64", "plan.compile=default", "plan.cross_entropy=fused", "plan.recompute=none", "plan.precision=bf16",
-)  # fmt: skip
-
-
 def test_a_last_comparison_that_failed_is_said_and_made_again_by_the_next_command(world: dict[str, Any], tmp_path: Path) -> None:
     world["values"] = [["attention", "flash", 0.9, 0]]
     world["dies_last"] = True  # once flash has won, cudnn is started again only for the last comparison
@@ -271,6 +331,16 @@ def test_a_last_comparison_that_failed_is_said_and_made_again_by_the_next_comman
     again, _, _ = search(world, tmp_path, *ONLY_ATTENTION)
     assert (again.plan.attention, again.result.unconfirmed) == ("flash", "")
     assert again.result.rows[-1].kept
+
+
+def test_a_gain_that_was_not_confirmed_is_the_product_of_all_that_were_kept(world: dict[str, Any], tmp_path: Path) -> None:
+    world.update(dies_last=True, values=[["attention", "flash", 0.9, 0], ["cross_entropy", "torch", 0.8, 0]])
+    tuned, _, _ = search(world, tmp_path, "plan.micro_batch=64", "plan.compile=default", "plan.precision=bf16")
+    assert (tuned.plan.attention, tuned.plan.cross_entropy, tuned.result.unconfirmed) == ("flash", "torch", "planted")
+    assert tuned.result.ratio == pytest.approx(1 / (0.9 * 0.8), rel=0.01)
+    kept = [row.comparison for row in tuned.result.rows if row.comparison and row.kept]
+    assert tuned.result.low == pytest.approx(kept[0].low * kept[1].low)
+    assert tuned.result.high == pytest.approx(kept[0].high * kept[1].high)
 
 
 @pytest.mark.parametrize("how", ["crashed", "killed"])
@@ -335,11 +405,35 @@ def test_two_plans_known_not_to_fit_at_once_are_not_started_at_once(world: dict[
 
 
 def test_a_rules_plan_that_the_system_kills_is_tried_with_smaller_passes(world: dict[str, Any], tmp_path: Path) -> None:
-    world["killed_above"] = 32
+    world.update(killed_above=32, values=[["attention", "flash", 0.9, 0]])
     tuned, _, _ = search(world, tmp_path)
-    assert tuned.result.rows[0].note.startswith("out of memory with micro-batch 64: killed by signal 9")
-    assert tuned.plan.micro_batch == 32
-    assert tuned.result.rows[1].kept
+    note = "micro-batch 64 was killed twice, perhaps for want of memory: killed by signal 9"
+    assert tuned.result.rows[0].note.startswith(note)
+    assert len([plan for plan in started(world)[:3] if plan["micro_batch"] == 64]) == 2, "once more before it is cut"
+    assert (tuned.plan.micro_batch, tuned.plan.attention) == (32, "flash")
+    assert (tuned.result.rows[1].name, tuned.result.rows[1].kept) == ("the rules' plan cut to micro-batch 32", True)
+    assert tuned.result.rows[-1].name == "the winner against the rules' plan cut to micro-batch 32"
+    assert tuned.result.ratio == pytest.approx(1 / 0.9, rel=0.02)
+    assert tuned.plan.why["micro_batch"].reason.startswith(note.split(":")[0])
+    assert "(32 a pass" in tuned.plan.why["accumulation"].reason
+
+
+def test_a_rules_plan_that_is_killed_once_stays_what_the_search_starts_from(world: dict[str, Any], tmp_path: Path) -> None:
+    world.update(killed_above=32, kills=1)
+    tuned, _, rules = search(world, tmp_path)
+    assert [plan["micro_batch"] for plan in started(world)[:2]] == [64, 64]
+    assert (tuned.result.rows[0].name, tuned.result.rows[0].kept) == ("the rules' plan", True)
+    assert (tuned.plan.micro_batch, tuned.result.ratio, tuned.result.against) == (rules.micro_batch, 1.0, "the rules' plan")
+
+
+@pytest.mark.parametrize(("flash", "ratio"), [(1.05, 1.0), (0.9, 1 / 0.9)])
+def test_a_rules_plan_that_runs_after_all_is_no_gain_over_itself(world: dict[str, Any], tmp_path: Path, flash: float, ratio: float) -> None:
+    """Killed twice by chance, it is tried again by the walk upwards: what is found is held against it, not against what it was cut to."""
+    world.update(killed_above=32, kills=2, values=[["attention", "flash", flash, 0], ["cross_entropy", "torch", 1.1, 0]])
+    tuned, _, _ = search(world, tmp_path)
+    assert tuned.result.rows[1].name == "the rules' plan cut to micro-batch 32"
+    assert (tuned.plan.micro_batch, tuned.result.against) == (64, "the rules' plan")
+    assert tuned.result.ratio == pytest.approx(ratio, rel=0.02)
 
 
 def test_a_tuned_plan_is_found_by_machine_fingerprint_and_pins(
@@ -380,6 +474,33 @@ def test_several_processes_are_refused(tmp_path: Path) -> None:
     recipe = load_recipe("gpt2-124m")
     with TuningFolder(tmp_path) as folder, pytest.raises(ConfigError, match="one process"):
         tune(recipe, make_plan(recipe, hardware_as("h200-141g", 16), world_size=2), folder, minutes=1, progress=print)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "tried"), [("none", []), ("selective", ["recompute none"]), ("full", ["recompute none", "recompute selective"])]
+)
+def test_only_less_recomputation_is_tried(recompute: str, tried: list[str]) -> None:
+    recipe = load_recipe("gpt2-124m")
+    plan = replace(make_plan(recipe, hardware_as("h200-141g", 16)), recompute=recompute)
+    found = candidates(recipe, plan, fixed=(), data_wait_share=0.0)
+    assert sorted(candidate.name for candidate in found if "recompute" in candidate.change) == tried
+
+
+def test_what_is_printed_says_against_what_and_how_the_speed_was_measured() -> None:
+    slower = Comparison(ratio=0.98, low=0.9, high=1.05, verdict="not resolved", paired=True)
+    start = Row(name="the rules' plan", predicted=None, outcome="ok", tokens_per_s=1e3, verdict="kept", kept=True)
+    last = Row(name=f"{FINAL} the rules' plan", predicted=None, outcome="ok", comparison=slower, verdict="not resolved")
+    same = Result(
+        tuned_at="2026-01-01T00:00:00Z", ratio=1.0, low=1.0, high=1.0, paired=True, tokens_per_s=1e3, trials=3, elapsed_s=1.0, untried=(),
+        rows=(start,),
+    )  # fmt: skip
+    assert _gain(same) == "the rules' plan is the fastest found: 1.0k tokens/s measured alone"
+    assert _gain(replace(same, rows=(start, last))).endswith("1.0k tokens/s measured in turns with another")
+    apart = replace(last, comparison=replace(slower, paired=False))
+    assert _gain(replace(same, rows=(start, replace(last, name="attention flash"), apart))).endswith("measured alone")
+    cut = replace(same, against="the rules' plan cut to micro-batch 2")
+    assert _gain(cut).startswith("the rules' plan cut to micro-batch 2 is the fastest found")
+    assert "x [1.100, 1.300] the rules' plan cut to micro-batch 2, in turns" in _gain(replace(cut, ratio=1.2, low=1.1, high=1.3))
 
 
 DRIVER = """

@@ -99,7 +99,7 @@ def test_a_trial_is_cut_short_when_enough_is_known(tmp_path: Path) -> None:
         ({"kind": "dies in start", "words": CUDA_MEMORY}, "out_of_memory", "CUDA error: out of memory", 0),
         ({"kind": "dies in start", "words": "CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"}, "out_of_memory", "CUBLAS", 0),
         ({"kind": "dies", "at": 3}, "out_of_memory", "Tried to allocate", 2),
-        ({"kind": "killed", "at": 2}, "crashed", "killed by signal 9", 1),
+        ({"kind": "killed", "at": 2}, "crashed", "killed by signal 9 (the system does so when memory runs out)", 1),
     ],
 )
 def test_a_failure_is_a_result_with_what_came_before_it(

@@ -85,7 +85,7 @@ def _tuned(options: argparse.Namespace, recipe, plan, say: Callable[[str], None]
         return plan
     tuned, result = found
     say(
-        f"--plan auto: tuned {result.tuned_at}, {result.ratio:.2f}x the rules' plan, {format_rate(result.tokens_per_s, 'tokens')} in its "
+        f"--plan auto: tuned {result.tuned_at}, {result.ratio:.2f}x {result.against}, {format_rate(result.tokens_per_s, 'tokens')} in its "
         f"trials ({folder / 'plan.json'})"
     )
     return tuned

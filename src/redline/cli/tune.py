@@ -45,6 +45,8 @@ def run(options: argparse.Namespace) -> None:
         status("measuring this machine's ceilings, once")
         load_or_measure(facts, progress=status)
     rules = make(options, recipe, nproc=1)
+    if options.out:  # and after the pins
+        _check_pins(options.out, rules)
     with TuningFolder(options.out or tuning_folder(facts, rules), software_key(facts)) as folder:
         tuned = tune(recipe, rules, folder, minutes=options.minutes, progress=status)
     if options.json:
@@ -53,6 +55,22 @@ def run(options: argparse.Namespace) -> None:
         return
     _print(tuned, folder.path)
     print(f"use it: {train_command(options)}")
+
+
+def _check_pins(path: Path, rules) -> None:  # type: ignore[no-untyped-def]
+    """Refuse a folder whose plan was tuned with other pins: this tuning's would take its place. A plan that cannot be read is no reason."""
+    from redline.errors import ConfigError, StorageError
+    from redline.plan.plan import load
+    from redline.tune.store import pinned
+
+    try:
+        before, now = pinned(load(path / "plan.json")), pinned(rules)
+    except ConfigError:
+        return
+    other = [name for name in before | now if before.get(name) != now.get(name)]
+    if other:
+        how = ", ".join(f"{name} {before.get(name, 'free')} before, {now.get(name, 'free')} now" for name in other)
+        raise StorageError(f"{path} holds a tuning with other pins ({how}): give another folder with --out, or delete that one")
 
 
 def train_command(options: argparse.Namespace) -> str:
@@ -114,8 +132,16 @@ def _gain(result) -> str:  # type: ignore[no-untyped-def]
 
     speed = format_rate(result.tokens_per_s, "tokens")
     if result.ratio == 1.0:
-        return f"the rules' plan is the fastest found: {speed} measured alone"
-    gain = f"{result.ratio:.3f}x [{result.low:.3f}, {result.high:.3f}] the rules' plan"
+        return f"{result.against} is the fastest found: {speed} measured {'in turns with another' if _in_turns(result) else 'alone'}"
+    gain = f"{result.ratio:.3f}x [{result.low:.3f}, {result.high:.3f}] {result.against}"
     if result.unconfirmed:
-        return f"{gain} by the trials that chose it: {speed}; the last comparison with the rules' plan failed ({result.unconfirmed})"
+        return f"{gain} by the trials that chose it: {speed}; the last comparison with {result.against} failed ({result.unconfirmed})"
     return f"{gain}, {'in turns' if result.paired else 'one after the other'}: {speed}"
+
+
+def _in_turns(result) -> bool:  # type: ignore[no-untyped-def]
+    """Whether the speed of the plan comes from a comparison in turns: the last one, or the one that it won."""
+    from redline.tune.search import FINAL
+
+    found = [row.comparison for row in result.rows if row.comparison is not None and (row.kept or row.name.startswith(FINAL))]
+    return bool(found) and found[-1].paired

@@ -23,6 +23,8 @@ WORTH = 0.85
 """A candidate predicted slower than this share of the current speed is not tried."""
 WAITING = 0.02
 """Share of the step spent waiting for data from which more loader threads are worth a trial."""
+LESS_RECOMPUTED = {"none": (), "selective": ("none",), "full": ("none", "selective")}
+"""More is never faster by itself; what memory it frees for larger passes is the planner's to weigh."""
 AUTOTUNED = "max-autotune-no-cudagraphs"
 MEASURED_BEFORE = {
     ("compile", "off", "default"): (1.07, "1.05 to 1.07x at 124M on an H200, more where less is fused (LOG.md)"),
@@ -53,7 +55,7 @@ def candidates(recipe: Recipe, plan: Plan, *, fixed: Collection[str], data_wait_
     found = [
         *_known(recipe, plan),
         *_by_roofline(recipe, plan, "precision", _precisions(recipe, plan)),
-        *_by_roofline(recipe, plan, "recompute", [value for value in ("none", "selective") if value != plan.recompute]),
+        *_by_roofline(recipe, plan, "recompute", LESS_RECOMPUTED[plan.recompute]),
     ]
     if plan.loss_chunks > 1:
         found.append(Candidate(change={"loss_chunks": 1}, predicted=1.05, reason="the head is not computed in pieces"))

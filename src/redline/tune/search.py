@@ -7,8 +7,9 @@ It starts from the rules' plan, walks the micro-batch down and up, tries the oth
 was kept, and ends with the winner against the rules' plan. Every candidate takes turns with the best plan so far (duel.py): on a machine
 whose speed drifts nothing else can be believed. A candidate wins when its interval lies above 1, its numbers pass the guard, and, if it
 compiles, the run is long enough to earn that back. Trials use the recipe's own data and step, with updates cut to a few passes where the
-recipe's are long: a plan changes the time of a pass, and the update's own cost is the same for all. Left out: several processes, and
-values that interact in ways that a walk along the axes cannot see.
+recipe's are long: a plan changes the time of a pass, and the update's own cost is the same for all. The rules' plan is measured whatever
+it takes; everything after it keeps to the time, that of the last comparison set aside. Left out: several processes, and values that
+interact in ways that a walk along the axes cannot see.
 """
 
 import time
@@ -23,18 +24,17 @@ from redline.plan.plan import Plan, Why
 from redline.record.files import write_atomic
 from redline.record.units import format_duration, format_rate
 from redline.tune.candidates import AUTOTUNED, WORTH, Candidate, candidates, changed, differing
-from redline.tune.duel import Duel, Duels, lacked_memory
+from redline.tune.duel import Duel, Duels, lacked_memory, was_killed
 from redline.tune.guard import effect_of, guard
 from redline.tune.memory import Probe, divisors, fit_memory, pick_micro_batch
 from redline.tune.statistics import interval
 from redline.tune.store import Result, Row, TuningFolder, pinned, trial_key
 from redline.tune.trial import Bounds, Child, Children, Measured, Trial, train_trial
 
-TRIAL_S = {"cuda": 30.0, "cpu": 12.0}
-"""What a trial costs before any was seen: imports, a compilation, warm-up and six blocks."""
 COMPILE_S = {"default": 40.0, AUTOTUNED: 200.0}
-"""What a trial costs beyond that when it compiles in a way that was not compiled before (gpt2-124m on an H200: 203 s, LOG.md)."""
-FINAL = "the winner against the rules' plan"
+"""What a trial costs beyond others when it compiles in a way that was not compiled before (gpt2-124m on an H200: 203 s, LOG.md)."""
+RULES = "the rules' plan"
+FINAL = "the winner against"
 STEP = 1.8
 """The micro-batch walks from divisor to divisor of the batch, each at least this many times the one before."""
 LONG_STEP_S = 0.5
@@ -76,11 +76,14 @@ class _Search:
     def __init__(
         self, recipe: Recipe, rules: Plan, folder: TuningFolder, minutes: float, progress: Callable[[str], None], bounds: Bounds
     ) -> None:
-        self.recipe, self.rules, self.folder, self.bounds = recipe, rules, folder, bounds
+        self.recipe, self.asked, self.folder, self.bounds = recipe, rules, folder, bounds
+        self.rules = rules
+        """What the search starts from, and what its gain is against: the plan that was asked for, or that one with smaller passes."""
         self.began_s, self.budget_s, self._progress = time.monotonic(), 60 * minutes, progress
         self.fixed = set(pinned(rules))
         self.best = rules
-        self.best_measured = self.rules_measured = Measured(outcome="ok")
+        self.best_measured = self.rules_measured = self.alone = Measured(outcome="ok")
+        """What the best plan gave, what the rules' plan gave, and what that gave when it was measured by itself at the start."""
         self.children = Children.on(rules.hardware)
         self.duels = Duels(self.children, self._trial, deadline_s=self.began_s + self.budget_s, say=self.say)
         self.gain = (1.0, 1.0, 1.0)
@@ -91,7 +94,6 @@ class _Search:
         self.probes: dict[tuple[Any, ...], dict[int, Probe]] = {}
         """Readings by what memory depends on, and by micro-batch."""
         self.tried: set[str] = set()
-        self.trial_s = TRIAL_S[rules.hardware.kind]
         self.short = shorten(recipe, rules)
 
     # ---- the parts of a search ----
@@ -99,21 +101,27 @@ class _Search:
     def begin(self) -> None:
         """Measure the rules' plan; where it does not fit, smaller passes of it."""
         cut = f", updates cut to {self.short.train.batch_size} sequences" if self.short is not self.recipe else ""
-        self.say(f"tuning {self.recipe.name} on {self.rules.hardware.title}: {format_duration(self.budget_s)} at most{cut}")
+        most = f"{format_duration(self.budget_s)} at most, or what the rules' plan takes"
+        self.say(f"tuning {self.recipe.name} on {self.rules.hardware.title}: {most}{cut}")
+        failures: list[str] = []
         while True:
-            measured = self._measure_alone("the rules' plan", self.best)
-            smaller = self._smaller_size() if lacked_memory(measured) and "micro_batch" not in self.fixed else None
+            measured = self._measure_alone(RULES, self.best)
+            if not lacked_memory(measured) or "micro_batch" in self.fixed:
+                break
+            what = "was killed twice, perhaps for want of memory" if was_killed(measured) else "ran out of memory"
+            failures.append(f"micro-batch {self.best.micro_batch} {what}")
+            smaller = self._smaller_size(failures[-1])
             if smaller is None:
                 break
-            note = f"out of memory with micro-batch {self.best.micro_batch}: {measured.error}"
-            self._row("the rules' plan", None, measured, note=note)
+            self._row(RULES, None, measured, note=f"{failures[-1]}: {measured.error}")
             self.best = changed(self.recipe, self.best, {"micro_batch": smaller})
         if measured.outcome != "ok":
             raise TrainingError(f"the rules' plan does not run here ({measured.outcome}): {measured.error}")
-        if self.best is not self.rules:
-            self.why["micro_batch"] = Why(reason=f"micro-batch {self.rules.micro_batch} ran out of memory", source="measurement")
-        self.rules, self.best_measured, self.rules_measured = self.best, measured, measured
-        self._row("the rules' plan", None, measured, note="where the search starts", kept=True)
+        if failures:
+            why = {"micro_batch": Why(reason="; ".join(failures), source="measurement"), "accumulation": self._accumulation(self.best)}
+            self.best = replace(self.best, why={**self.best.why, **why})
+        self.rules, self.best_measured, self.rules_measured, self.alone = self.best, measured, measured, measured
+        self._row(self.against, None, measured, note="where the search starts", kept=True)
 
     def walk_micro_batch(self) -> None:
         """Down and up from the best size, further as long as it gets faster; down first, so that two readings show what up would take."""
@@ -137,23 +145,25 @@ class _Search:
         """The winner once more against the rules' plan: a choice among many flatters the chosen, and this measurement had no part in it."""
         ratio, low, high, paired, unconfirmed = 1.0, 1.0, 1.0, True, ""
         if differing(self.rules, self.best):
-            found = self._measure_against("the rules' plan, again", self.rules, final=True)
-            duel = Duel(measured=found.best, best=found.measured, paired=found.paired)  # what was best is what is judged
+            name = f"{FINAL} {self.against}"
+            found = self._measure_against(f"{self.against}, again", self.rules, final=True)
+            duel = replace(found, measured=found.best, best=found.measured)  # what was best is what is judged
             if (comparison := duel.comparison) is None:
-                unconfirmed = str(found.measured.error or found.best.error)
-                self._row(FINAL, None, duel.measured, note=f"failed: {unconfirmed}; the same command makes it again")
+                unconfirmed = "the time was over" if found.cut else str(found.measured.error or found.best.error)
+                self._row(name, None, duel.measured, note=f"failed: {unconfirmed}; the same command makes it again")
                 ratio, low, high = self.gain
             else:
-                self._row(FINAL, None, duel.measured, duel, kept=comparison.verdict == "faster")
+                self._row(name, None, duel.measured, duel, kept=comparison.verdict == "faster")
                 if comparison.verdict == "faster":
                     self.best_measured = duel.measured
                     ratio, low, high, paired = comparison.ratio, comparison.low, comparison.high, comparison.paired
                 else:
-                    self.say("the rules' plan stays")
+                    self.say(f"{self.against} stays")
                     self.best, self.best_measured, self.why = self.rules, duel.best, {}
         plan = self._explained()
         result = Result(
             tuned_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            against=self.against,
             ratio=ratio,
             low=low,
             high=high,
@@ -161,7 +171,7 @@ class _Search:
             tokens_per_s=_tokens_per_s(self.best_measured),
             trials=len(self.tried),
             elapsed_s=time.monotonic() - self.began_s,
-            untried=tuple(self.untried),
+            untried=tuple(dict.fromkeys(self.untried)),
             unconfirmed=unconfirmed,
             rows=tuple(self.rows),
         )
@@ -179,6 +189,10 @@ class _Search:
         plan = changed(self.recipe, self.best, candidate.change)
         duel = self._measure_against(candidate.name, plan)
         measured, comparison = duel.measured, duel.comparison
+        if duel.cut:
+            self.untried.append(candidate.name)
+            self._row(candidate.name, candidate.predicted, note="not tried to its end: the time was over")
+            return False
         if comparison is None:
             failed, who = (measured, "") if measured.outcome != "ok" else (duel.best, "the plan it is compared with ")
             self._row(candidate.name, candidate.predicted, measured, note=f"{who}{failed.outcome}: {failed.error}")
@@ -198,6 +212,10 @@ class _Search:
             self.best, self.best_measured = plan, measured
             ratio, low, high = self.gain
             self.gain = ratio * comparison.ratio, low * comparison.low, high * comparison.high
+        if numbers.passed and differing(self.asked, self.rules) and not differing(self.asked, plan):
+            self.say("the rules' plan runs after all: what is found is held against that")
+            self.rules, self.rules_measured = self.asked, measured
+            self.gain = (1.0, 1.0, 1.0) if kept else (1 / comparison.ratio, 1 / comparison.high, 1 / comparison.low)
         return kept
 
     def _refusal(self, candidate: Candidate) -> str | None:
@@ -210,13 +228,21 @@ class _Search:
             return f"not tried: {error}"
         if self.folder.find(self._pair_key(plan)) is not None:
             return None
-        cost_s = self.trial_s + COMPILE_S.get(candidate.change.get("compile", ""), 0.0)
-        reserve_s = self.trial_s if differing(self.rules, self.best) else 0.0
-        if time.monotonic() - self.began_s + cost_s + reserve_s > self.budget_s:
+        cost_s = self._duel_s(plan) + COMPILE_S.get(candidate.change.get("compile", ""), 0.0)
+        left_s = max(0.0, self._until_s(final=False) - time.monotonic())
+        if cost_s > left_s:
             self.untried.append(candidate.name)
-            left_s = max(0.0, self.budget_s - (time.monotonic() - self.began_s))
-            return f"not tried: it takes about {format_duration(cost_s + reserve_s)}, and {format_duration(left_s)} are left"
+            return f"not tried: it takes about {format_duration(cost_s)}, and {format_duration(left_s)} are left before the last comparison"
         return None
+
+    def _duel_s(self, plan: Plan) -> float:
+        """What a duel takes, by what the rules' plan took: a start and the rounds of two, or two starts where both do not fit at once."""
+        rounds_s = (self.bounds.blocks + 1) * self.alone.steps_per_block * interval(self.alone.blocks_s).median
+        return self.alone.elapsed_s + (rounds_s if self._fit_at_once(plan) else self.alone.elapsed_s)
+
+    def _until_s(self, *, final: bool) -> float:
+        """When a duel has to end: the time of the last one is set aside for it."""
+        return self.began_s + self.budget_s - (0.0 if final else self._duel_s(self.rules))
 
     def _measure_alone(self, name: str, plan: Plan) -> Measured:
         """Measure a plan by itself."""
@@ -233,13 +259,11 @@ class _Search:
         key = self._pair_key(plan) + ("-final" if final else "")
         duel = self._known(key, plan)
         if duel is None:
-            began_s = time.monotonic()
-            self.say(f"  measuring {name}, about {format_duration(self.trial_s)}")
-            duel = self.duels.against(self.best, plan, together=self._fit_at_once(plan), final=final)
-            if not final or duel.comparison is not None:  # a winner is not refused for ever by what went wrong once
+            self.say(f"  measuring {name}, about {format_duration(self._duel_s(plan))}")
+            together, until_s = self._fit_at_once(plan), self._until_s(final=final)
+            duel = self.duels.against(self.best, plan, together=together, final=final, until_s=until_s)
+            if not duel.cut and (not final or duel.comparison is not None):  # a winner is not refused for ever by what went wrong once
                 self._keep(key, name, plan, duel.measured, beside=duel.best, paired=duel.paired)
-            if "compile" not in differing(self.best, plan):
-                self.trial_s = time.monotonic() - began_s
         self._note(plan, key, duel.measured)
         return duel
 
@@ -261,14 +285,19 @@ class _Search:
 
     # ---- small things ----
 
-    def _smaller_size(self) -> int | None:
+    @property
+    def against(self) -> str:
+        """What the gain is against, in words."""
+        return f"{RULES} cut to micro-batch {self.rules.micro_batch}" if differing(self.asked, self.rules) else RULES
+
+    def _smaller_size(self, failure: str) -> int | None:
         """For a plan that ran out of memory: what small probes say that fits, or the next smaller divisor where they say nothing new."""
         now = self.best.micro_batch
         sizes = [size for size in divisors(now) if size < now]
         if not sizes or self.best is not self.rules:
             return sizes[-1] if sizes else None
         self.duels.close()
-        self.say(f"  micro-batch {now} ran out of memory: probing smaller ones")
+        self.say(f"  {failure}: probing smaller ones")
         with Child(self.best.allocator) as child:
             pick = pick_micro_batch(self.recipe, self.best, child, capacity_bytes=self.best.hardware.memory_bytes)
         return max((size for size in sizes if pick and size <= pick.micro_batch), default=sizes[-1])
@@ -308,10 +337,12 @@ class _Search:
         """The best plan, with what was measured as the reason of each value that a trial decided."""
         why = {**self.rules.why, **self.why}
         if self.best.accumulation != self.rules.accumulation:
-            batch = self.recipe.train.batch_size
-            reason = f"{batch} sequences an update / ({self.best.micro_batch} a pass x {self.best.world_size} process(es))"
-            why["accumulation"] = Why(reason=reason, source="rule")
+            why["accumulation"] = self._accumulation(self.best)
         return replace(self.best, why=why)
+
+    def _accumulation(self, plan: Plan) -> Why:
+        reason = f"{self.recipe.train.batch_size} sequences an update / ({plan.micro_batch} a pass x {plan.world_size} process(es))"
+        return Why(reason=reason, source="rule")
 
     def _trial(self, plan: Plan) -> Trial:
         return train_trial(self.short, replace(plan, accumulation=self.short.train.batch_size // plan.micro_batch), self.bounds)

@@ -58,6 +58,8 @@ class Result:
 
     tuned_at: str
     """ISO time, UTC."""
+    against: str = "the rules' plan"
+    """What the ratio is against: the rules' plan, or where that did not run, what it was cut to."""
     ratio: float
     """Speed of the plan against that of the rules' plan, in turns; 1 where the rules' plan was kept."""
     low: float
