@@ -86,6 +86,27 @@ EVENTS: list[dict[str, Any]] = [
 ]
 
 
+def write_rft(folder: Path, *, correct: int = 10, model: str = "") -> Path:
+    """An RFT run: 10 s of sampling in two attempts, 27.75 s of fine-tuning, tests of 1 and 2 s."""
+    (folder / "train-samples").mkdir(parents=True)
+    (folder / "recipe.toml").write_text(f'name = "units"\n[task]\nname = "units"\n[model]\npath = "demo"\n{model}[test]\nquestions = 100\n')
+    found = {"why": "finished", "questions": 40, "solved": 40, "samples": 500, "correct": correct}
+    jsonl(
+        folder / "events.jsonl",
+        [
+            {"at": 1.0, "event": "sampling_end", "elapsed_s": 4.0, **found},
+            {"at": 2.0, "event": "sampling_end", "elapsed_s": 6.0, **found},
+            {"at": 3.0, "event": "training_on_samples", "why": "finished", "elapsed_s": 27.75},
+        ],
+    )
+    jsonl(
+        folder / "evaluations.jsonl",
+        [line | {"at": 4.0, "elapsed_s": spent_s} for line, spent_s in zip(EVALUATIONS, (1.0, 2.0), strict=True)],
+    )
+    jsonl(folder / "train-samples" / "metrics.jsonl", lines())
+    return folder
+
+
 def jsonl(path: Path, records: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 

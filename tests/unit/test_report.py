@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import ABLATION, EVALUATIONS, EVENTS, jsonl, lines, plan, write_run
+from run_folders import ABLATION, EVALUATIONS, EVENTS, jsonl, lines, plan, write_rft, write_run
 
 from redline.cli.main import main
 from redline.report.ablation import ablation, trials
@@ -20,7 +20,7 @@ from redline.report.numbers import fact
 from redline.report.runs import read_run, read_runs
 from redline.report.series import curves
 from redline.report.tail import Tail
-from redline.report.view import accuracies, plan_rows, view
+from redline.report.view import accuracies, last_loss, plan_rows, view
 
 
 class TestFigures:
@@ -56,6 +56,16 @@ class TestFigures:
         assert parts["backward"] == pytest.approx(2 * parts["forward"])
         assert parts["forward"] == pytest.approx(2 * parts["optimiser update"])
         assert sum(parts.values()) == pytest.approx(27.75)
+
+    def test_the_time_of_an_rft_run_is_that_of_all_its_stages(self, tmp_path: Path) -> None:
+        run = read_run(write_rft(tmp_path / "a"))
+        parts = {part.name: part for part in time_parts(run)}
+        assert (parts["sampling"].elapsed_s, parts["tests"].elapsed_s) == (10.0, 3.0)
+        assert sum(part.elapsed_s for part in parts.values()) == pytest.approx(10 + 3 + 25.5)
+        assert parts["updates"].note.startswith("fine-tuning on the samples")
+        bars = {bar.name: bar.note for bar in view(run).speed_bars}
+        assert bars["fine-tuning"] == "all of it; sampling and tests are not in it"
+        assert "whole run" not in bars
 
     def test_generation_is_a_part_of_its_own(self, tmp_path: Path) -> None:
         """Beside the phases of the update, and alone where no other is marked."""
@@ -103,6 +113,19 @@ class TestFigures:
     def test_from_where_the_loss_is_no_number(self, tmp_path: Path, losses: list[Any], step: int | None) -> None:
         made = [{"step": place} | ({} if loss == "absent" else {"loss": loss}) for place, loss in enumerate(losses, start=1)]
         assert summarise(read_run(write_run(tmp_path / "a", metrics=made))).quality.nan_step == step
+
+    @pytest.mark.parametrize(
+        ("metrics", "prediction", "note"),
+        [
+            (lines(), None, "Seen is the resident memory of the whole process, Python and torch included"),
+            ([], plan()["prediction"], "Predicted are the tensors of the training"),
+        ],
+    )
+    def test_the_note_speaks_of_the_memory_that_is_shown(
+        self, tmp_path: Path, metrics: list[dict[str, Any]], prediction: dict[str, Any] | None, note: str
+    ) -> None:
+        changed = {"hardware": {"title": "a CPU", "kind": "cpu", "memory_bytes": 2**33}, "prediction": prediction}
+        assert summarise(read_run(write_run(tmp_path / "a", metrics=metrics, plan_changes=changed))).memory.note == note
 
     def test_numbers_that_are_not_there_stay_unknown(self, tmp_path: Path) -> None:
         made = [{"step": 1, "loss": None, "step_s": 1.0}, {"step": 2, "loss": math.nan, "mfu": None}]
@@ -166,6 +189,22 @@ class TestComparison:
         other = write_run(tmp_path / "b", plan_changes={"fingerprint": "other"}, steps=50)
         verdict = comparable(read_runs([write_run(tmp_path / "a"), other]))
         assert (verdict.level, verdict.differences) == ("no", ["train.steps: 40 | 50"])
+
+    @pytest.mark.parametrize(
+        ("more", "level"),
+        [
+            ("eval_every = 10\ncheckpoint_every = 5\nkeep_checkpoints = 1\n", "yes"),
+            ("eval_every = 10\neval_sequences = 8\n", "no"),  # other validation losses
+            ("eval_every = 10\nearly_stop_evals = 2\n", "no"),  # another end
+        ],
+    )
+    def test_how_often_a_run_validates_and_saves_is_no_other_training(self, tmp_path: Path, more: str, level: str) -> None:
+        paths = [write_run(tmp_path / "a"), write_run(tmp_path / "b", plan_changes={"fingerprint": "other"})]
+        with (paths[1] / "recipe.toml").open("a") as recipe:
+            recipe.write(more)
+        verdict = comparable(read_runs(paths))
+        assert (verdict.level, len(verdict.differences)) == (level, more.count("\n"))
+        assert ("whole-run speed does not" in verdict.text) == (level == "yes")
 
     def test_a_ratio_is_resolved_only_where_its_interval_leaves_out_one(self, tmp_path: Path) -> None:
         steady = summarise(read_run(write_run(tmp_path / "a")))
@@ -259,13 +298,16 @@ class TestTables:
         (tmp_path / "result.json").write_text(json.dumps({"ratio": 1.0, "rows": rows}))
         found = view(read_run(tmp_path)).trials
         assert found.columns == [
-            "name", "tokens", "against the best then", "95 % interval, * 87.5 %", "verdict", "predicted", "memory", "note"
+            "name", "tokens", "against the best then", "95 % interval", "verdict", "predicted", "memory", "note"
         ]  # fmt: skip
         shown = [dict(zip(found.columns, cells, strict=True)) for cells in found.rows]
-        assert [row["95 % interval, * 87.5 %"] for row in shown] == ["–", "0.750 to 0.850×*", "–"]
+        assert [row["95 % interval"] for row in shown] == ["–", "0.750 to 0.850×*", "–"]
         assert [row["against the best then"] for row in shown] == ["–", "0.800×", "–"]
         assert [row["verdict"] for row in shown] == ["kept", "slower", "not tried"]
         assert shown[2]["note"] == "not tried: predicted 0.50x"
+        assert found.note == "* fewer than 6 rounds: an interval of 87.5 %"
+        (tmp_path / "result.json").write_text(json.dumps({"rows": [row | {"rounds": 6} for row in rows]}))
+        assert view(read_run(tmp_path)).trials.note == "", "no star, nothing to explain"
         for foreign in ({"rows": 3}, {"rows": [3]}, {"loss": 1.0}):
             (tmp_path / "result.json").write_text(json.dumps(foreign))
             assert view(read_run(tmp_path)).trials.rows == [["flash", "ok"]]
@@ -292,6 +334,10 @@ class TestTables:
         measured = {"outcome": "ok", "blocks_s": [1.0, 2.0, 9.0], "steps_per_block": 3, "tokens_per_step": 1000}
         found = trials([{"key": "k", "name": "naive", "measured": measured}])
         assert dict(zip(found.columns, found.rows[0], strict=True))["tokens"] == "500/s"
+
+    def test_claims_have_three_digits(self) -> None:
+        (chart,) = ablation([{"name": "all", "claimed": [3.16404, 280.8]}])
+        assert chart.rows[0].claimed == "3.16 to 281×"
 
     def test_accuracies(self) -> None:
         assert [(test.name, test.accuracy) for test in accuracies([*EVALUATIONS, {"weights": "base"}])] == [
@@ -347,9 +393,73 @@ class TestCommand:
 
     def test_nothing_found_is_good_news_only_near_the_attainable_speed(self, tmp_path: Path) -> None:
         far = {"prediction": plan()["prediction"] | {"attainable_tokens_per_s": 10_000.0}}
-        slow, fast = (view(read_run(write_run(tmp_path / name, plan_changes=change))) for name, change in (("a", far), ("b", {})))
-        assert "none explains why the updates reach only 20.0 %" in slow.nothing
-        assert fast.nothing == "Nothing found that would bring more than 5 %."
+        made = [line | {"data_wait_s": 0.0} for line in lines()]
+        slow, fast = (
+            view(read_run(write_run(tmp_path / name, metrics=made, events=EVENTS[:1], plan_changes=change)))
+            for name, change in (("a", far), ("b", {}))
+        )
+        assert (slow.findings, fast.findings) == ([], [])
+        assert "none explains why the updates reach only 20.0 %" in slow.remark
+        assert fast.remark == "Nothing found that would bring more than 5 %."
+
+    @pytest.mark.parametrize(("wait_share", "told"), [(0.1, True), (0.7, False)])
+    def test_a_small_finding_does_not_explain_a_large_distance(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], wait_share: float, told: bool
+    ) -> None:
+        """2,000 of 6,000 tokens/s: without a wait of 70 % of the update it would be more than 75 % of that, without one of 10 % not."""
+        far = {"prediction": plan()["prediction"] | {"attainable_tokens_per_s": 6_000.0}}
+        made = [line | {"data_wait_s": wait_share * line["step_s"]} for line in lines()]
+        path = write_run(tmp_path / "a", metrics=made, plan_changes=far)
+        found = view(read_run(path))
+        assert {finding.finding.cause for finding in found.findings or []} == {"slow-loader", "validation-pause"}
+        sentence = (
+            "Without what is found it would be 37.0 % at most; no rule explains the rest of why the updates reach only 33.3 % of the "
+            "attainable speed."
+        )
+        assert found.remark == (sentence if told else "")
+        main(["report", str(path)])
+        assert (sentence in " ".join(capsys.readouterr().out.split())) == told
+
+    def test_pauses_do_not_explain_the_speed_of_the_usual_update(self, tmp_path: Path) -> None:
+        far = {"prediction": plan()["prediction"] | {"attainable_tokens_per_s": 6_000.0}}
+        found = view(read_run(write_run(tmp_path / "a", metrics=[line | {"data_wait_s": 0.0} for line in lines()], plan_changes=far)))
+        assert [finding.finding.cause for finding in found.findings or []] == ["validation-pause"]
+        assert found.remark == "No finding explains why the updates reach only 33.3 % of the attainable speed."
+
+    def test_a_gradient_that_is_no_number_stands_beside_the_loss(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """The Trainer writes a loss of 0 where it is none; our own loops do not."""
+        made = [line | ({"loss": 0.0, "grad_norm": None} if line["step"] > 31 else {}) for line in lines()]
+        logged = {"at": 1_700_000_027.5, "event": "logging", "step": 40, "times": 40, "stalled_s": 0.1}
+        for name, events, filtered in (("ours", EVENTS, False), ("theirs", [*EVENTS[:-1], logged, EVENTS[-1]], True)):
+            found = view(read_run(write_run(tmp_path / name, metrics=made, events=events)))
+            assert ("logging_nan_inf_filter" in found.remark) == filtered
+            assert last_loss(found.summary) == "0.0000 nats/token, but the gradient is not a number from update 32"
+        assert main(["report", str(tmp_path / "theirs")]) == 0
+        assert "but the gradient is not a number from update 32" in capsys.readouterr().out
+
+    def test_findings_of_an_rft_run_are_those_of_redline_diagnose(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        path = write_rft(tmp_path / "a")
+        assert main(["report", str(path), "--json"]) == 0
+        told = [finding["cause"] for finding in json.loads(capsys.readouterr().out)["runs"][0]["findings"]]
+        assert main(["diagnose", str(path), "--json"]) == 0
+        assert told == [finding["cause"] for finding in json.loads(capsys.readouterr().out)["findings"]]
+        assert "few-correct" in told
+
+    def test_an_rft_run_that_only_sampled_has_findings_too(self, tmp_path: Path) -> None:
+        for name, correct, causes in (("a", 10, ["few-correct"]), ("b", 100, None)):
+            path = write_rft(tmp_path / name, correct=correct)
+            (path / "train-samples" / "metrics.jsonl").unlink()
+            found = view(read_run(path)).findings
+            assert (None if found is None else [each.finding.cause for each in found]) == causes
+
+    def test_a_folder_of_rounds_is_reported_side_by_side(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        for place in (1, 2, 10):
+            write_rft(tmp_path / "rft" / f"round-{place}", model=f'sampler = "{place}"\n')
+        assert main(["report", str(tmp_path / "rft"), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert [run["label"] for run in found["runs"]] == ["round-1", "round-2", "round-10"]
+        assert found["comparable"]["level"] == "accuracy only"
+        assert found["page"] == str(tmp_path / "rft" / "report.html")
 
     def test_what_is_no_run_folder_is_refused(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for path in (tmp_path / "none", tmp_path):

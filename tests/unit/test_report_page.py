@@ -1,6 +1,7 @@
 """The page without a browser: nothing in it comes from elsewhere, nothing of a run is taken for HTML, and it stays small."""
 
 import base64
+import dataclasses
 import hashlib
 import json
 import re
@@ -11,6 +12,7 @@ from random import Random
 import pytest
 from run_folders import ABLATION, EVALUATIONS, EVENTS, HOSTILE, jsonl, lines, write_run
 
+from redline.report.ablation import Trials
 from redline.report.page import ASSETS, page
 from redline.report.runs import read_run, read_runs
 from redline.report.series import CURVES
@@ -101,6 +103,23 @@ def test_a_loss_that_is_no_number_any_more_is_said_and_marked(tmp_path: Path) ->
     assert "from update 32 on; the last number was 3.4500" in text
     assert '"broken":{"step":32,"tokens":32000,"elapsed_s":21.5}' in text
     assert '"broken":null' in page([view(read_run(write_run(tmp_path / "b")))])
+
+
+def test_what_is_said_beside_findings_and_losses(tmp_path: Path) -> None:
+    made = [line | ({"loss": 0.0, "grad_norm": None} if line["step"] > 31 else {}) for line in lines()]
+    made[-1].pop("valid_loss")
+    shown = view(read_run(write_run(tmp_path / "a", metrics=made)))
+    text = page([dataclasses.replace(shown, remark="beside <them>")])
+    assert "on record, but the gradient is not a number from update 32 on" in text
+    assert shown.findings
+    assert text.index(shown.findings[-1].title) < text.index("beside &lt;them&gt;")
+
+
+def test_a_tuning_explains_its_stars_and_breaks_its_notes(tmp_path: Path) -> None:
+    shown = view(read_run(write_run(tmp_path / "a")))
+    text = page([dataclasses.replace(shown, trials=Trials(["name", "95 % interval", "note"], [["flash", "0.8 to 0.9×*", "far too long"]]))])
+    assert '<td class="long">far too long</td>' in text
+    assert "* fewer than 6 rounds: an interval of 87.5 %" in text
 
 
 def test_an_rft_run_shows_its_samples(tmp_path: Path) -> None:

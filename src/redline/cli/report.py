@@ -2,6 +2,7 @@
 
 redline report runs/nano                          tables here, and runs/nano/report.html: one page that opens anywhere, offline
 redline report runs/a runs/b --out compare.html   side by side, with a verdict on whether they may be compared
+redline report runs/rft                           the rounds of an RFT run side by side
 """
 
 import argparse
@@ -28,16 +29,18 @@ def run(options: argparse.Namespace) -> None:
     from dataclasses import asdict
 
     from redline.cli.options import print_json, status
+    from redline.cli.watch import rounds_of
     from redline.record.units import format_bytes
     from redline.report.compare import comparable
     from redline.report.page import write_page
     from redline.report.runs import metrics_path, read_runs
     from redline.report.view import view
 
-    for path in options.runs:
+    paths = [path for given in options.runs for path in rounds_of(given) or [given]]
+    for path in paths:
         if (place := metrics_path(path)).exists() and (size := place.stat().st_size) > LONG_BYTES:
             status(f"reading {format_bytes(size)} of metrics in {path}")
-    runs = [view(run, place) for place, run in enumerate(read_runs(options.runs))]
+    runs = [view(run, place) for place, run in enumerate(read_runs(paths))]
     out = options.out or options.runs[0] / "report.html"
     write_page(runs, out)
     if options.json:

@@ -159,7 +159,7 @@ def _findings(shown: RunView, room: int, most: int) -> list[Line]:
     if shown.findings is None:
         return []
     if not shown.findings:
-        return _part("findings", *textwrap.wrap(shown.nothing, room))
+        return _part("findings", *textwrap.wrap(shown.remark, room))
     lines: list[Text | str] = []
     count = max(1, min(MOST_FINDINGS, most // 2, len(shown.findings)))
     for place, finding in enumerate(shown.findings[:count], start=1):

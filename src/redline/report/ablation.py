@@ -85,6 +85,12 @@ class Trials:
     columns: list[str]
     rows: list[list[str]]
 
+    @property
+    def note(self) -> str:
+        """What a star in the table means, where there is one."""
+        starred = any(cell.endswith("×*") for row in self.rows for cell in row)
+        return f"* fewer than {FEWEST_BLOCKS} rounds: an interval of 87.5 %" if starred else ""
+
 
 def ablation(rows: list[dict[str, Any]]) -> list[Ablation]:
     """The charts, all on one scale that holds every number and 1."""
@@ -132,7 +138,7 @@ def _row(row: dict[str, Any], place: Callable[[float], float]) -> Row:
     return Row(
         name=str(row.get("name", "")) + (", again" if row.get("stage") == "second try" else ""),
         title=str(row.get("title") or ""),
-        claimed=DASH if claim is None else f"{claim[0]:g}×" if claim[0] == claim[1] else f"{claim[0]:g} to {claim[1]:g}×",
+        claimed=DASH if claim is None else f"{claim[0]:.3g}×" if claim[0] == claim[1] else f"{claim[0]:.3g} to {claim[1]:.3g}×",
         source=str(row.get("source") or ""),
         measured=f"{value:.3g}×" if value else DASH,
         interval=f"{interval[0]:.3g} to {interval[1]:.3g}×" if interval else "",
@@ -169,7 +175,7 @@ def tuning(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "name": str(row.get("name", "")),
                 "tokens_per_s": number(row.get("tokens_per_s")),
                 "against the best then": f"{ratio:.3f}×" if ratio else None,
-                "95 % interval, * 87.5 %": f"{between[0]:.3f} to {between[1]:.3f}×{star}" if between else None,
+                "95 % interval": f"{between[0]:.3f} to {between[1]:.3f}×{star}" if between else None,
                 "verdict": row.get("verdict"),
                 "predicted": f"{predicted:.2f}×" if predicted else None,
                 "memory_bytes": number(row.get("memory_bytes")),

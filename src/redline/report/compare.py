@@ -1,10 +1,10 @@
 """Whether runs may be compared, and what the comparison gives. No torch.
 
-    verdict = comparable(runs)          # level: yes | loss only | no, with the reasons in words
+    verdict = comparable(runs)          # level: yes | loss only | accuracy only | no, with the reasons in words
     ratio(slow, fast)                   # speed of one over the other, with its interval and "not resolved" where it spans 1
 
 Two speeds compare under the same fingerprint on the same hardware; on other hardware only the losses do. What the plans do differently
-is not a reason against: it is what is being compared.
+is not a reason against: it is what is being compared. Nor is how often a run validates or saves, beside its median speed.
 """
 
 from dataclasses import dataclass
@@ -13,10 +13,13 @@ from typing import Any, Literal
 from redline.report.figures import Summary
 from redline.report.runs import Run, table
 
+CADENCE = ("train.eval_every", "train.checkpoint_every", "train.keep_checkpoints")
+"""What is done between the updates, and changes none of them; but for a run that stops early by its validations."""
+
 
 @dataclass(frozen=True)
 class Verdict:
-    level: Literal["yes", "loss only", "no"]
+    level: Literal["yes", "loss only", "accuracy only", "no"]
     title: str
     text: str
     differences: list[str]
@@ -45,14 +48,35 @@ def comparable(runs: list[Run]) -> Verdict:
     prints = {run.fingerprint for run in runs}
     if None in prints:
         return Verdict("no", "Not comparable", "a run without a recipe does not say what it computed", changed, plan_changed)
-    if len(prints) > 1:
+    cadence = len(prints) > 1 and _only_cadence(changed, recipes)
+    if len(prints) > 1 and not cadence:
+        if _tested_alike(runs):
+            text = "the runs are tested in the same way but train on different samples (their fingerprints differ)"
+            return Verdict("accuracy only", "Accuracies compare, speeds and losses do not", text, changed, plan_changed)
         text = "the runs compute different things (their fingerprints differ): neither speeds nor losses say which is better"
         return Verdict("no", "Not comparable", text, changed, plan_changed)
     if elsewhere:
         text = f"the same training ran on different hardware ({'; '.join(elsewhere)})"
-        return Verdict("loss only", "Losses compare, speeds do not", text, [], plan_changed)
+        return Verdict("loss only", "Losses compare, speeds do not", text, changed if cadence else [], plan_changed)
+    if cadence:
+        text = (
+            "the same training on the same hardware; only validation and checkpoint cadence differ: "
+            "median speeds and losses compare, whole-run speed does not"
+        )
+        return Verdict("yes", "Comparable", text, changed, plan_changed)
     text = "the same training (one fingerprint) on the same hardware; what differs is how it was executed"
     return Verdict("yes", "Comparable", text, [], plan_changed)
+
+
+def _only_cadence(changed: list[str], recipes: list[dict[str, Any]]) -> bool:
+    stops_early = any(table(recipe.get("train")).get("early_stop_evals") for recipe in recipes)
+    return bool(changed) and not stops_early and all(line.partition(":")[0] in CADENCE for line in changed)
+
+
+def _tested_alike(runs: list[Run]) -> bool:
+    """Whether these are RFT runs, say the rounds of one, that answer the same held-out questions."""
+    tests = [(run.recipe.get("task"), run.recipe.get("test")) for run in runs]
+    return all(run.workload == "rft" for run in runs) and all(test == tests[0] for test in tests)
 
 
 def _differences(tables: list[dict[str, Any]]) -> list[str]:

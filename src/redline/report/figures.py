@@ -97,6 +97,8 @@ class Quality:
     best_step: int | None
     nan_step: int | None
     """The update from which on no recorded loss is a number; None where the last is one."""
+    bad_gradient_step: int | None
+    """The same of the gradient's norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +229,25 @@ def elapsed_s(run: Run) -> float | None:
 
 
 def time_parts(run: Run) -> list[TimePart]:
-    """Where the training time went: parts that add up to it. Only for runs whose updates carry their times."""
+    """Where the time went: parts that add up to the training time, and of an RFT run to that of all its recorded stages."""
+    if run.workload != "rft":
+        return _training_parts(run)
+    tuned = [TimePart(part.name, part.elapsed_s, f"fine-tuning on the samples: {part.note}") for part in _training_parts(run)]
+    stages = [
+        TimePart("sampling", _spent_s(run.events, "sampling_end"), "generation and scoring"),
+        TimePart("fine-tuning on answers", _spent_s(run.events, "training_on_answers"), "to compare with"),
+        TimePart("tests", sum(values(run.evaluations, "elapsed_s")), "greedy, on held-out questions"),
+    ]
+    return [*(stage for stage in stages if stage.elapsed_s > 0), *tuned]
+
+
+def _spent_s(events: list[dict[str, Any]], stage: str) -> float:
+    """All attempts at a stage together."""
+    return sum(values([event for event in events if event.get("event") == stage], "elapsed_s"))
+
+
+def _training_parts(run: Run) -> list[TimePart]:
+    """Only for runs whose updates carry their times."""
     total_s, step_s = elapsed_s(run), sum(values(run.metrics, "step_s"))
     if total_s is None or not step_s:
         return []
@@ -279,13 +299,18 @@ def memory(run: Run) -> Memory:
     prediction, hardware = table(run.plan.get("prediction")), table(run.plan.get("hardware"))
     seen = values(run.metrics, "memory_bytes")
     parts = {name: size for name, value in table(prediction.get("memory_parts_bytes")).items() if (size := number(value))}
-    note = "Seen is the resident memory of the whole process, Python and torch included; predicted are the tensors of the training"
+    predicted = number(prediction.get("memory_bytes"))
+    notes = [
+        "seen is the resident memory of the whole process, Python and torch included" if seen else "",
+        "predicted are the tensors of the training" if predicted else "",
+    ]
+    note = "; ".join(part for part in notes if part)
     return Memory(
         seen_bytes=max(seen) if seen else None,
-        predicted_bytes=number(prediction.get("memory_bytes")),
+        predicted_bytes=predicted,
         predicted_parts_bytes=parts,
         device_bytes=number(hardware.get("memory_bytes")),
-        note=note if hardware.get("kind") == "cpu" else "",
+        note=note[:1].upper() + note[1:] if hardware.get("kind") == "cpu" else "",
     )
 
 
@@ -304,13 +329,18 @@ def quality(run: Run) -> Quality:
         valid_step=int(last["step"]) if last else None,
         best_loss=float(best["valid_loss"]) if best else None,
         best_step=int(best["step"]) if best else None,
-        nan_step=int(broken[0]["step"]) if (broken := without_number(run.metrics)) else None,
+        nan_step=_first_step(without_number(run.metrics)),
+        bad_gradient_step=_first_step(without_number(run.metrics, "grad_norm")),
     )
 
 
+def _first_step(lines: list[dict[str, Any]]) -> int | None:
+    return int(lines[0]["step"]) if lines else None
+
+
 def without_number(lines: list[dict[str, Any]], name: str = "loss") -> list[dict[str, Any]]:
-    """The updates at the end whose loss is recorded and is no number. Lines that say nothing of it count neither way, nor do updates that
-    fp16 skipped."""
+    """The updates at the end whose loss (or another metric) is recorded and is no number. Lines that say nothing of it count neither way,
+    nor do updates that fp16 skipped."""
     told = [line for line in lines if name in line and not line.get("skipped")]
     good = next((place for place in range(len(told), 0, -1) if number(told[place - 1][name]) is not None), 0)
     return told[good:]

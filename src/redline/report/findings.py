@@ -1,5 +1,6 @@
 """What the diagnosis says of a run, in words for the page and the terminal. No torch."""
 
+import math
 from dataclasses import dataclass
 
 from redline.diagnose.finding import Finding
@@ -8,11 +9,14 @@ from redline.diagnose.own import read_run
 from redline.diagnose.rules import diagnose
 from redline.diagnose.summary import nothing_found, too_little
 from redline.record.units import format_amount, format_share
-from redline.report.figures import Speed
+from redline.report.figures import Quality, Speed
 from redline.report.runs import Run
 
 EXPLAINED = 0.75
 """From this share of the attainable speed on, what is left needs no explanation: the roofline leaves out launches and caches."""
+
+NOT_IN_THE_MEDIAN = ("validation-pause", "checkpoint-pause", "compile-time", "stall")
+"""Causes that lie outside the usual update, whose speed is held against the attainable: they do not explain the distance."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +33,18 @@ class FindingView:
     """As the diagnosis gave it."""
 
 
-def findings(run: Run, speed: Speed) -> tuple[list[FindingView] | None, str]:
-    """The findings, most worth first, and what to say where there are none; None where there is nothing to diagnose."""
-    if not run.metrics or run.workload != "pretrain":
+def findings(run: Run, speed: Speed, quality: Quality) -> tuple[list[FindingView] | None, str]:
+    """The findings, most worth first, and what is said beside them; None where there is nothing to diagnose."""
+    sampled = any(event.get("event") == "sampling_end" for event in run.events)
+    if not run.metrics and not sampled:
         return None, ""
     observed = read_run(run.path)
-    return [_view(finding) for finding in diagnose(observed)], nothing(observed, speed)
+    found = diagnose(observed)
+    if not run.metrics:
+        return [_view(finding) for finding in found] or None, ""
+    return [_view(finding) for finding in found], " ".join(
+        part for part in (filtered(run, quality), remark(observed, speed, found)) if part
+    )
 
 
 def _view(finding: Finding) -> FindingView:
@@ -51,9 +61,25 @@ def _view(finding: Finding) -> FindingView:
     )
 
 
-def nothing(observed: Observed, speed: Speed) -> str:
-    """No finding is good news only where the speed is near what is attainable."""
-    share = speed.attained_share
-    if share is None or share >= EXPLAINED or too_little(observed):
-        return nothing_found(observed)
-    return f"Nothing found by the rules; none explains why the updates reach only {format_share(share)} of the attainable speed."
+def remark(observed: Observed, speed: Speed, found: list[Finding]) -> str:
+    """No finding is good news only where the speed is near what is attainable, and small findings do not explain a large distance."""
+    share, little = speed.attained_share, too_little(observed)
+    if share is None or share >= EXPLAINED or little:
+        return (little or "") if found else nothing_found(observed)
+    only = f"why the updates reach only {format_share(share)} of the attainable speed"
+    gains = [finding.gain.high for finding in found if finding.gain and finding.cause not in NOT_IN_THE_MEDIAN]
+    if not gains:
+        return f"{'No finding' if found else 'Nothing found by the rules; none'} explains {only}."
+    best = share * math.prod(gains)
+    return (
+        f"Without what is found it would be {format_share(best)} at most; no rule explains the rest of {only}." if best < EXPLAINED else ""
+    )
+
+
+def filtered(run: Run, quality: Quality) -> str:
+    """A loss of 0 beside a gradient that is not a number is none: the Trainer (which alone records its logging) has left the losses out."""
+    if quality.bad_gradient_step is None or not any(event.get("event") == "logging" for event in run.events):
+        return ""
+    return (
+        "The Trainer leaves losses that are not numbers out of what it logs (logging_nan_inf_filter, on by default): a loss of 0 is none."
+    )

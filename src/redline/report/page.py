@@ -27,7 +27,7 @@ from redline.record.units import format_bytes, format_count, format_duration, fo
 from redline.report.compare import comparable
 from redline.report.numbers import exact
 from redline.report.series import curves
-from redline.report.view import RunView, side_by_side, when
+from redline.report.view import RunView, bad_gradient, side_by_side, when
 
 ASSETS = Path(str(resources.files("redline"))) / "report" / "assets"
 UPLOT = "uPlot-1.6.32.min"
@@ -132,7 +132,7 @@ def _templates() -> jinja2.Environment:
     environment.filters |= {
         "bytes": format_bytes, "count": format_count, "duration": format_duration, "share": format_share, "exact": exact, "when": when,
     }  # fmt: skip
-    environment.globals["side_by_side"] = side_by_side
+    environment.globals |= {"side_by_side": side_by_side, "bad_gradient": bad_gradient}
     return environment
 
 

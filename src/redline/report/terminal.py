@@ -10,13 +10,13 @@ from redline.report.compare import comparable
 from redline.report.narrow import WIDE, rows_with_texts
 from redline.report.numbers import exact
 from redline.report.runs import State, number
-from redline.report.view import RunView, last_loss, side_by_side
+from redline.report.view import RunView, bad_gradient, last_loss, side_by_side
 
 BAR_COLUMNS = 20
 CURVE_COLUMNS = 48
 SHORT_COLUMNS = ("outcome", "tokens", "against the best then", "verdict")
 """Of the trials, what stands beside their names in a narrow terminal."""
-_LEVELS = {"yes": "green", "loss only": "yellow", "no": "red"}
+_LEVELS = {"yes": "green", "loss only": "yellow", "accuracy only": "yellow", "no": "red"}
 
 
 def print_report(runs: list[RunView], console: Console) -> None:
@@ -107,6 +107,8 @@ def _curve(console: Console, run: RunView) -> None:
     console.print(f"training {q.first_loss:.3f} {line}{'×' if q.nan_step else ''} {q.last_loss:.3f} nats/token", highlight=False)
     if q.nan_step is not None:
         console.print(f"[red]not a number from update {q.nan_step:,}[/red]; the last number is given above", highlight=False)
+    elif q.bad_gradient_step is not None:
+        console.print(f"[red]{bad_gradient(q)}[/red]", highlight=False)
     if q.valid_loss is not None:
         best = f", best {q.best_loss:.4f} at update {q.best_step:,}" if q.best_step != q.valid_step else ""
         bits = f", {q.valid_bits_per_byte:.3f} bits/byte" if q.valid_bits_per_byte is not None else ""
@@ -118,13 +120,13 @@ def _findings(console: Console, run: RunView) -> None:
     if run.findings is None:
         return
     console.print("\n[bold]Findings[/bold]", highlight=False)
-    if not run.findings:
-        console.print(run.nothing, highlight=False)
     for finding in run.findings:
         console.print(f"[bold]{escape(finding.title)}[/bold]  [green]{escape(finding.gain)}[/green]", highlight=False)
         because = [*finding.evidence, finding.gain_why] if finding.gain_why else finding.evidence
         console.print(f"  {escape('; '.join(because))}", highlight=False)
         console.print(f"  {escape(finding.fix)} [dim](confidence {finding.confidence})[/dim]", highlight=False)
+    if run.remark:
+        console.print(escape(run.remark), highlight=False)
 
 
 def _ablation(console: Console, run: RunView) -> None:
@@ -135,6 +137,8 @@ def _ablation(console: Console, run: RunView) -> None:
     if run.trials.rows:
         console.print("\n[bold]Trials[/bold]", highlight=False)
         console.print(_trial_table(run.trials, console.width), highlight=False)
+    if run.trials.note:
+        console.print(f"[dim]{run.trials.note}[/dim]", highlight=False)
 
 
 def _ablation_table(chart: Ablation, width: int) -> RenderableType:

@@ -13,7 +13,7 @@ from typing import Any
 from redline.record.units import DASH, format_bytes, format_count, format_duration, format_share
 from redline.report.ablation import Ablation, Trials, ablation, trials, tuning
 from redline.report.compare import ratio
-from redline.report.figures import Summary, summarise
+from redline.report.figures import Quality, Summary, summarise
 from redline.report.findings import FindingView, findings
 from redline.report.numbers import exact, fact
 from redline.report.runs import Run, number, table
@@ -23,6 +23,7 @@ FIRST_EVENTS, LAST_EVENTS = 20, 80
 _KINDS = {
     "updates": "p0", "forward": "p0", "backward": "p4", "optimiser update": "p2", "between phases": "p6", "data wait": "p7",
     "first updates": "p3", "checkpoints": "p5", "validation": "p1", "other": "p6", "generation": "p8",
+    "sampling": "p8", "tests": "p1", "fine-tuning on answers": "p3",
 }  # fmt: skip
 
 
@@ -74,8 +75,8 @@ class RunView:
     memory_bars: list[Bar]
     memory_stack: list[Bar]
     findings: list[FindingView] | None
-    nothing: str
-    """What to say where there are none."""
+    remark: str
+    """What is said beside them, or where there are none."""
     plan: list[PlanRow]
     events: list[EventRow]
     ablation: list[Ablation]
@@ -90,7 +91,7 @@ def view(run: Run, place: int = 0) -> RunView:
     summary = summarise(run)
     memory = summary.memory
     speed = summary.speed
-    found, nothing = findings(run, speed)
+    found, remark = findings(run, speed, summary.quality)
     return RunView(
         run=run,
         place=place,
@@ -104,7 +105,7 @@ def view(run: Run, place: int = 0) -> RunView:
         ]),
         memory_stack=_stack([(name, size, format_bytes(size), "") for name, size in memory.predicted_parts_bytes.items()]),
         findings=found,
-        nothing=nothing,
+        remark=remark,
         plan=plan_rows(run),
         events=event_rows(run),
         ablation=ablation(run.ablation),
@@ -132,7 +133,9 @@ def _speed_bars(summary: Summary) -> list[Bar]:
     interval = f"{exact(speed.update.low)} to {exact(speed.update.high)}" if speed.update and speed.update.low else ""
     rows = [
         ("median update", speed.update.value if speed.update else None, "seen", interval),
-        ("whole run", speed.whole_run, "seen2", "everything included"),
+        ("whole run", speed.whole_run, "seen2", "everything included")
+        if summary.workload == "pretrain"
+        else ("fine-tuning", speed.whole_run, "seen2", "all of it; sampling and tests are not in it"),
         ("attainable", speed.attainable, "limit", "predicted: roofline"),
         ("matmul ceiling", speed.ceiling, "limit", "predicted: matrix products alone"),
     ]
@@ -195,6 +198,7 @@ def accuracies(evaluations: list[dict[str, Any]]) -> list[Test]:
 def side_by_side(runs: list[RunView]) -> list[tuple[str, list[str]]]:
     """The comparison: one row a figure, one cell a run; speeds also as a factor of the first run's."""
     all_ = [run.summary for run in runs]
+    covered, whole = ("fine-tuning", "all of fine-tuning") if all(s.workload == "rft" for s in all_) else ("training", "whole run")
     rows: list[tuple[str, list[str]]] = [
         ("recipe", [s.recipe for s in all_]),
         ("fingerprint", [s.fingerprint or DASH for s in all_]),
@@ -203,12 +207,12 @@ def side_by_side(runs: list[RunView]) -> list[tuple[str, list[str]]]:
         ("updates", [f"{s.updates:,}" for s in all_]),
         ("speed, median update", [f"{exact(s.speed.update.value)} {s.speed.unit}" if s.speed.update else DASH for s in all_]),
         ("against the first", ["1×"] + [_factor(all_[0], s) for s in all_[1:]]),
-        ("speed, whole run", [f"{exact(s.speed.whole_run)} tokens/s" if s.speed.whole_run else DASH for s in all_]),
+        (f"speed, {whole}", [f"{exact(s.speed.whole_run)} tokens/s" if s.speed.whole_run else DASH for s in all_]),
         ("of the attainable", [format_share(s.speed.attained_share) for s in all_]),
         ("MFU", [format_share(s.speed.mfu) for s in all_]),
         ("of the matmul ceiling", [format_share(s.speed.ceiling_share) for s in all_]),
         ("peak memory", [format_bytes(s.memory.seen_bytes) for s in all_]),
-        ("training time", [format_duration(s.elapsed_s) for s in all_]),
+        (f"{covered} time", [format_duration(s.elapsed_s) for s in all_]),
         ("tokens", [format_count(s.tokens) for s in all_]),
         ("last training loss", [last_loss(s) for s in all_]),
         ("last validation loss", [_loss(s.quality.valid_loss) for s in all_]),
@@ -219,9 +223,15 @@ def side_by_side(runs: list[RunView]) -> list[tuple[str, list[str]]]:
 
 
 def last_loss(summary: Summary) -> str:
-    """A loss that is no number any more is said before the last that was one."""
+    """A loss that is no number any more is said before the last that was one, and a gradient that is none beside it."""
     quality = summary.quality
-    return _loss(quality.last_loss) if quality.nan_step is None else f"not a number from update {quality.nan_step:,}"
+    if quality.nan_step is not None:
+        return f"not a number from update {quality.nan_step:,}"
+    return _loss(quality.last_loss) + (f", {bad_gradient(quality)}" if quality.bad_gradient_step is not None else "")
+
+
+def bad_gradient(quality: Quality) -> str:
+    return f"but the gradient is not a number from update {quality.bad_gradient_step:,}"
 
 
 def _loss(value: float | None) -> str:
