@@ -166,8 +166,8 @@ def test_the_split_shows_it_and_says_where_it_is_when_it_was_not_measured(capsys
     for of, words, others in (
         (observed(share=0.4), "communication 40%", "part of forward"),
         (observed(share=None), "communication is part of forward and backward", "communication 0%"),
-        (observed(share=None, world_size=1), "(medians)", "communication"),
-        (Observed(source="a loop", format="run", steps=observed(share=None).steps, facts=Facts(gpus=8)), "part of forward", "(medians)"),
+        (observed(share=None, world_size=1), "(means)", "communication"),
+        (Observed(source="a loop", format="run", steps=observed(share=None).steps, facts=Facts(gpus=8)), "part of forward", "(means)"),
     ):
         print_findings(of, [])
         printed = " ".join(capsys.readouterr().out.split())

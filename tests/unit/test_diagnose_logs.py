@@ -2,10 +2,10 @@
 
 import dataclasses
 import json
+import resource
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -203,12 +203,9 @@ def test_the_command_prints_at_80_columns_and_json(name: str, capsys: pytest.Cap
 
 def test_it_answers_at_once_on_a_laptop_without_torch() -> None:
     blocked = "import sys; sys.modules['torch'] = None; from redline.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    times_s = []
-    for _ in range(3):
-        started_s = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-c", blocked, "diagnose", str(LOGS / "verl.log")], capture_output=True, text=True, check=False
-        )
-        times_s.append(time.perf_counter() - started_s)
-        assert done.returncode == 0, done.stderr
-    assert min(times_s) < 0.8, f"best of three {min(times_s):.2f} s; 0.5 s is the promise, the rest is for a loaded machine"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", blocked, "diagnose", str(LOGS / "verl.log")], capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    used_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert used_s < 0.8, f"{used_s:.2f} s of the processor; 0.5 s is the promise, the rest is for a slow one"

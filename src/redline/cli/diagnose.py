@@ -61,6 +61,7 @@ def run(options: argparse.Namespace) -> None:
                 "repairs": observed.repairs,
                 "facts": asdict(observed.facts),
                 "step_s": observed.median("step_s"),
+                "mean_step_s": observed.mean("step_s"),
                 "split_s": split(observed),
                 "tokens_per_s": observed.tokens_per_s,
                 "too_little": too_little(observed),
@@ -76,10 +77,12 @@ def run(options: argparse.Namespace) -> None:
 def _pairs(given, option: str) -> dict[str, str]:  # type: ignore[no-untyped-def]
     from redline.errors import ConfigError
 
-    pairs = {}
+    pairs: dict[str, str] = {}
     for text in given:
         name, sign, value = text.partition("=")
         if not sign or not name.strip() or not value.strip():
             raise ConfigError(f"{option} needs NAME=VALUE, got {text!r}")
+        if name.strip() in pairs:
+            raise ConfigError(f"{option} names {name.strip()} twice: {pairs[name.strip()]} and {value.strip()}")
         pairs[name.strip()] = value.strip()
     return pairs

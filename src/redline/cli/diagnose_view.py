@@ -41,13 +41,13 @@ def _how_far(observed: Observed) -> str:
 
 def _print_split(console: Console, observed: Observed) -> None:
     """Where the update's time went, where it was measured."""
-    step_s, known = observed.median("step_s"), split(observed)
+    step_s, known = observed.mean("step_s"), split(observed)
     if not step_s or not known:
         return
     shown = ", ".join(f"{name} {value / step_s:.0%}" for name, value in known.items() if value / step_s >= 0.005)
     several = observed.plan.world_size > 1 if observed.plan else (observed.facts.gpus or 1) > 1
     inside = "; communication is part of forward and backward" if several and "communication" not in known else ""
-    console.print(f"update: {shown} (medians{inside})")
+    console.print(f"update: {shown} (means{inside})")
 
 
 def _print_finding(console: Console, number: int, finding: Finding) -> None:

@@ -1,6 +1,6 @@
 """Waits for other processes: gathers and reductions that no computing hid. Only our own runs record them (train/communication.py)."""
 
-from redline.diagnose.causes import saved
+from redline.diagnose.causes import enough, saved
 from redline.diagnose.finding import Evidence, Finding, Gain
 from redline.diagnose.observed import Observed
 from redline.diagnose.plans import unpinned
@@ -16,7 +16,7 @@ FASTER_LINK = 0.5
 def communication(observed: Observed) -> list[Finding]:
     """The update stands still until weights are gathered or gradients reduced."""
     wait_s, mean_s = observed.mean("communication_s"), observed.mean("step_s")
-    if not wait_s or not mean_s or wait_s / mean_s < LARGE:
+    if not wait_s or not mean_s or not enough(observed) or wait_s / mean_s < LARGE:
         return []
     share = wait_s / mean_s
     fix, gain = _fewer_passes(observed, mean_s, share) or _faster_link(observed, mean_s, share)

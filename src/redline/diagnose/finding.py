@@ -10,6 +10,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+SLOW_UPDATES = "slow-updates"
+"""The cause that says that time is lost and not to what: it stands behind all that do."""
+
 Kind = Literal["failure", "cause", "claim", "unit"]
 
 
@@ -57,4 +60,4 @@ def worth(finding: Finding) -> float:
 
 def ordered(findings: list[Finding]) -> list[Finding]:
     """Failures first, for the speed of a run that failed comes second; then most worth; what brings no speed after it, the surest first."""
-    return sorted(findings, key=lambda f: (f.kind != "failure", -worth(f), -f.confidence, f.cause))
+    return sorted(findings, key=lambda f: (f.kind != "failure", worth(f) == 0, f.cause == SLOW_UPDATES, -worth(f), -f.confidence, f.cause))

@@ -8,7 +8,7 @@ import math
 import re
 from typing import Any
 
-from redline.diagnose.causes import WORTH_SAYING, saved
+from redline.diagnose.causes import WORTH_SAYING, enough, saved
 from redline.diagnose.claims import spec_of
 from redline.diagnose.finding import Evidence, Finding, Gain
 from redline.diagnose.observed import Observed
@@ -46,7 +46,7 @@ def _uncached_log(observed: Observed) -> list[Finding]:
     """verl says how long generation took and how long the responses were: it ends with the longest."""
     gen_s, step_s = observed.part("gen"), observed.median("step_s")
     length = observed.facts.longest_response or observed.facts.response_length
-    if not gen_s or not step_s or gen_s / step_s < 0.3 or not length:
+    if not gen_s or not step_s or not enough(observed) or gen_s / step_s < 0.3 or not length:
         return []
     token_s, spec, facts = gen_s / length, spec_of(observed), observed.facts
     floor = decode_floor_s(spec, facts.parameters) if spec and facts.parameters else None
@@ -85,7 +85,9 @@ def long_tail(observed: Observed) -> list[Finding]:
     """Generation that ends with a few long responses, while the other rows have ended."""
     gen_s, step_s, facts = observed.part("gen"), observed.median("step_s"), observed.facts
     longest, mean = facts.longest_response, facts.response_length
-    if not gen_s or not step_s or gen_s / step_s < 0.3 or not longest or not mean or longest < LONG_TAIL * mean or facts.rollout == "hf":
+    if not longest or not mean or longest < LONG_TAIL * mean or facts.rollout == "hf":
+        return []
+    if not gen_s or not step_s or not enough(observed) or gen_s / step_s < 0.3:
         return []
     share = gen_s / step_s
     return [
@@ -228,7 +230,7 @@ def real_batch(observed: Observed) -> list[Finding]:
 def rewards(observed: Observed) -> list[Finding]:
     """Scores computed on the CPU while the GPUs wait."""
     reward_s, step_s = observed.part("reward"), observed.median("step_s")
-    if not reward_s or not step_s or reward_s / step_s < 2 * WORTH_SAYING:
+    if not reward_s or not step_s or not enough(observed) or reward_s / step_s < 2 * WORTH_SAYING:
         return []
     share = reward_s / step_s
     return [

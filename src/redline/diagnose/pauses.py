@@ -6,7 +6,8 @@ from itertools import accumulate, pairwise
 from statistics import median
 
 from redline.diagnose.causes import WORTH_SAYING, felt_wait_s, saved
-from redline.diagnose.finding import Evidence, Finding
+from redline.diagnose.finding import SLOW_UPDATES, Evidence, Finding
+from redline.diagnose.logging import logged_s
 from redline.diagnose.observed import Observed
 
 LEAST_EXPLAINED = 0.5
@@ -15,6 +16,11 @@ CHANCE = 0.01
 """A period is told where slow updates at random would look as regular in fewer runs than this."""
 SLOW = 1.5
 """An update is slow from this many times the median on."""
+SPREADS = 4.0
+"""How many times further above the median than the quickest tenth is below it an update at no fixed interval must be: where all of them
+differ, as on a busy machine, the slow ones are like the others."""
+FEWEST_SLOW = 3
+"""Fewer slow updates are chance."""
 LESS_OFTEN = {
     "validation": {
         "run": "train.eval_every, or a smaller train.eval_sequences",
@@ -89,17 +95,26 @@ def _log_ways(many: int, few: int) -> float:
     return math.lgamma(many + 1) - math.lgamma(few + 1) - math.lgamma(many - few + 1)
 
 
-def stalls(observed: Observed) -> list[Finding]:
-    """Updates that are slow every N updates: a checkpoint, a flush, a garbage collection inside the loop."""
-    steady, stride = observed.steady, observed.stride
-    took_s = {s.step: (s.step_s or 0.0) - (s.generate_s or 0.0) for s in steady}  # texts drawn every N updates are no stall
+def _slow(observed: Observed) -> tuple[dict[int, float], dict[int, float], float]:
+    """What each update took, what the slow ones took longer than the usual one, and the usual one. Generation is not counted, for texts
+    drawn every N updates are no stall, nor is a wait for data. No slow ones where there are too few to tell."""
+    steady = observed.steady
+    logs_s = logged_s(observed)  # the Trainer's, which have their own rule
+    took_s = {s.step: (s.step_s or 0.0) - (s.generate_s or 0.0) - logs_s.get(s.step, 0.0) for s in steady}
     if len(steady) < 12 or (usual_s := median(took_s.values())) <= 0:
-        return []
+        return took_s, {}, 0.0
     slow = {s.step: s for s in steady if took_s[s.step] > SLOW * usual_s}
     excess_s = {step: took_s[step] - usual_s - felt_wait_s(s) for step, s in slow.items()}
     excess_s = {step: value for step, value in excess_s.items() if value > 0}
+    return took_s, excess_s if len(excess_s) >= FEWEST_SLOW else {}, usual_s
+
+
+def stalls(observed: Observed) -> list[Finding]:
+    """Updates that are slow every N updates: a checkpoint, a flush, a garbage collection inside the loop."""
+    steady, stride = observed.steady, observed.stride
+    took_s, excess_s, usual_s = _slow(observed)
     steps = [s.step for s in steady]
-    found = period_of(excess_s, steps, stride) if len(excess_s) >= 3 else None
+    found = period_of(excess_s, steps, stride) if excess_s else None
     if found is None or chance_of(excess_s, steps, *found[:2]) > CHANCE:
         return []
     period, rest, explained = found
@@ -126,6 +141,35 @@ def stalls(observed: Observed) -> list[Finding]:
             fix=f"find what the program does every {period} updates (saving, logging, clearing a cache); do it in a thread, or less often",
             gain=saved(mean_s, 0.85 * share, share, "all updates as fast as the usual one"),
             confidence=0.9 * explained,
+        )
+    ]
+
+
+def slow_updates(observed: Observed) -> list[Finding]:
+    """Slow updates at no fixed interval: what makes them slow is not in the log, but that they cost something is."""
+    took_s, excess_s, usual_s = _slow(observed)
+    mean_s = observed.mean("step_s")
+    if not mean_s or not excess_s:
+        return []
+    usual_spread_s = usual_s - sorted(took_s.values())[len(took_s) // 10]
+    excess_s = {step: value for step, value in excess_s.items() if value > SPREADS * usual_spread_s}
+    share = sum(excess_s.values()) / len(took_s) / mean_s
+    if len(excess_s) < FEWEST_SLOW or share < WORTH_SAYING:
+        return []
+    return [
+        Finding(
+            cause=SLOW_UPDATES,
+            kind="cause",
+            title=f"{share:.0%} of the time is lost in {len(excess_s)} slow updates at no fixed interval",
+            evidence=(
+                Evidence("slow updates", median(took_s[step] for step in excess_s) * 1e3, f"ms, median of {len(excess_s)}"),
+                Evidence("other updates", usual_s * 1e3, "ms, median"),
+                Evidence("lost", share, "of the time, data wait taken off"),
+            ),
+            fix="the log does not say why: look for garbage collection (gc.disable() and gc.collect() every N updates), another program on "
+            "the machine, rows of uneven length, compiling anew for each new length",
+            gain=saved(mean_s, 0.0, share, "at best all updates as fast as the usual one"),
+            confidence=0.3,
         )
     ]
 
@@ -193,4 +237,9 @@ def pauses(observed: Observed) -> list[Finding]:
     ]
 
 
-RULES = (stalls, pauses)
+def uneven(observed: Observed) -> list[Finding]:
+    """Slow updates: every N, or else at no fixed interval."""
+    return stalls(observed) or slow_updates(observed)
+
+
+RULES = (uneven, pauses)

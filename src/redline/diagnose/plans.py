@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 
 from redline.config.recipe import PlanPins, Recipe
-from redline.diagnose.causes import COMPILING, LAUNCH_BOUND, WORTH_SAYING, saved
+from redline.diagnose.causes import COMPILING, LAUNCH_BOUND, WORTH_SAYING, enough, saved
 from redline.diagnose.finding import Evidence, Finding, Gain
 from redline.diagnose.observed import Observed, Step
 from redline.machine.specs import SPECS
@@ -333,7 +333,7 @@ def empty_memory(observed: Observed) -> list[Finding]:
     """A foreign log that shows little memory in use and a low MFU: passes are too small. Where it says how many tokens a pass has, they
     may be enough."""
     used, have, mfu = observed.median("memory_bytes"), observed.facts.memory_bytes, _training(observed).median("mfu")
-    if observed.plan is not None or not used or not have or used / have > 0.6 or (mfu or 0.0) > 0.4 or mfu is None:
+    if observed.plan is not None or not used or not have or used / have > 0.6 or (mfu or 0.0) > 0.4 or mfu is None or not enough(observed):
         return []
     micro, seq_len = observed.facts.micro_batch, observed.facts.seq_len
     tokens = micro * seq_len if micro and seq_len else None
@@ -378,7 +378,7 @@ def low_mfu(observed: Observed) -> list[Finding]:
     if observed.plan is not None or peak is None or per_token is None or speed is None or observed.format == "verl":
         return []
     mfu = per_token * speed / (peak * 1e12 * (facts.gpus or 1))
-    if mfu >= 0.3 or mfu <= 0:
+    if mfu >= 0.3 or mfu <= 0 or not enough(observed):
         return []
     return [
         Finding(

@@ -103,6 +103,8 @@ def _file(path: Path) -> Path:
     for state in [*states, path / "metrics.csv"]:
         if state.exists():
             return state
+    if rounds := len(list(path.glob("round-*/events.jsonl"))):
+        raise DataError(f"{path} holds {rounds} rounds: name one of them, {path / 'round-1'} and so on")
     raise DataError(
         f"{path} is no run folder: there is no metrics.jsonl, trainer_state.json or metrics.csv in it; give the log file itself"
     )

@@ -3,7 +3,9 @@
 split(observed) == {"forward": 0.031, "backward": 0.062, ..., "idle": 0.002}
 """
 
-from redline.diagnose.causes import FEWEST_UPDATES, enough
+from statistics import fmean
+
+from redline.diagnose.causes import FEWEST_UPDATES, enough, felt_wait_s
 from redline.diagnose.observed import PHASES, Observed
 
 TIMES_FROM = {
@@ -18,14 +20,15 @@ TIMES_FROM_COLUMNS = "name the column with --map step_s=COLUMN (COLUMN:ms where 
 
 
 def split(observed: Observed) -> dict[str, float]:
-    """Median seconds of each part of an update, what is left of it as `idle`; empty where its parts were not measured."""
-    step_s = observed.median("step_s")
-    parts = {name.removesuffix("_s"): observed.median(name) for name in PHASES}
-    if not step_s or parts["forward"] is None:
+    """Mean seconds of each part of an update, what is left of it as `idle`; empty where its parts were not measured. Means add up to the
+    update, as medians do not."""
+    step_s = observed.mean("step_s")
+    if not step_s or observed.mean("forward_s") is None:
         return {}
-    known = {name: value for name, value in parts.items() if value is not None}
-    wait_s = min(observed.median("data_wait_s") or 0.0, max(0.0, step_s - sum(known.values())))
-    return known | {"data wait": wait_s, "idle": max(0.0, step_s - sum(known.values()) - wait_s)}
+    known = {name.removesuffix("_s"): observed.share(name) * step_s for name in PHASES if any(getattr(s, name) for s in observed.steady)}
+    left_s = max(0.0, step_s - sum(known.values()))
+    wait_s = min(fmean(felt_wait_s(s) for s in observed.steady), left_s)
+    return known | {"data wait": wait_s, "idle": left_s - wait_s}
 
 
 def too_little(observed: Observed) -> str | None:

@@ -25,7 +25,8 @@ LINES = {
 NOT_A_NUMBER = re.compile(r"(?:loss|grad_norm)[^\n]{0,12}\b(?:nan|inf)\b", re.IGNORECASE)
 SKIPS = 0.1
 """Share of the lines up to which gradient norms that are none are a loss scaler's skips: it looks for the largest scale that holds."""
-BETTER = "bf16 instead of fp16 (fp16 needs a loss scaler), a lower learning rate, gradients clipped to 1.0"
+BETTER = "a lower learning rate, gradients clipped to 1.0"
+SCALED = "bf16 instead of fp16 (fp16 needs a loss scaler)"
 
 
 def _ended_by(observed: Observed) -> list[str]:
@@ -78,11 +79,18 @@ def not_a_number(observed: Observed) -> list[Finding]:
             kind="failure",
             title=f"The loss or the gradient is not a number{since}",
             evidence=tuple(evidence),
-            fix=BETTER,
+            fix=_better(observed, told),
             gain=None,
             confidence=0.95,
         )
     ]
+
+
+def _better(observed: Observed, told: list[str]) -> str:
+    """What the run itself advises; else fp16 first where it is known to be, and last where nothing is known."""
+    if told and (advice := re.search(r"at step \d+: (.+)", told[-1], re.DOTALL)):
+        return advice[1]
+    return {"fp16": f"{SCALED}, {BETTER}", None: f"{BETTER}; where it is fp16, {SCALED}"}.get(observed.facts.precision, BETTER)
 
 
 def out_of_memory(observed: Observed) -> list[Finding]:
