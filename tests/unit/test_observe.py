@@ -640,6 +640,13 @@ class TestTrainer:
         assert found.gain is not None
         assert found.gain.high > 1.3
 
+    def test_slow_logs_every_n_updates_are_told_once(self, tmp_path: Path) -> None:
+        trainer = trainer_of(tmp_path, Rows(), others=(logs_slowly(0.2),), logging_steps=4, max_steps=36)
+        trainer.train()
+        causes = [found.cause for found in trainer.ours.findings()]
+        assert causes[0] == "host-gap"
+        assert "stall" not in causes
+
     def test_logging_that_takes_nothing_is_not_told(self, tmp_path: Path) -> None:
         assert not [f for f in trained(tmp_path, Rows(), logging_steps=1).findings() if f.cause == "host-gap"]
 

@@ -426,6 +426,13 @@ class TestCommand:
         assert [finding.finding.cause for finding in found.findings or []] == ["validation-pause"]
         assert found.remark == "No finding explains why the updates reach only 33.3 % of the attainable speed."
 
+    def test_slow_updates_here_and_there_do_not_either(self, tmp_path: Path) -> None:
+        far = {"prediction": plan()["prediction"] | {"attainable_tokens_per_s": 6_000.0}}
+        made = [line | {"data_wait_s": 0.0} | ({"step_s": 2.0} if line["step"] in (13, 15, 24, 31, 33) else {}) for line in lines()]
+        found = view(read_run(write_run(tmp_path / "a", metrics=made, events=EVENTS[:1], plan_changes=far)))
+        assert [finding.finding.cause for finding in found.findings or []] == ["slow-updates"]
+        assert found.remark.startswith("No finding explains")
+
     def test_a_gradient_that_is_no_number_stands_beside_the_loss(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """The Trainer writes a loss of 0 where it is none; our own loops do not."""
         made = [line | ({"loss": 0.0, "grad_norm": None} if line["step"] > 31 else {}) for line in lines()]

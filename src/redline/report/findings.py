@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from redline.diagnose.finding import Finding
+from redline.diagnose.finding import SLOW_UPDATES, Finding
 from redline.diagnose.observed import Observed
 from redline.diagnose.own import read_run
 from redline.diagnose.rules import diagnose
@@ -15,7 +15,7 @@ from redline.report.runs import Run
 EXPLAINED = 0.75
 """From this share of the attainable speed on, what is left needs no explanation: the roofline leaves out launches and caches."""
 
-NOT_IN_THE_MEDIAN = ("validation-pause", "checkpoint-pause", "compile-time", "stall")
+NOT_IN_THE_MEDIAN = ("validation-pause", "checkpoint-pause", "compile-time", "stall", SLOW_UPDATES)
 """Causes that lie outside the usual update, whose speed is held against the attainable: they do not explain the distance."""
 
 
