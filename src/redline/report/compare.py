@@ -23,7 +23,7 @@ class Verdict:
     title: str
     text: str
     differences: list[str]
-    """What is computed differently, as `table.key: value | value`."""
+    """Where the recipes differ, as `table.key: value | value`."""
     plan_differences: list[str]
 
 
