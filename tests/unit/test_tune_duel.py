@@ -45,7 +45,7 @@ for line in sys.stdin:
         failed = "out_of_memory" if block in how.get("blocks_out_of_memory", []) else None
         if block in how.get("blocks_killed", []):
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(how.get("takes_s", 0))
+        time.sleep(1000 if block in how.get("blocks_hanging", []) else how.get("takes_s", 0))
         reply = dict(step_s=how["step_s"], data_wait_s=0)
     print(json.dumps(dict(failed=failed, error="planted") if failed else reply), flush=True)
 """
@@ -142,6 +142,16 @@ def test_a_comparison_ends_with_its_time_and_then_says_nothing(ring: Ring, toget
     assert time.monotonic() < until_s + 1.2
     assert (duel.cut, duel.comparison) == (True, None)
     assert duel.measured.outcome == duel.best.outcome == "ok"
+
+
+def test_a_reference_that_hangs_is_not_waited_for_beyond_the_time(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "SHORTEST_LIMIT_S", 1.0)
+    ring.world(best={"blocks_hanging": [7]}, other={})
+    assert ring.duels.alone(BEST).outcome == "ok"
+    ring.duels._deadline_s = time.monotonic() + 1
+    duel = ring.meet(until_s=ring.duels._deadline_s)
+    assert time.monotonic() < ring.duels._deadline_s + 3
+    assert (duel.best.outcome, duel.cut) == ("timed_out", True)
 
 
 def test_when_the_time_is_over_nothing_is_tried_once_more(ring: Ring) -> None:

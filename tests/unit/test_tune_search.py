@@ -84,7 +84,7 @@ for line in sys.stdin:
         reply(allocated_bytes=active, active_bytes=active, reserved_bytes=int(1.02 * active), other_bytes=10**9)
     else:
         perhaps_die()
-        late = len(open(world["log"]).readlines()) > 2
+        late = len(open(world["log"]).readlines()) > world["late_after"]
         time.sleep(world["late_block_takes_s"] if late else world["block_takes_s"])
         reply(step_s=step_s * (1 + noise.uniform(0, world["noise"])), data_wait_s=step_s * world["waits"] / plan["loader_threads"])
 """
@@ -100,7 +100,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(room, "COMMAND", (sys.executable, "-c", CHILD, str(tmp_path / "world")))
     given: dict[str, Any] = {
         "log": str(tmp_path / "log"), "overhead": 4.0, "best": 64, "memory": 1.0, "values": [], "failing": [], "waits": 0.0,
-        "noise": 0.004, "block_takes_s": 0, "late_block_takes_s": 0,
+        "noise": 0.004, "block_takes_s": 0, "late_block_takes_s": 0, "late_after": 2,
     }  # fmt: skip
     return given
 
@@ -269,16 +269,17 @@ def test_noisy_rounds_end_with_the_time(world: dict[str, Any], tmp_path: Path) -
     assert (tuned.plan.attention, tuned.result.unconfirmed) == ("flash", "")
 
 
-def test_a_candidate_that_does_not_answer_in_time_is_tried_by_the_next_command(
-    world: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("slow", [{"hangs": "flash"}, {"late_block_takes_s": 0.5, "late_after": 1}])
+def test_a_candidate_that_is_not_done_in_time_is_tried_by_the_next_command(
+    world: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(duel, "SHORTEST_LIMIT_S", 0.1)
-    world.update(hangs="flash", values=[["attention", "flash", 0.9, 0]])
+    monkeypatch.setattr(duel, "SHORTEST_LIMIT_S", 1.0)
+    world.update(slow, values=[["attention", "flash", 0.9, 0]])
     tuned, _, _ = search(world, tmp_path, *SMALL, minutes=0.06)
     assert tuned.result.elapsed_s < 5
     assert tuned.result.untried == ("attention flash",)
     assert (tuned.result.rows[1].outcome, tuned.result.rows[1].verdict) == (None, "not tried")
-    world["hangs"] = None
+    world.update(hangs=None, late_block_takes_s=0)
     assert search(world, tmp_path, *SMALL)[0].plan.attention == "flash"
 
 
