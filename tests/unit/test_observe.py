@@ -494,7 +494,7 @@ def test_attention_is_not_counted_for_the_reason_that_is_given() -> None:
 
 def test_it_costs_less_than_half_a_percent_of_ten_milliseconds(tmp_path: Path) -> None:
     """Three phases, a tensor for a loss and a batch of 4 x 128 with a mask. What all threads compute, in blocks until one is fast enough,
-    for a few seconds at most: others use the machine, and only add to it."""
+    for 15 seconds at most: others use the machine, and only add to it."""
     batch, loss, blocks = batch_of(length=128), torch.tensor(1.0), [math.inf]
     with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
         batches = watched.batches([batch] * 20_001)
@@ -509,6 +509,7 @@ def test_it_costs_less_than_half_a_percent_of_ten_milliseconds(tmp_path: Path) -
                         pass
                 watched.step(loss=loss)
             blocks.append((time.process_time() - began_s) / 200)
+            time.sleep(0.1)  # for a quieter moment
     assert min(blocks) < MOST_COST_S
 
 
