@@ -163,6 +163,17 @@ def test_the_time_until_a_job_was_started_again_is_of_no_update(tmp_path: Path) 
     assert diagnose(observed) == []
 
 
+def test_a_job_that_was_started_again_at_its_last_step_is_timed_from_there(tmp_path: Path) -> None:
+    log = Titan()
+    for steps in (range(10, 110, 10), range(100, 210, 10)):
+        log.say("no machine", 1200)
+        log.start()
+        log.train(steps)
+    observed = read(text_file(tmp_path, log.text()))
+    assert [s.step for s in observed.steps if not s.step_s] == [10]
+    assert max(s.step_s for s in observed.steps if s.step_s) == pytest.approx(2.34, rel=0.001)
+
+
 def test_a_last_line_of_torchtitan_that_was_cut_is_left_out(tmp_path: Path) -> None:
     """tps: 7,000 cut to 7 would be a number too."""
     log = Titan()
