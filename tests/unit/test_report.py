@@ -274,7 +274,7 @@ class TestTables:
         assert chart.one == pytest.approx(100 * (1 + 0.16) / (4 + 0.32))
         assert chart.rows[0].at == pytest.approx(100 * (3 + 0.16) / (4 + 0.32))
         assert chart.rows[0].interval_at == pytest.approx((100 * (2 + 0.16) / 4.32, 100 * 2 / 4.32))
-        assert (chart.rows[0].claimed, chart.rows[0].measured, chart.rows[1].claimed) == ("1.5 to 2×", "4×", "–")
+        assert (chart.rows[0].claimed, chart.rows[0].measured, chart.rows[1].claimed) == ("1.5 to 2×", "4.00×", "–")
 
     def test_facts_carry_their_units(self) -> None:
         assert fact("stalled_s", 0.25) == "stalled 250 ms"

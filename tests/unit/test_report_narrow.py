@@ -9,6 +9,8 @@ import pytest
 from rich.console import Console
 from run_folders import jsonl
 
+from redline.config.load import load_recipe, to_toml
+from redline.report.numbers import factor
 from redline.report.runs import read_run
 from redline.report.terminal import print_report
 from redline.report.view import view
@@ -64,3 +66,21 @@ def test_a_tuning_has_its_verdict_in_the_line(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text(json.dumps({"ratio": 1.0, "rows": [row]}))
     lines = [" ".join(line.split()) for line in printed(tmp_path, 80).splitlines()]
     assert lines[lines.index("recompute selective 800/s 0.800× slower") + 1].endswith("0.750 to 0.850×; same training")
+
+
+def test_what_was_measured_has_three_digits_and_its_speed(tmp_path: Path) -> None:
+    assert [factor(value) for value in (0.9996, 0.978, 1.5, 12.345, 768.13)] == ["1.00", "0.978", "1.50", "12.3", "768"]
+    (tmp_path / "ablation.json").write_text(json.dumps([ROWS[0] | {"measured_ratio": 1.0, "tokens_per_s": 38197.4}]))
+    for width in (80, 160):
+        shown = printed(tmp_path, width)
+        assert "1.00×" in shown
+        assert "38,197 tokens/s" in shown
+
+
+def test_a_folder_without_a_plan_has_its_recipes_own_fingerprint(tmp_path: Path) -> None:
+    """What `redline ablate` prints of it."""
+    recipe = load_recipe("seeds/002", ["train.batch_size=16", "plan.micro_batch=4"])
+    (tmp_path / "recipe.toml").write_text(to_toml(recipe))
+    assert read_run(tmp_path).fingerprint == recipe.fingerprint
+    (tmp_path / "recipe.toml").write_text('name = "of another version"\n[model]\ndepth = 3\n')
+    assert read_run(tmp_path).fingerprint not in (None, recipe.fingerprint)

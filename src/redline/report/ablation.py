@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from redline.record.units import DASH, format_bytes
-from redline.report.numbers import exact, named
+from redline.report.numbers import exact, factor, named
 from redline.report.runs import number, table
 from redline.tune.statistics import FEWEST_BLOCKS
 
@@ -140,8 +140,8 @@ def _row(row: dict[str, Any], place: Callable[[float], float]) -> Row:
         title=str(row.get("title") or ""),
         claimed=DASH if claim is None else f"{claim[0]:.3g}×" if claim[0] == claim[1] else f"{claim[0]:.3g} to {claim[1]:.3g}×",
         source=str(row.get("source") or ""),
-        measured=f"{value:.3g}×" if value else DASH,
-        interval=f"{interval[0]:.3g} to {interval[1]:.3g}×" if interval else "",
+        measured=f"{factor(value)}×" if value else DASH,
+        interval=f"{factor(interval[0])} to {factor(interval[1])}×" if interval else "",
         judged=", ".join(part for part in (verdict, "kept" if row.get("kept") is True else "") if part),
         note=str(row.get("note") or ""),
         speed=f"{exact(speed)} tokens/s" if speed else "",

@@ -13,6 +13,11 @@ def exact(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def factor(value: float) -> str:
+    """`1.00`, `0.978`, `768`: what was measured, to three digits."""
+    return f"{value:#.3g}".rstrip(".")
+
+
 def fact(name: str, value: Any) -> str:
     """`stalled 8.95 ms`: the end of a name gives the unit."""
     return " ".join(named(name, value))

@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from redline.config.load import parse
+from redline.config.load import from_toml, parse
 from redline.config.rft import fingerprint_of
-from redline.errors import DataError
+from redline.errors import ConfigError, DataError
 from redline.record.run import RunFolder, read_lines
 from redline.record.units import format_duration
 
@@ -70,6 +70,11 @@ class Run:
         """What was computed; two speeds compare only under the same one."""
         if isinstance(known := self.plan.get("fingerprint"), str):
             return known
+        if self.workload == "pretrain":
+            try:
+                return from_toml(self.recipe_text, where="recipe.toml").fingerprint
+            except ConfigError:  # none, or of another version
+                pass
         what = {name: table for name, table in self.recipe.items() if name not in ("name", "about", "plan", "test")}
         return fingerprint_of(what) if what else None
 

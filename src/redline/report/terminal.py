@@ -142,16 +142,19 @@ def _ablation(console: Console, run: RunView) -> None:
 
 
 def _ablation_table(chart: Ablation, width: int) -> RenderableType:
-    columns = ("change", "claimed", "measured", "interval", "verdict", "memory", "numerics")
+    columns = ("change", "claimed", "measured", "interval", "verdict", "speed", "memory", "numerics")
     if width < WIDE:
         rows = [
-            ((row.name, row.claimed, row.measured, row.interval or DASH, row.judged), _joined(row.memory, row.numerics, row.note))
+            (
+                (row.name, row.claimed, row.measured, row.interval or DASH, row.judged),
+                _joined(row.speed, row.memory, row.numerics, row.note),
+            )
             for row in chart.rows
         ]
         return rows_with_texts(columns[:5], rows)
-    table = _grid(*columns, right=(1, 2, 3, 5))
+    table = _grid(*columns, right=(1, 2, 3, 5, 6))
     for row in chart.rows:
-        shown = (row.name, row.claimed, row.measured, row.interval or DASH, row.verdict, row.memory, row.numerics)
+        shown = (row.name, row.claimed, row.measured, row.interval or DASH, row.verdict, row.speed, row.memory, row.numerics)
         table.add_row(*(escape(cell) for cell in shown))
     return table
 

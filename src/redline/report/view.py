@@ -15,7 +15,7 @@ from redline.report.ablation import Ablation, Trials, ablation, trials, tuning
 from redline.report.compare import ratio
 from redline.report.figures import Quality, Summary, summarise
 from redline.report.findings import FindingView, findings
-from redline.report.numbers import exact, fact
+from redline.report.numbers import exact, fact, factor
 from redline.report.runs import Run, number, table
 
 TESTED = {"base": "before", "answers": "after fine-tuning on the answers", "samples": "after RFT"}
@@ -241,7 +241,7 @@ def _loss(value: float | None) -> str:
 def _factor(base: Summary, other: Summary) -> str:
     if (found := ratio(base, other)) is None:
         return DASH
-    if found.low is None:
-        return f"{found.value:.3g}× (too few updates for an interval)"
+    if found.low is None or found.high is None:
+        return f"{factor(found.value)}× (too few updates for an interval)"
     resolved = "" if found.resolved else ", not resolved"
-    return f"{found.value:.3g}× ({found.low:.3g} to {found.high:.3g}{resolved})"
+    return f"{factor(found.value)}× ({factor(found.low)} to {factor(found.high)}{resolved})"
