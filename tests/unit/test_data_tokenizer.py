@@ -89,7 +89,7 @@ def test_bad_tokenizers_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "vocab_size", "eot_id", "itemsize"), [("gpt2", 50257, 50256, 2), ("qwen2_5", 151665, 151643, 4)])
 def test_published_tokenizers(name: str, vocab_size: int, eot_id: int, itemsize: int) -> None:
-    path = Path("/work/shared/data/tokenizers") / name
+    path = Path(__file__).parents[3] / "shared" / "data" / "tokenizers" / name
     if not path.exists():
         pytest.skip("the shared data is not on this machine")
     tokenizer = load_tokenizer(path)

@@ -12,7 +12,7 @@ from redline.errors import ConfigError, DataError
 from redline.tasks import gsm8k
 from redline.tasks.task import Question
 
-REAL = Path("/work/shared/data/reasoning/gsm8k")
+REAL = Path(__file__).parents[3] / "shared" / "data" / "reasoning" / "gsm8k"
 
 
 @pytest.mark.parametrize(

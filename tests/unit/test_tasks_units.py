@@ -13,7 +13,7 @@ from redline.errors import ConfigError, DataError
 from redline.tasks import units
 from redline.tasks.task import Question
 
-REAL = Path("/work/shared/data/reasoning/units")
+REAL = Path(__file__).parents[3] / "shared" / "data" / "reasoning" / "units"
 FAMILY = st.sampled_from(sorted(units.FAMILIES))
 
 
