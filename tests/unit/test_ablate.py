@@ -534,7 +534,7 @@ def test_without_time_for_the_shortest_nothing_is_begun(tmp_path: Path, monkeypa
 
 
 def test_the_time_is_not_passed_by_a_trial_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns_module, "SHORTEST_LIMIT_S", 0.2)
+    monkeypatch.setattr(trial_module, "SHORTEST_LIMIT_S", 0.2)
     monkeypatch.setattr(trial_module, "COMMAND", (sys.executable, "-c", "import time; time.sleep(60)"))
     trials = [TrainArms(recipe=RECIPE, hardware=H200, bounds=Bounds()).trial({"precision": p}) for p in ("fp32", "bf16")]
     began_s = time.monotonic()

@@ -145,7 +145,7 @@ def test_a_comparison_ends_with_its_time_and_then_says_nothing(ring: Ring, toget
 
 
 def test_a_reference_that_hangs_is_not_waited_for_beyond_the_time(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "SHORTEST_LIMIT_S", 1.0)
+    monkeypatch.setattr(trial, "SHORTEST_LIMIT_S", 1.0)
     ring.world(best={"blocks_hanging": [7]}, other={})
     assert ring.duels.alone(BEST).outcome == "ok"
     ring.duels._deadline_s = time.monotonic() + 1

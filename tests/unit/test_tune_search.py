@@ -21,7 +21,6 @@ from redline.machine.facts import read_facts
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import Plan, check_fit
 from redline.plan.planner import make_plan
-from redline.tune import duel
 from redline.tune import trial as room
 from redline.tune.candidates import candidates
 from redline.tune.search import FINAL, Tuned, shorten, tune
@@ -273,7 +272,7 @@ def test_noisy_rounds_end_with_the_time(world: dict[str, Any], tmp_path: Path) -
 def test_a_candidate_that_is_not_done_in_time_is_tried_by_the_next_command(
     world: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(duel, "SHORTEST_LIMIT_S", 1.0)
+    monkeypatch.setattr(room, "SHORTEST_LIMIT_S", 1.0)
     world.update(slow, values=[["attention", "flash", 0.9, 0]])
     tuned, _, _ = search(world, tmp_path, *SMALL, minutes=0.06)
     assert tuned.result.elapsed_s < 5

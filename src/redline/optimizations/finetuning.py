@@ -67,8 +67,8 @@ ENTRIES = (
             Claim(source="seed 003 §9", words="batch 64, or 8 x 8 in less memory"),
         ),
         standing="built in",
-        note="32 rows of about 45 tokens are 1,440 positions: one pass, and smaller ones only after memory ran out. For pre-training it is "
-        "a switch: micro-batch.",
+        note="32 rows of about 45 tokens are 1,440 positions: one pass, and smaller ones only where memory does not hold it. For "
+        "pre-training it is a switch: micro-batch.",
     ),
     Optimization(
         name="finetune-optimizer",

@@ -119,6 +119,6 @@ ENTRIES = (
         effect="exact",
         claims=(Claim(source="seed 001, root causes", words="CPU bottleneck: data loading and reward computation overhead"),),
         standing="built in",
-        note="Completions are scored in processes of their own while the next ones are generated; `redline rft` says what it waited.",
+        note="Completions are scored in processes of their own while the next ones are generated.",
     ),
 )

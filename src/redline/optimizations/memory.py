@@ -124,7 +124,7 @@ ENTRIES = (
         title="weights, gradients and optimiser state spread over the GPUs (FSDP)",
         workloads=("train",),
         effect="rounding",
-        claims=(Claim(source="seed 001, FSDP configuration", words="parameters and optimiser offloaded or not, among its settings"),),
+        claims=(Claim(source="seed 001, FSDP configuration", words="strategy='fsdp', with gradient checkpointing"),),
         standing="built in",
         note="FSDP2 under torchrun, block by block; one GPU has nothing to spread. It buys memory and costs communication.",
     ),

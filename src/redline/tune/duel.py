@@ -10,7 +10,6 @@ the other may fit by itself: then both are measured alone, one after the other, 
 """
 
 import math
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,13 +18,10 @@ from redline.plan.plan import Plan
 from redline.tune.candidates import differing
 from redline.tune.statistics import Comparison, compare, hopeless
 from redline.tune.store import trial_key
-from redline.tune.trial import Arm, Child, Children, Measured, Trial, measure, take_turns
+from redline.tune.trial import Arm, Child, Children, Measured, Trial, lacked_memory, limit_s_of, measure, take_turns, was_killed
 
-SHORTEST_LIMIT_S = 5.0
-"""By this the end of the time may be passed, so that a child can say what it has."""
 SAME_PROCESS = {"micro_batch", "recompute", "cross_entropy", "loss_chunks", "loader_threads", "prefetch"}
 """Values that a process can change without leaving anything of the plan before it: a loser's child is used again, which saves imports."""
-KILLED = f"killed by signal {signal.SIGKILL.value}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +44,6 @@ class Duel:
     @property
     def rounds(self) -> int:
         return min(len(self.best.blocks_s), len(self.measured.blocks_s))
-
-
-def was_killed(measured: Measured) -> bool:
-    """Whether a SIGKILL ended it: the system's, where on a CPU memory runs out, or anybody's."""
-    return measured.outcome == "crashed" and KILLED in (measured.error or "")
-
-
-def lacked_memory(measured: Measured) -> bool:
-    """Whether memory was, or may have been, the reason."""
-    return measured.outcome == "out_of_memory" or was_killed(measured)
 
 
 class Duels:
@@ -131,7 +117,7 @@ class Duels:
         def enough() -> bool:
             if holder.failed is not None or challenger.failed is not None or _over(until_s):
                 return True
-            holder.limit_s, challenger.limit_s = _limit_s(holder.trial, self._deadline_s), _limit_s(challenger.trial, until_s)
+            holder.limit_s, challenger.limit_s = limit_s_of(holder.trial, self._deadline_s), limit_s_of(challenger.trial, until_s)
             return not final and hopeless(holder.blocks_s, challenger.blocks_s)
 
         take_turns([holder, challenger], holder.trial.bounds.blocks, enough)
@@ -140,7 +126,7 @@ class Duels:
         self.close()
         for tries_left in (1, 0):
             trial = self._trial_of(best)
-            bounded = replace(trial, bounds=replace(trial.bounds, limit_s=_limit_s(trial, until_s)))
+            bounded = replace(trial, bounds=replace(trial.bounds, limit_s=limit_s_of(trial, until_s)))
             reference = measure(bounded, enough=lambda _: _over(until_s))
             if reference.outcome == "ok" or not tries_left or _over(until_s):
                 break
@@ -173,19 +159,14 @@ class Duels:
         if self._holder is None or not self._holder.child.alive or trial_key(self._holder.trial) != trial_key(trial):
             self.close()
             self._holder = self._start(trial, self._children.take(trial.allocator), until_s)
-        self._holder.limit_s = _limit_s(trial, until_s)
+        self._holder.limit_s = limit_s_of(trial, until_s)
         return self._holder
 
     def _start(self, trial: Trial, child: Child, until_s: float) -> Arm:
         arm = Arm(trial, child)
-        arm.limit_s = _limit_s(trial, until_s)
+        arm.limit_s = limit_s_of(trial, until_s)
         arm.start()
         return arm
-
-
-def _limit_s(trial: Trial, until_s: float) -> float:
-    """How long a child may take for an answer: one that has not answered when the time is over is not waited for."""
-    return min(trial.bounds.limit_s, max(SHORTEST_LIMIT_S, until_s - time.monotonic()))
 
 
 def _over(until_s: float) -> bool:

@@ -24,12 +24,12 @@ from redline.plan.plan import Plan, Why
 from redline.record.files import write_atomic
 from redline.record.units import format_duration, format_rate
 from redline.tune.candidates import AUTOTUNED, WORTH, Candidate, candidates, changed, differing
-from redline.tune.duel import Duel, Duels, lacked_memory, was_killed
+from redline.tune.duel import Duel, Duels
 from redline.tune.guard import effect_of, guard
 from redline.tune.memory import Probe, divisors, fit_memory, pick_micro_batch
 from redline.tune.statistics import interval
 from redline.tune.store import Result, Row, TuningFolder, pinned, trial_key
-from redline.tune.trial import Bounds, Child, Children, Measured, Trial, train_trial
+from redline.tune.trial import Bounds, Child, Children, Measured, Trial, lacked_memory, train_trial, was_killed
 
 COMPILE_S = {"default": 40.0, AUTOTUNED: 200.0}
 """What a trial costs beyond others when it compiles in a way that was not compiled before (gpt2-124m on an H200: 203 s, LOG.md)."""

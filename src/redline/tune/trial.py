@@ -43,6 +43,9 @@ MANY_CORES = 8
 """With fewer, a process that starts would be felt by the one that is measured."""
 UNMOVED_S = 2.0
 """A step this long is not moved by what its process did before it."""
+SHORTEST_LIMIT_S = 5.0
+"""By this the end of the time may be passed, so that a child can say what it has."""
+KILLED = f"killed by signal {signal.SIGKILL.value}"
 LAST_WORDS = 6
 """Lines of an error that are looked at: CUDA's own has advice behind it."""
 
@@ -107,6 +110,21 @@ class Measured:
     """None: not a number."""
     elapsed_s: float = 0.0
     """What the trial cost."""
+
+
+def was_killed(measured: Measured) -> bool:
+    """Whether a SIGKILL ended it: the system's, where on a CPU memory runs out, or anybody's."""
+    return measured.outcome == "crashed" and KILLED in (measured.error or "")
+
+
+def lacked_memory(measured: Measured) -> bool:
+    """Whether memory was, or may have been, the reason."""
+    return measured.outcome == "out_of_memory" or was_killed(measured)
+
+
+def limit_s_of(trial: Trial, until_s: float) -> float:
+    """How long a child may take for an answer: one that has not answered when the time is over is not waited for."""
+    return min(trial.bounds.limit_s, max(SHORTEST_LIMIT_S, until_s - time.monotonic()))
 
 
 class ChildFailed(Exception):

@@ -11,17 +11,13 @@ or the standing arm twice, both are measured alone, one after the other, and `pa
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from redline.tune.duel import lacked_memory
 from redline.tune.statistics import plain
 from redline.tune.store import TuningFolder, trial_key
-from redline.tune.trial import Arm, Children, Measured, Trial, take_turns
-
-SHORTEST_LIMIT_S = 5.0
-"""By this the end of the time may be passed, so that a child can say what it has."""
+from redline.tune.trial import Arm, Children, Measured, Trial, lacked_memory, limit_s_of, take_turns
 
 
 @dataclass(frozen=True)
@@ -121,9 +117,8 @@ class Turns:
 
     def _arm(self, key: str, trial: Trial) -> Arm:
         if key not in self._alive or self._alive[key].failed is not None:
-            left_s = max(SHORTEST_LIMIT_S, self.deadline_s - time.monotonic())  # what is not done when the time is up was not run
-            bounded = replace(trial, bounds=replace(trial.bounds, limit_s=min(trial.bounds.limit_s, left_s)))
-            arm = Arm(bounded, self._children.take(trial.allocator))
+            arm = Arm(trial, self._children.take(trial.allocator))
+            arm.limit_s = limit_s_of(trial, self.deadline_s)
             self._alive[key] = arm
             arm.start()
         return self._alive[key]
