@@ -33,10 +33,11 @@ PLANTED = [name for name, fault in FAULTS.items() if not fault.gpu_only]
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_named_and_its_gain_is_predicted(name: str) -> None:
-    """Within 25 % of the wall clock. Three tries, because another program on the same cores changes the one arm and not the other."""
+    """Within 25 % of the wall clock. Six tries, because another program on the same cores changes the one arm and not the other: the padded
+    loop was within 6 % in quiet and 40 % off in three tries of one busy minute."""
     tries = []
     with small_bench() as bench:
-        for attempt in range(3):
+        for attempt in range(6):
             tries.append(plant(replace(bench, folder=bench.folder / str(attempt)), name, blocks=3))
             if tries[-1]["right"] and abs(tries[-1]["error"]) <= 0.25:
                 break
