@@ -2,8 +2,8 @@
 
     python examples/hf_trainer.py runs/hf-trainer && redline report runs/hf-trainer
 
-The arguments have a common fault, on purpose: gradient checkpointing, which computes every block twice to save memory, for a model that
-fits many times over. The findings at the end say so.
+The arguments have a common fault, on purpose: gradient checkpointing, which computes every block twice to
+save memory, for a model that fits many times over. The findings at the end say so.
 """
 
 import sys
@@ -28,7 +28,11 @@ class Counting(torch.utils.data.Dataset):
 
 def main(folder: str) -> None:
     set_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=200, n_positions=64, n_embd=64, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0))
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=200, n_positions=64, n_embd=64, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0
+        )
+    )
     with tempfile.TemporaryDirectory() as checkpoints:
         args = TrainingArguments(
             checkpoints,

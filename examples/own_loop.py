@@ -2,7 +2,8 @@
 
     python examples/own_loop.py runs/own-loop && redline report runs/own-loop
 
-The loop has a common fault, on purpose: every row is padded to 48 characters, and a sum has about 12. The findings at the end say so.
+The loop has a common fault, on purpose: every row is padded to 48 characters, and a sum has about 12. The
+findings at the end say so.
 """
 
 import sys
@@ -23,7 +24,9 @@ class Adder(nn.Module):
     def __init__(self, width: int = 64) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(len(ALPHABET), width), nn.Embedding(LENGTH, width)
-        block = nn.TransformerEncoderLayer(width, nhead=4, dim_feedforward=4 * width, dropout=0.0, batch_first=True)
+        block = nn.TransformerEncoderLayer(
+            width, nhead=4, dim_feedforward=4 * width, dropout=0.0, batch_first=True
+        )
         self.blocks = nn.TransformerEncoder(block, num_layers=2)
         self.head = nn.Linear(width, len(ALPHABET))
 

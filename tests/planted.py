@@ -1,11 +1,13 @@
-"""Plants one fault at a time into a real run, lets `diagnose` read the run folder, and compares what it predicts with what is measured.
+"""Plants one fault at a time into a real run, lets `diagnose` read the run folder, and compares what it
+predicts with what is measured.
 
     python tests/planted.py                                  # CPU, a small nano
     python tests/planted.py --recipe gpt2-124m               # the same on a GPU, with the faults that only a GPU has
 
-A fault goes in through the code that a user would slow down: the data set, an observer, a pin of the plan; padding, generation without a
-cache and losses read too soon, which our own training has not, in loops of a user's own (planted_loops.py). A clean and a faulty run take
-turns, some updates at a time, and the gain measured is the ratio of their wall clocks.
+A fault goes in through the code that a user would slow down: the data set, an observer, a pin of the plan;
+padding, generation without a cache and losses read too soon, which our own training has not, in loops of a
+user's own (planted_loops.py). A clean and a faulty run take turns, some updates at a time, and the gain
+measured is the ratio of their wall clocks.
 """
 
 import argparse
@@ -84,7 +86,8 @@ class Fault:
     observer: tuple[float, int] = (0.0, 1)
     """Delay in clean updates, and every how many lines."""
     loop: Callable[..., Iterator[WatchedRun]] | None = None
-    """A loop of a user's own in the place of the recipe's training; its clean arm is the same loop without the fault."""
+    """A loop of a user's own in the place of the recipe's training; its clean arm is the same loop without
+    the fault."""
     block: int = 10
     """Updates in a turn."""
     gpu_only: bool = False
@@ -159,7 +162,9 @@ class Bench:
             with self.trainer(name, fault if faulty else Fault(""), clean_s) as trainer:
                 yield Training(trainer)
             return
-        with closing(fault.loop(self.folder / name, torch.device(self.hardware.kind), faulty=faulty)) as updates:
+        with closing(
+            fault.loop(self.folder / name, torch.device(self.hardware.kind), faulty=faulty)
+        ) as updates:
             yield Loop(updates)
 
     @contextmanager
@@ -201,7 +206,8 @@ def turn(arm: Arm, turns: int) -> float:
 
 
 def plant(bench: Bench, name: str, *, blocks: int) -> dict[str, Any]:
-    """Blocks of updates, clean and faulty in turn so that both meet the same load; the wall clock, not the record, is the measure."""
+    """Blocks of updates, clean and faulty in turn so that both meet the same load; the wall clock, not the
+    record, is the measure."""
     fault = FAULTS[name]
     with bench.arm(f"{name} clean", fault, 0.0, faulty=False) as clean:
         turn(clean, 5)
@@ -238,7 +244,9 @@ def small_bench() -> Iterator[Bench]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--recipe")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--blocks", type=int, default=6, help="blocks of updates for each arm")
@@ -250,24 +258,32 @@ def main() -> None:
         quiet = ("train.eval_every=0", "train.checkpoint_every=0", *options.set)
         bench = small
         if options.recipe:
-            bench = Bench(options.recipe, quiet, hardware_here(facts, cached(facts, progress=print)), Path(folder))
+            bench = Bench(
+                options.recipe, quiet, hardware_here(facts, cached(facts, progress=print)), Path(folder)
+            )
         names = [
-            n for n, f in FAULTS.items() if n in options.only or (not options.only and (bench.hardware.kind == "cuda" or not f.gpu_only))
+            n
+            for n, f in FAULTS.items()
+            if n in options.only or (not options.only and (bench.hardware.kind == "cuda" or not f.gpu_only))
         ]
         results = []
         for name in names:
             results.append(plant(bench, name, blocks=options.blocks))
             r = results[-1]
             print(
-                f"{name:28} found {r['found']!s:24} predicted {r['predicted']:.2f}x measured {r['measured']:.2f}x ({r['error']:+.0%})",
+                f"{name:28} found {r['found']!s:24} predicted {r['predicted']:.2f}x measured"
+                f" {r['measured']:.2f}x ({r['error']:+.0%})",
                 flush=True,
             )
-    right, near = sum(r["right"] for r in results), sum(r["right"] and abs(r["error"]) <= 0.25 for r in results)
+    right, near = (
+        sum(r["right"] for r in results),
+        sum(r["right"] and abs(r["error"]) <= 0.25 for r in results),
+    )
     inside = sum(r["range"] is not None and r["range"][0] <= r["measured"] <= r["range"][1] for r in results)
     alarms = [cause for r in results for cause in r["false alarms"]]
     print(
-        f"cause named in {right} of {len(results)}, gain within 25 % in {near}, inside its range in {inside}; "
-        f"false alarms in the clean runs: {alarms or 'none'}"
+        f"cause named in {right} of {len(results)}, gain within 25 % in {near}, inside its range in {inside};"
+        f" false alarms in the clean runs: {alarms or 'none'}"
     )
     if options.out:
         options.out.write_text(json.dumps(results, indent=2))

@@ -1,10 +1,11 @@
-"""Loops as a user writes them, under `redline.watch`, each with a fault that can be left out: what planted.py turns by hand.
+"""Loops as a user writes them, under `redline.watch`, each with a fault that can be left out: what planted.py
+turns by hand.
 
     loop = train_on_rows(folder, torch.device("cpu"), faulty=True)
     run = next(loop)                        # one update
 
-A small Llama from a config, by transformers. On a GPU it is wide and of few layers, in bf16: a pass computes for longer than its launches
-take, so that the planted fault is what holds it up.
+A small Llama from a config, by transformers. On a GPU it is wide and of few layers, in bf16: a pass computes
+for longer than its launches take, so that the planted fault is what holds it up.
 """
 
 import math
@@ -37,7 +38,10 @@ class Shape:
     new_tokens: int = 0
 
 
-ROWS = {"cpu": Shape(layers=2, width=96, rows=12, length=96), "cuda": Shape(layers=4, width=2048, rows=64, length=512)}
+ROWS = {
+    "cpu": Shape(layers=2, width=96, rows=12, length=96),
+    "cuda": Shape(layers=4, width=2048, rows=64, length=512),
+}
 TEXTS = {
     "cpu": Shape(layers=2, width=128, rows=8, length=8, new_tokens=56),
     "cuda": Shape(layers=4, width=2048, rows=128, length=128, new_tokens=40),
@@ -66,8 +70,12 @@ def llama(shape: Shape, device: torch.device) -> Any:
 
 
 def mixed_rows(shape: Shape) -> Iterator[list[Tensor]]:
-    """The texts of an update, from an eighth to a half of the longest allowed; the lengths are always the same, the tokens are not."""
-    draw, lengths = torch.Generator().manual_seed(0), torch.linspace(shape.length // 8, shape.length // 2, shape.rows).long().tolist()
+    """The texts of an update, from an eighth to a half of the longest allowed; the lengths are always the
+    same, the tokens are not."""
+    draw, lengths = (
+        torch.Generator().manual_seed(0),
+        torch.linspace(shape.length // 8, shape.length // 2, shape.rows).long().tolist(),
+    )
     while True:
         yield [torch.randint(1, VOCABULARY, (length,), generator=draw) for length in lengths]
 
@@ -88,7 +96,8 @@ def packed(rows: list[Tensor], length: int) -> dict[str, Tensor]:
 
 
 def train_on_rows(folder: Path, device: torch.device, *, faulty: bool) -> Iterator[WatchedRun]:
-    """Training on texts of mixed length. The fault: each is padded to the longest allowed. Without it the same texts are packed."""
+    """Training on texts of mixed length. The fault: each is padded to the longest allowed. Without it the
+    same texts are packed."""
     shape = ROWS[device.type]
     model = llama(shape, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -106,7 +115,8 @@ def train_on_rows(folder: Path, device: torch.device, *, faulty: bool) -> Iterat
 
 def update(run: WatchedRun, model: Any, optimizer: torch.optim.Optimizer, ids: Tensor) -> Tensor:
     """One update, its phases marked."""
-    with run.phase("forward"):  # causal, and padding stands at the end: no text sees it, so the model needs no mask
+    # causal, and padding stands at the end: no text sees it, so the model needs no mask
+    with run.phase("forward"):
         loss = loss_of(model, ids)
     with run.phase("backward"):
         loss.backward()
@@ -119,7 +129,11 @@ def update(run: WatchedRun, model: Any, optimizer: torch.optim.Optimizer, ids: T
 def loss_of(model: Any, ids: Tensor) -> Tensor:
     logits = model(input_ids=ids).logits[:, :-1]
     targets = ids[:, 1:]
-    return cross_entropy(logits.flatten(0, 1).float(), targets.masked_fill(targets == 0, IGNORED).flatten(), ignore_index=IGNORED)
+    return cross_entropy(
+        logits.flatten(0, 1).float(),
+        targets.masked_fill(targets == 0, IGNORED).flatten(),
+        ignore_index=IGNORED,
+    )
 
 
 # ---- waits ----
@@ -149,7 +163,8 @@ def read_every_loss(folder: Path, device: torch.device, *, faulty: bool) -> Iter
 
 
 def learn_from_samples(folder: Path, device: torch.device, *, faulty: bool) -> Iterator[WatchedRun]:
-    """The shape of reinforcement learning: draw continuations, then train on them. The fault: generation keeps no keys and values."""
+    """The shape of reinforcement learning: draw continuations, then train on them. The fault: generation
+    keeps no keys and values."""
     shape = TEXTS[device.type]
     model = llama(shape, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

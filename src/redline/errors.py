@@ -1,4 +1,5 @@
-"""The tree of errors that a user can cause and mend. The command line prints each as one line, without a traceback.
+"""The tree of errors that a user can cause and mend. The command line prints each as one line, without a
+traceback.
 
     RedlineError
     ├── ConfigError      a recipe, an override or an option is wrong
@@ -9,8 +10,8 @@
     ├── MissingExtra     an optional package is not installed
     └── TrainingError    the run itself went wrong (a loss that is not a number)
 
-A message states the rule, the value that broke it, and the way out. Anything else that is raised is our own mistake and keeps
-its traceback.
+A message states the rule, the value that broke it, and the way out. Anything else that is raised is our own
+mistake and keeps its traceback.
 """
 
 import difflib
@@ -77,5 +78,6 @@ def need(module: str, *, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingExtra(
-            f"{module.split('.')[0]} is needed for this and is not installed ({error}): pip install 'redline[{extra}]'"
+            f"{module.split('.')[0]} is needed for this and is not installed ({error}): pip install"
+            f" 'redline[{extra}]'"
         ) from error

@@ -1,11 +1,13 @@
-"""How good a model is: mean loss, perplexity and bits per byte on held-out tokens; accuracy and answer rate on a task's questions.
+"""How good a model is: mean loss, perplexity and bits per byte on held-out tokens; accuracy and answer rate
+on a task's questions.
 
     found = held_out_loss(model, dataset, seq_len=1024, sequences=64, micro_batch=8, process=process)
     found.metrics()      # {"valid_loss": ..., "valid_perplexity": ..., "valid_bits_per_byte": ...}
     answers = answer_greedily(engine, prompts, sampling)      # (place, completion), one a prompt
     shares(pool.score(...))      # {"n": 100, "accuracy": 0.64, "accuracy_low": 0.54, ...}
 
-Losses are computed eagerly even when the model is compiled: a second graph for a few batches would take longer to compile than it saves.
+Losses are computed eagerly even when the model is compiled: a second graph for a few batches would take
+longer to compile than it saves.
 """
 
 import math
@@ -37,7 +39,8 @@ class HeldOut:
     bytes_per_token: float
 
     def metrics(self) -> dict[str, float]:
-        """Under the names of the record. Perplexity overflows to infinity, which JSON cannot hold, so it is capped at 1e300."""
+        """Under the names of the record. Perplexity overflows to infinity, which JSON cannot hold, so it is
+        capped at 1e300."""
         return {
             "valid_loss": self.loss,
             "valid_perplexity": min(1e300, math.exp(min(self.loss, 690.0))),
@@ -47,12 +50,23 @@ class HeldOut:
 
 @torch.no_grad()
 def held_out_loss(
-    model: Transformer, dataset: TokenDataset, *, seq_len: int, sequences: int, micro_batch: int, process: Process
+    model: Transformer,
+    dataset: TokenDataset,
+    *,
+    seq_len: int,
+    sequences: int,
+    micro_batch: int,
+    process: Process,
 ) -> HeldOut:
     """Mean loss over the first `sequences` windows of the data set, each read once, over all processes."""
     total, count = torch.zeros((), dtype=torch.float64, device=process.device), 0
     batches = valid_batches(
-        dataset, seq_len=seq_len, sequences=sequences, micro_batch=micro_batch, rank=process.rank, world_size=process.world_size
+        dataset,
+        seq_len=seq_len,
+        sequences=sequences,
+        micro_batch=micro_batch,
+        rank=process.rank,
+        world_size=process.world_size,
     )
     with torch.compiler.set_stance("force_eager"), _in_pieces(model):
         for inputs_BT, targets_BT in batches:
@@ -64,7 +78,8 @@ def held_out_loss(
 
 @contextmanager
 def _in_pieces(model: Transformer) -> Iterator[None]:
-    """While it lasts, logits are computed in pieces: eager mode holds them in fp32, and validation must not need more than training."""
+    """While it lasts, logits are computed in pieces: eager mode holds them in fp32, and validation must not
+    need more than training."""
     chunks = model.loss_chunks
     model.loss_chunks = max(8, chunks)
     try:
@@ -74,15 +89,24 @@ def _in_pieces(model: Transformer) -> Iterator[None]:
 
 
 def evaluate_opened(
-    opened: Opened, model: Transformer, *, source: str | None, text_field: str, seq_len: int | None, sequences: int | None
+    opened: Opened,
+    model: Transformer,
+    *,
+    source: str | None,
+    text_field: str,
+    seq_len: int | None,
+    sequences: int | None,
 ) -> HeldOut:
-    """The loss of an opened model: as its run validates it, or on any text; a data folder gives its validation split."""
+    """The loss of an opened model: as its run validates it, or on any text; a data folder gives its
+    validation split."""
     recipe = opened.recipe
     if seq_len is None:
         seq_len = recipe.data.seq_len if recipe else model.config.context_length
     if not 0 < seq_len <= model.config.context_length:
         context = model.config.context_length
-        raise ConfigError(f"the sequence length must lie between 1 and the model's context, {context}; got {seq_len}")
+        raise ConfigError(
+            f"the sequence length must lie between 1 and the model's context, {context}; got {seq_len}"
+        )
     if sequences is None:
         sequences = recipe.train.eval_sequences if recipe and source is None else 256
     if sequences < 1:
@@ -110,15 +134,24 @@ def _held_out(opened: Opened, source: str | None, text_field: str, *, tokens: in
         data = DataConfig(source=source, seq_len=1, text_field=text_field, valid_fraction=0.0)
         return TokenStream(data, opened.tokenizer).head("train", tokens=tokens)
     if Manifest.load(folder).tokenizer != opened.tokenizer.fingerprint:
-        raise DataError(f"wrong tokenizer: {folder} was built with another than {opened.source}'s; evaluate on its text instead")
+        raise DataError(
+            f"wrong tokenizer: {folder} was built with another than {opened.source}'s; evaluate on its text"
+            " instead"
+        )
     return TokenDataset.open(folder, "valid")
 
 
-def answer_greedily(engine: Engine, prompts: Sequence[tuple[int, ...]], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
+def answer_greedily(
+    engine: Engine, prompts: Sequence[tuple[int, ...]], sampling: Sampling
+) -> Iterator[tuple[int, Completion]]:
     """The likeliest completion of each prompt with the prompt's place, in the order in which they finish."""
     if sampling.temperature != 0:
-        raise ConfigError(f"accuracy is measured with greedy decoding, temperature 0; got {sampling.temperature}")
-    for completion in engine.run(Request(prompt=prompt, sampling=sampling, tag=place) for place, prompt in enumerate(prompts)):
+        raise ConfigError(
+            f"accuracy is measured with greedy decoding, temperature 0; got {sampling.temperature}"
+        )
+    for completion in engine.run(
+        Request(prompt=prompt, sampling=sampling, tag=place) for place, prompt in enumerate(prompts)
+    ):
         yield completion.request.tag, completion
 
 

@@ -1,7 +1,8 @@
 """The same program on several processes: `redline train --nproc 2` starts torchrun on itself. No torch.
 
-Processes that run out of memory together are started again with half the micro-batch; they resume from the last checkpoint, so no
-update is lost and the batch stays the recipe's. Left out: several machines, SLURM and Ray.
+Processes that run out of memory together are started again with half the micro-batch; they resume from the
+last checkpoint, so no update is lost and the batch stays the recipe's. Left out: several machines, SLURM and
+Ray.
 """
 
 import contextlib
@@ -20,7 +21,8 @@ from redline.record.run import read_lines
 
 
 def out_of_memory_override(events: Path) -> str | None:
-    """The override that a run asks for if its last attempt ran out of memory. Processes write their events as they fail, in any order."""
+    """The override that a run asks for if its last attempt ran out of memory. Processes write their events as
+    they fail, in any order."""
     for event in reversed(read_lines(events)):
         if event["event"] == "out_of_memory":
             return f"plan.micro_batch={event['micro_batch']}"
@@ -49,12 +51,22 @@ def under_torchrun() -> bool:
 
 
 def torchrun(nproc: int, arguments: Sequence[str]) -> int:
-    """Run `redline ARGUMENTS` on `nproc` processes of this machine; return torchrun's exit code, 0 if all of them ended well."""
+    """Run `redline ARGUMENTS` on `nproc` processes of this machine; return torchrun's exit code, 0 if all of
+    them ended well."""
     # Without the lone `--` torchrun takes our `--run` for a short form of its `--run-path`.
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", "--no-python", "--"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={nproc}",
+        "--no-python",
+        "--",
+    ]
     command += [sys.executable, "-m", "redline.cli.main", *arguments]
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)), **os.environ}
-    # A session of its own, so that Ctrl-C in the terminal does not reach torchrun: it would kill the workers after 30 s, saved or not.
+    # A session of its own, so that Ctrl-C in the terminal does not reach torchrun: it would kill the workers
+    # after 30 s, saved or not.
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     with _handing_on(process.pid):
         return process.wait()
@@ -62,7 +74,8 @@ def torchrun(nproc: int, arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _handing_on(torchrun_pid: int) -> Iterator[None]:
-    """While it lasts, a request to stop goes to the workers, which save and leave; torchrun sees them end well."""
+    """While it lasts, a request to stop goes to the workers, which save and leave; torchrun sees them end
+    well."""
 
     def handle(_number: int, _frame: Any) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself just now
@@ -70,7 +83,9 @@ def _handing_on(torchrun_pid: int) -> Iterator[None]:
             for process in torchrun.children() or [torchrun]:
                 process.terminate()
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         yield
     finally:
@@ -79,7 +94,8 @@ def _handing_on(torchrun_pid: int) -> Iterator[None]:
 
 
 def with_recovery(start: Callable[[Sequence[str]], int], smaller: Callable[[], str | None]) -> int:
-    """Start, and start again with an override for as long as `smaller` knows a new one after an out-of-memory exit."""
+    """Start, and start again with an override for as long as `smaller` knows a new one after an out-of-memory
+    exit."""
     overrides: list[str] = []
     while (code := start(overrides)) != 0:
         override = smaller()

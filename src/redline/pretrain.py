@@ -3,7 +3,8 @@
     with join(plan.hardware.kind) as process:
         outcome = pretrain(recipe, plan, Path("runs/nano"), process)
 
-Run again with the same arguments it goes on where it stopped. The first process owns the folder; the others follow it.
+Run again with the same arguments it goes on where it stopped. The first process owns the folder; the others
+follow it.
 """
 
 import contextlib
@@ -33,8 +34,8 @@ from redline.train.process import Process
 from redline.train.restore import open_weights
 
 HASHED_BYTES = 4 * 2**30
-"""Shards up to this size are hashed whenever a run starts, a few seconds; of larger ones sizes and ids are checked, and
-`redline data info --verify` hashes them."""
+"""Shards up to this size are hashed whenever a run starts, a few seconds; of larger ones sizes and ids are
+checked, and `redline data info --verify` hashes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,8 @@ class Corpus:
     valid: TokenDataset | None
     tokenizer: Tokenizer
     fingerprint: str
-    """Changes when the tokens do (for a stream: when names or sizes of its files do); a run does not go on with others."""
+    """Changes when the tokens do (for a stream: when names or sizes of its files do); a run does not go on
+    with others."""
     unhashed_bytes: int = 0
     """Shards too large to be hashed at every start."""
 
@@ -59,7 +61,8 @@ def pretrain(
     observers: Callable[[int], Sequence[Observer]] = lambda resume_step: (),
     progress: Progress | None = None,
 ) -> Outcome:
-    """Train the recipe in the run folder. `observers(resume_step)` is called once on the first process, when the folder is open."""
+    """Train the recipe in the run folder. `observers(resume_step)` is called once on the first process, when
+    the folder is open."""
     check_device(plan)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(RunFolder(run)) if process.is_first else None
@@ -77,9 +80,16 @@ def pretrain(
             for observer in watching:
                 stack.callback(observer.close)
             if corpus.unhashed_bytes:
-                folder.event("shards_not_hashed", size_bytes=corpus.unhashed_bytes, to_check="redline data info --verify")
+                folder.event(
+                    "shards_not_hashed",
+                    size_bytes=corpus.unhashed_bytes,
+                    to_check="redline data info --verify",
+                )
                 for observer in watching:
-                    observer.event("shards_not_hashed", {"size_bytes": corpus.unhashed_bytes, "to_check": "redline data info --verify"})
+                    observer.event(
+                        "shards_not_hashed",
+                        {"size_bytes": corpus.unhashed_bytes, "to_check": "redline data info --verify"},
+                    )
         job = Job(
             recipe=recipe,
             plan=plan,
@@ -97,20 +107,23 @@ def pretrain(
 def _adopt(folder: RunFolder, recipe: Recipe) -> None:
     """Make the folder this recipe's, unless it holds the beginnings of another run."""
     if any((folder.path / name).exists() for name in ("samples.db", "evaluations.jsonl")):
-        raise ConfigError(f"{folder.path} holds an RFT run, whose recipe would be lost: give another folder with --run")
+        raise ConfigError(
+            f"{folder.path} holds an RFT run, whose recipe would be lost: give another folder with --run"
+        )
     if folder.has_begun() and folder.recipe_path.exists():
         before = from_toml(folder.recipe_path.read_text(encoding="utf-8"), where=str(folder.recipe_path))
         if changed := differences(before, recipe):
             more = f" and {len(changed) - 2} more" if len(changed) > 2 else ""
             raise ConfigError(
-                f"{folder.path} holds a run of another recipe: {', '.join(changed[:2])}{more}; give another folder with --run, "
-                "or the recipe it was made with"
+                f"{folder.path} holds a run of another recipe: {', '.join(changed[:2])}{more}; give another"
+                " folder with --run, or the recipe it was made with"
             )
     write_atomic(folder.recipe_path, to_toml(recipe))
 
 
 def open_corpus(recipe: Recipe, run: Path, process: Process, progress: Progress | None) -> Corpus:
-    """Build what must be built (once, by the first process), then open it on every process; refuses what cannot be trained on."""
+    """Build what must be built (once, by the first process), then open it on every process; refuses what
+    cannot be trained on."""
     data, seq_len = recipe.data, recipe.data.seq_len
     if data.stream:
         corpus = _stream(recipe, run, process)
@@ -119,7 +132,10 @@ def open_corpus(recipe: Recipe, run: Path, process: Process, progress: Progress 
     if data.valid_fraction == 0:
         return replace(corpus, valid=None)
     assert corpus.valid is not None
-    corpus.valid.need_window(seq_len, or_else="hold out more when the data is built, or train without validation: data.valid_fraction=0")
+    corpus.valid.need_window(
+        seq_len,
+        or_else="hold out more when the data is built, or train without validation: data.valid_fraction=0",
+    )
     return corpus
 
 
@@ -132,7 +148,9 @@ def _shards(recipe: Recipe, process: Process, progress: Progress | None) -> Corp
         folder = prepare(data, vocab_size)
     size_bytes = sum(path.stat().st_size for path in folder.glob("*.bin"))
     hashed = size_bytes <= HASHED_BYTES
-    train, valid = (TokenDataset.open(folder, split, verify=hashed and process.is_first) for split in ("train", "valid"))
+    train, valid = (
+        TokenDataset.open(folder, split, verify=hashed and process.is_first) for split in ("train", "valid")
+    )
     train.need_window(data.seq_len)
     return Corpus(
         train=train,
@@ -157,7 +175,9 @@ def _stream(recipe: Recipe, run: Path, process: Process) -> Corpus:
     return Corpus(train=stream, valid=valid, tokenizer=tokenizer, fingerprint=fingerprint)
 
 
-def _validation(recipe: Recipe, valid: TokenDataset | None, process: Process) -> Callable[[Transformer, int], dict[str, float]] | None:
+def _validation(
+    recipe: Recipe, valid: TokenDataset | None, process: Process
+) -> Callable[[Transformer, int], dict[str, float]] | None:
     if valid is None:
         return None
 
@@ -176,7 +196,8 @@ def _validation(recipe: Recipe, valid: TokenDataset | None, process: Process) ->
 
 
 def _initial_weights(config: ModelConfig) -> Callable[[Transformer], None] | None:
-    """Copies the weights that the recipe names into the model, when a run begins; they must be of the recipe's very model."""
+    """Copies the weights that the recipe names into the model, when a run begins; they must be of the
+    recipe's very model."""
     if config.init_from is None:
         return None
     path = Path(config.init_from)
@@ -184,10 +205,14 @@ def _initial_weights(config: ModelConfig) -> Callable[[Transformer], None] | Non
     def copy(model: Transformer) -> None:
         opened = open_weights(path)
         for field in fields(ModelConfig):
-            name = {"num_kv_heads": "kv_heads", "head_dim": "head_size"}.get(field.name, field.name)  # given, or their default
+            # given, or their default
+            name = {"num_kv_heads": "kv_heads", "head_dim": "head_size"}.get(field.name, field.name)
             ours, theirs = getattr(config, name), getattr(opened.config, name)
             if ours != theirs and name not in ("init_from", "init_std", "context_length"):
-                raise ConfigError(f"model.{field.name} is {ours} and the weights at {path} have {theirs}: correct the recipe")
+                raise ConfigError(
+                    f"model.{field.name} is {ours} and the weights at {path} have {theirs}: correct the"
+                    " recipe"
+                )
         load_weights(model, opened.loaded.weights)
 
     return copy

@@ -14,5 +14,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _forget_compiled() -> None:
-    """Each test builds models of its own; together their shapes would pass torch's limit of recompilations."""
+    """Each test builds models of its own; together their shapes would pass torch's limit of
+    recompilations."""
     torch._dynamo.reset()

@@ -1,4 +1,5 @@
-"""A training workload in a part of the GPU's memory, so that a device of 24 or 40 GiB can be played on a larger one."""
+"""A training workload in a part of the GPU's memory, so that a device of 24 or 40 GiB can be played on a
+larger one."""
 
 from typing import Any
 
@@ -8,7 +9,8 @@ from redline.tune.child import Training
 
 
 class Limited(Training):
-    """`memory_limit_bytes` of the setting is all that torch's allocator may take; beyond it, it runs out of memory."""
+    """`memory_limit_bytes` of the setting is all that torch's allocator may take; beyond it, it runs out of
+    memory."""
 
     def __init__(self, setting: dict[str, Any]) -> None:
         total_bytes = torch.cuda.get_device_properties(0).total_memory

@@ -9,7 +9,10 @@ from redline.machine.specs import match_spec
 from redline.machine.telemetry import GpuTelemetry
 
 torch = pytest.importorskip("torch")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,9 @@ def test_facts_agree_with_torch():
     assert 0.95 * gpus[0].memory_bytes <= seen.total_memory <= gpus[0].memory_bytes
 
 
-@pytest.mark.parametrize(("dtype", "least_share"), [("bf16", 0.4), ("fp16", 0.4), ("tf32", 0.4), ("fp32", 0.4), ("fp8", 0.35)])
+@pytest.mark.parametrize(
+    ("dtype", "least_share"), [("bf16", 0.4), ("fp16", 0.4), ("tf32", 0.4), ("fp32", 0.4), ("fp8", 0.35)]
+)
 def test_matmul_reaches_a_fair_share_of_the_datasheet(dtype, least_share, measured, spec):
     peak_tflops, best_tflops = spec.peak_tflops(dtype), measured[0].matmul_tflops(dtype)
     if peak_tflops is None:
@@ -63,12 +68,17 @@ def test_lower_precision_is_faster(measured, spec):
 def test_nothing_was_rejected_and_blocks_agree(measured):
     ceilings = measured[0]
     assert not [note for note in ceilings.notes if "rejected" in note]
-    assert all(point.spread < 0.25 for point in ceilings.matmul if point.m >= 4096)  # smaller ones show the CPU's jitter
+    # smaller ones show the CPU's jitter
+    assert all(point.spread < 0.25 for point in ceilings.matmul if point.m >= 4096)
 
 
 def test_copies_and_launches_are_plausible(measured, spec):
     ceilings = measured[0]
-    assert 0.6 * spec.memory_bandwidth_bytes_per_s < ceilings.copy_bytes_per_s <= spec.memory_bandwidth_bytes_per_s
+    assert (
+        0.6 * spec.memory_bandwidth_bytes_per_s
+        < ceilings.copy_bytes_per_s
+        <= spec.memory_bandwidth_bytes_per_s
+    )
     for bytes_per_s in (ceilings.host_to_device_bytes_per_s, ceilings.device_to_host_bytes_per_s):
         assert 1e9 < bytes_per_s < ceilings.copy_bytes_per_s
     assert 0.1e-6 < ceilings.graph_launch_latency_s < ceilings.launch_latency_s < 50e-6

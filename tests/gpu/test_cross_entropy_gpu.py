@@ -1,4 +1,5 @@
-"""The fused head-and-loss kernel against a float64 reference: values and gradients, ignored targets, odd vocabularies."""
+"""The fused head-and-loss kernel against a float64 reference: values and gradients, ignored targets, odd
+vocabularies."""
 
 import pytest
 import torch
@@ -9,8 +10,12 @@ from redline.model.cross_entropy import linear_cross_entropy
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("tokens", "hidden", "vocab"), [(64, 128, 1000), (257, 64, 50257), (33, 256, 4096), (5, 64, 7)])
-def test_values_and_gradients_equal_the_reference(dtype: torch.dtype, tokens: int, hidden: int, vocab: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "vocab"), [(64, 128, 1000), (257, 64, 50257), (33, 256, 4096), (5, 64, 7)]
+)
+def test_values_and_gradients_equal_the_reference(
+    dtype: torch.dtype, tokens: int, hidden: int, vocab: int
+) -> None:
     torch.manual_seed(tokens)
     x = torch.randn(tokens, hidden, device="cuda", dtype=dtype).requires_grad_()
     weight = (torch.randn(vocab, hidden, device="cuda") * 0.1).requires_grad_()

@@ -1,4 +1,5 @@
-"""The engine on a GPU: each kernel against its PyTorch reference, graphs against the CPU engine, seeds against the batch."""
+"""The engine on a GPU: each kernel against its PyTorch reference, graphs against the CPU engine, seeds
+against the batch."""
 
 import random
 from dataclasses import fields, replace
@@ -13,26 +14,51 @@ from redline.engine.request import Request, Sampling
 from redline.engine.state import Slots, make_slots
 from redline.model.transformer import Transformer, build_model
 
-kernels = pytest.importorskip("redline.engine.kernels", exc_type=ImportError)  # torch for CPUs comes without Triton
+# torch for CPUs comes without Triton
+kernels = pytest.importorskip("redline.engine.kernels", exc_type=ImportError)
 
 DEVICE = torch.device("cuda")
-SMOL = ModelConfig(vocab_size=49152, num_layers=2, hidden_size=960, num_heads=15, num_kv_heads=5, ffn_size=2560, context_length=512)
+SMOL = ModelConfig(
+    vocab_size=49152,
+    num_layers=2,
+    hidden_size=960,
+    num_heads=15,
+    num_kv_heads=5,
+    ffn_size=2560,
+    context_length=512,
+)
 ODD = ModelConfig(
-    vocab_size=5003, num_layers=2, hidden_size=160, num_heads=2, head_dim=80, ffn_size=256, context_length=512, qk_norm=True, init_std=0.1
+    vocab_size=5003,
+    num_layers=2,
+    hidden_size=160,
+    num_heads=2,
+    head_dim=80,
+    ffn_size=256,
+    context_length=512,
+    qk_norm=True,
+    init_std=0.1,
 )
 GPT2 = ModelConfig(
-    vocab_size=1000, num_layers=2, hidden_size=128, num_heads=4, ffn_size=256, context_length=512, init_std=0.1,
+    vocab_size=1000, num_layers=2, hidden_size=128, num_heads=4, ffn_size=256, context_length=512,
+    init_std=0.1,
     positions="learned", norm="layernorm", activation="gelu", bias=True,
 )  # fmt: skip
 BANDS = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 
 
 def random_slots(config: ModelConfig, dtype: torch.dtype) -> Slots:
-    slots = make_slots(config, slots=40, prompts=10, max_prompt_tokens=100, max_new_tokens=90, device=DEVICE, dtype=dtype)
+    slots = make_slots(
+        config, slots=40, prompts=10, max_prompt_tokens=100, max_new_tokens=90, device=DEVICE, dtype=dtype
+    )
     n = slots.count.shape[0]
     for tensor in (slots.prompt_kv, slots.kv):
         tensor.normal_()
-    for tensor, low, high in ((slots.prompt, 0, 10), (slots.prompt_len, 1, 101), (slots.count, 1, 80), (slots.open, 0, 2)):
+    for tensor, low, high in (
+        (slots.prompt, 0, 10),
+        (slots.prompt_len, 1, 101),
+        (slots.count, 1, 80),
+        (slots.open, 0, 2),
+    ):
         tensor.copy_(torch.randint(low, high, (n,)))
     slots.limit.fill_(80)
     slots.temperature.copy_(torch.rand(n) * 2 + 0.3)
@@ -69,8 +95,13 @@ def test_attention_and_the_caches(config, dtype, rotated):
     assert close(got, want, dtype)
     assert close(b.kv, exact.kv, dtype)
     qkv = torch.randn(7, 50, heads, config.head_size, device=DEVICE, dtype=dtype)
-    prompts, lengths = torch.randperm(10, device=DEVICE)[:7].int(), torch.full((7,), 50, dtype=torch.int32, device=DEVICE)
-    wants, gots = (ops.store_prompt(s, 1, qkv, prompts, lengths, rope) for ops, s in ((reference, a), (kernels, b)))
+    prompts, lengths = (
+        torch.randperm(10, device=DEVICE)[:7].int(),
+        torch.full((7,), 50, dtype=torch.int32, device=DEVICE),
+    )
+    wants, gots = (
+        ops.store_prompt(s, 1, qkv, prompts, lengths, rope) for ops, s in ((reference, a), (kernels, b))
+    )
     assert all(close(got, want, dtype) for got, want in zip(gots, wants, strict=True))
     assert close(b.prompt_kv, a.prompt_kv, dtype)
 
@@ -119,12 +150,18 @@ class Count:
         return [self.decode(ids) for ids in texts]
 
 
-def requests(vocab: int, *, temperature: float, prompts: int = 20, samples: int = 3, new: int = 48) -> list[Request]:
+def requests(
+    vocab: int, *, temperature: float, prompts: int = 20, samples: int = 3, new: int = 48
+) -> list[Request]:
     draw = random.Random(0)
     return [
         Request(
             prompt=tuple(draw.randrange(vocab) for _ in range(draw.randrange(1, 60))),
-            sampling=Sampling(temperature=temperature, max_new_tokens=draw.randrange(1, new + 1), top_p=0.9 if i % 3 == 0 else 1.0),
+            sampling=Sampling(
+                temperature=temperature,
+                max_new_tokens=draw.randrange(1, new + 1),
+                top_p=0.9 if i % 3 == 0 else 1.0,
+            ),
             samples=samples,
             seed=i,
             tag=i,
@@ -133,8 +170,12 @@ def requests(vocab: int, *, temperature: float, prompts: int = 20, samples: int 
     ]
 
 
-def generated(model: Transformer, asked: list[Request], slots: int, **options) -> dict[tuple[int, int], tuple[int, ...]]:
-    with LocalEngine(model, Count(), slots=slots, max_prompt_tokens=60, max_new_tokens=48, **options) as engine:
+def generated(
+    model: Transformer, asked: list[Request], slots: int, **options
+) -> dict[tuple[int, int], tuple[int, ...]]:
+    with LocalEngine(
+        model, Count(), slots=slots, max_prompt_tokens=60, max_new_tokens=48, **options
+    ) as engine:
         return {(c.request.tag, c.sample): c.tokens for c in engine.run(asked)}
 
 
@@ -144,7 +185,8 @@ def test_graphs_give_what_the_cpu_gives_in_fp32(config, temperature):
     asked = requests(config.vocab_size, temperature=temperature)
     cpu = generated(build_model(config, device="cpu", seed=0), asked, 64)
     on_gpu = build_model(config, device=DEVICE, seed=0)
-    on_gpu.load_state_dict(build_model(config, device="cpu", seed=0).state_dict())  # each device draws its own random weights
+    # each device draws its own random weights
+    on_gpu.load_state_dict(build_model(config, device="cpu", seed=0).state_dict())
     gpu = generated(on_gpu, asked, 16)
     assert cpu.keys() == gpu.keys()
     equal = sum(cpu[key] == gpu[key] for key in cpu)
@@ -157,7 +199,9 @@ def test_a_request_gives_the_same_text_whatever_shares_the_batch():
     asked = requests(SMOL.vocab_size, temperature=1.0, prompts=30, samples=5)
     together = generated(model, asked, 64, reproducible=True)
     for part in (asked[3:4], asked[::-1], asked[10:25]):
-        assert all(together[key] == tokens for key, tokens in generated(model, part, 64, reproducible=True).items())
+        assert all(
+            together[key] == tokens for key, tokens in generated(model, part, 64, reproducible=True).items()
+        )
 
 
 def test_log_probabilities_in_bf16_are_those_of_the_training_forward():
@@ -170,7 +214,12 @@ def test_log_probabilities_in_bf16_are_those_of_the_training_forward():
             ids = torch.tensor([[*c.request.prompt, *c.tokens]], device=DEVICE)
             with torch.no_grad():
                 logs = model(ids[:, :-1])[0, len(c.request.prompt) - 1 :].float().log_softmax(-1)
-            gaps.append((logs.gather(1, ids[0, len(c.request.prompt) :, None])[:, 0].cpu() - torch.tensor(c.logprobs)).abs())
+            gaps.append(
+                (
+                    logs.gather(1, ids[0, len(c.request.prompt) :, None])[:, 0].cpu()
+                    - torch.tensor(c.logprobs)
+                ).abs()
+            )
     gap = torch.cat(gaps)
     assert float(gap.mean()) < 0.02
     assert float(gap.max()) < 0.2

@@ -1,4 +1,5 @@
-"""Fine-tuning on a real GPU: graph, eager and compiled updates agree, as do both kinds of attention, and merging is exact."""
+"""Fine-tuning on a real GPU: graph, eager and compiled updates agree, as do both kinds of attention, and
+merging is exact."""
 
 import random
 from typing import Any
@@ -14,7 +15,15 @@ from redline.record.run import RunFolder
 from redline.train.finetune import Example, FinetuneConfig, finetune
 from redline.train.packing import exact, pack, unpack
 
-CONFIG = ModelConfig(vocab_size=2048, num_layers=4, hidden_size=192, num_heads=6, num_kv_heads=2, ffn_size=512, context_length=256)
+CONFIG = ModelConfig(
+    vocab_size=2048,
+    num_layers=4,
+    hidden_size=192,
+    num_heads=6,
+    num_kv_heads=2,
+    ffn_size=512,
+    context_length=256,
+)
 
 
 def examples(count: int, seed: int = 0) -> list[Example]:
@@ -62,7 +71,9 @@ def test_a_graph_computes_what_the_eager_update_does(method: str, dtype: torch.d
     assert eager[-1] < eager[0] - 0.5
 
 
-@pytest.mark.parametrize("how", [{"compile": True}, {"examples_per_pass": 6}, {"compile": True, "graph": False}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"compile": True}, {"examples_per_pass": 6}, {"compile": True, "graph": False}], ids=str
+)
 def test_other_ways_to_compute_it_change_only_rounding(how: dict[str, Any]) -> None:
     eager, _, _ = losses("lora", torch.bfloat16, graph=False)
     other, seen, model = losses("lora", torch.bfloat16, **how)
@@ -92,7 +103,9 @@ def test_the_kinds_of_attention_agree_and_so_do_their_gradients(heads: tuple[int
     _, _, packing = unpack(torch.from_numpy(pack(batch, shape)).cuda(), shape)
     torch.manual_seed(0)
     # Values are a view of the fused projection, with a stride that is not their own.
-    qkv = torch.randn(shape.tokens, heads[0] + 2 * heads[1], 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    qkv = torch.randn(
+        shape.tokens, heads[0] + 2 * heads[1], 64, device="cuda", dtype=torch.bfloat16, requires_grad=True
+    )
     out = torch.randn(shape.tokens, heads[0], 64, device="cuda", dtype=torch.bfloat16)
     results = []
     for how in (packing, packing.with_grid()):
@@ -103,10 +116,15 @@ def test_the_kinds_of_attention_agree_and_so_do_their_gradients(heads: tuple[int
     angles = torch.outer(packing.positions_T.float(), torch.rand(32, device="cuda")).repeat(1, 2)
     rope = angles.cos(), angles.sin()
     q, k, v = qkv.split([heads[0], heads[1], heads[1]], dim=1)
-    y = packed_attention(transformer.rotate(q[None], rope)[0], transformer.rotate(k[None], rope)[0], v, packing.with_grid()).flatten(1)
+    y = packed_attention(
+        transformer.rotate(q[None], rope)[0], transformer.rotate(k[None], rope)[0], v, packing.with_grid()
+    ).flatten(1)
     short = kernels.short_attention(qkv, *rope, packing.bounds_S, q_heads=heads[0], longest=packing.longest)
     assert kernels.fits(qkv.device, longest=packing.longest, head_size=64)
-    for kernel, grid in ((short, y), (torch.autograd.grad(short, qkv, out.flatten(1))[0], torch.autograd.grad(y, qkv, out.flatten(1))[0])):
+    for kernel, grid in (
+        (short, y),
+        (torch.autograd.grad(short, qkv, out.flatten(1))[0], torch.autograd.grad(y, qkv, out.flatten(1))[0]),
+    ):
         torch.testing.assert_close(kernel, grid, rtol=2e-2, atol=2e-2)
 
 
@@ -117,7 +135,12 @@ def test_swiglu_and_its_gradient() -> None:
     want, got = torch.nn.functional.silu(gate) * up, kernels.swiglu(x)
     out = torch.randn_like(want)
     torch.testing.assert_close(got.float(), want, rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(torch.autograd.grad(got, x, out.bfloat16())[0], torch.autograd.grad(want, x, out)[0], rtol=3e-2, atol=3e-2)
+    torch.testing.assert_close(
+        torch.autograd.grad(got, x, out.bfloat16())[0],
+        torch.autograd.grad(want, x, out)[0],
+        rtol=3e-2,
+        atol=3e-2,
+    )
 
 
 def test_empty_sequences_at_the_end_of_a_row_are_harmless() -> None:
@@ -140,7 +163,10 @@ def test_merging_and_unmerging_is_exact_and_stays_where_it_is() -> None:
     before = {name: (p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
     with merged(model):
         assert any(not torch.equal(layer.weight, layer.original) for layer in lora_layers(model).values())
-    assert all(p.data_ptr() == before[name][0] and torch.equal(p, before[name][1]) for name, p in model.named_parameters())
+    assert all(
+        p.data_ptr() == before[name][0] and torch.equal(p, before[name][1])
+        for name, p in model.named_parameters()
+    )
 
 
 def test_memory_that_runs_out_halves_the_passes() -> None:
@@ -177,4 +203,6 @@ def test_a_run_resumes(tmp_path: Any) -> None:
         finetune(model_of("lora", torch.bfloat16), examples(75), config, folder=folder, observers=[second])
     assert second.lines[0]["step"] in (5, 7)
     by_step = {line["step"]: line["loss"] for line in unbroken.lines}
-    assert [line["loss"] for line in second.lines] == pytest.approx([by_step[line["step"]] for line in second.lines], rel=3e-3)
+    assert [line["loss"] for line in second.lines] == pytest.approx(
+        [by_step[line["step"]] for line in second.lines], rel=3e-3
+    )

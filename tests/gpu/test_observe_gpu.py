@@ -1,4 +1,5 @@
-"""Watched loops on a real GPU: nothing is read back in the loop, times are the GPU's, and a wait of the host is found with its line."""
+"""Watched loops on a real GPU: nothing is read back in the loop, times are the GPU's, and a wait of the host
+is found with its line."""
 
 import json
 import time
@@ -12,7 +13,9 @@ from torch import nn
 import redline
 
 
-def loop(folder: Path, *, updates: int = 40, wait_s: float = 0.0, read_back: bool = False, strict: bool = False) -> list[dict[str, Any]]:
+def loop(
+    folder: Path, *, updates: int = 40, wait_s: float = 0.0, read_back: bool = False, strict: bool = False
+) -> list[dict[str, Any]]:
     model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(4)]).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     batch = torch.randn(1024, 4096, device="cuda")
@@ -62,8 +65,12 @@ def test_nothing_waits_in_the_loop_and_times_are_the_gpus(tmp_path: Path) -> Non
 
 
 def test_only_what_the_gpu_stood_idle_for_is_a_wait(tmp_path: Path) -> None:
-    """An update, 0.4 TFLOP in fp32, takes an H200 6 to 9 ms: a wait of 1 ms hides behind the update before, one of 50 does not."""
-    hidden, felt = (median(line["data_wait_s"] for line in loop(tmp_path / str(wait_s), wait_s=wait_s)[10:]) for wait_s in (0.001, 0.05))
+    """An update, 0.4 TFLOP in fp32, takes an H200 6 to 9 ms: a wait of 1 ms hides behind the update before,
+    one of 50 does not."""
+    hidden, felt = (
+        median(line["data_wait_s"] for line in loop(tmp_path / str(wait_s), wait_s=wait_s)[10:])
+        for wait_s in (0.001, 0.05)
+    )
     assert hidden < 0.0005
     assert 0.02 < felt < 0.051
 

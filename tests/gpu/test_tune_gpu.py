@@ -1,5 +1,5 @@
-"""Tuning on a real GPU: picks that do not run out of memory, a plan near that of an exhaustive search within six minutes, no change
-where there is none.
+"""Tuning on a real GPU: picks that do not run out of memory, a plan near that of an exhaustive search within
+six minutes, no change where there is none.
 
     pytest tests/gpu/test_tune_gpu.py -s -k picks         30 picks, about three minutes on an H200
     pytest tests/gpu/test_tune_gpu.py -s -k exhaustive    the search and every combination beside it, about eight
@@ -43,18 +43,24 @@ def planned(name: str, *overrides: str) -> tuple[Recipe, Plan]:
 
 LENGTHS = (256, 512, 1024, 2048)
 CASES = [
-    *((name, length, gib, "off") for name in ("gpt2-124m", "llama-350m") for length in LENGTHS for gib in (16, 24, 40)),
+    *(
+        (name, length, gib, "off")
+        for name in ("gpt2-124m", "llama-350m")
+        for length in LENGTHS
+        for gib in (16, 24, 40)
+    ),
     *(("gpt-1.3b", length, gib, "off") for length in (512, 1024) for gib in (40, 64)),
     ("gpt-1.3b", 1024, 96, "off"),
     ("gpt2-124m", 1024, 24, "default"),
 ]
-"""Recipe, tokens of a sequence, memory that torch may take, compile mode: eager mostly, because a probe then costs a second, not ten."""
+"""Recipe, tokens of a sequence, memory that torch may take, compile mode: eager mostly, because a probe then
+costs a second, not ten."""
 
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """What the probes may take; set before each pick. A reading far below its limit is the same below a larger one, and is not taken twice;
-    near it, torch gives cached blocks back before it fails."""
+    """What the probes may take; set before each pick. A reading far below its limit is the same below a
+    larger one, and is not taken twice; near it, torch gives cached blocks back before it fails."""
     given: dict[str, int] = {}
     taken: dict[str, Measured] = {}
 
@@ -77,8 +83,15 @@ def test_picks_do_not_run_out_of_memory_and_are_predicted(limits: dict[str, int]
     problems, child, began_s = [], Child("expandable_segments:True"), time.monotonic()
     try:
         for name, length, gib, mode in CASES:
-            sets = [f"data.seq_len={length}", f"model.context_length={max(1024, length)}", "train.batch_size=1024", f"plan.compile={mode}"]
-            recipe, plan = planned(name, *sets, "plan.micro_batch=1", "plan.recompute=none", "plan.loss_chunks=1")
+            sets = [
+                f"data.seq_len={length}",
+                f"model.context_length={max(1024, length)}",
+                "train.batch_size=1024",
+                f"plan.compile={mode}",
+            ]
+            recipe, plan = planned(
+                name, *sets, "plan.micro_batch=1", "plan.recompute=none", "plan.loss_chunks=1"
+            )
             if not child.alive:
                 child = Child("expandable_segments:True")
             problems += pick_one(recipe, plan, child, limits, gib)
@@ -89,8 +102,8 @@ def test_picks_do_not_run_out_of_memory_and_are_predicted(limits: dict[str, int]
 
 
 def pick_one(recipe: Recipe, plan: Plan, child: Child, limits: dict[str, int], gib: int) -> list[str]:
-    """Pick within the limit, run the pick, and say what was wrong. What stands beside torch's allocator is left to the fit: the limit is
-    torch's alone, so the capacity is the limit and what was seen beside it."""
+    """Pick within the limit, run the pick, and say what was wrong. What stands beside torch's allocator is
+    left to the fit: the limit is torch's alone, so the capacity is the limit and what was seen beside it."""
     limits["bytes"] = gib * GiB
     beside = room.probe(recipe, plan, 1, child)
     what = f"{recipe.name} T={recipe.data.seq_len} compile={plan.compile} in {gib} GiB"
@@ -107,8 +120,8 @@ def pick_one(recipe: Recipe, plan: Plan, child: Child, limits: dict[str, int], g
     arithmetic = pick.arithmetic_bytes / seen.memory.active_bytes - 1
     probes = ",".join(str(probe.micro_batch) for probe in pick.probes)
     print(
-        f"{what}: probes {probes} -> {pick.micro_batch}, {seen.memory.reserved_bytes / limits['bytes']:.0%} of the limit; active "
-        f"{active:+.2%}, reserved {reserved:+.2%}, arithmetic {arithmetic:+.2%}",
+        f"{what}: probes {probes} -> {pick.micro_batch}, {seen.memory.reserved_bytes / limits['bytes']:.0%}"
+        f" of the limit; active {active:+.2%}, reserved {reserved:+.2%}, arithmetic {arithmetic:+.2%}",
         flush=True,
     )
     problems = []
@@ -134,17 +147,30 @@ def test_the_tuners_plan_is_near_that_of_an_exhaustive_search(tmp_path: Path) ->
     for attention in ("cudnn", "flash"):
         with Child(rules.allocator) as child:
             for micro_batch, cross_entropy in itertools.product((32, 64, 128), ("fused", "torch")):
-                plan = changed(recipe, rules, {"micro_batch": micro_batch, "attention": attention, "cross_entropy": cross_entropy})
+                plan = changed(
+                    recipe,
+                    rules,
+                    {"micro_batch": micro_batch, "attention": attention, "cross_entropy": cross_entropy},
+                )
                 trial = train_trial(short, replace(plan, accumulation=short.train.batch_size // micro_batch))
                 measured = measure(trial, child=child if child.alive else None)
                 if measured.outcome == "ok":
-                    speeds[micro_batch, attention, cross_entropy] = measured.tokens_per_step / interval(measured.blocks_s).median
+                    speeds[micro_batch, attention, cross_entropy] = (
+                        measured.tokens_per_step / interval(measured.blocks_s).median
+                    )
                 print(
-                    f"{micro_batch} {attention} {cross_entropy}: {measured.outcome}, {measured.tokens_per_step} in {measured.blocks_s}",
+                    f"{micro_batch} {attention} {cross_entropy}: {measured.outcome},"
+                    f" {measured.tokens_per_step} in {measured.blocks_s}",
                     flush=True,
                 )
-    best, picked = max(speeds.values()), (tuned.plan.micro_batch, tuned.plan.attention, tuned.plan.cross_entropy)
-    print(f"tuned to {picked} in {tuned.result.elapsed_s:.0f} s: {speeds.get(picked, tuned.result.tokens_per_s) / best:.3f} of the best")
+    best, picked = (
+        max(speeds.values()),
+        (tuned.plan.micro_batch, tuned.plan.attention, tuned.plan.cross_entropy),
+    )
+    print(
+        f"tuned to {picked} in {tuned.result.elapsed_s:.0f} s:"
+        f" {speeds.get(picked, tuned.result.tokens_per_s) / best:.3f} of the best"
+    )
     assert speeds.get(picked, tuned.result.tokens_per_s) >= 0.97 * best
 
 

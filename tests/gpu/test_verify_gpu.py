@@ -1,4 +1,5 @@
-"""`redline verify` on a GPU: kernels, dtypes, graphs and syncs that only CUDA has; honest plans pass and planted lies are found."""
+"""`redline verify` on a GPU: kernels, dtypes, graphs and syncs that only CUDA has; honest plans pass and
+planted lies are found."""
 
 from typing import Any
 
@@ -48,9 +49,21 @@ def failed(found: dict[str, Check]) -> dict[str, str]:
         ("plan.precision=bf16", "plan.compile=off"),
         ("plan.precision=bf16", "plan.compile=default", "plan.attention=cudnn"),
         ("plan.precision=bf16", "plan.compile=off", "plan.attention=flash", "plan.update=foreach"),
-        ("plan.precision=tf32", "plan.compile=off", "plan.attention=math", "plan.update=loop", "plan.recompute=full"),
+        (
+            "plan.precision=tf32",
+            "plan.compile=off",
+            "plan.attention=math",
+            "plan.update=loop",
+            "plan.recompute=full",
+        ),
         ("plan.precision=fp16", "plan.compile=off"),
-        ("plan.precision=bf16", "plan.compile=off", "plan.recompute=selective", "plan.loss_chunks=4", "plan.micro_batch=4"),
+        (
+            "plan.precision=bf16",
+            "plan.compile=off",
+            "plan.recompute=selective",
+            "plan.loss_chunks=4",
+            "plan.micro_batch=4",
+        ),
         ("plan.precision=bf16", "plan.compile=default", "plan.recompute=full", "plan.cross_entropy=torch"),
     ],
 )
@@ -99,7 +112,9 @@ def test_a_sync_in_the_loop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_an_honest_fine_tuning_passes(method: str) -> None:
     recipe = load_rft("rft/demo", [f"train.method={method}"])
-    found = {check.name: check for check in verify_rft(recipe, Bounds(environment={}), progress=lambda text: None)}
+    found = {
+        check.name: check for check in verify_rft(recipe, Bounds(environment={}), progress=lambda text: None)
+    }
     assert failed(found) == {}
     assert found["CUDA graph of the update"].status == found["CUDA graphs of generation"].status == "passed"
 
@@ -107,9 +122,16 @@ def test_an_honest_fine_tuning_passes(method: str) -> None:
 @pytest.mark.gpu
 def test_another_kernel_and_another_dtype_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.backends.cuda
-    for switch in (cuda.enable_flash_sdp, cuda.enable_cudnn_sdp, cuda.enable_mem_efficient_sdp, cuda.enable_math_sdp):
+    for switch in (
+        cuda.enable_flash_sdp,
+        cuda.enable_cudnn_sdp,
+        cuda.enable_mem_efficient_sdp,
+        cuda.enable_math_sdp,
+    ):
         switch(True)  # whatever the test before left
     monkeypatch.setattr(execution, "_select_attention", lambda plan: None)
     monkeypatch.setitem(execution.COMPUTE_DTYPE, "bf16", torch.float32)
-    found = failed(checks("plan.precision=bf16", "plan.compile=off", "plan.attention=flash", "plan.cross_entropy=torch"))
+    found = failed(
+        checks("plan.precision=bf16", "plan.compile=off", "plan.attention=flash", "plan.cross_entropy=torch")
+    )
     assert set(found) == {"precision of matrix products", "attention kernel"}  # flash takes no fp32

@@ -1,11 +1,12 @@
-"""A Chromium for the tests of pages: the one named by REDLINE_CHROMIUM, one that is installed, or one from the npm registry.
+"""A Chromium for the tests of pages: the one named by REDLINE_CHROMIUM, one that is installed, or one from
+the npm registry.
 
     find_chromium()                               # a path; Missing, with the reason, where none can be had
     python tests/integration/browser.py           # fetches it beforehand, so that no test waits for 67 MB
 
-@sparticuz/chromium is Chromium's headless shell as one Brotli file, with the few libraries that a bare image lacks; node unpacks it (its
-zlib knows Brotli, Python's does not). It is kept in the virtual environment. Playwright's own download is not used: it does not come
-from a package registry.
+@sparticuz/chromium is Chromium's headless shell as one Brotli file, with the few libraries that a bare image
+lacks; node unpacks it (its zlib knows Brotli, Python's does not). It is kept in the virtual environment.
+Playwright's own download is not used: it does not come from a package registry.
 """
 
 import hashlib
@@ -43,7 +44,8 @@ def find_chromium() -> Path:
 
 
 def libraries() -> dict[str, str]:
-    """The environment under which the fetched one finds its libraries where the system has none; the system's come first."""
+    """The environment under which the fetched one finds its libraries where the system has none; the system's
+    come first."""
     before = os.environ.get("LD_LIBRARY_PATH", "")
     system = [before] if before else ["/usr/lib/x86_64-linux-gnu", "/lib/x86_64-linux-gnu"]
     return {"LD_LIBRARY_PATH": ":".join([*system, str(FOLDER / "lib")])}
@@ -52,7 +54,10 @@ def libraries() -> dict[str, str]:
 def _fetched() -> Path:
     if not (FOLDER / "chromium").exists():
         if missing := [tool for tool in ("npm", "node") if shutil.which(tool) is None]:
-            raise Missing(f"no Chromium is installed, and without {' and '.join(missing)} none can be fetched from the npm registry")
+            raise Missing(
+                f"no Chromium is installed, and without {' and '.join(missing)} none can be fetched from the"
+                " npm registry"
+            )
         with tempfile.TemporaryDirectory(dir=sys.prefix) as work:
             _unpack(_download(Path(work)), Path(work))
             Path(work, "out").rename(FOLDER)
@@ -60,7 +65,14 @@ def _fetched() -> Path:
 
 
 def _download(work: Path) -> Path:
-    done = subprocess.run(["npm", "pack", "--silent", PACKAGE], cwd=work, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        ["npm", "pack", "--silent", PACKAGE],
+        cwd=work,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     if done.returncode != 0:
         raise Missing(f"npm could not fetch {PACKAGE}: {done.stderr.strip()[-300:]}")
     archive = next(work.glob("*.tgz"))
@@ -75,7 +87,9 @@ def _unpack(archive: Path, work: Path) -> None:
     with tarfile.open(archive) as package:
         package.extractall(work, filter="data")
     for name, to in (("chromium.br", out / "chromium"), ("al2023.tar.br", work / "libraries.tar")):
-        subprocess.run(["node", "-e", UNPACK, str(work / "package" / "bin" / name), str(to)], check=True, timeout=120)
+        subprocess.run(
+            ["node", "-e", UNPACK, str(work / "package" / "bin" / name), str(to)], check=True, timeout=120
+        )
     with tarfile.open(work / "libraries.tar") as libraries_:
         libraries_.extractall(out, filter="data")
 

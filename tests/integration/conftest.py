@@ -10,7 +10,8 @@ from warm import Warm
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cache folder of every command: the corpus is tokenised once for all tests, and no test measures ceilings."""
+    """The cache folder of every command: the corpus is tokenised once for all tests, and no test measures
+    ceilings."""
     folder = tmp_path_factory.mktemp("cache")
     save_ceilings(folder)
     return folder
@@ -18,7 +19,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def warm(cache: Path) -> Iterator[Warm]:
-    # One thread: as fast at this size, and the tests share few cores with each other and with whoever else is there.
+    # One thread: as fast at this size, and the tests share few cores with each other and with whoever else is
+    # there.
     with Warm({"REDLINE_CACHE": str(cache), "OMP_NUM_THREADS": "1"}) as warm:
         yield warm
 

@@ -1,4 +1,5 @@
-"""What can go wrong in a command, made to happen at a chosen moment. Called in the command's own process before it starts."""
+"""What can go wrong in a command, made to happen at a chosen moment. Called in the command's own process
+before it starts."""
 
 import json
 import os
@@ -12,7 +13,8 @@ from typing import Any
 
 
 def kill_at(call: int) -> None:
-    """SIGKILL at the n-th call that makes something durable (fsync, rename, replace): in the middle of a commit, at every place."""
+    """SIGKILL at the n-th call that makes something durable (fsync, rename, replace): in the middle of a
+    commit, at every place."""
     calls = 0
 
     def counting(real: Any) -> Any:
@@ -35,7 +37,8 @@ def small_files(size_bytes: int) -> None:
 
 
 def out_of_memory(above: int, from_pass: int = 1, only_rank: int | None = None) -> None:
-    """Running out of memory in a training pass over more than `above` sequences, from the n-th such pass on."""
+    """Running out of memory in a training pass over more than `above` sequences, from the n-th such pass
+    on."""
     import torch
 
     from redline.model.transformer import Transformer
@@ -65,7 +68,11 @@ def out_of_memory_on_two(above: int, only_rank: int) -> None:
     def torchrun(nproc: int, arguments: Sequence[str]) -> int:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            os.environ |= {"WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+            os.environ |= {
+                "WORLD_SIZE": str(nproc),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(free.getsockname()[1]),
+            }
         children = []
         for rank in range(nproc):
             if (pid := os.fork()) == 0:
@@ -79,8 +86,8 @@ def out_of_memory_on_two(above: int, only_rank: int) -> None:
 
 
 def slow_network(delay_s: float, block: int, tally: str) -> None:
-    """Every gather and reduction takes this much longer in every second block of updates, so that both meet the same load. What the first
-    process receives in each update goes into a file, in bytes."""
+    """Every gather and reduction takes this much longer in every second block of updates, so that both meet
+    the same load. What the first process receives in each update goes into a file, in bytes."""
     from torch import distributed as dist
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
@@ -147,7 +154,8 @@ def gradient_not_a_number(update: int) -> None:
 
 
 def out_of_memory_in_update(update: int) -> None:
-    """Running out of memory in the second optimiser of the n-th update, when the first has changed its weights."""
+    """Running out of memory in the second optimiser of the n-th update, when the first has changed its
+    weights."""
     import torch
 
     def hook(number: int, learner: Any) -> None:
@@ -161,7 +169,8 @@ def out_of_memory_in_update(update: int) -> None:
 
 
 def _at_each_update(hook: Callable[[int, Any], None]) -> None:
-    """Call the hook with the number of the update in this process, when the gradients are there and before they are clipped."""
+    """Call the hook with the number of the update in this process, when the gradients are there and before
+    they are clipped."""
     from redline.train import step
 
     clip, updates = step.clip, 0

@@ -1,4 +1,5 @@
-"""The smallest complete pipeline: a corpus of a few verses, a recipe of two layers, and what its run folders hold.
+"""The smallest complete pipeline: a corpus of a few verses, a recipe of two layers, and what its run folders
+hold.
 
 nano.recipe(tmp_path, "train.steps=20")    # a recipe file
 done = nano.train(recipe, run)             # `redline train`, in a fork of the warm process
@@ -64,7 +65,9 @@ class Nano:
         corpus = self.cache / "verses.jsonl"
         if not corpus.exists():
             text = SHIPPED["tinyshakespeare"].read_text()
-            corpus.write_text("".join(json.dumps({"text": text[i : i + 400]}) + "\n" for i in range(0, 120_000, 400)))
+            corpus.write_text(
+                "".join(json.dumps({"text": text[i : i + 400]}) + "\n" for i in range(0, 120_000, 400))
+            )
         path = folder / "nano.toml"
         path.write_text(RECIPE.format(source=corpus))
         path.write_text(to_toml(load_recipe(str(path), overrides)))
@@ -76,14 +79,19 @@ class Nano:
     def train(self, recipe: Path, run: Path, *options: str, fault: Fault | None = None) -> Done:
         return self.start(recipe, run, *options, fault=fault).wait()
 
-    def train_on_two(self, recipe: Path, run: Path, *options: str, faults: Sequence[Fault | None] = (None, None)) -> list[Done]:
-        """`redline train` as torchrun starts it, on two processes; without torchrun, which would import torch anew."""
+    def train_on_two(
+        self, recipe: Path, run: Path, *options: str, faults: Sequence[Fault | None] = (None, None)
+    ) -> list[Done]:
+        """`redline train` as torchrun starts it, on two processes; without torchrun, which would import torch
+        anew."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         arguments = ("train", recipe, "--run", run, "--json", *options)
         ranks = [
-            self.warm.start(*arguments, fault=fault, environment={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            self.warm.start(
+                *arguments, fault=fault, environment={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            )
             for rank, fault in enumerate(faults)
         ]
         return [rank.wait() for rank in ranks]
@@ -137,7 +145,9 @@ def assert_close_training(run: Path, reference: Path, rel: float) -> None:
     found, expected = training(run), training(reference)
     assert [line["tokens"] for line in found] == [line["tokens"] for line in expected]
     for name in ("loss", "grad_norm", "valid_loss"):
-        values, others = ({i: line[name] for i, line in enumerate(lines) if name in line} for lines in (found, expected))
+        values, others = (
+            {i: line[name] for i, line in enumerate(lines) if name in line} for lines in (found, expected)
+        )
         assert values == pytest.approx(others, rel=rel), name
 
 

@@ -13,7 +13,8 @@ from redline.tune.ablate import Row, ablate
 from redline.tune.trial import Bounds
 
 TINY = [
-    "model.num_layers=2", "model.hidden_size=64", "model.num_heads=2", "model.ffn_size=128", "model.context_length=128", "data.seq_len=64",
+    "model.num_layers=2", "model.hidden_size=64", "model.num_heads=2", "model.ffn_size=128",
+    "model.context_length=128", "data.seq_len=64",
     "train.batch_size=8", "model.vocab_size=512",
 ]  # fmt: skip
 QUICK = Bounds(blocks=6, block_s=0.05, guard_steps=2, warmup_s=0.2, limit_s=120)
@@ -27,7 +28,8 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(folder: Path, study: str, only: tuple[str, ...], said: list[str]) -> dict[tuple[str, str], Row]:
     rows = ablate(
-        load_recipe("nano", TINY), study, hardware_here(read_facts(), None), folder, only=only, minutes=5, progress=said.append,
+        load_recipe("nano", TINY), study, hardware_here(read_facts(), None), folder, only=only, minutes=5,
+        progress=said.append,
         bounds=QUICK,
     )  # fmt: skip
     return {(row.stage, row.name): row for row in rows}
@@ -53,10 +55,15 @@ def test_training_is_measured_once_and_goes_on_from_what_is_there(tmp_path: Path
     again: list[str] = []
     assert run(tmp_path / "run", "nano", ("sdpa", "bf16"), again) == rows
     assert measuring(again) == []
-    assert [row["name"] for row in json.loads((tmp_path / "run" / "ablation.json").read_text())] == [row.name for row in rows.values()]
+    assert [row["name"] for row in json.loads((tmp_path / "run" / "ablation.json").read_text())] == [
+        row.name for row in rows.values()
+    ]
 
 
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, part in ((["--only", "spda"], "did you mean 'sdpa'"), (["--minutes", "0"], "--minutes must be a finite number above 0")):
+    for arguments, part in (
+        (["--only", "spda"], "did you mean 'sdpa'"),
+        (["--minutes", "0"], "--minutes must be a finite number above 0"),
+    ):
         assert main(["ablate", "nano", "--out", str(tmp_path / "run"), *arguments]) == 2
         assert part in capsys.readouterr().err

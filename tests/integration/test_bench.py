@@ -14,8 +14,19 @@ from redline.plan.planner import make_plan
 
 
 def test_the_loop_and_the_bare_step_are_measured_on_the_same_work(nano: Nano, tmp_path: Path) -> None:
-    command = ["bench", "train", "--recipe", str(nano.recipe(tmp_path)), "--data", "tinyshakespeare", "--arm", "loop"]
-    done = nano.warm.start(*command, "--blocks", "2", "--steps-per-block", "2", "--out", str(tmp_path / "out")).wait()
+    command = [
+        "bench",
+        "train",
+        "--recipe",
+        str(nano.recipe(tmp_path)),
+        "--data",
+        "tinyshakespeare",
+        "--arm",
+        "loop",
+    ]
+    done = nano.warm.start(
+        *command, "--blocks", "2", "--steps-per-block", "2", "--out", str(tmp_path / "out")
+    ).wait()
     assert done.code == 0, done.err
     [path] = (tmp_path / "out").glob("train_*.json")
     [entry] = json.loads(path.read_text())["results"]
@@ -30,14 +41,18 @@ def test_the_loop_and_the_bare_step_are_measured_on_the_same_work(nano: Nano, tm
     assert entry["plan"]["fingerprint"] in table
 
 
-def test_an_arm_that_runs_out_of_memory_is_tried_with_smaller_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arm_that_runs_out_of_memory_is_tried_with_smaller_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = make_plan(load_recipe("nano"), hardware_here(read_facts(), None))
     tried = []
 
     def run(task: dict[str, str]) -> dict[str, object]:
         saved = json.loads(Path(task["plan"]).read_text())
         tried.append((saved["micro_batch"]["value"], saved["accumulation"]["value"]))
-        return {"failed": "torch.OutOfMemoryError: CUDA out of memory"} if tried[-1][0] > 4 else {"speeds": {}}
+        return (
+            {"failed": "torch.OutOfMemoryError: CUDA out of memory"} if tried[-1][0] > 4 else {"speeds": {}}
+        )
 
     monkeypatch.setattr(bench, "_run", run)
     result = bench._run_fitting({"arm": "hf"}, plan, tmp_path / "plan.json")

@@ -1,4 +1,5 @@
-"""`redline bench finetune` really trains, both sides of it: the same losses from Hugging Face's Trainer with PEFT, on a CPU."""
+"""`redline bench finetune` really trains, both sides of it: the same losses from Hugging Face's Trainer with
+PEFT, on a CPU."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""`redline bench generate` really generates, on a CPU with a tiny model: every row, its table, and a floor counted by hand."""
+"""`redline bench generate` really generates, on a CPU with a tiny model: every row, its table, and a floor
+counted by hand."""
 
 import json
 from dataclasses import replace
@@ -32,7 +33,9 @@ def rows_of(arm: str, capfd: Capture) -> list[dict[str, Any]]:
     return [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith('{"row"')]
 
 
-def test_our_side_and_its_table(cache: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_side_and_its_table(
+    cache: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("REDLINE_CACHE", str(cache))
     monkeypatch.setattr(generate, "_run", lambda arm, name: rows_of(arm, capfd))
     facts, told = read_facts(), []
@@ -54,7 +57,9 @@ def test_our_side_and_its_table(cache: Path, tmp_path: Path, capfd: Capture, mon
     [mixed], [greedy], [first] = rows["redline_mixed"], rows["greedy"], rows["first_token"]
     assert 0.3 < mixed["occupancy"] <= mixed["row_occupancy"] <= 1
     assert mixed["occupancy"] <= mixed["most_occupancy"] < 1
-    assert (greedy["equal"], greedy["prefix_share"]) == (QUICK.greedy[0], 1.0), "fp32: the same texts as transformers"
+    assert (greedy["equal"], greedy["prefix_share"]) == (QUICK.greedy[0], 1.0), (
+        "fp32: the same texts as transformers"
+    )
     assert greedy["logprob_difference_most"] < 1e-4
     assert all(seconds > 0 for seconds in first["first_token_s"])
     table = path.with_suffix(".md").read_text()
@@ -64,16 +69,24 @@ def test_our_side_and_its_table(cache: Path, tmp_path: Path, capfd: Capture, mon
 
 def test_the_other_side_runs_the_same_work(capfd: Capture) -> None:
     rows = rows_of("transformers", capfd)
-    assert [(row["row"], row["prompts"], row["samples"]) for row in rows] == [("generate", 1, 2), ("generate", 2, 2), ("continuous", 2, 2)]
+    assert [(row["row"], row["prompts"], row["samples"]) for row in rows] == [
+        ("generate", 1, 2),
+        ("generate", 2, 2),
+        ("continuous", 2, 2),
+    ]
     for row in rows:
         assert row["tokens"] == row["sequences"] * QUICK.new_tokens
         assert row["seconds"]
         assert row.get("note", "") == ""
 
 
-def test_an_arm_that_dies_keeps_its_rows_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arm_that_dies_keeps_its_rows_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dying = tmp_path / "python"
-    dying.write_text("""#!/bin/sh\necho noise\necho "{\\"row\\": \\"$*\\"}"\necho 'RuntimeError: boom' >&2\nexit 3\n""")
+    dying.write_text(
+        """#!/bin/sh\necho noise\necho "{\\"row\\": \\"$*\\"}"\necho 'RuntimeError: boom' >&2\nexit 3\n"""
+    )
     dying.chmod(0o755)
     monkeypatch.setattr(generate.sys, "executable", str(dying))
     assert list(generate._run("transformers", "quick")) == [
@@ -82,7 +95,9 @@ def test_an_arm_that_dies_keeps_its_rows_and_says_why(tmp_path: Path, monkeypatc
     ]
 
 
-def test_the_full_benchmark_on_a_cpu_is_refused_and_so_is_an_unknown_arm(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_the_full_benchmark_on_a_cpu_is_refused_and_so_is_an_unknown_arm(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     facts = replace(read_facts(), gpus=())
     monkeypatch.setattr("redline.machine.facts.read_facts", lambda: facts)
     assert main(["bench", "generate"]) == 6
@@ -93,18 +108,27 @@ def test_the_full_benchmark_on_a_cpu_is_refused_and_so_is_an_unknown_arm(monkeyp
 
 
 def test_the_floor_counted_by_hand() -> None:
-    """One layer: 32 + 16 + 64 + 32 weights in the block, 40 in the head; 8 bytes of keys and values a token."""
-    model = ModelConfig(vocab_size=10, num_layers=1, hidden_size=4, num_heads=2, num_kv_heads=1, ffn_size=8, context_length=16)
+    """One layer: 32 + 16 + 64 + 32 weights in the block, 40 in the head; 8 bytes of keys and values a
+    token."""
+    model = ModelConfig(
+        vocab_size=10, num_layers=1, hidden_size=4, num_heads=2, num_kv_heads=1, ffn_size=8, context_length=16
+    )
     work = Work(prompts=2, prompt_tokens=3, new_tokens=[3, 3, 3, 3], slots=4)
 
     def seconds(*, bytes_per_s: float = 1e30, flops_per_s: float = 1e30, shared: bool = False) -> float:
-        return floor_s(model, work, bytes_per_value=2, bytes_per_s=bytes_per_s, flops_per_s=flops_per_s, shared=shared)
+        return floor_s(
+            model, work, bytes_per_value=2, bytes_per_s=bytes_per_s, flops_per_s=flops_per_s, shared=shared
+        )
 
-    # Two steps; each of the four sequences reads 3 + 1, then 3 + 2 tokens. Shared: the two prompts once a step, and each its own.
+    # Two steps; each of the four sequences reads 3 + 1, then 3 + 2 tokens. Shared: the two prompts once a
+    # step, and each its own.
     assert seconds(bytes_per_s=1.0) == pytest.approx(2 * 184 * 2 + 8 * 4 * (4 + 5))
     assert seconds(bytes_per_s=1.0, shared=True) == pytest.approx(2 * 184 * 2 + 8 * (2 * 2 * 3 + 4 * (1 + 2)))
-    # Both prompts through the block and their last tokens through the head; 8 decoded tokens through all; 16 per attended pair.
-    assert seconds(flops_per_s=1.0) == pytest.approx(2 * 2 * (144 * 3 + 40) + 2 * 184 * 8 + 16 * (36 + 2 * (1 + 2 + 3)))
+    # Both prompts through the block and their last tokens through the head; 8 decoded tokens through all; 16
+    # per attended pair.
+    assert seconds(flops_per_s=1.0) == pytest.approx(
+        2 * 2 * (144 * 3 + 40) + 2 * 184 * 8 + 16 * (36 + 2 * (1 + 2 + 3))
+    )
 
 
 def test_the_floor_of_mixed_lengths_fills_every_slot() -> None:

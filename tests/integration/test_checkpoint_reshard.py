@@ -1,7 +1,8 @@
-"""Checkpoints over two gloo processes with real FSDP2 and AdamW: saved on one and loaded on two, and the reverse, exactly.
+"""Checkpoints over two gloo processes with real FSDP2 and AdamW: saved on one and loaded on two, and the
+reverse, exactly.
 
-One pair of processes does everything that needs two, because starting them is what takes the time. Parameters with three, seven
-and one rows over two ranks are uneven shards, and one rank holds nothing of the last.
+One pair of processes does everything that needs two, because starting them is what takes the time. Parameters
+with three, seven and one rows over two ranks are uneven shards, and one rank holds nothing of the last.
 """
 
 import os
@@ -51,7 +52,10 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tens
 
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in tensors.items()}
+    return {
+        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
+        for name, t in tensors.items()
+    }
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -85,7 +89,8 @@ def two(rank: int, folder: Path) -> None:
     if rank == 0:
         save_file(expected, folder / "two.safetensors")
 
-    # A rank that cannot write makes the save fail everywhere; the checkpoint before it stays, and the next save works.
+    # A rank that cannot write makes the save fail everywhere; the checkpoint before it stays, and the next
+    # save works.
     shard = folder / "two" / ".tmp-step-00000003" / "shard-00002-model-00001-of-00001.safetensors"
     if rank == 1:
         shard.mkdir(parents=True)

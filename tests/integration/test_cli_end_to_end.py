@@ -1,7 +1,9 @@
-"""From a recipe to a model that others load, by the commands that a user types: train, generate, evaluate, export, plan.
+"""From a recipe to a model that others load, by the commands that a user types: train, generate, evaluate,
+export, plan.
 
-One run is made by the installed command in a process of its own, with everything at its default; the rest goes through the same
-command line in forks of a warm process. Truths from outside: `transformers` for the exported weights, TensorBoard's own reader.
+One run is made by the installed command in a process of its own, with everything at its default; the rest
+goes through the same command line in forks of a warm process. Truths from outside: `transformers` for the
+exported weights, TensorBoard's own reader.
 """
 
 import json
@@ -35,7 +37,17 @@ def recipe(nano: Nano, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(nano: Nano, recipe: Path) -> Path:
     """Made by the real command, with torch's own number of threads and the view that a pipe gets."""
     run = recipe.parent / "run"
-    command = [sys.executable, "-m", "redline.cli.main", "train", str(recipe), "--run", str(run), "--export", "tensorboard"]
+    command = [
+        sys.executable,
+        "-m",
+        "redline.cli.main",
+        "train",
+        str(recipe),
+        "--run",
+        str(run),
+        "--export",
+        "tensorboard",
+    ]
     environment = {**os.environ, **nano.warm.environment}
     del environment["OMP_NUM_THREADS"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -106,7 +118,10 @@ def test_evaluate_agrees_with_the_training(nano: Nano, run: Path, exported: Path
     found = answer(nano, "evaluate", run, "--checkpoint", "best", "--sequences", str(SEQUENCES))
     assert found["valid_loss"] == pytest.approx(best["valid_loss"], rel=1e-6)
     corpus = ("--data", nano.cache / "verses.jsonl", "--seq-len", "32", "--sequences", "5")
-    assert answer(nano, "evaluate", exported, *corpus)["valid_loss"] == answer(nano, "evaluate", run, *corpus)["valid_loss"]
+    assert (
+        answer(nano, "evaluate", exported, *corpus)["valid_loss"]
+        == answer(nano, "evaluate", run, *corpus)["valid_loss"]
+    )
 
 
 def test_transformers_finds_the_same_loss(nano: Nano, recipe: Path, run: Path, exported: Path) -> None:
@@ -122,8 +137,16 @@ def test_transformers_finds_the_same_loss(nano: Nano, recipe: Path, run: Path, e
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_a_run_starts_from_the_exported_weights(nano: Nano, run: Path, exported: Path, tmp_path: Path) -> None:
-    still = ("train.steps=1", "train.lr=1e-12", "train.warmup_steps=0", "train.eval_every=1", "train.checkpoint_every=0")
+def test_a_run_starts_from_the_exported_weights(
+    nano: Nano, run: Path, exported: Path, tmp_path: Path
+) -> None:
+    still = (
+        "train.steps=1",
+        "train.lr=1e-12",
+        "train.warmup_steps=0",
+        "train.eval_every=1",
+        "train.checkpoint_every=0",
+    )
     recipe = nano.recipe(tmp_path, *still, f"model.init_from={exported}", f"data.tokenizer={exported}")
     line = nano.outcome(recipe, tmp_path / "run")["metrics"]
     assert line["valid_loss"] == pytest.approx(steps(run)[-1]["valid_loss"], rel=1e-5)
@@ -137,7 +160,11 @@ def test_tensorboard_gets_every_number(run: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     reader = accumulator.EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
     reader.Reload()
-    for tag, name in (("train/loss", "loss"), ("train/tokens_per_s", "tokens_per_s"), ("valid/loss", "valid_loss")):
+    for tag, name in (
+        ("train/loss", "loss"),
+        ("train/tokens_per_s", "tokens_per_s"),
+        ("valid/loss", "valid_loss"),
+    ):
         expected = [(line["step"], line[name]) for line in steps(run) if name in line]
         found = [(scalar.step, scalar.value) for scalar in reader.Scalars(tag)]
         assert [step for step, _ in found] == [step for step, _ in expected]

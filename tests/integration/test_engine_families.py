@@ -1,6 +1,8 @@
-"""The local engine on every model family, fp32 on a CPU: greedy tokens as `transformers`, log-probabilities as the training forward.
+"""The local engine on every model family, fp32 on a CPU: greedy tokens as `transformers`, log-probabilities
+as the training forward.
 
-More sequences than slots, prompts of different lengths and several samples of each, so that slots are refilled and prompts shared.
+More sequences than slots, prompts of different lengths and several samples of each, so that slots are
+refilled and prompts shared.
 """
 
 from typing import Any
@@ -19,12 +21,23 @@ from redline.model.transformer import Transformer, build_model
 SIZES: dict[str, Any] = {"vocab_size": 300, "num_layers": 2, "ffn_size": 40, "context_length": 64}
 FAMILIES = {
     "gpt2": ModelConfig(
-        **SIZES, hidden_size=24, num_heads=3, positions="learned", norm="layernorm", norm_eps=1e-3, activation="gelu", bias=True
+        **SIZES,
+        hidden_size=24,
+        num_heads=3,
+        positions="learned",
+        norm="layernorm",
+        norm_eps=1e-3,
+        activation="gelu",
+        bias=True,
     ),
-    "llama": ModelConfig(**SIZES, hidden_size=32, num_heads=4, num_kv_heads=2, rope_theta=500.0, tie_embeddings=False),
+    "llama": ModelConfig(
+        **SIZES, hidden_size=32, num_heads=4, num_kv_heads=2, rope_theta=500.0, tie_embeddings=False
+    ),
     "llama-biased": ModelConfig(**SIZES, hidden_size=32, num_heads=4, bias=True, tie_embeddings=False),
     "smollm2": ModelConfig(**SIZES, hidden_size=48, num_heads=3, num_kv_heads=1),
-    "qwen2": ModelConfig(**SIZES, hidden_size=32, num_heads=4, num_kv_heads=2, qkv_bias=True, tie_embeddings=False),
+    "qwen2": ModelConfig(
+        **SIZES, hidden_size=32, num_heads=4, num_kv_heads=2, qkv_bias=True, tie_embeddings=False
+    ),
     "qwen3": ModelConfig(**SIZES, hidden_size=24, num_heads=4, num_kv_heads=2, head_dim=16, qk_norm=True),
 }
 ARCHITECTURES = {"GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
@@ -45,7 +58,9 @@ def random_model(config: ModelConfig) -> Transformer:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             mean = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-            parameter.normal_(mean, 0.3 if parameter.dim() == 1 or name.startswith("embed") else 0.6, generator=random)
+            parameter.normal_(
+                mean, 0.3 if parameter.dim() == 1 or name.startswith("embed") else 0.6, generator=random
+            )
     return model
 
 
@@ -56,7 +71,9 @@ def prompts() -> list[tuple[int, ...]]:
 
 def complete(model: Transformer, tokenizer: Tokenizer, sampling: Sampling, samples: int) -> list[Completion]:
     requests = [Request(prompt=ids, sampling=sampling, samples=samples, seed=5) for ids in prompts()]
-    with LocalEngine(model, tokenizer, slots=5, max_prompt_tokens=max(LENGTHS), max_new_tokens=NEW_TOKENS) as engine:
+    with LocalEngine(
+        model, tokenizer, slots=5, max_prompt_tokens=max(LENGTHS), max_new_tokens=NEW_TOKENS
+    ) as engine:
         found = list(engine.run(requests))
     assert len(found) == samples * len(LENGTHS)
     return found
@@ -66,8 +83,12 @@ def theirs(config: ModelConfig, model: Transformer) -> Any:
     auto = transformers.AutoConfig
     about = {key: value for key, value in config_json(config).items() if key != "architectures"}
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    reference = transformers.AutoModelForCausalLM.from_config(auto.for_model(**about, **ids), attn_implementation="eager")
-    missing, unexpected = reference.load_state_dict(to_huggingface(config, dict(model.named_parameters())), strict=False)
+    reference = transformers.AutoModelForCausalLM.from_config(
+        auto.for_model(**about, **ids), attn_implementation="eager"
+    )
+    missing, unexpected = reference.load_state_dict(
+        to_huggingface(config, dict(model.named_parameters())), strict=False
+    )
     assert not unexpected
     assert set(missing) <= ({"lm_head.weight"} if config.tie_embeddings else set())
     return reference.eval()
@@ -94,20 +115,32 @@ def test_greedy_tokens_are_those_of_transformers(family: str, tokenizer: Tokeniz
     for ids in prompts():
         inputs = torch.tensor([ids])
         found = reference.generate(
-            input_ids=inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+            input_ids=inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
         )
         expected[ids] = tuple(found[0, len(ids) :].tolist())
-    for completion in complete(model, tokenizer, Sampling(max_new_tokens=NEW_TOKENS, temperature=0.0), samples=2):
+    for completion in complete(
+        model, tokenizer, Sampling(max_new_tokens=NEW_TOKENS, temperature=0.0), samples=2
+    ):
         assert completion.tokens == expected[completion.request.prompt]
         assert_training_logprobs(model, completion)
-    assert len({token for tokens in expected.values() for token in tokens}) > 20, "constant texts would hide a mistake"
+    assert len({token for tokens in expected.values() for token in tokens}) > 20, (
+        "constant texts would hide a mistake"
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sampled_tokens_have_the_log_probabilities_of_the_training_forward(family: str, tokenizer: Tokenizer) -> None:
+def test_sampled_tokens_have_the_log_probabilities_of_the_training_forward(
+    family: str, tokenizer: Tokenizer
+) -> None:
     """Under the model as it is, whatever the temperature and the filters that chose them."""
     model = random_model(FAMILIES[family])
-    sampled = complete(model, tokenizer, Sampling(max_new_tokens=NEW_TOKENS, temperature=0.7, top_k=20, top_p=0.9), samples=3)
+    sampled = complete(
+        model, tokenizer, Sampling(max_new_tokens=NEW_TOKENS, temperature=0.7, top_k=20, top_p=0.9), samples=3
+    )
     for completion in sampled:
         assert_training_logprobs(model, completion)
     assert len({completion.tokens for completion in sampled}) > len(LENGTHS), "samples of a prompt differ"

@@ -1,4 +1,5 @@
-"""The examples as a user runs them: each writes a run folder that `redline diagnose` and `redline report` read, and its fault is found."""
+"""The examples as a user runs them: each writes a run folder that `redline diagnose` and `redline report`
+read, and its fault is found."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""Fine-tuning killed at every place of a checkpoint's commit, and resumed, equals a run that was left alone, to the last bit."""
+"""Fine-tuning killed at every place of a checkpoint's commit, and resumed, equals a run that was left alone,
+to the last bit."""
 
 import importlib
 import os
@@ -19,7 +20,8 @@ HERE = Path(__file__).parent
 
 
 def serve(folder: Path) -> None:
-    """Runs in a process of its own: forks a child for every line `method run call`, which fine-tunes and is killed at that durable call."""
+    """Runs in a process of its own: forks a child for every line `method run call`, which fine-tunes and is
+    killed at that durable call."""
     import faults
     from warm import IMPORTED_ONCE, leave
 
@@ -42,7 +44,15 @@ def tune(method: str, run: Path) -> None:
     from redline.record.run import RunFolder
     from redline.train.finetune import Example, FinetuneConfig, finetune
 
-    shape = ModelConfig(vocab_size=64, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=40, context_length=64)
+    shape = ModelConfig(
+        vocab_size=64,
+        num_layers=2,
+        hidden_size=32,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_size=40,
+        context_length=64,
+    )
     rng = random.Random(0)
     words = lambda most: tuple(rng.randrange(64) for _ in range(rng.randint(1, most)))  # noqa: E731
     examples = [Example(words(12), words(9)) for _ in range(27)]
@@ -50,16 +60,27 @@ def tune(method: str, run: Path) -> None:
     if method == "lora":
         add_lora(model, LoraConfig(rank=4), seed=0)
     with RunFolder(run) as folder:
-        finetune(model, examples, FinetuneConfig(epochs=3, batch_size=4, lr=1e-2, checkpoint_every=4), folder=folder)
+        finetune(
+            model,
+            examples,
+            FinetuneConfig(epochs=3, batch_size=4, lr=1e-2, checkpoint_every=4),
+            folder=folder,
+        )
 
 
 class Children:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        command = [sys.executable, "-c", f"import test_finetune_resume as t; from pathlib import Path; t.serve(Path({str(folder)!r}))"]
+        command = [
+            sys.executable,
+            "-c",
+            f"import test_finetune_resume as t; from pathlib import Path; t.serve(Path({str(folder)!r}))",
+        ]
         path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self.server = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
 
     def tune(self, method: str, run: str, kill_at: int = 0) -> int:
         assert self.server.stdin is not None

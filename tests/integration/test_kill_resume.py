@@ -1,7 +1,9 @@
-"""Killed and resumed equals unbroken, to the last bit: every line, every tensor, nothing twice, nothing missing.
+"""Killed and resumed equals unbroken, to the last bit: every line, every tensor, nothing twice, nothing
+missing.
 
-Kills come at random moments of a run and at every place of a checkpoint's commit; requests to stop come as Ctrl-C and SIGTERM.
-Whatever stopped a run, the same command goes on with it, until it ends where a run that was left alone ends.
+Kills come at random moments of a run and at every place of a checkpoint's commit; requests to stop come as
+Ctrl-C and SIGTERM. Whatever stopped a run, the same command goes on with it, until it ends where a run that
+was left alone ends.
 """
 
 import json
@@ -45,7 +47,8 @@ def wait_for_lines(command: Command, run: Path, more: int) -> None:
 
 
 def assert_record_is_true(run: Path) -> None:
-    """No attempt starts before a checkpoint that was announced to it; what lies on the disk is whole; nothing else lies there."""
+    """No attempt starts before a checkpoint that was announced to it; what lies on the disk is whole; nothing
+    else lies there."""
     announced = 0
     for event in events(run):
         if event["event"] in ("start", "resume"):
@@ -60,7 +63,9 @@ def assert_record_is_true(run: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_killed_at_random_moments(nano: Nano, references: dict[str, tuple[Path, Path]], tmp_path: Path, variant: str) -> None:
+def test_killed_at_random_moments(
+    nano: Nano, references: dict[str, tuple[Path, Path]], tmp_path: Path, variant: str
+) -> None:
     recipe, reference = references[variant]
     run = tmp_path / "run"
     rng = random.Random(variant)
@@ -81,7 +86,13 @@ def test_killed_at_random_moments(nano: Nano, references: dict[str, tuple[Path, 
 def test_killed_at_every_place_of_a_commit(nano: Nano, tmp_path: Path) -> None:
     """Every fsync and rename of a short run with three checkpoints is once the last thing it does."""
     # A rate so high that the first validation stays the best: its mark, once lost, would not be made again.
-    brief = ("train.steps=6", "train.checkpoint_every=2", "train.eval_every=2", "train.eval_sequences=4", "train.keep_checkpoints=1")
+    brief = (
+        "train.steps=6",
+        "train.checkpoint_every=2",
+        "train.eval_every=2",
+        "train.eval_sequences=4",
+        "train.keep_checkpoints=1",
+    )
     recipe = nano.recipe(tmp_path, *brief, "train.lr=2", "train.warmup_steps=6")
     reference = tmp_path / "reference"
     nano.outcome(recipe, reference)
@@ -126,12 +137,23 @@ def test_a_request_to_stop_ends_the_run_cleanly(
 def test_a_finished_run_is_left_as_it_is(nano: Nano, references: dict[str, tuple[Path, Path]]) -> None:
     recipe, reference = references["adamw"]
     before = (reference / "metrics.jsonl").read_bytes()
-    assert nano.outcome(recipe, reference) == {"run": str(reference), "step": 40, "why": "finished", "metrics": {}}
+    assert nano.outcome(recipe, reference) == {
+        "run": str(reference),
+        "step": 40,
+        "why": "finished",
+        "metrics": {},
+    }
     assert (reference / "metrics.jsonl").read_bytes() == before
 
 
 def test_early_stop_is_the_same_after_a_kill(nano: Nano, tmp_path: Path) -> None:
-    diverging = ("train.lr=5", "train.warmup_steps=40", "train.checkpoint_every=2", "train.eval_every=2", "train.early_stop_evals=3")
+    diverging = (
+        "train.lr=5",
+        "train.warmup_steps=40",
+        "train.checkpoint_every=2",
+        "train.eval_every=2",
+        "train.early_stop_evals=3",
+    )
     recipe = nano.recipe(tmp_path, *diverging)
     reference, run = tmp_path / "reference", tmp_path / "run"
     outcome = nano.outcome(recipe, reference)
@@ -141,7 +163,9 @@ def test_early_stop_is_the_same_after_a_kill(nano: Nano, tmp_path: Path) -> None
     assert min(found) == found[0]
     assert nano.train(recipe, run, fault=Fault("kill_at", call=40)).code == -signal.SIGKILL
     assert nano.outcome(recipe, run)["step"] == 8
-    assert events(run, "resume")[0]["step"] in (4, 6), "validations without a gain lie on both sides of the kill"
+    assert events(run, "resume")[0]["step"] in (4, 6), (
+        "validations without a gain lie on both sides of the kill"
+    )
     assert_same_training(run, reference)
     assert nano.outcome(recipe, run)["why"] == "stopped early before"
     assert len(steps(run)) == 8
@@ -149,7 +173,9 @@ def test_early_stop_is_the_same_after_a_kill(nano: Nano, tmp_path: Path) -> None
 
 def test_the_clock_ends_the_run_and_the_schedule(nano: Nano, tmp_path: Path) -> None:
     limit_s = 1.5
-    recipe = nano.recipe(tmp_path, "train.steps=100000", f"train.max_hours={limit_s / 3600}", "train.eval_every=0")
+    recipe = nano.recipe(
+        tmp_path, "train.steps=100000", f"train.max_hours={limit_s / 3600}", "train.eval_every=0"
+    )
     run = tmp_path / "run"
     command = nano.start(recipe, run)
     wait_for_lines(command, run, more=8)

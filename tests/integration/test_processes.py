@@ -1,7 +1,8 @@
-"""Two processes train what one trains: the same data in the same order, the same losses but for the order of additions.
+"""Two processes train what one trains: the same data in the same order, the same losses but for the order of
+additions.
 
-Most runs here are two forks with torchrun's variables set, because torchrun imports torch three times; two tests go through
-torchrun itself, once started by `--nproc` and once from outside.
+Most runs here are two forks with torchrun's variables set, because torchrun imports torch three times; two
+tests go through torchrun itself, once started by `--nproc` and once from outside.
 """
 
 import json
@@ -19,15 +20,25 @@ from warm import Fault
 
 STEPS = 20
 CLOSE = 1e-5
-"""Relative; the sums over two halves of a batch differ in the last bits, and twenty updates do not let that grow."""
+"""Relative; the sums over two halves of a batch differ in the last bits, and twenty updates do not let that
+grow."""
 
 
 @pytest.fixture(scope="module", params=["adamw", "muon"])
-def single(request: pytest.FixtureRequest, nano: Nano, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def single(
+    request: pytest.FixtureRequest, nano: Nano, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
     """A recipe, and its run on one process."""
     folder = tmp_path_factory.mktemp(request.param)
-    # Muon rounds its updates to bf16, so a difference in the last bit can grow to one in the eighth: a smaller rate keeps it small.
-    recipe = nano.recipe(folder, f"train.steps={STEPS}", "train.lr=2e-3", "train.muon_lr=2e-4", f"train.optimizer={request.param}")
+    # Muon rounds its updates to bf16, so a difference in the last bit can grow to one in the eighth: a
+    # smaller rate keeps it small.
+    recipe = nano.recipe(
+        folder,
+        f"train.steps={STEPS}",
+        "train.lr=2e-3",
+        "train.muon_lr=2e-4",
+        f"train.optimizer={request.param}",
+    )
     nano.outcome(recipe, folder / "run")
     return recipe, folder / "run"
 
@@ -47,14 +58,25 @@ def test_two_processes_train_what_one_trains(nano: Nano, single: tuple[Path, Pat
     "overrides",
     [
         ("plan.precision=bf16",),  # rotary positions
-        ("plan.precision=bf16", "model.positions=learned", "model.norm=layernorm", "model.activation=gelu", "model.bias=true"),
+        (
+            "plan.precision=bf16",
+            "model.positions=learned",
+            "model.norm=layernorm",
+            "model.activation=gelu",
+            "model.bias=true",
+        ),
         ("plan.compile=default",),
     ],
     ids=["bf16", "bf16-gpt2", "compiled"],
 )
-def test_two_processes_compute_in_bf16_and_compiled_as_one_does(nano: Nano, tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    """The first update sees the same weights, so its loss tells whether both round at the same places; later ones drift apart slowly."""
-    recipe = nano.recipe(tmp_path, "train.steps=3", "train.warmup_steps=0", "train.eval_every=0", "train.lr=1e-3", *overrides)
+def test_two_processes_compute_in_bf16_and_compiled_as_one_does(
+    nano: Nano, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    """The first update sees the same weights, so its loss tells whether both round at the same places; later
+    ones drift apart slowly."""
+    recipe = nano.recipe(
+        tmp_path, "train.steps=3", "train.warmup_steps=0", "train.eval_every=0", "train.lr=1e-3", *overrides
+    )
     alone, run = tmp_path / "alone", tmp_path / "run"
     nano.outcome(recipe, alone)
     for done in nano.train_on_two(recipe, run):
@@ -63,7 +85,9 @@ def test_two_processes_compute_in_bf16_and_compiled_as_one_does(nano: Nano, tmp_
     assert_close_training(run, alone, 1e-3)
 
 
-def test_a_run_moves_between_one_and_two_processes(nano: Nano, single: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_run_moves_between_one_and_two_processes(
+    nano: Nano, single: tuple[Path, Path], tmp_path: Path
+) -> None:
     """A signal to one of two stops both; one process goes on; two end what it began."""
     recipe, reference = single
     run = tmp_path / "run"
@@ -73,12 +97,18 @@ def test_a_run_moves_between_one_and_two_processes(nano: Nano, single: tuple[Pat
     assert nano.outcome(recipe, run, fault=Fault("terminated_at", update=7))["step"] == 13
     for done in nano.train_on_two(recipe, run):
         assert done.code == 0, done.err
-    assert [(event["step"], event["world_size"]) for event in events(run, "start", "resume")] == [(0, 2), (6, 1), (13, 2)]
+    assert [(event["step"], event["world_size"]) for event in events(run, "start", "resume")] == [
+        (0, 2),
+        (6, 1),
+        (13, 2),
+    ]
     assert_close_training(run, reference, CLOSE)
     assert_close_tensors(run, reference)
 
 
-def test_resumed_on_two_is_the_same_to_the_last_bit_as_unbroken_on_two(nano: Nano, single: tuple[Path, Path], tmp_path: Path) -> None:
+def test_resumed_on_two_is_the_same_to_the_last_bit_as_unbroken_on_two(
+    nano: Nano, single: tuple[Path, Path], tmp_path: Path
+) -> None:
     recipe, _ = single
     unbroken, run = tmp_path / "unbroken", tmp_path / "run"
     nano.train_on_two(recipe, unbroken)
@@ -89,7 +119,8 @@ def test_resumed_on_two_is_the_same_to_the_last_bit_as_unbroken_on_two(nano: Nan
 
 
 def test_killed_while_two_processes_save(nano: Nano, single: tuple[Path, Path], tmp_path: Path) -> None:
-    """The first of two dies in the middle of a commit; the other cannot go on without it; both go on together afterwards."""
+    """The first of two dies in the middle of a commit; the other cannot go on without it; both go on together
+    afterwards."""
     recipe, _ = single
     unbroken, run = tmp_path / "unbroken", tmp_path / "run"
     nano.train_on_two(recipe, unbroken)
@@ -103,7 +134,9 @@ def test_killed_while_two_processes_save(nano: Nano, single: tuple[Path, Path], 
 
 
 def test_streamed_data_is_the_same_on_two_processes(nano: Nano, tmp_path: Path) -> None:
-    recipe = nano.recipe(tmp_path, "data.stream=true", "train.steps=10", "train.lr=2e-3", "train.eval_sequences=7")
+    recipe = nano.recipe(
+        tmp_path, "data.stream=true", "train.steps=10", "train.lr=2e-3", "train.eval_sequences=7"
+    )
     nano.outcome(recipe, tmp_path / "one")
     for done in nano.train_on_two(recipe, tmp_path / "two"):
         assert done.code == 0, done.err
@@ -112,7 +145,8 @@ def test_streamed_data_is_the_same_on_two_processes(nano: Nano, tmp_path: Path) 
 
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_tied_embeddings_stay_tied(nano: Nano, tmp_path: Path, tied: str) -> None:
-    """Tied under FSDP and over a resume: one tensor in the checkpoint, and a training that one process repeats."""
+    """Tied under FSDP and over a resume: one tensor in the checkpoint, and a training that one process
+    repeats."""
     recipe = nano.recipe(tmp_path, f"model.tie_embeddings={tied}", "train.steps=12", "train.lr=2e-3")
     nano.outcome(recipe, tmp_path / "one")
     run = tmp_path / "two"
@@ -129,7 +163,9 @@ def assert_close_tensors(run: Path, reference: Path) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         if not name.startswith("rng."):
-            torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                found[name], tensor, rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def real(nano: Nano, *command: str | Path) -> subprocess.Popen[str]:
@@ -145,8 +181,11 @@ def real(nano: Nano, *command: str | Path) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 def test_through_torchrun(nano: Nano, tmp_path: Path) -> None:
-    """`--nproc 2` stopped by Ctrl-C, then an outside torchrun goes on: one process's losses, every line once."""
-    recipe = nano.recipe(tmp_path, "train.steps=150", "train.lr=2e-3", "train.eval_every=0", "train.checkpoint_every=0")
+    """`--nproc 2` stopped by Ctrl-C, then an outside torchrun goes on: one process's losses, every line
+    once."""
+    recipe = nano.recipe(
+        tmp_path, "train.steps=150", "train.lr=2e-3", "train.eval_every=0", "train.checkpoint_every=0"
+    )
     run = tmp_path / "run"
     arguments = ("-m", "redline.cli.main", "train", recipe, "--run", run, "--json")
     command = real(nano, *arguments, "--nproc", "2")
@@ -162,7 +201,15 @@ def test_through_torchrun(nano: Nano, tmp_path: Path) -> None:
     stopped_at = said["step"]
     assert 0 < stopped_at == len(steps(run)) < 150
 
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", "--", sys.executable)
+    torchrun = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--no-python",
+        "--",
+        sys.executable,
+    )
     command = real(nano, *torchrun, *arguments)
     out, err = command.communicate(timeout=120)
     assert command.returncode == 0, err

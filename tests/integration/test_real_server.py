@@ -1,4 +1,5 @@
-"""The server engine against a real server: `transformers serve` on loopback, with a tiny Llama that we export. Truth: its own generate."""
+"""The server engine against a real server: `transformers serve` on loopback, with a tiny Llama that we
+export. Truth: its own generate."""
 
 import os
 import socket
@@ -25,10 +26,13 @@ from redline.errors import ConfigError
 from redline.model.huggingface import write_folder
 from redline.model.transformer import build_model
 
-pytestmark = pytest.mark.skipif(not is_serve_available(), reason="transformers serve needs fastapi, uvicorn and openai")
+pytestmark = pytest.mark.skipif(
+    not is_serve_available(), reason="transformers serve needs fastapi, uvicorn and openai"
+)
 
 CONFIG = ModelConfig(
-    vocab_size=384, num_layers=2, hidden_size=32, num_heads=2, num_kv_heads=1, ffn_size=64, context_length=128, init_std=0.3,
+    vocab_size=384, num_layers=2, hidden_size=32, num_heads=2, num_kv_heads=1, ffn_size=64,
+    context_length=128, init_std=0.3,
     tie_embeddings=False,
 )  # fmt: skip
 PROMPTS = ("ROMEO: what light", "The", "O, I am slain! And now")
@@ -43,7 +47,9 @@ class Served:
     tokenizer: Tokenizer
 
     def run(self, *requests: Request, concurrency: int = 4) -> list[Completion]:
-        with ServerEngine(self.url, str(self.folder), concurrency=concurrency, tokenizer=self.tokenizer) as engine:
+        with ServerEngine(
+            self.url, str(self.folder), concurrency=concurrency, tokenizer=self.tokenizer
+        ) as engine:
             assert engine.dialect is TRANSFORMERS
             return list(engine.run(requests))
 
@@ -59,9 +65,27 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # A Hugging Face home of its own: without a cache in it, the server's list of models fails, as on a fresh machine.
-    environment = {**os.environ, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SERVE, "serve", str(folder / "tiny"), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
+    # A Hugging Face home of its own: without a cache in it, the server's list of models fails, as on a fresh
+    # machine.
+    environment = {
+        **os.environ,
+        "HF_HOME": str(folder / "home"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [
+        sys.executable,
+        "-c",
+        SERVE,
+        "serve",
+        str(folder / "tiny"),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--device",
+        "cpu",
+    ]
     with (folder / "log").open("wb") as log:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     try:
@@ -109,28 +133,41 @@ def test_a_prompt_of_token_ids_becomes_text(served: Served, greedy: dict[str, st
     assert found.text == greedy[PROMPTS[0]]
 
 
-def test_samples_differ_by_their_number_and_repeat_by_their_seed(served: Served, greedy: dict[str, str]) -> None:
+def test_samples_differ_by_their_number_and_repeat_by_their_seed(
+    served: Served, greedy: dict[str, str]
+) -> None:
     """It really samples: the server's own default is greedy whatever the temperature."""
-    request = Request(prompt=PROMPTS[0], sampling=Sampling(max_new_tokens=16, temperature=1.0), samples=4, seed=7)
+    request = Request(
+        prompt=PROMPTS[0], sampling=Sampling(max_new_tokens=16, temperature=1.0), samples=4, seed=7
+    )
     texts = [completion.text for completion in served.run(request, concurrency=1)]
     assert len({*texts, greedy[PROMPTS[0]]}) == 5
     assert [completion.text for completion in served.run(request, concurrency=1)] == texts
 
 
 def test_top_k_reaches_the_sampler(served: Served, greedy: dict[str, str]) -> None:
-    [found] = served.run(Request(prompt=PROMPTS[0], sampling=Sampling(max_new_tokens=16, temperature=1.0, top_k=1)))
+    [found] = served.run(
+        Request(prompt=PROMPTS[0], sampling=Sampling(max_new_tokens=16, temperature=1.0, top_k=1))
+    )
     assert found.text == greedy[PROMPTS[0]], "the one likeliest token is the greedy one"
 
 
 def test_a_stop_text_ends_the_completion_and_is_cut_off(served: Served, greedy: dict[str, str]) -> None:
     text = greedy[PROMPTS[1]]
     stop = text[6:8]
-    [found] = served.run(Request(prompt=PROMPTS[1], sampling=Sampling(max_new_tokens=16, temperature=0.0, stop_strings=(stop,))))
+    [found] = served.run(
+        Request(
+            prompt=PROMPTS[1], sampling=Sampling(max_new_tokens=16, temperature=0.0, stop_strings=(stop,))
+        )
+    )
     assert (found.text, found.finish) == (text[: text.index(stop)], "stop")
 
 
 def test_another_model_is_refused_in_one_line(served: Served) -> None:
-    with ServerEngine(served.url, "no/such") as engine, pytest.raises(ConfigError, match="refused the request: 400") as caught:
+    with (
+        ServerEngine(served.url, "no/such") as engine,
+        pytest.raises(ConfigError, match="refused the request: 400") as caught,
+    ):
         list(engine.run([Request(prompt="a", sampling=Sampling())]))
     assert "no/such" in str(caught.value)
     assert "\n" not in str(caught.value)

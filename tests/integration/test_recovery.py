@@ -1,7 +1,8 @@
-"""What goes wrong in a run: memory, numbers, the disk, the folder, a checkpoint. Each is one clear line, and nothing is lost.
+"""What goes wrong in a run: memory, numbers, the disk, the folder, a checkpoint. Each is one clear line, and
+nothing is lost.
 
-Where a run can go on by itself it does, and trains what it would have trained; where it cannot, the same command goes on when the
-cause is gone, and ends with the bits of a run that nothing happened to.
+Where a run can go on by itself it does, and trains what it would have trained; where it cannot, the same
+command goes on when the cause is gone, and ends with the bits of a run that nothing happened to.
 """
 
 import json
@@ -13,7 +14,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pipeline import Nano, assert_close_training, assert_same_training, events, lines_written, one_line, steps, training, weights
+from pipeline import (
+    Nano,
+    assert_close_training,
+    assert_same_training,
+    events,
+    lines_written,
+    one_line,
+    steps,
+    training,
+    weights,
+)
 from warm import Done, Fault
 
 from redline.launch import out_of_memory_override, with_recovery
@@ -51,11 +62,16 @@ def refused(done: Done, code: int) -> str:
 
 
 class TestOutOfMemory:
-    def test_the_micro_batch_shrinks_and_the_batch_stays(self, nano: Nano, recipe: Path, tmp_path: Path) -> None:
+    def test_the_micro_batch_shrinks_and_the_batch_stays(
+        self, nano: Nano, recipe: Path, tmp_path: Path
+    ) -> None:
         run, small = tmp_path / "run", tmp_path / "small"
         nano.outcome(recipe, run, fault=Fault("out_of_memory", above=2))
         nano.outcome(recipe, small, "--set", "plan.micro_batch=2")
-        found = [(event["step"], event["micro_batch_before"], event["micro_batch"]) for event in events(run, "out_of_memory")]
+        found = [
+            (event["step"], event["micro_batch_before"], event["micro_batch"])
+            for event in events(run, "out_of_memory")
+        ]
         assert found == [(1, 8, 4), (1, 4, 2)]
         assert {event["batch_size"] for event in events(run, "out_of_memory")} == {8}
         assert_same_training(run, small)
@@ -65,7 +81,9 @@ class TestOutOfMemory:
         recipe = nano.recipe(tmp_path, *GENTLE)
         nano.outcome(recipe, tmp_path / "reference")
         run = tmp_path / "run"
-        nano.outcome(recipe, run, "--set", "plan.micro_batch=4", fault=Fault("out_of_memory", above=2, from_pass=8))
+        nano.outcome(
+            recipe, run, "--set", "plan.micro_batch=4", fault=Fault("out_of_memory", above=2, from_pass=8)
+        )
         (event,) = events(run, "out_of_memory")
         assert (event["step"], event["micro_batch"]) == (4, 2)
         assert_close_training(run, tmp_path / "reference", 1e-5)
@@ -101,14 +119,20 @@ class TestOutOfMemory:
 
     @pytest.mark.parametrize(("rank", "planned"), [(0, False), (1, True)])
     def test_one_of_two_processes(self, nano: Nano, tmp_path: Path, rank: int, planned: bool) -> None:
-        """The launcher starts both again with half the micro-batch, whichever failed and wherever the plan came from."""
+        """The launcher starts both again with half the micro-batch, whichever failed and wherever the plan
+        came from."""
         recipe = nano.recipe(tmp_path, *GENTLE)
         nano.outcome(recipe, tmp_path / "reference")
         run, options = tmp_path / "run", ["--nproc", "2"]
         if planned:
             assert nano.warm.run("plan", recipe, *options, "--save", tmp_path / "plan.json").code == 0
             options += ["--plan", str(tmp_path / "plan.json")]
-        assert nano.outcome(recipe, run, *options, fault=Fault("out_of_memory_on_two", above=2, only_rank=rank))["why"] == "finished"
+        assert (
+            nano.outcome(recipe, run, *options, fault=Fault("out_of_memory_on_two", above=2, only_rank=rank))[
+                "why"
+            ]
+            == "finished"
+        )
         assert [event["micro_batch"] for event in events(run, "out_of_memory")] == [2]
         assert [event["micro_batch"] for event in events(run, "start")] == [4, 2]
         assert json.loads((run / "plan.json").read_text())["accumulation"]["value"] == 2
@@ -116,7 +140,11 @@ class TestOutOfMemory:
 
     def test_the_launcher_gives_up_where_starting_again_changes_nothing(self, tmp_path: Path) -> None:
         file = tmp_path / "events.jsonl"
-        happened = [{"event": "start"}, {"event": "out_of_memory", "micro_batch": 2}, {"event": "checkpoint", "step": 3}]
+        happened = [
+            {"event": "start"},
+            {"event": "out_of_memory", "micro_batch": 2},
+            {"event": "checkpoint", "step": 3},
+        ]
         file.write_text("".join(json.dumps(event) + "\n" for event in happened))
         assert out_of_memory_override(file) == "plan.micro_batch=2"
         file.write_text(file.read_text() + '{"event": "resume"}\n')
@@ -142,7 +170,13 @@ class TestNotANumber:
 
     def test_a_loss(self, nano: Nano, tmp_path: Path) -> None:
         """Without a fault: a rate at which the weights overflow. The same command comes to the same end."""
-        recipe = nano.recipe(tmp_path, "train.lr=1e36", "train.schedule=constant", "train.warmup_steps=0", "train.checkpoint_every=1")
+        recipe = nano.recipe(
+            tmp_path,
+            "train.lr=1e36",
+            "train.schedule=constant",
+            "train.warmup_steps=0",
+            "train.checkpoint_every=1",
+        )
         run = tmp_path / "run"
         line = refused(nano.train(recipe, run), code=8)
         assert "lower train.lr (now 1e+36)" in line
@@ -174,7 +208,11 @@ class TestDisk:
         """A disk with room for two checkpoints and a half."""
         disk = tmp_path / "disk"
         disk.mkdir()
-        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1200k", "redline-test", disk], capture_output=True, check=False)
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1200k", "redline-test", disk],
+            capture_output=True,
+            check=False,
+        )
         if mounted.returncode:
             pytest.skip("only root may mount a small disk; the limit on file sizes is tested everywhere")
         yield disk
@@ -194,12 +232,15 @@ class TestDisk:
         assert_same_training(run, reference)
 
     @pytest.mark.parametrize("what", ["a checkpoint", "metrics.jsonl"])
-    def test_refuses_a_write(self, nano: Nano, recipe: Path, reference: Path, tmp_path: Path, what: str) -> None:
+    def test_refuses_a_write(
+        self, nano: Nano, recipe: Path, reference: Path, tmp_path: Path, what: str
+    ) -> None:
         """A write that is cut off in the middle: of a checkpoint's shard, and of a line of the metrics."""
         run = tmp_path / "run"
         assert nano.outcome(recipe, run, fault=Fault("terminated_at", update=12))["step"] == 12
         written = (run / "metrics.jsonl").stat().st_size
-        limit = written + 100 if what == "metrics.jsonl" else 100_000  # the next line stands before the next checkpoint
+        # the next line stands before the next checkpoint
+        limit = written + 100 if what == "metrics.jsonl" else 100_000
         line = refused(nano.train(recipe, run, fault=Fault("small_files", size_bytes=limit)), code=5)
         assert line.startswith(f"redline: {what} cannot be written to {run}")
         assert checkpoints(run) == [10, 12]
@@ -220,7 +261,10 @@ class TestFolder:
         while first.alive() and lines_written(run) == 0:
             time.sleep(0.01)
         line = refused(nano.train(recipe, run), code=5)
-        assert line == f"redline: {run} is in use by another process: wait for it, or give another folder with --run"
+        assert (
+            line
+            == f"redline: {run} is in use by another process: wait for it, or give another folder with --run"
+        )
         assert first.alive()
         first.send(signal.SIGINT)
         done = first.wait()
@@ -245,7 +289,9 @@ class TestFolder:
 
 class TestDamagedCheckpoint:
     @pytest.mark.parametrize("damage", ["truncated", "one byte", "state", "missing"])
-    def test_is_refused_and_the_one_before_it_offered(self, nano: Nano, recipe: Path, reference: Path, tmp_path: Path, damage: str) -> None:
+    def test_is_refused_and_the_one_before_it_offered(
+        self, nano: Nano, recipe: Path, reference: Path, tmp_path: Path, damage: str
+    ) -> None:
         run = tmp_path / "run"
         nano.outcome(recipe, run, fault=Fault("terminated_at", update=24))
         assert checkpoints(run) == [20, 21, 24]

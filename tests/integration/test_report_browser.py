@@ -1,6 +1,8 @@
-"""The report and the watched page in a real browser: no errors, curves drawn, nothing wider than a desktop or a phone, light and dark.
+"""The report and the watched page in a real browser: no errors, curves drawn, nothing wider than a desktop or
+a phone, light and dark.
 
-Needs playwright (in the dev extra) and a Chromium (browser.py finds or fetches one); skipped with the reason where they cannot be had.
+Needs playwright (in the dev extra) and a Chromium (browser.py finds or fetches one); skipped with the reason
+where they cannot be had.
 """
 
 import json
@@ -21,7 +23,9 @@ from redline.report.runs import read_runs
 from redline.report.serve import make_server
 from redline.report.view import view
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install 'redline[dev]'")
+sync_api = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed: pip install 'redline[dev]'"
+)
 
 WIDTHS = {"desktop": 1280, "phone": 390}
 INKED = """canvas => {
@@ -84,7 +88,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (full / "ablation.json").write_text(json.dumps(ABLATION))
     jsonl(full / "trials.jsonl", [{f"value_{i}": i for i in range(9)}])
     jsonl(full / "evaluations.jsonl", EVALUATIONS)
-    two = [write_run(root / name, metrics=lines(faster=faster)) for name, faster in (("a", 1), ("a-long-name-" * 8, 2))]
+    two = [
+        write_run(root / name, metrics=lines(faster=faster))
+        for name, faster in (("a", 1), ("a-long-name-" * 8, 2))
+    ]
     found = {"one": root / "one.html", "two": root / "two.html"}
     write_page([view(run) for run in read_runs([full])], found["one"])
     write_page([view(run, place) for place, run in enumerate(read_runs(two))], found["two"])
@@ -105,7 +112,11 @@ def test_the_page_is_drawn_fits_and_asks_for_nothing(
     assert opened.page.evaluate(BEYOND_ITS_FRAME) == []
     assert opened.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert opened.page.evaluate("window.hacked") is None
-    background = opened.page.evaluate("getComputedStyle(document.body).backgroundColor").removeprefix("rgb(").removesuffix(")")
+    background = (
+        opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        .removeprefix("rgb(")
+        .removesuffix(")")
+    )
     assert (sum(map(int, background.split(","))) > 384) == (scheme == "light")
     opened.page.screenshot(path=tmp_path / f"{name}-{width}-{scheme}.png", full_page=True)
     assert opened.troubles == []
@@ -113,7 +124,9 @@ def test_the_page_is_drawn_fits_and_asks_for_nothing(
     opened.page.close()
 
 
-def test_pointing_at_a_curve_tells_its_numbers_and_the_axis_can_be_changed(chromium: Any, pages: dict[str, Path]) -> None:
+def test_pointing_at_a_curve_tells_its_numbers_and_the_axis_can_be_changed(
+    chromium: Any, pages: dict[str, Path]
+) -> None:
     opened = Opened(chromium, pages["two"].as_uri())
     over = opened.page.locator("figure[data-chart=tokens_per_s] .u-over")
     box = over.bounding_box()
@@ -140,25 +153,47 @@ def test_every_line_of_a_comparison_is_in_its_key(chromium: Any, pages: dict[str
         for chart in ("loss", "tokens_per_s", "memory_bytes")
     }
     assert [key.strip() for key in keys["loss"]] == ["smoothed", "validation"]
-    assert [key.strip() for key in keys["tokens_per_s"]] == ["attainable 2.5k", "matmul ceiling 4k"], "one plan: one line for both runs"
-    assert opened.page.inner_text(".compare tbody tr:has(th:text-is('against the first')) td >> nth=0") == "1×"
+    assert [key.strip() for key in keys["tokens_per_s"]] == ["attainable 2.5k", "matmul ceiling 4k"], (
+        "one plan: one line for both runs"
+    )
+    assert (
+        opened.page.inner_text(".compare tbody tr:has(th:text-is('against the first')) td >> nth=0") == "1×"
+    )
     opened.page.close()
 
 
-def test_on_a_phone_the_columns_of_a_comparison_lie_side_by_side(chromium: Any, pages: dict[str, Path]) -> None:
+def test_on_a_phone_the_columns_of_a_comparison_lie_side_by_side(
+    chromium: Any, pages: dict[str, Path]
+) -> None:
     opened = Opened(chromium, pages["two"].as_uri(), width=375)
-    assert opened.page.evaluate("(() => { const box = document.querySelector('.scroll'); return box.scrollWidth <= box.clientWidth; })()")
-    right = "[...document.querySelectorAll('.compare td')].every(cell => cell.getBoundingClientRect().right <= innerWidth)"
+    assert opened.page.evaluate(
+        "(() => { const box = document.querySelector('.scroll'); return box.scrollWidth <= box.clientWidth;"
+        " })()"
+    )
+    right = (
+        "[...document.querySelectorAll('.compare td')].every(cell => cell.getBoundingClientRect().right <="
+        " innerWidth)"
+    )
     assert opened.page.evaluate(right)
     opened.page.close()
 
 
 def test_losses_of_every_fifth_update(chromium: Any, tmp_path: Path) -> None:
-    """As a Trainer logs them: nothing is drawn before the first, the axis counts whole updates, and an end without numbers is marked."""
-    made = [{name: value for name, value in line.items() if name != "loss" or line["step"] % 5 == 0} for line in lines(9)]
+    """As a Trainer logs them: nothing is drawn before the first, the axis counts whole updates, and an end
+    without numbers is marked."""
+    made = [
+        {name: value for name, value in line.items() if name != "loss" or line["step"] % 5 == 0}
+        for line in lines(9)
+    ]
     del made[-1]["valid_loss"]
-    for name, changed in (("sparse", made), ("broken", [*made[:5], *(line | {"loss": None} for line in made[5:])])):
-        write_page([view(run) for run in read_runs([write_run(tmp_path / name, metrics=changed)])], tmp_path / f"{name}.html")
+    for name, changed in (
+        ("sparse", made),
+        ("broken", [*made[:5], *(line | {"loss": None} for line in made[5:])]),
+    ):
+        write_page(
+            [view(run) for run in read_runs([write_run(tmp_path / name, metrics=changed)])],
+            tmp_path / f"{name}.html",
+        )
     opened = Opened(chromium, (tmp_path / "sparse.html").as_uri())
     opened.page.add_init_script(NOTE_TEXTS)
     opened.page.reload()
@@ -189,8 +224,13 @@ def test_the_watched_page_keeps_up_with_its_run(chromium: Any, tmp_path: Path) -
             metrics.write("".join(json.dumps(line) + "\n" for line in lines()[20:]))
             events.write("".join(json.dumps(event) + "\n" for event in EVENTS[1:]))
         opened.page.get_by_text("40 of 40").wait_for(timeout=10_000)
-        opened.page.wait_for_function("document.getElementById('pulse').textContent === 'finished, finished'", timeout=10_000)
-        assert opened.page.evaluate("document.querySelector('figure[data-chart=loss] canvas').toDataURL()") != before
+        opened.page.wait_for_function(
+            "document.getElementById('pulse').textContent === 'finished, finished'", timeout=10_000
+        )
+        assert (
+            opened.page.evaluate("document.querySelector('figure[data-chart=loss] canvas').toDataURL()")
+            != before
+        )
         assert "validation" in opened.page.inner_text("figure[data-chart=loss] figcaption")
         assert opened.troubles == []
         assert all(asked.startswith(server.url) for asked in opened.asked if not asked.startswith("data:"))

@@ -1,4 +1,5 @@
-"""`redline rft` as a user runs it: the whole loop killed at random moments equals an unbroken one, and every verb says what it did."""
+"""`redline rft` as a user runs it: the whole loop killed at random moments equals an unbroken one, and every
+verb says what it did."""
 
 import json
 import random
@@ -17,7 +18,14 @@ from warm import Command, Warm
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from rft_model import letters_recipe, tiny_model
 
-LONGER = ("--set", "sample.samples_per_question=120", "--set", "sample.max_new_tokens=12", "--set", "sample.keep_per_question=1")
+LONGER = (
+    "--set",
+    "sample.samples_per_question=120",
+    "--set",
+    "sample.max_new_tokens=12",
+    "--set",
+    "sample.keep_per_question=1",
+)
 """Sampling that takes long enough to be killed in the middle."""
 
 
@@ -57,7 +65,9 @@ def wait_for_samples(command: Command, run: Path, more: int) -> None:
         time.sleep(0.005)
 
 
-def test_killed_at_random_moments_the_loop_ends_where_an_unbroken_one_does(warm: Warm, place: Path, unbroken: Path, tmp_path: Path) -> None:
+def test_killed_at_random_moments_the_loop_ends_where_an_unbroken_one_does(
+    warm: Warm, place: Path, unbroken: Path, tmp_path: Path
+) -> None:
     rng = random.Random(1)
     run, seen, kills = tmp_path / "run", dict[tuple[str, int], str](), 0
     arguments = ("rft", "run", place / "letters.toml", "--run", run, "--json", *LONGER)
@@ -75,15 +85,25 @@ def test_killed_at_random_moments_the_loop_ends_where_an_unbroken_one_does(warm:
     assert done.code == 0, done.err
     assert seen.items() <= samples(run).items()
     assert samples(run) == samples(unbroken)
-    mine, reference = (safetensors.torch.load_file(path / "adapter" / "adapter_model.safetensors") for path in (run, unbroken))
+    mine, reference = (
+        safetensors.torch.load_file(path / "adapter" / "adapter_model.safetensors")
+        for path in (run, unbroken)
+    )
     assert all(mine[name].equal(reference[name]) for name in reference)
-    tests = [[json.loads(line) for line in (path / "evaluations.jsonl").read_text().splitlines()] for path in (run, unbroken)]
-    assert [(line["weights"], line["accuracy"]) for line in tests[0]] == [(line["weights"], line["accuracy"]) for line in tests[1]]
+    tests = [
+        [json.loads(line) for line in (path / "evaluations.jsonl").read_text().splitlines()]
+        for path in (run, unbroken)
+    ]
+    assert [(line["weights"], line["accuracy"]) for line in tests[0]] == [
+        (line["weights"], line["accuracy"]) for line in tests[1]
+    ]
     assert json.loads(done.out)["why"] == "finished"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_request_to_stop_keeps_what_is_there(warm: Warm, place: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_request_to_stop_keeps_what_is_there(
+    warm: Warm, place: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     run = tmp_path / "run"
     arguments = ("rft", "sample", place / "letters.toml", "--run", run, *LONGER)
     command = warm.start(*arguments, "--json")
@@ -125,7 +145,11 @@ def test_every_verb(warm: Warm, place: Path, unbroken: Path, tmp_path: Path) -> 
     table = said("test", *recipe, "--rows", "10")
     assert table.count("after") == 2
     lines = json.loads(said("test", *recipe, "--rows", "all", "--json"))
-    assert [(line["weights"], line["n"]) for line in lines] == [("base", 20), ("answers", 20), ("samples", 20)]
+    assert [(line["weights"], line["n"]) for line in lines] == [
+        ("base", 20),
+        ("answers", 20),
+        ("samples", 20),
+    ]
     loop = said("run", *recipe)
     assert "before" in loop
     assert "after RFT" in loop
@@ -166,20 +190,48 @@ def test_mistakes_are_one_line(warm: Warm, tmp_path: Path, arguments: tuple[str,
     assert message in one_line(done.err)
 
 
-def test_a_run_is_a_model_for_generation_and_for_the_next_round(warm: Warm, place: Path, unbroken: Path, tmp_path: Path) -> None:
-    """What a run trained is opened from its folder, adapter merged; the same as by the adapter's own folder."""
-    asked = ("--prompt", "Question: Write 3\nAnswer:", "--temperature", "0", "--max-new-tokens", "6", "--json")
-    texts = [json.loads(warm.run("generate", model, *asked).out) for model in (unbroken, unbroken / "adapter", place / "model")]
+def test_a_run_is_a_model_for_generation_and_for_the_next_round(
+    warm: Warm, place: Path, unbroken: Path, tmp_path: Path
+) -> None:
+    """What a run trained is opened from its folder, adapter merged; the same as by the adapter's own
+    folder."""
+    asked = (
+        "--prompt",
+        "Question: Write 3\nAnswer:",
+        "--temperature",
+        "0",
+        "--max-new-tokens",
+        "6",
+        "--json",
+    )
+    texts = [
+        json.loads(warm.run("generate", model, *asked).out)
+        for model in (unbroken, unbroken / "adapter", place / "model")
+    ]
     assert texts[0] == texts[1] != texts[2]
     second_run = ("--run", tmp_path / "second", "--set", f'model.sampler="{unbroken}"', *LONGER)
     done = warm.run("rft", "sample", place / "letters.toml", "--json", *second_run)
     assert done.code == 0, done.err
-    first, second = (json.loads(warm.run("rft", "stats", run, "--json").out) for run in (unbroken, tmp_path / "second"))
-    assert second["correct"] / second["samples"] > first["correct"] / first["samples"], "a trained sampler is right more often"
+    first, second = (
+        json.loads(warm.run("rft", "stats", run, "--json").out) for run in (unbroken, tmp_path / "second")
+    )
+    assert second["correct"] / second["samples"] > first["correct"] / first["samples"], (
+        "a trained sampler is right more often"
+    )
 
 
 def test_rounds_are_sampled_by_what_the_last_one_trained(warm: Warm, place: Path, tmp_path: Path) -> None:
-    arguments = ("rft", "run", place / "letters.toml", "--run", tmp_path / "run", "--rounds", "3", "--set", "sample.later_temperature=1.5")
+    arguments = (
+        "rft",
+        "run",
+        place / "letters.toml",
+        "--run",
+        tmp_path / "run",
+        "--rounds",
+        "3",
+        "--set",
+        "sample.later_temperature=1.5",
+    )
     done = warm.run(*arguments, "--json")
     assert done.code == 0, done.err
     reports = json.loads(done.out)
@@ -199,7 +251,9 @@ def test_rounds_are_sampled_by_what_the_last_one_trained(warm: Warm, place: Path
     assert "--rounds must be greater than 0, got 0" in one_line(wrong.err)
 
 
-def test_a_run_of_rounds_is_told_from_a_run_of_one(warm: Warm, place: Path, unbroken: Path, tmp_path: Path) -> None:
+def test_a_run_of_rounds_is_told_from_a_run_of_one(
+    warm: Warm, place: Path, unbroken: Path, tmp_path: Path
+) -> None:
     several = warm.run("rft", "run", place / "letters.toml", "--run", unbroken, "--rounds", "2", *LONGER)
     assert several.code == 2
     assert "holds a run of one round" in one_line(several.err)
@@ -208,8 +262,18 @@ def test_a_run_of_rounds_is_told_from_a_run_of_one(warm: Warm, place: Path, unbr
     stats = warm.run("rft", "stats", run)
     assert stats.code == 3
     assert "name one of its 2 rounds" in one_line(stats.err)
-    asked = ("--prompt", "Question: Write 3\nAnswer:", "--temperature", "0", "--max-new-tokens", "6", "--json")
-    assert warm.run("generate", run, *asked).out == warm.run("generate", run / "round-2", *asked).out, "the last round is the model"
+    asked = (
+        "--prompt",
+        "Question: Write 3\nAnswer:",
+        "--temperature",
+        "0",
+        "--max-new-tokens",
+        "6",
+        "--json",
+    )
+    assert warm.run("generate", run, *asked).out == warm.run("generate", run / "round-2", *asked).out, (
+        "the last round is the model"
+    )
 
 
 @pytest.mark.slow
@@ -220,4 +284,6 @@ def test_the_demo_really_gets_better_on_held_out_questions(warm: Warm, tmp_path:
     assert done.code == 0, done.err
     report = json.loads(done.out)
     assert report["before"]["accuracy"] < 0.4
-    assert report["after"]["accuracy_low"] > report["before"]["accuracy_high"] + 0.2, "a margin beyond both intervals"
+    assert report["after"]["accuracy_low"] > report["before"]["accuracy_high"] + 0.2, (
+        "a margin beyond both intervals"
+    )

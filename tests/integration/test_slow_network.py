@@ -1,4 +1,5 @@
-"""Waits for other processes as a part of their own: what a slow network costs is seen, named and predicted; without it the parts add up."""
+"""Waits for other processes as a part of their own: what a slow network costs is seen, named and predicted;
+without it the parts add up."""
 
 import json
 import shutil
@@ -17,11 +18,18 @@ from redline.diagnose.rules import diagnose
 from redline.plan.arithmetic import received_bytes
 
 COLLECTIVES = 2 + 3 * 2
-"""Of a pass: one gather and one reduction of the embedding and head, two gathers and one reduction of each of two blocks."""
+"""Of a pass: one gather and one reduction of the embedding and head, two gathers and one reduction of each of
+two blocks."""
 SLOWER = 1.5
 """What the network is made to cost, in updates without it."""
 BLOCK = 5
-ENOUGH = ("model.hidden_size=64", "model.ffn_size=256", "train.batch_size=16", "train.eval_every=0", "train.checkpoint_every=0")
+ENOUGH = (
+    "model.hidden_size=64",
+    "model.ffn_size=256",
+    "train.batch_size=16",
+    "train.eval_every=0",
+    "train.checkpoint_every=0",
+)
 """To compute that two processes do not only wait for each other."""
 
 
@@ -39,32 +47,53 @@ def only(run: Path, lines: list[dict[str, Any]]) -> Path:
     folder.mkdir()
     for name in ("recipe.toml", "plan.json", "events.jsonl"):
         shutil.copy(run / name, folder)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line | {"step": i}) + "\n" for i, line in enumerate(lines, 1)))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(line | {"step": i}) + "\n" for i, line in enumerate(lines, 1))
+    )
     return folder
 
 
 def test_a_slow_network_is_seen_named_and_predicted(nano: Nano, tmp_path: Path) -> None:
-    """Each within 25 %. Three tries, because another program on the same cores changes the one block and not the other."""
+    """Each within 25 %. Three tries, because another program on the same cores changes the one block and not
+    the other."""
     tries = []
     for attempt in range(3):
-        usual = run_on_two(nano, nano.recipe(tmp_path, *ENOUGH, "train.steps=15"), tmp_path / f"usual {attempt}", 0.0)
+        usual = run_on_two(
+            nano, nano.recipe(tmp_path, *ENOUGH, "train.steps=15"), tmp_path / f"usual {attempt}", 0.0
+        )
         planted_s = SLOWER * mean(line["step_s"] for line in usual[BLOCK:])
         run = tmp_path / f"slow {attempt}"
-        lines = run_on_two(nano, nano.recipe(tmp_path, *ENOUGH, "train.steps=70"), run, planted_s / COLLECTIVES)[2 * BLOCK :]
+        lines = run_on_two(
+            nano, nano.recipe(tmp_path, *ENOUGH, "train.steps=70"), run, planted_s / COLLECTIVES
+        )[2 * BLOCK :]
         clean, slow = ([line for line in lines if (line["step"] - 1) // BLOCK % 2 == odd] for odd in (0, 1))
-        seen_s = mean(line["communication_s"] for line in slow) - mean(line["communication_s"] for line in clean)
+        seen_s = mean(line["communication_s"] for line in slow) - mean(
+            line["communication_s"] for line in clean
+        )
         measured = mean(line["step_s"] for line in slow) / mean(line["step_s"] for line in clean)
         top = diagnose(read_run(only(run, slow)))[0]
         assert top.gain is not None
-        tries.append({"seen": seen_s / planted_s, "cause": top.cause, "predicted": top.gain.middle, "measured": measured})
-        if abs(seen_s / planted_s - 1) <= 0.25 and top.cause == "communication" and abs(top.gain.middle / measured - 1) <= 0.25:
+        tries.append(
+            {
+                "seen": seen_s / planted_s,
+                "cause": top.cause,
+                "predicted": top.gain.middle,
+                "measured": measured,
+            }
+        )
+        if (
+            abs(seen_s / planted_s - 1) <= 0.25
+            and top.cause == "communication"
+            and abs(top.gain.middle / measured - 1) <= 0.25
+        ):
             break
     else:
         pytest.fail(f"not within 25 %: {tries}")
     for line in lines:
         assert {"forward_s", "backward_s", "optimizer_s", "communication_s"} <= line.keys()
         assert sum(line.get(phase, 0.0) for phase in PHASES) <= line["issue_s"] <= line["step_s"] + 1e-4
-    for of in (clean, slow):  # the median: a busy machine may take the process away between two phases of an update
+    # the median: a busy machine may take the process away between two phases of an update
+    for of in (clean, slow):
         assert median(sum(line.get(phase, 0.0) for phase in PHASES) / line["issue_s"] for line in of) > 0.9
 
 
@@ -83,7 +112,9 @@ def test_one_process_has_no_such_part(nano: Nano, tmp_path: Path) -> None:
     assert not any("communication_s" in line for line in steps(tmp_path / "run"))
 
 
-def test_a_torch_that_waits_elsewhere_leaves_it_in_the_phases_and_says_so_once(nano: Nano, tmp_path: Path) -> None:
+def test_a_torch_that_waits_elsewhere_leaves_it_in_the_phases_and_says_so_once(
+    nano: Nano, tmp_path: Path
+) -> None:
     recipe, run = nano.recipe(tmp_path, "train.steps=6"), tmp_path / "run"
     fault = Fault("waits_elsewhere")
     for done in nano.train_on_two(recipe, run, faults=(fault, fault)):

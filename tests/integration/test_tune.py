@@ -1,5 +1,6 @@
-"""Tuning with real training in real child processes, at nano size on a CPU: planted slow values are found and undone, a plan that changes
-the numbers is seen, the same code against itself shows no change, and `redline train --plan auto` uses what was found."""
+"""Tuning with real training in real child processes, at nano size on a CPU: planted slow values are found and
+undone, a plan that changes the numbers is seen, the same code against itself shows no change, and `redline
+train --plan auto` uses what was found."""
 
 import json
 from dataclasses import replace
@@ -35,7 +36,8 @@ def small(nano: Nano, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[
 
 @pytest.mark.slow
 def test_a_planted_slow_plan_is_found_out(small: tuple[Recipe, Plan], tmp_path: Path) -> None:
-    """Passes of half the batch with every block computed twice: several times slower than need be, and the same training."""
+    """Passes of half the batch with every block computed twice: several times slower than need be, and the
+    same training."""
     recipe, rules = small
     planted = replace(rules, micro_batch=4, accumulation=2, recompute="full")
     with TuningFolder(tmp_path / "tuning") as folder:
@@ -48,11 +50,15 @@ def test_a_planted_slow_plan_is_found_out(small: tuple[Recipe, Plan], tmp_path: 
     assert tuned_plan(tmp_path / "tuning", recipe) == (tuned.plan, tuned.result)
     lines = [json.loads(line) for line in (tmp_path / "tuning" / "trials.jsonl").read_text().splitlines()]
     assert all(line["measured"]["outcome"] == "ok" for line in lines)
-    assert len({tuple(round(loss, 3) for loss in line["measured"]["losses"]) for line in lines}) == 1, "one training in all of them"
+    assert len({tuple(round(loss, 3) for loss in line["measured"]["losses"]) for line in lines}) == 1, (
+        "one training in all of them"
+    )
 
 
 @pytest.mark.slow
-def test_one_child_measures_a_plan_against_itself_and_sees_numbers_that_differ(small: tuple[Recipe, Plan]) -> None:
+def test_one_child_measures_a_plan_against_itself_and_sees_numbers_that_differ(
+    small: tuple[Recipe, Plan],
+) -> None:
     recipe, plan = small
     with Child() as one, Child() as other:
         arms = [Arm(train_trial(recipe, plan, SHORT), child) for child in (one, other)]
@@ -62,7 +68,8 @@ def test_one_child_measures_a_plan_against_itself_and_sees_numbers_that_differ(s
         for _ in range(3):
             take_turns(arms, 6)
             verdicts.append(compare(arms[0].blocks_s, arms[1].blocks_s, paired=True).verdict)
-        # Not two of three: on a busy machine one process may be the slower one for as long as it lives (test_tune_statistics has the rate).
+        # Not two of three: on a busy machine one process may be the slower one for as long as it lives
+        # (test_tune_statistics has the rate).
         assert "not resolved" in verdicts, verdicts
         reference = arms[0].end()
         assert reference.memory is not None
@@ -78,7 +85,9 @@ def test_one_child_measures_a_plan_against_itself_and_sees_numbers_that_differ(s
         assert wild.outcome == "crashed" or not guard(reference, wild, "rounding", precision="fp32").passed
 
 
-def test_train_uses_a_tuned_plan_and_says_which(nano: Nano, small: tuple[Recipe, Plan], tmp_path: Path) -> None:
+def test_train_uses_a_tuned_plan_and_says_which(
+    nano: Nano, small: tuple[Recipe, Plan], tmp_path: Path
+) -> None:
     recipe, rules = small
     path = nano.recipe(tmp_path, "plan.compile=off")
     brief = ("--set", "train.steps=2", "--set", "train.warmup_steps=0")
@@ -90,7 +99,15 @@ def test_train_uses_a_tuned_plan_and_says_which(nano: Nano, small: tuple[Recipe,
     rules = make_plan(recipe, hardware_here(facts, cached(facts)))
     found = replace(rules, micro_batch=2, accumulation=4)
     result = Result(
-        tuned_at="2026-01-01T00:00:00Z", ratio=1.5, low=1.4, high=1.6, paired=True, tokens_per_s=1e3, trials=3, elapsed_s=1.0, untried=()
+        tuned_at="2026-01-01T00:00:00Z",
+        ratio=1.5,
+        low=1.4,
+        high=1.6,
+        paired=True,
+        tokens_per_s=1e3,
+        trials=3,
+        elapsed_s=1.0,
+        untried=(),
     )
     with TuningFolder(tuning_folder(facts, rules)) as folder:
         folder.finish(found, result)

@@ -1,4 +1,5 @@
-"""`redline watch`: the page's server is for this machine and reads one folder only; the terminal follows a real run to its end."""
+"""`redline watch`: the page's server is for this machine and reads one folder only; the terminal follows a
+real run to its end."""
 
 import contextlib
 import fcntl
@@ -44,7 +45,9 @@ def server(run: Path) -> Iterator[Server]:
         server.shutdown()
 
 
-def ask(server: Server, path: str, method: str = "GET", host: str | None = None) -> tuple[int, dict[str, str], str]:
+def ask(
+    server: Server, path: str, method: str = "GET", host: str | None = None
+) -> tuple[int, dict[str, str], str]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
     connection.request(method, path, headers={"Host": host} if host else {})
     answer = connection.getresponse()
@@ -54,10 +57,13 @@ def ask(server: Server, path: str, method: str = "GET", host: str | None = None)
 
 
 def in_a_terminal(arguments: list[str], columns: int, rows: int) -> str:
-    """What `redline watch` draws in a terminal of this size, without colours and without what moves the cursor."""
+    """What `redline watch` draws in a terminal of this size, without colours and without what moves the
+    cursor."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-    environment = {name: value for name, value in os.environ.items() if name not in ("CI", "COLUMNS", "LINES")} | {"TERM": "xterm"}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("CI", "COLUMNS", "LINES")
+    } | {"TERM": "xterm"}
     program = [sys.executable, "-m", "redline.cli.main", "watch", *arguments]
     with subprocess.Popen(program, stdin=slave, stdout=slave, stderr=slave, env=environment) as watching:
         os.close(slave)
@@ -80,13 +86,22 @@ class TestServer:
 
     def test_the_page_and_its_headers(self, server: Server) -> None:
         status, headers, body = ask(server, "/")
-        assert (status, headers["Content-Type"], headers["Cache-Control"]) == (200, "text/html; charset=utf-8", "no-store")
+        assert (status, headers["Content-Type"], headers["Cache-Control"]) == (
+            200,
+            "text/html; charset=utf-8",
+            "no-store",
+        )
         assert "connect-src &#39;self&#39;;" in body
         assert "Access-Control-Allow-Origin" not in headers
 
-    @pytest.mark.parametrize("host", ["evil.example", "evil.example:{port}", "127.0.0.1", "localhost", "[::1]:{port}", "127.0.0.1:1"])
+    @pytest.mark.parametrize(
+        "host",
+        ["evil.example", "evil.example:{port}", "127.0.0.1", "localhost", "[::1]:{port}", "127.0.0.1:1"],
+    )
     def test_another_host_is_refused(self, server: Server, host: str) -> None:
-        status, _, body = ask(server, "/lines?generation=0&offset=0", host=host.format(port=server.server_address[1]))
+        status, _, body = ask(
+            server, "/lines?generation=0&offset=0", host=host.format(port=server.server_address[1])
+        )
         assert (status, "loss" in body) == (421, False)
 
     def test_localhost_is_this_machine(self, server: Server) -> None:
@@ -99,7 +114,8 @@ class TestServer:
     @pytest.mark.parametrize(
         "path",
         ["/recipe.toml", "/../recipe.toml", "/%2e%2e/recipe.toml", "//etc/passwd", "/etc/passwd", "/?x=1", "/lines", "/lines?generation=0",
-         "/lines?generation=0&offset=-1", "/lines?generation=0&offset=1e3", "/lines?generation=0&offset=²", "/lines?a=1&b=2&c=3"],
+         "/lines?generation=0&offset=-1", "/lines?generation=0&offset=1e3", "/lines?generation=0&offset=²",
+         "/lines?a=1&b=2&c=3"],
     )  # fmt: skip
     def test_there_is_nothing_else(self, server: Server, path: str) -> None:
         status, _, body = ask(server, path.replace("²", "%C2%B2"))
@@ -145,7 +161,9 @@ class TestServer:
 
 
 class TestRefusals:
-    def test_a_port_that_is_taken(self, run: Path, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_port_that_is_taken(
+        self, run: Path, server: Server, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert main(["watch", str(run), "--web", "--port", str(server.server_address[1])]) == 6
         assert "--port, 0 for any" in capsys.readouterr().err
 
@@ -162,15 +180,28 @@ class TestTerminal:
     def test_lines_and_events_are_told_as_they_happened(self) -> None:
         events = [{"event": "start", "step": 0}, {"event": "odd"}, {"event": "validation", "step": 2}]
         told = in_order([{"step": 1}, {"step": 2}, {"step": 3}], events)
-        assert [record.get("event", record.get("step")) for _, record in told] == ["start", "odd", 1, 2, "validation", 3]
+        assert [record.get("event", record.get("step")) for _, record in told] == [
+            "start",
+            "odd",
+            1,
+            2,
+            "validation",
+            3,
+        ]
 
-    def test_a_loss_that_is_not_a_number_is_shown(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_loss_that_is_not_a_number_is_shown(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         path = write_run(tmp_path / "a", metrics=[*lines()[:3], lines()[3] | {"loss": None}])
         assert main(["watch", str(path)]) == 0
         assert "step 4/40  loss nan" in capsys.readouterr().out
 
-    def test_a_loop_that_tells_few_losses_and_no_end_is_followed(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        path = write_run(tmp_path / "a", metrics=[{"step": 1, "step_s": 1.0, "loss": 2.0}, {"step": 2, "step_s": 1.0}])
+    def test_a_loop_that_tells_few_losses_and_no_end_is_followed(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = write_run(
+            tmp_path / "a", metrics=[{"step": 1, "step_s": 1.0, "loss": 2.0}, {"step": 2, "step_s": 1.0}]
+        )
         (path / "recipe.toml").unlink()
         assert main(["watch", str(path)]) == 0
         assert "step 2  loss 2.000" in capsys.readouterr().out
@@ -178,38 +209,64 @@ class TestTerminal:
     @pytest.mark.parametrize(("columns", "rows"), [(80, 24), (120, 40)])
     def test_the_screen_is_the_report_in_short(self, tmp_path: Path, columns: int, rows: int) -> None:
         """Through a real terminal, which the picture may not outgrow."""
-        made = [line | {"data_wait_s": line["step_s"] / 3, "forward_s": 0.1, "backward_s": 0.1, "optimizer_s": 0.05} for line in lines()]
+        made = [
+            line
+            | {"data_wait_s": line["step_s"] / 3, "forward_s": 0.1, "backward_s": 0.1, "optimizer_s": 0.05}
+            for line in lines()
+        ]
         shown = in_a_terminal([str(write_run(tmp_path / "run", metrics=made))], columns, rows)
         last = shown[shown.rindex("╭") :].splitlines()
         assert len(last) <= rows
         assert {len(line) for line in last if line.strip()} == {min(columns, 110)}
         for part in (
-            "100.0 %  step 40/40", "2,000 tokens/s", "80.0 % of 2,500 attainable by roofline", "50.0 % of 4,000 by the matmul ceiling",
-            "MFU 40.0 %", "backward", "data wait", "2.0 GiB seen · 3.0 GiB predicted", "loss", "3.2500  at update 40",
-            "1. The step waits for data", "×", "loader", "precision bf16 · micro batch 10", "end  step 40", "finished",
+            "100.0 %  step 40/40", "2,000 tokens/s", "80.0 % of 2,500 attainable by roofline",
+            "50.0 % of 4,000 by the matmul ceiling",
+            "MFU 40.0 %", "backward", "data wait", "2.0 GiB seen · 3.0 GiB predicted", "loss",
+            "3.2500  at update 40",
+            "1. The step waits for data", "×", "loader", "precision bf16 · micro batch 10", "end  step 40",
+            "finished",
         ):  # fmt: skip
             assert part in "\n".join(last), part
 
     def test_a_failed_run_says_why_and_from_where_its_loss_is_no_number(self, tmp_path: Path) -> None:
         events = [EVENTS[0], {"event": "failed", "error": "the disk is full"}]
-        metrics = [line | {"loss": None if line["step"] > 30 else line["loss"], "data_wait_s": 0.0} for line in lines()]
+        metrics = [
+            line | {"loss": None if line["step"] > 30 else line["loss"], "data_wait_s": 0.0}
+            for line in lines()
+        ]
         shown = in_a_terminal([str(write_run(tmp_path / "run", metrics=metrics, events=events))], 100, 40)
         for part in ("failed     the disk is full", "not a number from update 31"):
             assert part in shown
 
     @pytest.mark.parametrize("terminal", [False, True])
-    def test_an_rft_run_is_followed_round_by_round(self, tmp_path: Path, terminal: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_an_rft_run_is_followed_round_by_round(
+        self, tmp_path: Path, terminal: bool, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         for place, name in enumerate(("round-1", "round-2")):
             path = tmp_path / "run" / name
             path.mkdir(parents=True)
-            (path / "recipe.toml").write_text('name = "units"\n[task]\nname = "units"\n[model]\npath = "demo"\n')
-            jsonl(path / "events.jsonl", [{"event": "training_on_samples", "at": 5.0, "why": "finished", "step": 9}])
-            jsonl(path / "evaluations.jsonl", [line | {"at": 6.0, "accuracy": line["accuracy"] + place / 10} for line in EVALUATIONS])
+            (path / "recipe.toml").write_text(
+                'name = "units"\n[task]\nname = "units"\n[model]\npath = "demo"\n'
+            )
+            jsonl(
+                path / "events.jsonl",
+                [{"event": "training_on_samples", "at": 5.0, "why": "finished", "step": 9}],
+            )
+            jsonl(
+                path / "evaluations.jsonl",
+                [line | {"at": 6.0, "accuracy": line["accuracy"] + place / 10} for line in EVALUATIONS],
+            )
             with Store(path / "samples.db") as store:
                 source = store.open_source("model", {"seed": 0})
                 store.put_questions([Question(id="q1", text="?", answer="1", meta={})])
                 store.add(
-                    source, [Sample("q1", n, "text", 5, None, None, "stop", n > 0, True, 1.0, "1", None, "key", 0, 0.0) for n in range(4)]
+                    source,
+                    [
+                        Sample(
+                            "q1", n, "text", 5, None, None, "stop", n > 0, True, 1.0, "1", None, "key", 0, 0.0
+                        )
+                        for n in range(4)
+                    ],
                 )
             for file in (path, *path.iterdir()):
                 os.utime(file, (1_700_000_000, 1_700_000_000))

@@ -1,13 +1,15 @@
-"""Commands at the cost of a fork: one process imports torch and the command line once, and every command is a fork of it.
+"""Commands at the cost of a fork: one process imports torch and the command line once, and every command is a
+fork of it.
 
     with Warm(environment) as warm:
         command = warm.start("train", recipe, "--run", run, fault=Fault("kill_at", call=7))
         command.kill()
         done = warm.run("train", recipe, "--run", run)      # done.code, done.out, done.err
 
-A command is a process of its own, with its own signals, exit code and output; only `import torch` (four seconds on this
-project's machine, under a second of work in a test) is shared. The process that forks has run no tensor operation, so there are
-no OpenMP threads to lose. A fault is a function of `faults.py` that the child calls first. Left out: a terminal.
+A command is a process of its own, with its own signals, exit code and output; only `import torch` (four
+seconds on this project's machine, under a second of work in a test) is shared. The process that forks has run
+no tensor operation, so there are no OpenMP threads to lose. A fault is a function of `faults.py` that the
+child calls first. Left out: a terminal.
 """
 
 import atexit
@@ -106,16 +108,24 @@ class Warm:
     def __enter__(self) -> Self:
         command = [sys.executable, __file__]
         self._server = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **self.environment}
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **self.environment},
         )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         assert self._server.stdin is not None
         self._server.stdin.close()
         self._server.wait(timeout=30)
 
-    def start(self, *arguments: str | Path, fault: Fault | None = None, environment: Mapping[str, str] | None = None) -> Command:
+    def start(
+        self, *arguments: str | Path, fault: Fault | None = None, environment: Mapping[str, str] | None = None
+    ) -> Command:
         folder = Path(tempfile.mkdtemp(prefix="command-", dir=self.environment["REDLINE_CACHE"]))
         request = {
             "arguments": [str(argument) for argument in arguments],
@@ -166,7 +176,8 @@ def _become(request: dict[str, Any]) -> None:
 
 
 def leave(code: int) -> None:
-    """Leave as an interpreter does: threads end their work, exit handlers run. But do not tear down torch, which takes a second."""
+    """Leave as an interpreter does: threads end their work, exit handlers run. But do not tear down torch,
+    which takes a second."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -1,4 +1,5 @@
-"""Generated recipes for property-based tests: every shape that the rules of `config/recipe.py` allow, small enough to count by hand."""
+"""Generated recipes for property-based tests: every shape that the rules of `config/recipe.py` allow, small
+enough to count by hand."""
 
 from hypothesis import strategies as st
 

@@ -1,7 +1,9 @@
-"""A tiny model for RFT's tests: a Hugging Face folder with a tokenizer, random weights, and a task that a random model solves at times.
+"""A tiny model for RFT's tests: a Hugging Face folder with a tokenizer, random weights, and a task that a
+random model solves at times.
 
-A completion is right if it holds an a or an e. So right and wrong answers, and several different right ones, come from random weights,
-and fine-tuning on the right ones makes the model better. Half of the held-out questions are in the training split too.
+A completion is right if it holds an a or an e. So right and wrong answers, and several different right ones,
+come from random weights, and fine-tuning on the right ones makes the model better. Half of the held-out
+questions are in the training split too.
 """
 
 from pathlib import Path
@@ -14,7 +16,14 @@ from redline.model.huggingface import write_folder
 from redline.model.transformer import build_model
 
 CONFIG = ModelConfig(
-    vocab_size=300, num_layers=2, hidden_size=32, num_heads=2, num_kv_heads=1, ffn_size=64, context_length=128, init_std=0.2
+    vocab_size=300,
+    num_layers=2,
+    hidden_size=32,
+    num_heads=2,
+    num_kv_heads=1,
+    ffn_size=64,
+    context_length=128,
+    init_std=0.2,
 )
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

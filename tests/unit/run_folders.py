@@ -1,7 +1,8 @@
 """Run folders with known numbers, written by hand: what the tests of the report read.
 
-A run of 40 updates of 1,000 tokens. Update 1 takes 4 s (compilation), 2 to 5 take 1 s, the others 0.5 s; every update waits 0.05 s for
-data. One validation of 2 s and one checkpoint of 0.25 s come at the end: 25.5 + 2 + 0.25 = 27.75 s.
+A run of 40 updates of 1,000 tokens. Update 1 takes 4 s (compilation), 2 to 5 take 1 s, the others 0.5 s;
+every update waits 0.05 s for data. One validation of 2 s and one checkpoint of 0.25 s come at the end: 25.5 +
+2 + 0.25 = 27.75 s.
 """
 
 import json
@@ -89,7 +90,9 @@ EVENTS: list[dict[str, Any]] = [
 def write_rft(folder: Path, *, correct: int = 10, model: str = "") -> Path:
     """An RFT run: 10 s of sampling in two attempts, 27.75 s of fine-tuning, tests of 1 and 2 s."""
     (folder / "train-samples").mkdir(parents=True)
-    (folder / "recipe.toml").write_text(f'name = "units"\n[task]\nname = "units"\n[model]\npath = "demo"\n{model}[test]\nquestions = 100\n')
+    (folder / "recipe.toml").write_text(
+        f'name = "units"\n[task]\nname = "units"\n[model]\npath = "demo"\n{model}[test]\nquestions = 100\n'
+    )
     found = {"why": "finished", "questions": 40, "solved": 40, "samples": 500, "correct": correct}
     jsonl(
         folder / "events.jsonl",
@@ -101,7 +104,10 @@ def write_rft(folder: Path, *, correct: int = 10, model: str = "") -> Path:
     )
     jsonl(
         folder / "evaluations.jsonl",
-        [line | {"at": 4.0, "elapsed_s": spent_s} for line, spent_s in zip(EVALUATIONS, (1.0, 2.0), strict=True)],
+        [
+            line | {"at": 4.0, "elapsed_s": spent_s}
+            for line, spent_s in zip(EVALUATIONS, (1.0, 2.0), strict=True)
+        ],
     )
     jsonl(folder / "train-samples" / "metrics.jsonl", lines())
     return folder
@@ -140,9 +146,25 @@ ABLATION = [
         "memory_bytes": 2**30,
         "numerics": "rounding",
     },
-    {"name": "fp8", "claimed": None, "measured_ratio": 0.5, "low": None, "high": None, "verdict": "slower", "numerics": None},
+    {
+        "name": "fp8",
+        "claimed": None,
+        "measured_ratio": 0.5,
+        "low": None,
+        "high": None,
+        "verdict": "slower",
+        "numerics": None,
+    },
 ]
 EVALUATIONS = [
-    {"weights": w, "split": "valid", "n": 100, "accuracy": a, "accuracy_low": a - 0.05, "accuracy_high": a + 0.1, "answer_rate": 0.9}
+    {
+        "weights": w,
+        "split": "valid",
+        "n": 100,
+        "accuracy": a,
+        "accuracy_low": a - 0.05,
+        "accuracy_high": a + 0.1,
+        "answer_rate": 0.9,
+    }
     for w, a in (("base", 0.06), ("samples", 0.63))
 ]

@@ -1,5 +1,5 @@
-"""The waterfall's decisions, with trials whose outcome is written down: what is kept, compared, skipped and left out, and that nothing
-finished is measured again."""
+"""The waterfall's decisions, with trials whose outcome is written down: what is kept, compared, skipped and
+left out, and that nothing finished is measured again."""
 
 import json
 import sys
@@ -34,26 +34,36 @@ from redline.tune.waterfall_table import COLUMNS, cells, markdown
 RECIPE = load_recipe("seeds/002")
 H200 = hardware_as("h200-141g", 16)
 CPU = Hardware(
-    title="a CPU", kind="cpu", memory_bytes=2**34, compute_capability=(), cores=2, peak_tflops={}, measured_tflops={},
+    title="a CPU", kind="cpu", memory_bytes=2**34, compute_capability=(), cores=2, peak_tflops={},
+    measured_tflops={},
     bandwidth_bytes_per_s=None, source="test",
 )  # fmt: skip
 LOSSES = (11.0, 10.5, 10.0)
 
 
 def values(trial: Trial) -> dict[str, Any]:
-    return {name: entry["value"] for name, entry in trial.setting["plan"].items() if isinstance(entry, dict) and "value" in entry}
+    return {
+        name: entry["value"]
+        for name, entry in trial.setting["plan"].items()
+        if isinstance(entry, dict) and "value" in entry
+    }
 
 
-def measured(step_s: float, *, outcome: Any = "ok", losses: tuple[float, ...] = LOSSES, tokens: int = 1000) -> Measured:
+def measured(
+    step_s: float, *, outcome: Any = "ok", losses: tuple[float, ...] = LOSSES, tokens: int = 1000
+) -> Measured:
     if outcome != "ok":
         return Measured(outcome=outcome, error="as written down")
     blocks = tuple(step_s * (1 + 0.001 * place) for place in (0, 1, -1, 2, -2, 0))
     memory = Memory(allocated_bytes=2**30, active_bytes=2**30, reserved_bytes=2**30, other_bytes=0)
-    return Measured(outcome="ok", blocks_s=blocks, tokens_per_step=tokens, memory=memory, losses=losses, grad_norms=losses)
+    return Measured(
+        outcome="ok", blocks_s=blocks, tokens_per_step=tokens, memory=memory, losses=losses, grad_norms=losses
+    )
 
 
 def by_the_book(trial: Trial) -> Measured:
-    """A machine whose speeds follow from the plan: bf16 twice as fast, compiling 1.5x, recomputation 1.3x slower, the rest nothing."""
+    """A machine whose speeds follow from the plan: bf16 twice as fast, compiling 1.5x, recomputation 1.3x
+    slower, the rest nothing."""
     plan = values(trial)
     step_s = {"fp32": 1.0, "tf32": 0.8, "bf16": 0.4, "fp8": 0.5}[plan["precision"]]
     step_s *= (1.0 if plan["compile"] == "off" else 1 / 1.5) * (1.3 if plan["recompute"] == "full" else 1.0)
@@ -90,7 +100,9 @@ def run(folder: Path, hardware: Hardware = H200, **options: Any) -> dict[tuple[s
 # ---- decisions ----
 
 
-def test_what_pays_is_kept_and_the_rest_leaves_the_state_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_pays_is_kept_and_the_rest_leaves_the_state_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Played(by_the_book, monkeypatch)
     rows = run(tmp_path)
     kept = [name for (stage, name), row in rows.items() if stage == "one by one" and row.kept]
@@ -108,11 +120,16 @@ def test_what_pays_is_kept_and_the_rest_leaves_the_state_alone(tmp_path: Path, m
     assert rows["leave one out", "compile"].measured_ratio == pytest.approx(1.5)
 
 
-def test_every_list_is_measured_before_anything_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time may not be enough for all, and a list says more than what its best would be without one of it."""
+def test_every_list_is_measured_before_anything_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time may not be enough for all, and a list says more than what its best would be without one of
+    it."""
     faster = iter(range(1000))
     Played(lambda trial: measured(1 / (1 + next(faster)), losses=(0.0,) * 3), monkeypatch)
-    rows = ablate(load_recipe("seeds/000"), "seeds/000", H200, tmp_path, minutes=1, progress=lambda text: None)
+    rows = ablate(
+        load_recipe("seeds/000"), "seeds/000", H200, tmp_path, minutes=1, progress=lambda text: None
+    )
     stages = [(row.workload, "left out" if row.stage == "leave one out" else "applied") for row in rows]
     assert list(dict.fromkeys(stages)) == [
         ("generate", "applied"),
@@ -122,22 +139,32 @@ def test_every_list_is_measured_before_anything_is_left_out(tmp_path: Path, monk
     ]
 
 
-def test_what_a_document_names_and_nothing_switches_is_a_row_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_document_names_and_nothing_switches_is_a_row_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Played(by_the_book, monkeypatch)
     rows = run(tmp_path)
-    assert (rows["one by one", "memory-map"].outcome, rows["one by one", "schedule"].outcome) == ("built in", "recipe")
+    assert (rows["one by one", "memory-map"].outcome, rows["one by one", "schedule"].outcome) == (
+        "built in",
+        "recipe",
+    )
     assert "redline data build" in rows["one by one", "memory-map"].note
 
 
-def test_every_row_that_was_measured_has_the_guards_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_row_that_was_measured_has_the_guards_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def answer(trial: Trial) -> Measured:
         found, plan = by_the_book(trial), values(trial)
-        odd = plan["compile"] != "off" and plan["precision"] == "bf16"  # another training only where both are on
+        # another training only where both are on
+        odd = plan["compile"] != "off" and plan["precision"] == "bf16"
         return replace(found, losses=tuple(3 * loss for loss in found.losses)) if odd else found
 
     Played(by_the_book, monkeypatch)
     assert all(
-        "same training" in row.numerics for row in run(tmp_path / "good").values() if row.measured_ratio and row.name != "larger-batch"
+        "same training" in row.numerics
+        for row in run(tmp_path / "good").values()
+        if row.measured_ratio and row.name != "larger-batch"
     )
     Played(answer, monkeypatch)
     rows = run(tmp_path / "bad", only=("compile", "bf16"))
@@ -146,8 +173,11 @@ def test_every_row_that_was_measured_has_the_guards_verdict(tmp_path: Path, monk
     assert ("all", "all kept") not in rows, "with one kept it is that one's own row"
 
 
-def test_roundings_are_held_to_the_naive_state_and_do_not_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two changes of 0.9 % each are within the band of 1 % one by one, and not together; also where the naive state ran only in a pair."""
+def test_roundings_are_held_to_the_naive_state_and_do_not_add_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two changes of 0.9 % each are within the band of 1 % one by one, and not together; also where the naive
+    state ran only in a pair."""
 
     def answer(trial: Trial) -> Measured:
         found, plan = by_the_book(trial), values(trial)
@@ -157,36 +187,51 @@ def test_roundings_are_held_to_the_naive_state_and_do_not_add_up(tmp_path: Path,
     for baseline in ("ok", "crashed"):
         Played(answer, monkeypatch)
         if baseline == "crashed":
-            monkeypatch.setattr(module.Turns, "alone", lambda self, name, trial, blocks=None: measured(1.0, outcome="crashed"))
+            monkeypatch.setattr(
+                module.Turns, "alone", lambda self, name, trial, blocks=None: measured(1.0, outcome="crashed")
+            )
         rows = run(tmp_path / baseline, only=("bf16", "sdpa"))
         assert [rows["one by one", name].kept for name in ("bf16", "sdpa")] == [True, False], baseline
 
 
-def test_a_change_whose_state_before_fails_is_kept_only_where_that_never_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_whose_state_before_fails_is_kept_only_where_that_never_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     played = Played(by_the_book, monkeypatch)
     failing = Pair(measured(1.0, outcome="crashed"), measured(0.5), paired=False)
     monkeypatch.setattr(module.Turns, "pair", lambda self, name, before, after: failing)
     row = run(tmp_path / "ran", only=("sdpa",))["one by one", "sdpa"]
     assert (row.verdict, row.kept, row.measured_ratio) == ("not compared", False, None)
     assert played.asked == ["train naive"]
-    monkeypatch.setattr(module.Turns, "alone", lambda self, name, trial, blocks=None: measured(1.0, outcome="crashed"))
+    monkeypatch.setattr(
+        module.Turns, "alone", lambda self, name, trial, blocks=None: measured(1.0, outcome="crashed")
+    )
     row = run(tmp_path / "never", only=("sdpa",))["one by one", "sdpa"]
     assert (row.verdict, row.kept) == ("runs", True)
 
 
-def test_without_a_baseline_a_change_is_compared_with_the_state_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_baseline_a_change_is_compared_with_the_state_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Crashing(Played):
         def __init__(self) -> None:
             super().__init__(
-                lambda trial: measured(1.0, losses=LOSSES if values(trial)["attention"] == "math" else (1.0, 2.0, 3.0)), monkeypatch
+                lambda trial: measured(
+                    1.0, losses=LOSSES if values(trial)["attention"] == "math" else (1.0, 2.0, 3.0)
+                ),
+                monkeypatch,
             )
-            monkeypatch.setattr(module.Turns, "alone", lambda self, name, trial, blocks=None: measured(1.0, outcome="crashed"))
+            monkeypatch.setattr(
+                module.Turns, "alone", lambda self, name, trial, blocks=None: measured(1.0, outcome="crashed")
+            )
 
     Crashing()
     assert "refused" in run(tmp_path, only=("sdpa",))["one by one", "sdpa"].numerics
 
 
-def test_the_product_of_the_claims_stands_beside_what_all_of_them_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_product_of_the_claims_stands_beside_what_all_of_them_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Played(by_the_book, monkeypatch)
     claims = [CATALOGUE[name].claimed for name in ("tf32", "bf16", "sdpa", "compile")]
     low, high = 1.0, 1.0
@@ -220,28 +265,43 @@ def test_another_training_is_measured_and_never_kept(tmp_path: Path, monkeypatch
     assert not row.kept
 
 
-def test_what_was_slower_is_tried_again_on_top_of_what_was_kept_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """bf16 costs time with explicit attention and pays with a kernel; recomputation does not pay at either time."""
+def test_what_was_slower_is_tried_again_on_top_of_what_was_kept_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bf16 costs time with explicit attention and pays with a kernel; recomputation does not pay at either
+    time."""
 
     def answer(trial: Trial) -> Measured:
         plan = values(trial)
         half, kernel = plan["precision"] == "bf16", plan["attention"] != "math"
         return measured(
-            (1.0 if kernel else 2.0) * (1.0 if not half else 0.5 if kernel else 1.1) * (1.3 if plan["recompute"] == "full" else 1.0)
+            (1.0 if kernel else 2.0)
+            * (1.0 if not half else 0.5 if kernel else 1.1)
+            * (1.3 if plan["recompute"] == "full" else 1.0)
         )
 
     played = Played(answer, monkeypatch)
     rows = run(tmp_path, only=("bf16", "sdpa", "recompute"))
     assert rows["one by one", "bf16"].verdict == "slower"
-    assert (rows["second try", "bf16"].measured_ratio, rows["second try", "bf16"].kept) == (pytest.approx(2.0), True)
+    assert (rows["second try", "bf16"].measured_ratio, rows["second try", "bf16"].kept) == (
+        pytest.approx(2.0),
+        True,
+    )
     assert [row.kept for (stage, name), row in rows.items() if name == "recompute"] == [False, False]
     assert rows["all", "all kept"].measured_ratio == pytest.approx(4.0)
     assert played.asked.count("train bf16") == 2
     text = markdown(list(rows.values()), "seeds/002", "here")
-    assert text.index("| bf16 |") < text.index("| sdpa |") < text.index("| bf16, again |") < text.index("| all kept: sdpa, bf16 |")
+    assert (
+        text.index("| bf16 |")
+        < text.index("| sdpa |")
+        < text.index("| bf16, again |")
+        < text.index("| all kept: sdpa, bf16 |")
+    )
 
 
-def test_what_did_not_fit_is_tried_again_when_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_did_not_fit_is_tried_again_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Larger passes run out of memory with explicit attention, and pay with a kernel."""
 
     def answer(trial: Trial) -> Measured:
@@ -254,10 +314,15 @@ def test_what_did_not_fit_is_tried_again_when_there_is_room(tmp_path: Path, monk
     Played(answer, monkeypatch)
     rows = run(tmp_path, only=("micro-batch", "sdpa"))
     assert rows["one by one", "micro-batch"].outcome == "out_of_memory"
-    assert (rows["second try", "micro-batch"].measured_ratio, rows["second try", "micro-batch"].kept) == (pytest.approx(1.25), True)
+    assert (rows["second try", "micro-batch"].measured_ratio, rows["second try", "micro-batch"].kept) == (
+        pytest.approx(1.25),
+        True,
+    )
 
 
-def test_what_lost_its_switch_to_a_rival_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lost_its_switch_to_a_rival_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """bf16 is slower, FP8 is kept: bf16 again would be bf16 in the place of FP8."""
 
     def answer(trial: Trial) -> Measured:
@@ -271,20 +336,43 @@ def test_what_lost_its_switch_to_a_rival_is_not_tried_again(tmp_path: Path, monk
 
 
 def test_rows_of_fewer_rounds_are_marked() -> None:
-    row = Row(name="sdpa", stage="one by one", workload="train", title="", claimed=None, source="", measured_ratio=2.0, low=1.9, high=2.1)
+    row = Row(
+        name="sdpa",
+        stage="one by one",
+        workload="train",
+        title="",
+        claimed=None,
+        source="",
+        measured_ratio=2.0,
+        low=1.9,
+        high=2.1,
+    )
     assert cells(replace(row, rounds=6))[4] == "1.90-2.10x"
     assert cells(replace(row, rounds=4))[4] == "1.90-2.10x*"
 
 
 def test_what_there_was_no_time_for_is_named_below_the_table() -> None:
-    row = Row(name="sdpa", stage="one by one", workload="train", title="", claimed=None, source="", outcome="not run", note="late")
-    text = markdown([replace(row, name="bf16", outcome="ok", note=""), row, replace(row, name="fp8")], "t", "here")
+    row = Row(
+        name="sdpa",
+        stage="one by one",
+        workload="train",
+        title="",
+        claimed=None,
+        source="",
+        outcome="not run",
+        note="late",
+    )
+    text = markdown(
+        [replace(row, name="bf16", outcome="ok", note=""), row, replace(row, name="fp8")], "t", "here"
+    )
     assert "| bf16 |" in text
     assert "Not run, for want of time: sdpa, fp8." in text
     assert "| sdpa" not in text
 
 
-def test_a_crash_is_a_row_and_a_change_that_makes_it_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_is_a_row_and_a_change_that_makes_it_run_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def answer(trial: Trial) -> Measured:
         plan = values(trial)
         if plan["attention"] == "math":
@@ -295,7 +383,10 @@ def test_a_crash_is_a_row_and_a_change_that_makes_it_run_is_kept(tmp_path: Path,
     rows = run(tmp_path, only=("sdpa", "compile"))
     assert rows["baseline", "naive"].outcome == "out_of_memory"
     assert (rows["one by one", "sdpa"].verdict, rows["one by one", "sdpa"].kept) == ("runs", True)
-    assert (rows["one by one", "compile"].outcome, rows["one by one", "compile"].note) == ("crashed", "as written down")
+    assert (rows["one by one", "compile"].outcome, rows["one by one", "compile"].note) == (
+        "crashed",
+        "as written down",
+    )
     assert rows["leave one out", "sdpa"].outcome == "out_of_memory"
 
 
@@ -311,7 +402,17 @@ def test_the_record_is_what_the_report_reads(tmp_path: Path, monkeypatch: pytest
     rows = list(run(tmp_path).values())
     saved = json.loads((tmp_path / "ablation.json").read_text())
     assert [row["name"] for row in saved] == [row.name for row in rows]
-    promised = {"name", "claimed", "measured_ratio", "low", "high", "verdict", "memory_bytes", "numerics", "outcome"}
+    promised = {
+        "name",
+        "claimed",
+        "measured_ratio",
+        "low",
+        "high",
+        "verdict",
+        "memory_bytes",
+        "numerics",
+        "outcome",
+    }
     assert all(promised <= set(row) for row in saved)
     assert sum(len(chart.rows) for chart in ablation(saved)) == len(saved)
     text = markdown(rows, "seeds/002", "here")
@@ -326,7 +427,10 @@ def test_the_table_can_be_read_in_a_terminal(
     """No line is longer than the terminal, no word is cut in two, and every row is there with its figures."""
     monkeypatch.setenv("COLUMNS", str(columns))
     Played(by_the_book, monkeypatch)
-    rows = [*run(tmp_path / "gpu").values(), *run(tmp_path / "cpu", CPU, only=("bf16", "fp8", "sdpa")).values()]
+    rows = [
+        *run(tmp_path / "gpu").values(),
+        *run(tmp_path / "cpu", CPU, only=("bf16", "fp8", "sdpa")).values(),
+    ]
     print_table(rows, "seeds/002 on an H200")
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert max(map(len, lines)) <= columns
@@ -340,10 +444,16 @@ def test_the_table_can_be_read_in_a_terminal(
     assert len(lines) <= 2 * len(rows) + 12
 
 
-def test_any_switch_of_the_workload_can_be_asked_for_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_switch_of_the_workload_can_be_asked_for_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Played(by_the_book, monkeypatch)
     asked = run(tmp_path, only=("selective-recompute", "compile", "sdpa"))
-    assert [name for stage, name in asked if stage == "one by one"] == ["sdpa", "compile", "selective-recompute"]
+    assert [name for stage, name in asked if stage == "one by one"] == [
+        "sdpa",
+        "compile",
+        "selective-recompute",
+    ]
     with pytest.raises(ConfigError, match="packing: is no switch of train"):
         run(tmp_path, only=("packing",))
     with pytest.raises(ConfigError, match="pinned-memory: is built in"):
@@ -356,10 +466,23 @@ def test_any_switch_of_the_workload_can_be_asked_for_and_nothing_else(tmp_path: 
 
 
 def test_the_naive_state_is_every_switch_off_and_the_batch_stays() -> None:
-    entries = [CATALOGUE[name] for name in ("tf32", "bf16", "sdpa", "compile", "no-recompute", "micro-batch", "fused-optimizer", "fp8")]
+    entries = [
+        CATALOGUE[name]
+        for name in (
+            "tf32",
+            "bf16",
+            "sdpa",
+            "compile",
+            "no-recompute",
+            "micro-batch",
+            "fused-optimizer",
+            "fp8",
+        )
+    ]
     state = naive(entries, H200)
     assert state == {
-        "precision": "fp32", "attention": "math", "compile": "off", "recompute": "full", "micro_batch": 8, "update": "loop",
+        "precision": "fp32", "attention": "math", "compile": "off", "recompute": "full", "micro_batch": 8,
+        "update": "loop",
     }  # fmt: skip
     recipe, plan = TrainArms(recipe=RECIPE, hardware=H200, bounds=Bounds()).plan(state)
     assert (plan.micro_batch, plan.accumulation, plan.update) == (8, 16, "loop")
@@ -376,7 +499,8 @@ def test_a_pass_divides_the_batch_and_kernels_fall_back_with_the_precision() -> 
 
 
 def test_a_change_brings_no_other_with_it() -> None:
-    """Left to itself the planner would answer bf16 with the fused loss and cuDNN, and bf16 would be credited with all three."""
+    """Left to itself the planner would answer bf16 with the fused loss and cuDNN, and bf16 would be credited
+    with all three."""
     arms = TrainArms(recipe=RECIPE, hardware=H200, bounds=Bounds())
     held = arms.held({"precision": "fp32"})
     before, after = (arms.plan({**held, "precision": precision})[1] for precision in ("fp32", "bf16"))
@@ -386,7 +510,9 @@ def test_a_change_brings_no_other_with_it() -> None:
 
 
 def test_switches_that_turn_nothing_make_the_same_trial() -> None:
-    assert Generating(cached=False, graphs=True).in_force() == Generating(cached=False, graphs=False).in_force()
+    assert (
+        Generating(cached=False, graphs=True).in_force() == Generating(cached=False, graphs=False).in_force()
+    )
     assert Generating(merged=False).in_force() == Generating()
     assert Generating(refilled=False, clear_cache=True).in_force() != Generating(refilled=False).in_force()
     arms = arms_for("generate", RECIPE, H200, samples=SAMPLES["seeds/000"], bounds=Bounds())
@@ -403,13 +529,19 @@ def test_speeds_are_compared_by_the_token() -> None:
 
 
 def test_finished_trials_are_not_repeated_and_without_time_nothing_runs(tmp_path: Path) -> None:
-    trials = [TrainArms(recipe=RECIPE, hardware=H200, bounds=Bounds()).trial({"precision": p}) for p in ("fp32", "bf16")]
+    trials = [
+        TrainArms(recipe=RECIPE, hardware=H200, bounds=Bounds()).trial({"precision": p})
+        for p in ("fp32", "bf16")
+    ]
     keys = [trial_key(trial, "here") for trial in trials]
     with TuningFolder(tmp_path) as folder:
         folder.add(keys[0], "naive", measured(1.0))
         for place, step_s in (("before", 1.0), ("after", 0.5)):
             folder.add(f"{keys[0]}>{keys[1]} {place}", "bf16", measured(step_s))
-    with TuningFolder(tmp_path) as folder, Turns(folder, beside="here", deadline_s=time.monotonic(), progress=pytest.fail) as turns:
+    with (
+        TuningFolder(tmp_path) as folder,
+        Turns(folder, beside="here", deadline_s=time.monotonic(), progress=pytest.fail) as turns,
+    ):
         first = turns.alone("naive", trials[0])
         assert first is not None
         assert asdict(first) == asdict(measured(1.0))
@@ -417,9 +549,14 @@ def test_finished_trials_are_not_repeated_and_without_time_nothing_runs(tmp_path
         assert pair is not None
         assert compared(pair).ratio == pytest.approx(2.0)
         assert turns.alone("another", trials[1]) is None
-        assert turns.alone("naive, briefly", trials[0], blocks=2) is None, "two blocks and six are not the same measurement"
+        assert turns.alone("naive, briefly", trials[0], blocks=2) is None, (
+            "two blocks and six are not the same measurement"
+        )
         assert turns.pair("the other way", trials[1], trials[0]) is None
-    with TuningFolder(tmp_path) as folder, Turns(folder, beside="elsewhere", deadline_s=time.monotonic(), progress=pytest.fail) as turns:
+    with (
+        TuningFolder(tmp_path) as folder,
+        Turns(folder, beside="elsewhere", deadline_s=time.monotonic(), progress=pytest.fail) as turns,
+    ):
         assert turns.alone("naive", trials[0]) is None, "another machine measures for itself"
 
 
@@ -449,7 +586,10 @@ def test_what_fails_by_chance_or_beside_another_is_no_result(
     outcomes: tuple[str, str],
     paired: bool,
 ) -> None:
-    trials = [TrainArms(recipe=RECIPE, hardware=H200, bounds=Bounds()).trial({"precision": p}) for p in ("fp32", "bf16")]
+    trials = [
+        TrainArms(recipe=RECIPE, hardware=H200, bounds=Bounds()).trial({"precision": p})
+        for p in ("fp32", "bf16")
+    ]
     answers = iter([*in_turns, *((outcome,) for outcome in alone)])
 
     def blocks(arms: list[Any], count: int) -> list[Measured]:
@@ -471,8 +611,13 @@ def test_what_fails_by_chance_or_beside_another_is_no_result(
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_the_end_of_the_time_in_either_arm_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: int) -> None:
-    trials = [TrainArms(recipe=RECIPE, hardware=H200, bounds=Bounds()).trial({"precision": p}) for p in ("fp32", "bf16")]
+def test_the_end_of_the_time_in_either_arm_is_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: int
+) -> None:
+    trials = [
+        TrainArms(recipe=RECIPE, hardware=H200, bounds=Bounds()).trial({"precision": p})
+        for p in ("fp32", "bf16")
+    ]
     now_s = [0.0]
 
     def blocks(arms: list[Any], count: int) -> list[Measured]:
@@ -484,10 +629,15 @@ def test_the_end_of_the_time_in_either_arm_is_no_result(tmp_path: Path, monkeypa
     monkeypatch.setattr(Turns, "_arm", lambda self, key, trial: None)
     monkeypatch.setattr(Turns, "_apart", pytest.fail)
     with TuningFolder(tmp_path) as folder:
-        assert Turns(folder, beside="here", deadline_s=60.0, progress=lambda text: None).pair("bf16", *trials) is None
+        assert (
+            Turns(folder, beside="here", deadline_s=60.0, progress=lambda text: None).pair("bf16", *trials)
+            is None
+        )
 
 
-def test_the_rows_of_another_list_are_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rows_of_another_list_are_not_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Played(by_the_book, monkeypatch)
     whole = run(tmp_path)
     saved = (tmp_path / "ablation.json").read_text()
@@ -508,17 +658,32 @@ def test_a_run_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_first_state_that_does_not_fit_is_a_row_and_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_state_that_does_not_fit_is_a_row_and_not_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Played(lambda trial: measured(1.0), monkeypatch)
     small = load_recipe("llama-1.3b", ["data.source=tinyshakespeare"])
-    rows = ablate(small, "llama-1.3b", hardware_as("t4-16g", 8), tmp_path, only=("micro-batch",), minutes=1, progress=lambda text: None)
+    rows = ablate(
+        small,
+        "llama-1.3b",
+        hardware_as("t4-16g", 8),
+        tmp_path,
+        only=("micro-batch",),
+        minutes=1,
+        progress=lambda text: None,
+    )
     assert rows[0].outcome == "out_of_memory"
     assert "does not fit" in rows[0].note
 
 
-def test_without_time_for_the_shortest_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_time_for_the_shortest_nothing_is_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A long one before it says little: it may have held the naive state."""
-    trials = [TrainArms(recipe=RECIPE, hardware=H200, bounds=Bounds()).trial({"precision": p}) for p in ("fp32", "tf32", "bf16", "fp8")]
+    trials = [
+        TrainArms(recipe=RECIPE, hardware=H200, bounds=Bounds()).trial({"precision": p})
+        for p in ("fp32", "tf32", "bf16", "fp8")
+    ]
     now_s, took_s = [0.0], iter([10.0, 60.0, 25.0])
 
     def run(arms: Any, count: int) -> list[Measured]:
@@ -533,12 +698,20 @@ def test_without_time_for_the_shortest_nothing_is_begun(tmp_path: Path, monkeypa
         assert [turns.alone("a", trial) is not None for trial in trials] == [True, True, True, False]
 
 
-def test_the_time_is_not_passed_by_a_trial_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_is_not_passed_by_a_trial_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trial_module, "SHORTEST_LIMIT_S", 0.2)
     monkeypatch.setattr(trial_module, "COMMAND", (sys.executable, "-c", "import time; time.sleep(60)"))
-    trials = [TrainArms(recipe=RECIPE, hardware=H200, bounds=Bounds()).trial({"precision": p}) for p in ("fp32", "bf16")]
+    trials = [
+        TrainArms(recipe=RECIPE, hardware=H200, bounds=Bounds()).trial({"precision": p})
+        for p in ("fp32", "bf16")
+    ]
     began_s = time.monotonic()
-    with TuningFolder(tmp_path) as folder, Turns(folder, beside="", deadline_s=began_s + 1.5, progress=lambda text: None) as turns:
+    with (
+        TuningFolder(tmp_path) as folder,
+        Turns(folder, beside="", deadline_s=began_s + 1.5, progress=lambda text: None) as turns,
+    ):
         assert turns.pair("bf16", *trials) is None
     assert 1.4 < time.monotonic() - began_s < 10
 
@@ -556,4 +729,6 @@ def test_the_page_of_claims_is_the_tools_own() -> None:
         section = page.partition(f"## {name}\n")[2].partition("\n## ")[0]
         tables = markdown([build(Row, row, where=name) for row in rows], name, "")
         assert tables.partition("\n### ")[2].strip() == section.partition("\n### ")[2].strip()
-        assert {row["name"] for row in rows if row["stage"] == "one by one"} <= {n for part in STUDIES[name] for n in part.names}
+        assert {row["name"] for row in rows if row["stage"] == "one by one"} <= {
+            n for part in STUDIES[name] for n in part.names
+        }

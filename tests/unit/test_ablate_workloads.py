@@ -1,4 +1,5 @@
-"""Generation and fine-tuning as trials, in this process on a CPU: every switch computes the same numbers, on the work it says."""
+"""Generation and fine-tuning as trials, in this process on a CPU: every switch computes the same numbers, on
+the work it says."""
 
 from dataclasses import asdict
 from typing import Any
@@ -15,8 +16,10 @@ from redline.tune.child_generate import MOST_UNCACHED, Generation, spread
 RECIPE = load_recipe(
     "nano",
     [
-        "model.num_layers=2", "model.hidden_size=32", "model.num_heads=2", "model.num_kv_heads=1", "model.ffn_size=64",
-        "model.context_length=128", "model.vocab_size=320", "data.seq_len=64", "train.batch_size=8", "train.lr=1e-3",
+        "model.num_layers=2", "model.hidden_size=32", "model.num_heads=2", "model.num_kv_heads=1",
+        "model.ffn_size=64",
+        "model.context_length=128", "model.vocab_size=320", "data.seq_len=64", "train.batch_size=8",
+        "train.lr=1e-3",
     ],
 )  # fmt: skip
 WORK = Samples(prompts=4, samples=3, prompt_tokens=12, new_tokens=9)
@@ -75,7 +78,9 @@ def test_tokens_counted_are_those_within_the_lengths() -> None:
     assert spread(4, 9) == [3, 5, 7, 9]
     assert generation().tokens_per_step == WORK.samples * sum(spread(WORK.prompts, WORK.new_tokens))
     assert generation(refilled=False, sequences=5).tokens_per_step == sum(spread(5, WORK.new_tokens))
-    assert generation(cached=False).tokens_per_step == sum(spread(WORK.prompts * WORK.samples, WORK.new_tokens))
+    assert generation(cached=False).tokens_per_step == sum(
+        spread(WORK.prompts * WORK.samples, WORK.new_tokens)
+    )
     assert WORK.prompts * WORK.samples < MOST_UNCACHED
 
 

@@ -1,4 +1,5 @@
-"""Counting without torch against the real model: parameters and matrix products on the meta device, FLOPs by torch's own counter."""
+"""Counting without torch against the real model: parameters and matrix products on the meta device, FLOPs by
+torch's own counter."""
 
 import pytest
 import torch
@@ -39,7 +40,8 @@ def test_parameters_of_any_config_equal_the_model(config):
 
 
 def counted_flops(config: ModelConfig, seq_len: int) -> float:
-    """Forward FLOPs of one sequence by torch's counter, three times over (the backward is two more products for each)."""
+    """Forward FLOPs of one sequence by torch's counter, three times over (the backward is two more products
+    for each)."""
     tokens = torch.zeros((1, seq_len), dtype=torch.int64, device="meta")
     with FlopCounterMode(display=False) as counter:
         on_meta(config)(tokens)
@@ -62,7 +64,9 @@ def test_flops_of_any_config_equal_torchs_count(config):
 
 def test_the_backward_is_counted_as_two_forwards():
     """3 x forward is exact: counted over a real forward and backward, attention included."""
-    config = ModelConfig(vocab_size=64, num_layers=2, hidden_size=32, num_heads=4, ffn_size=48, context_length=32)
+    config = ModelConfig(
+        vocab_size=64, num_layers=2, hidden_size=32, num_heads=4, ffn_size=48, context_length=32
+    )
     tokens = torch.zeros((2, 32), dtype=torch.int64, device="meta")
     with FlopCounterMode(display=False) as counter:
         on_meta(config)(tokens, tokens).backward()
@@ -70,7 +74,8 @@ def test_the_backward_is_counted_as_two_forwards():
 
 
 def test_gpt2_with_its_padded_vocabulary_takes_854_7_mflop_a_token():
-    """The number that nanoGPT's convention gives: 6 x 123.59M matmul weights + 12 x 12 layers x 768 x 1024."""
+    """The number that nanoGPT's convention gives: 6 x 123.59M matmul weights + 12 x 12 layers x 768 x
+    1024."""
     config = load_recipe("gpt2-124m").model
     assert flops_per_token(config, 1024) == 6 * (12 * 12 * 768 * 768 + 50304 * 768) + 12 * 12 * 768 * 1024
     assert round(flops_per_token(config, 1024) / 1e6, 1) == 854.7

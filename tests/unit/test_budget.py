@@ -1,4 +1,5 @@
-"""The budget asks for what the verdicts call for: against a plain simulation, in any order of arrival, and across kills."""
+"""The budget asks for what the verdicts call for: against a plain simulation, in any order of arrival, and
+across kills."""
 
 import random
 
@@ -25,8 +26,11 @@ def make(settings: SampleTable, done: dict[Key, tuple[bool, str | None]] | None 
     return Budget(questions, settings, Sampling(), seed=7, done=known)
 
 
-def play(budget: Budget, order: random.Random, stop_after: int | None = None) -> dict[Key, tuple[bool, str | None]]:
-    """An engine whose completions come in a random order, in batches; returns every verdict, none of them twice."""
+def play(
+    budget: Budget, order: random.Random, stop_after: int | None = None
+) -> dict[Key, tuple[bool, str | None]]:
+    """An engine whose completions come in a random order, in batches; returns every verdict, none of them
+    twice."""
     flying: list[tuple[Request, int]] = []
     found: dict[Key, tuple[bool, str | None]] = {}
     for request in budget.requests():
@@ -96,7 +100,8 @@ def test_a_budget_that_is_killed_again_and_again_draws_exactly_the_rest(settings
     stored: dict[Key, tuple[bool, str | None]] = {}
     for _ in range(6):
         found = play(make(settings, stored), order, stop_after=order.randint(1, 25))
-        kept = {key: value for key, value in found.items() if order.random() < 0.8}  # the last batch was not stored yet
+        # the last batch was not stored yet
+        kept = {key: value for key, value in found.items() if order.random() < 0.8}
         assert not stored.keys() & kept.keys()
         stored |= kept
     rest = play(make(settings, stored), order)
@@ -138,7 +143,16 @@ def test_what_is_left_is_never_more_than_was_said():
     for request in budget.requests():
         for number in range(request.samples if request else 0):
             budget.arrived()
-            budget.record([(request.tag, request.first_sample + number, request.tag == "easy", "key" if request.tag == "easy" else None)])
+            budget.record(
+                [
+                    (
+                        request.tag,
+                        request.first_sample + number,
+                        request.tag == "easy",
+                        "key" if request.tag == "easy" else None,
+                    )
+                ]
+            )
             drawn += 1
             said.append((drawn, budget.samples_left()))
     assert drawn == 16, "what the easy question left went to the hard one"

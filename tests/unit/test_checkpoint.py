@@ -1,4 +1,5 @@
-"""Checkpoints in one process: exact bits, atomic under kill -9, refused when damaged, pruned, asynchronous, no pickle."""
+"""Checkpoints in one process: exact bits, atomic under kill -9, refused when damaged, pruned, asynchronous,
+no pickle."""
 
 import json
 import os
@@ -24,8 +25,13 @@ def all_kinds() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     floats = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
     integers = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
-    tensors = {f"model.{str(dtype)[6:]}": torch.randn(3, 5, generator=generator).to(dtype) for dtype in floats}
-    tensors |= {f"model.{str(dtype)[6:]}": torch.randint(0, 100, (7,), generator=generator).to(dtype) for dtype in integers}
+    tensors = {
+        f"model.{str(dtype)[6:]}": torch.randn(3, 5, generator=generator).to(dtype) for dtype in floats
+    }
+    tensors |= {
+        f"model.{str(dtype)[6:]}": torch.randint(0, 100, (7,), generator=generator).to(dtype)
+        for dtype in integers
+    }
     tensors["model.bool"] = torch.tensor([True, False, True])
     tensors["model.transposed"] = torch.arange(6.0).reshape(2, 3).T
     tensors["model.leaf"] = torch.nn.Parameter(torch.arange(4.0))
@@ -57,7 +63,8 @@ def saved(folder: Path, *steps: int, keep: int = 9) -> Checkpoints:
 
 
 def in_child(work: Callable[[], None]) -> int:
-    """Run `work` in a forked child (a fresh interpreter would spend seconds importing torch); return its process id."""
+    """Run `work` in a forked child (a fresh interpreter would spend seconds importing torch); return its
+    process id."""
     if child := os.fork():
         return child
     try:
@@ -69,7 +76,13 @@ def in_child(work: Callable[[], None]) -> int:
 
 def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path) -> None:
     tensors = all_kinds()
-    state = {"step": 3, "best_loss": float("inf"), "lr": 0.1 + 0.2, "data": {"shard": 2, "offsets": [1, 2]}, "none": None}
+    state = {
+        "step": 3,
+        "best_loss": float("inf"),
+        "lr": 0.1 + 0.2,
+        "data": {"shard": 2, "offsets": [1, 2]},
+        "none": None,
+    }
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
     checkpoints.save(3, tensors, state)
     checkpoints.wait()
@@ -129,7 +142,8 @@ def test_a_save_returns_before_it_is_written_and_later_changes_do_not_reach_it(t
     state["step"] = 99
     assert checkpoints.steps() == [1]
     threading.Timer(0.2, release.set).start()
-    assert checkpoints.save(3, numbered(3), {"step": 3}) >= 0.15  # it waited for the one in flight, and says so
+    # it waited for the one in flight, and says so
+    assert checkpoints.save(3, numbered(3), {"step": 3}) >= 0.15
     checkpoints.wait()
     assert checkpoints.steps() == [1, 2, 3]
     targets = numbered(0)
@@ -171,7 +185,10 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     checkpoints.save(30, numbered(30), {})  # resumed from 20: the step just saved stays, though two are newer
     checkpoints.wait()
     assert checkpoints.steps() == [20, 30, 40, 50]
-    assert {path.name for path in tmp_path.iterdir()} == {"best.json", *(f"step-000000{step}" for step in (20, 30, 40, 50))}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "best.json",
+        *(f"step-000000{step}" for step in (20, 30, 40, 50)),
+    }
 
 
 def test_only_a_saved_step_can_be_the_best(tmp_path: Path) -> None:
@@ -240,7 +257,9 @@ def remove_state(folder: Path) -> None:
         (remove_state, r"state.json cannot be read: No such file"),
     ],
 )
-def test_damage_is_refused_and_the_previous_good_one_is_offered(tmp_path: Path, damage: Callable[[Path], None], said: str) -> None:
+def test_damage_is_refused_and_the_previous_good_one_is_offered(
+    tmp_path: Path, damage: Callable[[Path], None], said: str
+) -> None:
     saved(tmp_path, 5, 10, 15, 20)
     truncate(tmp_path / "step-00000015")
     bad = resolve(tmp_path)
@@ -265,11 +284,19 @@ def test_damage_without_another_checkpoint_says_so(tmp_path: Path) -> None:
     [
         ({"model.new": torch.zeros(1)}, "model.new is not in it"),
         ({"model.a": None}, "model.a is not wanted"),
-        ({"model.a": torch.zeros(300, 41)}, r"model.a is \[300, 40\] float32 in it and \[300, 41\] float32 here"),
-        ({"optim.b": torch.zeros((), dtype=torch.bfloat16)}, r"optim.b is \[\] float32 in it and \[\] bfloat16 here"),
+        (
+            {"model.a": torch.zeros(300, 41)},
+            r"model.a is \[300, 40\] float32 in it and \[300, 41\] float32 here",
+        ),
+        (
+            {"optim.b": torch.zeros((), dtype=torch.bfloat16)},
+            r"optim.b is \[\] float32 in it and \[\] bfloat16 here",
+        ),
     ],
 )
-def test_a_checkpoint_of_another_recipe_is_refused(tmp_path: Path, change: dict[str, Tensor | None], said: str) -> None:
+def test_a_checkpoint_of_another_recipe_is_refused(
+    tmp_path: Path, change: dict[str, Tensor | None], said: str
+) -> None:
     saved(tmp_path, 1)
     tensors = {name: tensor for name, tensor in (numbered(0) | change).items() if tensor is not None}
     with pytest.raises(CheckpointError, match=f"does not fit this recipe: {said}"):
@@ -287,7 +314,8 @@ def test_a_full_disk_is_a_storage_error_and_the_previous_checkpoint_is_intact(tm
             checkpoints.wait()
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         assert checkpoints.steps() == [1]
-        checkpoints.save(3, numbered(3), {}, before_commit=lambda: os._exit(7))  # space again: it gets as far as the commit
+        # space again: it gets as far as the commit
+        checkpoints.save(3, numbered(3), {}, before_commit=lambda: os._exit(7))
         checkpoints.wait()
 
     assert os.waitstatus_to_exitcode(os.waitpid(in_child(fill), 0)[1]) == 7

@@ -1,4 +1,5 @@
-"""The command line as a user meets it: quick answers without torch, and for every mistake one line and its exit code."""
+"""The command line as a user meets it: quick answers without torch, and for every mistake one line and its
+exit code."""
 
 import json
 import os
@@ -19,26 +20,50 @@ from redline.model.transformer import build_model
 from redline.record.run import read_lines
 
 SMALL = [
-    "model.num_layers=1", "model.hidden_size=16", "model.num_heads=2", "model.ffn_size=16", "model.context_length=32", "data.seq_len=16",
+    "model.num_layers=1", "model.hidden_size=16", "model.num_heads=2", "model.ffn_size=16",
+    "model.context_length=32", "data.seq_len=16",
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus, two data folders with different tokenizers, a model folder, and plans for recipes that train on them."""
+    """A corpus, two data folders with different tokenizers, a model folder, and plans for recipes that train
+    on them."""
     root = tmp_path_factory.mktemp("cli")
     before = dict(os.environ)
     os.environ["REDLINE_CACHE"] = str(root / "cache")
     rows = [
-        json.dumps({"text": f"Line {i} of {i * i}: the quick brown fox jumps over {i % 7} lazy dogs, again and again."}) for i in range(800)
+        json.dumps(
+            {
+                "text": (
+                    f"Line {i} of {i * i}: the quick brown fox jumps over {i % 7} lazy dogs, again and again."
+                )
+            }
+        )
+        for i in range(800)
     ]
     (root / "corpus.jsonl").write_text("\n".join(rows))
     for name, vocabulary in (("data", "300"), ("other", "290")):
         folder = str(root / name)
         assert (
-            main(["data", "build", str(root / "corpus.jsonl"), "--out", folder, "--vocab-size", vocabulary, "--valid-fraction", "0.3"]) == 0
+            main(
+                [
+                    "data",
+                    "build",
+                    str(root / "corpus.jsonl"),
+                    "--out",
+                    folder,
+                    "--vocab-size",
+                    vocabulary,
+                    "--valid-fraction",
+                    "0.3",
+                ]
+            )
+            == 0
         )
-    config = ModelConfig(vocab_size=320, num_layers=1, hidden_size=16, num_heads=2, ffn_size=16, context_length=32)
+    config = ModelConfig(
+        vocab_size=320, num_layers=1, hidden_size=16, num_heads=2, ffn_size=16, context_length=32
+    )
     weights = {name: p.detach() for name, p in build_model(config, device="cpu", seed=0).named_parameters()}
     tokenizer = (root / "data" / "tokenizer.json").read_text()
     write_folder(root / "model", config, weights, tokenizer, torch.float32)
@@ -56,13 +81,15 @@ def _elsewhere(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, *parts: str) -> None:
-    """The command ends with `code`, nothing on standard output, and its last word is one line that holds the parts."""
+    """The command ends with `code`, nothing on standard output, and its last word is one line that holds the
+    parts."""
     capsys.readouterr()
     assert main(arguments) == code
     shown = capsys.readouterr()
     lines = shown.err.splitlines()
     assert [line for line in lines if line.startswith("redline: ")] == lines[-1:], shown.err
-    assert len(lines) == 1 or arguments[0] in ("train", "data"), shown.err  # those say how they are getting on
+    # those say how they are getting on
+    assert len(lines) == 1 or arguments[0] in ("train", "data"), shown.err
     assert shown.out == ""
     for part in parts:
         assert part in lines[-1]
@@ -98,18 +125,27 @@ def test_a_command_that_needs_no_torch_answers_at_once_and_does_not_import_it(ma
     times_s = []
     for _ in range(3):
         started_s = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *arguments], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_TORCH, *arguments], capture_output=True, text=True, check=False
+        )
         times_s.append(time.perf_counter() - started_s)
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip()
         if times_s[-1] < 0.5:
             break
-    assert min(times_s) < 0.8, f"best of three {min(times_s):.2f} s; 0.5 s is the promise, the rest is for a loaded machine"
+    assert min(times_s) < 0.8, (
+        f"best of three {min(times_s):.2f} s; 0.5 s is the promise, the rest is for a loaded machine"
+    )
 
 
 def test_importing_the_package_warns_of_nothing_and_loads_nothing():
-    check = "import redline, sys; assert 'torch' not in sys.modules and 'numpy' not in sys.modules; print(redline.__version__)"
-    done = subprocess.run([sys.executable, "-W", "error", "-c", check], capture_output=True, text=True, check=True)
+    check = (
+        "import redline, sys; assert 'torch' not in sys.modules and 'numpy' not in sys.modules;"
+        " print(redline.__version__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", check], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip()
 
 
@@ -125,7 +161,22 @@ def test_every_command_has_help(command, capsys):
 
 
 def test_plan_prints_every_reason_and_saves_what_it_printed(capsys, tmp_path):
-    assert main(["plan", "gpt2-124m", "--as", "h100-80g", "--set", "plan.loss_chunks=2", "--save", "plan.json", "--json"]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                "gpt2-124m",
+                "--as",
+                "h100-80g",
+                "--set",
+                "plan.loss_chunks=2",
+                "--save",
+                "plan.json",
+                "--json",
+            ]
+        )
+        == 0
+    )
     shown = json.loads(capsys.readouterr().out)
     assert shown == json.loads((tmp_path / "plan.json").read_text())
     assert shown["loss_chunks"] == {"value": 2, "reason": "--set plan.loss_chunks", "source": "user"}
@@ -154,12 +205,32 @@ def test_data_info_says_what_was_built(made, capsys):
 
 
 def test_generate_and_evaluate_a_model_folder(made, capsys):
-    assert main(["generate", str(made / "model"), "--prompt", "The", "--samples", "2", "--max-new-tokens", "4", "--json"]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                str(made / "model"),
+                "--prompt",
+                "The",
+                "--samples",
+                "2",
+                "--max-new-tokens",
+                "4",
+                "--json",
+            ]
+        )
+        == 0
+    )
     texts = json.loads(capsys.readouterr().out)
     assert [t["sample"] for t in texts] == [0, 1]
-    assert main(["generate", str(made / "model"), "--max-new-tokens", str(10**9), "--json"]) == 0, "memory is for what the context holds"
+    assert main(["generate", str(made / "model"), "--max-new-tokens", str(10**9), "--json"]) == 0, (
+        "memory is for what the context holds"
+    )
     assert len(json.loads(capsys.readouterr().out)) == 1
-    assert main(["evaluate", str(made / "model"), "--data", str(made / "data"), "--sequences", "4", "--json"]) == 0
+    assert (
+        main(["evaluate", str(made / "model"), "--data", str(made / "data"), "--sequences", "4", "--json"])
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert found["tokens"] == 4 * 32
     assert found["valid_loss"] == pytest.approx(5.77, abs=0.3), "a model that knows nothing: log 320"
@@ -190,13 +261,22 @@ def test_generate_and_evaluate_a_model_folder(made, capsys):
         (["train", "nano", "--nproc", "0"], ["--nproc must be at least 1, got 0"]),
         (["train", "nano", "--plan", "none.json"], ["no plan at none.json", "redline plan RECIPE --save"]),
         (["generate", "MODEL", "--temperature", "-1"], ["temperature must be 0 (greedy) or", "got -1.0"]),
-        (["generate", "MODEL", "--samples", "0"], ["samples must be greater than 0 and numbered from 0, got 0"]),
+        (
+            ["generate", "MODEL", "--samples", "0"],
+            ["samples must be greater than 0 and numbered from 0, got 0"],
+        ),
         (["generate", "MODEL", "--seed", str(2**63)], ["seed must be a signed number of at most 64 bits"]),
         (["generate", "MODEL", "--top-p", "2"], ["top_p must be"]),
         (["generate", "MODEL", "--device", "tpu"], ["the device must be cuda or cpu, got 'tpu'"]),
-        (["generate", "MODEL", "--prompt", "again and " * 100], ["a prompt has", "the model's context holds 32"]),
+        (
+            ["generate", "MODEL", "--prompt", "again and " * 100],
+            ["a prompt has", "the model's context holds 32"],
+        ),
         (["evaluate", "MODEL"], ["give --data SOURCE"]),
-        (["evaluate", "MODEL", "--data", "DATA", "--seq-len", "33"], ["between 1 and the model's context, 32; got 33"]),
+        (
+            ["evaluate", "MODEL", "--data", "DATA", "--seq-len", "33"],
+            ["between 1 and the model's context, 32; got 33"],
+        ),
         (["evaluate", "MODEL", "--data", "DATA", "--seq-len", "-1"], ["got -1"]),
         (["evaluate", "MODEL", "--data", "DATA", "--sequences", "0"], ["at least 1, got 0"]),
     ],
@@ -216,7 +296,13 @@ def test_a_recipe_file_that_is_broken(capsys, tmp_path):
 
 def test_an_environment_that_would_change_the_batch(capsys, monkeypatch):
     monkeypatch.setenv("A100_BATCH_SIZE", "7")
-    refused(capsys, ["plan", "gpt2-124m", "--as", "a100-80g"], 2, "A100_BATCH_SIZE=7", "must keep the recipe's batch")
+    refused(
+        capsys,
+        ["plan", "gpt2-124m", "--as", "a100-80g"],
+        2,
+        "A100_BATCH_SIZE=7",
+        "must keep the recipe's batch",
+    )
 
 
 def test_a_recipe_that_does_not_fit_names_the_numbers(capsys):
@@ -248,19 +334,42 @@ def test_a_corpus_that_is_missing_empty_or_no_text(capsys, tmp_path):
     (tmp_path / "folder").mkdir()
     refused(capsys, [*build, "folder"], 3, "holds no file")
     (tmp_path / "latin.txt").write_bytes("Käse\n".encode("latin-1"))
-    refused(capsys, ["data", "build", "latin.txt", "--out", "out2", "--vocab-size", "300"], 3, "latin.txt, line 1: not UTF-8 text")
+    refused(
+        capsys,
+        ["data", "build", "latin.txt", "--out", "out2", "--vocab-size", "300"],
+        3,
+        "latin.txt, line 1: not UTF-8 text",
+    )
     (tmp_path / "rows.jsonl").write_text('{"body": "x"}\n')
-    refused(capsys, ["data", "build", "rows.jsonl", "--out", "out3", "--vocab-size", "300"], 3, "no field 'text'")
+    refused(
+        capsys, ["data", "build", "rows.jsonl", "--out", "out3", "--vocab-size", "300"], 3, "no field 'text'"
+    )
     refused(capsys, ["data", "build", "latin.txt", "--out", "out4", "--vocab-size", "3"], 3, "at least 257")
-    refused(capsys, ["data", "build", "latin.txt", "--out", "out5", "--tokenizer", "missing.json"], 3, "no tokenizer can be read")
+    refused(
+        capsys,
+        ["data", "build", "latin.txt", "--out", "out5", "--tokenizer", "missing.json"],
+        3,
+        "no tokenizer can be read",
+    )
 
 
 @pytest.mark.parametrize(
-    "option", [("--valid-fraction", "-0.5", 3), ("--workers", "0", 2), ("--workers", "-2", 2), ("--vocab-size", "-1", 3)]
+    "option",
+    [
+        ("--valid-fraction", "-0.5", 3),
+        ("--workers", "0", 2),
+        ("--workers", "-2", 2),
+        ("--vocab-size", "-1", 3),
+    ],
 )
 def test_a_build_with_an_absurd_number(made, capsys, option):
     *option, code = option
-    refused(capsys, ["data", "build", str(made / "corpus.jsonl"), "--out", "out", *option], code, f"got {option[1]}")
+    refused(
+        capsys,
+        ["data", "build", str(made / "corpus.jsonl"), "--out", "out", *option],
+        code,
+        f"got {option[1]}",
+    )
 
 
 def test_a_data_folder_that_is_missing_truncated_or_altered(made, capsys, tmp_path):
@@ -281,28 +390,48 @@ def test_a_data_folder_that_is_missing_truncated_or_altered(made, capsys, tmp_pa
 
 
 def train_with(capsys, overrides: list[str], code: int, *parts: str, more: tuple[str, ...] = ()) -> None:
-    """Train nano with overrides, by a plan made for it, so that nothing is measured first; it must be refused."""
+    """Train nano with overrides, by a plan made for it, so that nothing is measured first; it must be
+    refused."""
     sets = [word for override in [*SMALL, *overrides] for word in ("--set", override)]
     assert main(["plan", "nano", *sets, "--save", "plan.json"]) == 0
-    refused(capsys, ["train", "nano", *sets, "--plan", "plan.json", "--run", "run", "--quiet", *more], code, *parts)
+    refused(
+        capsys,
+        ["train", "nano", *sets, "--plan", "plan.json", "--run", "run", "--quiet", *more],
+        code,
+        *parts,
+    )
 
 
 def test_training_on_data_that_cannot_be_used(made, capsys, tmp_path):
     data, other = (f"data.source={made / name}" for name in ("data", "other"))
     train_with(capsys, ["data.source=missing"], 3, "no such corpus: missing")
     (tmp_path / "run" / "recipe.toml").unlink()
-    train_with(capsys, [data, "model.vocab_size=280"], 3, "the tokenizer has 300 ids and model.vocab_size is 280")
-    (tmp_path / "run" / "recipe.toml").unlink()
-    train_with(capsys, [other, f"data.tokenizer={made / 'data'}", "model.vocab_size=320"], 3, "wrong tokenizer")
+    train_with(
+        capsys, [data, "model.vocab_size=280"], 3, "the tokenizer has 300 ids and model.vocab_size is 280"
+    )
     (tmp_path / "run" / "recipe.toml").unlink()
     train_with(
-        capsys, [data, "model.vocab_size=320", "model.context_length=999999", "data.seq_len=999999"], 3, "one sequence needs 1000000"
+        capsys, [other, f"data.tokenizer={made / 'data'}", "model.vocab_size=320"], 3, "wrong tokenizer"
+    )
+    (tmp_path / "run" / "recipe.toml").unlink()
+    train_with(
+        capsys,
+        [data, "model.vocab_size=320", "model.context_length=999999", "data.seq_len=999999"],
+        3,
+        "one sequence needs 1000000",
     )
 
 
 def test_training_with_an_exporter_or_a_folder_that_does_not_fit(made, capsys, tmp_path):
     data = [f"data.source={made / 'data'}", "model.vocab_size=320"]
-    train_with(capsys, data, 2, "an exporter is one of", "did you mean 'tensorboard'?", more=("--export", "tensorbord"))
+    train_with(
+        capsys,
+        data,
+        2,
+        "an exporter is one of",
+        "did you mean 'tensorboard'?",
+        more=("--export", "tensorbord"),
+    )
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").touch()
     (tmp_path / "run" / "recipe.toml").write_text(to_toml(load_recipe("nano")))
@@ -351,7 +480,12 @@ def test_evaluating_on_tokens_of_another_tokenizer(made, capsys):
 def test_exporting_over_another_folder(made, capsys, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
-    refused(capsys, ["export", str(made / "model"), "full"], 5, "a model is written to a new folder, and full is there already")
+    refused(
+        capsys,
+        ["export", str(made / "model"), "full"],
+        5,
+        "a model is written to a new folder, and full is there already",
+    )
     assert (tmp_path / "full" / "file").read_text() == "mine"
 
 
@@ -367,7 +501,9 @@ def test_an_error_of_ours_keeps_its_traceback_and_a_user_s_has_none(monkeypatch,
         main(["recipes"])
 
 
-@pytest.mark.parametrize("kind", [ConfigError, *sorted(RedlineError.__subclasses__(), key=lambda kind: kind.exit_code)])
+@pytest.mark.parametrize(
+    "kind", [ConfigError, *sorted(RedlineError.__subclasses__(), key=lambda kind: kind.exit_code)]
+)
 def test_exit_codes_are_those_of_the_tree(kind, monkeypatch, capsys):
     def fail(_options):
         raise kind("the rule, the value, the way out")
@@ -392,26 +528,50 @@ def test_a_reader_that_has_gone_is_no_error(arguments, unbuffered):
     os.close(reading)
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     command = [sys.executable, "-m", "redline.cli.main", *arguments]
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    done = subprocess.run(
+        command, stdout=writing, stderr=subprocess.PIPE, text=True, env=environment, check=False
+    )
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_mistake_in_a_real_process_is_one_line_without_a_traceback():
-    done = subprocess.run([sys.executable, "-m", "redline.cli.main", "plan", "nanoo"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "redline.cli.main", "plan", "nanoo"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("redline: no recipe 'nanoo'")
     assert done.stderr.count("\n") == 1
 
 
-def test_ablate_tokenises_before_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ablate_tokenises_before_it_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "corpus.txt").write_text("a few words of no meaning, many times over. " * 500)
     monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "cache"))
     said: list[str] = []
-    monkeypatch.setattr("redline.tune.ablate.ablate", lambda *_, **__: said.append(capsys.readouterr().err) or [])
-    sets = [*SMALL, "model.vocab_size=300", f"data.source={tmp_path / 'corpus.txt'}", "data.valid_fraction=0", "train.eval_every=0"]
-    command = ["ablate", "nano", *(part for text in sets for part in ("--set", text)), "--out", str(tmp_path / "out"), "--json"]
+    monkeypatch.setattr(
+        "redline.tune.ablate.ablate", lambda *_, **__: said.append(capsys.readouterr().err) or []
+    )
+    sets = [
+        *SMALL,
+        "model.vocab_size=300",
+        f"data.source={tmp_path / 'corpus.txt'}",
+        "data.valid_fraction=0",
+        "train.eval_every=0",
+    ]
+    command = [
+        "ablate",
+        "nano",
+        *(part for text in sets for part in ("--set", text)),
+        "--out",
+        str(tmp_path / "out"),
+        "--json",
+    ]
     assert main(command) == 0
     assert "tokenising" in said[0]
     assert main(command) == 0

@@ -1,4 +1,5 @@
-"""The time that an update waits for other processes: taken out of the phases around it, told by the diagnosis, shown by both views."""
+"""The time that an update waits for other processes: taken out of the phases around it, told by the
+diagnosis, shown by both views."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,7 +85,10 @@ def sharded() -> Iterator[nn.Module]:
     """A model of two blocks under FSDP, in a group of one."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        mesh, model = init_device_mesh("cpu", (1,)), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+        mesh, model = (
+            init_device_mesh("cpu", (1,)),
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)),
+        )
         for block in model[:2]:
             fully_shard(block, mesh=mesh)
         yield fully_shard(model, mesh=mesh)
@@ -99,7 +103,8 @@ def test_every_wait_of_fsdp_is_marked_and_the_numbers_stay(sharded: nn.Module) -
     sharded.zero_grad()
     assert time_waits(sharded, marks.append)
     sharded(x).sum().backward()
-    # Each gathers in the forward, and the blocks again in the backward; each reduces; the root waits at the end. Two marks each.
+    # Each gathers in the forward, and the blocks again in the backward; each reduces; the root waits at the
+    # end. Two marks each.
     assert marks == ["", "communication_s"] * (len(marks) // 2)
     assert len(marks) // 2 >= 3 * 2 + 2 * 2 + 3 + 1
     for p, gradient in zip(sharded.parameters(), before, strict=True):
@@ -107,7 +112,9 @@ def test_every_wait_of_fsdp_is_marked_and_the_numbers_stay(sharded: nn.Module) -
 
 
 @pytest.mark.parametrize("lost", ["wait_for_unshard", "post_backward", "finalize_backward"])
-def test_a_torch_that_waits_elsewhere_is_left_as_it_is(sharded: nn.Module, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_waits_elsewhere_is_left_as_it_is(
+    sharded: nn.Module, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     groups = [module._get_fsdp_state()._fsdp_param_group for module in (sharded, *sharded[:2])]
     monkeypatch.delattr(type(groups[0]), lost)
     assert not time_waits(sharded, lambda name: None)
@@ -142,12 +149,14 @@ def test_a_tenth_of_the_update_is_told_and_less_is_not() -> None:
 
 
 def test_a_wait_is_worth_half_of_it_to_all_of_it() -> None:
-    """A link of twice the speed, or one that is hidden. 124M parameters, fp32 in the reductions: see the sum."""
+    """A link of twice the speed, or one that is hidden. 124M parameters, fp32 in the reductions: see the
+    sum."""
     finding = found(observed(share=0.4))
     assert finding.gain is not None
     assert (finding.gain.low, finding.gain.high) == pytest.approx((1 / 0.8, 1 / 0.6))
     evidence = {item.name: item.value for item in finding.evidence}
-    blocks, rest = 12 * 7_087_872, 50_304 * 768 + 1024 * 768 + 2 * 768  # GPT-2 small: twelve blocks; embedding, positions, last norm
+    # GPT-2 small: twelve blocks; embedding, positions, last norm
+    blocks, rest = 12 * 7_087_872, 50_304 * 768 + 1024 * 768 + 2 * 768
     whole = 2 * 2 * blocks + 4 * rest + 4 * (blocks + rest)
     assert evidence["received"] == pytest.approx(whole * 7 / 8 / 2**20, rel=0.02)
     assert evidence["bandwidth"] == pytest.approx(whole * 7 / 8 / 0.4 / 1e9, rel=0.02)
@@ -162,12 +171,18 @@ def test_passes_that_need_not_be_are_the_first_fix() -> None:
     assert (finding.gain.low, finding.gain.high) == pytest.approx((1 / (1 - 0.5 * 15 / 16), 2.0))
 
 
-def test_the_split_shows_it_and_says_where_it_is_when_it_was_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_split_shows_it_and_says_where_it_is_when_it_was_not_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for of, words, others in (
         (observed(share=0.4), "communication 40%", "part of forward"),
         (observed(share=None), "communication is part of forward and backward", "communication 0%"),
         (observed(share=None, world_size=1), "(means)", "communication"),
-        (Observed(source="a loop", format="run", steps=observed(share=None).steps, facts=Facts(gpus=8)), "part of forward", "(means)"),
+        (
+            Observed(source="a loop", format="run", steps=observed(share=None).steps, facts=Facts(gpus=8)),
+            "part of forward",
+            "(means)",
+        ),
     ):
         print_findings(of, [])
         printed = " ".join(capsys.readouterr().out.split())
@@ -176,7 +191,12 @@ def test_the_split_shows_it_and_says_where_it_is_when_it_was_not_measured(capsys
 
 
 def test_the_report_has_it_as_a_part_of_its_own(tmp_path: Path) -> None:
-    made = [line | {"forward_s": 0.05, "backward_s": 0.1, "optimizer_s": 0.05, "communication_s": 0.1} for line in lines()]
-    parts = {part.name: part.elapsed_s for part in time_parts(read_run(write_run(tmp_path / "a", metrics=made)))}
+    made = [
+        line | {"forward_s": 0.05, "backward_s": 0.1, "optimizer_s": 0.05, "communication_s": 0.1}
+        for line in lines()
+    ]
+    parts = {
+        part.name: part.elapsed_s for part in time_parts(read_run(write_run(tmp_path / "a", metrics=made)))
+    }
     assert parts["communication"] == pytest.approx(parts["backward"])
     assert sum(parts.values()) == pytest.approx(27.75)

@@ -1,4 +1,5 @@
-"""Recipes: strict reading, every rule with its own message, the fingerprint, and the frozen list of options."""
+"""Recipes: strict reading, every rule with its own message, the fingerprint, and the frozen list of
+options."""
 
 import dataclasses
 from pathlib import Path
@@ -123,7 +124,10 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
         ("model=3", "model must be a table, got 3"),
         ("train.steps.more=3", "'steps' is not a table"),
         ("model.norm=rms", "norm must be one of rmsnorm, layernorm; got 'rms' (did you mean 'rmsnorm'?)"),
-        ("plan.precision=bf61", "precision must be one of fp32, tf32, bf16, fp16, fp8; got 'bf61' (did you mean 'bf16'?)"),
+        (
+            "plan.precision=bf61",
+            "precision must be one of fp32, tf32, bf16, fp16, fp8; got 'bf61' (did you mean 'bf16'?)",
+        ),
         ("plan.micro_batch=1.5", "micro_batch must be a whole number, got 1.5 (float)"),
         ("train.lr=nan", "lr must be a finite number, got nan"),
         ("train.lr=inf", "lr must be a finite number, got inf"),
@@ -147,7 +151,14 @@ def test_a_missing_table_is_refused(tmp_path):
 def test_overrides(minimal):
     changed = load_recipe(
         minimal,
-        ["train.steps=7", "train.lr=1", "model.num_kv_heads=2", "data.source=a=b c", 'about="quoted = text"', "plan.precision=bf16"],
+        [
+            "train.steps=7",
+            "train.lr=1",
+            "model.num_kv_heads=2",
+            "data.source=a=b c",
+            'about="quoted = text"',
+            "plan.precision=bf16",
+        ],
     )
     assert (changed.train.steps, changed.train.lr, changed.model.kv_heads) == (7, 1.0, 2)
     assert type(changed.train.lr) is float
@@ -159,7 +170,10 @@ def test_overrides(minimal):
 
 def test_none_is_a_value_where_the_field_has_it_and_takes_back_everywhere_else(minimal):
     assert load_recipe(minimal, ["plan.recompute=full", "plan.recompute=none"]).plan.recompute == "none"
-    taken_back = load_recipe(minimal, ["plan.precision=bf16", "plan.precision=none", "plan.micro_batch=1", "plan.micro_batch= none"])
+    taken_back = load_recipe(
+        minimal,
+        ["plan.precision=bf16", "plan.precision=none", "plan.micro_batch=1", "plan.micro_batch= none"],
+    )
     assert taken_back.plan == PlanPins()
     assert "unknown key 'recomputed'" in refusal(minimal, "plan.recomputed=none")
 
@@ -172,15 +186,28 @@ def test_clipping_can_be_turned_off_and_stays_off_after_a_round_trip(minimal):
 # ---- rules ----
 
 POSITIVE = {
-    "model": "vocab_size num_layers hidden_size num_heads num_kv_heads head_dim ffn_size context_length norm_eps rope_theta init_std",
+    "model": (
+        "vocab_size num_layers hidden_size num_heads num_kv_heads head_dim ffn_size context_length norm_eps"
+        " rope_theta init_std"
+    ),
     "data": "seq_len",
     "train": "batch_size steps lr muon_lr eps max_hours eval_sequences keep_checkpoints",
     "plan": "micro_batch loss_chunks loader_threads prefetch",
 }
-NOT_NEGATIVE = ["weight_decay", "clip_norm", "warmup_steps", "eval_every", "early_stop_evals", "checkpoint_every", "seed"]
+NOT_NEGATIVE = [
+    "weight_decay",
+    "clip_norm",
+    "warmup_steps",
+    "eval_every",
+    "early_stop_evals",
+    "checkpoint_every",
+    "seed",
+]
 
 
-@pytest.mark.parametrize("name", [f"{table}.{key}" for table, keys in POSITIVE.items() for key in keys.split()])
+@pytest.mark.parametrize(
+    "name", [f"{table}.{key}" for table, keys in POSITIVE.items() for key in keys.split()]
+)
 @pytest.mark.parametrize("value", ["0", "-5"])
 def test_what_must_be_positive_refuses_zero_and_less(minimal, name, value):
     assert f"{name} must be greater than 0, got {value}" in refusal(minimal, f"{name}={value}")
@@ -212,14 +239,20 @@ def test_shares_stay_in_range(minimal, name, value):
         (["train.beta1=1.0"], "train.beta1 must be less than 1, got 1.0"),
         (["train.beta2=1.0"], "train.beta2 must be less than 1, got 1.0"),
         (["model.num_kv_heads=3"], "model.num_heads (4) must be a multiple of model.num_kv_heads (3)"),
-        (["model.hidden_size=66"], "model.hidden_size (66) must be a multiple of model.num_heads (4); or give model.head_dim"),
+        (
+            ["model.hidden_size=66"],
+            "model.hidden_size (66) must be a multiple of model.num_heads (4); or give model.head_dim",
+        ),
         (["model.head_dim=15"], "model.head_dim must be even for rope, got 15"),
         (["data.seq_len=65"], "data.seq_len (65) must not exceed model.context_length (64)"),
         (["train.warmup_steps=101"], "train.warmup_steps (101) must not exceed train.steps (100)"),
         (["train.early_stop_evals=2"], "train.early_stop_evals (2) needs train.eval_every greater than 0"),
         (["train.eval_every=5", "data.valid_fraction=0"], "train.eval_every needs a validation split"),
         (["plan.micro_batch=3"], "train.batch_size (8) must be a multiple of plan.micro_batch (3)"),
-        (["plan.precision=fp8", "model.ffn_size=130"], "plan.precision fp8 needs matrix sides that are multiples of 16"),
+        (
+            ["plan.precision=fp8", "model.ffn_size=130"],
+            "plan.precision fp8 needs matrix sides that are multiples of 16",
+        ),
         (["model.vocab_size=2147483648"], "model.vocab_size must be below 2^31, got 2147483648"),
     ],
 )
@@ -230,7 +263,9 @@ def test_an_impossible_combination_is_refused_by_its_own_rule(minimal, overrides
 def test_the_limits_themselves_are_allowed(minimal):
     load_recipe(minimal, ["model.hidden_size=66", "model.head_dim=16"])
     load_recipe(minimal, ["model.head_dim=15", "model.positions=learned"])
-    load_recipe(minimal, ["data.seq_len=64", "train.warmup_steps=100", "plan.micro_batch=8", "plan.precision=fp8"])
+    load_recipe(
+        minimal, ["data.seq_len=64", "train.warmup_steps=100", "plan.micro_batch=8", "plan.precision=fp8"]
+    )
     load_recipe(minimal, ["train.eval_every=5", "train.early_stop_evals=2"])
 
 
@@ -238,7 +273,8 @@ def test_the_limits_themselves_are_allowed(minimal):
 
 
 def _changed(value: Any) -> Any:
-    """Another value of the same kind; which one does not matter, since the fingerprint looks at nothing else."""
+    """Another value of the same kind; which one does not matter, since the fingerprint looks at nothing
+    else."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, str):
@@ -257,30 +293,43 @@ def _changed(value: Any) -> Any:
 def test_the_fingerprint_changes_with_everything_that_defines_the_training(minimal, table, key):
     recipe = load_recipe(minimal)
     part = getattr(recipe, table)
-    other = dataclasses.replace(recipe, **{table: dataclasses.replace(part, **{key: _changed(getattr(part, key))})})
+    other = dataclasses.replace(
+        recipe, **{table: dataclasses.replace(part, **{key: _changed(getattr(part, key))})}
+    )
     assert other.fingerprint != recipe.fingerprint
 
 
 def test_the_fingerprint_ignores_how_a_run_is_named_and_executed(minimal):
     recipe = load_recipe(minimal)
     pins = PlanPins(
-        precision="fp16", micro_batch=2, compile="off", recompute="full", attention="math", cross_entropy="torch", update="loop",
+        precision="fp16", micro_batch=2, compile="off", recompute="full", attention="math",
+        cross_entropy="torch", update="loop",
         loss_chunks=2, loader_threads=3, prefetch=4,
     )  # fmt: skip
     assert None not in dataclasses.asdict(pins).values(), "a new pin belongs in this test"
-    assert dataclasses.replace(recipe, name="other", about="other", plan=pins).fingerprint == recipe.fingerprint
+    assert (
+        dataclasses.replace(recipe, name="other", about="other", plan=pins).fingerprint == recipe.fingerprint
+    )
 
 
 # ---- the list of options ----
 
 OPTIONS = {
     Recipe: "name about model data train plan",
-    ModelConfig: "vocab_size num_layers hidden_size num_heads ffn_size context_length num_kv_heads head_dim norm norm_eps positions "
-    "rope_theta activation bias qkv_bias qk_norm tie_embeddings init_std init_from",
+    ModelConfig: (
+        "vocab_size num_layers hidden_size num_heads ffn_size context_length num_kv_heads head_dim norm"
+        " norm_eps positions rope_theta activation bias qkv_bias qk_norm tie_embeddings init_std init_from"
+    ),
     DataConfig: "source seq_len tokenizer text_field valid_fraction stream",
-    TrainConfig: "batch_size steps lr max_hours optimizer muon_lr weight_decay beta1 beta2 eps schedule warmup_steps decay_fraction "
-    "min_lr_ratio clip_norm seed eval_every eval_sequences early_stop_evals checkpoint_every keep_checkpoints",
-    PlanPins: "precision micro_batch compile recompute attention cross_entropy update loss_chunks loader_threads prefetch",
+    TrainConfig: (
+        "batch_size steps lr max_hours optimizer muon_lr weight_decay beta1 beta2 eps schedule warmup_steps"
+        " decay_fraction min_lr_ratio clip_norm seed eval_every eval_sequences early_stop_evals"
+        " checkpoint_every keep_checkpoints"
+    ),
+    PlanPins: (
+        "precision micro_batch compile recompute attention cross_entropy update loss_chunks loader_threads"
+        " prefetch"
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""The build: same bytes whatever the workers, the kills and the order of work; refusals; the cache for recipes."""
+"""The build: same bytes whatever the workers, the kills and the order of work; refusals; the cache for
+recipes."""
 
 import errno
 import hashlib
@@ -35,7 +36,11 @@ def tokenizer_file(tmp_path: Path) -> str:
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     """Two files of short documents, with repeats and an empty one."""
-    rows = [text[start : start + 997] for text in TEXTS for start in range(0, len(text), 997)] + ["", "again", "again"]
+    rows = [text[start : start + 997] for text in TEXTS for start in range(0, len(text), 997)] + [
+        "",
+        "again",
+        "again",
+    ]
     folder = tmp_path / "corpus"
     folder.mkdir()
     for name, part in (("a.jsonl", rows[::2]), ("b.jsonl", rows[1::2])):
@@ -44,11 +49,19 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir() if not path.name.startswith(".")}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.iterdir()
+        if not path.name.startswith(".")
+    }
 
 
-def test_shards_hold_every_document_once_in_its_split(tmp_path: Path, corpus: Path, tokenizer_file: str) -> None:
-    manifest = build(str(corpus), tmp_path / "out", tokenizer=tokenizer_file, valid_fraction=0.2, shard_tokens=20_000)
+def test_shards_hold_every_document_once_in_its_split(
+    tmp_path: Path, corpus: Path, tokenizer_file: str
+) -> None:
+    manifest = build(
+        str(corpus), tmp_path / "out", tokenizer=tokenizer_file, valid_fraction=0.2, shard_tokens=20_000
+    )
     tokenizer = load_tokenizer(tmp_path / "out")
     texts = [text for name in ("a.jsonl", "b.jsonl") for text in documents(corpus / name, "text")]
     assert len(manifest.train) > 3
@@ -62,7 +75,10 @@ def test_shards_hold_every_document_once_in_its_split(tmp_path: Path, corpus: Pa
         assert sum(shard.bytes_of_text for shard in shards) == sum(len(text.encode()) for text in wanted)
         assert max(shard.max_id for shard in shards) == max(expected)
         dataset = TokenDataset.open(tmp_path / "out", split, verify=True)
-        assert (dataset.tokens, dataset.bytes_of_text) == (len(expected), sum(len(text.encode()) for text in wanted))
+        assert (dataset.tokens, dataset.bytes_of_text) == (
+            len(expected),
+            sum(len(text.encode()) for text in wanted),
+        )
     assert Manifest.load(tmp_path / "out") == manifest
     assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.suffix != ".bin") == [
         ".lock",
@@ -74,7 +90,14 @@ def test_shards_hold_every_document_once_in_its_split(tmp_path: Path, corpus: Pa
 def test_workers_and_batches_do_not_change_a_byte(
     tmp_path: Path, corpus: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build(str(corpus), tmp_path / "one", tokenizer=tokenizer_file, valid_fraction=0.2, shard_tokens=30_000, workers=1)
+    build(
+        str(corpus),
+        tmp_path / "one",
+        tokenizer=tokenizer_file,
+        valid_fraction=0.2,
+        shard_tokens=30_000,
+        workers=1,
+    )
     monkeypatch.setattr(encode_module, "BATCH_BYTES", 3_000)
     seen: list[tuple[int, int, int]] = []
     manifest = build(
@@ -89,13 +112,21 @@ def test_workers_and_batches_do_not_change_a_byte(
     assert digests(tmp_path / "one") == digests(tmp_path / "four")
     assert seen == sorted(seen)
     total_bytes = sum(path.stat().st_size for path in corpus.iterdir())
-    assert seen[-1] == (total_bytes, total_bytes, sum(shard.tokens for shard in (*manifest.train, *manifest.valid)))
+    assert seen[-1] == (
+        total_bytes,
+        total_bytes,
+        sum(shard.tokens for shard in (*manifest.train, *manifest.valid)),
+    )
     assert os.environ.get("TOKENIZERS_PARALLELISM") is None
 
 
 def test_trained_bpe_comes_from_the_training_documents(tmp_path: Path) -> None:
     build("tinyshakespeare", tmp_path / "out", vocab_size=300, valid_fraction=0.1)
-    train = [text for text in documents(SHIPPED["tinyshakespeare"], "text") if split_of(text.encode(), 0.1) == "train"]
+    train = [
+        text
+        for text in documents(SHIPPED["tinyshakespeare"], "text")
+        if split_of(text.encode(), 0.1) == "train"
+    ]
     assert load_tokenizer(tmp_path / "out").fingerprint == train_bpe(iter(train), 300).fingerprint
     streamed = tokenizer_for(DataConfig(source="tinyshakespeare", seq_len=8, valid_fraction=0.1), 300)
     assert streamed.fingerprint == load_tokenizer(tmp_path / "out").fingerprint
@@ -106,15 +137,17 @@ def test_a_killed_build_continues_to_the_same_bytes(tmp_path: Path, corpus: Path
     build(str(corpus), tmp_path / "unbroken", **options)
     out = tmp_path / "killed"
     code = (
-        "import sys, time, json; from pathlib import Path; from redline.data.build import build\n"
-        "build(sys.argv[1], Path(sys.argv[2]), progress=lambda *_: time.sleep(0.004), **json.loads(sys.argv[3]))"
+        "import sys, time, json; from pathlib import Path; from redline.data.build import"
+        " build\nbuild(sys.argv[1], Path(sys.argv[2]), progress=lambda *_: time.sleep(0.004),"
+        " **json.loads(sys.argv[3]))"
     )
     units = []
     for _ in range(3):
         child = subprocess.Popen([sys.executable, "-c", code, str(corpus), str(out), json.dumps(options)])
         known = units[-1] if units else -1
         deadline_s = time.monotonic() + 20
-        while child.poll() is None and time.monotonic() < deadline_s:  # kill in the middle of the unit after the next
+        # kill in the middle of the unit after the next
+        while child.poll() is None and time.monotonic() < deadline_s:
             state = out / "building.json"
             if state.exists() and (found := json.loads(state.read_text())["units"]) > max(known, 0):
                 units.append(found)
@@ -133,7 +166,9 @@ def test_a_killed_build_continues_to_the_same_bytes(tmp_path: Path, corpus: Path
     assert digests(out) == digests(tmp_path / "unbroken")
 
 
-def test_a_finished_folder_is_returned_and_other_inputs_refused(tmp_path: Path, corpus: Path, tokenizer_file: str) -> None:
+def test_a_finished_folder_is_returned_and_other_inputs_refused(
+    tmp_path: Path, corpus: Path, tokenizer_file: str
+) -> None:
     manifest = build(str(corpus), tmp_path / "out", tokenizer=tokenizer_file)
 
     def never(*_: int) -> None:
@@ -168,7 +203,9 @@ def test_bad_corpora_and_options_are_refused(tmp_path: Path, tokenizer_file: str
     assert not (tmp_path / "x").exists()
 
 
-def test_a_disk_that_refuses_is_one_clear_line(tmp_path: Path, corpus: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_refuses_is_one_clear_line(
+    tmp_path: Path, corpus: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="choose another folder"):
         build(str(corpus), tmp_path / "file" / "out", tokenizer=tokenizer_file)
@@ -184,7 +221,9 @@ def test_a_disk_that_refuses_is_one_clear_line(tmp_path: Path, corpus: Path, tok
     TokenDataset.open(tmp_path / "out", "train", verify=True)
 
 
-def test_batches_in_flight_are_bounded(tmp_path: Path, corpus: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_in_flight_are_bounded(
+    tmp_path: Path, corpus: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is read but not yet written is bounded by the workers, not by the corpus."""
     monkeypatch.setattr(encode_module, "BATCH_BYTES", 1_000)
     read = written = largest = 0

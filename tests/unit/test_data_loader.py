@@ -1,4 +1,5 @@
-"""Batches: order, slices and resumption against the definition; the stream against the shards; errors and threads."""
+"""Batches: order, slices and resumption against the definition; the stream against the shards; errors and
+threads."""
 
 import json
 import subprocess
@@ -25,10 +26,14 @@ from redline.errors import ConfigError, DataError
 
 def counting(tokens: int, shards: int = 3) -> TokenDataset:
     """A split whose n-th token is n, so that a row tells which window it is."""
-    return TokenDataset("test", np.array_split(np.arange(tokens), shards), vocab_size=tokens, bytes_of_text=tokens)
+    return TokenDataset(
+        "test", np.array_split(np.arange(tokens), shards), vocab_size=tokens, bytes_of_text=tokens
+    )
 
 
-def take(source: TokenDataset | TokenStream, steps: int, **options: object) -> list[tuple[list[list[int]], dict[str, int]]]:
+def take(
+    source: TokenDataset | TokenStream, steps: int, **options: object
+) -> list[tuple[list[list[int]], dict[str, int]]]:
     loader = Loader(source, **{"seed": 0, **options})
     try:
         batches = [loader.next() for _ in range(steps)]
@@ -39,15 +44,29 @@ def take(source: TokenDataset | TokenStream, steps: int, **options: object) -> l
         assert torch.equal(batch.inputs_BT[:, 1:], batch.targets_BT[:, :-1])
         assert batch.inputs_BT.is_contiguous()
         assert batch.targets_BT.is_contiguous()
-    return [(torch.cat([b.inputs_BT, b.targets_BT[:, -1:]], dim=1).tolist(), json.loads(json.dumps(b.position))) for b in batches]
+    return [
+        (torch.cat([b.inputs_BT, b.targets_BT[:, -1:]], dim=1).tolist(), json.loads(json.dumps(b.position)))
+        for b in batches
+    ]
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 9), st.integers(0, 2**40), st.integers(1, 3), st.integers(1, 4))
-def test_each_epoch_reads_every_window_once(windows: int, seq_len: int, batch_size: int, seed: int, threads: int, prefetch: int) -> None:
+@given(
+    st.integers(1, 60),
+    st.integers(1, 5),
+    st.integers(1, 9),
+    st.integers(0, 2**40),
+    st.integers(1, 3),
+    st.integers(1, 4),
+)
+def test_each_epoch_reads_every_window_once(
+    windows: int, seq_len: int, batch_size: int, seed: int, threads: int, prefetch: int
+) -> None:
     dataset = counting(windows * seq_len + 1)
     steps = -(-3 * windows // batch_size)
-    batches = take(dataset, steps, batch_size=batch_size, seq_len=seq_len, seed=seed, threads=threads, prefetch=prefetch)
+    batches = take(
+        dataset, steps, batch_size=batch_size, seq_len=seq_len, seed=seed, threads=threads, prefetch=prefetch
+    )
     rows = [row for batch, _ in batches for row in batch]
     assert all(row == list(range(row[0], row[0] + seq_len + 1)) for row in rows)
     for epoch in range(3):
@@ -58,7 +77,11 @@ def test_each_epoch_reads_every_window_once(windows: int, seq_len: int, batch_si
 
 def test_the_order_is_shuffled_by_seed_and_epoch() -> None:
     def order(seed: int) -> list[int]:
-        return [row[0] for batch, _ in take(counting(201), 2, batch_size=100, seq_len=2, seed=seed) for row in batch]
+        return [
+            row[0]
+            for batch, _ in take(counting(201), 2, batch_size=100, seq_len=2, seed=seed)
+            for row in batch
+        ]
 
     first = order(1)
     assert first == order(1)
@@ -112,7 +135,9 @@ def test_the_stream_equals_the_shards_unshuffled(corpus: tuple[DataConfig, Path]
 
 @settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(resumed_at=st.integers(1, 11), world_size=st.sampled_from([1, 2, 4]))
-def test_the_stream_resumes_from_any_position(corpus: tuple[DataConfig, Path], resumed_at: int, world_size: int) -> None:
+def test_the_stream_resumes_from_any_position(
+    corpus: tuple[DataConfig, Path], resumed_at: int, world_size: int
+) -> None:
     data, folder = corpus
     tokenizer = load_tokenizer(folder)
     options = {"batch_size": 124, "seq_len": 50}  # an epoch ends within a batch
@@ -154,7 +179,9 @@ def test_a_corpus_too_short_is_refused(tmp_path: Path, corpus: tuple[DataConfig,
     with pytest.raises(DataError, match=r"has \d training tokens and one sequence needs 65"):
         loader.next()
     loader.close()
-    with pytest.raises(ConfigError, match=r"batch_size \(3\) must be a multiple of the number of processes \(2\)"):
+    with pytest.raises(
+        ConfigError, match=r"batch_size \(3\) must be a multiple of the number of processes \(2\)"
+    ):
         Loader(counting(99), batch_size=3, seq_len=8, seed=0, world_size=2)
 
 
@@ -209,7 +236,16 @@ loader.next()
 def test_validation_reads_each_window_once_in_step(world_size: int, sequences: int, micro_batch: int) -> None:
     dataset = counting(20 * 5 + 1)
     ranks = [
-        list(valid_batches(dataset, seq_len=5, sequences=sequences, micro_batch=micro_batch, rank=rank, world_size=world_size))
+        list(
+            valid_batches(
+                dataset,
+                seq_len=5,
+                sequences=sequences,
+                micro_batch=micro_batch,
+                rank=rank,
+                world_size=world_size,
+            )
+        )
         for rank in range(world_size)
     ]
     shapes = [[inputs.shape for inputs, _ in rank] for rank in ranks]

@@ -1,4 +1,5 @@
-"""Readers against what was written: every format, order, skipping, bad input with its place, constant memory."""
+"""Readers against what was written: every format, order, skipping, bad input with its place, constant
+memory."""
 
 import gzip
 import json
@@ -12,7 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.data.read import LONGEST_PIECE_BYTES, PIECE_BYTES, SHIPPED, documents, find_sources, scan, split_of
+from redline.data.read import (
+    LONGEST_PIECE_BYTES,
+    PIECE_BYTES,
+    SHIPPED,
+    documents,
+    find_sources,
+    scan,
+    split_of,
+)
 from redline.errors import DataError
 
 ROWS = [f"row {i} — ünïcode \n\n {'x' * i}" for i in range(40)]

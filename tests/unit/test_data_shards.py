@@ -32,7 +32,9 @@ def test_windows_equal_slices_of_the_concatenation(lengths: list[int], seq_len: 
     arrays = np.split(whole, np.cumsum(lengths)[:-1])
     dataset = TokenDataset("test", arrays, vocab_size=len(whole), bytes_of_text=0)
     count = dataset.windows(seq_len)
-    assert count == len([start for start in range(0, len(whole), seq_len) if start + seq_len + 1 <= len(whole)])
+    assert count == len(
+        [start for start in range(0, len(whole), seq_len) if start + seq_len + 1 <= len(whole)]
+    )
     indices = list(range(count))
     random.shuffle(indices)
     rows = dataset.read_windows(np.array(indices, dtype=np.int64), seq_len)
@@ -59,7 +61,10 @@ def test_damage_is_refused(folder: Path) -> None:
     shard = folder / "train-00001.bin"
     content = shard.read_bytes()
     shard.write_bytes(content[:-2])
-    with pytest.raises(DataError, match=r"train-00001.bin has \d+ bytes and should have \d+: remove .*data and build it again"):
+    with pytest.raises(
+        DataError,
+        match=r"train-00001.bin has \d+ bytes and should have \d+: remove .*data and build it again",
+    ):
         TokenDataset.open(folder, "train")
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     TokenDataset.open(folder, "train")

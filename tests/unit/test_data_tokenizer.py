@@ -43,7 +43,10 @@ def test_documents_end_with_the_end_token() -> None:
 def test_a_trained_bpe_keeps_digits_apart() -> None:
     texts = ["in 1000 of 1000 years 2000 and 1000"] * 50
     tokenizer = train_bpe(iter(texts), 300)
-    assert all(sum(character.isdigit() for character in tokenizer.decode([i])) <= 1 for i in range(tokenizer.vocab_size))
+    assert all(
+        sum(character.isdigit() for character in tokenizer.decode([i])) <= 1
+        for i in range(tokenizer.vocab_size)
+    )
     assert tokenizer.decode(tokenizer.encode(["x 120.50 y"])[0]) == "x 120.50 y"
 
 
@@ -59,7 +62,11 @@ def test_a_saved_tokenizer_is_the_same_one(tmp_path: Path) -> None:
     BPE.save(tmp_path / "tokenizer.json")
     for path in (tmp_path, tmp_path / "tokenizer.json"):
         loaded = load_tokenizer(path)
-        assert (loaded.fingerprint, loaded.vocab_size, loaded.eot_id) == (BPE.fingerprint, BPE.vocab_size, BPE.eot_id)
+        assert (loaded.fingerprint, loaded.vocab_size, loaded.eot_id) == (
+            BPE.fingerprint,
+            BPE.vocab_size,
+            BPE.eot_id,
+        )
         assert loaded.encode(["wherefore"]) == BPE.encode(["wherefore"])
 
 
@@ -69,7 +76,9 @@ def test_the_fingerprint_is_of_the_meaning_not_the_layout(tmp_path: Path) -> Non
     settings["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     same = Tokenizer(json.dumps(settings), "same")
     assert same.fingerprint == BPE.fingerprint
-    assert same.encode(["a long text that no setting may cut"]) == BPE.encode(["a long text that no setting may cut"])
+    assert same.encode(["a long text that no setting may cut"]) == BPE.encode(
+        ["a long text that no setting may cut"]
+    )
     assert train_bpe(iter(small_corpus()), 500).fingerprint != BPE.fingerprint
 
 
@@ -87,13 +96,21 @@ def test_bad_tokenizers_are_refused(tmp_path: Path) -> None:
         train_bpe(iter(small_corpus()), 256)
 
 
-@pytest.mark.parametrize(("name", "vocab_size", "eot_id", "itemsize"), [("gpt2", 50257, 50256, 2), ("qwen2_5", 151665, 151643, 4)])
+@pytest.mark.parametrize(
+    ("name", "vocab_size", "eot_id", "itemsize"), [("gpt2", 50257, 50256, 2), ("qwen2_5", 151665, 151643, 4)]
+)
 def test_published_tokenizers(name: str, vocab_size: int, eot_id: int, itemsize: int) -> None:
     path = Path(__file__).parents[3] / "shared" / "data" / "tokenizers" / name
     if not path.exists():
         pytest.skip("the shared data is not on this machine")
     tokenizer = load_tokenizer(path)
-    assert (tokenizer.vocab_size, tokenizer.eot_id, tokenizer.dtype.itemsize) == (vocab_size, eot_id, itemsize)
-    assert tokenizer.decode(tokenizer.encode(["Hello, wörld <|endoftext|>"])[0]) == "Hello, wörld <|endoftext|>"
+    assert (tokenizer.vocab_size, tokenizer.eot_id, tokenizer.dtype.itemsize) == (
+        vocab_size,
+        eot_id,
+        itemsize,
+    )
+    assert (
+        tokenizer.decode(tokenizer.encode(["Hello, wörld <|endoftext|>"])[0]) == "Hello, wörld <|endoftext|>"
+    )
     if name == "gpt2":
         assert tokenizer.encode(["Hello world"]) == [[15496, 995]]  # as published

@@ -1,4 +1,5 @@
-"""Foreign logs: each format is told by itself, its units are repaired, and the numbers are those that stand in the file."""
+"""Foreign logs: each format is told by itself, its units are repaired, and the numbers are those that stand
+in the file."""
 
 import dataclasses
 import json
@@ -42,7 +43,8 @@ def test_the_format_is_found(name: str, kind: str, steps: int) -> None:
 
 
 def test_trainer_state_gives_the_time_of_each_update() -> None:
-    """The file is a real Trainer's: 4 rows of 32 tokens, 0.0926 s between the second and the third line of two updates each."""
+    """The file is a real Trainer's: 4 rows of 32 tokens, 0.0926 s between the second and the third line of
+    two updates each."""
     observed = read(LOGS / "trainer_state.json")
     assert observed.steps[1].tokens == 128
     assert observed.steps[1].step_s == pytest.approx((0.4556 - 0.274) / 2)
@@ -74,7 +76,9 @@ def test_torchtitan_speed_is_per_gpu_and_its_colours_do_not_matter() -> None:
     assert observed.tokens_per_s == pytest.approx(8 * 4100, rel=0.01)
     assert observed.facts.memory_bytes == pytest.approx(79.1 * 2**30, rel=0.001)
     assert any("one GPU" in repair for repair in observed.repairs)
-    assert found(LOGS / "torchtitan.log")["needless-recomputation"].evidence[0].value == pytest.approx(0.4186, rel=0.001)
+    assert found(LOGS / "torchtitan.log")["needless-recomputation"].evidence[0].value == pytest.approx(
+        0.4186, rel=0.001
+    )
 
 
 @pytest.mark.parametrize("name", ["verl.log", "verl.jsonl"])
@@ -84,7 +88,9 @@ def test_verl_generation_without_a_cache(name: str) -> None:
     first = observed.steps[0]
     line = json.loads((LOGS / "verl.jsonl").read_text().splitlines()[0])["data"]
     assert first.tokens == pytest.approx(line["perf/throughput"] * line["perf/time_per_step"] * 8, rel=1e-3)
-    assert any(f"{line['perf/throughput']:.0f}"[:1] in repair and "one GPU" in repair for repair in observed.repairs)
+    assert any(
+        f"{line['perf/throughput']:.0f}"[:1] in repair and "one GPU" in repair for repair in observed.repairs
+    )
     top = diagnose(observed)[0]
     assert top.cause == "uncached-generation"
     assert top.confidence == (0.95 if name == "verl.log" else 0.6), "the console log says rollout.name=hf"
@@ -115,7 +121,9 @@ def test_a_table_with_more_cells_than_columns_is_asked_for_its_step(tmp_path: Pa
 
 
 def test_six_n_counted_thrice() -> None:
-    finding = found(LOGS / "thrice.csv", columns={"step": "iteration"}, facts={"parameters": "124M", "gpu": "a100-80g"})["mfu-6n-thrice"]
+    finding = found(
+        LOGS / "thrice.csv", columns={"step": "iteration"}, facts={"parameters": "124M", "gpu": "a100-80g"}
+    )["mfu-6n-thrice"]
     assert finding.evidence[-1].value == pytest.approx(6 * 124e6 * 99_500 / 312e12, rel=0.01)
 
 
@@ -126,14 +134,18 @@ def test_a_wait_for_data_and_a_stall_every_ten_in_a_table(tmp_path: Path) -> Non
     assert "Every 10 updates" in findings["stall"].title
     gain = findings["stall"].gain
     assert gain is not None
-    assert gain.high == pytest.approx(1.3 / 1.03, rel=0.05), "a mean of 1.3 s; 3 s less in one of ten, but 0.3 of them were a wait"
+    assert gain.high == pytest.approx(1.3 / 1.03, rel=0.05), (
+        "a mean of 1.3 s; 3 s less in one of ten, but 0.3 of them were a wait"
+    )
     wait = findings["slow-loader"].gain
     assert wait is not None
     assert wait.high == pytest.approx(1.3 / 1.0, rel=0.05)
 
 
 def test_failures_in_a_log_get_advice(tmp_path: Path) -> None:
-    text = (LOGS / "nanogpt.log").read_text() + "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
+    text = (
+        LOGS / "nanogpt.log"
+    ).read_text() + "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
     (tmp_path / "log").write_text(text)
     assert "micro-batch" in found(tmp_path / "log")["out-of-memory"].fix
 
@@ -142,7 +154,9 @@ def test_low_mfu_is_said_where_nothing_else_is_known() -> None:
     finding = found(LOGS / "lightning.csv", facts={"parameters": "124M", "gpu": "h100-80g"})["low-mfu"]
     assert finding.confidence < 0.5
     assert finding.gain is not None
-    assert finding.gain.high == 10.0 or finding.gain.high == pytest.approx(0.45 / (6 * 124e6 * 52_000 / 989e12), rel=0.02)
+    assert finding.gain.high == 10.0 or finding.gain.high == pytest.approx(
+        0.45 / (6 * 124e6 * 52_000 / 989e12), rel=0.02
+    )
 
 
 @pytest.mark.parametrize(
@@ -187,7 +201,9 @@ def test_findings_name_entries_of_the_catalogue() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in LOGS.iterdir()))
-def test_the_command_prints_at_80_columns_and_json(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_prints_at_80_columns_and_json(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     extra = ["--map", "step=iteration"] if name == "thrice.csv" else []
     assert main(["diagnose", str(LOGS / name), *extra]) == 0
@@ -196,15 +212,23 @@ def test_the_command_prints_at_80_columns_and_json(name: str, capsys: pytest.Cap
     assert main(["diagnose", str(LOGS / name), *extra, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["format"] in FORMATS
-    assert {"cause", "title", "evidence", "fix", "gain", "confidence"} <= {key for f in answer["findings"] for key in f} or not answer[
-        "findings"
-    ]
+    assert {"cause", "title", "evidence", "fix", "gain", "confidence"} <= {
+        key for f in answer["findings"] for key in f
+    } or not answer["findings"]
 
 
 def test_it_answers_at_once_on_a_laptop_without_torch() -> None:
-    blocked = "import sys; sys.modules['torch'] = None; from redline.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    blocked = (
+        "import sys; sys.modules['torch'] = None; from redline.cli.main import main;"
+        " sys.exit(main(sys.argv[1:]))"
+    )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, "-c", blocked, "diagnose", str(LOGS / "verl.log")], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", blocked, "diagnose", str(LOGS / "verl.log")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
     used_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

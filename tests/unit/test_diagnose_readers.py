@@ -1,4 +1,5 @@
-"""Readers of foreign logs on what real files are like: cut, sparse, in other encodings and units, with losses that are no numbers."""
+"""Readers of foreign logs on what real files are like: cut, sparse, in other encodings and units, with losses
+that are no numbers."""
 
 import json
 import shutil
@@ -30,7 +31,8 @@ def text_file(folder: Path, text: str, name: str = "log") -> Path:
 
 
 def nanogpt(*, evaluated: bool, updates: int = 5000, every: int = 250) -> str:
-    """27.5 ms an iteration, one line in ten, an evaluation of 2.9 s every 250 that prints its own line, or does not."""
+    """27.5 ms an iteration, one line in ten, an evaluation of 2.9 s every 250 that prints its own line, or
+    does not."""
     lines = ["number of parameters: 10.65M", "tokens per iteration will be: 16,384"]
     for step in range(0, updates + 1, 10):
         slow = step % every == 0
@@ -54,7 +56,8 @@ def test_an_evaluation_inside_an_iteration_is_no_stall(tmp_path: Path) -> None:
 
 
 def test_a_stall_in_a_log_of_every_tenth_update_counts_once_in_so_many(tmp_path: Path) -> None:
-    """One update in 250 takes 2.9 s more than 27.5 ms: 39.1 ms on average, so 1.42 times as fast without; not one line in 25."""
+    """One update in 250 takes 2.9 s more than 27.5 ms: 39.1 ms on average, so 1.42 times as fast without; not
+    one line in 25."""
     stall = found(read(text_file(tmp_path, nanogpt(evaluated=False))))["stall"]
     assert stall.title.startswith("Every 250 updates")
     assert stall.gain is not None
@@ -74,7 +77,14 @@ def trainer_state(tmp_path: Path, *, timed: bool = True, ended: bool = True, bad
             history.append({"step": step, "eval_loss": 2.4, "eval_runtime": 31.2})
             clock_s += 31.2
     if ended:
-        history.append({"step": 500, "train_runtime": clock_s, "train_samples_per_second": 8.0, "train_steps_per_second": 500 / clock_s})
+        history.append(
+            {
+                "step": 500,
+                "train_runtime": clock_s,
+                "train_samples_per_second": 8.0,
+                "train_steps_per_second": 500 / clock_s,
+            }
+        )
     return text_file(tmp_path, json.dumps({"global_step": 500, "log_history": history}), "trainer_state.json")
 
 
@@ -104,8 +114,14 @@ def test_a_stall_between_lines_that_are_means_is_counted_whole(tmp_path: Path) -
 
 
 def test_nanogpt_on_several_gpus_is_not_above_the_peak(tmp_path: Path) -> None:
-    """8 A100s, 43 % MFU each: 491,520 tokens in 393.5 ms need 0.93 PFLOP/s and more, which one of them does not have."""
-    lines = ["number of parameters: 123.59M", "tokens per iteration will be: 491,520", "batch_size = 12", "block_size = 1024"]
+    """8 A100s, 43 % MFU each: 491,520 tokens in 393.5 ms need 0.93 PFLOP/s and more, which one of them does
+    not have."""
+    lines = [
+        "number of parameters: 123.59M",
+        "tokens per iteration will be: 491,520",
+        "batch_size = 12",
+        "block_size = 1024",
+    ]
     lines += [f"iter {10 * i}: loss 4.0000, time 393.50ms, mfu 42.90%" for i in range(1, 60)]
     path = text_file(tmp_path, "\n".join(lines) + "\n")
     observed = read(path, facts={"gpu": "a100-80g"})
@@ -114,7 +130,9 @@ def test_nanogpt_on_several_gpus_is_not_above_the_peak(tmp_path: Path) -> None:
     assert found(observed) == {}
     shaped = read(text_file(tmp_path, "n_layer = 12\nn_embd = 768\n" + "\n".join(lines), "shaped"))
     assert shaped.facts.gpus == 8
-    assert "over-peak" in found(read(path, facts={"gpu": "a100-80g", "gpus": "1"})), "who says that it was one is told"
+    assert "over-peak" in found(read(path, facts={"gpu": "a100-80g", "gpus": "1"})), (
+        "who says that it was one is told"
+    )
 
 
 def verl(tmp_path: Path, head: str, **changed: float) -> Path:
@@ -133,11 +151,14 @@ def verl(tmp_path: Path, head: str, **changed: float) -> Path:
         **changed,
     }
     line = " - ".join(f"{name}:{value}" for name, value in data.items())
-    return text_file(tmp_path, head + "".join(f"(TaskRunner pid=1) step:{step} - {line}\n" for step in range(1, 20)))
+    return text_file(
+        tmp_path, head + "".join(f"(TaskRunner pid=1) step:{step} - {line}\n" for step in range(1, 20))
+    )
 
 
 def test_generation_of_an_engine_ends_with_its_longest_response(tmp_path: Path) -> None:
-    """100 s for 8,192 tokens are 12 ms each; over the mean of 820 they would be 122, as if nothing was cached."""
+    """100 s for 8,192 tokens are 12 ms each; over the mean of 820 they would be 122, as if nothing was
+    cached."""
     findings = found(read(verl(tmp_path, "")))
     assert "uncached-generation" not in findings
     assert "max_response_length" in findings["long-tail"].fix
@@ -148,7 +169,13 @@ def test_generation_of_an_engine_ends_with_its_longest_response(tmp_path: Path) 
 
 def test_padding_that_verl_removes_is_not_told(tmp_path: Path) -> None:
     assert "padding" in found(read(verl(tmp_path, "")))
-    assert "padding" in found(read(verl(tmp_path, "{'model': {'use_remove_padding': False}, 'critic': {'use_remove_padding': True}}\n")))
+    assert "padding" in found(
+        read(
+            verl(
+                tmp_path, "{'model': {'use_remove_padding': False}, 'critic': {'use_remove_padding': True}}\n"
+            )
+        )
+    )
     assert "padding" not in found(read(verl(tmp_path, "{'model': {'use_remove_padding': True}}\n")))
 
 
@@ -170,7 +197,10 @@ def titan(tmp_path: Path, kind: str, mesh: str, batch: str) -> Path:
 
 def test_torchtitan_tells_full_from_selective_and_multiplies_its_mesh(tmp_path: Path) -> None:
     flat = "1-D device mesh with ['dp_shard'], [8]"
-    full, selective = (found(read(titan(tmp_path, kind, flat, "8")))["needless-recomputation"] for kind in ("full", "selective"))
+    full, selective = (
+        found(read(titan(tmp_path, kind, flat, "8")))["needless-recomputation"]
+        for kind in ("full", "selective")
+    )
     assert full.gain is not None
     assert selective.gain is not None
     assert selective.gain.high <= full.gain.low
@@ -193,7 +223,12 @@ def test_lightnings_own_names(tmp_path: Path, sep: str) -> None:
     part = read(text_file(tmp_path, several + "\n" + "\n".join(f"{row},8" for row in rows) + "\n"))
     assert (part.facts.gpus, part.tokens_per_s) == (4, pytest.approx(4000))
     assert "one GPU" in part.repairs[0]
-    whole = read(text_file(tmp_path, f"{several},train{sep}items_per_sec\n" + "\n".join(f"{row},8,3900" for row in rows) + "\n"))
+    whole = read(
+        text_file(
+            tmp_path,
+            f"{several},train{sep}items_per_sec\n" + "\n".join(f"{row},8,3900" for row in rows) + "\n",
+        )
+    )
     assert whole.tokens_per_s == pytest.approx(3900), "the sum, where Lightning wrote one"
 
 
@@ -203,11 +238,37 @@ def test_lightnings_own_names(tmp_path: Path, sep: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("log.csv", "step,loss,step_s\n" + "".join(f"{i},{'nan' if i > 20 else 1.0},0.5\n" for i in range(1, 41))),
-        ("log.jsonl", "".join(json.dumps({"step": i, "loss": None if i > 20 else 1.0, "step_s": 0.5}) + "\n" for i in range(1, 41))),
-        ("log.jsonl", "".join(json.dumps({"step": i, "loss": float("inf") if i > 20 else 1.0}) + "\n" for i in range(1, 41))),
-        ("log", "".join(f"iter {i}: loss {'nan' if i > 20 else '1.0'}, time 10.00ms, mfu 1.00%\n" for i in range(1, 41))),
-        ("log", "".join(f"step:{i} - actor/grad_norm:{'nan' if i > 20 else 1.0} - perf/time_per_step:1.0\n" for i in range(1, 41))),
+        (
+            "log.csv",
+            "step,loss,step_s\n" + "".join(f"{i},{'nan' if i > 20 else 1.0},0.5\n" for i in range(1, 41)),
+        ),
+        (
+            "log.jsonl",
+            "".join(
+                json.dumps({"step": i, "loss": None if i > 20 else 1.0, "step_s": 0.5}) + "\n"
+                for i in range(1, 41)
+            ),
+        ),
+        (
+            "log.jsonl",
+            "".join(
+                json.dumps({"step": i, "loss": float("inf") if i > 20 else 1.0}) + "\n" for i in range(1, 41)
+            ),
+        ),
+        (
+            "log",
+            "".join(
+                f"iter {i}: loss {'nan' if i > 20 else '1.0'}, time 10.00ms, mfu 1.00%\n"
+                for i in range(1, 41)
+            ),
+        ),
+        (
+            "log",
+            "".join(
+                f"step:{i} - actor/grad_norm:{'nan' if i > 20 else 1.0} - perf/time_per_step:1.0\n"
+                for i in range(1, 41)
+            ),
+        ),
     ],
 )
 def test_a_loss_that_is_not_a_number_is_told_with_its_update(tmp_path: Path, name: str, text: str) -> None:
@@ -220,14 +281,20 @@ def test_a_gradient_of_the_trainer_that_is_not_a_number(tmp_path: Path) -> None:
 
 
 def test_a_failure_stands_before_what_is_slow(tmp_path: Path) -> None:
-    rows = [{"step": i, "loss": None if i > 20 else 1.0, "step_s": 0.5, "data_wait_s": 0.4} for i in range(1, 41)]
+    rows = [
+        {"step": i, "loss": None if i > 20 else 1.0, "step_s": 0.5, "data_wait_s": 0.4} for i in range(1, 41)
+    ]
     observed = read(text_file(tmp_path, "".join(json.dumps(row) + "\n" for row in rows), "log.jsonl"))
     assert [finding.cause for finding in diagnose(observed)] == ["not-a-number", "slow-loader"]
 
 
 def test_a_line_without_a_loss_is_no_failure(tmp_path: Path) -> None:
-    rows = [{"step": i, "loss": 1.0, "step_s": 0.5} for i in range(1, 20)] + [{"step": 20, "loss": None, "val_loss": 1.0}]
-    assert "not-a-number" not in found(read(text_file(tmp_path, "".join(json.dumps(row) + "\n" for row in rows), "log.jsonl")))
+    rows = [{"step": i, "loss": 1.0, "step_s": 0.5} for i in range(1, 20)] + [
+        {"step": 20, "loss": None, "val_loss": 1.0}
+    ]
+    assert "not-a-number" not in found(
+        read(text_file(tmp_path, "".join(json.dumps(row) + "\n" for row in rows), "log.jsonl"))
+    )
 
 
 # ---- times that are not there, and units ----
@@ -237,8 +304,16 @@ def test_a_line_without_a_loss_is_no_failure(tmp_path: Path) -> None:
     ("name", "text", "hint"),
     [
         ("log.csv", "step,loss,dt\n" + "".join(f"{i},1.0,120\n" for i in range(20)), "--map step_s=COLUMN"),
-        ("metrics.csv", "epoch,step,train_loss\n" + "".join(f"0,{i},1.0\n" for i in range(20)), "ThroughputMonitor"),
-        ("log.jsonl", "".join(json.dumps({"step": i, "loss": 1.0}) + "\n" for i in range(20)), "--map step_s=COLUMN"),
+        (
+            "metrics.csv",
+            "epoch,step,train_loss\n" + "".join(f"0,{i},1.0\n" for i in range(20)),
+            "ThroughputMonitor",
+        ),
+        (
+            "log.jsonl",
+            "".join(json.dumps({"step": i, "loss": 1.0}) + "\n" for i in range(20)),
+            "--map step_s=COLUMN",
+        ),
     ],
 )
 def test_a_log_without_times_is_not_called_fast(tmp_path: Path, name: str, text: str, hint: str) -> None:
@@ -251,18 +326,30 @@ def test_a_log_without_times_is_not_called_fast(tmp_path: Path, name: str, text:
 
 
 def test_a_trainer_that_was_killed_has_no_times(tmp_path: Path) -> None:
-    assert "include_num_input_tokens_seen" in nothing_found(read(trainer_state(tmp_path, timed=False, ended=False)))
+    assert "include_num_input_tokens_seen" in nothing_found(
+        read(trainer_state(tmp_path, timed=False, ended=False))
+    )
 
 
 def test_columns_may_have_a_unit(tmp_path: Path) -> None:
-    path = text_file(tmp_path, "i,dt,mem,mfu,speed\n" + "".join(f"{i},120,40,1.35,31\n" for i in range(1, 21)), "log.csv")
-    columns = {"step": "i", "step_s": "dt:ms", "memory_bytes": "mem:GB", "mfu": "mfu:%", "tokens_per_s": "speed:k"}
+    path = text_file(
+        tmp_path, "i,dt,mem,mfu,speed\n" + "".join(f"{i},120,40,1.35,31\n" for i in range(1, 21)), "log.csv"
+    )
+    columns = {
+        "step": "i",
+        "step_s": "dt:ms",
+        "memory_bytes": "mem:GB",
+        "mfu": "mfu:%",
+        "tokens_per_s": "speed:k",
+    }
     observed = read(path, columns=columns)
     assert observed.steps[0].step_s == pytest.approx(0.12)
     assert observed.steps[0].memory_bytes == pytest.approx(40e9)
     assert observed.steps[0].mfu == pytest.approx(0.0135)
     assert observed.tokens_per_s == pytest.approx(31_000)
-    assert read(path, columns={**columns, "memory_bytes": "mem:GiB"}).steps[0].memory_bytes == pytest.approx(40 * 2**30)
+    assert read(path, columns={**columns, "memory_bytes": "mem:GiB"}).steps[0].memory_bytes == pytest.approx(
+        40 * 2**30
+    )
     with pytest.raises(ConfigError, match="knows no unit 'kg'"):
         read(path, columns={"step": "i", "step_s": "dt:kg"})
 
@@ -274,7 +361,11 @@ def test_a_negative_time_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("mfu", "percent"), [("1.35", 135), ("250", 250), ("43", 43), ("0.6", 60)])
 def test_an_mfu_above_one_is_impossible(tmp_path: Path, mfu: str, percent: float) -> None:
-    observed = read(text_file(tmp_path, "step,step_s,mfu\n" + "".join(f"{i},0.5,{mfu}\n" for i in range(1, 21)), "log.csv"))
+    observed = read(
+        text_file(
+            tmp_path, "step,step_s,mfu\n" + "".join(f"{i},0.5,{mfu}\n" for i in range(1, 21)), "log.csv"
+        )
+    )
     assert observed.median("mfu") == pytest.approx(percent / 100)
     assert ("over-peak" in found(observed)) == (percent > 100)
 
@@ -361,7 +452,9 @@ def test_a_log_cut_anywhere_is_read_or_refused(name: str, tmp_path: Path) -> Non
             read_ones += 1
         except RedlineError:
             continue  # one line, and no traceback
-    assert read_ones > 0.9 * (len(raw) - start) or name == "trainer_state.json", "half a last line is left out"
+    assert read_ones > 0.9 * (len(raw) - start) or name == "trainer_state.json", (
+        "half a last line is left out"
+    )
 
 
 @pytest.mark.parametrize(
@@ -371,8 +464,15 @@ def test_a_log_cut_anywhere_is_read_or_refused(name: str, tmp_path: Path) -> Non
         ("b.json", '{"log_history": [{"loss": 1.0}], "global_step": 1}'),
         ("c.json", '{"log_history": "x"}'),
         ("d.jsonl", '{"step":"x","data":{"perf/throughput":1}}\n'),
-        ("e.log", "2025-13-45 99:99:99,123 - root - INFO - step: 1  loss: 1.0  memory: 1.0GiB(1%)  tps: 1,000\n" * 2),
-        ("f.log", "2025-06-04 20:57:00,123 - root - INFO - step: 1  loss: ....  memory: 1.0GiB(1%)  tps: ,,,\n" * 2),
+        (
+            "e.log",
+            "2025-13-45 99:99:99,123 - root - INFO - step: 1  loss: 1.0  memory: 1.0GiB(1%)  tps: 1,000\n"
+            * 2,
+        ),
+        (
+            "f.log",
+            "2025-06-04 20:57:00,123 - root - INFO - step: 1  loss: ....  memory: 1.0GiB(1%)  tps: ,,,\n" * 2,
+        ),
         ("g.log", "iter 1: loss naninf.., time 1..2ms, mfu 3%\n"),
         ("h.log", "step:1 - perf/throughput:1e - a:--3 - b:e\n"),
     ],
@@ -382,7 +482,9 @@ def test_nonsense_gets_one_line(name: str, text: str, tmp_path: Path) -> None:
         read(text_file(tmp_path, text, name))
 
 
-def test_what_a_reader_stumbles_over_is_said_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_reader_stumbles_over_is_said_with_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def stumbles(text: str, source: str, columns: object) -> Observed:
         raise KeyError("step")
 
@@ -396,7 +498,9 @@ def test_the_place_of_a_broken_line_is_named(tmp_path: Path) -> None:
         read(text_file(tmp_path, '{"step":1,"loss":1}\nnot json\n{"step":2}\n', "log.jsonl"))
 
 
-def test_a_large_log_is_announced_and_json_holds_what_the_text_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_large_log_is_announced_and_json_holds_what_the_text_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copy(LOGS / "verl.log", tmp_path / "verl.log")
     with open(tmp_path / "verl.log", "a") as log:
         log.write("(pid=1) nothing of interest\n" * 200_000)

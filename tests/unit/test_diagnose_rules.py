@@ -1,4 +1,5 @@
-"""Rules on what was read, on paper: slow updates without a period, too few updates, where the time of an update goes, advice."""
+"""Rules on what was read, on paper: slow updates without a period, too few updates, where the time of an
+update goes, advice."""
 
 import json
 import random
@@ -54,9 +55,21 @@ def test_a_stall_is_not_told_twice() -> None:
 def test_slow_updates_stand_behind_every_named_cause() -> None:
     def finding(cause: str, gain: float | None, confidence: float) -> Finding:
         gains = Gain(1.0, gain, "") if gain else None
-        return Finding(cause=cause, kind="cause", title="", evidence=(Evidence("", 1, ""),), fix="", gain=gains, confidence=confidence)
+        return Finding(
+            cause=cause,
+            kind="cause",
+            title="",
+            evidence=(Evidence("", 1, ""),),
+            fix="",
+            gain=gains,
+            confidence=confidence,
+        )
 
-    given = [finding("nanogpt-mfu", None, 0.9), finding("slow-updates", 3.0, 0.3), finding("slow-loader", 1.06, 0.3)]
+    given = [
+        finding("nanogpt-mfu", None, 0.9),
+        finding("slow-updates", 3.0, 0.3),
+        finding("slow-loader", 1.06, 0.3),
+    ]
     assert [f.cause for f in ordered(given)] == ["slow-loader", "slow-updates", "nanogpt-mfu"]
 
 
@@ -64,9 +77,16 @@ def test_slow_updates_stand_behind_every_named_cause() -> None:
 
 
 def test_the_parts_of_an_update_add_up_where_their_medians_would_not() -> None:
-    """Forward is slow in one half of the updates and backward in the other: their medians leave a gap that is in no update."""
+    """Forward is slow in one half of the updates and backward in the other: their medians leave a gap that is
+    in no update."""
     steps = tuple(
-        Step(step=i, step_s=1.0, forward_s=0.2 if i % 3 else 0.6, backward_s=0.4 if i % 3 == 1 else 0.2, optimizer_s=0.2 if i % 3 else 0.18)
+        Step(
+            step=i,
+            step_s=1.0,
+            forward_s=0.2 if i % 3 else 0.6,
+            backward_s=0.4 if i % 3 == 1 else 0.2,
+            optimizer_s=0.2 if i % 3 else 0.18,
+        )
         for i in range(1, 66)
     )
     idle = [1.0 - (s.forward_s or 0) - (s.backward_s or 0) - (s.optimizer_s or 0) for s in steps[5:]]
@@ -77,7 +97,9 @@ def test_the_parts_of_an_update_add_up_where_their_medians_would_not() -> None:
 
 def test_a_wait_that_is_longer_than_what_is_left_is_counted_as_far_as_that() -> None:
     """The loader's 0.7 s passed beside the GPU's work but for 0.1."""
-    steps = tuple(Step(step=i, step_s=1.0, forward_s=0.3, backward_s=0.6, data_wait_s=0.7) for i in range(1, 31))
+    steps = tuple(
+        Step(step=i, step_s=1.0, forward_s=0.3, backward_s=0.6, data_wait_s=0.7) for i in range(1, 31)
+    )
     parts = split(Observed(source="", format="run", steps=steps))
     assert parts["data wait"] == pytest.approx(0.1)
     assert parts["idle"] == pytest.approx(0.0)
@@ -100,7 +122,14 @@ def few(updates: int, *, means: bool = False, apart: int = 1) -> Observed:
         )
         for i in range(1, updates + 1)
     )
-    facts = Facts(memory_bytes=80e9, parameters=1e9, gpu="h100-80g", gpus=1, response_length=100.0, longest_response=1000.0)
+    facts = Facts(
+        memory_bytes=80e9,
+        parameters=1e9,
+        gpu="h100-80g",
+        gpus=1,
+        response_length=100.0,
+        longest_response=1000.0,
+    )
     return Observed(source="", format="verl", steps=steps, facts=facts, lines_are_means=means)
 
 
@@ -118,7 +147,13 @@ def test_two_updates_are_too_few_for_any_share(updates: int, told: bool) -> None
 @pytest.mark.parametrize(("updates", "told"), [(2, False), (9, True)])
 def test_a_low_mfu_of_two_updates_is_not_told(updates: int, told: bool) -> None:
     observed = few(updates)
-    assert ("low-mfu" in {f.cause for f in diagnose(Observed(source="", format="csv", steps=observed.steps, facts=observed.facts))}) == told
+    assert (
+        "low-mfu"
+        in {
+            f.cause
+            for f in diagnose(Observed(source="", format="csv", steps=observed.steps, facts=observed.facts))
+        }
+    ) == told
 
 
 def test_lines_that_are_means_of_ten_count_ten_times() -> None:
@@ -131,9 +166,15 @@ def test_lines_that_are_means_of_ten_count_ten_times() -> None:
 
 @pytest.mark.parametrize(
     ("precision", "first", "fp16"),
-    [("fp16", "bf16 instead", True), ("fp32", "a lower learning rate", False), (None, "a lower learning rate", True)],
+    [
+        ("fp16", "bf16 instead", True),
+        ("fp32", "a lower learning rate", False),
+        (None, "a lower learning rate", True),
+    ],
 )
-def test_advice_against_nan_begins_with_what_the_run_can_change(precision: str | None, first: str, fp16: bool) -> None:
+def test_advice_against_nan_begins_with_what_the_run_can_change(
+    precision: str | None, first: str, fp16: bool
+) -> None:
     steps = tuple(Step(step=i, not_a_number=i > 5) for i in range(1, 20))
     (found,) = diagnose(Observed(source="", format="csv", steps=steps, facts=Facts(precision=precision)))
     assert found.fix.startswith(first)
@@ -141,7 +182,10 @@ def test_advice_against_nan_begins_with_what_the_run_can_change(precision: str |
 
 
 def test_what_a_failed_run_advises_itself_is_the_advice() -> None:
-    event = {"event": "failed", "error": "loss is nan at step 41: lower train.lr (now 0.3), set train.clip_norm"}
+    event = {
+        "event": "failed",
+        "error": "loss is nan at step 41: lower train.lr (now 0.3), set train.clip_norm",
+    }
     (found,) = diagnose(Observed(source="", format="run", events=(event,)))
     assert found.fix == "lower train.lr (now 0.3), set train.clip_norm"
 

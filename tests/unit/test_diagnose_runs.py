@@ -33,20 +33,26 @@ PLANTED = [name for name, fault in FAULTS.items() if not fault.gpu_only]
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_named_and_its_gain_is_predicted(name: str) -> None:
-    """Within 25 % of the wall clock. Six tries, because another program on the same cores changes the one arm and not the other: the padded
-    loop was within 6 % in quiet and 40 % off in three tries of one busy minute."""
+    """Within 25 % of the wall clock. Six tries, because another program on the same cores changes the one arm
+    and not the other: the padded loop was within 6 % in quiet and 40 % off in three tries of one busy
+    minute."""
     tries = []
     with small_bench() as bench:
         for attempt in range(6):
             tries.append(plant(replace(bench, folder=bench.folder / str(attempt)), name, blocks=3))
             if tries[-1]["right"] and abs(tries[-1]["error"]) <= 0.25:
                 break
-        lines = [json.loads(line) for line in (bench.folder / "0" / name / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (bench.folder / "0" / name / "metrics.jsonl").read_text().splitlines()
+        ]
     assert tries[-1]["right"], tries
     assert abs(tries[-1]["error"]) <= 0.25, tries
     for line in lines:
         phases_s = sum(line.get(phase, 0.0) for phase in PHASES)
-        assert 0.5 * line["issue_s"] < phases_s <= line["issue_s"], "the phases are what the host spent on the update"
+        assert 0.5 * line["issue_s"] < phases_s <= line["issue_s"], (
+            "the phases are what the host spent on the update"
+        )
         assert phases_s <= line["step_s"] + 1e-4
 
 
@@ -67,7 +73,9 @@ class Paper:
         (self.folder / "recipe.toml").write_text(to_toml(self.recipe))
         save(self.plan, self.folder / "plan.json")
         (self.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (self.folder / "events.jsonl").write_text("".join(json.dumps({"at": 0, **event}) + "\n" for event in events or []))
+        (self.folder / "events.jsonl").write_text(
+            "".join(json.dumps({"at": 0, **event}) + "\n" for event in events or [])
+        )
         return diagnose(read(self.folder))
 
     def lines(self, step_s: float, count: int = 40, **values: float) -> list[dict[str, Any]]:
@@ -97,7 +105,8 @@ def test_the_published_run_is_left_alone() -> None:
 
 
 def test_fp32_on_a_gpu_is_worth_what_the_floors_differ_by(tmp_path: Path) -> None:
-    """An H200 does 67 TFLOP/s in fp32 and 989 in bf16: a step at its fp32 floor gets at least six times as fast."""
+    """An H200 does 67 TFLOP/s in fp32 and 989 in bf16: a step at its fp32 floor gets at least six times as
+    fast."""
     paper = Paper(tmp_path, "plan.precision=fp32")
     top = paper.found(paper.lines(1.05 * paper.floor_s))[0]
     assert top.cause == "slow-precision"
@@ -108,7 +117,11 @@ def test_fp32_on_a_gpu_is_worth_what_the_floors_differ_by(tmp_path: Path) -> Non
 def test_recomputation_is_a_quarter_of_the_step(tmp_path: Path) -> None:
     paper = Paper(tmp_path, "plan.recompute=full")
     step_s = 1.05 * paper.floor_s
-    top = paper.found(paper.lines(step_s, forward_s=0.25 * step_s, backward_s=0.72 * step_s, optimizer_s=0.02 * step_s, copy_s=0.0))[0]
+    top = paper.found(
+        paper.lines(
+            step_s, forward_s=0.25 * step_s, backward_s=0.72 * step_s, optimizer_s=0.02 * step_s, copy_s=0.0
+        )
+    )[0]
     assert top.cause == "needless-recomputation"
     assert top.gain is not None
     assert 1.1 < top.gain.low < top.gain.high < 1.4
@@ -129,7 +142,8 @@ def test_a_host_that_launches_and_a_host_that_waits(tmp_path: Path) -> None:
     causes = [f.cause for f in paper.found(paper.lines(launching, issue_s=0.97 * launching))]
     assert "launch-bound" in causes
     assert "sync" not in causes
-    for batch_size, wanted in ((64, ["sync"]), (512, [])):  # of eight passes the launches fill CUDA's queue, and the host waits for that
+    # of eight passes the launches fill CUDA's queue, and the host waits for that
+    for batch_size, wanted in ((64, ["sync"]), (512, [])):
         paper = Paper(tmp_path, f"train.batch_size={batch_size}")
         step_s = 1.3 * paper.floor_s
         assert [f.cause for f in paper.found(paper.lines(step_s, issue_s=0.98 * step_s))] == wanted
@@ -141,11 +155,20 @@ def test_validations_and_checkpoints_are_told_apart(tmp_path: Path) -> None:
     for line in paper.lines(step_s):
         clock += step_s
         lines.append({**line, "elapsed_s": clock})
-        clock += (2 * step_s + step_s) * (line["step"] % 4 == 0)  # two for the validation, one for the checkpoint
-    events = [{"event": kind, "step": step} for step in range(4, 41, 4) for kind in ("validation", "checkpoint")]
-    findings = {f.cause: f for f in paper.found(lines, [{**e, "stalled_s": step_s} if e["event"] == "checkpoint" else e for e in events])}
+        # two for the validation, one for the checkpoint
+        clock += (2 * step_s + step_s) * (line["step"] % 4 == 0)
+    events = [
+        {"event": kind, "step": step} for step in range(4, 41, 4) for kind in ("validation", "checkpoint")
+    ]
+    findings = {
+        f.cause: f
+        for f in paper.found(
+            lines, [{**e, "stalled_s": step_s} if e["event"] == "checkpoint" else e for e in events]
+        )
+    }
     assert set(findings) == {"validation-pause", "checkpoint-pause"}
-    # 40 updates and nine pauses of three: 18 of 67 for validation, 9 for checkpoints. The tenth has no end that would say how long it took.
+    # 40 updates and nine pauses of three: 18 of 67 for validation, 9 for checkpoints. The tenth has no end
+    # that would say how long it took.
     assert findings["validation-pause"].title.startswith("Validation takes 27%")
     assert findings["checkpoint-pause"].title.startswith("Checkpoint takes 13%")
 
@@ -154,8 +177,13 @@ def test_the_pause_after_the_last_update_counts(tmp_path: Path) -> None:
     """40 updates, and validations of four updates each after the 20th and the 40th: 8 of 48."""
     paper = Paper(tmp_path)
     step_s = 1.02 * paper.floor_s
-    lines = [{**line, "elapsed_s": (line["step"] + (4 if line["step"] > 20 else 0)) * step_s} for line in paper.lines(step_s)]
-    events = [{"event": "validation", "step": step} for step in (20, 40)] + [{"event": "end", "step": 40, "elapsed_s": 48 * step_s}]
+    lines = [
+        {**line, "elapsed_s": (line["step"] + (4 if line["step"] > 20 else 0)) * step_s}
+        for line in paper.lines(step_s)
+    ]
+    events = [{"event": "validation", "step": step} for step in (20, 40)] + [
+        {"event": "end", "step": 40, "elapsed_s": 48 * step_s}
+    ]
     (found,) = paper.found(lines, events)
     assert found.title == "Validation takes 17% of the run"
     assert found.evidence[0].value == 2
@@ -175,17 +203,31 @@ def test_a_wait_that_the_gpu_did_not_feel_is_no_cause(tmp_path: Path) -> None:
     """The host waited half of the time, but the GPU was busy with the update before."""
     paper = Paper(tmp_path)
     step_s = 1.02 * paper.floor_s
-    busy = {"forward_s": 0.3 * step_s, "backward_s": 0.65 * step_s, "optimizer_s": 0.03 * step_s, "copy_s": 0.01 * step_s}
+    busy = {
+        "forward_s": 0.3 * step_s,
+        "backward_s": 0.65 * step_s,
+        "optimizer_s": 0.03 * step_s,
+        "copy_s": 0.01 * step_s,
+    }
     assert paper.found(paper.lines(step_s, **{**busy, "data_wait_s": 0.5 * step_s})) == []
     busy["backward_s"] = 0.35 * step_s
-    assert [f.cause for f in paper.found(paper.lines(step_s, **{**busy, "data_wait_s": 0.5 * step_s}))] == ["slow-loader"]
+    assert [f.cause for f in paper.found(paper.lines(step_s, **{**busy, "data_wait_s": 0.5 * step_s}))] == [
+        "slow-loader"
+    ]
 
 
 def test_running_out_of_memory_and_sampling_are_read_from_the_events(tmp_path: Path) -> None:
     paper = Paper(tmp_path)
     events: list[dict[str, Any]] = [
         {"event": "out_of_memory", "step": 3, "micro_batch_before": 64, "micro_batch": 32, "batch_size": 512},
-        {"event": "sampling_end", "questions": 100, "solved": 99, "samples": 3000, "correct": 2400, "elapsed_s": 9.0},
+        {
+            "event": "sampling_end",
+            "questions": 100,
+            "solved": 99,
+            "samples": 3000,
+            "correct": 2400,
+            "elapsed_s": 9.0,
+        },
     ]
     findings = {f.cause: f for f in paper.found(paper.lines(1.02 * paper.floor_s), events)}
     assert "plan.micro_batch=32" in findings["out-of-memory"].fix
@@ -196,7 +238,11 @@ def test_running_out_of_memory_and_sampling_are_read_from_the_events(tmp_path: P
 
 def test_a_failed_run_says_what_it_failed_of(tmp_path: Path) -> None:
     paper = Paper(tmp_path)
-    failed = {"event": "failed", "error": "grad_norm is nan at step 41: lower train.lr (now 1e+30)", "exit_code": 8}
+    failed = {
+        "event": "failed",
+        "error": "grad_norm is nan at step 41: lower train.lr (now 1e+30)",
+        "exit_code": 8,
+    }
     (found,) = paper.found(paper.lines(1.02 * paper.floor_s), [failed])
     assert found.cause == "not-a-number"
     assert found.title.endswith("at update 41")
@@ -207,7 +253,9 @@ def test_a_failed_run_says_what_it_failed_of(tmp_path: Path) -> None:
 def test_a_watched_loop_whose_loss_is_null(tmp_path: Path) -> None:
     """JSON has no word for nan; an update that fp16's scaler skipped is none of those."""
     (tmp_path / "events.jsonl").write_text(json.dumps({"at": 0, "event": "start"}) + "\n")
-    lines: list[dict[str, Any]] = [{"step": i, "step_s": 0.1, "loss": None if i > 6 else 1.0} for i in range(1, 21)]
+    lines: list[dict[str, Any]] = [
+        {"step": i, "step_s": 0.1, "loss": None if i > 6 else 1.0} for i in range(1, 21)
+    ]
     lines[2] |= {"grad_norm": None, "skipped": 1}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (found,) = diagnose(read(tmp_path))
@@ -222,9 +270,18 @@ def test_a_watched_loop_of_one_update_is_not_called_fast(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("updates", "told"), [(1, False), (5, False), (8, True)])
 def test_a_share_of_too_few_updates_is_not_told(updates: int, told: bool) -> None:
-    times = {"step_s": 0.1, "data_wait_s": 0.03, "forward_s": 0.02, "backward_s": 0.02, "optimizer_s": 0.01, "padding_share": 0.6}
+    times = {
+        "step_s": 0.1,
+        "data_wait_s": 0.03,
+        "forward_s": 0.02,
+        "backward_s": 0.02,
+        "optimizer_s": 0.01,
+        "padding_share": 0.6,
+    }
     observed = Observed(source="", format="run", steps=steps_of(updates, **times))
-    assert {f.cause for f in diagnose(observed)} == ({"slow-loader", "host-gap", "padding"} if told else set())
+    assert {f.cause for f in diagnose(observed)} == (
+        {"slow-loader", "host-gap", "padding"} if told else set()
+    )
     assert (too_little(observed) is None) == told
 
 
@@ -235,7 +292,12 @@ def test_slow_updates_at_random_are_no_stall(updates: int, slow: int) -> None:
     for _ in range(300):
         late = set(draw.sample(range(6, updates + 1), slow))
         times_s = [
-            0.01 * (draw.uniform(1.4, 2.6) * max(2.0, 0.2 * updates / slow) if i in late else draw.uniform(0.95, 1.05))
+            0.01
+            * (
+                draw.uniform(1.4, 2.6) * max(2.0, 0.2 * updates / slow)
+                if i in late
+                else draw.uniform(0.95, 1.05)
+            )
             for i in range(1, updates + 1)
         ]
         steps = tuple(Step(step=i, step_s=step_s) for i, step_s in enumerate(times_s, start=1))
@@ -253,8 +315,13 @@ def test_slow_updates_in_step_are_a_stall_beside_some_that_are_not() -> None:
 
 def test_a_folder_of_rejection_sampling_is_read_without_its_plan(tmp_path: Path) -> None:
     (tmp_path / "train-samples").mkdir()
-    lines = [{"step": i, "step_s": 0.1, "tokens": 100 * i, "data_wait_s": 0.0, "padding_share": 0.66} for i in range(1, 21)]
-    (tmp_path / "train-samples" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [
+        {"step": i, "step_s": 0.1, "tokens": 100 * i, "data_wait_s": 0.0, "padding_share": 0.66}
+        for i in range(1, 21)
+    ]
+    (tmp_path / "train-samples" / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     (tmp_path / "events.jsonl").write_text(json.dumps({"at": 0, "event": "start"}) + "\n")
     observed = read(tmp_path)
     assert "nothing is said about the plan" in observed.repairs[0]
@@ -267,8 +334,17 @@ def test_a_folder_of_rejection_sampling_is_read_without_its_plan(tmp_path: Path)
 def test_padding_is_worth_what_forward_and_backward_take(tmp_path: Path) -> None:
     """Half of the positions, in passes that are 80 % of the update: two fifths of its time, or 15 % less."""
     (tmp_path / "events.jsonl").write_text(json.dumps({"at": 0, "event": "start"}) + "\n")
-    times = {"step_s": 0.1, "forward_s": 0.03, "backward_s": 0.05, "optimizer_s": 0.015, "data_wait_s": 0.0, "padding_share": 0.5}
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": i, **times}) + "\n" for i in range(1, 21)))
+    times = {
+        "step_s": 0.1,
+        "forward_s": 0.03,
+        "backward_s": 0.05,
+        "optimizer_s": 0.015,
+        "data_wait_s": 0.0,
+        "padding_share": 0.5,
+    }
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": i, **times}) + "\n" for i in range(1, 21))
+    )
     (found,) = [finding for finding in diagnose(read(tmp_path)) if finding.cause == "padding"]
     assert found.gain is not None
     assert (found.gain.low, found.gain.high) == pytest.approx((1 / (1 - 0.85 * 0.4), 1 / (1 - 0.4)))
@@ -276,13 +352,17 @@ def test_padding_is_worth_what_forward_and_backward_take(tmp_path: Path) -> None
 
 def test_the_page_shows_what_was_measured_on_the_gpu() -> None:
     """Every planted fault with its range, and how many lie outside."""
-    planted = json.loads((ROOT / "benchmarks" / "closed-loop_nvidia-h200_20261115.json").read_text())["planted"]
+    planted = json.loads((ROOT / "benchmarks" / "closed-loop_nvidia-h200_20261115.json").read_text())[
+        "planted"
+    ]
     page = (ROOT / "docs" / "diagnose.md").read_text()
     for row in planted:
         (low, high), measured = row["range"], row["measured"]
         outside = "below" if measured < low else "above" if measured > high else ""
         numbers = [f"{value:#.3g}" for value in (row["predicted"], low, high, measured)]
-        told = f"`{row['found']}` | {numbers[0]}x | {numbers[1]} to {numbers[2]} | {numbers[3]}x | {outside} |".replace("|  |", "| |")
+        told = f"`{row['found']}` | {numbers[0]}x | {numbers[1]} to {numbers[2]} | {numbers[3]}x | {outside} |".replace(
+            "|  |", "| |"
+        )
         assert told in page, row["fault"]
     outside_all = sum(not row["range"][0] <= row["measured"] <= row["range"][1] for row in planted)
     assert f"{outside_all} of {len(planted)} measurements lie outside" in page
@@ -296,18 +376,27 @@ GPU = Facts(gpus=1, gpu="h200-141g")
 
 
 def padding_of(steps: tuple[Step, ...], facts: Facts = GPU) -> Finding:
-    (found,) = [f for f in diagnose(Observed(source="", format="run", steps=steps, facts=facts)) if f.cause == "padding"]
+    (found,) = [
+        f
+        for f in diagnose(Observed(source="", format="run", steps=steps, facts=facts))
+        if f.cause == "padding"
+    ]
     assert found.gain is not None
     return found
 
 
 def test_a_gpu_that_waits_for_launches_may_gain_nothing_from_less_padding() -> None:
-    """It takes as long to launch short rows. A host that is slow only since CUDA's queue is full was quick in the first updates; on a CPU
-    the host computes, and its time says nothing."""
+    """It takes as long to launch short rows. A host that is slow only since CUDA's queue is full was quick in
+    the first updates; on a CPU the host computes, and its time says nothing."""
     times = {"step_s": 0.1, "forward_s": 0.03, "backward_s": 0.05, "optimizer_s": 0.015, "padding_share": 0.5}
     launching, computing = steps_of(**times, issue_s=0.097), steps_of(**times, issue_s=0.02)
     ahead = (*computing[:3], *launching[3:])
-    for steps, facts, share in ((launching, GPU, 0.0), (computing, GPU, 0.34), (ahead, GPU, 0.34), (launching, Facts(), 0.34)):
+    for steps, facts, share in (
+        (launching, GPU, 0.0),
+        (computing, GPU, 0.34),
+        (ahead, GPU, 0.34),
+        (launching, Facts(), 0.34),
+    ):
         gain = padding_of(steps, facts).gain
         assert gain is not None
         assert (gain.low, gain.high) == pytest.approx((1 / (1 - share), 1 / (1 - 0.4)))
@@ -335,14 +424,19 @@ def test_a_loop_that_marks_some_phases_is_not_told_that_it_marks_none() -> None:
         (0.05, 0.1, 0.1, 0.05),  # whoever generates looks at every token: nothing hides behind that
     ],
 )
-def test_a_wait_costs_what_would_hide_behind_the_gpu(gpu_s: float, gap_s: float, generate_s: float, hidden_s: float) -> None:
-    """Without the wait the longer of the two is left. What does not hide stays time in which nothing is computed."""
+def test_a_wait_costs_what_would_hide_behind_the_gpu(
+    gpu_s: float, gap_s: float, generate_s: float, hidden_s: float
+) -> None:
+    """Without the wait the longer of the two is left. What does not hide stays time in which nothing is
+    computed."""
     step_s = gpu_s + gap_s + generate_s
     phases = {"forward_s": 0.3 * gpu_s, "backward_s": 0.6 * gpu_s, "optimizer_s": 0.1 * gpu_s} | (
         {"generate_s": generate_s} if generate_s else {}
     )
     events = ({"event": "waits_for_gpu", "times": 1, "where": "train.py:42", "step": 4},)
-    found = diagnose(Observed(source="", format="run", steps=steps_of(step_s=step_s, **phases), facts=GPU, events=events))
+    found = diagnose(
+        Observed(source="", format="run", steps=steps_of(step_s=step_s, **phases), facts=GPU, events=events)
+    )
     gains = {finding.cause: finding.gain for finding in found}
     assert gains["sync"] is not None
     assert gains["sync"].high == pytest.approx(step_s / (step_s - hidden_s))
@@ -354,10 +448,13 @@ def test_a_wait_costs_what_would_hide_behind_the_gpu(gpu_s: float, gap_s: float,
 
 
 def test_compiling_is_promised_what_was_measured(tmp_path: Path) -> None:
-    """1.07 times at 1.17 times the floor (H200, gpt2-124m): inside the range; far from the floor no more than 1.3."""
+    """1.07 times at 1.17 times the floor (H200, gpt2-124m): inside the range; far from the floor no more than
+    1.3."""
     paper = Paper(tmp_path, "plan.compile=off")
     for times_floor, most in ((1.167, 1.167), (3.0, 1.3)):
-        (found,) = [f for f in paper.found(paper.lines(times_floor * paper.floor_s)) if f.cause == "not-compiled"]
+        (found,) = [
+            f for f in paper.found(paper.lines(times_floor * paper.floor_s)) if f.cause == "not-compiled"
+        ]
         assert found.gain is not None
         assert found.gain.low < 1.07 < found.gain.high or times_floor > 2
         assert found.gain.high == pytest.approx(most)
@@ -370,11 +467,19 @@ def test_compiling_is_promised_what_was_measured(tmp_path: Path) -> None:
     assert "100 on if it brings 1.3x, 600 at 1.05x" in found.evidence[-1].unit
 
 
-@pytest.mark.parametrize(("rows", "high"), [(None, 1.25), (4, 1.25), (16, 1.25), (32, 1.135), (64, None), (512, None)])
-def test_passes_are_small_where_larger_ones_were_measured_to_be_faster(rows: float | None, high: float | None) -> None:
+@pytest.mark.parametrize(
+    ("rows", "high"), [(None, 1.25), (4, 1.25), (16, 1.25), (32, 1.135), (64, None), (512, None)]
+)
+def test_passes_are_small_where_larger_ones_were_measured_to_be_faster(
+    rows: float | None, high: float | None
+) -> None:
     """8k tokens give 80 % of the speed of 64k, 32k 98 %: rows of 512."""
     facts = Facts(memory_bytes=140e9, micro_batch=rows, seq_len=512)
-    found = diagnose(Observed(source="", format="run", steps=steps_of(step_s=0.1, mfu=0.35, memory_bytes=10e9), facts=facts))
+    found = diagnose(
+        Observed(
+            source="", format="run", steps=steps_of(step_s=0.1, mfu=0.35, memory_bytes=10e9), facts=facts
+        )
+    )
     assert [f.cause for f in found] == (["small-passes"] if high else [])
     if high:
         assert found[0].gain is not None

@@ -1,7 +1,8 @@
-"""The five documents that Redline grew out of: from the numbers in them the real cause is found, and what cannot hold is called so.
+"""The five documents that Redline grew out of: from the numbers in them the real cause is found, and what
+cannot hold is called so.
 
-The pages in tests/data/seeds give their figures in our words, because two of the originals have no licence; where the originals lie beside
-the checkout (../shared/seeds) the same must hold for them.
+The pages in tests/data/seeds give their figures in our words, because two of the originals have no licence;
+where the originals lie beside the checkout (../shared/seeds) the same must hold for them.
 """
 
 from pathlib import Path
@@ -72,7 +73,9 @@ def test_002_the_pair_of_claims_is_impossible() -> None:
     assert "2.8" in findings["impossible-pair"].title
     assert "convert_to_float8_training" in findings["inference-api"].fix
     assert list(findings)[:2] == ["impossible-pair", "inference-api"]
-    assert "11% of the memory was in use before them" in findings["needless-recomputation"].title, "checkpointing is one of the changes"
+    assert "11% of the memory was in use before them" in findings["needless-recomputation"].title, (
+        "checkpointing is one of the changes"
+    )
     assert findings["needless-recomputation"].gain is None, "what memory the other changes need is not known"
     assert "1.21 times" in findings["inference-api"].fix
     implied = values(findings["over-peak"])

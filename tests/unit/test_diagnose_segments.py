@@ -1,4 +1,5 @@
-"""Logs of more than one run, lines that stand twice, and pauses that a log names: what belongs to an update and what does not."""
+"""Logs of more than one run, lines that stand twice, and pauses that a log names: what belongs to an update
+and what does not."""
 
 import json
 import re
@@ -27,19 +28,34 @@ def text_file(folder: Path, text: str, name: str = "log") -> Path:
 # ---- several runs in one log ----
 
 
-def nanogpt(steps: range, *, slow: int = 0, every: int = 25, first_ms: float = 0.0, evaluated: int = 0, tokens: int = 16_384) -> str:
-    """250 ms an iteration, 3 s every `every` where `slow` is its remainder plus one; evaluations of 5 s every `evaluated`."""
+def nanogpt(
+    steps: range,
+    *,
+    slow: int = 0,
+    every: int = 25,
+    first_ms: float = 0.0,
+    evaluated: int = 0,
+    tokens: int = 16_384,
+) -> str:
+    """250 ms an iteration, 3 s every `every` where `slow` is its remainder plus one; evaluations of 5 s every
+    `evaluated`."""
     lines = [f"tokens per iteration will be: {tokens:,}", "number of parameters: 10.65M"]
     for step in steps:
         paused = evaluated and step % evaluated == 0
         lines += [f"step {step}: train loss 3.1, val loss 3.2"] if paused else []
-        ms = 250 + (3000 if slow and step % every == slow - 1 else 0) + (5000 if paused else 0) + (first_ms if step == steps[0] else 0)
+        ms = (
+            250
+            + (3000 if slow and step % every == slow - 1 else 0)
+            + (5000 if paused else 0)
+            + (first_ms if step == steps[0] else 0)
+        )
         lines.append(f"iter {step}: loss 3.2000, time {ms:.2f}ms, mfu 13.50%")
     return "\n".join(lines) + "\n"
 
 
 def test_of_several_runs_in_a_log_the_longest_is_read(tmp_path: Path) -> None:
-    """The second starts lower than the first ends, and so did the counter: mixed together, no stall would be seen in either."""
+    """The second starts lower than the first ends, and so did the counter: mixed together, no stall would be
+    seen in either."""
     text = nanogpt(range(1000, 1600), slow=1) + nanogpt(range(100), tokens=99) + nanogpt(range(50))
     observed = read(text_file(tmp_path, text))
     assert "3 runs in this log; the longest, steps 1,000 to 1,599, is read" in observed.repairs
@@ -48,7 +64,9 @@ def test_of_several_runs_in_a_log_the_longest_is_read(tmp_path: Path) -> None:
 
 
 def test_of_runs_of_the_same_length_the_last_is_read_with_its_own_settings(tmp_path: Path) -> None:
-    observed = read(text_file(tmp_path, nanogpt(range(100), tokens=99) + nanogpt(range(100), slow=1, every=20)))
+    observed = read(
+        text_file(tmp_path, nanogpt(range(100), tokens=99) + nanogpt(range(100), slow=1, every=20))
+    )
     assert observed.median("tokens") == 16_384
     assert "stall" in found(observed)
 
@@ -64,7 +82,9 @@ def test_lines_that_stand_twice_count_once(tmp_path: Path) -> None:
 def test_the_warm_up_of_a_job_that_was_started_again_is_no_validation(tmp_path: Path) -> None:
     """Three starts of 60 s each, evaluations of 5 s every 250 of 1,000 iterations of 250 ms."""
     starts = [range(2000), range(1500, 4000), range(3500, 4500)]
-    observed = read(text_file(tmp_path, "".join(nanogpt(steps, first_ms=60_000, evaluated=250) for steps in starts)))
+    observed = read(
+        text_file(tmp_path, "".join(nanogpt(steps, first_ms=60_000, evaluated=250) for steps in starts))
+    )
     assert [event["step"] for event in observed.events] == list(range(1500, 4000, 250))
     assert all(event["took_s"] == pytest.approx(5.0, rel=0.01) for event in observed.events)
 
@@ -83,7 +103,8 @@ def test_evaluations_too_short_to_tell_are_not_taken_off(tmp_path: Path) -> None
 
 
 def test_a_log_of_many_evaluations_is_read_at_once(tmp_path: Path) -> None:
-    """Every other iteration evaluates, 30,000 of them: looking each up in a list takes half a minute of the processor, a set none."""
+    """Every other iteration evaluates, 30,000 of them: looking each up in a list takes half a minute of the
+    processor, a set none."""
     path, before_s = text_file(tmp_path, nanogpt(range(60_000), evaluated=2)), time.process_time()
     assert len(read(path).events) == 30_000
     assert time.process_time() - before_s < 10
@@ -104,7 +125,10 @@ class Titan:
         self.now += timedelta(seconds=after_s)
         for rank in range(ranks):
             at = self.now + timedelta(milliseconds=rank)
-            self.lines.append(f"[rank{rank}]:[titan] {at:%Y-%m-%d %H:%M:%S},{at.microsecond // 1000:03d} - root - INFO - {text}")
+            self.lines.append(
+                f"[rank{rank}]:[titan] {at:%Y-%m-%d %H:%M:%S},{at.microsecond // 1000:03d} - root - INFO -"
+                f" {text}"
+            )
 
     def start(self) -> None:
         for line in HEAD:
@@ -113,7 +137,11 @@ class Titan:
     def train(self, steps: range, ranks: int = 1) -> None:
         """2.34 s an update."""
         for step in steps:
-            self.say(f"step: {step}  loss: 8.0  grad_norm: 1.2  memory: 78.2GiB(82.32%)  tps: 7,000  mfu: 40.99%", 2.34 * steps.step, ranks)
+            self.say(
+                f"step: {step}  loss: 8.0  grad_norm: 1.2  memory: 78.2GiB(82.32%)  tps: 7,000  mfu: 40.99%",
+                2.34 * steps.step,
+                ranks,
+            )
 
     def text(self, end: str = "\n") -> str:
         return "\n".join(self.lines) + end
@@ -125,7 +153,9 @@ def test_torchtitans_validations_and_checkpoints_are_no_updates(tmp_path: Path, 
     log.start()
     for start in range(0, 300, 50):
         log.train(range(start + 10, start + 60, 10), ranks)
-        log.say("Finished saving the checkpoint (or staging if async is enabled)in 120.00 seconds.", 120, ranks)
+        log.say(
+            "Finished saving the checkpoint (or staging if async is enabled)in 120.00 seconds.", 120, ranks
+        )
         log.say(f"validate step: {start + 50}  loss:  6.1  memory: 70.1GiB(75.00%)  tps: 21,000", 100, ranks)
     observed = read(text_file(tmp_path, log.text()))
     assert len(observed.steps) == 30
@@ -133,7 +163,9 @@ def test_torchtitans_validations_and_checkpoints_are_no_updates(tmp_path: Path, 
     findings = found(observed)
     assert {"validation-pause", "checkpoint-pause"} <= findings.keys()
     assert not {"stall", "slow-updates", "mfu-mismatch"} & findings.keys()
-    assert findings["validation-pause"].evidence[0].value == findings["checkpoint-pause"].evidence[0].value == 6
+    assert (
+        findings["validation-pause"].evidence[0].value == findings["checkpoint-pause"].evidence[0].value == 6
+    )
     assert findings["validation-pause"].evidence[1].value == pytest.approx(100, abs=0.01)
     assert findings["checkpoint-pause"].evidence[1].value == pytest.approx(120)
     assert "validation.freq" in findings["validation-pause"].fix
@@ -198,15 +230,20 @@ def verl(steps: range, every: int = 5, **paused: float) -> list[dict[str, float]
 
 @pytest.mark.parametrize(
     ("name", "cause", "setting"),
-    [("testing", "validation-pause", "trainer.test_freq"), ("save_checkpoint", "checkpoint-pause", "trainer.save_freq")],
+    [
+        ("testing", "validation-pause", "trainer.test_freq"),
+        ("save_checkpoint", "checkpoint-pause", "trainer.save_freq"),
+    ],
 )
 @pytest.mark.parametrize("console", [True, False])
 def test_verl_names_its_pauses(tmp_path: Path, name: str, cause: str, setting: str, console: bool) -> None:
     rows = enumerate(verl(range(1, 61), **{name: 60.0}), start=1)
     lines = [
-        f"step:{step} - " + " - ".join(f"{key}:{value}" for key, value in data.items())
-        if console
-        else json.dumps({"step": step, "data": data})
+        (
+            f"step:{step} - " + " - ".join(f"{key}:{value}" for key, value in data.items())
+            if console
+            else json.dumps({"step": step, "data": data})
+        )
         for step, data in rows
     ]
     observed = read(text_file(tmp_path, "\n".join(lines) + "\n"))
@@ -229,7 +266,10 @@ def test_the_last_value_of_a_line_of_verl_that_was_cut_is_left_out(tmp_path: Pat
 
 
 def norms(tmp_path: Path, bad: set[int]) -> Path:
-    history = [{"step": step, "loss": 2.0, "grad_norm": float("inf") if step in bad else 1.0} for step in range(10, 510, 10)]
+    history = [
+        {"step": step, "loss": 2.0, "grad_norm": float("inf") if step in bad else 1.0}
+        for step in range(10, 510, 10)
+    ]
     return text_file(tmp_path, json.dumps({"global_step": 500, "log_history": history}), "trainer_state.json")
 
 
@@ -241,7 +281,9 @@ def norms(tmp_path: Path, bad: set[int]) -> Path:
         (set(range(10, 200, 10)), " in 19 of the updates, the first 10"),
     ],
 )
-def test_a_few_gradients_that_are_infinite_are_a_loss_scalers(tmp_path: Path, bad: set[int], since: str | None) -> None:
+def test_a_few_gradients_that_are_infinite_are_a_loss_scalers(
+    tmp_path: Path, bad: set[int], since: str | None
+) -> None:
     findings = found(read(norms(tmp_path, bad)))
     assert ("not-a-number" in findings) == (since is not None)
     if since:
@@ -257,12 +299,18 @@ def table(tmp_path: Path, rows: list[dict[str, float | str | None]]) -> Observed
 
 @pytest.mark.parametrize("epoch", ["epoch", "epochnum"])
 @pytest.mark.parametrize(("first", "apart"), [(0, 1), (1, 1), (10, 10)])
-def test_steps_that_start_again_with_each_epoch_are_counted_on(tmp_path: Path, epoch: str, first: int, apart: int) -> None:
+def test_steps_that_start_again_with_each_epoch_are_counted_on(
+    tmp_path: Path, epoch: str, first: int, apart: int
+) -> None:
     """Ten epochs of 50 lines, whose values do not differ."""
     steps = [first + apart * at for at in range(50)]
-    observed = table(tmp_path, [{epoch: e, "step": step, "loss": 2.5, "step_s": 0.25} for e in range(10) for step in steps])
+    observed = table(
+        tmp_path, [{epoch: e, "step": step, "loss": 2.5, "step_s": 0.25} for e in range(10) for step in steps]
+    )
     assert [s.step for s in observed.steps] == [first + apart * at for at in range(500)]
-    assert observed.repairs == (f"the step starts again with each epoch: counted on to {first + apart * 499:,}",)
+    assert observed.repairs == (
+        f"the step starts again with each epoch: counted on to {first + apart * 499:,}",
+    )
 
 
 def test_a_table_of_several_runs_is_split_where_they_contradict_each_other(tmp_path: Path) -> None:
@@ -276,14 +324,21 @@ def test_a_table_of_several_runs_is_split_where_they_contradict_each_other(tmp_p
 
 
 def test_lines_of_a_table_that_come_late_or_twice_or_of_two_processes_are_of_one_run(tmp_path: Path) -> None:
-    rows = [(step, 0) for step in (1, 2, 4, 3, 5)] + [(step, rank) for step in (6, 7, 8) for rank in (0, 0, 1)]
+    rows = [(step, 0) for step in (1, 2, 4, 3, 5)] + [
+        (step, rank) for step in (6, 7, 8) for rank in (0, 0, 1)
+    ]
     observed = table(tmp_path, [{"step": step, "step_s": 0.25 + rank / 100} for step, rank in rows])
     assert ([s.step for s in observed.steps], observed.repairs) == (list(range(1, 9)), ())
     assert {s.step_s for s in observed.steps} == {0.25}
 
 
 def nulls(tmp_path: Path, losses: list[float | str | None]) -> dict[str, Finding]:
-    return found(table(tmp_path, [{"step": step, "loss": loss, "step_s": 0.2} for step, loss in enumerate(losses, start=1)]))
+    return found(
+        table(
+            tmp_path,
+            [{"step": step, "loss": loss, "step_s": 0.2} for step, loss in enumerate(losses, start=1)],
+        )
+    )
 
 
 def test_a_loss_that_is_null_until_the_next_is_not_logged(tmp_path: Path) -> None:

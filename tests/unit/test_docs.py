@@ -1,4 +1,5 @@
-"""Documents tell the truth: every command in them parses, every metric is listed, every headline number stands in a benchmark file."""
+"""Documents tell the truth: every command in them parses, every metric is listed, every headline number
+stands in a benchmark file."""
 
 import json
 import re

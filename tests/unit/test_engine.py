@@ -1,4 +1,5 @@
-"""The local engine against naive full forwards and exact probabilities; seeds, stops, limits, refilling, streams."""
+"""The local engine against naive full forwards and exact probabilities; seeds, stops, limits, refilling,
+streams."""
 
 import math
 from collections import Counter
@@ -20,7 +21,8 @@ from redline.errors import ConfigError, MachineError
 from redline.model.transformer import Transformer, build_model
 
 CONFIG = ModelConfig(
-    vocab_size=37, num_layers=2, hidden_size=24, num_heads=4, num_kv_heads=2, ffn_size=32, context_length=60, init_std=0.3,
+    vocab_size=37, num_layers=2, hidden_size=24, num_heads=4, num_kv_heads=2, ffn_size=32, context_length=60,
+    init_std=0.3,
     qk_norm=True, tie_embeddings=False,
 )  # fmt: skip
 LEARNED = ModelConfig(
@@ -48,7 +50,9 @@ def model() -> Transformer:
 
 
 def make(model: Transformer, slots: int = 8, **options) -> LocalEngine:
-    return LocalEngine(model, Words(), **{"slots": slots, "max_prompt_tokens": 40, "max_new_tokens": 40, **options})
+    return LocalEngine(
+        model, Words(), **{"slots": slots, "max_prompt_tokens": 40, "max_new_tokens": 40, **options}
+    )
 
 
 def by_sample(completions) -> dict[tuple[object, int], Completion]:
@@ -77,13 +81,20 @@ PROMPTS = [tuple(int(t) for t in np.random.default_rng(i).integers(0, 37, 1 + 5 
 def test_greedy_tokens_and_log_probabilities_are_those_of_the_training_forward(config, slots):
     model = build_model(config, device="cpu", seed=0)
     requests = [
-        Request(prompt=p, samples=1 + i % 3, sampling=Sampling(temperature=0, max_new_tokens=3 + 7 * i % 22), tag=i)
+        Request(
+            prompt=p,
+            samples=1 + i % 3,
+            sampling=Sampling(temperature=0, max_new_tokens=3 + 7 * i % 22),
+            tag=i,
+        )
         for i, p in enumerate(PROMPTS)
     ]
     with make(model, slots) as engine:
         found = by_sample(engine.run(requests))
         assert len(found) == sum(request.samples for request in requests) == engine.stats.completions
-        assert engine.stats.prefill_tokens == sum(map(len, PROMPTS)), "each prompt is read once, whatever its samples"
+        assert engine.stats.prefill_tokens == sum(map(len, PROMPTS)), (
+            "each prompt is read once, whatever its samples"
+        )
     seen = set()
     for (tag, _), completion in found.items():
         tokens, logprobs = naive(model, PROMPTS[tag], requests[tag].sampling.max_new_tokens)
@@ -100,7 +111,8 @@ DRAWS = 6000
 
 
 def exact(*, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0) -> list[float]:
-    """The distribution by its definition, in plain Python: divide, keep the likeliest k, keep the smallest set of mass p."""
+    """The distribution by its definition, in plain Python: divide, keep the likeliest k, keep the smallest
+    set of mass p."""
     weights = {i: math.exp(float(logit) / temperature) for i, logit in enumerate(LOGITS)}
     likeliest = sorted(weights, key=lambda i: -weights[i])[:top_k]
     total, mass, kept = sum(weights[i] for i in likeliest), 0.0, []
@@ -113,7 +125,15 @@ def exact(*, temperature: float = 1.0, top_k: int | None = None, top_p: float = 
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"temperature": 0.5}, {"temperature": 3.0}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 5, "top_p": 0.8, "temperature": 1.7}]
+    "how",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 3.0},
+        {"top_k": 3},
+        {"top_p": 0.6},
+        {"top_k": 5, "top_p": 0.8, "temperature": 1.7},
+    ],
 )
 def test_samples_follow_the_exact_distribution(how):
     sizes = {"slots": DRAWS, "prompts": 1, "max_prompt_tokens": 1, "max_new_tokens": 1}
@@ -147,9 +167,12 @@ def test_uniform_numbers_are_uniform_and_independent():
     assert len(np.unique(u)) > 0.99 * u.size
     counts, _ = np.histogram(u, bins=100, range=(0, 1))
     assert ((counts - u.size / 100) ** 2 / (u.size / 100)).sum() < 170, "chi square, 99 degrees of freedom"
-    for other in (np.roll(u, 1, axis=0), np.roll(u, 1, axis=1), np.roll(u, 40, axis=0)):  # the next sample, token, seed
+    # the next sample, token, seed
+    for other in (np.roll(u, 1, axis=0), np.roll(u, 1, axis=1), np.roll(u, 40, axis=0)):
         assert abs(np.corrcoef(u.ravel(), other.ravel())[0, 1]) < 0.015
-    assert np.array_equal(uniforms(np.array([-3]), np.array([2]), 5), uniforms(np.array([-3]), np.array([2]), 30)[:, :5])
+    assert np.array_equal(
+        uniforms(np.array([-3]), np.array([2]), 5), uniforms(np.array([-3]), np.array([2]), 30)[:, :5]
+    )
 
 
 WARM = Sampling(temperature=1.0, max_new_tokens=12)
@@ -158,7 +181,11 @@ WARM = Sampling(temperature=1.0, max_new_tokens=12)
 def test_the_same_request_gives_the_same_text_whatever_shares_the_batch(model):
     mixed = [
         Request(
-            prompt=p, samples=4, seed=5, sampling=Sampling(temperature=0.5 + i / 4, top_p=0.9 if i % 2 else 1.0, max_new_tokens=12), tag=i
+            prompt=p,
+            samples=4,
+            seed=5,
+            sampling=Sampling(temperature=0.5 + i / 4, top_p=0.9 if i % 2 else 1.0, max_new_tokens=12),
+            tag=i,
         )
         for i, p in enumerate(PROMPTS)
     ]
@@ -167,7 +194,9 @@ def test_the_same_request_gives_the_same_text_whatever_shares_the_batch(model):
         for i in (0, 3, 8):
             for other in (make(model, 64), make(model, 2), make(model, 5, reproducible=True)):
                 alone = by_sample(other.run([mixed[i]]))
-                assert {key: c.tokens for key, c in alone.items()} == {(i, s): together[i, s].tokens for s in range(4)}
+                assert {key: c.tokens for key, c in alone.items()} == {
+                    (i, s): together[i, s].tokens for s in range(4)
+                }
         assert by_sample(engine.run(mixed[::-1])).keys() == together.keys()
     assert len({c.tokens for c in together.values()}) > 30, "samples, prompts and seeds differ"
 
@@ -175,7 +204,9 @@ def test_the_same_request_gives_the_same_text_whatever_shares_the_batch(model):
 def test_a_later_request_for_more_samples_goes_on_where_the_first_ended(model):
     with make(model) as engine:
         many = by_sample(engine.run([Request(prompt=(3, 1, 4), samples=7, sampling=WARM, seed=5)]))
-        part = by_sample(engine.run([Request(prompt=(3, 1, 4), samples=2, first_sample=4, sampling=WARM, seed=5)]))
+        part = by_sample(
+            engine.run([Request(prompt=(3, 1, 4), samples=2, first_sample=4, sampling=WARM, seed=5)])
+        )
         other = by_sample(engine.run([Request(prompt=(3, 1, 4), samples=7, sampling=WARM, seed=6)]))
     assert {key: c.tokens for key, c in part.items()} == {(None, s): many[None, s].tokens for s in (4, 5)}
     assert not {c.tokens for c in other.values()} & {c.tokens for c in many.values()}
@@ -206,21 +237,30 @@ def test_a_stop_string_cuts_the_text_wherever_it_falls(model, place):
         tokens = free[None, 3].tokens
         stop = Words().decode(list(tokens[place : place + 2])) + " "
         cutting = Sampling(temperature=1.0, max_new_tokens=40, stop_strings=(stop.rstrip(), "never"))
-        for key, completion in by_sample(engine.run([Request(prompt=(3, 1, 4), samples=6, sampling=cutting)])).items():
+        for key, completion in by_sample(
+            engine.run([Request(prompt=(3, 1, 4), samples=6, sampling=cutting)])
+        ).items():
             whole = free[key].text
             cut = whole.find(stop.rstrip())
             assert completion.text == (whole if cut < 0 else whole[:cut])
             assert completion.finish == ("length" if cut < 0 else "stop")
             assert completion.tokens == free[key].tokens[: len(completion.tokens)]
             assert stop.rstrip() in Words().decode(list(completion.tokens)) or cut < 0
-            assert cut < 0 or stop.rstrip() not in Words().decode(list(completion.tokens[:-1])), "no token more than it took"
+            assert cut < 0 or stop.rstrip() not in Words().decode(list(completion.tokens[:-1])), (
+                "no token more than it took"
+            )
         again = by_sample(engine.run([Request(prompt=(3, 1, 4), samples=6, sampling=long)]))
-    assert {k: c.tokens for k, c in again.items()} == {k: c.tokens for k, c in free.items()}, "the slots were left in order"
+    assert {k: c.tokens for k, c in again.items()} == {k: c.tokens for k, c in free.items()}, (
+        "the slots were left in order"
+    )
 
 
 def test_slots_are_refilled_at_once(model):
     lengths = np.random.default_rng(0).integers(4, 41, 60)
-    requests = [Request(prompt=(1, 2), sampling=Sampling(temperature=1.0, max_new_tokens=int(n)), seed=i) for i, n in enumerate(lengths)]
+    requests = [
+        Request(prompt=(1, 2), sampling=Sampling(temperature=1.0, max_new_tokens=int(n)), seed=i)
+        for i, n in enumerate(lengths)
+    ]
     with make(model, slots=6) as engine:
         assert sum(len(c.tokens) for c in engine.run(requests)) == lengths.sum() == engine.stats.new_tokens
         assert engine.stats.occupancy > 0.75
@@ -236,7 +276,13 @@ def test_requests_are_asked_for_only_when_there_is_room(model):
             if i == 6 and done < 4:
                 taken.pop()
                 yield None  # nothing yet: it waits for what is under way
-            yield Request(prompt=(1, 2), samples=2, sampling=Sampling(temperature=1.0, max_new_tokens=STEPS + 3), seed=i, tag=i)
+            yield Request(
+                prompt=(1, 2),
+                samples=2,
+                sampling=Sampling(temperature=1.0, max_new_tokens=STEPS + 3),
+                seed=i,
+                tag=i,
+            )
 
     with make(model, slots=4) as engine:
         for completion in engine.run(feed()):
@@ -273,10 +319,22 @@ def test_generation_ends_where_the_context_does(model):
     [
         (Request(prompt=(), sampling=Sampling(max_new_tokens=4)), "at least one token"),
         (Request(prompt=(1, 10**6), sampling=Sampling(max_new_tokens=4)), "below the model's vocabulary of "),
-        (Request(prompt=(1,) * 60, sampling=Sampling(max_new_tokens=4)), "has 60 tokens, and the model's context holds 60"),
-        (Request(prompt=(1,) * 41, sampling=Sampling(max_new_tokens=4)), "has 41 tokens; the engine was made for 40"),
-        (Request(prompt=(1,), sampling=Sampling(max_new_tokens=41)), "wants 41 new tokens; the engine was made for 40"),
-        (Request(prompt=(1,), sampling=Sampling(max_new_tokens=4, stop_ids=tuple(range(STOP_IDS + 1)))), "at most 8 stop tokens"),
+        (
+            Request(prompt=(1,) * 60, sampling=Sampling(max_new_tokens=4)),
+            "has 60 tokens, and the model's context holds 60",
+        ),
+        (
+            Request(prompt=(1,) * 41, sampling=Sampling(max_new_tokens=4)),
+            "has 41 tokens; the engine was made for 40",
+        ),
+        (
+            Request(prompt=(1,), sampling=Sampling(max_new_tokens=41)),
+            "wants 41 new tokens; the engine was made for 40",
+        ),
+        (
+            Request(prompt=(1,), sampling=Sampling(max_new_tokens=4, stop_ids=tuple(range(STOP_IDS + 1)))),
+            "at most 8 stop tokens",
+        ),
     ],
 )
 def test_requests_that_do_not_fit_are_refused(model, request_, message):
@@ -302,15 +360,21 @@ def test_values_out_of_range_are_refused(wrong):
 @pytest.mark.parametrize("how", [{"temperature": 1e-5}, {"top_k": 1}, {"top_p": 1e-9}])
 def test_the_coldest_sampling_is_greedy(model, how):
     with make(model) as engine:
-        (greedy,) = engine.run([Request(prompt=(3, 1, 4), sampling=Sampling(temperature=0.0, max_new_tokens=12))])
-        (cold,) = engine.run([Request(prompt=(3, 1, 4), sampling=Sampling(**{"temperature": 1.0, **how}, max_new_tokens=12))])
+        (greedy,) = engine.run(
+            [Request(prompt=(3, 1, 4), sampling=Sampling(temperature=0.0, max_new_tokens=12))]
+        )
+        (cold,) = engine.run(
+            [Request(prompt=(3, 1, 4), sampling=Sampling(**{"temperature": 1.0, **how}, max_new_tokens=12))]
+        )
     assert cold.tokens == greedy.tokens
 
 
 def test_a_top_k_beyond_the_vocabulary_changes_nothing(model):
     with make(model) as engine:
         (free,) = engine.run([Request(prompt=(3,), sampling=WARM)])
-        (bounded,) = engine.run([Request(prompt=(3,), sampling=Sampling(temperature=1.0, max_new_tokens=12, top_k=1000))])
+        (bounded,) = engine.run(
+            [Request(prompt=(3,), sampling=Sampling(temperature=1.0, max_new_tokens=12, top_k=1000))]
+        )
     assert free.tokens == bounded.tokens
 
 
@@ -318,12 +382,16 @@ def test_weights_that_training_changed_are_taken_up(model):
     changing = build_model(CONFIG, device="cpu", seed=0)
     with make(changing) as engine:
         assert engine.decoder.forward.copied_bytes == 0, "the trainer's own weights, not a copy"
-        before = next(iter(engine.run([Request(prompt=(3,), sampling=Sampling(temperature=0, max_new_tokens=12))]))).tokens
+        before = next(
+            iter(engine.run([Request(prompt=(3,), sampling=Sampling(temperature=0, max_new_tokens=12))]))
+        ).tokens
         with torch.no_grad():
             for parameter in changing.parameters():
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
         engine.refresh()
-        after = next(iter(engine.run([Request(prompt=(3,), sampling=Sampling(temperature=0, max_new_tokens=12))]))).tokens
+        after = next(
+            iter(engine.run([Request(prompt=(3,), sampling=Sampling(temperature=0, max_new_tokens=12))]))
+        ).tokens
     assert after == naive(changing, (3,), 12)[0] != before
 
 

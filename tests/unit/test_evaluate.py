@@ -15,7 +15,8 @@ from redline.model.transformer import Transformer, build_model
 from redline.train.process import Process
 
 CONFIG = ModelConfig(
-    vocab_size=37, num_layers=2, hidden_size=24, num_heads=4, num_kv_heads=2, ffn_size=32, context_length=40, init_std=0.3,
+    vocab_size=37, num_layers=2, hidden_size=24, num_heads=4, num_kv_heads=2, ffn_size=32, context_length=40,
+    init_std=0.3,
     qk_norm=True, tie_embeddings=False,
 )  # fmt: skip
 
@@ -52,7 +53,9 @@ def token_losses(model: Transformer, dataset: TokenDataset, seq_len: int, sequen
 def test_held_out_loss_is_the_mean_over_tokens_whatever_the_batches(model, micro_batch, sequences):
     dataset = data(10 * 16 + 5)
     expected = token_losses(model, dataset, 16, sequences)
-    found = held_out_loss(model, dataset, seq_len=16, sequences=sequences, micro_batch=micro_batch, process=ALONE)
+    found = held_out_loss(
+        model, dataset, seq_len=16, sequences=sequences, micro_batch=micro_batch, process=ALONE
+    )
     assert found.tokens == len(expected) == 16 * min(sequences, 10)
     assert found.loss == pytest.approx(sum(expected) / len(expected), rel=1e-6)
     assert found.bytes_per_token == 3.0
@@ -60,11 +63,19 @@ def test_held_out_loss_is_the_mean_over_tokens_whatever_the_batches(model, micro
 
 
 def test_two_processes_with_an_odd_number_of_windows_count_each_once(model):
-    """Run one after the other, each with the other's sum: rank 1 is one window short and fills up with IGNORED."""
+    """Run one after the other, each with the other's sum: rank 1 is one window short and fills up with
+    IGNORED."""
     dataset = data(7 * 16 + 1)
     expected = token_losses(model, dataset, 16, 7)
     parts = [
-        held_out_loss(model, dataset, seq_len=16, sequences=7, micro_batch=2, process=_Part(rank, 2, torch.device("cpu")))
+        held_out_loss(
+            model,
+            dataset,
+            seq_len=16,
+            sequences=7,
+            micro_batch=2,
+            process=_Part(rank, 2, torch.device("cpu")),
+        )
         for rank in (0, 1)
     ]
     assert [part.tokens for part in parts] == [4 * 16, 3 * 16]
@@ -81,5 +92,9 @@ class _Part(Process):
 
 def test_bits_per_byte_and_perplexity_by_hand():
     metrics = HeldOut(loss=2 * math.log(2), tokens=10, bytes_per_token=4.0).metrics()
-    assert metrics == {"valid_loss": 2 * math.log(2), "valid_perplexity": pytest.approx(4.0), "valid_bits_per_byte": pytest.approx(0.5)}
+    assert metrics == {
+        "valid_loss": 2 * math.log(2),
+        "valid_perplexity": pytest.approx(4.0),
+        "valid_bits_per_byte": pytest.approx(0.5),
+    }
     assert HeldOut(loss=1e6, tokens=1, bytes_per_token=1.0).metrics()["valid_perplexity"] < math.inf

@@ -1,4 +1,5 @@
-"""Exporters: what TensorBoard and W&B read back, what a resume does to it, and that a run never feels them."""
+"""Exporters: what TensorBoard and W&B read back, what a resume does to it, and that a run never feels
+them."""
 
 import errno
 import statistics
@@ -22,7 +23,9 @@ def line(step: int, **more: Any) -> dict[str, Any]:
 
 
 def make(name: str, folder: Path, said: list[str], resume_step: int = 0) -> Exporter:
-    return make_exporters([name], folder, run_name="nano", config={"lr": 0.1}, warn=said.append, resume_step=resume_step)[0]
+    return make_exporters(
+        [name], folder, run_name="nano", config={"lr": 0.1}, warn=said.append, resume_step=resume_step
+    )[0]
 
 
 class FakeSink:
@@ -83,7 +86,10 @@ class TestTensorBoard:
 
         accumulator = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
         accumulator.Reload()
-        return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+        return {
+            tag: [(e.step, e.value) for e in accumulator.Scalars(tag)]
+            for tag in accumulator.Tags()["scalars"]
+        }
 
     def test_round_trip(self, tmp_path: Path) -> None:
         said: list[str] = []
@@ -142,7 +148,8 @@ class TestWandb:
         monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
         monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
         monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-        monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # were anything sent, it would not leave this machine
+        # were anything sent, it would not leave this machine
+        monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
         yield
         wandb.teardown()
 
@@ -170,7 +177,9 @@ class TestWandb:
         assert said[0].startswith("W&B has no API key: the run is written offline")
         assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
-    def test_steps_that_the_server_holds_are_not_logged_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_steps_that_the_server_holds_are_not_logged_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """A stand-in for the server's answer: this run already has steps up to 6."""
         logged: list[int] = []
 
@@ -194,7 +203,12 @@ class TestWandb:
         exporter.close()
         assert logged == [7, 8, 9, -1]
         assert said == ["W&B holds steps 5 to 6 from before the resume: they are not logged again"]
-        assert (given["project"], given["resume"], given["mode"], given["config"]) == ("redline", "allow", "offline", {"lr": 0.1})
+        assert (given["project"], given["resume"], given["mode"], given["config"]) == (
+            "redline",
+            "allow",
+            "offline",
+            {"lr": 0.1},
+        )
         assert given["id"] == (tmp_path / "wandb_id").read_text()
 
 
@@ -239,7 +253,9 @@ class TestExporter:
         assert sink.closed
         assert said == []
 
-    def test_slow_target_loses_the_oldest_lines_and_the_count_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_slow_target_loses_the_oldest_lines_and_the_count_is_said(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(export, "QUEUE_LINES", 10)
         said: list[str] = []
         gate = threading.Event()

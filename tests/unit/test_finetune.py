@@ -1,4 +1,5 @@
-"""Fine-tuning: PEFT and plain PyTorch on padded batches are the truth for every loss; resuming, memory and errors are made to happen."""
+"""Fine-tuning: PEFT and plain PyTorch on padded batches are the truth for every loss; resuming, memory and
+errors are made to happen."""
 
 import math
 import os
@@ -20,7 +21,9 @@ from redline.record.run import RunFolder, read_lines
 from redline.train.finetune import Example, FinetuneConfig, finetune
 from redline.train.schedule import lr_factor
 
-CONFIG = ModelConfig(vocab_size=64, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=40, context_length=64)
+CONFIG = ModelConfig(
+    vocab_size=64, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=40, context_length=64
+)
 LORA = LoraConfig(rank=4, alpha=8)
 SETTINGS = FinetuneConfig(epochs=2, batch_size=8, lr=1e-2, weight_decay=0.1, checkpoint_every=3)
 
@@ -28,7 +31,10 @@ SETTINGS = FinetuneConfig(epochs=2, batch_size=8, lr=1e-2, weight_decay=0.1, che
 def examples(count: int = 27, seed: int = 0) -> list[Example]:
     rng = random.Random(seed)
     return [
-        Example(tuple(rng.randrange(64) for _ in range(rng.randint(2, 12))), tuple(rng.randrange(8) for _ in range(rng.randint(1, 9))))
+        Example(
+            tuple(rng.randrange(64) for _ in range(rng.randint(2, 12))),
+            tuple(rng.randrange(8) for _ in range(rng.randint(1, 9))),
+        )
         for _ in range(count)
     ]
 
@@ -60,7 +66,8 @@ class Seen:
 
 
 def padded_losses(model: Transformer, config: FinetuneConfig, data: list[Example]) -> list[float]:
-    """The truth: batches in the stated order, each example padded at the right, torch's own AdamW and clipping."""
+    """The truth: batches in the stated order, each example padded at the right, torch's own AdamW and
+    clipping."""
     learning = [p for p in model.parameters() if p.requires_grad]
     matrices, vectors = [p for p in learning if p.ndim > 1], [p for p in learning if p.ndim < 2]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
@@ -68,10 +75,14 @@ def padded_losses(model: Transformer, config: FinetuneConfig, data: list[Example
     steps = config.epochs * math.ceil(len(data) / config.batch_size)
     losses: list[float] = []
     for epoch in range(config.epochs):
-        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(config.seed + epoch)).tolist()
+        order = torch.randperm(
+            len(data), generator=torch.Generator().manual_seed(config.seed + epoch)
+        ).tolist()
         for start in range(0, len(data), config.batch_size):
             tokens_BT, targets_BT = padded([data[i] for i in order[start : start + config.batch_size]])
-            loss = torch.nn.functional.cross_entropy(model(tokens_BT).flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED)
+            loss = torch.nn.functional.cross_entropy(
+                model(tokens_BT).flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED
+            )
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(learning, config.clip_norm)
@@ -142,21 +153,31 @@ def test_running_out_of_memory_halves_the_passes_and_nothing_else(monkeypatch: p
     finetune(again, examples(), SETTINGS, observers=[split])
     halvings = [facts for kind, facts in split.events if kind == "out_of_memory"]
     assert [(facts["step"], facts["examples_per_pass"]) for facts in halvings] == [(1, 4), (1, 2)]
-    assert [line["loss"] for line in split.lines] == pytest.approx([line["loss"] for line in whole.lines], rel=1e-4)
+    assert [line["loss"] for line in split.lines] == pytest.approx(
+        [line["loss"] for line in whole.lines], rel=1e-4
+    )
     for name, p in adapters(model).items():
         torch.testing.assert_close(adapters(again)[name], p, rtol=1e-2, atol=1e-4)
-    monkeypatch.setattr(Transformer, "forward", lambda *_given, **_named: (_ for _ in ()).throw(torch.OutOfMemoryError("injected")))
+    monkeypatch.setattr(
+        Transformer,
+        "forward",
+        lambda *_given, **_named: (_ for _ in ()).throw(torch.OutOfMemoryError("injected")),
+    )
     with pytest.raises(TrainingError, match="out of memory at step 1 with one example"):
         finetune(model_of("lora"), examples(), SETTINGS)
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_a_request_to_stop_saves_and_the_same_call_goes_on_to_the_same_bits(method: str, tmp_path: Path) -> None:
+def test_a_request_to_stop_saves_and_the_same_call_goes_on_to_the_same_bits(
+    method: str, tmp_path: Path
+) -> None:
     unbroken, parts = Seen(), Seen(at=5)
     reference, model = model_of(method), model_of(method)
     finetune(reference, examples(), SETTINGS, observers=[unbroken])
     with RunFolder(tmp_path) as folder:
-        assert finetune(model, examples(), SETTINGS, folder=folder, observers=[parts]).why == "stopped by signal"
+        assert (
+            finetune(model, examples(), SETTINGS, folder=folder, observers=[parts]).why == "stopped by signal"
+        )
         resumed = model_of(method)
         assert finetune(resumed, examples(), SETTINGS, folder=folder).step == 8
         done = model_of(method)
@@ -174,7 +195,9 @@ def test_a_run_goes_on_only_with_what_it_began_with(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as folder:
         finetune(model_of("lora"), examples(), SETTINGS, folder=folder)
         other = [examples(seed=1), examples()]
-        for data, settings in zip(other, (SETTINGS, FinetuneConfig(epochs=2, batch_size=8, lr=2e-2)), strict=True):
+        for data, settings in zip(
+            other, (SETTINGS, FinetuneConfig(epochs=2, batch_size=8, lr=2e-2)), strict=True
+        ):
             with pytest.raises(CheckpointError, match="other examples or settings"):
                 finetune(model_of("lora"), data, settings, folder=folder)
         model = build_model(CONFIG, device="cpu", seed=0)
@@ -183,7 +206,9 @@ def test_a_run_goes_on_only_with_what_it_began_with(tmp_path: Path) -> None:
             finetune(model, examples(), SETTINGS, folder=folder)
 
 
-def test_a_loss_that_is_not_a_number_stops_the_run_and_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_is_not_a_number_stops_the_run_and_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forward, calls = Transformer.forward, 0
 
     def broken(self: Transformer, *given: Any, **named: Any) -> Tensor:

@@ -1,4 +1,5 @@
-"""GGUF files: written here with the gguf package from tiny models of transformers, read back, and compared with those models."""
+"""GGUF files: written here with the gguf package from tiny models of transformers, read back, and compared
+with those models."""
 
 import json
 import os
@@ -26,7 +27,11 @@ TEXT = "In 1969 don't  panic: 12345 cafés,\t 你好 <|im_start|>user\n\n  x_y()
 
 def permuted(rows: numpy.ndarray, heads: int) -> numpy.ndarray:
     """As llama.cpp's converter does for the architecture llama."""
-    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+    return (
+        rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(rows.shape)
+    )
 
 
 def write(
@@ -39,7 +44,10 @@ def write(
     extra: dict[str, int] | None = None,
 ) -> None:
     config = model.config
-    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
+    heads, kv_heads = (
+        config.num_attention_heads,
+        getattr(config, "num_key_value_heads", config.num_attention_heads),
+    )
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -69,14 +77,18 @@ def write(
             array = permuted(array, heads if "q_proj" in name else kv_heads)
         quantised = array.ndim == 2 and array.shape[1] % 32 == 0
         stored = gguf.quants.quantize(array, kind) if quantised else array
-        writer.add_tensor(names.get_name(name, (".weight", ".bias")), stored, raw_dtype=kind if quantised else None)
+        writer.add_tensor(
+            names.get_name(name, (".weight", ".bias")), stored, raw_dtype=kind if quantised else None
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def add_tokenizer(writer: gguf.GGUFWriter, tokens: list[str], kinds: list[int], merges: list[str], pre: str) -> None:
+def add_tokenizer(
+    writer: gguf.GGUFWriter, tokens: list[str], kinds: list[int], merges: list[str], pre: str
+) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
@@ -87,20 +99,27 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokens: list[str], kinds: list[int], 
 
 
 def a_tokenizer(pre: str) -> tuple[Tokenizer, dict[str, Any]]:
-    """A trained tokenizer with the splitting rule of that name as Hugging Face writes it, and what a GGUF file says of it."""
+    """A trained tokenizer with the splitting rule of that name as Hugging Face writes it, and what a GGUF
+    file says of it."""
     tokenizer = Tokenizer(models.BPE())
     # Trained without a rule on words that each rule would split, so that every rule makes a difference.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator([TEXT.replace("<|", "< |")] * 3, trainer)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if pre == "smollm":
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), byte_level]
+        )
     elif pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-        tokenizer.pre_tokenizer = transformers.Qwen2Tokenizer(vocab={}, merges=[]).backend_tokenizer.pre_tokenizer
+        tokenizer.pre_tokenizer = transformers.Qwen2Tokenizer(
+            vocab={}, merges=[]
+        ).backend_tokenizer.pre_tokenizer
     else:
         tokenizer.pre_tokenizer = byte_level
     vocab = tokenizer.get_vocab()
@@ -191,10 +210,17 @@ def test_broken_files_are_refused(tmp_path):
         read_gguf(path)
 
 
-@pytest.mark.skipif("REDLINE_SMOLLM2_GGUF" not in os.environ, reason="REDLINE_SMOLLM2_GGUF does not name SmolLM2-135M-Instruct.Q4_1.gguf")
+@pytest.mark.skipif(
+    "REDLINE_SMOLLM2_GGUF" not in os.environ,
+    reason="REDLINE_SMOLLM2_GGUF does not name SmolLM2-135M-Instruct.Q4_1.gguf",
+)
 def test_smollm2_knows_the_capital_of_france():
     loaded = read_gguf(Path(os.environ["REDLINE_SMOLLM2_GGUF"]))
-    assert (loaded.config.num_layers, loaded.config.norm_eps, loaded.config.rope_theta) == (30, 1e-5, 100_000.0)
+    assert (loaded.config.num_layers, loaded.config.norm_eps, loaded.config.rope_theta) == (
+        30,
+        1e-5,
+        100_000.0,
+    )
     assert loaded.eos_ids == (2,)
     model = build_model(replace(loaded.config, context_length=512), device="cpu", seed=0)
     load_weights(model, loaded.weights)

@@ -1,4 +1,5 @@
-"""Hugging Face folders: what we write transformers reads alike, and what we cannot compute is refused by name."""
+"""Hugging Face folders: what we write transformers reads alike, and what we cannot compute is refused by
+name."""
 
 import json
 import os
@@ -21,7 +22,9 @@ from redline.model.huggingface import architecture, read_config, read_folder, re
 from redline.model.transformer import build_model
 from redline.model.weights import load_weights, shapes
 
-LLAMA = ModelConfig(vocab_size=96, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=40, context_length=32)
+LLAMA = ModelConfig(
+    vocab_size=96, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=40, context_length=32
+)
 GPT2 = ModelConfig(
     vocab_size=96, num_layers=2, hidden_size=32, num_heads=4, ffn_size=40, context_length=32,
     norm="layernorm", positions="learned", activation="gelu", bias=True,
@@ -39,7 +42,9 @@ def a_tokenizer() -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(["the cat , the hat . and the 1234 bats don't chat"] * 3, trainer)
     return tokenizer.to_str()
 
@@ -53,13 +58,19 @@ def folder(tmp_path: Path) -> Path:
 
 def change(folder: Path, **values: Any) -> None:
     raw = json.loads((folder / "config.json").read_text()) | values
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value != "absent"}))
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in raw.items() if value != "absent"})
+    )
 
 
 def change_tensors(folder: Path, **values: torch.Tensor | None) -> None:
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()} | {k.replace("__", "."): v for k, v in values.items()}
-    safetensors.torch.save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()} | {
+        k.replace("__", "."): v for k, v in values.items()
+    }
+    safetensors.torch.save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors"
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,11 +79,16 @@ def change_tensors(folder: Path, **values: torch.Tensor | None) -> None:
         pytest.param(GPT2, id="gpt2"),
         pytest.param(replace(GPT2, tie_embeddings=False), id="gpt2-untied"),
         pytest.param(LLAMA, id="llama"),
-        pytest.param(replace(LLAMA, tie_embeddings=False, head_dim=12, rope_theta=500.0, norm_eps=1e-3), id="llama-untied-head-dim"),
+        pytest.param(
+            replace(LLAMA, tie_embeddings=False, head_dim=12, rope_theta=500.0, norm_eps=1e-3),
+            id="llama-untied-head-dim",
+        ),
         pytest.param(replace(LLAMA, bias=True), id="llama-biased"),
         pytest.param(replace(LLAMA, qkv_bias=True, num_kv_heads=None), id="qwen2"),
         pytest.param(replace(LLAMA, qkv_bias=True, head_dim=12), id="qwen2-head-dim"),
-        pytest.param(replace(LLAMA, qk_norm=True, head_dim=16, hidden_size=30, tie_embeddings=False), id="qwen3"),
+        pytest.param(
+            replace(LLAMA, qk_norm=True, head_dim=16, hidden_size=30, tie_embeddings=False), id="qwen3"
+        ),
     ],
 )
 def test_transformers_loads_what_we_write_and_gives_the_same_logits(config, tmp_path):
@@ -80,7 +96,9 @@ def test_transformers_loads_what_we_write_and_gives_the_same_logits(config, tmp_
     model = build_model(config, device="cpu", seed=0)
     load_weights(model, weights)
     write_folder(tmp_path / "out", config, weights, None, torch.float32)
-    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert theirs.dtype == torch.float32
@@ -111,18 +129,31 @@ def test_tokenizer_template_and_end_travel_with_a_padded_vocabulary(tmp_path):
     tokenizer = Tokenizer.from_str(tokenizer_json)
     template = "{% for m in messages %}{{ m['content'] }}<|endoftext|>{% endfor %}"
     weights = random_weights(config)
-    write_folder(tmp_path / "out", config, weights, tokenizer_json, torch.bfloat16, chat_template=template, eos_ids=(0,))
+    write_folder(
+        tmp_path / "out",
+        config,
+        weights,
+        tokenizer_json,
+        torch.bfloat16,
+        chat_template=template,
+        eos_ids=(0,),
+    )
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     text = "the cat , don't chat . 1234  é\n\t你<|endoftext|> the"
     assert theirs(text)["input_ids"] == tokenizer.encode(text).ids
     assert theirs.decode(theirs(text)["input_ids"]) == text
     assert (theirs.eos_token_id, theirs.model_max_length) == (0, 32)
-    assert theirs.apply_chat_template([{"role": "user", "content": "the cat"}], tokenize=False) == "the cat<|endoftext|>"
+    assert (
+        theirs.apply_chat_template([{"role": "user", "content": "the cat"}], tokenize=False)
+        == "the cat<|endoftext|>"
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert (model.dtype, model.generation_config.eos_token_id) == (torch.bfloat16, 0)
     loaded = read_folder(tmp_path / "out")
     assert (loaded.tokenizer_json, loaded.chat_template, loaded.eos_ids) == (tokenizer_json, template, (0,))
-    assert all(torch.equal(loaded.weights[name], weights[name].bfloat16()) for name in weights), "stored dtype, exactly"
+    assert all(torch.equal(loaded.weights[name], weights[name].bfloat16()) for name in weights), (
+        "stored dtype, exactly"
+    )
 
 
 def test_a_large_model_is_written_in_shards(tmp_path, monkeypatch):
@@ -143,7 +174,14 @@ def test_a_large_model_is_written_in_shards(tmp_path, monkeypatch):
 
 
 def test_a_folder_of_transformers_4_is_read(folder):
-    change(folder, rope_parameters="absent", rope_theta=500.0, rope_scaling=None, head_dim="absent", torch_dtype="float32")
+    change(
+        folder,
+        rope_parameters="absent",
+        rope_theta=500.0,
+        rope_scaling=None,
+        head_dim="absent",
+        torch_dtype="float32",
+    )
     assert read_config(folder) == replace(LLAMA, rope_theta=500.0)
     change(folder, num_key_value_heads="absent", tie_word_embeddings="absent", rope_theta="absent")
     assert read_config(folder) == replace(LLAMA, num_kv_heads=None, tie_embeddings=False)
@@ -154,7 +192,10 @@ def test_the_first_gpt2_checkpoints_are_read(tmp_path):
     weights = random_weights(GPT2)
     write_folder(tmp_path / "out", GPT2, weights, None, torch.float32)
     file = tmp_path / "out" / "model.safetensors"
-    tensors = {name.removeprefix("transformer."): tensor for name, tensor in safetensors.torch.load_file(file).items()}
+    tensors = {
+        name.removeprefix("transformer."): tensor
+        for name, tensor in safetensors.torch.load_file(file).items()
+    }
     safetensors.torch.save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 32, 32)}, file)
     again = read_weights(tmp_path / "out", GPT2)
     assert all(torch.equal(again[name], weights[name]) for name in weights)
@@ -163,7 +204,10 @@ def test_the_first_gpt2_checkpoints_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "architectures must name one of .* got MixtralForCausalLM"),
+        (
+            {"architectures": ["MixtralForCausalLM"]},
+            "architectures must name one of .* got MixtralForCausalLM",
+        ),
         ({"architectures": "absent"}, "got None"),
         (
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}},
@@ -179,8 +223,14 @@ def test_the_first_gpt2_checkpoints_are_read(tmp_path):
         ({"hidden_act": "gelu"}, "hidden_act must be silu.*got gelu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config must be absent"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
-        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 1}, "sliding window"),
-        ({"architectures": ["Qwen3ForCausalLM"], "attention_bias": True}, "attention_bias must be absent or False"),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 1},
+            "sliding window",
+        ),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "attention_bias": True},
+            "attention_bias must be absent or False",
+        ),
         ({"architectures": ["Qwen3ForCausalLM"], "head_dim": "absent"}, "'head_dim' must be given"),
         ({"hidden_size": "absent"}, "'hidden_size' must be given"),
         ({"hidden_size": "32"}, "hidden_size must be a whole number"),
@@ -197,7 +247,10 @@ def test_what_we_would_compute_wrongly_is_refused(folder, values, message):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"activation_function": "gelu"}, "activation_function must be gelu_new or gelu_pytorch_tanh.*got gelu"),
+        (
+            {"activation_function": "gelu"},
+            "activation_function must be gelu_new or gelu_pytorch_tanh.*got gelu",
+        ),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ({"scale_attn_weights": False}, "scale_attn_weights"),
     ],
@@ -222,13 +275,22 @@ def test_a_window_that_no_layer_uses_is_no_obstacle(folder):
     ("values", "message"),
     [
         ({"model__norm__weight": None}, "missing: model.norm.weight"),
-        ({"model__layers__0__self_attn__q_proj__bias": torch.zeros(32)}, "not expected: model.layers.0.self_attn.q_proj.bias"),
-        ({"model__layers__1__self_attn__k_proj__weight": torch.zeros(32, 32)}, r"k_proj.weight \(32, 32\) instead of \(16, 32\)"),
+        (
+            {"model__layers__0__self_attn__q_proj__bias": torch.zeros(32)},
+            "not expected: model.layers.0.self_attn.q_proj.bias",
+        ),
+        (
+            {"model__layers__1__self_attn__k_proj__weight": torch.zeros(32, 32)},
+            r"k_proj.weight \(32, 32\) instead of \(16, 32\)",
+        ),
         (
             {"model__norm__weight": torch.zeros(32, dtype=torch.int8)},
             "model.norm.weight must be fp32, bf16 or fp16, got torch.int8",
         ),
-        ({"lm_head__weight": torch.zeros(96, 32)}, "tie_word_embeddings is true, yet lm_head.weight is not the embedding"),
+        (
+            {"lm_head__weight": torch.zeros(96, 32)},
+            "tie_word_embeddings is true, yet lm_head.weight is not the embedding",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(folder, values, message):

@@ -1,4 +1,5 @@
-"""The live view: what the panel says at 60 and 120 columns, and which plain lines come when, by a clock of our own."""
+"""The live view: what the panel says at 60 and 120 columns, and which plain lines come when, by a clock of
+our own."""
 
 import io
 import math
@@ -27,10 +28,16 @@ def line(step: int, **more: Any) -> dict[str, Any]:
         "step_s": 0.148,
         "data_wait_s": 0.000444,
     }
-    return known | {"mfu": None, "ceiling_share": None, "memory_bytes": int(1.2 * 2**30), "elapsed_s": step * 0.148} | more
+    return (
+        known
+        | {"mfu": None, "ceiling_share": None, "memory_bytes": int(1.2 * 2**30), "elapsed_s": step * 0.148}
+        | more
+    )
 
 
-def make_seen(total_steps: int = 1000, max_hours: float | None = None, memory_total_bytes: int | None = None) -> Seen:
+def make_seen(
+    total_steps: int = 1000, max_hours: float | None = None, memory_total_bytes: int | None = None
+) -> Seen:
     return Seen("nano · cpu", total_steps, max_hours, NOTE, memory_total_bytes)
 
 
@@ -47,7 +54,11 @@ class PlainRun:
             self.view.metrics(line(step, step_s=step_s))
 
     def shown(self) -> list[int]:
-        return [int(row.split()[1].split("/")[0]) for row in self.stream.getvalue().splitlines() if row.startswith("step ")]
+        return [
+            int(row.split()[1].split("/")[0])
+            for row in self.stream.getvalue().splitlines()
+            if row.startswith("step ")
+        ]
 
 
 class TestPlain:
@@ -59,7 +70,10 @@ class TestPlain:
         assert run.stream.getvalue().splitlines() == [
             "nano · cpu",
             f"MFU: {NOTE}",
-            "step 120/1000  loss 3.412  lr 3.0e-04  41.2k tok/s  MFU –  mem 1.2 GiB  wait 0.3 %  left 2 m 10 s",
+            (
+                "step 120/1000  loss 3.412  lr 3.0e-04  41.2k tok/s  MFU –  mem 1.2 GiB  wait 0.3 %  left 2 m"
+                " 10 s"
+            ),
             "event checkpoint  step 120  took 1.3 s  size 3.0 MiB",
         ]
 
@@ -83,7 +97,10 @@ class TestPlain:
     def test_missing_and_broken_numbers(self) -> None:
         run = PlainRun()
         run.view.metrics({"step": 1, "loss": math.nan})
-        assert run.stream.getvalue().splitlines()[-1] == ("step 1/1000  loss nan  lr –  –  MFU –  mem –  wait –  left –")
+        assert (
+            run.stream.getvalue().splitlines()[-1]
+            == "step 1/1000  loss nan  lr –  –  MFU –  mem –  wait –  left –"
+        )
 
     def test_a_reader_that_went_away_does_not_stop_the_run(self) -> None:
         reader, writer = os.pipe()
@@ -99,7 +116,13 @@ class TestPlain:
 
     def test_a_stream_without_the_characters(self) -> None:
         raw = io.BytesIO()
-        view = make_view(title="t", total_steps=2, max_hours=None, peak_note="–", stream=io.TextIOWrapper(raw, encoding="ascii"))
+        view = make_view(
+            title="t",
+            total_steps=2,
+            max_hours=None,
+            peak_note="–",
+            stream=io.TextIOWrapper(raw, encoding="ascii"),
+        )
         view.metrics(line(1))
         assert b"MFU ?" in raw.getvalue()
 
@@ -145,7 +168,9 @@ class TestPanel:
     def test_content(self, columns: int) -> None:
         seen = make_seen(max_hours=2.0, memory_total_bytes=12 * 2**30)
         for step in range(1, 501):
-            seen.add(line(step, mfu=0.468, ceiling_share=0.601, tokens_per_s=41_234.0 if step == 500 else 40_000.0))
+            seen.add(
+                line(step, mfu=0.468, ceiling_share=0.601, tokens_per_s=41_234.0 if step == 500 else 40_000.0)
+            )
         seen.add(line(501, valid_loss=3.51, valid_perplexity=33.448, valid_bits_per_byte=1.21))
         seen.add(line(502, mfu=0.468, ceiling_share=0.601))
         text = render(seen, columns, ("12:00:00  checkpoint  path [a] x" + "y" * 200,))
@@ -205,7 +230,10 @@ class TestLive:
 
 
 class TestChoice:
-    @pytest.mark.parametrize(("env", "live"), [({}, True), ({"TERM": "dumb"}, False), ({"CI": "true"}, False), ({"CI": "false"}, True)])
+    @pytest.mark.parametrize(
+        ("env", "live"),
+        [({}, True), ({"TERM": "dumb"}, False), ({"CI": "true"}, False), ({"CI": "false"}, True)],
+    )
     def test_terminal(self, env: dict[str, str], live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("CI", raising=False)
         monkeypatch.setenv("TERM", "xterm")
@@ -227,8 +255,18 @@ class TestChoice:
 
 
 def test_event_text() -> None:
-    facts = {"step": 500, "valid_loss": 3.412345, "wait_s": 0.21, "path": "step-500", "note": None, "micro_batch": 8}
-    assert event_text("validation", facts) == "validation  step 500  valid loss 3.412  wait 210 ms  path step-500  micro batch 8"
+    facts = {
+        "step": 500,
+        "valid_loss": 3.412345,
+        "wait_s": 0.21,
+        "path": "step-500",
+        "note": None,
+        "micro_batch": 8,
+    }
+    assert (
+        event_text("validation", facts)
+        == "validation  step 500  valid loss 3.412  wait 210 ms  path step-500  micro batch 8"
+    )
 
 
 def test_no_torch_is_loaded() -> None:

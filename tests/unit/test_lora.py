@@ -1,4 +1,5 @@
-"""LoRA: PEFT on the transformers model is the truth for outputs, gradients and files; merging is exact both ways."""
+"""LoRA: PEFT on the transformers model is the truth for outputs, gradients and files; merging is exact both
+ways."""
 
 import dataclasses
 import json
@@ -15,14 +16,31 @@ from reference_models import reference, tokens_BT
 from redline.config.recipe import ModelConfig
 from redline.errors import CheckpointError, ConfigError, StorageError
 from redline.model.huggingface import from_huggingface, read_config, write_folder
-from redline.model.lora import LoraConfig, LoraLinear, adapters, add_lora, lora_layers, merge, merged, merged_weights, unmerge
+from redline.model.lora import (
+    LoraConfig,
+    LoraLinear,
+    adapters,
+    add_lora,
+    lora_layers,
+    merge,
+    merged,
+    merged_weights,
+    unmerge,
+)
 from redline.model.transformer import Transformer, build_model
 from redline.model.weights import load_weights
 from redline.train.adapter import peft_tensors, read_adapter, write_adapter
 
 FAMILIES = ("llama", "llama-biased", "smollm2", "qwen2", "qwen3")
 CONFIG = ModelConfig(
-    vocab_size=96, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=40, context_length=32, tie_embeddings=False
+    vocab_size=96,
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_size=40,
+    context_length=32,
+    tie_embeddings=False,
 )
 
 
@@ -46,7 +64,9 @@ def stir(model: Transformer) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_peft_loads_our_adapter_and_computes_the_same_logits_and_gradients(family: str, tmp_path: Path) -> None:
+def test_peft_loads_our_adapter_and_computes_the_same_logits_and_gradients(
+    family: str, tmp_path: Path
+) -> None:
     model, theirs = ours(family, tmp_path)
     plain = model(tokens_BT())
     add_lora(model, LoraConfig(rank=4, alpha=8), seed=0)
@@ -83,7 +103,9 @@ def gradient_views(model: Transformer) -> dict[str, torch.Tensor]:
 
 def test_what_peft_writes_we_read(tmp_path: Path) -> None:
     model, theirs = ours("smollm2", tmp_path)
-    wanted = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    wanted = peft.LoraConfig(
+        r=3, lora_alpha=5, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
+    )
     wrapped = peft.get_peft_model(theirs, wanted)
     wrapped.save_pretrained(str(tmp_path / "peft"))
     config = read_adapter(tmp_path / "peft", model)
@@ -115,9 +137,13 @@ def test_merging_keeps_the_memory_and_unmerging_the_bits() -> None:
         changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name][1])}
         assert changed == {f"{name}.weight" for name in lora_layers(model)}
         for layer in lora_layers(model).values():
-            truth = layer.original.double() + layer.lora_b.double() @ layer.lora_a.double() * layer.config.scale
+            truth = (
+                layer.original.double() + layer.lora_b.double() @ layer.lora_a.double() * layer.config.scale
+            )
             torch.testing.assert_close(layer.weight.double(), truth, rtol=2**-8, atol=1e-4)
-    assert {name: p.data_ptr() for name, p in model.named_parameters()} == {name: at for name, (at, _) in before.items()}
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == {
+        name: at for name, (at, _) in before.items()
+    }
     assert all(torch.equal(p, before[name][1]) for name, p in model.named_parameters())
 
 
@@ -240,7 +266,11 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         read_adapter(tmp_path / "a", larger)
     path = tmp_path / "a" / "adapter_config.json"
     config = json.loads(path.read_text())
-    for change, message in (({"use_dora": True}, "use_dora"), ({"target_modules": ["c_attn"]}, "c_attn"), ({"peft_type": "IA3"}, "LORA")):
+    for change, message in (
+        ({"use_dora": True}, "use_dora"),
+        ({"target_modules": ["c_attn"]}, "c_attn"),
+        ({"peft_type": "IA3"}, "LORA"),
+    ):
         path.write_text(json.dumps(config | change))
         with pytest.raises(CheckpointError, match=message):
             read_adapter(tmp_path / "a", model)
@@ -252,6 +282,8 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     weights.write_bytes(b"half")
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_adapter(tmp_path / "a", model)
-    gpt2 = dataclasses.replace(CONFIG, norm="layernorm", positions="learned", activation="gelu", bias=True, num_kv_heads=None)
+    gpt2 = dataclasses.replace(
+        CONFIG, norm="layernorm", positions="learned", activation="gelu", bias=True, num_kv_heads=None
+    )
     with pytest.raises(ConfigError, match="GPT2LMHeadModel"):
         read_adapter(tmp_path / "a", build_model(gpt2, device="cpu", seed=0))

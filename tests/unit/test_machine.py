@@ -1,4 +1,5 @@
-"""The machine room on a CPU: datasheets against hand-computed peaks, facts against /proc, the cache, measuring against numpy."""
+"""The machine room on a CPU: datasheets against hand-computed peaks, facts against /proc, the cache,
+measuring against numpy."""
 
 import dataclasses
 import json
@@ -51,7 +52,8 @@ REAL_NAMES = [
     ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9856, None),
 ]
 
-# Multiprocessors, dense half-precision FLOP per clock and multiprocessor, boost clock in MHz, from the architecture papers.
+# Multiprocessors, dense half-precision FLOP per clock and multiprocessor, boost clock in MHz, from the
+# architecture papers.
 SILICON = {
     "v100-32g": (80, 1024, 1530),
     "a100-40g": (108, 2048, 1410),
@@ -139,7 +141,12 @@ def test_facts_agree_with_proc():
     ("listing", "files", "cores", "memory_bytes"),
     [
         ("0::/job", {"job/cpu.max": "max 100000", "job/memory.max": "max"}, 8, 64 * MIB),
-        ("0::/job/step", {"job/cpu.max": "250000 100000", "job/step/memory.max": "max", "job/memory.max": str(MIB)}, 2, MIB),
+        (
+            "0::/job/step",
+            {"job/cpu.max": "250000 100000", "job/step/memory.max": "max", "job/memory.max": str(MIB)},
+            2,
+            MIB,
+        ),
         ("0::/host/path/not/here", {"cpu.max": "50000 100000", "memory.max": str(2 * MIB)}, 1, 2 * MIB),
         (
             "4:memory:/a\n1:cpuacct,cpu:/a\n0::/",
@@ -222,13 +229,23 @@ def test_visible_devices_are_read_as_cuda_reads_them(chosen, seen, three_gpus, m
     assert [gpu.index for gpu in facts.gpus] == list(range(len(seen)))
     assert facts.cuda_driver == "13.1"
     for gpu in facts.gpus:
-        assert (gpu.power_limit_w, gpu.pcie_generation, gpu.pcie_lanes, gpu.free_bytes) == (700.0, 5, None, 79 * MIB)
+        assert (gpu.power_limit_w, gpu.pcie_generation, gpu.pcie_lanes, gpu.free_bytes) == (
+            700.0,
+            5,
+            None,
+            79 * MIB,
+        )
 
 
 def test_telemetry_leaves_out_what_the_board_does_not_answer(three_gpus, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     telemetry = GpuTelemetry(0)
-    assert telemetry.read() == {"gpu_util": 0.97, "memory_used_bytes": MIB, "power_w": 651.5, "sm_clock_mhz": 1755}
+    assert telemetry.read() == {
+        "gpu_util": 0.97,
+        "memory_used_bytes": MIB,
+        "power_w": 651.5,
+        "sm_clock_mhz": 1755,
+    }
     assert GpuTelemetry(1).read() == {}  # a run must not die of its instruments
 
 
@@ -288,7 +305,9 @@ def _not_a_number(table):
     table["copy_bytes_per_s"] = float("nan")
 
 
-@pytest.mark.parametrize("spoil", [None, _without_a_field, _with_a_field, _with_text_for_a_number, _not_a_number])
+@pytest.mark.parametrize(
+    "spoil", [None, _without_a_field, _with_a_field, _with_text_for_a_number, _not_a_number]
+)
 def test_a_broken_cache_file_is_measured_again_and_said(spoil, ceilings, monkeypatch):
     facts = read_facts()
     save(facts, ceilings)
@@ -334,8 +353,13 @@ def test_impossible_values_are_rejected_with_a_note(ceilings):
     checked = measuring.reject_impossible(seen, find_spec("h200-141g"))
     assert checked.matmul == ceilings.matmul
     assert checked.copy_bytes_per_s is None
-    assert [note.split(":")[0] for note in checked.notes[1:]] == ["matmul bf16 1024x1024x1024 was rejected", "copy was rejected"]
-    a100 = measuring.reject_impossible(dataclasses.replace(ceilings, matmul=(unsupported,)), find_spec("a100-80g"))
+    assert [note.split(":")[0] for note in checked.notes[1:]] == [
+        "matmul bf16 1024x1024x1024 was rejected",
+        "copy was rejected",
+    ]
+    a100 = measuring.reject_impossible(
+        dataclasses.replace(ceilings, matmul=(unsupported,)), find_spec("a100-80g")
+    )
     assert a100.matmul == ()
     assert measuring.reject_impossible(ceilings, find_spec("h200-141g")) == ceilings
 
@@ -386,7 +410,8 @@ def test_measuring_leaves_precision_as_it_was(before):
 
 @pytest.mark.parametrize(("seconds", "flops"), [(0.1, 2 * 1024**3), (0.001, 2 * 4096**3)])
 def test_cpu_rates_count_what_they_time(seconds, flops, monkeypatch):
-    """With a clock that always says the same: a slow CPU keeps to the small product, a fast one is given the large one too."""
+    """With a clock that always says the same: a slow CPU keeps to the small product, a fast one is given the
+    large one too."""
     monkeypatch.setattr(measuring, "_median_s", lambda work, time_s: (seconds, 0.0))
     assert measuring._cpu_matmul_gflops() == pytest.approx(flops / seconds / 1e9)
     assert measuring._cpu_copy_bytes_per_s() == pytest.approx(2 * 256 * MIB / seconds)
@@ -405,7 +430,8 @@ def _numpy_gflops() -> float:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures the GPU too; tests/gpu does that")
 def test_cpu_ceilings_agree_with_numpy():
     seed_before = torch.get_rng_state()
-    for _ in range(4):  # others may use the machine: one calm moment is enough, a wrong unit or count never passes
+    # others may use the machine: one calm moment is enough, a wrong unit or count never passes
+    for _ in range(4):
         numpy_before = _numpy_gflops()
         measured = measuring.measure()
         reference = [numpy_before, _numpy_gflops()]
@@ -420,8 +446,8 @@ def test_cpu_ceilings_agree_with_numpy():
 
 def test_everything_but_measuring_runs_without_torch():
     code = (
-        "import sys, redline.machine.specs, redline.machine.store, redline.machine.telemetry as t, redline.machine.facts as f;"
-        "facts = f.read_facts(); redline.machine.store.cached(facts); t.GpuTelemetry(0).read() if not facts.gpus else None;"
-        "sys.exit('torch' in sys.modules)"
+        "import sys, redline.machine.specs, redline.machine.store, redline.machine.telemetry as t,"
+        " redline.machine.facts as f;facts = f.read_facts(); redline.machine.store.cached(facts);"
+        " t.GpuTelemetry(0).read() if not facts.gpus else None;sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

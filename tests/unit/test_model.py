@@ -1,4 +1,5 @@
-"""The transformer against transformers: logits, loss and the gradient of every parameter, family by family."""
+"""The transformer against transformers: logits, loss and the gradient of every parameter, family by
+family."""
 
 import pytest
 import torch
@@ -13,14 +14,22 @@ from redline.model.transformer import Transformer, build_model
 from redline.model.weights import load_weights
 from redline.plan.arithmetic import recomputed_weights
 
-CONFIG = ModelConfig(vocab_size=64, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=48, context_length=32)
+CONFIG = ModelConfig(
+    vocab_size=64, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=48, context_length=32
+)
 
 
-def loss_and_gradients(model: Transformer, tokens: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def loss_and_gradients(
+    model: Transformer, tokens: Tensor, targets: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
     model.zero_grad()
     loss = model(tokens, targets)
     loss.backward()
-    return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return loss.detach(), {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -42,7 +51,9 @@ def test_logits_loss_and_gradients_equal_transformers(family, tmp_path):
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0.0)
     named = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     for name, gradient in from_huggingface(loaded.config, named, where="gradients").items():
-        torch.testing.assert_close(gradients.pop(name), gradient, rtol=1e-4, atol=2e-6 * float(gradient.abs().max()), msg=name)
+        torch.testing.assert_close(
+            gradients.pop(name), gradient, rtol=1e-4, atol=2e-6 * float(gradient.abs().max()), msg=name
+        )
     assert not gradients, "parameters that transformers does not have"
 
 
@@ -60,7 +71,9 @@ def test_recomputation_and_chunks_change_nothing(recompute, loss_chunks):
     torch.testing.assert_close(again_loss, loss, rtol=1e-6, atol=0.0)
     assert again.keys() == gradients.keys()
     for name, gradient in gradients.items():
-        torch.testing.assert_close(again[name], gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max()), msg=name)
+        torch.testing.assert_close(
+            again[name], gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max()), msg=name
+        )
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
@@ -102,10 +115,15 @@ def test_full_recomputation_multiplies_the_blocks_again_but_for_their_last_produ
 
 def test_weights_are_drawn_from_the_seed_and_their_name_alone():
     small = dict(build_model(CONFIG, device="cpu", seed=3).named_parameters())
-    deep = dict(build_model(ModelConfig(**{**vars(CONFIG), "num_layers": 3}), device="cpu", seed=3).named_parameters())
+    deep = dict(
+        build_model(ModelConfig(**{**vars(CONFIG), "num_layers": 3}), device="cpu", seed=3).named_parameters()
+    )
     for name, weight in small.items():
-        residual = name.endswith(("attn.out.weight", "ffn.down.weight"))  # these shrink with depth: std / sqrt(2 layers)
-        torch.testing.assert_close(weight, deep[name] * (3 / 2) ** 0.5 if residual else deep[name], rtol=1e-6, atol=0.0)
+        # these shrink with depth: std / sqrt(2 layers)
+        residual = name.endswith(("attn.out.weight", "ffn.down.weight"))
+        torch.testing.assert_close(
+            weight, deep[name] * (3 / 2) ** 0.5 if residual else deep[name], rtol=1e-6, atol=0.0
+        )
     other = dict(build_model(CONFIG, device="cpu", seed=4).named_parameters())
     drawn = [name for name in small if "norm" not in name]
     assert all(not torch.equal(small[name], other[name]) for name in drawn)

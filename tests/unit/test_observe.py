@@ -1,4 +1,5 @@
-"""Watched loops: what the instruments write is what happened, planted faults are named, and the cost is what docs/api.md says."""
+"""Watched loops: what the instruments write is what happened, planted faults are named, and the cost is what
+docs/api.md says."""
 
 import json
 import math
@@ -80,7 +81,13 @@ def test_times_are_those_of_the_loop(tmp_path: Path) -> None:
             time.sleep(0.01)
             watched.step()
     lines = lines_of(tmp_path / "run")[1:]
-    for metric, expected_s in {"data_wait_s": 0.02, "forward_s": 0.01, "backward_s": 0.015, "step_s": 0.055, "issue_s": 0.035}.items():
+    for metric, expected_s in {
+        "data_wait_s": 0.02,
+        "forward_s": 0.01,
+        "backward_s": 0.015,
+        "step_s": 0.055,
+        "issue_s": 0.035,
+    }.items():
         assert median(line[metric] for line in lines) == pytest.approx(expected_s, rel=0.25), metric
         assert min(line[metric] for line in lines) >= 0.99 * expected_s, metric
     assert lines[-1]["elapsed_s"] == pytest.approx(6 * 0.055, rel=0.3)
@@ -148,7 +155,9 @@ def test_numbers_of_numpy_are_numbers_and_texts_are_not(tmp_path: Path) -> None:
     assert (lines[0]["tokens"], lines[0]["padding_share"]) == (10, 0.25)
 
 
-def test_the_end_is_recorded_and_the_folder_let_go_whatever_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_is_recorded_and_the_folder_let_go_whatever_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
         raise StorageError("the disk is full")
 
@@ -159,7 +168,10 @@ def test_the_end_is_recorded_and_the_folder_let_go_whatever_happens(tmp_path: Pa
             if error is not None:
                 raise error
 
-    for name, error, told in (("a", None, "StorageError: the disk is full"), ("b", ZeroDivisionError("mine"), "ZeroDivisionError: mine")):
+    for name, error, told in (
+        ("a", None, "StorageError: the disk is full"),
+        ("b", ZeroDivisionError("mine"), "ZeroDivisionError: mine"),
+    ):
         with pytest.raises(Exception, match=told.partition(": ")[2]):
             loop(tmp_path / name, error)
         assert events_of(tmp_path / name)[-1]["error"] == told
@@ -175,19 +187,28 @@ def test_a_step_outside_the_block_is_said(tmp_path: Path, capsys: pytest.Capture
         pass
     with pytest.raises(ConfigError, match=r"step\(\) outside the block"):
         watched.step()
-    assert capsys.readouterr().err == f"\nredline: no update is recorded in {tmp_path / 'run'}: call run.step() after each update\n"
+    assert (
+        capsys.readouterr().err
+        == f"\nredline: no update is recorded in {tmp_path / 'run'}: call run.step() after each update\n"
+    )
     assert read(tmp_path / "run").repairs == (), "a loop has no recipe that could be missed"
 
 
 def test_a_folder_in_use_is_said_without_an_option_of_the_command_line(tmp_path: Path) -> None:
-    with redline.watch(tmp_path / "run", model=model_of(), quiet=True), pytest.raises(StorageError) as refused:
+    with (
+        redline.watch(tmp_path / "run", model=model_of(), quiet=True),
+        pytest.raises(StorageError) as refused,
+    ):
         redline.watch(tmp_path / "run", model=model_of()).__enter__()
     assert "another run of this one" in str(refused.value)
     assert "--run" not in str(refused.value)
 
 
-def test_numbers_are_copied_before_the_moment_behind_which_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU a copy queued behind the update's last event may still be under way when that event has passed."""
+def test_numbers_are_copied_before_the_moment_behind_which_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a copy queued behind the update's last event may still be under way when that event has
+    passed."""
     order: list[str] = []
     with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
         now, taken = watched.clock.now, run._taken
@@ -197,7 +218,9 @@ def test_numbers_are_copied_before_the_moment_behind_which_they_are_read(tmp_pat
     assert order[:2] == ["copy", "moment"]
 
 
-def test_copied_numbers_are_read_behind_the_end_of_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copied_numbers_are_read_behind_the_end_of_the_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last update may still be running when the block ends: its end is waited for first."""
     order: list[str] = []
 
@@ -209,7 +232,9 @@ def test_copied_numbers_are_read_behind_the_end_of_the_update(tmp_path: Path, mo
     monkeypatch.setattr(run, "_taken", lambda numbers: (["loss"], Copy()))
     with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
         seconds = watched.clock.seconds
-        monkeypatch.setattr(watched.clock, "seconds", lambda begin, end: order.append("waited") or seconds(begin, end))  # type: ignore[func-returns-value]
+        monkeypatch.setattr(
+            watched.clock, "seconds", lambda begin, end: order.append("waited") or seconds(begin, end)
+        )  # type: ignore[func-returns-value]
         watched.step(loss=1.0)
     assert order == ["waited", "read"]
     assert lines_of(tmp_path / "run")[0]["loss"] == 2.5
@@ -232,7 +257,9 @@ def test_lines_come_while_the_loop_runs(tmp_path: Path, monkeypatch: pytest.Monk
 def test_batches_without_a_mask_have_tokens_and_no_padding(tmp_path: Path) -> None:
     square = torch.ones(2, 1, 5, 5)
     with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
-        for _ in watched.batches([{"input_ids": torch.zeros(2, 5)}, {"input_ids": torch.zeros(2, 5), "attention_mask": square}]):
+        for _ in watched.batches(
+            [{"input_ids": torch.zeros(2, 5)}, {"input_ids": torch.zeros(2, 5), "attention_mask": square}]
+        ):
             watched.step()
     assert [line["tokens"] for line in lines_of(tmp_path / "run")] == [10, 20]
     assert not any("padding_share" in line for line in lines_of(tmp_path / "run"))
@@ -258,7 +285,8 @@ def test_a_pause_is_no_part_of_an_update(tmp_path: Path) -> None:
 
 
 def test_a_pause_in_the_middle_of_an_update_is_taken_out_of_it(tmp_path: Path) -> None:
-    """The batch is there, then comes a validation, then the work: the wait stays the update's, and the host's time is that of the work."""
+    """The batch is there, then comes a validation, then the work: the wait stays the update's, and the host's
+    time is that of the work."""
     with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
         for _ in watched.batches(slowly([batch_of()] * 5, 0.03)):
             with watched.pause("validation"):
@@ -273,7 +301,9 @@ def test_a_pause_in_the_middle_of_an_update_is_taken_out_of_it(tmp_path: Path) -
         assert 0.005 <= line["issue_s"] < 0.02
         assert "paused_s" not in line
     assert lines_of(tmp_path / "run")[-1]["tokens"] == 5 * 48, "the validation's tokens are not trained on"
-    assert all(event["stalled_s"] >= 0.04 for event in events_of(tmp_path / "run") if event["event"] == "validation")
+    assert all(
+        event["stalled_s"] >= 0.04 for event in events_of(tmp_path / "run") if event["event"] == "validation"
+    )
 
 
 def test_a_restart_forgets_the_wait_before_it(tmp_path: Path) -> None:
@@ -291,7 +321,10 @@ def test_a_restart_forgets_the_wait_before_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", [[nn.Linear(1, 1), nn.Linear(1, 1)], None, "gpt2", nn.Linear])
 def test_what_is_watched_is_one_model(tmp_path: Path, model: Any) -> None:
     with pytest.raises(
-        ConfigError, match=r"^model must be one torch.nn.Module, got (list|NoneType|str|type): give the one that is trained$"
+        ConfigError,
+        match=(
+            r"^model must be one torch.nn.Module, got (list|NoneType|str|type): give the one that is trained$"
+        ),
     ):
         redline.watch(tmp_path / "run", model=model)
     assert not (tmp_path / "run").exists()
@@ -299,7 +332,9 @@ def test_what_is_watched_is_one_model(tmp_path: Path, model: Any) -> None:
 
 def test_a_second_run_needs_its_own_folder_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
     def loop(updates: int, **options: Any) -> None:
-        with redline.watch(tmp_path / "run", model=model_of(), tokens_per_step=10, quiet=True, **options) as watched:
+        with redline.watch(
+            tmp_path / "run", model=model_of(), tokens_per_step=10, quiet=True, **options
+        ) as watched:
             for _ in range(updates):
                 watched.step()
 
@@ -330,7 +365,9 @@ def test_an_error_of_the_loop_stays_the_loops(tmp_path: Path, capsys: pytest.Cap
         redline.watch(tmp_path / "other", model=model_of()).phase("foward")
 
 
-def test_of_several_processes_the_first_writes_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_several_processes_the_first_writes_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for rank in (1, 0):
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
@@ -375,10 +412,13 @@ def test_flops_are_those_of_the_arithmetic() -> None:
 
 
 def test_a_gpu_gives_an_mfu_and_a_slow_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On paper: an H200 does 67 TFLOP/s in fp32 and 989 in bf16. The layer is 6 x 512 x 512 operations a token."""
+    """On paper: an H200 does 67 TFLOP/s in fp32 and 989 in bf16. The layer is 6 x 512 x 512 operations a
+    token."""
     monkeypatch.setattr(facts, "hardware_of", lambda device: hardware_as("h200-141g", 16))
     folder = tmp_path / "run"
-    with redline.watch(folder, model=nn.Linear(512, 512, bias=False), tokens_per_step=1e6, quiet=True) as watched:
+    with redline.watch(
+        folder, model=nn.Linear(512, 512, bias=False), tokens_per_step=1e6, quiet=True
+    ) as watched:
         for _ in watched.batches([torch.zeros(4, 8)] * 20):
             time.sleep(0.003)
             watched.step()
@@ -387,11 +427,14 @@ def test_a_gpu_gives_an_mfu_and_a_slow_precision(tmp_path: Path, monkeypatch: py
     plan = json.loads((folder / "plan.json").read_text())
     plan["hardware"]["title"] = "NVIDIA H200"  # as NVML names it
     (folder / "plan.json").write_text(json.dumps(plan))
-    # 1.57 TFLOP take 31 ms in fp32 at three quarters of the peak, and 2.1 in bf16: more than an update of 3 ms takes.
+    # 1.57 TFLOP take 31 ms in fp32 at three quarters of the peak, and 2.1 in bf16: more than an update of 3
+    # ms takes.
     top = watched.findings()[0]
     assert top.cause == "slow-precision"
     assert "autocast" in top.fix
-    assert "mfu-mismatch" not in {finding.cause for finding in watched.findings()}, "it is counted against the peak of fp32, and is right"
+    assert "mfu-mismatch" not in {finding.cause for finding in watched.findings()}, (
+        "it is counted against the peak of fp32, and is right"
+    )
 
 
 # ---- planted faults ----
@@ -405,7 +448,9 @@ def planted(folder: Path, batches: Any, work_s: float = 0.004) -> list[str]:
     return [finding.cause for finding in watched.findings()]
 
 
-def test_a_loader_that_sleeps_is_the_first_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loader_that_sleeps_is_the_first_finding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert planted(tmp_path / "run", slowly([batch_of()] * 30, 0.01))[0] == "slow-loader"
     found = diagnose(read(tmp_path / "run"))[0]
     assert found.gain is not None
@@ -441,14 +486,19 @@ def test_the_end_of_the_block_says_what_was_found(tmp_path: Path, capsys: pytest
 def test_waits_for_the_gpu_are_given_with_their_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """On paper: torch's detector warns where it is on. A CPU has no such waits; the real thing is in tests/gpu."""
+    """On paper: torch's detector warns where it is on. A CPU has no such waits; the real thing is in
+    tests/gpu."""
     mode = ["default"]
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode.append)
     watching = sync.SyncWatch()
     assert mode[-1] == "warn"
     warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
-    warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations", stacklevel=1)
+    warnings.warn(
+        "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing"
+        " operations",
+        stacklevel=1,
+    )
     warnings.warn("somebody else's", UserWarning, stacklevel=1)
     found = watching.stop()
     assert [str(warning.message) for warning in recwarn] == ["somebody else's"], "given on"
@@ -493,8 +543,8 @@ def test_attention_is_not_counted_for_the_reason_that_is_given() -> None:
 
 
 def test_it_costs_less_than_half_a_percent_of_ten_milliseconds(tmp_path: Path) -> None:
-    """Three phases, a tensor for a loss and a batch of 4 x 128 with a mask. What all threads compute, in blocks until one is fast enough,
-    for 15 seconds at most: others use the machine, and only add to it."""
+    """Three phases, a tensor for a loss and a batch of 4 x 128 with a mask. What all threads compute, in
+    blocks until one is fast enough, for 15 seconds at most: others use the machine, and only add to it."""
     batch, loss, blocks = batch_of(length=128), torch.tensor(1.0), [math.inf]
     with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
         batches = watched.batches([batch] * 20_001)
@@ -518,7 +568,9 @@ def test_redline_itself_loads_no_torch() -> None:
         "import sys, redline; assert 'torch' not in sys.modules",
         "redline.watch; assert 'torch' in sys.modules; assert 'transformers' not in sys.modules",
     )
-    done = subprocess.run([sys.executable, "-c", "; ".join(check)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", "; ".join(check)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     with pytest.raises(AttributeError, match="wacth"):
         _ = redline.wacth
@@ -543,18 +595,34 @@ class Rows(torch.utils.data.Dataset):
         if self.wait_s:
             time.sleep(self.wait_s)
         mask = (torch.arange(self.length) < self.tokens).long()
-        return {"input_ids": mask * (index % 30), "attention_mask": mask, "labels": torch.where(mask == 1, mask, -100)}
+        return {
+            "input_ids": mask * (index % 30),
+            "attention_mask": mask,
+            "labels": torch.where(mask == 1, mask, -100),
+        }
 
 
-def trainer_of(folder: Path, rows: Rows, *, tested: Rows | None = None, others: tuple[Any, ...] = (), **arguments: Any) -> Any:
+def trainer_of(
+    folder: Path, rows: Rows, *, tested: Rows | None = None, others: tuple[Any, ...] = (), **arguments: Any
+) -> Any:
     """The Trainer of a small GPT-2 for 24 updates of 4 rows, with our callback as `ours`."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
     from redline.observe import RedlineCallback
 
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=64, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0))
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=32, n_positions=64, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+        )
+    )
     callback = RedlineCallback(folder / "run", quiet=True)
-    settings = {"per_device_train_batch_size": 4, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "max_steps": 24}
+    settings = {
+        "per_device_train_batch_size": 4,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "max_steps": 24,
+    }
     args = TrainingArguments(str(folder / "out"), **{**settings, **arguments})
     trainer = Trainer(model, args, train_dataset=rows, eval_dataset=tested, callbacks=[callback, *others])
     trainer.ours = callback
@@ -579,11 +647,14 @@ class Rotten(Rows):
 
 
 def breaks(step: int) -> Any:
-    """A callback of somebody else that fails in the middle of an update; it looks at a batch of its own before."""
+    """A callback of somebody else that fails in the middle of an update; it looks at a batch of its own
+    before."""
     from transformers import TrainerCallback
 
     class Breaks(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
+        def on_step_begin(
+            self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any
+        ) -> None:
             if state.global_step == step // 2:
                 next(iter(train_dataloader))
             if state.global_step == step:
@@ -605,14 +676,20 @@ def logs_slowly(each_s: float) -> Any:
 
 class TestTrainer:
     def test_tokens_losses_and_the_loader_afterwards(self, tmp_path: Path) -> None:
-        callback = trained(tmp_path, Rows(tokens=10), gradient_accumulation_steps=2, logging_steps=3, max_steps=12)
+        callback = trained(
+            tmp_path, Rows(tokens=10), gradient_accumulation_steps=2, logging_steps=3, max_steps=12
+        )
         lines = lines_of(tmp_path / "run")
         assert [line["step"] for line in lines] == list(range(1, 13))
         assert lines[-1]["tokens"] == 12 * 2 * 4 * 10
         assert lines[-1]["padding_share"] == pytest.approx(6 / 16)
         assert [line["step"] for line in lines if "loss" in line] == [3, 6, 9, 12]
         plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-        assert (plan["accumulation"]["value"], plan["loader_workers"]["value"], plan["recompute"]["value"]) == (2, 0, "none")
+        assert (
+            plan["accumulation"]["value"],
+            plan["loader_workers"]["value"],
+            plan["recompute"]["value"],
+        ) == (2, 0, "none")
         assert plan["optimizer"]["value"] == "adamw_torch_fused"
         assert callback.loader.__iter__.__qualname__.startswith("DataLoaderShard"), "the loader is as it was"
 
@@ -623,10 +700,15 @@ class TestTrainer:
         assert trained(tmp_path, Rows(length=48, tokens=16)).findings()[0].cause == "padding"
 
     def test_gradient_checkpointing_is_the_first_finding(self, tmp_path: Path) -> None:
-        assert trained(tmp_path, Rows(), gradient_checkpointing=True).findings()[0].cause == "needless-recomputation"
+        assert (
+            trained(tmp_path, Rows(), gradient_checkpointing=True).findings()[0].cause
+            == "needless-recomputation"
+        )
 
     @pytest.mark.parametrize("ours_first", [True, False])
-    def test_logging_that_takes_half_of_the_run_is_the_first_finding(self, ours_first: bool, tmp_path: Path) -> None:
+    def test_logging_that_takes_half_of_the_run_is_the_first_finding(
+        self, ours_first: bool, tmp_path: Path
+    ) -> None:
         """Whichever callback comes first: behind ours it is timed to the next batch."""
         trainer = trainer_of(tmp_path, Rows(), others=(logs_slowly(0.04),), logging_steps=1)
         if not ours_first:
@@ -651,7 +733,9 @@ class TestTrainer:
     def test_logging_that_takes_nothing_is_not_told(self, tmp_path: Path) -> None:
         assert not [f for f in trained(tmp_path, Rows(), logging_steps=1).findings() if f.cause == "host-gap"]
 
-    def test_the_wait_for_a_gpu_before_a_log_is_no_logging(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_wait_for_a_gpu_before_a_log_is_no_logging(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The Trainer reads the loss before it logs; on a GPU the callback waits for it first."""
         waits: list[int] = []
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
@@ -661,21 +745,31 @@ class TestTrainer:
         assert len(waits) == 3
 
     def test_evaluations_and_checkpoints_are_told_apart(self, tmp_path: Path) -> None:
-        often = {"eval_strategy": "steps", "eval_steps": 6, "save_strategy": "steps", "save_steps": 12, "save_only_model": True}
+        often = {
+            "eval_strategy": "steps",
+            "eval_steps": 6,
+            "save_strategy": "steps",
+            "save_steps": 12,
+            "save_only_model": True,
+        }
         callback = trained(tmp_path, Rows(), tested=Rows(wait_s=0.004), **often)
         events = events_of(tmp_path / "run")
         assert [event["step"] for event in events if event["event"] == "validation"] == [6, 12, 18, 24]
         assert [event["step"] for event in events if event["event"] == "checkpoint"] == [12, 24]
         lines = lines_of(tmp_path / "run")
-        saved = json.loads((tmp_path / "out" / "checkpoint-24" / "trainer_state.json").read_text())["log_history"]
+        saved = json.loads((tmp_path / "out" / "checkpoint-24" / "trainer_state.json").read_text())[
+            "log_history"
+        ]
         theirs = {entry["step"]: entry["eval_loss"] for entry in saved if "eval_loss" in entry}
         assert {line["step"]: line["valid_loss"] for line in lines if "valid_loss" in line} == theirs
-        # 96 rows of four milliseconds: an evaluation takes longer than six updates, and none of it is an update's.
+        # 96 rows of four milliseconds: an evaluation takes longer than six updates, and none of it is an
+        # update's.
         assert max(line["step_s"] for line in lines[1:]) < 0.3
         assert callback.findings()[0].cause == "validation-pause"
 
     def test_an_epoch_that_is_resumed_is_timed_without_its_loader(self, tmp_path: Path) -> None:
-        """The Trainer then makes a loader that no callback is shown: the gap before the update is the wait."""
+        """The Trainer then makes a loader that no callback is shown: the gap before the update is the
+        wait."""
         trained(tmp_path, Rows(), max_steps=6, save_strategy="steps", save_steps=6)
         checkpoint = str(tmp_path / "out" / "checkpoint-6")
         trained(tmp_path, Rows(wait_s=0.01), max_steps=12, resume_from_checkpoint=checkpoint)
@@ -691,7 +785,9 @@ class TestTrainer:
         end = events_of(tmp_path / "run")[-1]
         assert (end["event"], end["step"]) == ("failed", 10)
         assert [line["step"] for line in lines_of(tmp_path / "run")] == list(range(1, 11)), "no line is lost"
-        assert trainer.callback_handler.train_dataloader.__iter__.__qualname__.startswith("DataLoaderShard"), "the loader is as it was"
+        assert trainer.callback_handler.train_dataloader.__iter__.__qualname__.startswith(
+            "DataLoaderShard"
+        ), "the loader is as it was"
         with pytest.raises(StorageError, match=r"holds a run of 10 updates: .*resume_from_checkpoint"):
             trainer.train()
 
@@ -710,8 +806,15 @@ class TestTrainer:
             assert [event["event"] for event in events_of(tmp_path / "run")] == ["start"]
             trainer.remove_callback(other)
             trainer.train()
-        told = [(event["event"], event.get("error", event.get("why"))) for event in events_of(tmp_path / "run")]
-        assert told == [("start", None), ("failed", "ZeroDivisionError: planted"), ("start", None), ("end", "finished")]
+        told = [
+            (event["event"], event.get("error", event.get("why"))) for event in events_of(tmp_path / "run")
+        ]
+        assert told == [
+            ("start", None),
+            ("failed", "ZeroDivisionError: planted"),
+            ("start", None),
+            ("end", "finished"),
+        ]
 
     def test_an_error_that_ends_the_process_is_recorded_by_its_name(self, tmp_path: Path) -> None:
         program = (

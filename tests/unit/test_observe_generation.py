@@ -1,4 +1,5 @@
-"""Generation in watched loops: a missing cache is seen in the model's calls, what it costs is read off them, and a cache is left alone."""
+"""Generation in watched loops: a missing cache is seen in the model's calls, what it costs is read off them,
+and a cache is left alone."""
 
 import json
 import time
@@ -80,8 +81,13 @@ def events_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_missing_cache_is_found_and_its_gain_is_predicted(tmp_path: Path) -> None:
-    """20 tokens at 5 to 24 positions take 24.5 ms and 5 ms stand beside them. With a cache: the prompt 0.75 ms, then 19 of 0.55 ms."""
-    (found,) = [finding for finding in loop(tmp_path / "run", use_cache=False) if finding.cause == "uncached-generation"]
+    """20 tokens at 5 to 24 positions take 24.5 ms and 5 ms stand beside them. With a cache: the prompt 0.75
+    ms, then 19 of 0.55 ms."""
+    (found,) = [
+        finding
+        for finding in loop(tmp_path / "run", use_cache=False)
+        if finding.cause == "uncached-generation"
+    ]
     assert found.gain is not None
     expected = (24.5 + 5) / (0.75 + 19 * 0.55 + 5)
     assert found.gain.low < expected * 1.1
@@ -95,15 +101,20 @@ def test_a_missing_cache_is_found_and_its_gain_is_predicted(tmp_path: Path) -> N
     assert [event["step"] for event in noted] == [2, 3, 4, 5, 6, 7, 8, 16]
     assert (noted[0]["calls"], noted[0]["tokens"], noted[0]["repeated_calls"]) == (20, 60, 19)
     assert noted[0]["positions"] == 3 * sum(range(5, 25))
-    assert min(event["first_call_s"] for event in noted) == pytest.approx(0.8e-3, rel=0.5)  # others use the machine, and only add to it
+    # others use the machine, and only add to it
+    assert min(event["first_call_s"] for event in noted) == pytest.approx(0.8e-3, rel=0.5)
     assert min(event["cached_call_s"] for event in noted) == pytest.approx(0.55e-3, rel=0.5)
 
 
 def test_a_cache_is_left_alone_and_a_resumed_loop_that_has_one_too(tmp_path: Path) -> None:
-    assert "uncached-generation" not in [finding.cause for finding in loop(tmp_path / "cached", use_cache=True, updates=8)]
+    assert "uncached-generation" not in [
+        finding.cause for finding in loop(tmp_path / "cached", use_cache=True, updates=8)
+    ]
     assert {event["repeated_calls"] for event in events_of(tmp_path / "cached")} == {0}
     loop(tmp_path / "mended", use_cache=False, updates=4)
-    assert "uncached-generation" not in [finding.cause for finding in loop(tmp_path / "mended", use_cache=True, updates=4, start_step=4)]
+    assert "uncached-generation" not in [
+        finding.cause for finding in loop(tmp_path / "mended", use_cache=True, updates=4, start_step=4)
+    ]
 
 
 def test_generation_in_a_pause_is_no_part_of_an_update(tmp_path: Path) -> None:
@@ -180,7 +191,12 @@ def test_transformers_with_and_without_adapters() -> None:
     adapted = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=2, target_modules=["q_proj"]))
     for model in (plain, adapted):
         for use_cache, positions in ((False, [4, 5, 6]), (True, [4, 1, 1])):
-            given = {"attention_mask": torch.ones_like(prompts), "max_new_tokens": 3, "do_sample": False, "use_cache": use_cache}
+            given = {
+                "attention_mask": torch.ones_like(prompts),
+                "max_new_tokens": 3,
+                "do_sample": False,
+                "use_cache": use_cache,
+            }
             made = noted(model, lambda model=model, given=given: model.generate(input_ids=prompts, **given))
             assert made == [(2, count) for count in positions]
 
@@ -211,24 +227,32 @@ GROWING = list(range(9, 9 + LEAST_CALLS))
         ([64] * 30, []),  # passes over rows of one length, or decoding that is padded to it
         ([8, *GROWING, 8, *GROWING], GROWING * 2),  # two texts
         ([8, 8, *GROWING], GROWING),  # scored, and then gone on with
-        ([n for length in range(8, 30) for n in (length, length)], []),  # texts sorted by length, two passes of each
-        ([n for length in range(8, 60, 8) for n in (*range(length, length + 8), length + 7)], []),  # the same, most lengths once
+        # texts sorted by length, two passes of each
+        ([n for length in range(8, 30) for n in (length, length)], []),
+        # the same, most lengths once
+        ([n for length in range(8, 60, 8) for n in (*range(length, length + 8), length + 7)], []),
         (list(range(8, 60, 2)), []),
     ],
 )
 def test_which_calls_compute_the_prefix_again(positions: list[int], repeated: list[int]) -> None:
-    assert [call.positions for call in repeats([Call(2, count, 0.0, 0.0, 0.0) for count in positions])] == repeated
+    assert [
+        call.positions for call in repeats([Call(2, count, 0.0, 0.0, 0.0) for count in positions])
+    ] == repeated
 
 
 def test_a_text_may_end_and_none_may_come_to_it() -> None:
     """Rows that are done are taken out of a batch; passes over other texts have as many rows as they have."""
     for rows, wanted in (([4] * 6 + [3] * 7, LEAST_CALLS), ([3] * 6 + [4] * 7, 0), ([2, 3] * 6 + [2], 0)):
-        calls = [Call(count, positions, 0.0, 0.0, 0.0) for count, positions in zip(rows, range(8, 9 + LEAST_CALLS), strict=True)]
+        calls = [
+            Call(count, positions, 0.0, 0.0, 0.0)
+            for count, positions in zip(rows, range(8, 9 + LEAST_CALLS), strict=True)
+        ]
         assert len(repeats(calls)) == wanted
 
 
 def test_passes_that_score_texts_sorted_by_length_are_left_alone(tmp_path: Path) -> None:
-    """In the phase, because they belong to the drawing of texts; some are one position longer than the one before."""
+    """In the phase, because they belong to the drawing of texts; some are one position longer than the one
+    before."""
     lengths = [5, 6, 7, 7, 8, 9, 9, 10, 10, 11, 12, 13, 13, 14, 15, 15, 16, 17, 18, 18, 19, 20, 20, 21]
     with redline.watch(tmp_path / "run", model=(model := Speaker()), quiet=True) as run:
         for _ in range(8):
@@ -264,7 +288,8 @@ def test_the_fit_gives_back_what_calls_are_made_of() -> None:
 
 
 def test_rows_that_differ_do_not_spoil_the_fit() -> None:
-    """Neighbours in the table may be 24 positions of 3 rows and 10 of 8: a point is one call, and no mean of two."""
+    """Neighbours in the table may be 24 positions of 3 rows and 10 of 8: a point is one call, and no mean of
+    two."""
     calls = {(rows, t): 1e-3 + 2e-6 * rows * t for rows in (3, 8) for t in range(10, 25)}
     mean_rows = 5.5
     assert times_of(calls).cached_call_s() == pytest.approx(1e-3 + 2e-6 * mean_rows, rel=0.001)
@@ -278,17 +303,22 @@ def test_launches_that_take_as_long_whatever_they_compute() -> None:
 
 
 def watched(folder: Path, monkeypatch: pytest.MonkeyPatch, **changed: float) -> list[Finding]:
-    """A folder of a loop on an H200 with a model of 1e9 parameters: updates of 2 s, of which generation takes 1.6."""
+    """A folder of a loop on an H200 with a model of 1e9 parameters: updates of 2 s, of which generation takes
+    1.6."""
     monkeypatch.setattr(facts, "hardware_of", lambda device: hardware_as("h200-141g", 16))
     with redline.watch(folder, model=nn.Linear(8, 8), tokens_per_step=1e5, quiet=True) as run:
         for _ in range(8):
             run.step()
         recorded = {
-            "calls": 51, "tokens": 51 * 64, "positions": 51 * 64 * 125, "generate_s": 1.6, "repeated_calls": 50,
+            "calls": 51, "tokens": 51 * 64, "positions": 51 * 64 * 125, "generate_s": 1.6,
+            "repeated_calls": 50,
             "repeated_s": 1.5, "first_call_s": 0.02, "last_call_s": 0.04, "cached_call_s": 0.01,
         }  # fmt: skip
         run.event("generation", **recorded | changed)
-    lines = [{"step": i, "step_s": 2.0, "generate_s": 1.6, "forward_s": 0.1, "backward_s": 0.2, "optimizer_s": 0.1} for i in range(1, 9)]
+    lines = [
+        {"step": i, "step_s": 2.0, "generate_s": 1.6, "forward_s": 0.1, "backward_s": 0.2, "optimizer_s": 0.1}
+        for i in range(1, 9)
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     plan = json.loads((folder / "plan.json").read_text())
     plan["hardware"]["title"], plan["prediction"]["parameters"] = "NVIDIA H200", 1e9
@@ -301,20 +331,28 @@ def test_recorded_numbers_give_the_gain(tmp_path: Path, monkeypatch: pytest.Monk
     found = watched(tmp_path / "run", monkeypatch)[0]
     assert found.cause == "uncached-generation"
     assert found.gain is not None
-    assert (found.gain.low, found.gain.high) == pytest.approx((2 / (2 - 1.5 + 50 * 0.016), 2 / (2 - 1.5 + 50 * 0.010)))
+    assert (found.gain.low, found.gain.high) == pytest.approx(
+        (2 / (2 - 1.5 + 50 * 0.016), 2 / (2 - 1.5 + 50 * 0.010))
+    )
     assert [item.value for item in found.evidence] == pytest.approx([0.8, 125, 20, 10])
     assert "use_cache=True" in found.fix
 
 
-def test_a_cached_call_is_not_faster_than_reading_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_call_is_not_faster_than_reading_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """1e9 parameters are 2 GB, at half of 4.8 TB/s 0.83 ms."""
     found = watched(tmp_path / "run", monkeypatch, cached_call_s=1e-5)[0]
     assert found.evidence[-1].value == pytest.approx(0.83, rel=0.01)
 
 
-def test_calls_that_take_no_longer_than_cached_ones_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_take_no_longer_than_cached_ones_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bound by launches: with a cache they would be as many."""
-    assert "uncached-generation" not in [finding.cause for finding in watched(tmp_path / "run", monkeypatch, cached_call_s=0.03)]
+    assert "uncached-generation" not in [
+        finding.cause for finding in watched(tmp_path / "run", monkeypatch, cached_call_s=0.03)
+    ]
 
 
 def test_time_in_which_text_is_generated_is_no_sign_of_small_passes() -> None:
@@ -322,16 +360,23 @@ def test_time_in_which_text_is_generated_is_no_sign_of_small_passes() -> None:
     given: dict[str, Any] = {"step_s": 2.0, "mfu": 0.1, "memory_bytes": 10e9}
     for more, wanted in (({}, ["small-passes"]), ({"generate_s": 1.6}, [])):
         steps = tuple(Step(step=i, **given, **more) for i in range(1, 9))
-        assert [f.cause for f in diagnose(Observed(source="", format="run", steps=steps, facts=Facts(memory_bytes=140e9)))] == wanted
+        assert [
+            f.cause
+            for f in diagnose(Observed(source="", format="run", steps=steps, facts=Facts(memory_bytes=140e9)))
+        ] == wanted
 
 
 @pytest.mark.parametrize("every", [1, 2, 4])
-def test_generation_in_some_updates_counts_with_its_share_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
-    """1.6 s in every Nth update, 0.4 s in each: of N x 0.4 + 1.6 s go 1.5 s of calls, and 50 come back at 10 to 16 ms each."""
+def test_generation_in_some_updates_counts_with_its_share_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    """1.6 s in every Nth update, 0.4 s in each: of N x 0.4 + 1.6 s go 1.5 s of calls, and 50 come back at 10
+    to 16 ms each."""
     watched(tmp_path / "run", monkeypatch)
     trained = {"step_s": 0.4, "forward_s": 0.1, "backward_s": 0.2, "optimizer_s": 0.1}
     drawn = trained | {"step_s": 2.0, "generate_s": 1.6}
-    lines = [{"step": i, **(drawn if i % every == 0 else trained)} for i in range(1, 26)]  # the first five are not looked at
+    # the first five are not looked at
+    lines = [{"step": i, **(drawn if i % every == 0 else trained)} for i in range(1, 26)]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     findings = {finding.cause: finding for finding in diagnose(read(tmp_path / "run"))}
     found, total_s = findings["uncached-generation"], every * 0.4 + 1.6
@@ -355,13 +400,20 @@ def test_generation_in_every_tenth_update_is_looked_at(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("every", [1, 2, 4])
 def test_an_mfu_is_that_of_the_time_in_which_something_was_trained(every: int) -> None:
-    """At 50 % while training, 10 % of an update of which four fifths draw texts; at 20 % and 4 % the passes are small."""
+    """At 50 % while training, 10 % of an update of which four fifths draw texts; at 20 % and 4 % the passes
+    are small."""
     for mfu, wanted in ((0.5, []), (0.2, ["small-passes"])):
         steps = []
         for i in range(1, 26):
-            drawn: dict[str, Any] = {"step_s": 2.0, "generate_s": 1.6, "mfu": mfu / 5} if i % every == 0 else {"step_s": 0.4, "mfu": mfu}
+            drawn: dict[str, Any] = (
+                {"step_s": 2.0, "generate_s": 1.6, "mfu": mfu / 5}
+                if i % every == 0
+                else {"step_s": 0.4, "mfu": mfu}
+            )
             steps.append(Step(step=i, memory_bytes=10e9, **drawn))
-        found = diagnose(Observed(source="", format="run", steps=tuple(steps), facts=Facts(memory_bytes=140e9)))
+        found = diagnose(
+            Observed(source="", format="run", steps=tuple(steps), facts=Facts(memory_bytes=140e9))
+        )
         assert [finding.cause for finding in found] == wanted
         assert not found or "MFU of 20%" in found[0].title
 
@@ -378,11 +430,18 @@ def test_an_update_does_not_end_while_texts_are_drawn(tmp_path: Path) -> None:
                 with pytest.raises(ConfigError, match=r"step\(\) inside phase\('generate'\): end the block"):
                     run.step()
             for what in (lambda: run.phase("generate"), lambda: run.pause("validation")):
-                with pytest.raises(ConfigError, match=r"inside phase\('generate'\)"), run.phase("generate"), what():
+                with (
+                    pytest.raises(ConfigError, match=r"inside phase\('generate'\)"),
+                    run.phase("generate"),
+                    what(),
+                ):
                     pass
             with pytest.raises(ConfigError, match=r"restart\(\) inside"), run.phase("generate"):
                 run.restart()
-            with pytest.raises(ConfigError, match=r"step\(\) inside pause\('checkpoint'\)"), run.pause("checkpoint"):
+            with (
+                pytest.raises(ConfigError, match=r"step\(\) inside pause\('checkpoint'\)"),
+                run.pause("checkpoint"),
+            ):
                 run.step()
             run.step()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -406,7 +465,9 @@ def test_two_generations_in_one_update_add_up(tmp_path: Path) -> None:
     assert noted[0]["generate_s"] == lines[1]["generate_s"]
 
 
-def test_waits_in_generation_and_in_pauses_are_not_the_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_in_generation_and_in_pauses_are_not_the_loops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On paper: what waits for the GPU warns where torch's detector is on."""
     mode = ["default"]
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[-1])
@@ -428,6 +489,10 @@ def test_waits_in_generation_and_in_pauses_are_not_the_loops(tmp_path: Path, mon
                 wait()
             wait()
             run.step()
-    (found,) = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines() if "waits_for_gpu" in line]
+    (found,) = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+        if "waits_for_gpu" in line
+    ]
     assert found["times"] == 2, found
     assert mode[-1] == "default"

@@ -1,4 +1,5 @@
-"""The catalogue: every line of the seeds is in it, its switches are real, its arithmetic is right, and its page is made from it."""
+"""The catalogue: every line of the seeds is in it, its switches are real, its arithmetic is right, and its
+page is made from it."""
 
 import inspect
 import json
@@ -24,7 +25,8 @@ ROOT = Path(__file__).parents[2]
 NANO, GPT2 = load_recipe("nano"), load_recipe("gpt2-124m")
 H200, A100, V100 = (hardware_as(name, 16) for name in ("h200-141g", "a100-40g", "v100-32g"))
 CPU = Hardware(
-    title="a CPU", kind="cpu", memory_bytes=2**34, compute_capability=(), cores=2, peak_tflops={}, measured_tflops={},
+    title="a CPU", kind="cpu", memory_bytes=2**34, compute_capability=(), cores=2, peak_tflops={},
+    measured_tflops={},
     bandwidth_bytes_per_s=None, source="test",
 )  # fmt: skip
 SWITCHES = {name: entry for name, entry in CATALOGUE.items() if entry.standing == "switch"}
@@ -52,7 +54,9 @@ def test_every_seed_is_quoted() -> None:
     for seed in ("seed 000", "seed 001", "seed 002", "seed 003", "seed 004"):
         assert seed in sources
     # The numbered sections of 003, each of which makes one promise.
-    assert {f"seed 003 §{n}" for n in range(1, 11)} <= {c.source for e in CATALOGUE.values() for c in e.claims}
+    assert {f"seed 003 §{n}" for n in range(1, 11)} <= {
+        c.source for e in CATALOGUE.values() for c in e.claims
+    }
 
 
 @pytest.mark.parametrize("entry", SWITCHES.values(), ids=SWITCHES)
@@ -69,7 +73,9 @@ def test_a_switch_has_two_different_ends_and_turns_something_that_exists(entry: 
         assert entry.on.keys() <= KNOWN[workload], workload
 
 
-@pytest.mark.parametrize("entry", [e for e in SWITCHES.values() if "train" in e.workloads and e.on], ids=lambda e: e.name)
+@pytest.mark.parametrize(
+    "entry", [e for e in SWITCHES.values() if "train" in e.workloads and e.on], ids=lambda e: e.name
+)
 def test_both_ends_of_a_training_switch_are_values_that_a_plan_takes(entry: Optimization) -> None:
     plan = make_plan(GPT2, H200)
     hints = inspect.get_annotations(type(plan))
@@ -95,7 +101,8 @@ def test_what_changes_the_training_changes_the_fingerprint_and_stays_a_recipe() 
 
 def test_precision_follows_the_compute_capability() -> None:
     where = {
-        gpu.title: {n for n in ("tf32", "bf16", "fp16", "fp8") if CATALOGUE[n].why_not(GPT2, gpu) is None} for gpu in (H200, A100, V100)
+        gpu.title: {n for n in ("tf32", "bf16", "fp16", "fp8") if CATALOGUE[n].why_not(GPT2, gpu) is None}
+        for gpu in (H200, A100, V100)
     }
     assert where == {H200.title: {"tf32", "bf16", "fp8"}, A100.title: {"tf32", "bf16"}, V100.title: {"fp16"}}
     assert "8.9" in str(CATALOGUE["fp8"].why_not(GPT2, A100))
@@ -114,7 +121,9 @@ def test_shapes_decide_too() -> None:
     assert "ffn_size 350" in str(CATALOGUE["fp8"].why_not(odd, H200))
     assert "50,304" in str(CATALOGUE["vocabulary-padding"].why_not(GPT2, H200))
     assert "Muon" in str(CATALOGUE["muon"].why_not(load_recipe("llama-124m-muon"), H200))
-    assert "multiples of 8" in str(CATALOGUE["cudnn"].why_not(load_recipe("nano", ["model.head_dim=36"]), H200))
+    assert "multiples of 8" in str(
+        CATALOGUE["cudnn"].why_not(load_recipe("nano", ["model.head_dim=36"]), H200)
+    )
 
 
 # ---- the studies ----
@@ -150,7 +159,8 @@ def test_the_arithmetic_of_the_refuted_claims() -> None:
     assert f"{8 * 67}-{8 * 83}" in notes["seed-001-units"]
     for d_model, layers, heads in ((768, 12, 12), (1024, 12, 16), (1024, 24, 16), (1280, 36, 20)):
         shape = ModelConfig(
-            vocab_size=50257, num_layers=layers, hidden_size=d_model, num_heads=heads, ffn_size=3072, context_length=1, norm="layernorm",
+            vocab_size=50257, num_layers=layers, hidden_size=d_model, num_heads=heads, ffn_size=3072,
+            context_length=1, norm="layernorm",
             positions="learned", activation="gelu", bias=True,
         )  # fmt: skip
         assert f"{parameters(shape).total / 1e6:.1f}M" in notes["seed-004-parameters"]
@@ -202,9 +212,13 @@ def test_the_command_lists_and_says_why_not(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize("arguments", [(), ("gpt2-124m", "--as", "v100-32g")])
 def test_the_list_can_be_read_in_a_terminal(
-    columns: int, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    columns: int,
+    arguments: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """No line is longer than the terminal, no word is cut in two, and no text stands in a column of its own width."""
+    """No line is longer than the terminal, no word is cut in two, and no text stands in a column of its own
+    width."""
     monkeypatch.setenv("COLUMNS", str(columns))
     assert main(["optimizations", *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -212,7 +226,13 @@ def test_the_list_can_be_read_in_a_terminal(
     words = {word for line in lines for word in line.split()}
     for entry in CATALOGUE.values():
         said = [entry.name, *(word for claim in entry.claims for word in claim.source.split())]
-        said += entry.note.split() if entry.standing == "refuted" else [] if arguments else switched(entry).split()
+        said += (
+            entry.note.split()
+            if entry.standing == "refuted"
+            else []
+            if arguments
+            else switched(entry).split()
+        )
         assert {word.rstrip(";") for word in said} <= {word.rstrip(";") for word in words}, entry.name
     assert len(lines) < 4 * len(CATALOGUE)
     if arguments:
@@ -222,7 +242,8 @@ def test_the_list_can_be_read_in_a_terminal(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), [(["--as", "h200-141g"], "need a recipe"), (["nope"], "no recipe 'nope'"), (["nano", "--as", "x"], "x")]
+    ("arguments", "said"),
+    [(["--as", "h200-141g"], "need a recipe"), (["nope"], "no recipe 'nope'"), (["nano", "--as", "x"], "x")],
 )
 def test_mistakes_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["optimizations", *arguments]) == 2

@@ -1,4 +1,5 @@
-"""Muon and AdamW against torch's own, the grouping of weight decay, and the live state that checkpoints are made of."""
+"""Muon and AdamW against torch's own, the grouping of weight decay, and the live state that checkpoints are
+made of."""
 
 import copy
 
@@ -18,7 +19,16 @@ CONFIG = ModelConfig(
 
 def train(**changes) -> TrainConfig:
     return TrainConfig(
-        **{"batch_size": 1, "steps": 10, "lr": 3e-3, "weight_decay": 0.1, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6, **changes}
+        **{
+            "batch_size": 1,
+            "steps": 10,
+            "lr": 3e-3,
+            "weight_decay": 0.1,
+            "beta1": 0.8,
+            "beta2": 0.9,
+            "eps": 1e-6,
+            **changes,
+        }
     )
 
 
@@ -34,14 +44,17 @@ def give_gradients(models: list[nn.Module], step: int) -> None:
 
 
 def test_muon_equals_torchs_over_ten_steps():
-    """Tall, wide, square and repeated shapes together. Newton-Schulz runs in bf16, so single entries differ by its rounding."""
+    """Tall, wide, square and repeated shapes together. Newton-Schulz runs in bf16, so single entries differ
+    by its rounding."""
     torch.manual_seed(0)
     shapes = [(64, 32), (32, 64), (48, 48), (64, 32), (128, 8), (8, 96)]
     ours = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
     theirs = copy.deepcopy(ours)
     start = [p.detach().clone() for p in ours]
     muon = Muon(ours, lr=0.02, weight_decay=0.1)
-    reference = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=0.95, nesterov=True, adjust_lr_fn="original")
+    reference = torch.optim.Muon(
+        theirs, lr=0.02, weight_decay=0.1, momentum=0.95, nesterov=True, adjust_lr_fn="original"
+    )
     for step in range(10):
         give_gradients([ours, theirs], step)
         muon.step()
@@ -78,7 +91,9 @@ def test_orthogonalize_keeps_the_directions_and_forgives_zero():
     x = torch.randn(1, 24, 24, generator=torch.Generator().manual_seed(3)) + 6 * torch.eye(24)
     u, _, v = torch.linalg.svd(x)
     result = orthogonalize(x, steps=5)
-    assert (u.mT @ result @ v.mT - torch.diag_embed(torch.diagonal(u.mT @ result @ v.mT, dim1=-2, dim2=-1))).abs().max() < 1e-3
+    assert (
+        u.mT @ result @ v.mT - torch.diag_embed(torch.diagonal(u.mT @ result @ v.mT, dim1=-2, dim2=-1))
+    ).abs().max() < 1e-3
     assert torch.equal(orthogonalize(torch.zeros(2, 4, 6), steps=5), torch.zeros(2, 4, 6))
 
 
@@ -121,16 +136,24 @@ def test_muon_takes_the_matrices_inside_the_blocks_and_adamw_the_rest():
     taken = [{names[id(p)] for group in o.param_groups for p in group["params"]} for o in (adamw, muon)]
     assert taken[0] | taken[1] == set(names.values())
     assert not taken[0] & taken[1]
-    assert taken[1] == {f"blocks.{i}.{part}.weight" for i in range(2) for part in ("attn.qkv", "attn.out", "ffn.up", "ffn.down")}
+    assert taken[1] == {
+        f"blocks.{i}.{part}.weight"
+        for i in range(2)
+        for part in ("attn.qkv", "attn.out", "ffn.up", "ffn.down")
+    }
     assert [group["lr"] for group in muon.param_groups] == [0.05]
     assert {group["lr"] for group in adamw.param_groups} == {3e-3}
 
 
 def test_set_lr_is_a_factor_on_each_peak():
-    optimizers = make_optimizers(build_model(CONFIG, device="cpu", seed=0), train(optimizer="muon", muon_lr=0.05))
+    optimizers = make_optimizers(
+        build_model(CONFIG, device="cpu", seed=0), train(optimizer="muon", muon_lr=0.05)
+    )
     for factor in (0.5, 0.25):
         set_lr(optimizers, factor)
-        assert [g["lr"] for o in optimizers for g in o.param_groups] == pytest.approx([3e-3 * factor, 3e-3 * factor, 0.05 * factor])
+        assert [g["lr"] for o in optimizers for g in o.param_groups] == pytest.approx(
+            [3e-3 * factor, 3e-3 * factor, 0.05 * factor]
+        )
 
 
 def test_a_factor_of_zero_moves_nothing():
@@ -161,14 +184,21 @@ def test_state_tensors_cover_every_parameter_and_slot_and_are_the_live_ones(kind
     expected = {f"model.{name}" for name, _ in model.named_parameters()}
     for name, p in model.named_parameters():
         muon = kind == "muon" and name.startswith("blocks.") and p.ndim == 2
-        expected |= {f"optimizer.{slot}.{name}" for slot in (["momentum_buffer"] if muon else ["step", "exp_avg", "exp_avg_sq"])}
+        expected |= {
+            f"optimizer.{slot}.{name}"
+            for slot in (["momentum_buffer"] if muon else ["step", "exp_avg", "exp_avg_sq"])
+        }
     assert set(tensors) == expected
     pointers: dict[str, int] = {name: t.data_ptr() for name, t in tensors.items()}
     assert len(set(pointers.values())) == len(pointers), "no two names share memory"
     before: dict[str, Tensor] = {name: t.clone() for name, t in tensors.items()}
     _step(model, optimizers, 0)
-    assert all(not torch.equal(tensors[name], before[name]) for name in tensors), "an update must show in every tensor"
-    assert {name: t.data_ptr() for name, t in state_tensors(model, optimizers).items()} == pointers, "and replace none of them"
+    assert all(not torch.equal(tensors[name], before[name]) for name in tensors), (
+        "an update must show in every tensor"
+    )
+    assert {name: t.data_ptr() for name, t in state_tensors(model, optimizers).items()} == pointers, (
+        "and replace none of them"
+    )
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

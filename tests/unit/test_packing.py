@@ -23,11 +23,15 @@ from redline.train.packing import (
     unpack,
 )
 
-LLAMA = ModelConfig(vocab_size=96, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=40, context_length=96)
+LLAMA = ModelConfig(
+    vocab_size=96, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=40, context_length=96
+)
 CONFIGS = {
     "llama": LLAMA,
     "qwen3": dataclasses.replace(LLAMA, qk_norm=True, head_dim=12),
-    "gpt2": dataclasses.replace(LLAMA, norm="layernorm", positions="learned", activation="gelu", bias=True, num_kv_heads=None),
+    "gpt2": dataclasses.replace(
+        LLAMA, norm="layernorm", positions="learned", activation="gelu", bias=True, num_kv_heads=None
+    ),
 }
 
 
@@ -62,7 +66,9 @@ def gradients(model: Transformer, loss: torch.Tensor) -> dict[str, torch.Tensor]
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("filled", [False, True], ids=["exact", "filled"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_a_packed_row_has_the_loss_and_gradients_of_a_padded_batch(family: str, filled: bool, lora: bool) -> None:
+def test_a_packed_row_has_the_loss_and_gradients_of_a_padded_batch(
+    family: str, filled: bool, lora: bool
+) -> None:
     model, batch = build_model(CONFIGS[family], device="cpu", seed=0), examples(7)
     if lora:
         add_lora(model, LoraConfig(rank=4), seed=0)
@@ -76,7 +82,9 @@ def test_a_packed_row_has_the_loss_and_gradients_of_a_padded_batch(family: str, 
     torch.testing.assert_close(packed, padded, rtol=1e-5, atol=0.0)
     found, truth = gradients(model, packed), gradients(model, padded)
     for name, gradient in truth.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], gradient, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_sequences_of_a_row_do_not_see_each_other() -> None:
@@ -125,9 +133,14 @@ def test_static_shapes_are_few_and_hold_every_row(single: bool, passes: int) -> 
     everything = examples(300, longest=40)
     updates = []
     for batch in batches(300, batch_size=16, epochs=2, seed=0):
-        rows = [[everything[i] for i in batch[start : start + 16 // passes]] for start in range(0, 16, 16 // passes)]
+        rows = [
+            [everything[i] for i in batch[start : start + 16 // passes]]
+            for start in range(0, 16, 16 // passes)
+        ]
         updates.append(rows)
-    shapes = static_shapes([[exact(row) for row in rows] for rows in updates], context_length=96, single=single)
+    shapes = static_shapes(
+        [[exact(row) for row in rows] for rows in updates], context_length=96, single=single
+    )
     assert len(set(shapes)) == (1 if single else len({shape.tokens for shape in shapes}))
     assert len(set(shapes)) <= 3
     for rows, shape in zip(updates, shapes, strict=True):

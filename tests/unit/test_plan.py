@@ -1,4 +1,5 @@
-"""The planner: the batch is never changed, memory is respected, pins and the environment are honoured, every value says why."""
+"""The planner: the batch is never changed, memory is respected, pins and the environment are honoured, every
+value says why."""
 
 import json
 import re
@@ -43,7 +44,12 @@ def in_environment(**variables: str) -> Outside:
 
 
 @settings(max_examples=80, deadline=None)
-@given(recipes(), st.sampled_from([*SPECS, "cpu"]), st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from([None, *PROFILES]))
+@given(
+    recipes(),
+    st.sampled_from([*SPECS, "cpu"]),
+    st.sampled_from([1, 2, 3, 4, 8]),
+    st.sampled_from([None, *PROFILES]),
+)
 def test_the_batch_is_the_recipes_whatever_the_machine(recipe, name, world_size, profile):
     hardware = CPU if name == "cpu" else gpu(name)
     assume(recipe.train.batch_size % world_size == 0)
@@ -54,7 +60,11 @@ def test_the_batch_is_the_recipes_whatever_the_machine(recipe, name, world_size,
     plan = make_plan(recipe, hardware, world_size=world_size, outside=outside)
     assert plan.micro_batch * plan.accumulation * plan.world_size == recipe.train.batch_size
     check_fit(plan, recipe, world_size)
-    assert plan.prediction.memory_bytes == sum(plan.prediction.memory_parts_bytes.values()) <= MEMORY_SHARE * hardware.memory_bytes
+    assert (
+        plan.prediction.memory_bytes
+        == sum(plan.prediction.memory_parts_bytes.values())
+        <= MEMORY_SHARE * hardware.memory_bytes
+    )
     assert set(plan.why) == set(PLANNED)
     assert all(why.reason.strip() for why in plan.why.values())
     if profile:
@@ -77,7 +87,9 @@ def test_every_shipped_recipe_on_every_gpu_fits_by_its_own_prediction_or_is_refu
         refusal = None
     if refusal is not None:
         assert hardware.title in refusal
-        assert re.search(r"predicted \d+\.\d GiB .* of \d+\.\d GiB|needs compute capability \d\.\d, .* has \d\.\d", refusal)
+        assert re.search(
+            r"predicted \d+\.\d GiB .* of \d+\.\d GiB|needs compute capability \d\.\d, .* has \d\.\d", refusal
+        )
         return
     assert plan.prediction.memory_bytes <= MEMORY_SHARE * hardware.memory_bytes
     assert plan.micro_batch * plan.accumulation == recipe.train.batch_size
@@ -87,7 +99,10 @@ def test_every_shipped_recipe_on_every_gpu_fits_by_its_own_prediction_or_is_refu
 def test_the_issue_s_gpus_all_take_gpt2_and_the_large_model_needs_more_than_a_t4():
     for name in ("a100-40g", "a100-80g", "v100-32g", "h100-80g", "h200-141g"):
         make_plan(GPT2, gpu(name))
-    with pytest.raises(MachineError, match=r"gpt-1.3b does not fit T4 16 GB: predicted \d+\.\d GiB at micro-batch 1, recompute full"):
+    with pytest.raises(
+        MachineError,
+        match=r"gpt-1.3b does not fit T4 16 GB: predicted \d+\.\d GiB at micro-batch 1, recompute full",
+    ):
         make_plan(load_recipe("gpt-1.3b"), gpu("t4-16g"))
 
 
@@ -96,17 +111,32 @@ def test_the_issue_s_gpus_all_take_gpt2_and_the_large_model_needs_more_than_a_t4
 
 @pytest.mark.parametrize(
     ("name", "precision", "attention"),
-    [("v100-32g", "fp16", "auto"), ("t4-16g", "fp16", "auto"), ("a100-80g", "bf16", "auto"), ("h100-80g", "bf16", "cudnn")],
+    [
+        ("v100-32g", "fp16", "auto"),
+        ("t4-16g", "fp16", "auto"),
+        ("a100-80g", "bf16", "auto"),
+        ("h100-80g", "bf16", "cudnn"),
+    ],
 )
 def test_precision_and_attention_follow_the_generation(name, precision, attention):
     plan = make_plan(GPT2, gpu(name))
     assert (plan.precision, plan.attention) == (precision, attention)
-    assert (plan.cross_entropy, plan.compile, plan.allocator) == ("fused", "default", "expandable_segments:True")
+    assert (plan.cross_entropy, plan.compile, plan.allocator) == (
+        "fused",
+        "default",
+        "expandable_segments:True",
+    )
 
 
 def test_a_cpu_computes_in_fp32_without_compiling():
     plan = make_plan(load_recipe("nano"), CPU)
-    assert (plan.precision, plan.compile, plan.attention, plan.cross_entropy, plan.allocator) == ("fp32", "off", "auto", "torch", "")
+    assert (plan.precision, plan.compile, plan.attention, plan.cross_entropy, plan.allocator) == (
+        "fp32",
+        "off",
+        "auto",
+        "torch",
+        "",
+    )
     assert plan.micro_batch * load_recipe("nano").data.seq_len <= FULL_PASS_TOKENS["cpu"]
 
 
@@ -120,7 +150,10 @@ def test_fp8_is_taken_where_the_gpu_has_it_and_refused_where_not():
     recipe = load_recipe("gpt-1.3b", ["plan.precision=fp8"])
     plan = make_plan(recipe, gpu("h100-80g"))
     assert (plan.precision, plan.why["precision"].source) == ("fp8", "recipe")
-    assert plan.prediction.ceiling_tokens_per_s > make_plan(load_recipe("gpt-1.3b"), gpu("h100-80g")).prediction.ceiling_tokens_per_s
+    assert (
+        plan.prediction.ceiling_tokens_per_s
+        > make_plan(load_recipe("gpt-1.3b"), gpu("h100-80g")).prediction.ceiling_tokens_per_s
+    )
     with pytest.raises(MachineError, match=r"fp8 needs compute capability 8\.9, A100 80 GB has 8\.0"):
         make_plan(recipe, gpu("a100-80g"))
     with pytest.raises(MachineError, match=r"bf16 needs compute capability 8\.0, V100 SXM2 32 GB has 7\.0"):
@@ -155,7 +188,10 @@ def test_no_recomputation_can_be_asked_for_where_the_rules_would_recompute():
 def test_more_processes_hold_less_each():
     alone, four = (make_plan(load_recipe("llama-1.3b"), gpu("a100-40g"), world_size=n) for n in (1, 4))
     parts = ("weights", "gradients", "optimizer")
-    assert all(alone.prediction.memory_parts_bytes[part] // 4 == four.prediction.memory_parts_bytes[part] for part in parts)
+    assert all(
+        alone.prediction.memory_parts_bytes[part] // 4 == four.prediction.memory_parts_bytes[part]
+        for part in parts
+    )
 
 
 @pytest.mark.parametrize("world_size", [0, -1, 3])
@@ -176,7 +212,8 @@ def test_an_absurd_batch_is_refused_and_the_largest_is_planned_in_no_time():
 
 def test_pins_keep_their_value_and_say_who_set_them():
     pins: dict[str, Any] = {
-        "precision": "tf32", "micro_batch": 4, "compile": "off", "recompute": "full", "attention": "math", "cross_entropy": "torch",
+        "precision": "tf32", "micro_batch": 4, "compile": "off", "recompute": "full", "attention": "math",
+        "cross_entropy": "torch",
         "update": "foreach", "loss_chunks": 3, "loader_threads": 5, "prefetch": 7,
     }  # fmt: skip
     assert set(pins) == set(vars(PlanPins())), "a new pin belongs in this test"
@@ -184,7 +221,10 @@ def test_pins_keep_their_value_and_say_who_set_them():
     typed = make_plan(pinned(GPT2, **pins), gpu(), outside=Outside(environment={}, typed=frozenset(pins)))
     for name, value in pins.items():
         assert getattr(by_recipe, name) == getattr(typed, name) == value
-        assert (by_recipe.why[name].source, by_recipe.why[name].reason) == ("recipe", "pinned in the recipe's [plan] table")
+        assert (by_recipe.why[name].source, by_recipe.why[name].reason) == (
+            "recipe",
+            "pinned in the recipe's [plan] table",
+        )
         assert (typed.why[name].source, typed.why[name].reason) == ("user", f"--set plan.{name}")
     assert by_recipe.accumulation == 128
 
@@ -221,7 +261,12 @@ def test_the_environment_sets_micro_batch_and_accumulation(variables, expected):
 
 @pytest.mark.parametrize(
     "variables",
-    [{"A100_BATCH_SIZE": "7"}, {"A100_GRAD_ACCUM": "7"}, {"A100_BATCH_SIZE": "8", "A100_GRAD_ACCUM": "8"}, {"A100_BATCH_SIZE": "1024"}],
+    [
+        {"A100_BATCH_SIZE": "7"},
+        {"A100_GRAD_ACCUM": "7"},
+        {"A100_BATCH_SIZE": "8", "A100_GRAD_ACCUM": "8"},
+        {"A100_BATCH_SIZE": "1024"},
+    ],
 )
 def test_an_environment_that_would_change_the_batch_is_refused(variables):
     with pytest.raises(ConfigError, match=r"must keep the recipe's batch.*must be 512") as caught:
@@ -284,19 +329,29 @@ def test_a_saved_plan_holds_each_value_beside_its_reason(saved):
     plan, path = saved
     table = json.loads(path.read_text())
     for name in PLANNED:
-        assert table[name] == {"value": getattr(plan, name), "reason": plan.why[name].reason, "source": plan.why[name].source}
+        assert table[name] == {
+            "value": getattr(plan, name),
+            "reason": plan.why[name].reason,
+            "source": plan.why[name].source,
+        }
 
 
 def test_a_plan_of_an_earlier_version_is_read_and_what_nothing_reads_any_more_is_left_out(saved):
     plan, path = saved
     table = json.loads(path.read_text())
     assert not {"sample_batch", "sample_chunk"} & set(table)
-    table |= {name: {"value": 1024, "reason": "then", "source": "rule"} for name in ("sample_batch", "sample_chunk")}
+    table |= {
+        name: {"value": 1024, "reason": "then", "source": "rule"} for name in ("sample_batch", "sample_chunk")
+    }
     path.write_text(json.dumps(table))
     assert load(path) == plan
 
 
-@pytest.mark.parametrize("record", sorted(Path(__file__).parents[2].glob("benchmarks/*/plan.json")), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "record",
+    sorted(Path(__file__).parents[2].glob("benchmarks/*/plan.json")),
+    ids=lambda path: path.parent.name,
+)
 def test_the_plans_of_measured_runs_stay_readable(record):
     assert load(record).micro_batch > 0
 
@@ -319,10 +374,16 @@ def _drop(table: dict[str, Any], name: str) -> None:
         (lambda t: t["loss_chunks"].update(value=0), "loss_chunks must be greater than 0, got 0"),
         (lambda t: t["precision"].update(value="bf17"), "precision must be one of"),
         (lambda t: t["precision"].update(source="guess"), "source must be one of"),
-        (lambda t: t["hardware"].update(memory_bytes=1e10), "memory_bytes must be a whole number, got 10000000000.0"),
+        (
+            lambda t: t["hardware"].update(memory_bytes=1e10),
+            "memory_bytes must be a whole number, got 10000000000.0",
+        ),
         (lambda t: t["hardware"].update(peak_tflops=[1]), "peak_tflops must be a table, got [1]"),
         (lambda t: t["hardware"].update(compute_capability={}), "compute_capability must be a list, got {}"),
-        (lambda t: t["hardware"]["peak_tflops"].update(bf16=float("nan")), "bf16 must be a finite number, got nan"),
+        (
+            lambda t: t["hardware"]["peak_tflops"].update(bf16=float("nan")),
+            "bf16 must be a finite number, got nan",
+        ),
     ],
 )
 def test_a_plan_with_anything_wrong_is_refused_in_one_line(saved, change, message):

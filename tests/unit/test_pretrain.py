@@ -1,4 +1,5 @@
-"""What a run accepts as its corpus: damaged shards are refused when it starts, and what was not looked at is said."""
+"""What a run accepts as its corpus: damaged shards are refused when it starts, and what was not looked at is
+said."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,9 @@ def test_a_flipped_byte_in_a_shard_is_refused_at_the_start(recipe: Recipe, tmp_p
         pretrain.open_corpus(recipe, tmp_path / "run", ALONE, None)
 
 
-def test_shards_too_large_to_hash_are_named(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_too_large_to_hash_are_named(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pretrain, "HASHED_BYTES", 0)
     corpus = pretrain.open_corpus(recipe, tmp_path / "run", ALONE, None)
     assert corpus.unhashed_bytes == sum(path.stat().st_size for path in (tmp_path / "data").glob("*.bin"))

@@ -1,4 +1,5 @@
-"""Prompts: chat templates rendered as transformers renders them, special tokens recognised in prompts and nowhere else."""
+"""Prompts: chat templates rendered as transformers renders them, special tokens recognised in prompts and
+nowhere else."""
 
 from dataclasses import replace
 
@@ -26,7 +27,9 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def loaded(tokenizer: Tokenizer) -> Loaded:
     (end,) = tokenizer.encode_prompt("<|im_end|>")
-    return Loaded(config=CONFIG, weights={}, tokenizer_json=tokenizer._text, chat_template=CHAT_TEMPLATE, eos_ids=(end,))
+    return Loaded(
+        config=CONFIG, weights={}, tokenizer_json=tokenizer._text, chat_template=CHAT_TEMPLATE, eos_ids=(end,)
+    )
 
 
 def test_special_tokens_are_recognised_in_prompts_and_are_text_in_documents(tokenizer):
@@ -40,8 +43,9 @@ def test_special_tokens_are_recognised_in_prompts_and_are_text_in_documents(toke
 
 
 LOOPS = (
-    "{%- for m in messages %}{%- if loop.index > 3 %}{% break %}{%- endif %}\n  {%- if m.role == 'system' -%}\n[{{ m.content | trim }}]"
-    "{%- else %}<{{ m.role }}>{{ m.content | tojson }}{% endif %}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{%- for m in messages %}{%- if loop.index > 3 %}{% break %}{%- endif %}\n  {%- if m.role == 'system'"
+    " -%}\n[{{ m.content | trim }}]{%- else %}<{{ m.role }}>{{ m.content | tojson }}{% endif %}\n{% endfor"
+    " %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
@@ -49,7 +53,9 @@ LOOPS = (
 @pytest.mark.parametrize("shots", [0, 1, None])
 def test_a_chat_template_is_rendered_as_transformers_does(tokenizer, loaded, template, shots):
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(tokenizer._text), chat_template=template)
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(tokenizer._text), chat_template=template
+    )
     task = load_task("units")
     question = task.questions("valid", 1, 0)[0]
     text, stops = render(task, question, replace(loaded, chat_template=template), "chat", shots)

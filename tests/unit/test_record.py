@@ -53,7 +53,9 @@ def test_what_a_killed_process_was_writing_is_swept_away(tmp_path):
         assert not list(folder.path.rglob("*.tmp"))
 
 
-@pytest.mark.parametrize("damage", [b"{oops}\n", b"\xff\xff\n", b"3\n", b"[1]\n", b"null\n", b'{"step": 1}{"step": 2}\n'])
+@pytest.mark.parametrize(
+    "damage", [b"{oops}\n", b"\xff\xff\n", b"3\n", b"[1]\n", b"null\n", b'{"step": 1}{"step": 2}\n']
+)
 def test_damage_before_the_last_line_is_said_not_skipped(tmp_path, damage):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + damage + b'{"step": 3}\n')
@@ -92,7 +94,12 @@ def test_events_are_stamped_in_order_and_never_cut(tmp_path):
             folder.event("checkpoint", step=5)
             folder.cut_metrics(0)
     events = read_lines(tmp_path / "run" / "events.jsonl")
-    assert [(e["event"], e.get("attempt")) for e in events] == [("start", 0), ("checkpoint", None), ("start", 1), ("checkpoint", None)]
+    assert [(e["event"], e.get("attempt")) for e in events] == [
+        ("start", 0),
+        ("checkpoint", None),
+        ("start", 1),
+        ("checkpoint", None),
+    ]
     assert [e["at"] for e in events] == sorted(e["at"] for e in events)
 
 
@@ -107,9 +114,18 @@ with RunFolder(Path(sys.argv[1])):
 
 
 def test_a_second_owner_is_refused_until_the_first_leaves_or_dies(tmp_path):
-    with RunFolder(tmp_path / "run"), pytest.raises(StorageError, match="in use by another process"), RunFolder(tmp_path / "run"):
+    with (
+        RunFolder(tmp_path / "run"),
+        pytest.raises(StorageError, match="in use by another process"),
+        RunFolder(tmp_path / "run"),
+    ):
         pass
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "run")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"

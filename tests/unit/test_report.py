@@ -1,4 +1,5 @@
-"""The report's figures against sums done by hand, its verdicts, and what it does with folders that are not as they should be."""
+"""The report's figures against sums done by hand, its verdicts, and what it does with folders that are not as
+they should be."""
 
 import dataclasses
 import json
@@ -24,10 +25,17 @@ from redline.report.view import accuracies, last_loss, plan_rows, view
 
 
 class TestFigures:
-    def test_speed_leaves_out_the_first_updates_and_counts_them_in_the_whole_run(self, tmp_path: Path) -> None:
+    def test_speed_leaves_out_the_first_updates_and_counts_them_in_the_whole_run(
+        self, tmp_path: Path
+    ) -> None:
         speed = summarise(read_run(write_run(tmp_path / "a"))).speed
         assert speed.update is not None
-        assert (speed.update.value, speed.update.low, speed.update.high, speed.update.updates) == (2000, 2000, 2000, 35)
+        assert (speed.update.value, speed.update.low, speed.update.high, speed.update.updates) == (
+            2000,
+            2000,
+            2000,
+            35,
+        )
         assert speed.whole_run == pytest.approx(40_000 / 27.75)
         assert speed.attained_share == pytest.approx(2000 / 2500)
         assert (speed.mfu, speed.ceiling_share, speed.step_s) == (0.4, 0.6, 0.5)
@@ -46,13 +54,22 @@ class TestFigures:
         parts = {part.name: part.elapsed_s for part in time_parts(read_run(write_run(tmp_path / "a")))}
         first_s = 4 + 4 * 1 - 5 * 0.5
         assert parts == pytest.approx(
-            {"updates": 25.5 - first_s - 2.0, "data wait": 2.0, "first updates": first_s, "checkpoints": 0.25, "validation": 2.0}
+            {
+                "updates": 25.5 - first_s - 2.0,
+                "data wait": 2.0,
+                "first updates": first_s,
+                "checkpoints": 0.25,
+                "validation": 2.0,
+            }
         )
         assert sum(parts.values()) == pytest.approx(27.75)
 
     def test_recorded_phases_split_the_updates(self, tmp_path: Path) -> None:
         made = [line | {"forward_s": 0.1, "backward_s": 0.2, "optimizer_s": 0.05} for line in lines()]
-        parts = {part.name: part.elapsed_s for part in time_parts(read_run(write_run(tmp_path / "a", metrics=made)))}
+        parts = {
+            part.name: part.elapsed_s
+            for part in time_parts(read_run(write_run(tmp_path / "a", metrics=made)))
+        }
         assert parts["backward"] == pytest.approx(2 * parts["forward"])
         assert parts["forward"] == pytest.approx(2 * parts["optimiser update"])
         assert sum(parts.values()) == pytest.approx(27.75)
@@ -69,14 +86,25 @@ class TestFigures:
 
     def test_generation_is_a_part_of_its_own(self, tmp_path: Path) -> None:
         """Beside the phases of the update, and alone where no other is marked."""
-        made = [line | {"generate_s": 0.1, "forward_s": 0.05, "backward_s": 0.1, "optimizer_s": 0.05} for line in lines()]
-        parts = {part.name: part.elapsed_s for part in time_parts(read_run(write_run(tmp_path / "a", metrics=made)))}
+        made = [
+            line | {"generate_s": 0.1, "forward_s": 0.05, "backward_s": 0.1, "optimizer_s": 0.05}
+            for line in lines()
+        ]
+        parts = {
+            part.name: part.elapsed_s
+            for part in time_parts(read_run(write_run(tmp_path / "a", metrics=made)))
+        }
         assert parts["generation"] == pytest.approx(parts["backward"])
         assert sum(parts.values()) == pytest.approx(27.75)
         made = [line | {"generate_s": 0.1} for line in lines()]
-        alone = {part.name: part.elapsed_s for part in time_parts(read_run(write_run(tmp_path / "b", metrics=made)))}
+        alone = {
+            part.name: part.elapsed_s
+            for part in time_parts(read_run(write_run(tmp_path / "b", metrics=made)))
+        }
         assert alone["generation"] == pytest.approx(parts["generation"])
-        assert alone["updates"] == pytest.approx(sum(parts[name] for name in ("forward", "backward", "optimiser update", "between phases")))
+        assert alone["updates"] == pytest.approx(
+            sum(parts[name] for name in ("forward", "backward", "optimiser update", "between phases"))
+        )
 
     def test_the_first_updates_after_a_resume_count_in_no_speed(self, tmp_path: Path) -> None:
         made = lines()
@@ -110,8 +138,13 @@ class TestFigures:
             ([], None),
         ],
     )
-    def test_from_where_the_loss_is_no_number(self, tmp_path: Path, losses: list[Any], step: int | None) -> None:
-        made = [{"step": place} | ({} if loss == "absent" else {"loss": loss}) for place, loss in enumerate(losses, start=1)]
+    def test_from_where_the_loss_is_no_number(
+        self, tmp_path: Path, losses: list[Any], step: int | None
+    ) -> None:
+        made = [
+            {"step": place} | ({} if loss == "absent" else {"loss": loss})
+            for place, loss in enumerate(losses, start=1)
+        ]
         assert summarise(read_run(write_run(tmp_path / "a", metrics=made))).quality.nan_step == step
 
     @pytest.mark.parametrize(
@@ -124,13 +157,24 @@ class TestFigures:
     def test_the_note_speaks_of_the_memory_that_is_shown(
         self, tmp_path: Path, metrics: list[dict[str, Any]], prediction: dict[str, Any] | None, note: str
     ) -> None:
-        changed = {"hardware": {"title": "a CPU", "kind": "cpu", "memory_bytes": 2**33}, "prediction": prediction}
-        assert summarise(read_run(write_run(tmp_path / "a", metrics=metrics, plan_changes=changed))).memory.note == note
+        changed = {
+            "hardware": {"title": "a CPU", "kind": "cpu", "memory_bytes": 2**33},
+            "prediction": prediction,
+        }
+        assert (
+            summarise(read_run(write_run(tmp_path / "a", metrics=metrics, plan_changes=changed))).memory.note
+            == note
+        )
 
     def test_numbers_that_are_not_there_stay_unknown(self, tmp_path: Path) -> None:
         made = [{"step": 1, "loss": None, "step_s": 1.0}, {"step": 2, "loss": math.nan, "mfu": None}]
         summary = summarise(read_run(write_run(tmp_path / "a", metrics=made, events=[])))
-        assert (summary.updates, summary.quality.last_loss, summary.speed.update, summary.speed.mfu) == (2, None, None, None)
+        assert (summary.updates, summary.quality.last_loss, summary.speed.update, summary.speed.mfu) == (
+            2,
+            None,
+            None,
+            None,
+        )
         view(read_run(tmp_path / "a"))
 
     @pytest.mark.parametrize(
@@ -158,12 +202,27 @@ class TestFigures:
             ([{"event": "sampling_end", "at": 5.0, "why": "finished"}], [], False, "running"),
             ([{"event": "sampling_end", "at": 5.0, "why": "finished"}], [], True, "between stages"),
             ([{"event": "sampling_end", "at": 5.0, "why": "stopped by signal"}], [], False, "stopped"),
-            ([{"event": "training_on_samples", "at": 5.0, "why": "finished"}], [{"weights": "base", "at": 6.0}], False, "running"),
-            ([{"event": "training_on_samples", "at": 5.0, "why": "finished"}], [{"weights": "samples", "at": 6.0}], False, "finished"),
+            (
+                [{"event": "training_on_samples", "at": 5.0, "why": "finished"}],
+                [{"weights": "base", "at": 6.0}],
+                False,
+                "running",
+            ),
+            (
+                [{"event": "training_on_samples", "at": 5.0, "why": "finished"}],
+                [{"weights": "samples", "at": 6.0}],
+                False,
+                "finished",
+            ),
         ],
     )
     def test_the_stages_of_an_rft_run(
-        self, tmp_path: Path, events: list[dict[str, Any]], evaluations: list[dict[str, Any]], silent: bool, ending: str
+        self,
+        tmp_path: Path,
+        events: list[dict[str, Any]],
+        evaluations: list[dict[str, Any]],
+        silent: bool,
+        ending: str,
     ) -> None:
         (tmp_path / "recipe.toml").write_text('name = "units"\n[task]\nname = "units"\n')
         jsonl(tmp_path / "events.jsonl", events)
@@ -177,11 +236,17 @@ class TestComparison:
         changed = {"micro_batch": {"value": 5, "reason": "tried", "source": "user"}}
         runs = read_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b", plan_changes=changed)])
         verdict = comparable(runs)
-        assert (verdict.level, verdict.differences, verdict.plan_differences) == ("yes", [], ["micro_batch: 10 | 5"])
+        assert (verdict.level, verdict.differences, verdict.plan_differences) == (
+            "yes",
+            [],
+            ["micro_batch: 10 | 5"],
+        )
 
     def test_other_hardware_leaves_only_the_losses(self, tmp_path: Path) -> None:
         changed = {"hardware": plan()["hardware"] | {"title": "NVIDIA A100"}}
-        verdict = comparable(read_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b", plan_changes=changed)]))
+        verdict = comparable(
+            read_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b", plan_changes=changed)])
+        )
         assert verdict.level == "loss only"
         assert "NVIDIA H200 | NVIDIA A100" in verdict.text
 
@@ -198,7 +263,9 @@ class TestComparison:
             ("eval_every = 10\nearly_stop_evals = 2\n", "no"),  # another end
         ],
     )
-    def test_how_often_a_run_validates_and_saves_is_no_other_training(self, tmp_path: Path, more: str, level: str) -> None:
+    def test_how_often_a_run_validates_and_saves_is_no_other_training(
+        self, tmp_path: Path, more: str, level: str
+    ) -> None:
         paths = [write_run(tmp_path / "a"), write_run(tmp_path / "b", plan_changes={"fingerprint": "other"})]
         with (paths[1] / "recipe.toml").open("a") as recipe:
             recipe.write(more)
@@ -236,7 +303,9 @@ class TestCurves:
         assert found["each"] == 10
         assert len(found["axes"]["step"]) == 100
         assert found["curves"]["loss"]["high"][12] == 99.0
-        assert found["curves"]["loss"]["mean"][0] == pytest.approx(sum(5 - step / 20 for step in range(1, 11)) / 10)
+        assert found["curves"]["loss"]["mean"][0] == pytest.approx(
+            sum(5 - step / 20 for step in range(1, 11)) / 10
+        )
         assert len(found["validation"]["valid_loss"]) == 101
 
     def test_what_is_no_number_becomes_null(self) -> None:
@@ -262,7 +331,8 @@ class TestTail:
         path.write_text('{"step": 1}\n{"step": 2}\n')
         tail = Tail(path)
         tail.read()
-        (tmp_path / "new").write_text('{"step": 1}\n{"step": 2, "again": true}\n{"step": 3}\n')  # longer: only its identity tells
+        # longer: only its identity tells
+        (tmp_path / "new").write_text('{"step": 1}\n{"step": 2, "again": true}\n{"step": 3}\n')
         os.replace(tmp_path / "new", path)
         assert [line["step"] for line in tail.read()] == [1, 2, 3]
         assert tail.generation == 1
@@ -274,7 +344,11 @@ class TestTables:
         assert chart.one == pytest.approx(100 * (1 + 0.16) / (4 + 0.32))
         assert chart.rows[0].at == pytest.approx(100 * (3 + 0.16) / (4 + 0.32))
         assert chart.rows[0].interval_at == pytest.approx((100 * (2 + 0.16) / 4.32, 100 * 2 / 4.32))
-        assert (chart.rows[0].claimed, chart.rows[0].measured, chart.rows[1].claimed) == ("1.5 to 2×", "4.00×", "–")
+        assert (chart.rows[0].claimed, chart.rows[0].measured, chart.rows[1].claimed) == (
+            "1.5 to 2×",
+            "4.00×",
+            "–",
+        )
 
     def test_facts_carry_their_units(self) -> None:
         assert fact("stalled_s", 0.25) == "stalled 250 ms"
@@ -283,14 +357,36 @@ class TestTables:
         assert (fact("best", True), fact("step", 1000)) == ("best yes", "step 1,000")
 
     def test_trials_are_a_table_of_what_they_hold(self) -> None:
-        found = trials([{"micro_batch": 8, "tokens_per_s": 1000.0, "plan": {}}, {"micro_batch": 16, "error": "out of memory"}])
-        assert (found.columns, found.rows) == (["micro batch", "tokens", "error"], [["8", "1,000/s", "–"], ["16", "–", "out of memory"]])
+        found = trials(
+            [
+                {"micro_batch": 8, "tokens_per_s": 1000.0, "plan": {}},
+                {"micro_batch": 16, "error": "out of memory"},
+            ]
+        )
+        assert (found.columns, found.rows) == (
+            ["micro batch", "tokens", "error"],
+            [["8", "1,000/s", "–"], ["16", "–", "out of memory"]],
+        )
 
     def test_what_redline_tune_writes_is_a_table_of_comparisons(self, tmp_path: Path) -> None:
         slower = {"ratio": 0.8, "low": 0.75, "high": 0.85, "verdict": "slower", "paired": True}
         rows = [
-            {"name": "the rules' plan", "predicted": None, "tokens_per_s": 1000.0, "memory_bytes": 2**30, "verdict": "kept", "note": ""},
-            {"name": "flash", "predicted": 1.1, "tokens_per_s": 800.0, "comparison": slower, "rounds": 4, "verdict": "slower"},
+            {
+                "name": "the rules' plan",
+                "predicted": None,
+                "tokens_per_s": 1000.0,
+                "memory_bytes": 2**30,
+                "verdict": "kept",
+                "note": "",
+            },
+            {
+                "name": "flash",
+                "predicted": 1.1,
+                "tokens_per_s": 800.0,
+                "comparison": slower,
+                "rounds": 4,
+                "verdict": "slower",
+            },
             {"name": "fp8", "predicted": 0.5, "verdict": "not tried", "note": "not tried: predicted 0.50x"},
         ]
         jsonl(tmp_path / "trials.jsonl", [{"key": "k", "name": "flash", "measured": {"outcome": "ok"}}])
@@ -298,7 +394,8 @@ class TestTables:
         (tmp_path / "result.json").write_text(json.dumps({"ratio": 1.0, "rows": rows}))
         found = view(read_run(tmp_path)).trials
         assert found.columns == [
-            "name", "tokens", "against the best then", "95 % interval", "verdict", "predicted", "memory", "note"
+            "name", "tokens", "against the best then", "95 % interval", "verdict", "predicted", "memory",
+            "note"
         ]  # fmt: skip
         shown = [dict(zip(found.columns, cells, strict=True)) for cells in found.rows]
         assert [row["95 % interval"] for row in shown] == ["–", "0.750 to 0.850×*", "–"]
@@ -323,15 +420,34 @@ class TestTables:
                 "outcome": "not applicable",
                 "note": "a CPU",
             },
-            {"name": "sdpa", "stage": "leave one out", "workload": "train", "measured_ratio": 1.2, "verdict": "faster", "kept": True},
+            {
+                "name": "sdpa",
+                "stage": "leave one out",
+                "workload": "train",
+                "measured_ratio": 1.2,
+                "verdict": "faster",
+                "kept": True,
+            },
         ]
         first, second = ablation(rows)
         assert [row.name for row in first.rows] == ["naive", "bf16"]
-        assert (first.rows[0].speed, first.rows[1].claimed, first.rows[1].verdict) == ("5,503 tokens/s", "3×", "not applicable, a CPU")
-        assert (second.title, second.rows[0].verdict) == ("pre-training, left out of the best, one at a time", "faster, kept")
+        assert (first.rows[0].speed, first.rows[1].claimed, first.rows[1].verdict) == (
+            "5,503 tokens/s",
+            "3×",
+            "not applicable, a CPU",
+        )
+        assert (second.title, second.rows[0].verdict) == (
+            "pre-training, left out of the best, one at a time",
+            "faster, kept",
+        )
 
     def test_the_speed_of_a_trial_is_that_of_its_median_block(self) -> None:
-        measured = {"outcome": "ok", "blocks_s": [1.0, 2.0, 9.0], "steps_per_block": 3, "tokens_per_step": 1000}
+        measured = {
+            "outcome": "ok",
+            "blocks_s": [1.0, 2.0, 9.0],
+            "steps_per_block": 3,
+            "tokens_per_step": 1000,
+        }
         found = trials([{"key": "k", "name": "naive", "measured": measured}])
         assert dict(zip(found.columns, found.rows[0], strict=True))["tokens"] == "500/s"
 
@@ -351,7 +467,14 @@ class TestCommand:
         paths = [str(write_run(tmp_path / name)) for name in ("a", "b")]
         assert main(["report", paths[0]]) == 0
         shown = " ".join(capsys.readouterr().out.split())
-        for part in ("2,000 tokens/s", "2,500 tokens/s", "MFU 40.0 %", "80.0 % of the attainable", "because", "perplexity 25.79"):
+        for part in (
+            "2,000 tokens/s",
+            "2,500 tokens/s",
+            "MFU 40.0 %",
+            "80.0 % of the attainable",
+            "because",
+            "perplexity 25.79",
+        ):
             assert part in shown
         assert (tmp_path / "a" / "report.html").read_text().startswith("<!doctype html>")
         assert main(["report", *paths, "--json", "--out", str(tmp_path / "both.html")]) == 0
@@ -367,9 +490,15 @@ class TestCommand:
 
     @pytest.mark.parametrize(
         ("name", "text", "part"),
-        [("plan.json", "{", "plan.json is damaged"), ("plan.json", "[]", "must hold a dict"), ("metrics.jsonl", "{\n", "is damaged")],
+        [
+            ("plan.json", "{", "plan.json is damaged"),
+            ("plan.json", "[]", "must hold a dict"),
+            ("metrics.jsonl", "{\n", "is damaged"),
+        ],
     )
-    def test_damaged_files_are_one_line(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, part: str) -> None:
+    def test_damaged_files_are_one_line(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, part: str
+    ) -> None:
         path = write_run(tmp_path / "a")
         (path / name).write_text(text)
         assert main(["report", str(path)]) == 3
@@ -377,15 +506,23 @@ class TestCommand:
         assert (shown.out, shown.err.count("\n")) == ("", 1)
         assert part in shown.err
 
-    def test_a_loss_that_is_no_number_any_more_is_said(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_loss_that_is_no_number_any_more_is_said(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         made = [line | {"loss": None if line["step"] > 31 else line["loss"]} for line in lines()]
         assert main(["report", str(write_run(tmp_path / "a", metrics=made))]) == 0
         shown = capsys.readouterr().out
         assert "× 3.450 nats/token" in shown
         assert "not a number from update 32" in shown
 
-    def test_evidence_is_written_as_redline_diagnose_writes_it(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        path = str(write_run(tmp_path / "a", metrics=[line | {"data_wait_s": line["step_s"] / 3} for line in lines()]))
+    def test_evidence_is_written_as_redline_diagnose_writes_it(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = str(
+            write_run(
+                tmp_path / "a", metrics=[line | {"data_wait_s": line["step_s"] / 3} for line in lines()]
+            )
+        )
         assert main(["report", path]) == 0
         assert "wait: 33.3% of the update" in " ".join(capsys.readouterr().out.split())
         assert main(["diagnose", path]) == 0
@@ -406,15 +543,19 @@ class TestCommand:
     def test_a_small_finding_does_not_explain_a_large_distance(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], wait_share: float, told: bool
     ) -> None:
-        """2,000 of 6,000 tokens/s: without a wait of 70 % of the update it would be more than 75 % of that, without one of 10 % not."""
+        """2,000 of 6,000 tokens/s: without a wait of 70 % of the update it would be more than 75 % of that,
+        without one of 10 % not."""
         far = {"prediction": plan()["prediction"] | {"attainable_tokens_per_s": 6_000.0}}
         made = [line | {"data_wait_s": wait_share * line["step_s"]} for line in lines()]
         path = write_run(tmp_path / "a", metrics=made, plan_changes=far)
         found = view(read_run(path))
-        assert {finding.finding.cause for finding in found.findings or []} == {"slow-loader", "validation-pause"}
+        assert {finding.finding.cause for finding in found.findings or []} == {
+            "slow-loader",
+            "validation-pause",
+        }
         sentence = (
-            "Without what is found it would be 37.0 % at most; no rule explains the rest of why the updates reach only 33.3 % of the "
-            "attainable speed."
+            "Without what is found it would be 37.0 % at most; no rule explains the rest of why the updates"
+            " reach only 33.3 % of the attainable speed."
         )
         assert found.remark == (sentence if told else "")
         main(["report", str(path)])
@@ -422,29 +563,52 @@ class TestCommand:
 
     def test_pauses_do_not_explain_the_speed_of_the_usual_update(self, tmp_path: Path) -> None:
         far = {"prediction": plan()["prediction"] | {"attainable_tokens_per_s": 6_000.0}}
-        found = view(read_run(write_run(tmp_path / "a", metrics=[line | {"data_wait_s": 0.0} for line in lines()], plan_changes=far)))
+        found = view(
+            read_run(
+                write_run(
+                    tmp_path / "a",
+                    metrics=[line | {"data_wait_s": 0.0} for line in lines()],
+                    plan_changes=far,
+                )
+            )
+        )
         assert [finding.finding.cause for finding in found.findings or []] == ["validation-pause"]
-        assert found.remark == "No finding explains why the updates reach only 33.3 % of the attainable speed."
+        assert (
+            found.remark == "No finding explains why the updates reach only 33.3 % of the attainable speed."
+        )
 
     def test_slow_updates_here_and_there_do_not_either(self, tmp_path: Path) -> None:
         far = {"prediction": plan()["prediction"] | {"attainable_tokens_per_s": 6_000.0}}
-        made = [line | {"data_wait_s": 0.0} | ({"step_s": 2.0} if line["step"] in (13, 15, 24, 31, 33) else {}) for line in lines()]
+        made = [
+            line | {"data_wait_s": 0.0} | ({"step_s": 2.0} if line["step"] in (13, 15, 24, 31, 33) else {})
+            for line in lines()
+        ]
         found = view(read_run(write_run(tmp_path / "a", metrics=made, events=EVENTS[:1], plan_changes=far)))
         assert [finding.finding.cause for finding in found.findings or []] == ["slow-updates"]
         assert found.remark.startswith("No finding explains")
 
-    def test_a_gradient_that_is_no_number_stands_beside_the_loss(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_gradient_that_is_no_number_stands_beside_the_loss(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """The Trainer writes a loss of 0 where it is none; our own loops do not."""
         made = [line | ({"loss": 0.0, "grad_norm": None} if line["step"] > 31 else {}) for line in lines()]
         logged = {"at": 1_700_000_027.5, "event": "logging", "step": 40, "times": 40, "stalled_s": 0.1}
-        for name, events, filtered in (("ours", EVENTS, False), ("theirs", [*EVENTS[:-1], logged, EVENTS[-1]], True)):
+        for name, events, filtered in (
+            ("ours", EVENTS, False),
+            ("theirs", [*EVENTS[:-1], logged, EVENTS[-1]], True),
+        ):
             found = view(read_run(write_run(tmp_path / name, metrics=made, events=events)))
             assert ("logging_nan_inf_filter" in found.remark) == filtered
-            assert last_loss(found.summary) == "0.0000 nats/token, but the gradient is not a number from update 32"
+            assert (
+                last_loss(found.summary)
+                == "0.0000 nats/token, but the gradient is not a number from update 32"
+            )
         assert main(["report", str(tmp_path / "theirs")]) == 0
         assert "but the gradient is not a number from update 32" in capsys.readouterr().out
 
-    def test_findings_of_an_rft_run_are_those_of_redline_diagnose(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_findings_of_an_rft_run_are_those_of_redline_diagnose(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         path = write_rft(tmp_path / "a")
         assert main(["report", str(path), "--json"]) == 0
         told = [finding["cause"] for finding in json.loads(capsys.readouterr().out)["runs"][0]["findings"]]
@@ -459,7 +623,9 @@ class TestCommand:
             found = view(read_run(path)).findings
             assert (None if found is None else [each.finding.cause for each in found]) == causes
 
-    def test_a_folder_of_rounds_is_reported_side_by_side(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_folder_of_rounds_is_reported_side_by_side(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         for place in (1, 2, 10):
             write_rft(tmp_path / "rft" / f"round-{place}", model=f'sampler = "{place}"\n')
         assert main(["report", str(tmp_path / "rft"), "--json"]) == 0
@@ -468,26 +634,37 @@ class TestCommand:
         assert found["comparable"]["level"] == "accuracy only"
         assert found["page"] == str(tmp_path / "rft" / "report.html")
 
-    def test_what_is_no_run_folder_is_refused(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_what_is_no_run_folder_is_refused(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         for path in (tmp_path / "none", tmp_path):
             assert main(["report", str(path)]) == 3
             assert "run folder" in capsys.readouterr().err
 
     def test_it_runs_where_torch_is_not_installed(self, tmp_path: Path) -> None:
         path = write_run(tmp_path / "a")
-        program = f"import sys; sys.modules['torch'] = None\nfrom redline.cli.main import main\nsys.exit(main(['report', {str(path)!r}]))"
+        program = (
+            "import sys; sys.modules['torch'] = None\nfrom redline.cli.main import"
+            f" main\nsys.exit(main(['report', {str(path)!r}]))"
+        )
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
 
 
 def test_large_numbers_of_a_plan_are_read_by_their_groups(tmp_path: Path) -> None:
     changed = {"flops_per_token": {"value": 2949120, "source": "observed", "reason": "6 a weight"}}
-    values = {row.name: row.value for row in plan_rows(read_run(write_run(tmp_path / "a", plan_changes=changed)))}
+    values = {
+        row.name: row.value for row in plan_rows(read_run(write_run(tmp_path / "a", plan_changes=changed)))
+    }
     assert (values["flops_per_token"], values["micro_batch"]) == ("2,949,120", "10")
 
 
 def test_a_plan_of_another_version_is_shown(tmp_path: Path) -> None:
-    changed = {"new_value": {"value": 3, "reason": "later", "source": "measurement"}, "prediction": None, "hardware": 7}
+    changed = {
+        "new_value": {"value": 3, "reason": "later", "source": "measurement"},
+        "prediction": None,
+        "hardware": 7,
+    }
     run = read_run(write_run(tmp_path / "a", plan_changes=changed))
     assert [row.name for row in view(run).plan] == ["precision", "micro_batch", "new_value"]
     assert dataclasses.asdict(summarise(run))["hardware"] is None

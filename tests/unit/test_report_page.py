@@ -1,4 +1,5 @@
-"""The page without a browser: nothing in it comes from elsewhere, nothing of a run is taken for HTML, and it stays small."""
+"""The page without a browser: nothing in it comes from elsewhere, nothing of a run is taken for HTML, and it
+stays small."""
 
 import base64
 import dataclasses
@@ -42,10 +43,19 @@ class Elements(HTMLParser):
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
-    events = [{"at": 1.0, "event": HOSTILE, "note": HOSTILE}, *EVENTS[:1], {"at": 2.0, "event": "failed", "error": HOSTILE}]
-    changed = {"micro_batch": {"value": HOSTILE, "reason": HOSTILE, "source": HOSTILE}, "fingerprint": HOSTILE}
+    events = [
+        {"at": 1.0, "event": HOSTILE, "note": HOSTILE},
+        *EVENTS[:1],
+        {"at": 2.0, "event": "failed", "error": HOSTILE},
+    ]
+    changed = {
+        "micro_batch": {"value": HOSTILE, "reason": HOSTILE, "source": HOSTILE},
+        "fingerprint": HOSTILE,
+    }
     path = write_run(tmp_path / "a<b>&", about=HOSTILE, events=events, plan_changes=changed)
-    (path / "ablation.json").write_text(json.dumps([ABLATION[0] | {"name": HOSTILE, "verdict": HOSTILE, "numerics": HOSTILE}]))
+    (path / "ablation.json").write_text(
+        json.dumps([ABLATION[0] | {"name": HOSTILE, "verdict": HOSTILE, "numerics": HOSTILE}])
+    )
     jsonl(path / "trials.jsonl", [{HOSTILE: HOSTILE}])
     jsonl(path / "evaluations.jsonl", [EVALUATIONS[0] | {"weights": HOSTILE, "split": HOSTILE}])
     return path
@@ -61,7 +71,12 @@ def test_text_of_a_run_is_never_taken_for_html(hostile: Path) -> None:
 
 
 def test_the_page_asks_nobody_for_anything(tmp_path: Path) -> None:
-    text = page([view(run, i) for i, run in enumerate(read_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b")]))])
+    text = page(
+        [
+            view(run, i)
+            for i, run in enumerate(read_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b")]))
+        ]
+    )
     for tag, attributes in Elements(text).elements:
         for name in ("src", "href", "action", "data", "poster", "srcset"):
             assert (attributes.get(name) or "data:,") == "data:,", (tag, name)
@@ -86,9 +101,14 @@ def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
     """docs/report.md: at most 250 KB, with every metric recorded and none of them smooth."""
     random, made = Random(0), lines(20_000)
     for line in made:
-        line |= {name: random.random() * 10 ** random.randint(3, 9) for name in CURVES} | {"loss": 10 * random.random()}
+        line |= {name: random.random() * 10 ** random.randint(3, 9) for name in CURVES} | {
+            "loss": 10 * random.random()
+        }
     made[-1]["elapsed_s"] = 1e5
-    validations = [{"at": 1e9 + step, "event": "validation", "step": step, "valid_loss": 1.23456} for step in range(0, 20_000, 50)]
+    validations = [
+        {"at": 1e9 + step, "event": "validation", "step": step, "valid_loss": 1.23456}
+        for step in range(0, 20_000, 50)
+    ]
     path = write_run(tmp_path / "a", metrics=made, events=[*EVENTS[:1], *validations, *EVENTS[1:]])
     text = page([view(read_run(path))])
     assert len(text.encode()) < 250_000
@@ -117,7 +137,14 @@ def test_what_is_said_beside_findings_and_losses(tmp_path: Path) -> None:
 
 def test_a_tuning_explains_its_stars_and_breaks_its_notes(tmp_path: Path) -> None:
     shown = view(read_run(write_run(tmp_path / "a")))
-    text = page([dataclasses.replace(shown, trials=Trials(["name", "95 % interval", "note"], [["flash", "0.8 to 0.9×*", "far too long"]]))])
+    text = page(
+        [
+            dataclasses.replace(
+                shown,
+                trials=Trials(["name", "95 % interval", "note"], [["flash", "0.8 to 0.9×*", "far too long"]]),
+            )
+        ]
+    )
     assert '<td class="long">far too long</td>' in text
     assert "* fewer than 6 rounds: an interval of 87.5 %" in text
 
@@ -129,7 +156,9 @@ def test_an_rft_run_shows_its_samples(tmp_path: Path) -> None:
     jsonl(path / "evaluations.jsonl", EVALUATIONS)
     with Store(path / "samples.db") as store:
         source = store.open_source("model", {"seed": 0})
-        store.put_questions([Question(id="q1", text="How long is <b>a mile</b>?", answer="1", meta={"family": "length"})])
+        store.put_questions(
+            [Question(id="q1", text="How long is <b>a mile</b>?", answer="1", meta={"family": "length"})]
+        )
         row = Sample("q1", 0, "text", 5, None, None, "stop", True, True, 1.0, "1", None, "key", 0, 0.0)
         store.add(source, [row, row._replace(sample=1, correct=False, reasoning_key=None)])
     text = page([view(read_run(path))])
@@ -140,4 +169,8 @@ def test_an_rft_run_shows_its_samples(tmp_path: Path) -> None:
 
 def test_the_chart_library_comes_with_its_licence() -> None:
     assert "MIT License" in (ASSETS / "uPlot-LICENSE.txt").read_text()
-    assert (ASSETS / "uPlot-1.6.32.min.js").read_text().startswith("/*! https://github.com/leeoniya/uPlot (v1.6.32) */")
+    assert (
+        (ASSETS / "uPlot-1.6.32.min.js")
+        .read_text()
+        .startswith("/*! https://github.com/leeoniya/uPlot (v1.6.32) */")
+    )

@@ -1,4 +1,5 @@
-"""RFT recipes are read strictly; presets, profiles and the environment change what they say they change, and the plan says why."""
+"""RFT recipes are read strictly; presets, profiles and the environment change what they say they change, and
+the plan says why."""
 
 import pytest
 
@@ -33,11 +34,14 @@ def test_the_seeds_recipe_is_what_the_seed_says():
     assert (t.method, t.rank, t.alpha, t.batch_size, t.epochs, t.lr) == ("lora", 16, 64, 32, 3, 2e-4)
 
 
-@pytest.mark.parametrize(("preset", "values"), [("quality", (50, 0.5)), ("balanced", (30, 0.7)), ("speed", (20, 0.9))])
+@pytest.mark.parametrize(
+    ("preset", "values"), [("quality", (50, 0.5)), ("balanced", (30, 0.7)), ("speed", (20, 0.9))]
+)
 def test_presets(minimal, preset, values):
     sample = load_rft(minimal, preset=preset).sample
     assert (sample.samples_per_question, sample.temperature) == values
-    assert load_rft(minimal, ["sample.temperature=0.1"], preset=preset).sample.temperature == 0.1  # what is typed goes over it
+    # what is typed goes over it
+    assert load_rft(minimal, ["sample.temperature=0.1"], preset=preset).sample.temperature == 0.1
 
 
 @pytest.mark.parametrize(
@@ -77,7 +81,10 @@ def test_what_is_tested_may_change_in_a_run_and_nothing_else(minimal):
 
 
 def bounds(profile: str | None = None, **environment: int) -> Bounds:
-    return Bounds(environment={name: str(value) for name, value in environment.items()}, profile=find_profile(profile) if profile else None)
+    return Bounds(
+        environment={name: str(value) for name, value in environment.items()},
+        profile=find_profile(profile) if profile else None,
+    )
 
 
 def test_slots_follow_memory_and_demand_and_are_bounded_from_outside():
@@ -88,8 +95,10 @@ def test_slots_follow_memory_and_demand_and_are_bounded_from_outside():
     assert "CHUNK_SIZE=10" in why.reason
     slots, why = plan_slots(1000, 5000, bounds("a100-40g"))
     assert (slots, why.source) == (256, "profile")
-    assert plan_slots(1000, 5000, bounds("a100-40g", MICRO_BATCH_SIZE=300))[0] == 300  # the environment goes before a profile
-    assert plan_slots(100, 5000, bounds(MICRO_BATCH_SIZE=256)) == plan_slots(100, 5000, bounds())  # a bound, not a wish
+    # the environment goes before a profile
+    assert plan_slots(1000, 5000, bounds("a100-40g", MICRO_BATCH_SIZE=300))[0] == 300
+    # a bound, not a wish
+    assert plan_slots(100, 5000, bounds(MICRO_BATCH_SIZE=256)) == plan_slots(100, 5000, bounds())
 
 
 def test_a_pass_is_bounded_and_the_batch_stays_the_recipes(minimal):

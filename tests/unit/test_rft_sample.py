@@ -1,4 +1,5 @@
-"""Sampling with a real, tiny model: what is drawn is scored and stored, compared with the training forward, and resumed exactly."""
+"""Sampling with a real, tiny model: what is drawn is scored and stored, compared with the training forward,
+and resumed exactly."""
 
 import itertools
 import json
@@ -50,7 +51,10 @@ def stored(run: Path) -> dict[tuple[str, int], dict[str, Any]]:
     """Every sample by its name, without when it was drawn."""
     with Store(run / "samples.db", create=False) as store:
         rows = list(store.rows(store.latest()[0]))
-    named = {(row["question"], row["sample"]): {key: value for key, value in row.items() if key != "at"} for row in rows}
+    named = {
+        (row["question"], row["sample"]): {key: value for key, value in row.items() if key != "at"}
+        for row in rows
+    }
     assert len(named) == len(rows)
     return named
 
@@ -78,9 +82,9 @@ def test_every_sample_is_scored_and_described(place, unbroken):
     questions = {question.id: question for question in task.questions("train", 20, 0)}
     rows = stored(unbroken)
     for (question, _), row in rows.items():
-        assert Verdict(row["correct"], row["parsed"], row["reward"], row["answer"], row["reason"]) == task.score(
-            questions[question], row["text"]
-        )
+        assert Verdict(
+            row["correct"], row["parsed"], row["reward"], row["answer"], row["reason"]
+        ) == task.score(questions[question], row["text"])
         assert row["question_text"] == questions[question].text
         assert 1 <= row["tokens"] <= 2
         assert row["logprob_min"] <= row["logprob_mean"] <= 0
@@ -98,13 +102,19 @@ def test_the_record_says_how_far_engine_and_training_disagree(unbroken):
 
 
 def test_the_disagreement_is_measured_right(place):
-    with open_session(load_rft(str(place / "letters.toml")), place / "gap", Bounds(environment={})) as session:
+    with open_session(
+        load_rft(str(place / "letters.toml")), place / "gap", Bounds(environment={})
+    ) as session:
         speaker = session.sampler
         request = Request(prompt=(5, 6, 7), sampling=session.settings(()), samples=3)
-        with LocalEngine(speaker.model, speaker.tokenizer, max_prompt_tokens=8, max_new_tokens=2, slots=3) as engine:
+        with LocalEngine(
+            speaker.model, speaker.tokenizer, max_prompt_tokens=8, max_new_tokens=2, slots=3
+        ) as engine:
             completions = list(engine.run([request]))
         exact = logprob_gap(speaker.model, completions)
-        moved = [replace(c, logprobs=tuple(x + 0.5 * (c.sample == 1) for x in c.logprobs)) for c in completions]
+        moved = [
+            replace(c, logprobs=tuple(x + 0.5 * (c.sample == 1) for x in c.logprobs)) for c in completions
+        ]
         found = logprob_gap(speaker.model, moved)
     assert exact["max"] < 1e-5
     assert found["max"] == pytest.approx(0.5, abs=1e-4)
@@ -220,7 +230,9 @@ def test_running_out_of_memory_halves_the_slots_and_goes_on(place, unbroken, tmp
     assert outcome.why == "finished"
     assert outcome.drawn == outcome.samples
     assert_same_samples(tmp_path / "run", unbroken)
-    events = [event for event in read_lines(tmp_path / "run" / "events.jsonl") if event["event"] == "out_of_memory"]
+    events = [
+        event for event in read_lines(tmp_path / "run" / "events.jsonl") if event["event"] == "out_of_memory"
+    ]
     assert [(event["slots_before"], event["slots"]) for event in events] == [(64, 32), (32, 16)]
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert (plan["sample_slots"]["value"], plan["sample_slots"]["source"]) == (16, "measurement")
@@ -240,7 +252,10 @@ def test_a_server_can_write_the_samples(place, tmp_path):
     fake = Fake()
     try:
         fake.owner = "sglang"  # which tells no tokens
-        fake.answer = lambda body, call: (200, completion("a" if body["seed"] % 2 else "\ud83d", finish_reason="stop"))
+        fake.answer = lambda body, call: (
+            200,
+            completion("a" if body["seed"] % 2 else "\ud83d", finish_reason="stop"),
+        )
         outcome = draw(place, tmp_path / "run", f"model.server={fake.url}", "sample.samples_per_question=6")
     finally:
         fake.server.shutdown()
@@ -252,7 +267,9 @@ def test_a_server_can_write_the_samples(place, tmp_path):
     assert {row["logprob_mean"] for row in rows.values()} == {None}
     prompts = {body["prompt"] for body in fake.bodies}
     assert len(prompts) == 20
-    assert all(prompt.startswith("Question: Write ") for prompt in prompts), "text: a server has a tokenizer of its own"
+    assert all(prompt.startswith("Question: Write ") for prompt in prompts), (
+        "text: a server has a tokenizer of its own"
+    )
     events = [event["event"] for event in read_lines(tmp_path / "run" / "events.jsonl")]
     assert "logprob_gap" not in events
 
@@ -262,9 +279,13 @@ def test_generate_dataset_writes_triples(place, tmp_path):
     count = generate_dataset(tmp_path / "rft.json", 30, 1.0, 8, **settings)
     triples = json.loads((tmp_path / "rft.json").read_text())
     assert len(triples) == count > 5
-    assert all(text.startswith("Write ") and answer == "a" and set("ae") & set(reasoning) for text, answer, reasoning in triples)
+    assert all(
+        text.startswith("Write ") and answer == "a" and set("ae") & set(reasoning)
+        for text, answer, reasoning in triples
+    )
     assert max([text for text, _, _ in triples].count(text) for text, _, _ in triples) <= 2
-    assert generate_dataset(tmp_path / "rft.json", 30, 1.0, 8, **settings) == count  # goes on, and there is nothing left
+    # goes on, and there is nothing left
+    assert generate_dataset(tmp_path / "rft.json", 30, 1.0, 8, **settings) == count
     with pytest.raises(DataError, match="no samples"):
         stats(tmp_path)
 
@@ -293,10 +314,13 @@ def verdicts(correct: int, parsed: int, n: int) -> Sequence[Verdict]:
 
 def test_shares_have_wilsons_interval():
     found = shares(verdicts(4, 20, 100))
-    # Reference: statsmodels.stats.proportion.proportion_confint(4, 100, method="wilson"), and the same for 20.
+    # Reference: statsmodels.stats.proportion.proportion_confint(4, 100, method="wilson"), and the same for
+    # 20.
     assert (found["n"], found["accuracy"], found["answer_rate"]) == (100, 0.04, 0.2)
     assert (found["accuracy_low"], found["accuracy_high"]) == pytest.approx((0.0156637, 0.0983716), abs=1e-6)
-    assert (found["answer_rate_low"], found["answer_rate_high"]) == pytest.approx((0.1333669, 0.2888292), abs=1e-6)
+    assert (found["answer_rate_low"], found["answer_rate_high"]) == pytest.approx(
+        (0.1333669, 0.2888292), abs=1e-6
+    )
     assert interval_95(0.0, 10)[0] == 0.0
     assert interval_95(1.0, 10)[1] == pytest.approx(1.0)
 
@@ -306,7 +330,11 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(truth):
     def chance(hits: int) -> float:
         return math.comb(100, hits) * truth**hits * (1 - truth) ** (100 - hits)
 
-    held = sum(chance(hits) for hits in range(101) if interval_95(hits / 100, 100)[0] <= truth <= interval_95(hits / 100, 100)[1])
+    held = sum(
+        chance(hits)
+        for hits in range(101)
+        if interval_95(hits / 100, 100)[0] <= truth <= interval_95(hits / 100, 100)[1]
+    )
     assert 0.92 < held < 0.98
 
 
@@ -324,10 +352,14 @@ def test_what_is_trained_may_show_fewer_examples_than_the_sampler_saw(place: Pat
 
 
 def test_an_engine_refuses_adapters_that_are_not_merged(place: Path, tmp_path: Path) -> None:
-    with open_session(load_rft(str(place / "letters.toml")), tmp_path / "run", Bounds(environment={})) as session:
+    with open_session(
+        load_rft(str(place / "letters.toml")), tmp_path / "run", Bounds(environment={})
+    ) as session:
         model = session.model.model
         add_lora(model, LoraConfig(rank=2), seed=0)
-        with LocalEngine(model, session.model.tokenizer, slots=1, max_prompt_tokens=4, max_new_tokens=2) as engine:
+        with LocalEngine(
+            model, session.model.tokenizer, slots=1, max_prompt_tokens=4, max_new_tokens=2
+        ) as engine:
             request = Request(prompt=(5, 6), sampling=session.settings(()))
             with pytest.raises(ConfigError, match="not merged"):
                 list(engine.run([request]))

@@ -1,4 +1,5 @@
-"""Training and testing after sampling: the right examples, results where they belong, stages that are not repeated, accuracy that rises."""
+"""Training and testing after sampling: the right examples, results where they belong, stages that are not
+repeated, accuracy that rises."""
 
 import json
 import shutil
@@ -37,8 +38,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def session_in(place: Path, run: Path, *overrides: str, views: Views | None = None, **environment: str) -> Any:
-    return open_session(load_rft(str(place / "letters.toml"), overrides), run, Bounds(environment=environment), views=views)
+def session_in(
+    place: Path, run: Path, *overrides: str, views: Views | None = None, **environment: str
+) -> Any:
+    return open_session(
+        load_rft(str(place / "letters.toml"), overrides), run, Bounds(environment=environment), views=views
+    )
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +63,14 @@ def test_accuracy_goes_up_on_held_out_questions_and_everything_is_recorded(finis
     assert report["why"] == "finished"
     assert report["after"]["accuracy"] > report["before"]["accuracy_high"], "not by chance"
     assert [line["weights"] for line in read_lines(run / "evaluations.jsonl")] == ["base", "samples"]
-    assert {path.name for path in run.iterdir()} >= {"samples.db", "adapter", "train-samples", "recipe.toml", "plan.json", "events.jsonl"}
+    assert {path.name for path in run.iterdir()} >= {
+        "samples.db",
+        "adapter",
+        "train-samples",
+        "recipe.toml",
+        "plan.json",
+        "events.jsonl",
+    }
     assert all(seconds > 0 for seconds in report["stages_s"].values())
     # Ten of the twenty held-out questions are in the training split too.
     assert (report["after"]["in_train"]["n"], report["after"]["unseen"]["n"]) == (10, 10)
@@ -103,7 +115,10 @@ def test_the_baseline_on_the_answers_stands_beside(place, run):
     assert (done["examples"], done["why"]) == (20, "finished")
     assert [line["accuracy"] for line in lines][1] == 1.0  # "aaa" is learnt in 24 updates
     assert (run / "adapter-answers" / "adapter_config.json").is_file()
-    one, other = (safetensors.torch.load_file(run / name / "adapter_model.safetensors") for name in ("adapter", "adapter-answers"))
+    one, other = (
+        safetensors.torch.load_file(run / name / "adapter_model.safetensors")
+        for name in ("adapter", "adapter-answers")
+    )
     assert one.keys() == other.keys()
     assert any(not one[name].equal(other[name]) for name in one)
 
@@ -141,9 +156,14 @@ def test_training_goes_on_to_the_same_adapter(place, finished, run):
         run_test(session, "samples")
     with session_in(place, run) as session:
         train(session, "samples")
-    (resumed,) = [event for event in read_lines(run / "train-samples" / "events.jsonl") if event["event"] == "resume"]
+    (resumed,) = [
+        event for event in read_lines(run / "train-samples" / "events.jsonl") if event["event"] == "resume"
+    ]
     assert resumed["step"] == 9
-    mine, reference = (safetensors.torch.load_file(path / "adapter" / "adapter_model.safetensors") for path in (run, finished[0]))
+    mine, reference = (
+        safetensors.torch.load_file(path / "adapter" / "adapter_model.safetensors")
+        for path in (run, finished[0])
+    )
     assert all(mine[name].equal(reference[name]) for name in reference)
 
 
@@ -168,12 +188,17 @@ def test_passes_are_bounded_by_the_environment_and_the_update_stays(place, finis
     with session_in(place, run, A100_BATCH_SIZE="2") as session:
         train(session, "samples")
     assert json.loads((run / "plan.json").read_text())["examples_per_pass"]["value"] == 2
-    losses, reference = ([line["loss"] for line in read_lines(path / "train-samples" / "metrics.jsonl")] for path in (run, finished[0]))
+    losses, reference = (
+        [line["loss"] for line in read_lines(path / "train-samples" / "metrics.jsonl")]
+        for path in (run, finished[0])
+    )
     assert losses[:5] == pytest.approx(reference[:5], rel=1e-3)
 
 
 def test_nothing_correct_is_said(place, tmp_path):
-    with session_in(place, tmp_path / "run", "sample.samples_per_question=1", "task.rows=1", "sample.spend_rest=false") as session:
+    with session_in(
+        place, tmp_path / "run", "sample.samples_per_question=1", "task.rows=1", "sample.spend_rest=false"
+    ) as session:
         with pytest.raises(DataError, match="no sample is correct"):
             run_all(session)
         with pytest.raises(DataError, match="`redline rft train --on samples`"):
@@ -190,16 +215,27 @@ def test_a_folder_of_a_pre_training_run_is_left_alone(place, tmp_path):
 
 
 def test_adapters_that_cannot_be_are_refused_before_anything_is_spent(place, tmp_path):
-    with pytest.raises(ConfigError, match="did you mean 'q'"), session_in(place, tmp_path / "run", 'train.targets=["qq"]'):
+    with (
+        pytest.raises(ConfigError, match="did you mean 'q'"),
+        session_in(place, tmp_path / "run", 'train.targets=["qq"]'),
+    ):
         pass
     assert not (tmp_path / "run").exists(), "the folder is not held to a recipe that never was one"
 
 
 def test_a_model_whose_adapters_cannot_be_written_is_refused_before_anything_is_spent(place, tmp_path):
-    config = replace(CONFIG, positions="learned", norm="layernorm", activation="gelu", bias=True, num_kv_heads=None)
+    config = replace(
+        CONFIG, positions="learned", norm="layernorm", activation="gelu", bias=True, num_kv_heads=None
+    )
     model = build_model(config, device="cpu", seed=0)
     tokenizer = open_on(place / "model", device="cpu")[0].loaded.tokenizer_json
-    write_folder(tmp_path / "gpt2", config, {name: p.detach() for name, p in model.named_parameters()}, tokenizer, torch.float32)
+    write_folder(
+        tmp_path / "gpt2",
+        config,
+        {name: p.detach() for name, p in model.named_parameters()},
+        tokenizer,
+        torch.float32,
+    )
     with session_in(place, tmp_path / "run", f"model.path={tmp_path / 'gpt2'}") as session:
         for attempt in (lambda: run_all(session), lambda: train(session, "answers")):
             with pytest.raises(ConfigError, match=r"train\.method=full"):
@@ -228,7 +264,9 @@ QUICK = ("train.epochs=1", "sample.samples_per_question=8", "test.rows=2")
 
 
 def in_rounds(place: Path, run: Path, *overrides: str) -> list[dict[str, Any]]:
-    return run_rounds(load_rft(str(place / "letters.toml"), (*QUICK, *overrides)), run, Bounds(environment={}), 2)
+    return run_rounds(
+        load_rft(str(place / "letters.toml"), (*QUICK, *overrides)), run, Bounds(environment={}), 2
+    )
 
 
 def sampler_in(recipe: Path) -> str:
@@ -259,7 +297,10 @@ def test_another_sampler_is_another_recipe_whatever_its_folder_is_called(place, 
     one, other = (f"model.sampler={tmp_path / name / 'round-1'}" for name in ("one", "other"))
     with session_in(place, tmp_path / "run", one, "task.rows=2") as session:
         sample(session)
-    with pytest.raises(ConfigError, match=r"model\.sampler"), session_in(place, tmp_path / "run", other, "task.rows=2"):
+    with (
+        pytest.raises(ConfigError, match=r"model\.sampler"),
+        session_in(place, tmp_path / "run", other, "task.rows=2"),
+    ):
         pass
 
 
@@ -274,7 +315,10 @@ def test_samples_of_a_model_that_was_replaced_are_not_trained_on(place, run, tmp
     weights = safetensors.torch.load_file(model / "model.safetensors")
     next(iter(weights.values()))[0] += 1
     safetensors.torch.save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    with session_in(place, run, own) as session, pytest.raises(DataError, match=r"another model \(\w+\) than .*model is now") as caught:
+    with (
+        session_in(place, run, own) as session,
+        pytest.raises(DataError, match=r"another model \(\w+\) than .*model is now") as caught,
+    ):
         train(session, "samples")
     assert "redline rft sample" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -316,7 +360,12 @@ def test_the_sampler_of_a_later_round_is_compared_and_one_that_is_gone_is_said(p
 
 def second_round(run: Path, views: Views | None = None) -> Any:
     """The session of a later round, whose sampler is base and adapter merged."""
-    return open_session(load_rft(str(run / "round-2" / "recipe.toml"), ()), run / "round-2", Bounds(environment={}), views=views)
+    return open_session(
+        load_rft(str(run / "round-2" / "recipe.toml"), ()),
+        run / "round-2",
+        Bounds(environment={}),
+        views=views,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -349,10 +398,14 @@ def test_a_cpu_that_merges_with_other_last_bits_knows_the_sampler_again(rounds, 
 
 def change_tensors(path: Path) -> None:
     weights = safetensors.torch.load_file(path)
-    safetensors.torch.save_file({name: weight + 1 for name, weight in weights.items()}, path, metadata={"format": "pt"})
+    safetensors.torch.save_file(
+        {name: weight + 1 for name, weight in weights.items()}, path, metadata={"format": "pt"}
+    )
 
 
-def test_the_hash_of_an_adapted_model_is_of_its_base_its_adapter_and_its_scale_and_not_of_where_they_lie(place, rounds, tmp_path):
+def test_the_hash_of_an_adapted_model_is_of_its_base_its_adapter_and_its_scale_and_not_of_where_they_lie(
+    place, rounds, tmp_path
+):
     adapter, base = rounds / "round-1" / "adapter", shutil.copytree(place / "model", tmp_path / "model")
     seen = [weights_fingerprint(open_weights(adapter))]
     config = adapter / "adapter_config.json"
@@ -394,9 +447,12 @@ class KilledAt(Views):
 
 
 @pytest.mark.parametrize(
-    ("stage", "number"), [("opening of what the first round trained", 1), ("sampling", 2), ("training", 2), ("test", 3)]
+    ("stage", "number"),
+    [("opening of what the first round trained", 1), ("sampling", 2), ("training", 2), ("test", 3)],
 )
-def test_rounds_killed_after_the_first_go_on_from_another_folder(place, two_rounds, tmp_path, monkeypatch, stage, number):
+def test_rounds_killed_after_the_first_go_on_from_another_folder(
+    place, two_rounds, tmp_path, monkeypatch, stage, number
+):
     monkeypatch.chdir(tmp_path)
     recipe = load_rft(str(place / "letters.toml"), QUICK)
     with pytest.raises(SystemExit):
@@ -407,12 +463,15 @@ def test_rounds_killed_after_the_first_go_on_from_another_folder(place, two_roun
     first, second = in_rounds(place, Path("../run"))
     assert (first["why"], second["why"], first["sample"]["drawn"]) == ("finished", "finished", 0)
     mine, reference = (
-        safetensors.torch.load_file(run / "round-2" / "adapter" / "adapter_model.safetensors") for run in (tmp_path / "run", two_rounds)
+        safetensors.torch.load_file(run / "round-2" / "adapter" / "adapter_model.safetensors")
+        for run in (tmp_path / "run", two_rounds)
     )
     assert all(mine[name].equal(reference[name]) for name in reference)
 
 
-def test_the_base_is_tested_and_sampled_as_it_was_after_a_training_in_the_same_session(place, finished, tmp_path):
+def test_the_base_is_tested_and_sampled_as_it_was_after_a_training_in_the_same_session(
+    place, finished, tmp_path
+):
     with session_in(place, tmp_path / "run") as session:
         train(session, "answers")
         assert run_test(session, "base")["accuracy"] == finished[1]["before"]["accuracy"]

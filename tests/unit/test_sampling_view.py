@@ -20,7 +20,10 @@ FACTS = {
 
 
 def test_a_line_says_everything():
-    assert plain_line(FACTS) == "questions 120/1,000  samples 3,400  correct 41.2 %  139.0k tok/s  mem 12.0 GiB  left 20 s"
+    assert (
+        plain_line(FACTS)
+        == "questions 120/1,000  samples 3,400  correct 41.2 %  139.0k tok/s  mem 12.0 GiB  left 20 s"
+    )
     assert "correct –" in plain_line({**FACTS, "correct": None})
     assert "correct –  –" in plain_line({**FACTS, "samples": 0, "correct": 0, "tokens_per_s": None})
 
@@ -34,7 +37,12 @@ def test_lines_come_at_the_first_news_every_two_seconds_and_at_the_end():
     view.close()
     lines = stream.getvalue().splitlines()
     assert lines[0] == "title"
-    assert [line.split("  ")[1] for line in lines[1:]] == ["samples 1", "samples 21", "samples 41", "samples 49"]
+    assert [line.split("  ")[1] for line in lines[1:]] == [
+        "samples 1",
+        "samples 21",
+        "samples 41",
+        "samples 49",
+    ]
     view.close()
     assert len(stream.getvalue().splitlines()) == len(lines), "nothing is said twice"
 
@@ -51,7 +59,15 @@ def test_the_panel():
     shown = io.StringIO()
     Console(file=shown, width=80).print(panel("units · sampling", FACTS, 80))
     text = shown.getvalue()
-    for part in ("units · sampling", "120/1,000 questions", "41.2 %", "139.0k tok/s", "12.0 GiB", "26,600", "20 s"):
+    for part in (
+        "units · sampling",
+        "120/1,000 questions",
+        "41.2 %",
+        "139.0k tok/s",
+        "12.0 GiB",
+        "26,600",
+        "20 s",
+    ):
         assert part in text
     assert max(map(len, text.splitlines())) <= 80
     waiting = io.StringIO()

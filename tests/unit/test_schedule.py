@@ -21,13 +21,25 @@ def train(**changes) -> TrainConfig:
         # 0.1 + 0.9 x (1 + cos(pi p)) / 2, with p = (step - 1) / 100
         ({"schedule": "cosine"}, {1: 1.0, 26: 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2, 51: 0.55, 101: 0.1}),
         # warm-up over 20 of 100 steps, then p = ((step - 1) / 100 - 0.2) / 0.8
-        ({"schedule": "cosine", "warmup_steps": 20}, {1: 0.05, 10: 0.5, 20: 1.0, 21: 1.0, 61: 0.55, 101: 0.1}),
+        (
+            {"schedule": "cosine", "warmup_steps": 20},
+            {1: 0.05, 10: 0.5, 20: 1.0, 21: 1.0, 61: 0.55, 101: 0.1},
+        ),
         ({"schedule": "linear"}, {1: 1.0, 51: 0.55, 91: 0.19, 101: 0.1}),
-        ({"schedule": "linear", "warmup_steps": 4, "min_lr_ratio": 0.0}, {1: 0.25, 4: 1.0, 5: 1.0, 53: 0.5, 101: 0.0}),
+        (
+            {"schedule": "linear", "warmup_steps": 4, "min_lr_ratio": 0.0},
+            {1: 0.25, 4: 1.0, 5: 1.0, 53: 0.5, 101: 0.0},
+        ),
         # flat until the last fifth, then straight down
-        ({"schedule": "wsd", "decay_fraction": 0.2, "min_lr_ratio": 0.0}, {1: 1.0, 80: 1.0, 81: 1.0, 91: 0.5, 101: 0.0}),
+        (
+            {"schedule": "wsd", "decay_fraction": 0.2, "min_lr_ratio": 0.0},
+            {1: 1.0, 80: 1.0, 81: 1.0, 91: 0.5, 101: 0.0},
+        ),
         # with a warm-up the fifth is of what follows it: p = 0.9 stands at progress 0.5 + 0.9 x 0.5
-        ({"schedule": "wsd", "decay_fraction": 0.2, "warmup_steps": 50}, {25: 0.5, 50: 1.0, 91: 1.0, 96: 0.55, 101: 0.1}),
+        (
+            {"schedule": "wsd", "decay_fraction": 0.2, "warmup_steps": 50},
+            {25: 0.5, 50: 1.0, 91: 1.0, 96: 0.55, 101: 0.1},
+        ),
         ({"schedule": "wsd", "decay_fraction": 0.0}, {1: 1.0, 101: 1.0}),
         ({"schedule": "constant", "warmup_steps": 10}, {1: 0.1, 10: 1.0, 50: 1.0, 101: 1.0}),
         ({"schedule": "linear", "warmup_steps": 100}, {1: 0.01, 50: 0.5, 100: 1.0}),
@@ -85,7 +97,8 @@ def test_the_further_of_steps_and_hours_counts():
 
 
 def test_a_clock_that_overtakes_the_warm_up_makes_no_jump():
-    """A slow machine: 20 warm-up steps take half of the hour. The rate must bend, not fall off a cliff at step 21."""
+    """A slow machine: 20 warm-up steps take half of the hour. The rate must bend, not fall off a cliff at
+    step 21."""
     config = train(steps=100, warmup_steps=20, max_hours=1.0, schedule="linear")
     factors = [lr_factor(config, step, elapsed_s=(step - 1) * 90.0) for step in range(1, 42)]
     assert max(abs(a - b) for a, b in itertools.pairwise(factors)) <= 0.06

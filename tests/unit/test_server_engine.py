@@ -1,4 +1,5 @@
-"""The server engine against a small server of our own that misbehaves on demand: what is sent, what is read, what is tried again."""
+"""The server engine against a small server of our own that misbehaves on demand: what is sent, what is read,
+what is tried again."""
 
 import json
 import threading
@@ -25,7 +26,8 @@ def completion(text: str, **choice: Any) -> dict[str, Any]:
 
 
 class Fake:
-    """A completion server. `answer(body, call)` gives status and body (a str is sent as it is), or None to break the connection."""
+    """A completion server. `answer(body, call)` gives status and body (a str is sent as it is), or None to
+    break the connection."""
 
     def __init__(self) -> None:
         self.owner = "vllm"
@@ -102,7 +104,9 @@ def run(engine: ServerEngine, *requests: Request) -> list[Completion]:
         return list(engine.run(requests))
 
 
-def refused(engine: Callable[[], ServerEngine], sampling: Sampling = GREEDY, prompt: Any = "a") -> RedlineError:
+def refused(
+    engine: Callable[[], ServerEngine], sampling: Sampling = GREEDY, prompt: Any = "a"
+) -> RedlineError:
     """The error, which must be one line."""
     with pytest.raises(RedlineError) as caught:
         run(engine(), Request(prompt=prompt, sampling=sampling))
@@ -147,7 +151,14 @@ def test_sampling_is_sent_in_full_so_that_the_models_own_settings_do_not_count(f
     "choice",
     [
         {"token_ids": [7, 8], "logprobs": {"tokens": ["x", "y"], "token_logprobs": [-0.5, -1.5]}},
-        {"logprobs": {"content": [{"id": 7, "token": "x", "logprob": -0.5}, {"id": 8, "token": "y", "logprob": -1.5}]}},
+        {
+            "logprobs": {
+                "content": [
+                    {"id": 7, "token": "x", "logprob": -0.5},
+                    {"id": 8, "token": "y", "logprob": -1.5},
+                ]
+            }
+        },
     ],
     ids=["vllm", "llamacpp"],
 )
@@ -158,7 +169,10 @@ def test_tokens_and_log_probabilities_are_read_where_told(fake: Fake, choice: di
 
 
 def test_token_strings_without_ids_are_not_guessed_at(fake: Fake) -> None:
-    fake.answer = lambda body, call: (200, completion("xy", logprobs={"tokens": ["x", "y"], "token_logprobs": [-0.5, -1.5]}))
+    fake.answer = lambda body, call: (
+        200,
+        completion("xy", logprobs={"tokens": ["x", "y"], "token_logprobs": [-0.5, -1.5]}),
+    )
     [found] = run(fake.engine(), Request(prompt="a", sampling=GREEDY))
     assert (found.tokens, found.logprobs) == ((), ())
 
@@ -258,7 +272,9 @@ def test_a_reader_that_stops_early_does_not_wait_for_the_rest(fake: Fake) -> Non
 def test_a_busy_server_is_tried_again_after_the_time_it_asks_for(fake: Fake) -> None:
     told: list[str] = []
     fake.headers = {"Retry-After": "1"}
-    fake.answer = lambda body, call: (429, {"error": {"message": "slow down"}}) if call == 1 else (200, completion("x"))
+    fake.answer = lambda body, call: (
+        (429, {"error": {"message": "slow down"}}) if call == 1 else (200, completion("x"))
+    )
     started_s = time.monotonic()
     [found] = run(fake.engine(progress=told.append), Request(prompt="a", sampling=GREEDY))
     assert found.text == "x"
@@ -267,8 +283,12 @@ def test_a_busy_server_is_tried_again_after_the_time_it_asks_for(fake: Fake) -> 
     assert fake.bodies[0] == fake.bodies[1]
 
 
-@pytest.mark.parametrize("fault", [None, (503, "loading"), (500, {"error": "oops"})], ids=["broken connection", "503", "500"])
-def test_a_passing_fault_is_tried_again_and_a_lasting_one_told(fake: Fake, fault: tuple[int, Any] | None) -> None:
+@pytest.mark.parametrize(
+    "fault", [None, (503, "loading"), (500, {"error": "oops"})], ids=["broken connection", "503", "500"]
+)
+def test_a_passing_fault_is_tried_again_and_a_lasting_one_told(
+    fake: Fake, fault: tuple[int, Any] | None
+) -> None:
     fake.answer = lambda body, call: fault if call < 3 else (200, completion("x"))
     assert [found.text for found in run(fake.engine(), Request(prompt="a", sampling=GREEDY))] == ["x"]
     fake.answer = lambda body, call: fault
@@ -277,7 +297,9 @@ def test_a_passing_fault_is_tried_again_and_a_lasting_one_told(fake: Fake, fault
     assert "in 4 tries" in str(error)
 
 
-def test_an_idle_connection_that_the_server_closed_is_no_fault(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_connection_that_the_server_closed_is_no_fault(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(calls, "BACK_OFFS_S", ())
     line = calls.Line(calls.open_site(fake.url, None, 5.0, print))
     assert line.ask("POST", "/completions", {"seed": 1}) == completion("1")
@@ -298,18 +320,26 @@ def test_a_slow_server_is_given_up_with_the_limit_named(fake: Fake) -> None:
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        ((200, "<html>Welcome\nto my page</html>"), "must answer /completions in JSON, got <html>Welcome to my page</html>"),
+        (
+            (200, "<html>Welcome\nto my page</html>"),
+            "must answer /completions in JSON, got <html>Welcome to my page</html>",
+        ),
         ((200, {"choices": []}), "must answer with one completion"),
         ((200, {"choices": [{"text": None, "finish_reason": "stop"}]}), "must answer with one completion"),
         ((200, {"choices": [{"text": "x", "finish_reason": "content_filter"}]}), "ended by stop or length"),
-        ((200, completion("x", token_ids=[1], logprobs={"token_logprobs": [-1.0, -2.0]})), "must answer with one completion"),
+        (
+            (200, completion("x", token_ids=[1], logprobs={"token_logprobs": [-1.0, -2.0]})),
+            "must answer with one completion",
+        ),
         ((404, {"detail": "Not Found"}), "has no /completions"),
         ((404, {"error": {"message": "The model `x` does not exist."}}), "does not exist"),
         ((422, {"detail": "Unexpected fields in the request: {'top_k'}"}), "Unexpected fields"),
         ((302, ""), "refused the request: 302"),
     ],
 )
-def test_an_answer_that_is_no_completion_is_one_clear_line(fake: Fake, answer: tuple[int, Any], says: str) -> None:
+def test_an_answer_that_is_no_completion_is_one_clear_line(
+    fake: Fake, answer: tuple[int, Any], says: str
+) -> None:
     fake.answer = lambda body, call: answer
     error = refused(fake.engine)
     assert isinstance(error, ConfigError)
@@ -318,7 +348,9 @@ def test_an_answer_that_is_no_completion_is_one_clear_line(fake: Fake, answer: t
 
 
 def test_a_model_that_the_server_does_not_have(fake: Fake) -> None:
-    assert "has no model 'tinny' (did you mean 'tiny'?); it has tiny" in str(refused(lambda: fake.engine(model="tinny")))
+    assert "has no model 'tinny' (did you mean 'tiny'?); it has tiny" in str(
+        refused(lambda: fake.engine(model="tinny"))
+    )
     fake.models = {"data": [{"id": "one"}, {"id": "two"}]}
     assert "name one of the models" in str(refused(fake.engine))
     assert fake.engine(model="one").models() == ["one", "two"]
@@ -333,7 +365,15 @@ def test_a_server_that_is_not_one(fake: Fake) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["localhost:8000", "ftp://host", "http://", "http://host:port", "http://me:word@host", "http://host/v1?a=b"]
+    "url",
+    [
+        "localhost:8000",
+        "ftp://host",
+        "http://",
+        "http://host:port",
+        "http://me:word@host",
+        "http://host/v1?a=b",
+    ],
 )
 def test_an_address_that_is_none(url: str) -> None:
     with pytest.raises(ConfigError, match="a server's URL must") as caught:
@@ -341,7 +381,9 @@ def test_an_address_that_is_none(url: str) -> None:
     assert "word" not in str(caught.value)
 
 
-def test_the_key_comes_from_the_environment_and_is_never_printed(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_comes_from_the_environment_and_is_never_printed(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run(fake.engine(), Request(prompt="a", sampling=GREEDY))
     monkeypatch.setenv("REDLINE_API_KEY", KEY)
     run(fake.engine(), Request(prompt="a", sampling=GREEDY))

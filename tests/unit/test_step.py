@@ -1,4 +1,5 @@
-"""One update: the same gradient from any split of a batch, torch's own clipping, fp16's loss scale, and the instruments' lines."""
+"""One update: the same gradient from any split of a batch, torch's own clipping, fp16's loss scale, and the
+instruments' lines."""
 
 import copy
 import time
@@ -29,12 +30,15 @@ def train(**changes: Any) -> TrainConfig:
     return TrainConfig(**{"batch_size": BATCH, "steps": 10, "lr": 1e-2, "weight_decay": 0.0, **changes})
 
 
-def learner_of(model: Transformer, *, clip_norm: float = 0.0, scale: LossScale | None = None, **changes: Any) -> Learner:
+def learner_of(
+    model: Transformer, *, clip_norm: float = 0.0, scale: LossScale | None = None, **changes: Any
+) -> Learner:
     return Learner(model, make_optimizers(model, train(**changes)), ALONE, clip_norm, scale)
 
 
 def batch(ignored: str) -> tuple[Tensor, Tensor]:
-    """Inputs and targets; `uneven` leaves the rows 0 to 12 of their 12 targets, so that no two micro-batches count alike."""
+    """Inputs and targets; `uneven` leaves the rows 0 to 12 of their 12 targets, so that no two micro-batches
+    count alike."""
     generator = torch.Generator().manual_seed(5)
     inputs_BT, targets_BT = (torch.randint(61, (BATCH, 12), generator=generator) for _ in range(2))
     if ignored == "uneven":
@@ -43,7 +47,9 @@ def batch(ignored: str) -> tuple[Tensor, Tensor]:
     return inputs_BT, targets_BT
 
 
-def plain_gradients(model: Transformer, inputs_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def plain_gradients(
+    model: Transformer, inputs_BT: Tensor, targets_BT: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The whole batch in one forward, the mean that torch's cross entropy takes, one backward."""
     model = copy.deepcopy(model)
     loss = F.cross_entropy(model(inputs_BT).flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED)
@@ -58,14 +64,20 @@ def test_any_split_gives_the_gradient_of_the_whole_batch(micro_batch, ignored):
     inputs_BT, targets_BT = batch(ignored)
     expected_loss, expected = plain_gradients(model, inputs_BT, targets_BT)
     learner, seen = learner_of(model), {}
-    learner.before_update = lambda: seen.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    learner.before_update = lambda: seen.update(
+        {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    )
     tokens = float((targets_BT != IGNORED).sum())
     update = take_step(learner, inputs_BT, targets_BT, micro_batch=micro_batch, tokens=tokens, lr_factor=1.0)
     torch.testing.assert_close(update.loss, expected_loss, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(update.grad_norm, torch.stack([g.norm() for g in expected.values()]).norm(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        update.grad_norm, torch.stack([g.norm() for g in expected.values()]).norm(), rtol=1e-5, atol=1e-6
+    )
     assert seen.keys() == expected.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(seen[name], gradient, rtol=1e-4, atol=1e-6 * float(gradient.abs().max()) + 1e-9, msg=name)
+        torch.testing.assert_close(
+            seen[name], gradient, rtol=1e-4, atol=1e-6 * float(gradient.abs().max()) + 1e-9, msg=name
+        )
     assert all(p.grad is None for p in model.parameters()), "the next update starts from nothing"
 
 
@@ -89,7 +101,14 @@ def test_clipping_equals_torchs(clip_norm):
     model = build_model(CONFIG, device="cpu", seed=0)
     reference = copy.deepcopy(model)
     inputs_BT, targets_BT = batch("none")
-    update = take_step(learner_of(model, clip_norm=clip_norm), inputs_BT, targets_BT, micro_batch=4, tokens=96.0, lr_factor=1.0)
+    update = take_step(
+        learner_of(model, clip_norm=clip_norm),
+        inputs_BT,
+        targets_BT,
+        micro_batch=4,
+        tokens=96.0,
+        lr_factor=1.0,
+    )
 
     (optimizer,) = make_optimizers(reference, train())
     (reference(inputs_BT, targets_BT) / 96.0).backward()
@@ -108,13 +127,21 @@ def test_the_loss_scale_does_not_change_the_update():
     plain, scaled = (build_model(CONFIG, device="cpu", seed=0) for _ in range(2))
     inputs_BT, targets_BT = batch("none")
     for model, scale in ((plain, None), (scaled, LossScale(value=1024.0))):
-        take_step(learner_of(model, clip_norm=1.0, scale=scale), inputs_BT, targets_BT, micro_batch=4, tokens=96.0, lr_factor=1.0)
+        take_step(
+            learner_of(model, clip_norm=1.0, scale=scale),
+            inputs_BT,
+            targets_BT,
+            micro_batch=4,
+            tokens=96.0,
+            lr_factor=1.0,
+        )
     for a, b in zip(plain.parameters(), scaled.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
 def test_a_real_fp16_overflow_skips_the_update_and_halves_the_scale():
-    """A scale far too large: gradients in fp16 pass 65,504, become infinite, and nothing may move; halved often enough, it trains."""
+    """A scale far too large: gradients in fp16 pass 65,504, become infinite, and nothing may move; halved
+    often enough, it trains."""
     model = build_model(CONFIG, device="cpu", seed=0)
     model.compute_dtype = torch.float16
     scale = LossScale(value=2.0**30)
@@ -140,7 +167,16 @@ def test_a_real_fp16_overflow_skips_the_update_and_halves_the_scale():
 
 def test_the_loss_scale_doubles_after_its_patience_and_never_falls_below_one():
     scale = LossScale(value=8.0, patience=3)
-    for finite, expected in [(True, 8), (True, 8), (True, 16), (True, 16), (False, 8), (True, 8), (True, 8), (True, 16)]:
+    for finite, expected in [
+        (True, 8),
+        (True, 8),
+        (True, 16),
+        (True, 16),
+        (False, 8),
+        (True, 8),
+        (True, 8),
+        (True, 16),
+    ]:
         scale.update(finite)
         assert scale.value == expected
     for _ in range(10):
@@ -163,13 +199,19 @@ def test_instrument_lines_come_in_order_and_complete_and_their_numbers_agree():
     lines, started_s = [], time.perf_counter()
     for step in range(1, 6):
         time.sleep(0.002)
-        instruments.push({"step": step, "lr": 0.1 * step}, Update(torch.tensor(float(step)), torch.tensor(2.0 * step)))
+        instruments.push(
+            {"step": step, "lr": 0.1 * step}, Update(torch.tensor(float(step)), torch.tensor(2.0 * step))
+        )
         if step == 3:
             lines += instruments.ready()
     lines += instruments.ready(drain=True)
-    assert sum(line["step_s"] for line in lines) <= time.perf_counter() - started_s + 1e-3, "each moment belongs to one step"
+    assert sum(line["step_s"] for line in lines) <= time.perf_counter() - started_s + 1e-3, (
+        "each moment belongs to one step"
+    )
     assert instruments.ready(drain=True) == []
-    assert [(line["step"], line["loss"], line["grad_norm"]) for line in lines] == [(s, float(s), 2.0 * s) for s in range(1, 6)]
+    assert [(line["step"], line["loss"], line["grad_norm"]) for line in lines] == [
+        (s, float(s), 2.0 * s) for s in range(1, 6)
+    ]
     assert [line["lr"] for line in lines] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
     for line in lines:
         assert line["step_s"] >= 0.002

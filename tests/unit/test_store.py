@@ -1,4 +1,5 @@
-"""The sample store: nothing reported is lost, nothing is there twice, whatever kills the writer; and what it says of its samples."""
+"""The sample store: nothing reported is lost, nothing is there twice, whatever kills the writer; and what it
+says of its samples."""
 
 import errno
 import json
@@ -80,7 +81,8 @@ def test_the_same_reasoning_in_other_spelling(one, other):
 
 
 @pytest.mark.parametrize(
-    ("one", "other"), [("6 * 10", "10 * 6"), ("100", "1000"), ("1,00", "100"), ("1.05", "1.5"), ("2 h", "2 m"), ("10", "1")]
+    ("one", "other"),
+    [("6 * 10", "10 * 6"), ("100", "1000"), ("1,00", "100"), ("1.05", "1.5"), ("2 h", "2 m"), ("10", "1")],
 )
 def test_other_reasoning(one, other):
     assert reasoning_key(one) != reasoning_key(other)
@@ -153,7 +155,9 @@ def test_the_database_of_another_program_is_left_alone(tmp_path):
         other.execute("CREATE TABLE theirs (x)")
     with pytest.raises(DataError, match="another program"):
         stats(tmp_path)
-    assert sqlite3.connect(tmp_path / "samples.db").execute("SELECT name FROM sqlite_master").fetchall() == [("theirs",)]
+    assert sqlite3.connect(tmp_path / "samples.db").execute("SELECT name FROM sqlite_master").fetchall() == [
+        ("theirs",)
+    ]
 
 
 def test_pass_at_k_is_the_share_of_all_draws_that_hold_a_correct_one():
@@ -168,7 +172,10 @@ def test_statistics(run):
     RunFolder(run).event("sampling_end", elapsed_s=2.0, tokens=60)
     RunFolder(run).event("sampling_end", elapsed_s=0.5, tokens=40)
     found = stats(run)
-    assert {key: found[key] for key in ("questions", "asked", "solved", "samples", "correct", "distinct_correct", "tokens")} == {
+    assert {
+        key: found[key]
+        for key in ("questions", "asked", "solved", "samples", "correct", "distinct_correct", "tokens")
+    } == {
         "questions": 3,
         "asked": 2,
         "solved": 2,
@@ -180,7 +187,11 @@ def test_statistics(run):
     assert found["tokens_per_s"] == 40.0
     # The first four of each: a has 3 of 4 right, b none; b's later ones were drawn because of that.
     assert found["pass_at"] == {1: 0.375, 2: 0.5, 4: 0.5}
-    assert found["families"]["mass"] == {"questions": 1, "solved_share": 1.0, "success_rate": pytest.approx(1 / 3)}
+    assert found["families"]["mass"] == {
+        "questions": 1,
+        "solved_share": 1.0,
+        "success_rate": pytest.approx(1 / 3),
+    }
     assert [hard["id"] for hard in found["hardest"]] == ["b", "a"]
 
 
@@ -188,19 +199,31 @@ def test_samples_behind_one_that_is_missing_do_not_count_in_pass_at_k(tmp_path):
     with Store(tmp_path / "samples.db") as store:
         source = store.open_source("weights", {})
         store.put_questions(QUESTIONS)
-        store.add(source, [made("a", 0, "right", True), made("a", 2, "short", True), made("b", 0, "wrong", False), made("b", 1, "r", True)])
+        store.add(
+            source,
+            [
+                made("a", 0, "right", True),
+                made("a", 2, "short", True),
+                made("b", 0, "wrong", False),
+                made("b", 1, "r", True),
+            ],
+        )
     found = stats(tmp_path)
     assert found["pass_at"] == {1: 0.5}
     assert found["tokens_per_s"] is None, "nobody has said how long it took"
 
 
 def test_pass_at_k_counts_only_what_is_drawn_whatever_the_verdicts(tmp_path):
-    settings = '[task]\nname = "units"\n[model]\npath = "m"\n[sample]\nsamples_per_question = 8\ndistinct_correct = 1\n'
+    settings = (
+        '[task]\nname = "units"\n[model]\npath = "m"\n[sample]\nsamples_per_question = 8\ndistinct_correct'
+        " = 1\n"
+    )
     (tmp_path / "recipe.toml").write_text(f'name = "x"\n{settings}')
     with Store(tmp_path / "samples.db") as store:
         source = store.open_source("weights", {})
         store.put_questions(QUESTIONS)
-        store.add(source, [made("a", i, "text", i == 3) for i in range(4)])  # a second round, because the first brought nothing
+        # a second round, because the first brought nothing
+        store.add(source, [made("a", i, "text", i == 3) for i in range(4)])
     assert stats(tmp_path)["pass_at"] == {1: 0.0, 2: 0.0}
 
 
@@ -266,8 +289,13 @@ with RunFolder(Path(sys.argv[1])) as folder, Store(folder.path / "samples.db") a
 
 
 def start(run: Path) -> subprocess.Popen:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
-    return subprocess.Popen([sys.executable, "-c", WRITER, str(run)], stdout=subprocess.PIPE, text=True, env=environment)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(run)], stdout=subprocess.PIPE, text=True, env=environment
+    )
 
 
 def test_a_writer_killed_at_any_moment_loses_nothing_it_reported_and_doubles_nothing(tmp_path):

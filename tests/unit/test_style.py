@@ -1,4 +1,5 @@
-"""House rules that a machine can hold: a docstring a file, short files and functions, and rooms that load without torch."""
+"""House rules that a machine can hold: a docstring a file, short files and functions, and rooms that load
+without torch."""
 
 import ast
 import subprocess
@@ -18,13 +19,25 @@ LONG_FUNCTIONS = {
     "engine/kernels.py:_pick": "one launch, with an argument a line",
 }
 """Functions that may be longer, as `room/file.py:name`, each with the reason."""
-TORCH_FREE = ("report", "diagnose", "optimizations", "config", "record", "plan", "cli", "launch", "errors", "tasks")
+TORCH_FREE = (
+    "report",
+    "diagnose",
+    "optimizations",
+    "config",
+    "record",
+    "plan",
+    "cli",
+    "launch",
+    "errors",
+    "tasks",
+)
 TORCH_FREE_MODULES = {
     "machine": ("facts", "specs", "store", "telemetry", "nvml"),
     "engine": ("request", "server", "calls"),
     "rft": ("store", "budget", "stats", "export", "plan"),
     "tune": (
-        "statistics", "trial", "guard", "memory", "candidates", "search", "duel", "store", "ablate", "arms", "turns", "waterfall_table",
+        "statistics", "trial", "guard", "memory", "candidates", "search", "duel", "store", "ablate", "arms",
+        "turns", "waterfall_table",
         "lifeline", "scratch",
     ),
     "data": ("read", "tokenizer", "shards", "build", "stream", "encode"),
@@ -79,34 +92,56 @@ for name in sys.argv[1:]:
 
 def test_rooms_that_must_work_without_torch_do_not_import_it():
     names = torch_free()
-    assert {"redline.config.load", "redline.plan.planner", "redline.cli.main", "redline.record.run", "redline.launch"} <= set(names)
-    done = subprocess.run([sys.executable, "-c", IMPORT_EACH, *names], capture_output=True, text=True, check=False)
+    assert {
+        "redline.config.load",
+        "redline.plan.planner",
+        "redline.cli.main",
+        "redline.record.run",
+        "redline.launch",
+    } <= set(names)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_EACH, *names], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_those_rooms_import_where_torch_is_not_installed():
-    """A laptop without torch: the import itself fails, so nobody can catch it by looking at sys.modules alone."""
+    """A laptop without torch: the import itself fails, so nobody can catch it by looking at sys.modules
+    alone."""
     blocked = "import sys; sys.modules['torch'] = None\n" + IMPORT_EACH.replace(
         '"torch" not in sys.modules', "sys.modules['torch'] is None"
     )
-    done = subprocess.run([sys.executable, "-c", blocked, *torch_free()], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", blocked, *torch_free()], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_nothing_is_named_after_nothing():
     vague = {"utils", "util", "helpers", "helper", "misc", "common"}
-    assert not [name_of(path) for path in FILES if vague & set(path.with_suffix("").parts[len(SOURCE.parts) :])]
+    assert not [
+        name_of(path) for path in FILES if vague & set(path.with_suffix("").parts[len(SOURCE.parts) :])
+    ]
 
 
 def test_no_pickle_is_loaded():
     for path in FILES:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        imported = {alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-        imported |= {(node.module or "").split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        imported = {
+            alias.name.split(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        }
+        imported |= {
+            (node.module or "").split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+        }
         assert not imported & {"pickle", "cloudpickle", "dill", "joblib"}, name_of(path)
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
-                assert any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords), name_of(path)
+                assert any(
+                    k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords
+                ), name_of(path)
 
 
 def _private(name: str) -> bool:
@@ -121,7 +156,11 @@ def _own_privates(tree: ast.Module) -> set[str]:
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and ast.unparse(node.value) == "self"
+        ):
             names.add(node.attr)
     return {name for name in names if _private(name)}
 
@@ -134,7 +173,9 @@ def test_no_file_reaches_into_the_privates_of_another():
     for name, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("redline"):
-                found += [f"{name}:{node.lineno} {alias.name}" for alias in node.names if _private(alias.name)]
+                found += [
+                    f"{name}:{node.lineno} {alias.name}" for alias in node.names if _private(alias.name)
+                ]
             elif isinstance(node, ast.Attribute) and _private(node.attr) and node.attr in ours - own[name]:
                 found.append(f"{name}:{node.lineno} {ast.unparse(node)}")
     assert not found, "make it public, or do it where it belongs"

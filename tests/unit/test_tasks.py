@@ -1,4 +1,5 @@
-"""Tasks as a user meets them: prompts, metrics, a file of one's own, the documented example, and the command line."""
+"""Tasks as a user meets them: prompts, metrics, a file of one's own, the documented example, and the command
+line."""
 
 import json
 import re
@@ -13,7 +14,16 @@ from redline.cli.main import main
 from redline.errors import ConfigError, DataError
 from redline.tasks.pool import Pool
 from redline.tasks.registry import TASKS, load_task
-from redline.tasks.task import STOP, Question, Task, Verdict, accuracy, answer_rate, prompt_messages, prompt_text
+from redline.tasks.task import (
+    STOP,
+    Question,
+    Task,
+    Verdict,
+    accuracy,
+    answer_rate,
+    prompt_messages,
+    prompt_text,
+)
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "tasks.md"
 
@@ -30,7 +40,14 @@ def wrong(question: Question, completion: str) -> Verdict:
 
 
 def test_prompts_hold_instruction_examples_and_question():
-    task = Task(name="t", about="", questions=no_questions, score=wrong, instruction="Add.", examples=(("1+1?", "2"), ("2+2?", "4")))
+    task = Task(
+        name="t",
+        about="",
+        questions=no_questions,
+        score=wrong,
+        instruction="Add.",
+        examples=(("1+1?", "2"), ("2+2?", "4")),
+    )
     asked = Question("q", "3+3?", "6")
     text = prompt_text(task, asked)
     assert text == "Add.\n\nQuestion: 1+1?\nAnswer: 2\n\nQuestion: 2+2?\nAnswer: 4\n\nQuestion: 3+3?\nAnswer:"
@@ -90,7 +107,9 @@ def test_the_documented_task_is_thirty_lines_and_works(tmp_path, capsys):
     assert answer_rate(verdicts) == 6 / 7
     assert main(["tasks", f"{path}:make", "--split", "train", "--count", "1", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert shown[0]["prompt"].startswith("Answer with one word.\n\nQuestion: Spell river backwards.\nAnswer: revir\n\nQuestion: Spell ")
+    assert shown[0]["prompt"].startswith(
+        "Answer with one word.\n\nQuestion: Spell river backwards.\nAnswer: revir\n\nQuestion: Spell "
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +140,9 @@ def test_the_command_lists_tasks_and_prints_questions(capsys):
     five = lines(capsys, "units", "--split", "test", "--count", "5", "--seed", "3")
     asked = TASKS["units"](None).questions("test", 5, 3)
     assert five == [f"{q.id}  {q.text}  {q.answer}" for q in asked]
-    shown = json.loads("\n".join(lines(capsys, "units", "--split", "test", "--count", "5", "--seed", "3", "--json")))
+    shown = json.loads(
+        "\n".join(lines(capsys, "units", "--split", "test", "--count", "5", "--seed", "3", "--json"))
+    )
     assert [(row["id"], row["question"], row["answer"]) for row in shown] == [q[:3] for q in asked]
 
 
@@ -133,23 +154,36 @@ def test_the_command_scores_by_id_and_by_question(capsys, tmp_path):
     path = tmp_path / "answers.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     found = json.loads("\n".join(lines(capsys, "units", "--score", str(path), "--json")))
-    assert found == {"completions": 8, "questions": 8, "accuracy": 3 / 8, "answer_rate": 6 / 8, "failures": []}
+    assert found == {
+        "completions": 8,
+        "questions": 8,
+        "accuracy": 3 / 8,
+        "answer_rate": 6 / 8,
+        "failures": [],
+    }
     shown = lines(capsys, "units", "--score", str(path))
     assert shown[:2] == ["accuracy     37.5 %", "answer rate  75.0 %"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["units", "--count", "5"], ["--help"]], ids=" ".join)
 def test_the_command_answers_at_once_and_without_torch(arguments):
-    program = "import sys; sys.modules['torch'] = None; from redline.cli.main import main; sys.exit(main(['tasks', *sys.argv[1:]]))"
+    program = (
+        "import sys; sys.modules['torch'] = None; from redline.cli.main import main; sys.exit(main(['tasks',"
+        " *sys.argv[1:]]))"
+    )
     times_s = []
     for _ in range(3):
         started_s = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True
+        )
         times_s.append(time.perf_counter() - started_s)
         assert done.stdout
         if times_s[-1] < 0.5:
             break
-    assert min(times_s) < 0.8, f"best of three {min(times_s):.2f} s; 0.5 s is the promise, the rest is for a loaded machine"
+    assert min(times_s) < 0.8, (
+        f"best of three {min(times_s):.2f} s; 0.5 s is the promise, the rest is for a loaded machine"
+    )
 
 
 @pytest.mark.parametrize(
@@ -177,7 +211,13 @@ def test_the_command_answers_at_once_and_without_torch(arguments):
 )
 def test_a_mistake_is_one_line(capsys, tmp_path, monkeypatch, arguments, code, says):
     monkeypatch.chdir(tmp_path)
-    texts = {"EMPTY": "\n", "BROKEN": "{", "SCALAR": "4", "FIELDS": '{"id": "x"}', "UNKNOWN": '{"id": "units-0", "completion": "x"}'}
+    texts = {
+        "EMPTY": "\n",
+        "BROKEN": "{",
+        "SCALAR": "4",
+        "FIELDS": '{"id": "x"}',
+        "UNKNOWN": '{"id": "units-0", "completion": "x"}',
+    }
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     assert main(["tasks", *arguments]) == code

@@ -46,9 +46,15 @@ def test_the_number_that_a_completion_gives(text, number):
     assert gsm8k.parse_number(text) == (None if number is None else Decimal(number))
 
 
-@given(st.integers(-(10**12), 10**12), st.sampled_from(["{:,}", "{}", "{}.00", "{:,}."]), st.sampled_from(["{}", "#### {}", "= ${}"]))
+@given(
+    st.integers(-(10**12), 10**12),
+    st.sampled_from(["{:,}", "{}", "{}.00", "{:,}."]),
+    st.sampled_from(["{}", "#### {}", "= ${}"]),
+)
 def test_any_whole_number_is_read_as_it_is_written(value, form, frame):
-    verdict = gsm8k.score(Question("q", "?", str(value)), "After 3 steps: " + frame.format(form.format(value)))
+    verdict = gsm8k.score(
+        Question("q", "?", str(value)), "After 3 steps: " + frame.format(form.format(value))
+    )
     assert verdict.correct
     assert not gsm8k.score(Question("q", "?", str(value + 1)), frame.format(form.format(value))).correct
 
@@ -60,7 +66,10 @@ def test_no_text_upsets_the_scorer(text):
 
 
 def test_files(tmp_path):
-    rows = [{"question": "Two and two?", "answer": "2+2 = <<2+2=4>>4\n#### 4"}, {"question": "Far?", "answer": "#### 1,000"}]
+    rows = [
+        {"question": "Two and two?", "answer": "2+2 = <<2+2=4>>4\n#### 4"},
+        {"question": "Far?", "answer": "#### 1,000"},
+    ]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     first, second = gsm8k.make(str(tmp_path)).questions("train", None, 0)
     assert first == Question("train-0", "Two and two?", "4", "2+2 = 4\n<answer>4</answer>")
@@ -82,4 +91,6 @@ def test_the_real_files(split, rows):
     questions = gsm8k.load(str(REAL), split, None)
     assert len(questions) == rows
     assert all(gsm8k.score(question, question.solution).correct for question in questions)
-    assert not [q for q in questions if gsm8k.score(q, f"{q.solution} or not; #### {Decimal(q.answer) + 1}").correct]
+    assert not [
+        q for q in questions if gsm8k.score(q, f"{q.solution} or not; #### {Decimal(q.answer) + 1}").correct
+    ]

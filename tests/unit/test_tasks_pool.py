@@ -1,4 +1,5 @@
-"""The scoring processes: order, speed of batches, and scorers that hang, die, allocate, fork or talk nonsense."""
+"""The scoring processes: order, speed of batches, and scorers that hang, die, allocate, fork or talk
+nonsense."""
 
 import contextlib
 import os
@@ -134,7 +135,8 @@ def test_a_bad_scorer_costs_its_own_completion_and_nothing_else(pool, completion
 
 
 def test_slow_but_honest_scorers_are_left_alone_and_hardly_scored_twice(pool, tmp_path):
-    """30 x 0.05 s is more than the budget, which is a single completion's; what was sent back before a death stays."""
+    """30 x 0.05 s is more than the budget, which is a single completion's; what was sent back before a death
+    stays."""
     slow = (Question("slow", str(tmp_path / "calls"), "slow"), "slow")
     verdicts = pool.score([slow] * 30 + [(question("x"), "exit"), slow])
     assert [v.correct for v in verdicts] == [True] * 30 + [False, True]
@@ -143,14 +145,19 @@ def test_slow_but_honest_scorers_are_left_alone_and_hardly_scored_twice(pool, tm
 
 def test_verdicts_equal_those_of_the_scorer_itself_and_come_in_order():
     task = load_task("units")
-    items = [(q, q.solution if i % 2 else "<answer>-1</answer>" * (i % 3)) for i, q in enumerate(task.questions("train", 3000, 0))]
+    items = [
+        (q, q.solution if i % 2 else "<answer>-1</answer>" * (i % 3))
+        for i, q in enumerate(task.questions("train", 3000, 0))
+    ]
     expected = [task.score(q, said) for q, said in items]
     with Pool("units", workers=2) as pool:
         assert pool.score(items) == expected
         assert pool.score(items[:1]) == expected[:1]
         assert pool.score([]) == []
         found: dict[int, list[Verdict]] = {}
-        threads = [threading.Thread(target=lambda n=n: found.update({n: pool.score(items[n::4])})) for n in range(4)]
+        threads = [
+            threading.Thread(target=lambda n=n: found.update({n: pool.score(items[n::4])})) for n in range(4)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -159,7 +166,8 @@ def test_verdicts_equal_those_of_the_scorer_itself_and_come_in_order():
 
 
 def test_cheap_scorers_are_fast():
-    """20,000 a second and core, counted in processor time of both sides, so that a loaded machine does not matter much."""
+    """20,000 a second and core, counted in processor time of both sides, so that a loaded machine does not
+    matter much."""
     items = [(question("1"), "so it is <answer>1</answer>")] * 20_000
     with Pool("units", workers=1) as pool:
         worker = psutil.Process(pool._children[0]._process.pid)
@@ -214,10 +222,9 @@ def test_a_worker_that_died_while_idle_is_no_items_fault(odd):
 def test_workers_end_with_the_process_that_started_them(odd):
     """Killed, the parent cannot tell them; a scorer in the middle of a loop must not outlive it."""
     program = (
-        "import sys, threading; from redline.tasks.pool import Pool; from redline.tasks.task import Question\n"
-        "pool = Pool(sys.argv[1], workers=1, budget_s=60)\n"
-        "print(pool._children[0]._process.pid, flush=True)\n"
-        "pool.score([(Question('x', '?', 'x'), 'loop')])"
+        "import sys, threading; from redline.tasks.pool import Pool; from redline.tasks.task import"
+        " Question\npool = Pool(sys.argv[1], workers=1, budget_s=60)\nprint(pool._children[0]._process.pid,"
+        " flush=True)\npool.score([(Question('x', '?', 'x'), 'loop')])"
     )
     parent = subprocess.Popen([sys.executable, "-c", program, odd], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

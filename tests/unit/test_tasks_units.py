@@ -1,4 +1,5 @@
-"""Unit conversion: arithmetic against textbook values and laws, splits, the parser against the specification, and the real files."""
+"""Unit conversion: arithmetic against textbook values and laws, splits, the parser against the specification,
+and the real files."""
 
 import json
 import math
@@ -85,12 +86,16 @@ def splits() -> dict[str, list[Question]]:
 def unit_of(question: Question, end: str) -> tuple[str, str]:
     """The unit behind a spelling: all its spellings, as the table has them."""
     family = question.meta["family"]
-    return family, next(names for _, names in units.FAMILIES[family] if question.meta[end] in names.split(","))
+    return family, next(
+        names for _, names in units.FAMILIES[family] if question.meta[end] in names.split(",")
+    )
 
 
 def test_splits_are_disjoint_in_every_spelling_and_hold_every_family(splits):
     spelt = {s: {(q.meta["from"], q.meta["to"], q.meta["number"]) for q in qs} for s, qs in splits.items()}
-    meant = {s: {(unit_of(q, "from"), unit_of(q, "to"), q.meta["number"]) for q in qs} for s, qs in splits.items()}
+    meant = {
+        s: {(unit_of(q, "from"), unit_of(q, "to"), q.meta["number"]) for q in qs} for s, qs in splits.items()
+    }
     for keys in (spelt, meant):
         assert not keys["train"] & keys["valid"]
         assert not keys["train"] & keys["test"]
@@ -98,7 +103,9 @@ def test_splits_are_disjoint_in_every_spelling_and_hold_every_family(splits):
     for questions in splits.values():
         assert {q.meta["family"] for q in questions} == set(units.FAMILIES)
     assert all(units.parse_question(text)._replace(number=0) for text, _ in units.EXAMPLES)
-    shown = {(c.source, c.target, c.number) for c in (units.parse_question(text) for text, _ in units.EXAMPLES)}
+    shown = {
+        (c.source, c.target, c.number) for c in (units.parse_question(text) for text, _ in units.EXAMPLES)
+    }
     assert shown <= spelt["train"], "what every prompt shows must not be held out"
 
 
@@ -115,7 +122,9 @@ def test_answers_and_solutions_of_generated_questions(splits):
     for question in splits["valid"]:
         asked = units.parse_question(question.text)
         assert asked is not None
-        assert (asked.number, asked.source, asked.target) == tuple(question.meta[k] for k in ("number", "from", "to"))
+        assert (asked.number, asked.source, asked.target) == tuple(
+            question.meta[k] for k in ("number", "from", "to")
+        )
         assert float(question.answer) == units.convert(*asked)
         assert units.score(question, question.solution).correct
 
@@ -149,7 +158,9 @@ def specified(text: str) -> float:
         return math.nan
 
 
-PIECES = st.sampled_from(["<answer>", "</answer>", "12", "-3.5", " ", "nan", "inf", "1_000", "٣", "1e3", "1e999", "x", "\n", "="])
+PIECES = st.sampled_from(
+    ["<answer>", "</answer>", "12", "-3.5", " ", "nan", "inf", "1_000", "٣", "1e3", "1e999", "x", "\n", "="]
+)
 
 
 @given(st.lists(PIECES, max_size=8).map("".join), st.sampled_from([12.0, -3.5, 1000.0, 0.125, 0.0]))
@@ -158,7 +169,9 @@ def test_parsing_and_the_rule_are_the_specified_expressions(text, reference):
     assert units.parse_answer(text) == pytest.approx(value, nan_ok=True, abs=0)
     verdict = units.score(Question("q", "?", repr(reference)), text)
     assert verdict.parsed == (not math.isnan(value))
-    right = math.isfinite(value) and abs(round(value, 3) - round(reference, 3)) < 0.05 * abs(round(reference, 3))
+    right = math.isfinite(value) and abs(round(value, 3) - round(reference, 3)) < 0.05 * abs(
+        round(reference, 3)
+    )
     assert verdict.correct == right
     assert verdict.reward == (1.0 if right else 0.0)
     assert (verdict.answer is None) == (not verdict.parsed)
@@ -188,14 +201,21 @@ def test_verdicts_by_hand(text, correct, parsed):
 
 
 def test_files_keep_their_order_and_need_not_be_of_the_grammar(tmp_path):
-    (tmp_path / "valid.json").write_text(json.dumps([["What is 3 in in cm?", 7.62], ["And what of it?", 4], ["How many B is 1 KB?", 1000]]))
+    (tmp_path / "valid.json").write_text(
+        json.dumps([["What is 3 in in cm?", 7.62], ["And what of it?", 4], ["How many B is 1 KB?", 1000]])
+    )
     found = units.make(str(tmp_path)).questions("valid", 2, 5)
-    assert [(q.id, q.text, q.answer) for q in found] == [("valid-0", "What is 3 in in cm?", "7.62"), ("valid-1", "And what of it?", "4.0")]
+    assert [(q.id, q.text, q.answer) for q in found] == [
+        ("valid-0", "What is 3 in in cm?", "7.62"),
+        ("valid-1", "And what of it?", "4.0"),
+    ]
     assert found[0].meta == {"family": "length", "from": "in", "to": "cm", "number": 3}
     assert found[1].meta == {}
 
 
-@pytest.mark.parametrize("row", ["[1, 2]", '["q"]', '["q", true]', '["q", NaN]', '["q", 1' + "0" * 400 + "]", '["q", "4"]', "{}"])
+@pytest.mark.parametrize(
+    "row", ["[1, 2]", '["q"]', '["q", true]', '["q", NaN]', '["q", 1' + "0" * 400 + "]", '["q", "4"]', "{}"]
+)
 def test_a_row_that_is_no_question(tmp_path, row):
     (tmp_path / "train.json").write_text(f'[["What is 3 in in cm?", 7.62], {row}]')
     with pytest.raises(DataError, match=r"train.json, row 1: \[question, finite number\] is needed"):
@@ -215,7 +235,12 @@ def test_files_that_cannot_be_read(tmp_path):
 
 @pytest.mark.skipif(not REAL.exists(), reason="the real files are not shipped")
 def test_the_grammar_covers_the_real_files_and_agrees_with_every_answer():
-    drawn = {(c.source, c.target) for family in units.FAMILIES for s in units.SPLITS for c in units.conversions(family, s)}
+    drawn = {
+        (c.source, c.target)
+        for family in units.FAMILIES
+        for s in units.SPLITS
+        for c in units.conversions(family, s)
+    }
     for split in ("train", "valid"):
         questions = units.load(str(REAL), split, None)
         assert len(questions) == 1000

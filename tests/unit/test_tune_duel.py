@@ -1,4 +1,5 @@
-"""Two plans measured, with children without torch that do what the name of the plan's attention kernel says."""
+"""Two plans measured, with children without torch that do what the name of the plan's attention kernel
+says."""
 
 import json
 import math
@@ -62,7 +63,9 @@ class Ring:
         self.duels = Duels(Children(ahead=False), self._trial, deadline_s=math.inf, say=self.said.append)
 
     def world(self, best: dict[str, Any], other: dict[str, Any]) -> None:
-        (self.folder / "world").write_text(json.dumps({"cudnn": {"step_s": 1.0, **best}, "flash": {"step_s": 1.0, **other}}))
+        (self.folder / "world").write_text(
+            json.dumps({"cudnn": {"step_s": 1.0, **best}, "flash": {"step_s": 1.0, **other}})
+        )
 
     def meet(self, *, together: bool = True, final: bool = False, until_s: float = math.inf) -> room.Duel:
         return self.duels.against(BEST, OTHER, together=together, final=final, until_s=until_s)
@@ -84,7 +87,9 @@ def ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ring]:
 
 
 @pytest.mark.parametrize("arm", ["best", "other"])
-def test_either_plan_that_runs_out_of_memory_beside_the_other_leads_to_one_after_the_other(ring: Ring, arm: str) -> None:
+def test_either_plan_that_runs_out_of_memory_beside_the_other_leads_to_one_after_the_other(
+    ring: Ring, arm: str
+) -> None:
     ring.world(**{"best": {}, "other": {}, arm: {"blocks_out_of_memory": [3]}})
     duel = ring.meet()
     assert duel.comparison is not None
@@ -144,7 +149,9 @@ def test_a_comparison_ends_with_its_time_and_then_says_nothing(ring: Ring, toget
     assert duel.measured.outcome == duel.best.outcome == "ok"
 
 
-def test_a_reference_that_hangs_is_not_waited_for_beyond_the_time(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reference_that_hangs_is_not_waited_for_beyond_the_time(
+    ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trial, "SHORTEST_LIMIT_S", 1.0)
     ring.world(best={"blocks_hanging": [7]}, other={})
     assert ring.duels.alone(BEST).outcome == "ok"

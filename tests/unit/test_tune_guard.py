@@ -17,7 +17,11 @@ REFERENCE = Measured(outcome="ok", losses=(10.0, 9.0, 8.0), grad_norms=(2.0, 1.5
 def moved(loss: float, norm: float = 0.0) -> Measured:
     """The reference with its last loss and gradient norm off by a share."""
     losses = (*REFERENCE.losses[:-1], REFERENCE.losses[-1] * (1 + loss))
-    return replace(REFERENCE, losses=losses, grad_norms=(*REFERENCE.grad_norms[:-1], REFERENCE.grad_norms[-1] * (1 + norm)))
+    return replace(
+        REFERENCE,
+        losses=losses,
+        grad_norms=(*REFERENCE.grad_norms[:-1], REFERENCE.grad_norms[-1] * (1 + norm)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,7 +52,9 @@ def test_a_loss_that_is_no_number_is_refused_wherever_it_stands(place: int) -> N
     losses = [None if i == place else loss for i, loss in enumerate(REFERENCE.losses)]
     norms = [None if i == place else norm for i, norm in enumerate(REFERENCE.grad_norms)]
     assert not guard(REFERENCE, replace(REFERENCE, losses=tuple(losses)), "rounding", precision="bf16").passed
-    assert not guard(REFERENCE, replace(REFERENCE, grad_norms=tuple(norms)), "rounding", precision="bf16").passed
+    assert not guard(
+        REFERENCE, replace(REFERENCE, grad_norms=tuple(norms)), "rounding", precision="bf16"
+    ).passed
 
 
 def test_an_update_that_fp16_skips_in_both_is_no_difference() -> None:
@@ -58,7 +64,9 @@ def test_an_update_that_fp16_skips_in_both_is_no_difference() -> None:
 
 
 def test_nothing_to_compare_says_so() -> None:
-    assert str(guard(REFERENCE, Measured(outcome="ok"), "exact", precision="fp32")) == "not checked: no losses"
+    assert (
+        str(guard(REFERENCE, Measured(outcome="ok"), "exact", precision="fp32")) == "not checked: no losses"
+    )
 
 
 def test_the_effect_of_a_change_is_the_strongest_of_its_values() -> None:

@@ -1,4 +1,5 @@
-"""Memory from small probes: exact on straight lines, safe on bent ones, and no pick runs out of a synthetic allocator's memory."""
+"""Memory from small probes: exact on straight lines, safe on bent ones, and no pick runs out of a synthetic
+allocator's memory."""
 
 import json
 import math
@@ -21,7 +22,12 @@ GiB = 2**30
 
 
 def probe(micro_batch: int, active: float, ratio: float = 1.0, other: float = 0.6 * GiB) -> Probe:
-    memory = Memory(allocated_bytes=int(active), active_bytes=int(active), reserved_bytes=int(active * ratio), other_bytes=int(other))
+    memory = Memory(
+        allocated_bytes=int(active),
+        active_bytes=int(active),
+        reserved_bytes=int(active * ratio),
+        other_bytes=int(other),
+    )
     return Probe(micro_batch=micro_batch, memory=memory)
 
 
@@ -54,8 +60,8 @@ def test_other_bytes_count_against_the_device() -> None:
 
 
 def test_recorded_readings_agree_with_the_planners_arithmetic() -> None:
-    """gpt2-124m on an H200, compiled bf16: peaks at passes of 32 and 64 (LOG.md, benchmarks/). The line through them must meet the
-    arithmetic, which knows nothing of it, at half and at twice those sizes."""
+    """gpt2-124m on an H200, compiled bf16: peaks at passes of 32 and 64 (LOG.md, benchmarks/). The line
+    through them must meet the arithmetic, which knows nothing of it, at half and at twice those sizes."""
     recipe = load_recipe("gpt2-124m")
     plan = make_plan(recipe, hardware_as("h200-141g", 16))
     fit = fit_memory([probe(32, 15.53e9), probe(64, 28_775_878_144, ratio=34_705_768_448 / 28_775_878_144)])
@@ -64,23 +70,27 @@ def test_recorded_readings_agree_with_the_planners_arithmetic() -> None:
 
 
 def test_reserved_bytes_have_a_line_of_their_own() -> None:
-    """gpt2-124m on an H200, eager, 1,024 tokens: 9.28, 17.01 and 32.46 GiB reserved at 16, 32 and 64 sequences (LOG.md). By the ratio of
-    the probe before it the last was 7 % too low."""
+    """gpt2-124m on an H200, eager, 1,024 tokens: 9.28, 17.01 and 32.46 GiB reserved at 16, 32 and 64
+    sequences (LOG.md). By the ratio of the probe before it the last was 7 % too low."""
     active, reserved = {16: 8.29, 32: 14.50, 64: 26.92}, {16: 9.28, 32: 17.01, 64: 32.46}
-    fit = fit_memory([probe(size, active[size] * GiB, ratio=reserved[size] / active[size]) for size in (16, 32)])
+    fit = fit_memory(
+        [probe(size, active[size] * GiB, ratio=reserved[size] / active[size]) for size in (16, 32)]
+    )
     assert fit.reserved_bytes(64) == pytest.approx(reserved[64] * GiB, rel=0.01)
 
 
 @pytest.mark.parametrize(("size", "gib"), [(8, 12.79), (16, 19.65), (32, 33.36)])
 def test_recorded_peaks_without_a_compiler_agree_with_arithmetic(size: int, gib: float) -> None:
-    """llama-350m on an H200, eager bf16, 1,024 tokens, two passes and more (LOG.md): RMSNorm and SwiGLU keep no copies."""
+    """llama-350m on an H200, eager bf16, 1,024 tokens, two passes and more (LOG.md): RMSNorm and SwiGLU keep
+    no copies."""
     recipe = load_recipe("llama-350m", ["plan.compile=off", "plan.recompute=none", "plan.loss_chunks=1"])
     plan = make_plan(recipe, hardware_as("h200-141g", 16))
     assert arithmetic_memory(recipe, plan, size).total == pytest.approx(gib * GiB, rel=0.002)
 
 
 class Allocator:
-    """A synthetic caching allocator: arithmetic's bytes off by a constant error, rounded to 2 MiB blocks, reserved by a noisy ratio."""
+    """A synthetic caching allocator: arithmetic's bytes off by a constant error, rounded to 2 MiB blocks,
+    reserved by a noisy ratio."""
 
     def __init__(self, limit_bytes: int, seed: int) -> None:
         self.limit_bytes, self.generator = limit_bytes, np.random.default_rng(seed)
@@ -88,7 +98,10 @@ class Allocator:
         self.runs: list[tuple[int, str]] = []
 
     def __call__(self, trial: Trial, **_: Any) -> Measured:
-        recipe, plan = from_toml(trial.setting["recipe"], where="t"), from_json(trial.setting["plan"], where="t")
+        recipe, plan = (
+            from_toml(trial.setting["recipe"], where="t"),
+            from_json(trial.setting["plan"], where="t"),
+        )
         parts = arithmetic_memory(recipe, plan, plan.micro_batch)
         growing = self.scale * (parts.activations + parts.logits)
         active = 2**21 * math.ceil((parts.total - parts.activations - parts.logits + growing) / 2**21)
@@ -99,7 +112,10 @@ class Allocator:
         if outcome != "ok":
             return Measured(outcome="out_of_memory")
         return Measured(
-            outcome="ok", memory=Memory(allocated_bytes=active, active_bytes=active, reserved_bytes=reserved, other_bytes=other)
+            outcome="ok",
+            memory=Memory(
+                allocated_bytes=active, active_bytes=active, reserved_bytes=reserved, other_bytes=other
+            ),
         )
 
 
@@ -112,8 +128,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "length", "gigabytes"), CASES)
-def test_picks_do_not_run_out_of_memory_and_are_predicted(name: str, length: int, gigabytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = load_recipe(name, [f"data.seq_len={length}", f"model.context_length={max(length, 1024)}", "train.batch_size=4096"])
+def test_picks_do_not_run_out_of_memory_and_are_predicted(
+    name: str, length: int, gigabytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe(
+        name, [f"data.seq_len={length}", f"model.context_length={max(length, 1024)}", "train.batch_size=4096"]
+    )
     plan = make_plan(recipe, hardware_as("h200-141g", 16))
     limit_bytes = gigabytes * GiB
     allocator = Allocator(limit_bytes, seed=length + gigabytes)
@@ -128,13 +148,16 @@ def test_picks_do_not_run_out_of_memory_and_are_predicted(name: str, length: int
     assert seen.memory is not None
     assert pick.fit.active_bytes(pick.micro_batch) == pytest.approx(seen.memory.active_bytes, rel=0.015)
     assert pick.fit.reserved_bytes(pick.micro_batch) == pytest.approx(seen.memory.reserved_bytes, rel=0.05)
-    if 2 * pick.micro_batch <= recipe.train.batch_size // 2:  # not timid either: twice as many would fill more than 93 %
+    # not timid either: twice as many would fill more than 93 %
+    if 2 * pick.micro_batch <= recipe.train.batch_size // 2:
         twice = room.probe(recipe, plan, 2 * pick.micro_batch, None).memory  # type: ignore[arg-type]
         assert twice is None or twice.reserved_bytes + twice.other_bytes > 0.93 * limit_bytes
 
 
 @pytest.mark.parametrize("batch", [27, 45, 75, 125, 225])
-def test_divisors_that_lie_far_apart_do_not_make_the_pick_timid(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_divisors_that_lie_far_apart_do_not_make_the_pick_timid(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = load_recipe("gpt2-124m", [f"train.batch_size={batch}", "data.seq_len=256"])
     plan = make_plan(recipe, hardware_as("h200-141g", 16))
     allocator = Allocator(140 * GiB, seed=batch)
@@ -148,7 +171,10 @@ def test_divisors_that_lie_far_apart_do_not_make_the_pick_timid(batch: int, monk
 def test_on_a_cpu_eager_half_precision_keeps_more_than_on_a_gpu() -> None:
     """61,012 bytes a token in one block of llama-350m on a CPU, by saved-tensor hooks; on an H200 34,368."""
     model = load_recipe("llama-350m").model
-    kept = [kept_bytes(model, "bf16", "none", fuses(compiled=False, cuda=cuda, precision="bf16")) for cuda in (False, True)]
+    kept = [
+        kept_bytes(model, "bf16", "none", fuses(compiled=False, cuda=cuda, precision="bf16"))
+        for cuda in (False, True)
+    ]
     assert kept == [pytest.approx(61_012, rel=0.15), pytest.approx(34_368, rel=0.01)]
 
 
@@ -171,12 +197,17 @@ class Nothing:
 
 
 def test_memory_beside_torch_is_this_process_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others that take turns fill and clear the same GPU between two requests; what they do there is not counted."""
-    # Free or its own, before and after each start: 0.5 GiB of context, then a neighbour takes 60, then 0.1 GiB of a library.
+    """Others that take turns fill and clear the same GPU between two requests; what they do there is not
+    counted."""
+    # Free or its own, before and after each start: 0.5 GiB of context, then a neighbour takes 60, then 0.1
+    # GiB of a library.
     readings = iter([140.0, 139.5, 79.5, 79.4])
     monkeypatch.setattr(child, "reachable_bytes", lambda: round(next(readings) * GiB))
     monkeypatch.setattr(child, "cuda_peaks", dict)
-    session, request = child.Session(), {"workload": f"{__name__}:Nothing", "setting": {}, "block_s": 0, "guard_steps": 2, "warmup_s": 0}
+    session, request = (
+        child.Session(),
+        {"workload": f"{__name__}:Nothing", "setting": {}, "block_s": 0, "guard_steps": 2, "warmup_s": 0},
+    )
     for expected in (0.5, 0.6):
         session.start(request)
         with monkeypatch.context() as patch:
@@ -192,7 +223,13 @@ class Skipping(Nothing):
 
 
 def test_numbers_that_are_none_come_through_the_pipe_as_none() -> None:
-    request = {"workload": f"{__name__}:Skipping", "setting": {}, "block_s": 0, "guard_steps": 2, "warmup_s": 0}
+    request = {
+        "workload": f"{__name__}:Skipping",
+        "setting": {},
+        "block_s": 0,
+        "guard_steps": 2,
+        "warmup_s": 0,
+    }
     session = child.Session()
     started = json.loads(json.dumps(session.start(request), allow_nan=False))
     assert (started["losses"], started["grad_norms"]) == ([11.0, None], [None, 2.0])
@@ -201,8 +238,13 @@ def test_numbers_that_are_none_come_through_the_pipe_as_none() -> None:
 
 
 @pytest.mark.parametrize("guard_steps", [1, 5])
-def test_warm_up_is_as_long_as_the_guard_needs_and_long_steps_need_two(monkeypatch: pytest.MonkeyPatch, guard_steps: int) -> None:
+def test_warm_up_is_as_long_as_the_guard_needs_and_long_steps_need_two(
+    monkeypatch: pytest.MonkeyPatch, guard_steps: int
+) -> None:
     monkeypatch.setattr(child, "timed", lambda *_: 2.0)
-    session, request = child.Session(), {"workload": f"{__name__}:Nothing", "setting": {}, "block_s": 0, "warmup_s": 100}
+    session, request = (
+        child.Session(),
+        {"workload": f"{__name__}:Nothing", "setting": {}, "block_s": 0, "warmup_s": 100},
+    )
     assert session.start(request | {"guard_steps": guard_steps})["warmup_steps"] == max(3, guard_steps)
     session._clear()

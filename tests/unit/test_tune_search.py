@@ -1,6 +1,8 @@
-"""The search against a machine of known speeds: it finds the fastest plan, refuses what is wrong, and goes on after a kill.
+"""The search against a machine of known speeds: it finds the fastest plan, refuses what is wrong, and goes on
+after a kill.
 
-The child is a script without torch that computes its step time from the plan it is given: every trial is real but for the training.
+The child is a script without torch that computes its step time from the plan it is given: every trial is real
+but for the training.
 """
 
 import json
@@ -89,7 +91,8 @@ for line in sys.stdin:
 """
 FACTS = read_facts()
 ONLY_ATTENTION = (
-    "plan.micro_batch=64", "plan.compile=default", "plan.cross_entropy=fused", "plan.recompute=none", "plan.precision=bf16",
+    "plan.micro_batch=64", "plan.compile=default", "plan.cross_entropy=fused", "plan.recompute=none",
+    "plan.precision=bf16",
 )  # fmt: skip
 
 
@@ -98,13 +101,16 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the machine is like; a test changes it before it tunes."""
     monkeypatch.setattr(room, "COMMAND", (sys.executable, "-c", CHILD, str(tmp_path / "world")))
     given: dict[str, Any] = {
-        "log": str(tmp_path / "log"), "overhead": 4.0, "best": 64, "memory": 1.0, "values": [], "failing": [], "waits": 0.0,
+        "log": str(tmp_path / "log"), "overhead": 4.0, "best": 64, "memory": 1.0, "values": [], "failing": [],
+        "waits": 0.0,
         "noise": 0.004, "block_takes_s": 0, "late_block_takes_s": 0, "late_after": 2,
     }  # fmt: skip
     return given
 
 
-def search(world: dict[str, Any], tmp_path: Path, *overrides: str, minutes: float = 5.0) -> tuple[Tuned, Recipe, Plan]:
+def search(
+    world: dict[str, Any], tmp_path: Path, *overrides: str, minutes: float = 5.0
+) -> tuple[Tuned, Recipe, Plan]:
     recipe = load_recipe("gpt2-124m", overrides)
     rules = make_plan(recipe, hardware_as("h200-141g", 16))
     (tmp_path / "world").write_text(json.dumps(world))
@@ -120,7 +126,9 @@ def started(world: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(world["log"]).read_text().splitlines()]
 
 
-def test_a_rules_plan_that_is_best_stays_and_says_what_was_tried(world: dict[str, Any], tmp_path: Path) -> None:
+def test_a_rules_plan_that_is_best_stays_and_says_what_was_tried(
+    world: dict[str, Any], tmp_path: Path
+) -> None:
     world["values"] = [["attention", "flash", 1.05, 0], ["cross_entropy", "torch", 1.08, 0]]
     tuned, _, rules = search(world, tmp_path)
     assert tuned.plan.micro_batch == rules.micro_batch == 64
@@ -129,7 +137,13 @@ def test_a_rules_plan_that_is_best_stays_and_says_what_was_tried(world: dict[str
     assert tuned.plan.why["attention"].source == "measurement"
     assert "flash measured 0.95" in tuned.plan.why["attention"].reason
     tried = {row.name for row in tuned.result.rows if row.outcome}
-    assert {"the rules' plan", "micro_batch 32", "micro_batch 128", "attention flash", "cross_entropy torch"} <= tried
+    assert {
+        "the rules' plan",
+        "micro_batch 32",
+        "micro_batch 128",
+        "attention flash",
+        "cross_entropy torch",
+    } <= tried
 
 
 def test_the_fastest_micro_batch_is_found_not_the_largest(world: dict[str, Any], tmp_path: Path) -> None:
@@ -143,7 +157,9 @@ def test_the_fastest_micro_batch_is_found_not_the_largest(world: dict[str, Any],
     assert tuned.plan.prediction.memory_bytes < rules.prediction.memory_bytes
 
 
-def test_better_values_are_kept_together_with_a_micro_batch_that_suits_them(world: dict[str, Any], tmp_path: Path) -> None:
+def test_better_values_are_kept_together_with_a_micro_batch_that_suits_them(
+    world: dict[str, Any], tmp_path: Path
+) -> None:
     world["values"] = [["attention", "flash", 0.9, 0], ["cross_entropy", "torch", 0.93, 0]]
     tuned, _, _ = search(world, tmp_path)
     assert (tuned.plan.attention, tuned.plan.cross_entropy) == ("flash", "torch")
@@ -162,7 +178,9 @@ def test_a_faster_plan_that_trains_differently_is_never_chosen(world: dict[str, 
 
 
 @pytest.mark.parametrize("how", ["crashed", "dies", "out_of_memory"])
-def test_a_candidate_that_fails_is_a_row_and_the_search_goes_on(world: dict[str, Any], tmp_path: Path, how: str) -> None:
+def test_a_candidate_that_fails_is_a_row_and_the_search_goes_on(
+    world: dict[str, Any], tmp_path: Path, how: str
+) -> None:
     world["failing"] = [["compile", "max-autotune-no-cudagraphs", how]]
     world["values"] = [["attention", "flash", 0.9, 0]]
     tuned, _, _ = search(world, tmp_path)
@@ -178,7 +196,9 @@ def test_pins_are_left_alone(world: dict[str, Any], tmp_path: Path) -> None:
     assert {plan["micro_batch"] for plan in started(world)} == {64}
 
 
-def test_larger_passes_are_not_tried_where_the_probes_say_they_do_not_fit(world: dict[str, Any], tmp_path: Path) -> None:
+def test_larger_passes_are_not_tried_where_the_probes_say_they_do_not_fit(
+    world: dict[str, Any], tmp_path: Path
+) -> None:
     world.update(memory=4.0, best=1000)  # 128 would take 207 GB; the planner's arithmetic thinks 53
     tuned, _, _ = search(world, tmp_path)
     assert max(plan["micro_batch"] for plan in started(world)) == 64
@@ -186,21 +206,30 @@ def test_larger_passes_are_not_tried_where_the_probes_say_they_do_not_fit(world:
     assert "by 2 probes" in row.note
 
 
-def test_a_rules_plan_that_does_not_fit_is_tried_with_smaller_passes(world: dict[str, Any], tmp_path: Path) -> None:
+def test_a_rules_plan_that_does_not_fit_is_tried_with_smaller_passes(
+    world: dict[str, Any], tmp_path: Path
+) -> None:
     world["memory"] = 8.0
     tuned, _, _ = search(world, tmp_path)
     assert tuned.result.rows[0].outcome == "out_of_memory"
     assert tuned.plan.micro_batch == 32
-    assert tuned.plan.why["micro_batch"].reason == "micro-batch 64 ran out of memory; 16 measured " + str(tuned.result.rows[2].comparison)
+    assert tuned.plan.why["micro_batch"].reason == "micro-batch 64 ran out of memory; 16 measured " + str(
+        tuned.result.rows[2].comparison
+    )
     assert tuned.plan.why["accumulation"].reason == "512 sequences an update / (32 a pass x 1 process(es))"
     assert (tuned.result.ratio, tuned.result.against) == (1.0, "the rules' plan cut to micro-batch 32")
 
 
-def test_after_running_out_of_memory_small_probes_say_what_fits(world: dict[str, Any], tmp_path: Path) -> None:
-    """Sixteen times what arithmetic says: 64, 32 and 16 do not fit. Halving would run out of memory three times."""
+def test_after_running_out_of_memory_small_probes_say_what_fits(
+    world: dict[str, Any], tmp_path: Path
+) -> None:
+    """Sixteen times what arithmetic says: 64, 32 and 16 do not fit. Halving would run out of memory three
+    times."""
     world["memory"] = 40.0
     tuned, _, _ = search(world, tmp_path)
-    outcomes = [(row.name, row.outcome) for row in tuned.result.rows if row.name.startswith("the rules' plan")]
+    outcomes = [
+        (row.name, row.outcome) for row in tuned.result.rows if row.name.startswith("the rules' plan")
+    ]
     assert outcomes == [("the rules' plan", "out_of_memory"), ("the rules' plan cut to micro-batch 8", "ok")]
     assert tuned.plan.micro_batch == 8
 
@@ -216,19 +245,36 @@ def test_a_rules_plan_that_crashes_is_one_clear_line(world: dict[str, Any], tmp_
         search(world, tmp_path)
 
 
-def test_compiling_is_refused_where_the_run_is_too_short_to_earn_it_back(world: dict[str, Any], tmp_path: Path) -> None:
+def test_compiling_is_refused_where_the_run_is_too_short_to_earn_it_back(
+    world: dict[str, Any], tmp_path: Path
+) -> None:
     world["values"] = [["compile", "default", 0.5, 0]]
-    pay = ["train.steps=10", "train.warmup_steps=0", "plan.attention=cudnn", "plan.cross_entropy=fused", "plan.micro_batch=64"]
+    pay = [
+        "train.steps=10",
+        "train.warmup_steps=0",
+        "plan.attention=cudnn",
+        "plan.cross_entropy=fused",
+        "plan.micro_batch=64",
+    ]
     tuned, _, _ = search(world, tmp_path, *pay, "train.batch_size=64")
     [row] = [row for row in tuned.result.rows if row.name == "compile default"]
     assert "pays back after" in row.note
     assert tuned.plan.compile == "off"
 
 
-def test_compiling_is_paid_back_by_whole_updates_not_by_those_of_a_trial(world: dict[str, Any], tmp_path: Path) -> None:
-    """Nine seconds of compiling. Of an update of 512, 0.55 s are gained, of a trial's of 256 half that: 17 updates pay, not 33."""
+def test_compiling_is_paid_back_by_whole_updates_not_by_those_of_a_trial(
+    world: dict[str, Any], tmp_path: Path
+) -> None:
+    """Nine seconds of compiling. Of an update of 512, 0.55 s are gained, of a trial's of 256 half that: 17
+    updates pay, not 33."""
     world["values"] = [["compile", "default", 0.5, 0]]
-    pay = ["train.steps=25", "train.warmup_steps=0", "plan.attention=cudnn", "plan.cross_entropy=fused", "plan.micro_batch=64"]
+    pay = [
+        "train.steps=25",
+        "train.warmup_steps=0",
+        "plan.attention=cudnn",
+        "plan.cross_entropy=fused",
+        "plan.micro_batch=64",
+    ]
     tuned, recipe, rules = search(world, tmp_path, *pay)
     assert shorten(recipe, rules).train.batch_size == recipe.train.batch_size / 2
     assert tuned.plan.compile == "default"
@@ -248,7 +294,8 @@ def test_the_time_is_kept_and_what_was_left_out_is_said(world: dict[str, Any], t
 
 
 def test_time_for_the_last_comparison_is_always_set_aside(world: dict[str, Any], tmp_path: Path) -> None:
-    """By its blocks of 0.55 s a comparison takes four seconds: of six the one at the end, and none before it."""
+    """By its blocks of 0.55 s a comparison takes four seconds: of six the one at the end, and none before
+    it."""
     tuned, _, _ = search(world, tmp_path, *ONLY_ATTENTION, minutes=0.1)
     assert tuned.result.untried == ("attention flash",)
     assert "are left before the last comparison" in tuned.result.rows[1].note
@@ -261,7 +308,9 @@ SMALL = (*ONLY_ATTENTION, "train.batch_size=64")
 
 def test_noisy_rounds_end_with_the_time(world: dict[str, Any], tmp_path: Path) -> None:
     """All 24 rounds of both comparisons would take eight seconds."""
-    world.update(noise=0.5, block_takes_s=0.08, late_block_takes_s=0.08, values=[["attention", "flash", 0.4, 0]])
+    world.update(
+        noise=0.5, block_takes_s=0.08, late_block_takes_s=0.08, values=[["attention", "flash", 0.4, 0]]
+    )
     tuned, _, _ = search(world, tmp_path, *SMALL, minutes=0.09)
     assert tuned.result.elapsed_s < 6.5
     assert [row.rounds is not None and 6 <= row.rounds < 24 for row in tuned.result.rows[1:]] == [True, True]
@@ -291,7 +340,9 @@ def test_a_last_comparison_for_which_the_time_was_over_is_said(world: dict[str, 
     assert tuned.result.ratio == pytest.approx(1 / 0.9, rel=0.01)
 
 
-def test_finished_trials_are_not_repeated_and_a_torn_line_is_no_trouble(world: dict[str, Any], tmp_path: Path) -> None:
+def test_finished_trials_are_not_repeated_and_a_torn_line_is_no_trouble(
+    world: dict[str, Any], tmp_path: Path
+) -> None:
     world["values"] = [["attention", "flash", 0.9, 0]]
     first, _, _ = search(world, tmp_path)
     trials = tmp_path / "tuning" / "trials.jsonl"
@@ -314,7 +365,9 @@ def test_a_crash_is_tried_again_by_the_next_command(world: dict[str, Any], tmp_p
     assert search(world, tmp_path)[0].result.rows[0].kept
 
 
-def test_a_last_comparison_that_failed_is_said_and_made_again_by_the_next_command(world: dict[str, Any], tmp_path: Path) -> None:
+def test_a_last_comparison_that_failed_is_said_and_made_again_by_the_next_command(
+    world: dict[str, Any], tmp_path: Path
+) -> None:
     world["values"] = [["attention", "flash", 0.9, 0]]
     world["dies_last"] = True  # once flash has won, cudnn is started again only for the last comparison
     tuned, recipe, _ = search(world, tmp_path, *ONLY_ATTENTION)
@@ -323,7 +376,11 @@ def test_a_last_comparison_that_failed_is_said_and_made_again_by_the_next_comman
     assert tuned.result.ratio == pytest.approx(1 / 0.9, rel=0.01), "that of the duel which it won"
     assert 1 < tuned.result.low < tuned.result.ratio < tuned.result.high
     last = tuned.result.rows[-1]
-    assert (last.name, last.verdict, last.comparison) == ("the winner against the rules' plan", "not compared", None)
+    assert (last.name, last.verdict, last.comparison) == (
+        "the winner against the rules' plan",
+        "not compared",
+        None,
+    )
     assert last.note.startswith("failed: planted")
     cudnn = [plan for plan in started(world) if plan["attention"] == "cudnn"]
     assert len(cudnn) == 4, "alone; in the last comparison in the child that had it, and in two new ones"
@@ -333,10 +390,18 @@ def test_a_last_comparison_that_failed_is_said_and_made_again_by_the_next_comman
     assert again.result.rows[-1].kept
 
 
-def test_a_gain_that_was_not_confirmed_is_the_product_of_all_that_were_kept(world: dict[str, Any], tmp_path: Path) -> None:
+def test_a_gain_that_was_not_confirmed_is_the_product_of_all_that_were_kept(
+    world: dict[str, Any], tmp_path: Path
+) -> None:
     world.update(dies_last=True, values=[["attention", "flash", 0.9, 0], ["cross_entropy", "torch", 0.8, 0]])
-    tuned, _, _ = search(world, tmp_path, "plan.micro_batch=64", "plan.compile=default", "plan.precision=bf16")
-    assert (tuned.plan.attention, tuned.plan.cross_entropy, tuned.result.unconfirmed) == ("flash", "torch", "planted")
+    tuned, _, _ = search(
+        world, tmp_path, "plan.micro_batch=64", "plan.compile=default", "plan.precision=bf16"
+    )
+    assert (tuned.plan.attention, tuned.plan.cross_entropy, tuned.result.unconfirmed) == (
+        "flash",
+        "torch",
+        "planted",
+    )
     assert tuned.result.ratio == pytest.approx(1 / (0.9 * 0.8), rel=0.01)
     kept = [row.comparison for row in tuned.result.rows if row.comparison and row.kept]
     assert tuned.result.low == pytest.approx(kept[0].low * kept[1].low)
@@ -344,7 +409,9 @@ def test_a_gain_that_was_not_confirmed_is_the_product_of_all_that_were_kept(worl
 
 
 @pytest.mark.parametrize("how", ["crashed", "killed"])
-def test_a_reference_that_dies_in_a_duel_is_started_again(world: dict[str, Any], tmp_path: Path, how: str) -> None:
+def test_a_reference_that_dies_in_a_duel_is_started_again(
+    world: dict[str, Any], tmp_path: Path, how: str
+) -> None:
     world.update(values=[["attention", "flash", 0.9, 0]], reference_dies=1, how=how)
     tuned, _, _ = search(world, tmp_path, *ONLY_ATTENTION)
     assert tuned.plan.attention == "flash"
@@ -357,7 +424,9 @@ def test_a_reference_that_dies_in_a_duel_is_started_again(world: dict[str, Any],
 
 
 @pytest.mark.parametrize("how", ["crashed", "killed"])
-def test_without_a_reference_nothing_is_said_about_a_candidate(world: dict[str, Any], tmp_path: Path, how: str) -> None:
+def test_without_a_reference_nothing_is_said_about_a_candidate(
+    world: dict[str, Any], tmp_path: Path, how: str
+) -> None:
     world.update(values=[["attention", "flash", 0.9, 0]], reference_dies=99, how=how)
     tuned, _, rules = search(world, tmp_path, *ONLY_ATTENTION)
     [row] = [row for row in tuned.result.rows if row.name == "attention flash"]
@@ -369,7 +438,9 @@ def test_without_a_reference_nothing_is_said_about_a_candidate(world: dict[str, 
     assert search(world, tmp_path, *ONLY_ATTENTION)[0].plan.attention == "flash", "and it is tried again"
 
 
-def test_a_plan_that_does_not_fit_beside_the_best_is_measured_by_itself(world: dict[str, Any], tmp_path: Path) -> None:
+def test_a_plan_that_does_not_fit_beside_the_best_is_measured_by_itself(
+    world: dict[str, Any], tmp_path: Path
+) -> None:
     world.update(values=[["attention", "flash", 0.9, 0]], flash=4.5)  # 124 of 140 GB, beside 28
     tuned, _, _ = search(world, tmp_path, *ONLY_ATTENTION)
     [row] = [row for row in tuned.result.rows if row.name == "attention flash"]
@@ -379,7 +450,11 @@ def test_a_plan_that_does_not_fit_beside_the_best_is_measured_by_itself(world: d
     assert tuned.plan.attention == "flash"
     assert not tuned.result.paired
     lines = [json.loads(line) for line in (tmp_path / "tuning" / "trials.jsonl").read_text().splitlines()]
-    assert [(line["measured"]["outcome"], line.get("paired")) for line in lines] == [("ok", None), ("ok", False), ("ok", False)]
+    assert [(line["measured"]["outcome"], line.get("paired")) for line in lines] == [
+        ("ok", None),
+        ("ok", False),
+        ("ok", False),
+    ]
     runs = len(started(world))
     again, _, _ = search(world, tmp_path, *ONLY_ATTENTION)
     assert len(started(world)) == runs
@@ -396,40 +471,64 @@ def test_a_plan_that_does_not_fit_by_itself_is_not_tried_again(world: dict[str, 
     assert len(flash) == 2, "beside the best and alone"
 
 
-def test_two_plans_known_not_to_fit_at_once_are_not_started_at_once(world: dict[str, Any], tmp_path: Path) -> None:
+def test_two_plans_known_not_to_fit_at_once_are_not_started_at_once(
+    world: dict[str, Any], tmp_path: Path
+) -> None:
     """Arithmetic says 27 GB for each; the best was seen to take three times that."""
     world.update(memory=3.0, flash=1.0, values=[["attention", "flash", 0.9, 0]])
     tuned, _, _ = search(world, tmp_path, *ONLY_ATTENTION)
     assert tuned.plan.attention == "flash"
-    assert len([plan for plan in started(world) if plan["attention"] == "flash"]) == 2, "once in its duel, once in the last comparison"
+    assert len([plan for plan in started(world) if plan["attention"] == "flash"]) == 2, (
+        "once in its duel, once in the last comparison"
+    )
 
 
-def test_a_rules_plan_that_the_system_kills_is_tried_with_smaller_passes(world: dict[str, Any], tmp_path: Path) -> None:
+def test_a_rules_plan_that_the_system_kills_is_tried_with_smaller_passes(
+    world: dict[str, Any], tmp_path: Path
+) -> None:
     world.update(killed_above=32, values=[["attention", "flash", 0.9, 0]])
     tuned, _, _ = search(world, tmp_path)
     note = "micro-batch 64 was killed twice, perhaps for want of memory: killed by signal 9"
     assert tuned.result.rows[0].note.startswith(note)
-    assert len([plan for plan in started(world)[:3] if plan["micro_batch"] == 64]) == 2, "once more before it is cut"
+    assert len([plan for plan in started(world)[:3] if plan["micro_batch"] == 64]) == 2, (
+        "once more before it is cut"
+    )
     assert (tuned.plan.micro_batch, tuned.plan.attention) == (32, "flash")
-    assert (tuned.result.rows[1].name, tuned.result.rows[1].kept) == ("the rules' plan cut to micro-batch 32", True)
+    assert (tuned.result.rows[1].name, tuned.result.rows[1].kept) == (
+        "the rules' plan cut to micro-batch 32",
+        True,
+    )
     assert tuned.result.rows[-1].name == "the winner against the rules' plan cut to micro-batch 32"
     assert tuned.result.ratio == pytest.approx(1 / 0.9, rel=0.02)
     assert tuned.plan.why["micro_batch"].reason.startswith(note.split(":")[0])
     assert "(32 a pass" in tuned.plan.why["accumulation"].reason
 
 
-def test_a_rules_plan_that_is_killed_once_stays_what_the_search_starts_from(world: dict[str, Any], tmp_path: Path) -> None:
+def test_a_rules_plan_that_is_killed_once_stays_what_the_search_starts_from(
+    world: dict[str, Any], tmp_path: Path
+) -> None:
     world.update(killed_above=32, kills=1)
     tuned, _, rules = search(world, tmp_path)
     assert [plan["micro_batch"] for plan in started(world)[:2]] == [64, 64]
     assert (tuned.result.rows[0].name, tuned.result.rows[0].kept) == ("the rules' plan", True)
-    assert (tuned.plan.micro_batch, tuned.result.ratio, tuned.result.against) == (rules.micro_batch, 1.0, "the rules' plan")
+    assert (tuned.plan.micro_batch, tuned.result.ratio, tuned.result.against) == (
+        rules.micro_batch,
+        1.0,
+        "the rules' plan",
+    )
 
 
 @pytest.mark.parametrize(("flash", "ratio"), [(1.05, 1.0), (0.9, 1 / 0.9)])
-def test_a_rules_plan_that_runs_after_all_is_no_gain_over_itself(world: dict[str, Any], tmp_path: Path, flash: float, ratio: float) -> None:
-    """Killed twice by chance, it is tried again by the walk upwards: what is found is held against it, not against what it was cut to."""
-    world.update(killed_above=32, kills=2, values=[["attention", "flash", flash, 0], ["cross_entropy", "torch", 1.1, 0]])
+def test_a_rules_plan_that_runs_after_all_is_no_gain_over_itself(
+    world: dict[str, Any], tmp_path: Path, flash: float, ratio: float
+) -> None:
+    """Killed twice by chance, it is tried again by the walk upwards: what is found is held against it, not
+    against what it was cut to."""
+    world.update(
+        killed_above=32,
+        kills=2,
+        values=[["attention", "flash", flash, 0], ["cross_entropy", "torch", 1.1, 0]],
+    )
     tuned, _, _ = search(world, tmp_path)
     assert tuned.result.rows[1].name == "the rules' plan cut to micro-batch 32"
     assert (tuned.plan.micro_batch, tuned.result.against) == (64, "the rules' plan")
@@ -455,8 +554,12 @@ def test_a_tuned_plan_is_found_by_machine_fingerprint_and_pins(
         tuned_plan(tmp_path / "tuning", load_recipe("gpt2-124m", ["train.lr=1e-3"]))
     result = tmp_path / "tuning" / "result.json"
     table = json.loads(result.read_text())
-    result.write_text(json.dumps({name: value for name, value in table.items() if name not in ("rows", "unconfirmed")}))
-    assert tuned_plan(tmp_path / "tuning", recipe) == (tuned.plan, replace(tuned.result, rows=())), "results of earlier versions"
+    result.write_text(
+        json.dumps({name: value for name, value in table.items() if name not in ("rows", "unconfirmed")})
+    )
+    assert tuned_plan(tmp_path / "tuning", recipe) == (tuned.plan, replace(tuned.result, rows=())), (
+        "results of earlier versions"
+    )
     (tmp_path / "tuning" / "plan.json").write_text("{}")
     with pytest.raises(ConfigError, match="run `redline tune` again"):
         tuned_plan(tmp_path / "tuning", recipe)
@@ -473,11 +576,18 @@ def test_long_updates_are_cut_to_whole_passes_and_short_ones_are_not() -> None:
 def test_several_processes_are_refused(tmp_path: Path) -> None:
     recipe = load_recipe("gpt2-124m")
     with TuningFolder(tmp_path) as folder, pytest.raises(ConfigError, match="one process"):
-        tune(recipe, make_plan(recipe, hardware_as("h200-141g", 16), world_size=2), folder, minutes=1, progress=print)
+        tune(
+            recipe,
+            make_plan(recipe, hardware_as("h200-141g", 16), world_size=2),
+            folder,
+            minutes=1,
+            progress=print,
+        )
 
 
 @pytest.mark.parametrize(
-    ("recompute", "tried"), [("none", []), ("selective", ["recompute none"]), ("full", ["recompute none", "recompute selective"])]
+    ("recompute", "tried"),
+    [("none", []), ("selective", ["recompute none"]), ("full", ["recompute none", "recompute selective"])],
 )
 def test_only_less_recomputation_is_tried(recompute: str, tried: list[str]) -> None:
     recipe = load_recipe("gpt2-124m")
@@ -488,19 +598,32 @@ def test_only_less_recomputation_is_tried(recompute: str, tried: list[str]) -> N
 
 def test_what_is_printed_says_against_what_and_how_the_speed_was_measured() -> None:
     slower = Comparison(ratio=0.98, low=0.9, high=1.05, verdict="not resolved", paired=True)
-    start = Row(name="the rules' plan", predicted=None, outcome="ok", tokens_per_s=1e3, verdict="kept", kept=True)
-    last = Row(name=f"{FINAL} the rules' plan", predicted=None, outcome="ok", comparison=slower, verdict="not resolved")
+    start = Row(
+        name="the rules' plan", predicted=None, outcome="ok", tokens_per_s=1e3, verdict="kept", kept=True
+    )
+    last = Row(
+        name=f"{FINAL} the rules' plan",
+        predicted=None,
+        outcome="ok",
+        comparison=slower,
+        verdict="not resolved",
+    )
     same = Result(
-        tuned_at="2026-01-01T00:00:00Z", ratio=1.0, low=1.0, high=1.0, paired=True, tokens_per_s=1e3, trials=3, elapsed_s=1.0, untried=(),
+        tuned_at="2026-01-01T00:00:00Z", ratio=1.0, low=1.0, high=1.0, paired=True, tokens_per_s=1e3,
+        trials=3, elapsed_s=1.0, untried=(),
         rows=(start,),
     )  # fmt: skip
     assert _gain(same) == "the rules' plan is the fastest found: 1.0k tokens/s measured alone"
     assert _gain(replace(same, rows=(start, last))).endswith("1.0k tokens/s measured in turns with another")
     apart = replace(last, comparison=replace(slower, paired=False))
-    assert _gain(replace(same, rows=(start, replace(last, name="attention flash"), apart))).endswith("measured alone")
+    assert _gain(replace(same, rows=(start, replace(last, name="attention flash"), apart))).endswith(
+        "measured alone"
+    )
     cut = replace(same, against="the rules' plan cut to micro-batch 2")
     assert _gain(cut).startswith("the rules' plan cut to micro-batch 2 is the fastest found")
-    assert "x [1.100, 1.300] the rules' plan cut to micro-batch 2, in turns" in _gain(replace(cut, ratio=1.2, low=1.1, high=1.3))
+    assert "x [1.100, 1.300] the rules' plan cut to micro-batch 2, in turns" in _gain(
+        replace(cut, ratio=1.2, low=1.1, high=1.3)
+    )
 
 
 DRIVER = """
@@ -524,11 +647,14 @@ with TuningFolder(Path(sys.argv[3])) as folder:
 
 
 def test_killed_and_started_again_it_goes_on(world: dict[str, Any], tmp_path: Path) -> None:
-    """A real SIGKILL after the third line; what stood there is not run again, and the result is that of a search nobody killed."""
+    """A real SIGKILL after the third line; what stood there is not run again, and the result is that of a
+    search nobody killed."""
     world["values"] = [["attention", "flash", 0.9, 0]]
     (tmp_path / "world").write_text(json.dumps(world))
     trials = tmp_path / "tuning" / "trials.jsonl"
-    with subprocess.Popen([sys.executable, "-c", DRIVER, CHILD, str(tmp_path / "world"), str(trials.parent)]) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", DRIVER, CHILD, str(tmp_path / "world"), str(trials.parent)]
+    ) as process:
         while not trials.exists() or trials.read_bytes().count(b"\n") < 3:
             assert process.poll() is None, "it ended before it could be killed"
             time.sleep(0.005)

@@ -1,4 +1,5 @@
-"""Intervals hold what they promise, real differences are found, and the same code against itself shows none: by simulation."""
+"""Intervals hold what they promise, real differences are found, and the same code against itself shows none:
+by simulation."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +13,8 @@ SIMULATIONS = 3000
 
 
 def machine(generator: np.random.Generator, steps: int) -> np.ndarray:
-    """Slowness of a machine over time: a drift that remembers (2 %), noise (1 %), and a block in twenty up to 30 % slower."""
+    """Slowness of a machine over time: a drift that remembers (2 %), noise (1 %), and a block in twenty up to
+    30 % slower."""
     drift = np.zeros(steps)
     for i in range(1, steps):
         drift[i] = 0.9 * drift[i - 1] + generator.normal(0, 0.02 * math.sqrt(1 - 0.9**2))
@@ -20,8 +22,11 @@ def machine(generator: np.random.Generator, steps: int) -> np.ndarray:
     return np.exp(drift + generator.normal(0, 0.01, steps) + outliers)
 
 
-def in_turns(generator: np.random.Generator, speedup: float, rounds: int = 6) -> tuple[list[float], list[float]]:
-    """Blocks of two arms that take turns (A B, B A, ...), each process with a slowness of its own of 0.3 %."""
+def in_turns(
+    generator: np.random.Generator, speedup: float, rounds: int = 6
+) -> tuple[list[float], list[float]]:
+    """Blocks of two arms that take turns (A B, B A, ...), each process with a slowness of its own of 0.3
+    %."""
     slow = machine(generator, 2 * rounds)
     own = np.exp(generator.normal(0, 0.003, 2))
     first, second = [], []
@@ -33,7 +38,8 @@ def in_turns(generator: np.random.Generator, speedup: float, rounds: int = 6) ->
 
 
 def one_after_the_other(generator: np.random.Generator, speedup: float) -> tuple[list[float], list[float]]:
-    """Each arm on a machine of its own time, each process with a slowness of its own of 1 %; no drift between the two."""
+    """Each arm on a machine of its own time, each process with a slowness of its own of 1 %; no drift between
+    the two."""
     own = np.exp(generator.normal(0, 0.01, 2))
     noise = np.exp(generator.normal(0, 0.01, (2, 6)))
     return (noise[0] * own[0]).tolist(), (noise[1] * own[1] / speedup).tolist()
@@ -74,7 +80,8 @@ def test_an_interval_holds_the_median_as_often_as_it_says(n: int) -> None:
 
 def test_more_blocks_narrow_an_interval_that_is_not_all_of_them() -> None:
     values = list(range(20))
-    assert (interval(values).low, interval(values).high) == (5, 14)  # ranks 6 and 15 of 20: the textbook's sign interval
+    # ranks 6 and 15 of 20: the textbook's sign interval
+    assert (interval(values).low, interval(values).high) == (5, 14)
     assert (interval(values[:6]).low, interval(values[:6]).high) == (0, 5)
     assert interval(values[:6]).confidence == pytest.approx(1 - 2 / 2**6)
 
@@ -112,7 +119,8 @@ def test_a_plain_difference_needs_four_blocks_of_each_and_a_fifth_between_them()
 
 
 def test_long_series_are_compared_by_medians_of_neighbours() -> None:
-    """What slows four rounds in a row is one disturbance: of six medians one says the contrary, of 24 rounds four would not count."""
+    """What slows four rounds in a row is one disturbance: of six medians one says the contrary, of 24 rounds
+    four would not count."""
     disturbed = [1.1 if place // 4 == 2 else 1 / 1.2 for place in range(24)]
     assert compare([1.0] * 24, disturbed, paired=True).verdict == "not resolved"
     scattered = [1.1 if place % 6 == 2 else 1 / 1.2 for place in range(24)]

@@ -1,4 +1,5 @@
-"""Folders of trials: whose they are, what stands in them after a crash or a hand's edit, and what the command says of them."""
+"""Folders of trials: whose they are, what stands in them after a crash or a hand's edit, and what the command
+says of them."""
 
 import argparse
 import json
@@ -25,7 +26,9 @@ OTHER = load_recipe("gpt2-124m", ["train.batch_size=64"])
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.db", "checkpoints/"])
-def test_the_folder_of_a_run_is_refused_and_left_as_it_was(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_folder_of_a_run_is_refused_and_left_as_it_was(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / name).mkdir() if name.endswith("/") else (run / name).touch()
@@ -33,8 +36,10 @@ def test_the_folder_of_a_run_is_refused_and_left_as_it_was(tmp_path: Path, name:
         (run / file).write_text("the run's own")
     before = {path.name: path.read_bytes() if path.is_file() else None for path in run.iterdir()}
     assert main(["tune", "nano", "--minutes", "1", "--out", str(run)]) == StorageError.exit_code
-    assert capsys.readouterr().err == (
-        f"redline: {run} holds a run ({name.rstrip('/')}), whose recipe and plan trials would write over: give another folder with --out\n"
+    assert (
+        capsys.readouterr().err
+        == f"redline: {run} holds a run ({name.rstrip('/')}), whose recipe and plan trials would write over:"
+        " give another folder with --out\n"
     )
     assert {path.name: path.read_bytes() if path.is_file() else None for path in run.iterdir()} == before
 
@@ -44,12 +49,18 @@ def test_trials_of_another_recipe_are_refused_and_those_of_the_same_go_on(tmp_pa
     check_folder(tmp_path, RECIPE)
     save(PLAN, tmp_path / "plan.json")  # what tunings of earlier versions say of themselves
     check_folder(tmp_path, RECIPE)
-    with pytest.raises(StorageError, match=f"another recipe .*fingerprint {RECIPE.fingerprint} before.*: give another folder with --out"):
+    with pytest.raises(
+        StorageError,
+        match=f"another recipe .*fingerprint {RECIPE.fingerprint} before.*: give another folder with --out",
+    ):
         check_folder(tmp_path, OTHER)
     (tmp_path / "recipe.toml").write_text(to_toml(RECIPE))
     check_folder(tmp_path, RECIPE)
-    check_folder(tmp_path, load_recipe("gpt2-124m", ["plan.micro_batch=4"]))  # a pin is part of a trial, not of what is trained
-    with pytest.raises(StorageError, match=r"another recipe \(gpt2-124m: train.batch_size \(512 before, 64 now\)\)"):
+    # a pin is part of a trial, not of what is trained
+    check_folder(tmp_path, load_recipe("gpt2-124m", ["plan.micro_batch=4"]))
+    with pytest.raises(
+        StorageError, match=r"another recipe \(gpt2-124m: train.batch_size \(512 before, 64 now\)\)"
+    ):
         check_folder(tmp_path, OTHER)
     (tmp_path / "recipe.toml").write_text("[task]")
     with pytest.raises(StorageError, match="a recipe that cannot be read"):
@@ -73,10 +84,15 @@ TOO_MUCH = {"outcome": "out_of_memory", "error": "out of memory"}
         ({"key": "a", "measured": OK, "beside": 3}, "beside must be a table"),
     ],
 )
-def test_a_damaged_trial_is_one_line_that_says_which(tmp_path: Path, line: dict[str, object], part: str) -> None:
+def test_a_damaged_trial_is_one_line_that_says_which(
+    tmp_path: Path, line: dict[str, object], part: str
+) -> None:
     good = json.dumps({"key": "b", "measured": OK}) + "\n"
     (tmp_path / "trials.jsonl").write_text(good + json.dumps(line) + "\n")
-    with pytest.raises(DataError, match=rf"trials.jsonl is damaged: .*{part}.*; delete that line") as caught, TuningFolder(tmp_path):
+    with (
+        pytest.raises(DataError, match=rf"trials.jsonl is damaged: .*{part}.*; delete that line") as caught,
+        TuningFolder(tmp_path),
+    ):
         pass
     assert json.dumps(line)[:100] in str(caught.value)
     (tmp_path / "trials.jsonl").write_text(good)
@@ -96,10 +112,13 @@ def test_a_damaged_trial_is_one_line_that_says_which(tmp_path: Path, line: dict[
         ({"measured": TOO_MUCH, "beside": OK, "paired": False}, True),
         ({"measured": TOO_MUCH, "beside": OK, "paired": True}, False),
         ({"measured": TOO_MUCH, "paired": True}, False),
-        ({"measured": TOO_MUCH, "beside": {"outcome": "ok"}}, False),  # of an earlier version, which did not try it alone
+        # of an earlier version, which did not try it alone
+        ({"measured": TOO_MUCH, "beside": {"outcome": "ok"}}, False),
     ],
 )
-def test_what_ended_well_or_did_not_fit_alone_is_not_run_again(tmp_path: Path, line: dict[str, object], stands: bool) -> None:
+def test_what_ended_well_or_did_not_fit_alone_is_not_run_again(
+    tmp_path: Path, line: dict[str, object], stands: bool
+) -> None:
     (tmp_path / "trials.jsonl").write_text(json.dumps({"key": "a", **line}) + "\n")
     with TuningFolder(tmp_path) as folder:
         assert (folder.find("a") is not None) == stands
@@ -111,15 +130,45 @@ def test_the_table_has_a_star_where_the_interval_has_less_than_95_per_cent(
     monkeypatch.setenv("COLUMNS", "160")
     slower = Comparison(ratio=0.8, low=0.75, high=0.85, verdict="slower", paired=True)
     rows = (
-        Row(name="the rules' plan", predicted=None, outcome="ok", tokens_per_s=1000.0, verdict="kept", kept=True),
-        Row(name="whole", predicted=1.0, outcome="ok", tokens_per_s=800.0, comparison=slower, rounds=6, verdict="slower"),
-        Row(name="brief", predicted=1.0, outcome="ok", tokens_per_s=800.0, comparison=slower, rounds=4, verdict="slower"),
-        Row(name="lost", predicted=1.0, outcome="ok", verdict="not compared", note="the plan it is compared with crashed: [/x]"),
+        Row(
+            name="the rules' plan",
+            predicted=None,
+            outcome="ok",
+            tokens_per_s=1000.0,
+            verdict="kept",
+            kept=True,
+        ),
+        Row(
+            name="whole",
+            predicted=1.0,
+            outcome="ok",
+            tokens_per_s=800.0,
+            comparison=slower,
+            rounds=6,
+            verdict="slower",
+        ),
+        Row(
+            name="brief",
+            predicted=1.0,
+            outcome="ok",
+            tokens_per_s=800.0,
+            comparison=slower,
+            rounds=4,
+            verdict="slower",
+        ),
+        Row(
+            name="lost",
+            predicted=1.0,
+            outcome="ok",
+            verdict="not compared",
+            note="the plan it is compared with crashed: [/x]",
+        ),
         Row(name="left", predicted=0.5, verdict="not tried", note="not tried: predicted 0.50x"),
     )
     for shown, star in ((rows, True), ((*rows[:2], *rows[3:]), False)):
         result = Result(
-            tuned_at="2026-01-01T00:00:00Z", ratio=1.0, low=1.0, high=1.0, paired=True, tokens_per_s=1e3, trials=3, elapsed_s=1.0,
+            tuned_at="2026-01-01T00:00:00Z", ratio=1.0, low=1.0, high=1.0, paired=True, tokens_per_s=1e3,
+            trials=3, elapsed_s=1.0,
             untried=(), rows=shown,
         )  # fmt: skip
         _print(Tuned(plan=PLAN, result=result), Path("folder"))
@@ -132,10 +181,17 @@ def test_the_table_has_a_star_where_the_interval_has_less_than_95_per_cent(
 
 
 def test_what_both_commands_say_of_a_folder_speaks_of_trials(tmp_path: Path) -> None:
-    with TuningFolder(tmp_path), pytest.raises(StorageError, match="is in use by another process"), TuningFolder(tmp_path):
+    with (
+        TuningFolder(tmp_path),
+        pytest.raises(StorageError, match="is in use by another process"),
+        TuningFolder(tmp_path),
+    ):
         pass
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="the trials cannot be written to"), TuningFolder(tmp_path / "file" / "below"):
+    with (
+        pytest.raises(StorageError, match="the trials cannot be written to"),
+        TuningFolder(tmp_path / "file" / "below"),
+    ):
         pass
 
 
@@ -149,8 +205,13 @@ def test_a_time_is_finite_and_above_0(value: float, capsys: pytest.CaptureFixtur
 
 
 def test_the_command_that_trains_can_be_pasted() -> None:
-    options = argparse.Namespace(recipe="my recipe.toml", set=["data.source=a b", "plan.compile=off"], out=Path("c 1"))
-    assert train_command(options) == "redline train 'my recipe.toml' --set 'data.source=a b' --plan 'c 1/plan.json'"
+    options = argparse.Namespace(
+        recipe="my recipe.toml", set=["data.source=a b", "plan.compile=off"], out=Path("c 1")
+    )
+    assert (
+        train_command(options)
+        == "redline train 'my recipe.toml' --set 'data.source=a b' --plan 'c 1/plan.json'"
+    )
     options.out = None
     assert train_command(options).endswith("--set plan.compile=off --plan auto")
 

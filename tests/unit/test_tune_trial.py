@@ -1,4 +1,5 @@
-"""Whatever a child does is a result: it answers, says that it failed, dies, is killed, hangs, or prints what it likes."""
+"""Whatever a child does is a result: it answers, says that it failed, dies, is killed, hangs, or prints what
+it likes."""
 
 import json
 import os
@@ -19,7 +20,18 @@ from redline.plan.hardware import hardware_as, hardware_here
 from redline.plan.planner import make_plan
 from redline.tune import trial as room
 from redline.tune.scratch import SCRATCH, Scratch
-from redline.tune.trial import Arm, Bounds, Child, Children, Measured, Trial, measure, measure_together, take_turns, train_trial
+from redline.tune.trial import (
+    Arm,
+    Bounds,
+    Child,
+    Children,
+    Measured,
+    Trial,
+    measure,
+    measure_together,
+    take_turns,
+    train_trial,
+)
 
 SCRIPT = """
 import json, os, signal, sys, time
@@ -97,9 +109,19 @@ def test_a_trial_is_cut_short_when_enough_is_known(tmp_path: Path) -> None:
         ({"kind": "says", "failed": "crashed"}, "crashed", "said so", 0),
         ({"kind": "dies in start"}, "crashed", "no kernel image", 0),
         ({"kind": "dies in start", "words": CUDA_MEMORY}, "out_of_memory", "CUDA error: out of memory", 0),
-        ({"kind": "dies in start", "words": "CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"}, "out_of_memory", "CUBLAS", 0),
+        (
+            {"kind": "dies in start", "words": "CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"},
+            "out_of_memory",
+            "CUBLAS",
+            0,
+        ),
         ({"kind": "dies", "at": 3}, "out_of_memory", "Tried to allocate", 2),
-        ({"kind": "killed", "at": 2}, "crashed", "killed by signal 9 (the system does so when memory runs out)", 1),
+        (
+            {"kind": "killed", "at": 2},
+            "crashed",
+            "killed by signal 9 (the system does so when memory runs out)",
+            1,
+        ),
     ],
 )
 def test_a_failure_is_a_result_with_what_came_before_it(
@@ -155,18 +177,25 @@ def test_an_arm_forgets_the_blocks_of_an_earlier_duel(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("block_s", "rounds"), [(60.0, 24), (0.0, 7)])
-def test_noise_gets_more_rounds_within_the_time_that_they_were_meant_to_take(tmp_path: Path, block_s: float, rounds: int) -> None:
+def test_noise_gets_more_rounds_within_the_time_that_they_were_meant_to_take(
+    tmp_path: Path, block_s: float, rounds: int
+) -> None:
     """Blocks of whole steps may be longer than asked for: generation's are."""
     bounds = Bounds(blocks=6, block_s=block_s, limit_s=20.0)
     with Child() as one, Child() as other:
-        arms = [Arm(replace(trial(tmp_path), bounds=bounds), one), Arm(replace(trial(tmp_path, noise=0.5), bounds=bounds), other)]
+        arms = [
+            Arm(replace(trial(tmp_path), bounds=bounds), one),
+            Arm(replace(trial(tmp_path, noise=0.5), bounds=bounds), other),
+        ]
         for arm in arms:
             arm.start()
         take_turns(arms, 6)
         assert [len(arm.blocks_s) for arm in arms] == [rounds, rounds]
 
 
-def test_the_next_child_is_ready_before_it_is_asked_for_and_leaves_with_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_child_is_ready_before_it_is_asked_for_and_leaves_with_the_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(room, "COMMAND", (sys.executable, "-c", "import sys; sys.stdin.read()"))
     children = Children(ahead=True)
     with children.take("a") as first:
@@ -181,7 +210,9 @@ def test_the_next_child_is_ready_before_it_is_asked_for_and_leaves_with_the_sear
 
 
 @pytest.mark.parametrize(("profile", "cores", "ahead"), [("h200-141g", 16, True), ("h200-141g", 4, False)])
-def test_nothing_is_started_ahead_where_it_would_be_felt(profile: str, cores: int, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_started_ahead_where_it_would_be_felt(
+    profile: str, cores: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(room, "COMMAND", (sys.executable, "-c", "import sys; sys.stdin.read()"))
     children = Children.on(hardware_as(profile, cores))
     with children.take(""):
@@ -189,15 +220,22 @@ def test_nothing_is_started_ahead_where_it_would_be_felt(profile: str, cores: in
     children.close()
 
 
-def test_long_steps_need_no_round_that_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_steps_need_no_round_that_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(room, "UNMOVED_S", 0.0)
     measured = measure_together([trial(tmp_path, name="a"), trial(tmp_path, name="b")])
     assert [len(each.blocks_s) for each in measured] == [6, 6]
     assert (tmp_path / "log").read_text() == "ab" + "baab" * 2 + "ba"
 
 
-def test_the_allocator_is_set_before_the_child_starts_and_a_users_own_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    show = "import os, sys, json; sys.stdin.readline(); print(json.dumps({'conf': os.environ.get('PYTORCH_CUDA_ALLOC_CONF')}), flush=True)"
+def test_the_allocator_is_set_before_the_child_starts_and_a_users_own_wins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    show = (
+        "import os, sys, json; sys.stdin.readline(); print(json.dumps({'conf':"
+        " os.environ.get('PYTORCH_CUDA_ALLOC_CONF')}), flush=True)"
+    )
     monkeypatch.setattr(room, "COMMAND", (sys.executable, "-c", show))
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
@@ -211,7 +249,9 @@ def test_the_allocator_is_set_before_the_child_starts_and_a_users_own_wins(monke
 IDLE = "child = room.Child(); print(child._process.pid, flush=True); time.sleep(600)"
 BUSY = """room.Child().ask({"do": "start", "workload": "builtins:exec", "setting": sys.argv[2]}, 600)"""
 AT_WORK = "import os; open({path!r}, 'w').write(str(os.getpid()))\nwhile True: pass"
-WITHOUT_LINUX = "from redline.tune import lifeline; lifeline._signalled_when_parent_ends = lambda: False; lifeline.main()"
+WITHOUT_LINUX = (
+    "from redline.tune import lifeline; lifeline._signalled_when_parent_ends = lambda: False; lifeline.main()"
+)
 
 
 def _gone(pid: int, within_s: float) -> bool:
@@ -224,7 +264,10 @@ def _gone(pid: int, within_s: float) -> bool:
 
 
 def _parent(then: str, *arguments: str) -> list[str]:
-    begin = "import sys, time\nfrom redline.tune import trial as room\nroom.COMMAND = (sys.executable, *sys.argv[1].split(' ', 1))\n"
+    begin = (
+        "import sys, time\nfrom redline.tune import trial as room\nroom.COMMAND = (sys.executable,"
+        " *sys.argv[1].split(' ', 1))\n"
+    )
     return [sys.executable, "-c", begin + then, *arguments]
 
 
@@ -251,9 +294,13 @@ def test_a_child_at_work_ends_when_its_parent_is_killed(tmp_path: Path, command:
 
 def test_a_child_ends_with_its_parent_also_while_it_imports_torch(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    (tmp_path / "torch.py").write_text(f"import os, time\nopen({str(pid_file)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)")
+    (tmp_path / "torch.py").write_text(
+        f"import os, time\nopen({str(pid_file)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    )
     environment = dict(os.environ, PYTHONPATH=str(tmp_path))
-    with subprocess.Popen(_parent(IDLE, "-m redline.tune.lifeline"), env=environment, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        _parent(IDLE, "-m redline.tune.lifeline"), env=environment, stdout=subprocess.DEVNULL
+    ) as process:
         deadline_s = time.monotonic() + 60
         while not (pid_file.exists() and pid_file.read_text()):
             assert time.monotonic() < deadline_s, "torch was not imported"
@@ -263,7 +310,11 @@ def test_a_child_ends_with_its_parent_also_while_it_imports_torch(tmp_path: Path
 
 
 def test_a_child_whose_parent_was_killed_before_it_could_look_does_not_begin(tmp_path: Path) -> None:
-    request = {"do": "start", "workload": "builtins:exec", "setting": AT_WORK.format(path=str(tmp_path / "pid"))}
+    request = {
+        "do": "start",
+        "workload": "builtins:exec",
+        "setting": AT_WORK.format(path=str(tmp_path / "pid")),
+    }
     nobody = subprocess.Popen([sys.executable, "-c", ""])
     nobody.wait()
     command = [sys.executable, "-m", "redline.tune.lifeline", str(nobody.pid)]
@@ -278,14 +329,20 @@ def test_what_a_child_wrote_goes_with_it(tmp_path: Path, monkeypatch: pytest.Mon
     writes = "import os, tempfile\ntempfile.mkdtemp(dir=os.environ['REDLINE_TRIAL_FOLDER'])\n"
     monkeypatch.setattr(room, "COMMAND", (sys.executable, "-c", writes + SCRIPT))
     with Child() as child:
-        measured = measure(trial(tmp_path, kind, at=2, limit_s=2.0, pid_file=str(tmp_path / "pid")), child=child)
+        measured = measure(
+            trial(tmp_path, kind, at=2, limit_s=2.0, pid_file=str(tmp_path / "pid")), child=child
+        )
         assert bool(list(tmp_path.glob("redline-trial-*/*"))) == (measured.outcome == "ok")
     assert not list(tmp_path.glob("redline-trial-*"))
 
 
-def test_the_next_trial_removes_what_a_killed_parent_left_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_trial_removes_what_a_killed_parent_left_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left, young, foreign = (tmp_path / name for name in ("redline-trial-left", "redline-trial-young", "other"))
+    left, young, foreign = (
+        tmp_path / name for name in ("redline-trial-left", "redline-trial-young", "other")
+    )
     for folder in (left, young, foreign):
         (folder / "run").mkdir(parents=True)
     (tmp_path / "redline-trial-link").symlink_to(foreign)
@@ -300,12 +357,16 @@ def test_the_next_trial_removes_what_a_killed_parent_left_and_nothing_else(tmp_p
     at_work.close()
 
 
-def test_a_training_writes_its_run_where_its_parent_cleans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_writes_its_run_where_its_parent_cleans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from redline.tune.child import Training
 
     monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv(SCRATCH, str(tmp_path))
-    recipe = load_recipe("nano", ["model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.ffn_size=64"])
+    recipe = load_recipe(
+        "nano", ["model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.ffn_size=64"]
+    )
     training = Training(train_trial(recipe, make_plan(recipe, hardware_here(read_facts(), None))).setting)
     try:
         assert list(tmp_path.glob("*/checkpoints"))

@@ -5,7 +5,14 @@ import sys
 
 import pytest
 
-from redline.record.units import format_bytes, format_count, format_duration, format_rate, format_share, sparkline
+from redline.record.units import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_rate,
+    format_share,
+    sparkline,
+)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +57,13 @@ def test_count(count: float | None, text: str) -> None:
 def test_rate_and_share() -> None:
     assert format_rate(41_234, "tok") == "41.2k tok/s"
     assert format_rate(None, "tok") == format_share(None) == "–"
-    assert [format_share(share) for share in (0, 0.4684, 1, 12, math.nan)] == ["0.0 %", "46.8 %", "100.0 %", "1200.0 %", "nan %"]
+    assert [format_share(share) for share in (0, 0.4684, 1, 12, math.nan)] == [
+        "0.0 %",
+        "46.8 %",
+        "100.0 %",
+        "1200.0 %",
+        "nan %",
+    ]
 
 
 @pytest.mark.parametrize(

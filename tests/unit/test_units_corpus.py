@@ -1,4 +1,5 @@
-"""The demo's corpus: nothing in it gives a held-out question away, the same seed gives the same text, and the styles have their shares."""
+"""The demo's corpus: nothing in it gives a held-out question away, the same seed gives the same text, and the
+styles have their shares."""
 
 import json
 import math
@@ -25,13 +26,20 @@ def corpus() -> list[str]:
 
 
 def unit_of(family: str, spelling: str) -> int:
-    return next(place for place, (_, names) in enumerate(units.FAMILIES[family]) if spelling in names.split(","))
+    return next(
+        place for place, (_, names) in enumerate(units.FAMILIES[family]) if spelling in names.split(",")
+    )
 
 
 def key(meta) -> tuple[int, ...]:
     """What the splits are disjoint by: unit, unit, number, whatever the spelling."""
     family = meta["family"]
-    return list(units.FAMILIES).index(family), unit_of(family, meta["from"]), unit_of(family, meta["to"]), meta["number"]
+    return (
+        list(units.FAMILIES).index(family),
+        unit_of(family, meta["from"]),
+        unit_of(family, meta["to"]),
+        meta["number"],
+    )
 
 
 def products(*splits: str) -> set[tuple[int, Fraction]]:
@@ -54,8 +62,12 @@ def test_no_question_of_the_held_out_splits_is_in_it(corpus):
     asked = set()
     for question, _ in filter(None, map(exercise, corpus)):
         number, source, target = units.parse_question(question)
-        asked.add(key({"family": units._family(source, target), "from": source, "to": target, "number": number}))
-    held_out = {key(question.meta) for split in ("valid", "test") for question in units.generate(split, None, 0)}
+        asked.add(
+            key({"family": units._family(source, target), "from": source, "to": target, "number": number})
+        )
+    held_out = {
+        key(question.meta) for split in ("valid", "test") for question in units.generate(split, None, 0)
+    }
     assert len(asked) > 900
     assert not asked & held_out
 
@@ -72,7 +84,12 @@ def test_tables_and_facts_are_true(corpus):
     for line in lines:
         number, factor, product = re.fullmatch(r"(\d+) \* (\S+) = (\S+)", line).groups()
         assert Fraction(number) * Fraction(factor) == Fraction(product), line
-    facts = [found for text in corpus if exercise(text) is None for found in re.findall(r"There are (\S+) ([^.]+?) in 1 ([^.]+)\.", text)]
+    facts = [
+        found
+        for text in corpus
+        if exercise(text) is None
+        for found in re.findall(r"There are (\S+) ([^.]+?) in 1 ([^.]+)\.", text)
+    ]
     assert len(lines) > 10_000
     assert len(facts) > 1_000
     for factor, target, source in facts:
@@ -85,9 +102,14 @@ def within(count: int, total: int, share: float) -> bool:
 
 
 def test_kinds_and_styles_have_their_shares(corpus):
-    kinds = Counter("exercise" if exercise(text) else "table" if " * " in text else "facts" for text in corpus)
+    kinds = Counter(
+        "exercise" if exercise(text) else "table" if " * " in text else "facts" for text in corpus
+    )
     assert all(within(kinds[kind], len(corpus), share) for kind, share in KINDS.items()), kinds
-    patterns = [re.escape(t).replace(r"\{n\}", r"\d+").replace(r"\{a\}", ".+").replace(r"\{b\}", ".+") for t in units.TEMPLATES]
+    patterns = [
+        re.escape(t).replace(r"\{n\}", r"\d+").replace(r"\{a\}", ".+").replace(r"\{b\}", ".+")
+        for t in units.TEMPLATES
+    ]
     often = re.compile("|".join(patterns[place] for place in OFTEN_TAGGED))
     styles: dict[bool, Counter] = {False: Counter(), True: Counter()}
     for question, answer in filter(None, map(exercise, corpus)):
@@ -95,7 +117,10 @@ def test_kinds_and_styles_have_their_shares(corpus):
         styles[bool(often.fullmatch(question))][style] += 1
     for habit, found in styles.items():
         assert found.total() > 2000
-        assert all(within(found[style], found.total(), shares[habit]) for style, shares in STYLES.items()), (habit, found)
+        assert all(within(found[style], found.total(), shares[habit]) for style, shares in STYLES.items()), (
+            habit,
+            found,
+        )
 
 
 def test_reasoned_answers_are_mostly_right_and_guesses_mostly_wrong(corpus):

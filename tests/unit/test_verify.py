@@ -1,4 +1,5 @@
-"""`redline verify` on a CPU: an honest plan passes, and every planted lie is found by the check that it is about."""
+"""`redline verify` on a CPU: an honest plan passes, and every planted lie is found by the check that it is
+about."""
 
 import json
 import shutil
@@ -31,7 +32,8 @@ from redline.tune.store import Result, TuningFolder, tuning_folder
 from redline.tune.verify import Check, verify
 
 TINY = [
-    "model.num_layers=2", "model.hidden_size=32", "model.num_heads=2", "model.ffn_size=64", "model.context_length=32", "data.seq_len=32",
+    "model.num_layers=2", "model.hidden_size=32", "model.num_heads=2", "model.ffn_size=64",
+    "model.context_length=32", "data.seq_len=32",
     "train.batch_size=4", "model.vocab_size=512",
 ]  # fmt: skip
 RECIPE = load_recipe("nano", TINY)
@@ -53,7 +55,11 @@ def checks(plan: Plan, recipe: Recipe = RECIPE) -> dict[str, Check]:
 
 
 def failed(found: dict[str, Check]) -> set[str]:
-    return {name for name, check in found.items() if check.status == "failed" and name != "loader ahead of the step"}
+    return {
+        name
+        for name, check in found.items()
+        if check.status == "failed" and name != "loader ahead of the step"
+    }
 
 
 @pytest.mark.parametrize(
@@ -99,7 +105,9 @@ def test_an_attention_kernel_that_was_not_asked_for_is_found(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("explicit", [1, 2])
-def test_blocks_that_do_not_use_the_planned_kernel_are_found(monkeypatch: pytest.MonkeyPatch, explicit: int) -> None:
+def test_blocks_that_do_not_use_the_planned_kernel_are_found(
+    monkeypatch: pytest.MonkeyPatch, explicit: int
+) -> None:
     build = execution.build
 
     def partly(*given: Any) -> Any:
@@ -133,11 +141,14 @@ CUDNN, FLASH, EFFICIENT = (room.FUSED_ATTENTION[kernel][0] for kernel in ("cudnn
         ("flash off", {room.ATTENTION: 2, FLASH: 1}, "", "not checked"),
         ("flash off", {room.ATTENTION: 2, FLASH: 1, room.EXPLICIT_ATTENTION: 1}, "", "failed"),
         ("flash off", {room.ATTENTION: 1, FLASH: 1}, "", "failed"),
-        ("flash off", {room.ATTENTION: 3, FLASH: 3}, "", "failed"),  # a block is not computed again, or not by torch
+        # a block is not computed again, or not by torch
+        ("flash off", {room.ATTENTION: 3, FLASH: 3}, "", "failed"),
         ("flash off", {room.ATTENTION: 4, FLASH: 4}, "", "passed"),
     ],
 )
-def test_attention_on_a_gpu_is_that_of_every_block(plan: str, seen: dict[str, int], kernels: str, status: str) -> None:
+def test_attention_on_a_gpu_is_that_of_every_block(
+    plan: str, seen: dict[str, int], kernels: str, status: str
+) -> None:
     """On paper: what is in the trace of two blocks."""
     wanted, _, compiled = plan.partition(" ")
     case: Any = SimpleNamespace(
@@ -184,7 +195,8 @@ def test_a_number_read_inside_the_pass_is_found(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(transformer.FeedForward, "forward", reading)
     found = checks(plan_for())
     assert failed(found) == {"no hidden sync"}
-    assert found["no hidden sync"].evidence.startswith("3 number(s)")  # a block each, and one that the loop reads
+    # a block each, and one that the loop reads
+    assert found["no hidden sync"].evidence.startswith("3 number(s)")
 
 
 def test_a_number_read_by_the_loop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +211,9 @@ def test_a_number_read_by_the_loop_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(loop, "take_step", reading)
     found = checks(plan_for())
     assert failed(found) == {"no hidden sync"}
-    assert found["no hidden sync"].evidence.startswith("2 number(s) read by the host in one update, 1 expected")
+    assert found["no hidden sync"].evidence.startswith(
+        "2 number(s) read by the host in one update, 1 expected"
+    )
 
 
 @pytest.mark.parametrize(
@@ -250,17 +264,53 @@ def _follows(monkeypatch: pytest.MonkeyPatch, runs_with: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("plan", "seen", "status"),
     [
-        ({"recompute": "full", "compile": "default"}, {"aten::_scaled_dot_product_cudnn_attention": 2}, "not checked"),
-        ({"recompute": "full", "compile": "default"}, {"aten::_scaled_dot_product_cudnn_attention": 4}, "passed"),
-        ({"recompute": "none", "compile": "default"}, {"aten::_scaled_dot_product_cudnn_attention": 4}, "failed"),
-        ({"recompute": "none", "compile": "default"}, {"aten::_scaled_dot_product_cudnn_attention": 2}, "passed"),
-        ({"recompute": "selective", "compile": "default"}, {"aten::_scaled_dot_product_cudnn_attention": 2}, "not checked"),
-        ({"recompute": "none", "compile": "default"}, {"aten::_scaled_dot_product_cudnn_attention": 1}, "not checked"),
-        ({"recompute": "full", "compile": "default"}, {"aten::_scaled_dot_product_cudnn_attention": 3}, "not checked"),
+        (
+            {"recompute": "full", "compile": "default"},
+            {"aten::_scaled_dot_product_cudnn_attention": 2},
+            "not checked",
+        ),
+        (
+            {"recompute": "full", "compile": "default"},
+            {"aten::_scaled_dot_product_cudnn_attention": 4},
+            "passed",
+        ),
+        (
+            {"recompute": "none", "compile": "default"},
+            {"aten::_scaled_dot_product_cudnn_attention": 4},
+            "failed",
+        ),
+        (
+            {"recompute": "none", "compile": "default"},
+            {"aten::_scaled_dot_product_cudnn_attention": 2},
+            "passed",
+        ),
+        (
+            {"recompute": "selective", "compile": "default"},
+            {"aten::_scaled_dot_product_cudnn_attention": 2},
+            "not checked",
+        ),
+        (
+            {"recompute": "none", "compile": "default"},
+            {"aten::_scaled_dot_product_cudnn_attention": 1},
+            "not checked",
+        ),
+        (
+            {"recompute": "full", "compile": "default"},
+            {"aten::_scaled_dot_product_cudnn_attention": 3},
+            "not checked",
+        ),
         ({"recompute": "none", "compile": "default"}, {}, "not checked"),
         ({"recompute": "none", "compile": "off"}, {}, "not checked"),
-        ({"recompute": "selective", "compile": "off"}, dict.fromkeys((room.ATTENTION, room.FUSED_ATTENTION["flash"][0]), 4), "not checked"),
-        ({"recompute": "full", "compile": "off"}, dict.fromkeys((room.ATTENTION, room.FUSED_ATTENTION["flash"][0]), 4), "passed"),
+        (
+            {"recompute": "selective", "compile": "off"},
+            dict.fromkeys((room.ATTENTION, room.FUSED_ATTENTION["flash"][0]), 4),
+            "not checked",
+        ),
+        (
+            {"recompute": "full", "compile": "off"},
+            dict.fromkeys((room.ATTENTION, room.FUSED_ATTENTION["flash"][0]), 4),
+            "passed",
+        ),
     ],
 )
 def test_recomputation_on_a_gpu_is_not_called_failed_where_it_cannot_be_seen(
@@ -268,7 +318,8 @@ def test_recomputation_on_a_gpu_is_not_called_failed_where_it_cannot_be_seen(
 ) -> None:
     """On paper: what is in the trace of two blocks."""
     case: Any = SimpleNamespace(
-        plan=SimpleNamespace(**plan), recipe=RECIPE, cuda=True, in_pass=evidence.Seen(operations=Counter(seen))
+        plan=SimpleNamespace(**plan), recipe=RECIPE, cuda=True,
+        in_pass=evidence.Seen(operations=Counter(seen))
     )  # fmt: skip
     assert room._recompute(case).status == status
 
@@ -330,7 +381,9 @@ def test_evidence_weighs_products_by_their_size() -> None:
     assert seen.products == pytest.approx({"fp32": 8**3 / (8**3 + 64**3), "bf16": 64**3 / (8**3 + 64**3)})
 
 
-def test_the_command_says_so_in_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_so_in_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     sets = [part for text in TINY for part in ("--set", text)]
     monkeypatch.setattr("redline.tune.verify.DATA_SHARE", 1.0)
     assert main(["verify", "nano", *sets, "--json"]) == 0
@@ -345,7 +398,13 @@ def test_the_tuned_plan_is_verified_and_the_corpus_tokenised_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "corpus.txt").write_text("a few words of no meaning, many times over. " * 2000)
-    sets = [*TINY, "model.vocab_size=300", f"data.source={tmp_path / 'corpus.txt'}", "data.valid_fraction=0", "train.eval_every=0"]
+    sets = [
+        *TINY,
+        "model.vocab_size=300",
+        f"data.source={tmp_path / 'corpus.txt'}",
+        "data.valid_fraction=0",
+        "train.eval_every=0",
+    ]
     command = ["verify", "nano", *(part for text in sets for part in ("--set", text)), "--plan", "auto"]
     asked: list[Plan] = []
 
@@ -361,7 +420,17 @@ def test_the_tuned_plan_is_verified_and_the_corpus_tokenised_first(
     rules = make_plan(recipe, hardware_here(facts, None))
     assert main(command) == 0
     assert "was not tuned on this machine" in said[-1]
-    result = Result(tuned_at="then", ratio=1.5, low=1.4, high=1.6, paired=True, tokens_per_s=1.0, trials=1, elapsed_s=1.0, untried=())
+    result = Result(
+        tuned_at="then",
+        ratio=1.5,
+        low=1.4,
+        high=1.6,
+        paired=True,
+        tokens_per_s=1.0,
+        trials=1,
+        elapsed_s=1.0,
+        untried=(),
+    )
     with TuningFolder(tuning_folder(facts, rules)) as folder:
         folder.finish(replace(rules, micro_batch=1, accumulation=4), result)
     shutil.rmtree(cache_folder() / "data")
@@ -371,7 +440,8 @@ def test_the_tuned_plan_is_verified_and_the_corpus_tokenised_first(
 
 
 @pytest.mark.parametrize(
-    ("launches", "kernels", "status"), [(4, 20, "passed"), (0, 20, "failed"), (3, 20, "failed"), (0, 0, "not checked"), (4, 0, "passed")]
+    ("launches", "kernels", "status"),
+    [(4, 20, "passed"), (0, 20, "failed"), (3, 20, "failed"), (0, 0, "not checked"), (4, 0, "passed")],
 )
 def test_graphs_are_not_checked_where_the_profiler_sees_no_gpu(
     monkeypatch: pytest.MonkeyPatch, launches: int, kernels: int, status: str
@@ -380,7 +450,10 @@ def test_graphs_are_not_checked_where_the_profiler_sees_no_gpu(
 
     @contextmanager
     def profiled() -> Any:
-        yield evidence.Seen(operations=Counter(cudaGraphLaunch=launches), kernels=Counter(kernel=kernels) if kernels else Counter())
+        yield evidence.Seen(
+            operations=Counter(cudaGraphLaunch=launches),
+            kernels=Counter(kernel=kernels) if kernels else Counter(),
+        )
 
     decoder = MagicMock(describe=lambda **_: (None, None))
     monkeypatch.setattr(room, "Decoder", lambda *_, **__: decoder)
@@ -391,7 +464,9 @@ def test_graphs_are_not_checked_where_the_profiler_sees_no_gpu(
     assert ("CUPTI" in check.evidence) == (status == "not checked")
 
 
-def test_what_was_not_checked_is_said_and_is_no_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_not_checked_is_said_and_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = [Check(name="CUDA graphs of generation", status="not checked", evidence="no CUPTI")]
     monkeypatch.setattr(room, "verify", lambda *_, **__: found)
     assert main(["verify", "nano"]) == 0
@@ -401,9 +476,15 @@ def test_what_was_not_checked_is_said_and_is_no_failure(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("waits", "status"), [(0, "passed"), (1, "failed")])
-def test_the_detectors_own_notice_is_no_sync(monkeypatch: pytest.MonkeyPatch, waits: int, status: str) -> None:
-    """On paper: torch says once, when its detector is switched on, that it is a prototype that misses some synchronizing operations."""
-    notice = "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
+def test_the_detectors_own_notice_is_no_sync(
+    monkeypatch: pytest.MonkeyPatch, waits: int, status: str
+) -> None:
+    """On paper: torch says once, when its detector is switched on, that it is a prototype that misses some
+    synchronizing operations."""
+    notice = (
+        "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing"
+        " operations"
+    )
     modes: list[str] = []
 
     def switch(mode: str) -> None:

@@ -1,4 +1,5 @@
-"""`redline verify` of an RFT recipe on a CPU: an honest engine and update pass, and every planted lie is found by its check."""
+"""`redline verify` of an RFT recipe on a CPU: an honest engine and update pass, and every planted lie is
+found by its check."""
 
 import json
 from collections import Counter
@@ -35,23 +36,36 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def checks(recipe: Path, *overrides: str, **environment: str) -> dict[str, Check]:
     given = load_rft(str(recipe), ["sample.max_new_tokens=8", *overrides])
-    return {check.name: check for check in verify_rft(given, Bounds(environment=environment), progress=lambda text: None)}
+    return {
+        check.name: check
+        for check in verify_rft(given, Bounds(environment=environment), progress=lambda text: None)
+    }
 
 
 def failed(found: dict[str, Check]) -> set[str]:
     return {name for name, check in found.items() if check.status == "failed"}
 
 
-@pytest.mark.parametrize(("overrides", "environment"), [((), {}), (("train.method=full",), {}), ((), {"A100_BATCH_SIZE": "2"})])
-def test_an_honest_recipe_passes(recipe: Path, overrides: tuple[str, ...], environment: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "environment"), [((), {}), (("train.method=full",), {}), ((), {"A100_BATCH_SIZE": "2"})]
+)
+def test_an_honest_recipe_passes(
+    recipe: Path, overrides: tuple[str, ...], environment: dict[str, str]
+) -> None:
     found = checks(recipe, *overrides, **environment)
     assert failed(found) == set(), found
-    assert found["CUDA graph of the update"].status == found["CUDA graphs of generation"].status == "not applicable"
+    assert (
+        found["CUDA graph of the update"].status
+        == found["CUDA graphs of generation"].status
+        == "not applicable"
+    )
     assert (found["adapters merged and un-merged"].status == "not applicable") == bool(overrides)
     assert f"{2 if environment else 8} examples one by one" in found["packed rows"].evidence
 
 
-def test_sequences_of_a_row_that_see_each_other_are_found(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_of_a_row_that_see_each_other_are_found(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def as_one(q_THC: Any, k_TKC: Any, v_TKC: Any, packing: Any) -> Any:
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THC, k_TKC, v_TKC))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
@@ -61,10 +75,15 @@ def test_sequences_of_a_row_that_see_each_other_are_found(recipe: Path, monkeypa
 
 
 def test_a_precision_that_is_not_the_plans_is_found(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "plan_precision", lambda bf16: ("bf16", Why(reason="said so", source="rule")))
+    monkeypatch.setattr(
+        session, "plan_precision", lambda bf16: ("bf16", Why(reason="said so", source="rule"))
+    )
     found = checks(recipe)
     assert failed(found) == {"precision of matrix products"}
-    assert "plan says bf16; multiplications by input dtype: fp32 100.0%" in found["precision of matrix products"].evidence
+    assert (
+        "plan says bf16; multiplications by input dtype: fp32 100.0%"
+        in found["precision of matrix products"].evidence
+    )
 
 
 def test_explicit_attention_is_found(recipe: Path) -> None:
@@ -88,7 +107,9 @@ def test_adapters_that_leave_a_trace_are_found(recipe: Path, monkeypatch: pytest
     assert "un-merged to other bits" in found["adapters merged and un-merged"].evidence
 
 
-def test_log_probabilities_of_another_distribution_are_found(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probabilities_of_another_distribution_are_found(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = LocalEngine.run
 
     def colder(engine: LocalEngine, requests: Any) -> Iterator[Completion]:
@@ -100,11 +121,23 @@ def test_log_probabilities_of_another_distribution_are_found(recipe: Path, monke
 
 @pytest.mark.parametrize(
     ("captured", "launches", "kernels", "status"),
-    [(3, 1, 1, "passed"), (3, 1, 0, "passed"), (3, 0, 900, "failed"), (0, 0, 900, "failed"), (0, 0, 0, "failed"), (3, 0, 0, "not checked")],
+    [
+        (3, 1, 1, "passed"),
+        (3, 1, 0, "passed"),
+        (3, 0, 900, "failed"),
+        (0, 0, 900, "failed"),
+        (0, 0, 0, "failed"),
+        (3, 0, 0, "not checked"),
+    ],
 )
-def test_the_graph_of_an_update_is_captured_and_launched_once(captured: int, launches: int, kernels: int, status: str) -> None:
+def test_the_graph_of_an_update_is_captured_and_launched_once(
+    captured: int, launches: int, kernels: int, status: str
+) -> None:
     """On paper."""
-    seen = Seen(operations=Counter(cudaGraphLaunch=launches), kernels=Counter(kernel=kernels) if kernels else Counter())
+    seen = Seen(
+        operations=Counter(cudaGraphLaunch=launches),
+        kernels=Counter(kernel=kernels) if kernels else Counter(),
+    )
     graphs = SimpleNamespace(graphs=dict.fromkeys(range(captured))) if captured else None
     case: Any = SimpleNamespace(cuda=True, in_update=seen, tuner=SimpleNamespace(graphs=graphs))
     assert room._update_graph(case).status == status
@@ -124,12 +157,19 @@ def test_the_graph_of_an_update_is_captured_and_launched_once(captured: int, lau
 def test_packed_attention_on_a_gpu(precision: str, seen: dict[str, int], status: str) -> None:
     """On paper: what is in the trace of two blocks."""
     model = SimpleNamespace(config=SimpleNamespace(num_layers=2))
-    case: Any = SimpleNamespace(cuda=True, precision=precision, model=model, in_pass=Seen(operations=Counter(seen)))
+    case: Any = SimpleNamespace(
+        cuda=True, precision=precision, model=model, in_pass=Seen(operations=Counter(seen))
+    )
     assert room._attention(case).status == status
 
 
 def test_the_command_takes_either_kind_of_recipe(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert [workload_of(name) for name in ("nano", "rft/demo", str(recipe), "no such")] == ["pretrain", "rft", "rft", "pretrain"]
+    assert [workload_of(name) for name in ("nano", "rft/demo", str(recipe), "no such")] == [
+        "pretrain",
+        "rft",
+        "rft",
+        "pretrain",
+    ]
     assert main(["verify", str(recipe), "--set", "sample.max_new_tokens=4", "--json"]) == 0
     assert {row["status"] for row in json.loads(capsys.readouterr().out)} == {"passed", "not applicable"}
     assert main(["verify", str(recipe), "--plan", "auto"]) == 2

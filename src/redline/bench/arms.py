@@ -1,12 +1,15 @@
-"""The arms of `redline bench train`, each run in a process of its own: `python -m redline.bench.arms '{"arm": "loop", ...}'`.
+"""The arms of `redline bench train`, each run in a process of its own: `python -m redline.bench.arms '{"arm":
+"loop", ...}'`.
 
-`loop`   the real training loop (turns of `Trainer`: loader, clipping, logging, instruments), and interleaved with it in the same
+`loop`   the real training loop (turns of `Trainer`: loader, clipping, logging, instruments), and interleaved
+with it in the same
          process, on the same compiled model: the loop without instruments, and the bare step (one batch on the GPU, no loader, no record).
-`plain`  what plain PyTorch gives: the same model under autocast, compiled whole, torch's own attention choice and cross entropy.
-`hf`     Hugging Face's Trainer on its own model of the same shape, with the same data, batch, passes and optimiser.
+`plain`  what plain PyTorch gives: the same model under autocast, compiled whole, torch's own attention choice
+and cross entropy. `hf`     Hugging Face's Trainer on its own model of the same shape, with the same data,
+batch, passes and optimiser.
 
-A block of steps is timed between two synchronisations; a result is the median over blocks with the interval of all of them (six
-blocks: 97 % confidence for the median). The last line printed is the result as JSON.
+A block of steps is timed between two synchronisations; a result is the median over blocks with the interval
+of all of them (six blocks: 97 % confidence for the median). The last line printed is the result as JSON.
 """
 
 import json
@@ -67,7 +70,14 @@ def _loop(task: Task, recipe: Recipe, plan: Plan, process: Process) -> dict[str,
     endless = replace(recipe, train=replace(recipe.train, steps=10**9, eval_every=0, checkpoint_every=0))
     with tempfile.TemporaryDirectory() as run, RunFolder(Path(run)) as folder:
         corpus = open_corpus(recipe, Path(run), process, None)
-        job = Job(recipe=endless, plan=plan, source=corpus.train, data_fingerprint=corpus.fingerprint, run=Path(run), folder=folder)
+        job = Job(
+            recipe=endless,
+            plan=plan,
+            source=corpus.train,
+            data_fingerprint=corpus.fingerprint,
+            run=Path(run),
+            folder=folder,
+        )
         trainer = Trainer(job, process)
         seeing, blind = trainer.instruments, _Blind()
         inputs, targets = (t.to(process.device) for t in _first_batch(trainer))
@@ -79,13 +89,16 @@ def _loop(task: Task, recipe: Recipe, plan: Plan, process: Process) -> dict[str,
 
         def bare_step() -> None:
             tokens = float(recipe.tokens_per_step)
-            take_step(trainer.learner, inputs, targets, micro_batch=plan.micro_batch, tokens=tokens, lr_factor=1.0)
+            take_step(
+                trainer.learner, inputs, targets, micro_batch=plan.micro_batch, tokens=tokens, lr_factor=1.0
+            )
 
         trainer.turn()
         synchronize()
         first_step_s = time.perf_counter() - started_s
         arms = {"loop": trainer.turn, "loop_without_instruments": turn_blind, "bare": bare_step}
-        # The last line of a block is written while its clock still runs, and timing begins afresh before the next block.
+        # The last line of a block is written while its clock still runs, and timing begins afresh before the
+        # next block.
         speeds = _interleave(arms, task, recipe, first={"loop": trainer.drain}, last={"loop": trainer.drain})
         trainer.close()
         return {
@@ -137,15 +150,28 @@ def _plain(task: Task, recipe: Recipe, plan: Plan, process: Process) -> dict[str
     learner = Learner(model, make_optimizers(model, recipe.train), process, recipe.train.clip_norm)
     learner.model = _Called(model, autocast_forward)  # type: ignore[assignment]
     shape = (recipe.train.batch_size, recipe.data.seq_len)
-    inputs, targets = (torch.randint(0, recipe.model.vocab_size, shape, device=process.device) for _ in range(2))
+    inputs, targets = (
+        torch.randint(0, recipe.model.vocab_size, shape, device=process.device) for _ in range(2)
+    )
 
     def step() -> None:
-        take_step(learner, inputs, targets, micro_batch=plan.micro_batch, tokens=float(recipe.tokens_per_step), lr_factor=1.0)
+        take_step(
+            learner,
+            inputs,
+            targets,
+            micro_batch=plan.micro_batch,
+            tokens=float(recipe.tokens_per_step),
+            lr_factor=1.0,
+        )
 
     step()
     synchronize()
     first_step_s = time.perf_counter() - started_s
-    return {"speeds": _interleave({"plain": step}, task, recipe, {}, {}), "first_step_s": first_step_s, "memory": _memory(process)}
+    return {
+        "speeds": _interleave({"plain": step}, task, recipe, {}, {}),
+        "first_step_s": first_step_s,
+        "memory": _memory(process),
+    }
 
 
 class _Called:
@@ -193,9 +219,18 @@ def _hf(task: Task, recipe: Recipe, plan: Plan, process: Process) -> dict[str, A
             use_cpu=process.device.type == "cpu",
         )
         clock = _clock(transformers, task, started_s)
-        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=_Windows(corpus.train, recipe, steps), callbacks=[clock])
+        trainer = transformers.Trainer(
+            model=model,
+            args=arguments,
+            train_dataset=_Windows(corpus.train, recipe, steps),
+            callbacks=[clock],
+        )
         trainer.train()
-    return {"speeds": {"hf": _summary(clock.blocks, recipe, task)}, "first_step_s": clock.first_step_s, "memory": _memory(process)}
+    return {
+        "speeds": {"hf": _summary(clock.blocks, recipe, task)},
+        "first_step_s": clock.first_step_s,
+        "memory": _memory(process),
+    }
 
 
 class _Windows(torch.utils.data.Dataset):
@@ -209,7 +244,9 @@ class _Windows(torch.utils.data.Dataset):
         return self.length
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        row = self.dataset.read_windows(np.array([index % self.dataset.windows(self.seq_len)]), self.seq_len)[0]
+        row = self.dataset.read_windows(np.array([index % self.dataset.windows(self.seq_len)]), self.seq_len)[
+            0
+        ]
         tokens = torch.from_numpy(row[:-1].copy())
         return {"input_ids": tokens, "labels": tokens}  # its models shift the labels themselves
 
@@ -248,8 +285,8 @@ def _interleave(
     first: dict[str, Callable[[], Any]],
     last: dict[str, Callable[[], Any]],
 ) -> dict[str, Any]:
-    """Blocks of each arm in turn, so that a drift of the clocks falls on all of them; the first round is warm-up. `first` runs before an
-    arm's block and `last` at its end, inside its time."""
+    """Blocks of each arm in turn, so that a drift of the clocks falls on all of them; the first round is
+    warm-up. `first` runs before an arm's block and `last` at its end, inside its time."""
     times: dict[str, list[float]] = {name: [] for name in arms}
     for round_ in range(task.blocks + 1):
         for name, step in arms.items():

@@ -1,10 +1,13 @@
-"""`redline bench finetune`: LoRA fine-tuning beside Hugging Face's Trainer with PEFT, same rows, order and adapters. No torch here.
+"""`redline bench finetune`: LoRA fine-tuning beside Hugging Face's Trainer with PEFT, same rows, order and
+adapters. No torch here.
 
-    path = bench_finetune("full", facts, out=Path("benchmarks"))      # writes finetune_<hardware>_<date>.{json,md}
+    # writes finetune_<hardware>_<date>.{json,md}
+    path = bench_finetune("full", facts, out=Path("benchmarks"))
 
-All arms run one after the other in one process of their own (finetune_arms.py) that prints a line of JSON for each, so what was
-measured before a crash stays. Rows are random tokens with lengths like those of the unit-conversion task: speed and loss curve depend
-on lengths and not on meaning. Left out: accuracy, which is `redline rft test`'s.
+All arms run one after the other in one process of their own (finetune_arms.py) that prints a line of JSON for
+each, so what was measured before a crash stays. Rows are random tokens with lengths like those of the
+unit-conversion task: speed and loss curve depend on lengths and not on meaning. Left out: accuracy, which is
+`redline rft test`'s.
 """
 
 import json
@@ -57,22 +60,28 @@ class Setting:
 SETTINGS = {
     "full": Setting(
         model=ModelConfig(
-            vocab_size=49152, num_layers=32, hidden_size=960, num_heads=15, num_kv_heads=5, ffn_size=2560, context_length=2048,
+            vocab_size=49152, num_layers=32, hidden_size=960, num_heads=15, num_kv_heads=5, ffn_size=2560,
+            context_length=2048,
             rope_theta=100_000.0,
         ),
-        rows=1000, prompt_tokens=(18, 36), answer_tokens=(10, 26), padded_to=128, batch_size=32, rank=16, alpha=64, lr=2e-4,
+        rows=1000, prompt_tokens=(18, 36), answer_tokens=(10, 26), padded_to=128, batch_size=32, rank=16,
+        alpha=64, lr=2e-4,
         updates={"hf-seeds": 16, "hf-best": 64, "graph": 96, "compiled": 96, "fp32": 16},
     ),
     "quick": Setting(
         model=ModelConfig(vocab_size=320, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=64, context_length=64),
-        rows=44, prompt_tokens=(3, 12), answer_tokens=(2, 9), padded_to=32, batch_size=8, rank=4, alpha=16, lr=2e-3,
+        rows=44, prompt_tokens=(3, 12), answer_tokens=(2, 9), padded_to=32, batch_size=8, rank=4, alpha=16,
+        lr=2e-3,
         updates={"hf-seeds": 6, "hf-best": 6, "graph": 18, "fp32": 6},
     ),
 }  # fmt: skip
-"""SmolLM2-360M's shape with random weights, the seeds' 1,000 rows and batch of 32; and one that a CPU shows in seconds."""
+"""SmolLM2-360M's shape with random weights, the seeds' 1,000 rows and batch of 32; and one that a CPU shows
+in seconds."""
 
 
-def bench_finetune(name: str, facts: MachineFacts, out: Path, *, arms: Sequence[str], progress: Callable[[str], None]) -> Path:
+def bench_finetune(
+    name: str, facts: MachineFacts, out: Path, *, arms: Sequence[str], progress: Callable[[str], None]
+) -> Path:
     """Run the arms and write the results; returns the path of the table."""
     setting = SETTINGS[name]
     rows: list[dict[str, Any]] = []
@@ -121,7 +130,8 @@ def _summary(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _differences(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of an arm of ours: the largest difference of the losses from each of Hugging Face's, over the updates that both made."""
+    """Of an arm of ours: the largest difference of the losses from each of Hugging Face's, over the updates
+    that both made."""
     found: dict[str, float] = {}
     if row["row"].startswith("hf") or "losses" not in row:
         return found
@@ -135,25 +145,43 @@ def _differences(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[st
 def _brief(row: dict[str, Any]) -> str:
     if "failed" in row:
         return f"failed: {row['failed']}"
-    return f"{row['rows_per_s']:,.0f} rows/s, {row['update_ms']:.1f} ms an update, first after {row['first_update_s']:.1f} s"
+    return (
+        f"{row['rows_per_s']:,.0f} rows/s, {row['update_ms']:.1f} ms an update, first after"
+        f" {row['first_update_s']:.1f} s"
+    )
 
 
 def table(title: str, facts: MachineFacts, setting: Setting, rows: Sequence[dict[str, Any]]) -> str:
     model = setting.model
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version)
     shortest, longest = (setting.prompt_tokens[i] + setting.answer_tokens[i] for i in (0, 1))
-    reference = next((row["rows_per_s"] for row in rows if row["row"] == "hf-best" and "rows_per_s" in row), None)
+    reference = next(
+        (row["rows_per_s"] for row in rows if row["row"] == "hf-best" and "rows_per_s" in row), None
+    )
     lines = [
         f"# LoRA fine-tuning on {title}",
         "",
-        f"Made by `redline bench finetune` on {time.strftime('%Y-%m-%d')}; {versions}; Python {facts.python}.",
-        *(["A tiny model, to see that everything runs: **its speeds mean nothing.**"] if setting is SETTINGS["quick"] else []),
-        f"{parameters(model).total:,} parameters ({model.num_layers} layers, width {model.hidden_size}, {model.num_heads} heads, "
-        f"{model.kv_heads} key/value heads, vocabulary {model.vocab_size:,}), random weights; LoRA of rank {setting.rank} on all linear "
-        f"layers, batch {setting.batch_size}, loss on the answers. {setting.rows:,} rows of random tokens, {shortest} to {longest} long, "
-        f"in the same order for all arms; Hugging Face's are padded to {setting.padded_to}, ours packed.",
-        "Median over blocks of updates, interval from the slowest to the fastest; tokens are those of the rows, padding not counted. The "
-        "first update's time is from the start of the training: compilation and graphs included, the model's loading not.",
+        (
+            f"Made by `redline bench finetune` on {time.strftime('%Y-%m-%d')}; {versions}; Python"
+            f" {facts.python}."
+        ),
+        *(
+            ["A tiny model, to see that everything runs: **its speeds mean nothing.**"]
+            if setting is SETTINGS["quick"]
+            else []
+        ),
+        (
+            f"{parameters(model).total:,} parameters ({model.num_layers} layers, width {model.hidden_size},"
+            f" {model.num_heads} heads, {model.kv_heads} key/value heads, vocabulary {model.vocab_size:,}),"
+            f" random weights; LoRA of rank {setting.rank} on all linear layers, batch {setting.batch_size},"
+            f" loss on the answers. {setting.rows:,} rows of random tokens, {shortest} to {longest} long, in"
+            f" the same order for all arms; Hugging Face's are padded to {setting.padded_to}, ours packed."
+        ),
+        (
+            "Median over blocks of updates, interval from the slowest to the fastest; tokens are those of the"
+            " rows, padding not counted. The first update's time is from the start of the training:"
+            " compilation and graphs included, the model's loading not."
+        ),
         "",
         "| arm | rows/s | interval | tokens/s | update | against HF's best | peak memory | first update |",
         "|---|---|---|---|---|---|---|---|",
@@ -186,10 +214,12 @@ def _findings(rows: Sequence[dict[str, Any]]) -> list[str]:
     found = []
     for row in rows:
         for other, difference in row.get("loss_differences", {}).items():
-            updates = min(len(row["losses"]), next(len(each["losses"]) for each in rows if each["row"] == other))
+            updates = min(
+                len(row["losses"]), next(len(each["losses"]) for each in rows if each["row"] == other)
+            )
             first, last = row["losses"][0], row["losses"][updates - 1]
             found.append(
-                f"- {LABELS[row['row']]} and {LABELS[other]}: {difference:.2g} over {updates} updates, in which the loss went from "
-                f"{first:.3f} to {last:.3f}."
+                f"- {LABELS[row['row']]} and {LABELS[other]}: {difference:.2g} over {updates} updates, in"
+                f" which the loss went from {first:.3f} to {last:.3f}."
             )
     return found

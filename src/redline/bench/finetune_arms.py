@@ -1,7 +1,9 @@
-"""The arms of `redline bench finetune`, all in this process: `python -m redline.bench.finetune_arms full hf-seeds graph`.
+"""The arms of `redline bench finetune`, all in this process: `python -m redline.bench.finetune_arms full
+hf-seeds graph`.
 
-Every arm starts from the same weights and adapters, reads the same rows in the same order (`packing.batches`) at a constant learning
-rate, and prints one line of JSON: its losses, and the seconds of blocks of updates. Ours is the real loop with its record on a disk.
+Every arm starts from the same weights and adapters, reads the same rows in the same order (`packing.batches`)
+at a constant learning rate, and prints one line of JSON: its losses, and the seconds of blocks of updates.
+Ours is the real loop with its record on a disk.
 """
 
 import gc
@@ -59,7 +61,9 @@ def examples(setting: Setting) -> list[Example]:
     return [
         Example(
             tuple(draw.randrange(most) for _ in range(draw.randint(*setting.prompt_tokens))),
-            tuple(draw.randrange(min(ANSWER_WORDS, most)) for _ in range(draw.randint(*setting.answer_tokens))),
+            tuple(
+                draw.randrange(min(ANSWER_WORDS, most)) for _ in range(draw.randint(*setting.answer_tokens))
+            ),
         )
         for _ in range(setting.rows)
     ]
@@ -136,7 +140,11 @@ def _ours(arm: str, setting: Setting) -> dict[str, Any]:
     watch = _Watch(updates)
     with tempfile.TemporaryDirectory() as run, RunFolder(Path(run)) as folder, suppress(_Stop):
         finetune(model, examples(setting), config, folder=folder, observers=[watch])
-    return {"losses": watch.losses, "blocks": _blocks(setting, arm, watch.ends_s), "first_update_s": watch.first_update_s}
+    return {
+        "losses": watch.losses,
+        "blocks": _blocks(setting, arm, watch.ends_s),
+        "first_update_s": watch.first_update_s,
+    }
 
 
 # ---- Hugging Face's Trainer with PEFT ----
@@ -152,9 +160,12 @@ def peft_model(setting: Setting) -> Any:
     theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(DEVICE)
     plain = {name: p.detach() for name, p in ours.named_parameters() if "lora" not in name}
     missing, unexpected = theirs.load_state_dict(to_huggingface(setting.model, plain), strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}, "the head is the embedding, and nothing else is left over"  # noqa: PT018
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}, "the head is the embedding, and nothing else is left over"
     modules = [module.split(".")[1] for module in MODULES.values()]
-    lora = peft.LoraConfig(r=setting.rank, lora_alpha=setting.alpha, target_modules=modules, task_type="CAUSAL_LM")
+    lora = peft.LoraConfig(
+        r=setting.rank, lora_alpha=setting.alpha, target_modules=modules, task_type="CAUSAL_LM"
+    )
     model = peft.get_peft_model(theirs, lora)
     start = peft_tensors(ours)
     learning = {name.replace(".default", ""): p for name, p in model.named_parameters() if p.requires_grad}
@@ -188,11 +199,17 @@ def _huggingface(arm: str, setting: Setting) -> dict[str, Any]:
             use_cpu=DEVICE == "cpu",
         )
         rows = [_padded(example, setting.padded_to) for example in examples(setting)]
-        trainer = _trainer_of_theirs(transformers, setting)(model=model, args=arguments, train_dataset=rows, callbacks=[watch])
+        trainer = _trainer_of_theirs(transformers, setting)(
+            model=model, args=arguments, train_dataset=rows, callbacks=[watch]
+        )
         watch.started_s = time.perf_counter()
         trainer.train()
     losses = [float(loss) for loss in trainer.losses]
-    return {"losses": losses, "blocks": _blocks(setting, arm, watch.ends_s), "first_update_s": watch.ends_s[0] - watch.started_s}
+    return {
+        "losses": losses,
+        "blocks": _blocks(setting, arm, watch.ends_s),
+        "first_update_s": watch.ends_s[0] - watch.started_s,
+    }
 
 
 def _padded(example: Example, length: int) -> dict[str, Tensor]:
@@ -245,7 +262,8 @@ def _watch_of_theirs(transformers: Any) -> Any:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if DEVICE == "cuda":
-                torch.cuda.synchronize()  # an update takes a quarter of a second there, and waiting for its end some microseconds
+                # an update takes a quarter of a second there, and waiting for its end some microseconds
+                torch.cuda.synchronize()
             self.ends_s.append(time.perf_counter())
 
     return Watch()

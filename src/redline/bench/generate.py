@@ -1,11 +1,14 @@
-"""`redline bench generate`: our engine beside `transformers` on the same model and the same work, in one run. No torch here.
+"""`redline bench generate`: our engine beside `transformers` on the same model and the same work, in one run.
+No torch here.
 
-    path = bench_generate("full", ceilings, facts, out=Path("benchmarks"))      # writes generate_<hardware>_<date>.{json,md}
+    # writes generate_<hardware>_<date>.{json,md}
+    path = bench_generate("full", ceilings, facts, out=Path("benchmarks"))
 
-Each side runs in a process of its own (generate_arms.py) that prints a line of JSON per measurement, so what was measured before a
-crash stays. The floor of a row is what the machine would need for the least work: the weights read once a step and the keys and
-values of every token read at the measured copy bandwidth, then the multiplications at the measured rate, one after the other.
-Left out of the floor, so that it stays one: logits, activations, writes, sampling.
+Each side runs in a process of its own (generate_arms.py) that prints a line of JSON per measurement, so what
+was measured before a crash stays. The floor of a row is what the machine would need for the least work: the
+weights read once a step and the keys and values of every token read at the measured copy bandwidth, then the
+multiplications at the measured rate, one after the other. Left out of the floor, so that it stays one:
+logits, activations, writes, sampling.
 """
 
 import heapq
@@ -42,7 +45,8 @@ class Setting:
     prompt_tokens: int
     new_tokens: int
     batches: tuple[tuple[int, int], ...]
-    """Prompts and samples of each for `transformers`, in rising order; what comes after the headline batches is left out once slower."""
+    """Prompts and samples of each for `transformers`, in rising order; what comes after the headline batches
+    is left out once slower."""
     continuous: tuple[int, int]
     """Prompts and samples for its continuous batching."""
     samples: int
@@ -56,33 +60,42 @@ class Setting:
     greedy: tuple[int, int]
     """Prompts and new tokens of the comparison of greedy texts."""
     repeats: int
-    """Timed runs of a row, after one that warms up; fewer of `transformers` where they would take longer than `patience_s`."""
+    """Timed runs of a row, after one that warms up; fewer of `transformers` where they would take longer than
+    `patience_s`."""
     patience_s: float
 
 
 SETTINGS = {
     "full": Setting(
         model=ModelConfig(
-            vocab_size=49152, num_layers=32, hidden_size=960, num_heads=15, num_kv_heads=5, ffn_size=2560, context_length=2048,
+            vocab_size=49152, num_layers=32, hidden_size=960, num_heads=15, num_kv_heads=5, ffn_size=2560,
+            context_length=2048,
             rope_theta=100_000.0,
         ),
-        prompt_tokens=96, new_tokens=128, batches=((1, 10), (8, 30), (32, 30), (64, 30), (128, 30)), continuous=(8, 30), samples=30,
-        sequences=(1, 32, 256, 1024, 2048), first_token=(1, 32), mixed_slots=512, mixed_lengths=(8, 256), greedy=(16, 64), repeats=3,
+        prompt_tokens=96, new_tokens=128, batches=((1, 10), (8, 30), (32, 30), (64, 30), (128, 30)),
+        continuous=(8, 30), samples=30,
+        sequences=(1, 32, 256, 1024, 2048), first_token=(1, 32), mixed_slots=512, mixed_lengths=(8, 256),
+        greedy=(16, 64), repeats=3,
         patience_s=10.0,
     ),
     "quick": Setting(
         model=ModelConfig(
-            vocab_size=320, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=64, context_length=64, init_std=0.2
+            vocab_size=320, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=64,
+            context_length=64, init_std=0.2
         ),
-        prompt_tokens=6, new_tokens=8, batches=((1, 2), (2, 2)), continuous=(2, 2), samples=2, sequences=(1, 4), first_token=(1,),
+        prompt_tokens=6, new_tokens=8, batches=((1, 2), (2, 2)), continuous=(2, 2), samples=2,
+        sequences=(1, 4), first_token=(1,),
         mixed_slots=4, mixed_lengths=(2, 12), greedy=(3, 8), repeats=2, patience_s=10.0,
     ),
 }  # fmt: skip
-"""SmolLM2-360M's shape with random weights; and one so small that a CPU shows in seconds that everything runs."""
+"""SmolLM2-360M's shape with random weights; and one so small that a CPU shows in seconds that everything
+runs."""
 HEADLINE = 2
-"""Batches of `transformers` that are always measured: the first is what the public recipes do, the second their best setting."""
+"""Batches of `transformers` that are always measured: the first is what the public recipes do, the second
+their best setting."""
 MIXED_WAVES = 8
-"""Sequences per slot where lengths are mixed. With 4, the slots that wait for the last sequences keep even a perfect engine under 77 %."""
+"""Sequences per slot where lengths are mixed. With 4, the slots that wait for the last sequences keep even a
+perfect engine under 77 %."""
 
 
 def mixed_lengths(setting: Setting) -> list[int]:
@@ -92,7 +105,8 @@ def mixed_lengths(setting: Setting) -> list[int]:
 
 
 def most_occupancy(setting: Setting) -> float:
-    """Slot occupancy of an engine that refills a slot in the very step after its sequence ends: less than 1, for the last to end."""
+    """Slot occupancy of an engine that refills a slot in the very step after its sequence ends: less than 1,
+    for the last to end."""
     decoded, slots = [length - 1 for length in mixed_lengths(setting)], [0] * setting.mixed_slots
     for steps in decoded:
         heapq.heapreplace(slots, slots[0] + steps)
@@ -100,7 +114,13 @@ def most_occupancy(setting: Setting) -> float:
 
 
 def bench_generate(
-    name: str, ceilings: Ceilings, facts: MachineFacts, out: Path, *, arms: Sequence[str], progress: Callable[[str], None]
+    name: str,
+    ceilings: Ceilings,
+    facts: MachineFacts,
+    out: Path,
+    *,
+    arms: Sequence[str],
+    progress: Callable[[str], None],
 ) -> Path:
     """Run the arms and write the results; returns the path of the table."""
     rows: list[dict[str, Any]] = []
@@ -111,7 +131,12 @@ def bench_generate(
             progress(_brief(rows[-1]))
         progress(f"{arm} took {time.monotonic() - started_s:.0f} s in all")
     title = facts.gpus[0].name if facts.gpus else f"{facts.cpu_name}, {facts.cpu_cores} cores"
-    results = {"machine": asdict(facts), "ceilings": asdict(ceilings), "setting": {"name": name, **asdict(SETTINGS[name])}, "rows": rows}
+    results = {
+        "machine": asdict(facts),
+        "ceilings": asdict(ceilings),
+        "setting": {"name": name, **asdict(SETTINGS[name])},
+        "rows": rows,
+    }
     what = "generate" if name == "full" else f"generate-{name}"
     base = out / f"{what}_{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')}_{time.strftime('%Y%m%d')}"
     out.mkdir(parents=True, exist_ok=True)
@@ -149,20 +174,35 @@ class Work:
     slots: int
 
 
-def floor_s(model: ModelConfig, work: Work, *, bytes_per_value: int, bytes_per_s: float, flops_per_s: float, shared: bool) -> float:
-    """Least time for the work. `shared`: the keys and values of a prompt are read once a step for all of its samples, else for each."""
+def floor_s(
+    model: ModelConfig,
+    work: Work,
+    *,
+    bytes_per_value: int,
+    bytes_per_s: float,
+    flops_per_s: float,
+    shared: bool,
+) -> float:
+    """Least time for the work. `shared`: the keys and values of a prompt are read once a step for all of its
+    samples, else for each."""
     count, samples = parameters(model), len(work.new_tokens) / work.prompts
-    # The first new token comes out of the prompt's pass, each other out of a step that reads all tokens up to its own.
+    # The first new token comes out of the prompt's pass, each other out of a step that reads all tokens up to
+    # its own.
     decoded = [length - 1 for length in work.new_tokens]
     steps = max(max(decoded), -(-sum(decoded) // work.slots))
     prompt_reads = sum(decoded) * work.prompt_tokens
     own_reads = sum(length * (length + 1) // 2 for length in decoded)
     kv_bytes = 2 * model.num_layers * model.kv_heads * model.head_size * bytes_per_value
-    read_bytes = steps * count.matmul * bytes_per_value + kv_bytes * (own_reads + prompt_reads / (samples if shared else 1))
+    read_bytes = steps * count.matmul * bytes_per_value + kv_bytes * (
+        own_reads + prompt_reads / (samples if shared else 1)
+    )
     head = model.vocab_size * model.hidden_size
     prefill = work.prompts * (count.hidden * work.prompt_tokens + head)
     attended = prompt_reads + own_reads + work.prompts * work.prompt_tokens * (work.prompt_tokens + 1) // 2
-    flops = 2 * (prefill + count.matmul * sum(decoded)) + 4 * model.num_layers * model.num_heads * model.head_size * attended
+    flops = (
+        2 * (prefill + count.matmul * sum(decoded))
+        + 4 * model.num_layers * model.num_heads * model.head_size * attended
+    )
     return read_bytes / bytes_per_s + flops / flops_per_s
 
 
@@ -173,13 +213,26 @@ def _floors(row: dict[str, Any], setting: Setting, ceilings: Ceilings) -> dict[s
     bandwidth = ceilings.copy_bytes_per_s if cuda else ceilings.cpu_copy_bytes_per_s
     if not bandwidth or not rate:
         return {}
-    lengths = mixed_lengths(setting) if row["row"] == "redline_mixed" else [setting.new_tokens] * row["sequences"]
-    work = Work(prompts=row["prompts"], prompt_tokens=setting.prompt_tokens, new_tokens=lengths, slots=row["slots"])
+    lengths = (
+        mixed_lengths(setting) if row["row"] == "redline_mixed" else [setting.new_tokens] * row["sequences"]
+    )
+    work = Work(
+        prompts=row["prompts"], prompt_tokens=setting.prompt_tokens, new_tokens=lengths, slots=row["slots"]
+    )
     best = {
-        name: floor_s(setting.model, work, bytes_per_value=BYTES[dtype], bytes_per_s=bandwidth, flops_per_s=rate, shared=shared)
+        name: floor_s(
+            setting.model,
+            work,
+            bytes_per_value=BYTES[dtype],
+            bytes_per_s=bandwidth,
+            flops_per_s=rate,
+            shared=shared,
+        )
         for name, shared in (("floor_s", False), ("floor_shared_s", True))
     }
-    return best | {f"share_of_{name[:-2]}": seconds / median(row["seconds"]) for name, seconds in best.items()}
+    return best | {
+        f"share_of_{name[:-2]}": seconds / median(row["seconds"]) for name, seconds in best.items()
+    }
 
 
 def _summary(row: dict[str, Any], setting: Setting, ceilings: Ceilings) -> dict[str, Any]:
@@ -187,9 +240,18 @@ def _summary(row: dict[str, Any], setting: Setting, ceilings: Ceilings) -> dict[
     if "failed" in row or "seconds" not in row:
         return row
     seconds = row["seconds"]
-    speeds = {"tokens_per_s": row["tokens"] / median(seconds), "low": row["tokens"] / max(seconds), "high": row["tokens"] / min(seconds)}
+    speeds = {
+        "tokens_per_s": row["tokens"] / median(seconds),
+        "low": row["tokens"] / max(seconds),
+        "high": row["tokens"] / min(seconds),
+    }
     bound = {"most_occupancy": most_occupancy(setting)} if row["row"] == "redline_mixed" else {}
-    return row | speeds | bound | (_floors(row, setting, ceilings) if row["row"] in ("redline", "redline_mixed") else {})
+    return (
+        row
+        | speeds
+        | bound
+        | (_floors(row, setting, ceilings) if row["row"] in ("redline", "redline_mixed") else {})
+    )
 
 
 # ---- the table ----
@@ -218,7 +280,10 @@ def _brief(row: dict[str, Any]) -> str:
     if "failed" in row:
         return f"{_label(row)}: failed: {row['failed']}"
     if "tokens_per_s" in row:
-        return f"{_label(row)}, at most {row.get('slots', row['sequences']):,} at a time: {row['tokens_per_s']:,.0f} tokens/s"
+        return (
+            f"{_label(row)}, at most {row.get('slots', row['sequences']):,} at a time:"
+            f" {row['tokens_per_s']:,.0f} tokens/s"
+        )
     return _finding(row) or _label(row)
 
 
@@ -230,16 +295,31 @@ def table(title: str, facts: MachineFacts, setting: Setting, rows: Sequence[dict
     lines = [
         f"# Generation on {title}",
         "",
-        f"Made by `redline bench generate` on {time.strftime('%Y-%m-%d')}; {versions}; Python {facts.python}.",
-        *(["A tiny model, to see that everything runs: **its speeds mean nothing.**"] if setting is SETTINGS["quick"] else []),
-        f"{parameters(model).total:,} parameters ({model.num_layers} layers, width {model.hidden_size}, {model.num_heads} heads, "
-        f"{model.kv_heads} key/value heads, vocabulary {model.vocab_size:,}), random weights; prompts of {setting.prompt_tokens} tokens, "
-        f"{setting.new_tokens} new tokens each, temperature {TEMPERATURE}. Median of the timed runs; interval: slowest to fastest.",
-        "Floor: weights once a step, keys and values once a token, at the measured copy bandwidth, and the multiplications at the measured "
-        "rate; in brackets with the keys and values of a prompt read once for all of its samples.",
+        (
+            f"Made by `redline bench generate` on {time.strftime('%Y-%m-%d')}; {versions}; Python"
+            f" {facts.python}."
+        ),
+        *(
+            ["A tiny model, to see that everything runs: **its speeds mean nothing.**"]
+            if setting is SETTINGS["quick"]
+            else []
+        ),
+        (
+            f"{parameters(model).total:,} parameters ({model.num_layers} layers, width {model.hidden_size},"
+            f" {model.num_heads} heads, {model.kv_heads} key/value heads, vocabulary {model.vocab_size:,}),"
+            f" random weights; prompts of {setting.prompt_tokens} tokens, {setting.new_tokens} new tokens"
+            f" each, temperature {TEMPERATURE}. Median of the timed runs; interval: slowest to fastest."
+        ),
+        (
+            "Floor: weights once a step, keys and values once a token, at the measured copy bandwidth, and"
+            " the multiplications at the measured rate; in brackets with the keys and values of a prompt read"
+            " once for all of its samples."
+        ),
         "",
-        f"| arm | sequences | tokens/s | interval | runs | against {_times(_reference(setting))} | share of the floor | peak memory "
-        "| first run |",
+        (
+            f"| arm | sequences | tokens/s | interval | runs | against {_times(_reference(setting))} | share"
+            " of the floor | peak memory | first run |"
+        ),
         "|---|---|---|---|---|---|---|---|---|",
         *(_line(row, _speed(rows, _reference(setting))) for row in timed),
         "",
@@ -260,23 +340,32 @@ def _times(batch: tuple[int, int]) -> str:
 
 def _speed(rows: Sequence[dict[str, Any]], batch: tuple[int, int]) -> float | None:
     """Tokens/s of a batch of `transformers`; None where it was not measured."""
-    speeds = (row.get("tokens_per_s") for row in rows if row["row"] == "generate" and (row["prompts"], row["samples"]) == batch)
+    speeds = (
+        row.get("tokens_per_s")
+        for row in rows
+        if row["row"] == "generate" and (row["prompts"], row["samples"]) == batch
+    )
     return next(speeds, None)
 
 
 def _compared(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The best of each side in one sentence."""
     best = {
-        name: max((row for row in rows if row["row"] == name and "tokens_per_s" in row), key=lambda row: row["tokens_per_s"], default=None)
+        name: max(
+            (row for row in rows if row["row"] == name and "tokens_per_s" in row),
+            key=lambda row: row["tokens_per_s"],
+            default=None,
+        )
         for name in ("generate", "redline")
     }
     theirs, ours = best["generate"], best["redline"]
     if theirs is None or ours is None:
         return []
     return [
-        f"Best of transformers: {_times((theirs['prompts'], theirs['samples']))}, {theirs['tokens_per_s']:,.0f} tokens/s. Best of redline: "
-        f"{ours['sequences']:,} sequences, {ours['tokens_per_s']:,.0f} tokens/s, "
-        f"{ours['tokens_per_s'] / theirs['tokens_per_s']:.1f} times as many."
+        f"Best of transformers: {_times((theirs['prompts'], theirs['samples']))},"
+        f" {theirs['tokens_per_s']:,.0f} tokens/s. Best of redline: {ours['sequences']:,} sequences,"
+        f" {ours['tokens_per_s']:,.0f} tokens/s, {ours['tokens_per_s'] / theirs['tokens_per_s']:.1f} times as"
+        " many."
     ]
 
 
@@ -284,7 +373,9 @@ def _line(row: dict[str, Any], reference: float | None) -> str:
     if "failed" in row:
         return f"| {_label(row)} | {row.get('sequences', '')} | failed | {row['failed']} | | | | | |"
     note = f" ({row['note']})" if row.get("note") else ""
-    share = f"{row['share_of_floor']:.0%} ({row['share_of_floor_shared']:.0%})" if "share_of_floor" in row else ""
+    share = (
+        f"{row['share_of_floor']:.0%} ({row['share_of_floor_shared']:.0%})" if "share_of_floor" in row else ""
+    )
     cells = [
         _label(row) + note,
         f"{row['sequences']:,}" + (f" in {row['slots']:,} slots" if row["row"] == "redline_mixed" else ""),
@@ -304,17 +395,22 @@ def _finding(row: dict[str, Any]) -> str | None:
     if "failed" in row:
         return None
     if row["row"] == "first_token":
-        return f"Time to the first token with {row['sequences']} at a time: {1e3 * median(row['first_token_s']):.1f} ms."
+        return (
+            f"Time to the first token with {row['sequences']} at a time:"
+            f" {1e3 * median(row['first_token_s']):.1f} ms."
+        )
     if row["row"] == "redline_mixed":
         return (
-            f"Mixed lengths, {MIXED_WAVES} sequences a slot: slot occupancy {row['occupancy']:.1%} (decoded tokens over {row['slots']:,} "
-            f"slots x {row['decode_steps']:,} steps; {row['most_occupancy']:.1%} is the most that this order of lengths allows); "
-            f"{row['row_occupancy']:.1%} of the rows computed were of use."
+            f"Mixed lengths, {MIXED_WAVES} sequences a slot: slot occupancy {row['occupancy']:.1%} (decoded"
+            f" tokens over {row['slots']:,} slots x {row['decode_steps']:,} steps;"
+            f" {row['most_occupancy']:.1%} is the most that this order of lengths allows);"
+            f" {row['row_occupancy']:.1%} of the rows computed were of use."
         )
     if row["row"] == "greedy":
         return (
-            f"Greedy texts, {row['prompts']} prompts x {row['tokens']} tokens in {row['dtype']}: {row['equal']} equal to those of "
-            f"transformers, equal prefixes {row['prefix_share']:.1%} of the tokens; log-probabilities of the same tokens differ by "
-            f"{row['logprob_difference']:.2g} on average, {row['logprob_difference_most']:.2g} at most."
+            f"Greedy texts, {row['prompts']} prompts x {row['tokens']} tokens in {row['dtype']}:"
+            f" {row['equal']} equal to those of transformers, equal prefixes {row['prefix_share']:.1%} of the"
+            f" tokens; log-probabilities of the same tokens differ by {row['logprob_difference']:.2g} on"
+            f" average, {row['logprob_difference_most']:.2g} at most."
         )
     return None

@@ -1,10 +1,13 @@
-"""The arms of `redline bench generate`, each a process: `python -m redline.bench.generate_arms redline full`. A line of JSON per row.
+"""The arms of `redline bench generate`, each a process: `python -m redline.bench.generate_arms redline full`.
+A line of JSON per row.
 
-`transformers`   its `generate` with rising batches, then its continuous batching; the same weights, bf16 on a GPU.
-`redline`        our engine with rising numbers of sequences, with shared and with distinct prompts; the time to the first token; mixed
+`transformers`   its `generate` with rising batches, then its continuous batching; the same weights, bf16 on a
+GPU. `redline`        our engine with rising numbers of sequences, with shared and with distinct prompts; the
+time to the first token; mixed
                  lengths; and its greedy texts beside those of `transformers`.
 
-No sequence ends before its length, so that every arm does the same work. A row is timed after a run of the same work that warms it up.
+No sequence ends before its length, so that every arm does the same work. A row is timed after a run of the
+same work that warms it up.
 """
 
 import contextlib
@@ -32,7 +35,8 @@ from redline.model.huggingface import config_json, to_huggingface
 from redline.model.transformer import Transformer, build_model
 
 WARM_TOKENS = 4
-"""New tokens of the run that warms up a batch of `transformers`: it compiles nothing, so a short one loads all kernels."""
+"""New tokens of the run that warms up a batch of `transformers`: it compiles nothing, so a short one loads
+all kernels."""
 
 
 def main(arm: str, name: str) -> None:
@@ -51,7 +55,9 @@ def _dtype() -> torch.dtype:
 def _prompts(setting: Setting, count: int) -> list[list[int]]:
     """Random tokens; the first prompts are the same whatever the count."""
     random = np.random.default_rng(0)
-    return [random.integers(0, setting.model.vocab_size, setting.prompt_tokens).tolist() for _ in range(count)]
+    return [
+        random.integers(0, setting.model.vocab_size, setting.prompt_tokens).tolist() for _ in range(count)
+    ]
 
 
 # ---- rows ----
@@ -106,7 +112,9 @@ def _theirs(config: ModelConfig, model: Transformer) -> Any:
         theirs = transformers.AutoModelForCausalLM.from_config(
             transformers.AutoConfig.for_model(**about, **ids), attn_implementation="sdpa", dtype=_dtype()
         )
-    missing, unexpected = theirs.load_state_dict(to_huggingface(config, dict(model.named_parameters())), strict=False)
+    missing, unexpected = theirs.load_state_dict(
+        to_huggingface(config, dict(model.named_parameters())), strict=False
+    )
     assert not unexpected, unexpected
     assert set(missing) <= {"lm_head.weight"}, missing  # tied to the embedding
     return theirs.eval()
@@ -129,7 +137,13 @@ def _transformers(setting: Setting) -> None:
 def _sampled(new_tokens: int, samples: int) -> Any:
     transformers = need("transformers", extra="hf")
     return transformers.GenerationConfig(
-        max_new_tokens=new_tokens, num_return_sequences=samples, do_sample=True, temperature=TEMPERATURE, top_k=0, top_p=1.0, pad_token_id=0
+        max_new_tokens=new_tokens,
+        num_return_sequences=samples,
+        do_sample=True,
+        temperature=TEMPERATURE,
+        top_k=0,
+        top_p=1.0,
+        pad_token_id=0,
     )
 
 
@@ -139,7 +153,9 @@ def _generate(theirs: Any, setting: Setting, prompts: int, samples: int) -> floa
 
     def work(new_tokens: int = setting.new_tokens) -> Tensor:
         found: Tensor = theirs.generate(
-            input_ids=input_ids, attention_mask=torch.ones_like(input_ids), generation_config=_sampled(new_tokens, samples)
+            input_ids=input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            generation_config=_sampled(new_tokens, samples),
         )
         assert found.shape == (prompts * samples, setting.prompt_tokens + new_tokens), found.shape
         return found
@@ -153,31 +169,52 @@ def _generate(theirs: Any, setting: Setting, prompts: int, samples: int) -> floa
         _emit("generate", **facts, failed=f"out of memory: {str(error).splitlines()[0][:150]}")
         return 0.0
     tokens = prompts * samples * setting.new_tokens
-    _emit("generate", **facts, tokens=tokens, seconds=seconds, first_run_s=first_run_s, memory_bytes=_memory_bytes())
+    _emit(
+        "generate",
+        **facts,
+        tokens=tokens,
+        seconds=seconds,
+        first_run_s=first_run_s,
+        memory_bytes=_memory_bytes(),
+    )
     return tokens / min(seconds)
 
 
 def _continuous(theirs: Any, setting: Setting) -> None:
-    """With its own choice of attention, and where that fails with paged SDPA and no CUDA graphs, which is said in the row."""
+    """With its own choice of attention, and where that fails with paged SDPA and no CUDA graphs, which is
+    said in the row."""
     transformers = need("transformers", extra="hf")
     # On a CPU its defaults take most of the memory for the cache.
     small = {} if _device().type == "cuda" else {"num_blocks": 64, "max_batch_tokens": 64}
     prompts, samples = setting.continuous
     facts = {"prompts": prompts, "samples": samples, "sequences": prompts * samples}
     failures = []
-    for note, attention, options in (("", "sdpa", small), ("paged SDPA, no CUDA graphs", "paged|sdpa", {**small, "use_cuda_graph": False})):
+    for note, attention, options in (
+        ("", "sdpa", small),
+        ("paged SDPA, no CUDA graphs", "paged|sdpa", {**small, "use_cuda_graph": False}),
+    ):
         _empty()
         try:
             theirs.set_attn_implementation(attention)
             config = transformers.ContinuousBatchingConfig(**options)
             seconds, first_run_s = _continuous_run(theirs, setting, config)
         except Exception as error:  # noqa: BLE001  (a peer's row: whatever it raises is its result)
-            failures.append(f"{type(error).__name__}: {str(error).splitlines()[0][:150] if str(error) else ''}")
+            failures.append(
+                f"{type(error).__name__}: {str(error).splitlines()[0][:150] if str(error) else ''}"
+            )
             theirs.destroy_cached_continuous_batching_manager()
             continue
         why = f"{note}; its default failed: {failures[0]}" if failures else note
         tokens = prompts * samples * setting.new_tokens
-        _emit("continuous", **facts, tokens=tokens, seconds=seconds, first_run_s=first_run_s, memory_bytes=_memory_bytes(), note=why)
+        _emit(
+            "continuous",
+            **facts,
+            tokens=tokens,
+            seconds=seconds,
+            first_run_s=first_run_s,
+            memory_bytes=_memory_bytes(),
+            note=why,
+        )
         return
     _emit("continuous", **facts, failed="; then ".join(failures))
 
@@ -195,10 +232,14 @@ def _continuous_run(theirs: Any, setting: Setting, config: Any) -> tuple[list[fl
             max_new_tokens=new_tokens,
         )
         lengths = {len(output.generated_tokens) for output in found.values()}
-        if len(found) != len(inputs) or lengths != {new_tokens}:  # it returns what it has when it fails inside
-            raise RuntimeError(f"{len(found)} of {len(inputs)} texts, of {lengths} instead of {new_tokens} tokens")
+        # it returns what it has when it fails inside
+        if len(found) != len(inputs) or lengths != {new_tokens}:
+            raise RuntimeError(
+                f"{len(found)} of {len(inputs)} texts, of {lengths} instead of {new_tokens} tokens"
+            )
 
-    # The manager is sized for the first call: as many texts as the timed ones, and blocks of 256 tokens hold theirs too.
+    # The manager is sized for the first call: as many texts as the timed ones, and blocks of 256 tokens hold
+    # theirs too.
     first_run_s = _seconds(lambda: work(WARM_TOKENS))
     seconds = _repeat(lambda: work(setting.new_tokens), setting.repeats, setting.patience_s)
     theirs.destroy_cached_continuous_batching_manager()
@@ -223,17 +264,25 @@ def _redline(setting: Setting) -> None:
 
 
 @contextlib.contextmanager
-def _engine(model: Transformer, tokenizer: Tokenizer, setting: Setting, *, slots: int, max_new_tokens: int) -> Any:
+def _engine(
+    model: Transformer, tokenizer: Tokenizer, setting: Setting, *, slots: int, max_new_tokens: int
+) -> Any:
     _empty()
-    with LocalEngine(model, tokenizer, slots=slots, max_prompt_tokens=setting.prompt_tokens, max_new_tokens=max_new_tokens) as engine:
+    with LocalEngine(
+        model, tokenizer, slots=slots, max_prompt_tokens=setting.prompt_tokens, max_new_tokens=max_new_tokens
+    ) as engine:
         yield engine
 
 
 def _tokenizer(vocab_size: int) -> Tokenizer:
-    """Every id has a text of a few letters, so that turning tokens into text costs what it costs with a real vocabulary."""
+    """Every id has a text of a few letters, so that turning tokens into text costs what it costs with a real
+    vocabulary."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = "abcdefghijklmnopqrstuvwxyz"
-    words = (f"{letters[i // 17576 % 26]}{letters[i // 676 % 26]}{letters[i // 26 % 26]}{letters[i % 26]}" for i in range(vocab_size))
+    words = (
+        f"{letters[i // 17576 % 26]}{letters[i // 676 % 26]}{letters[i // 26 % 26]}{letters[i % 26]}"
+        for i in range(vocab_size)
+    )
     vocab = {token: id_ for id_, token in enumerate([END_OF_TEXT, *alphabet, *words][:vocab_size])}
     inner = tokenizers.Tokenizer(models.BPE(vocab, []))
     inner.decoder = decoders.ByteLevel()
@@ -244,7 +293,10 @@ def _requests(setting: Setting, sequences: int, samples: int, sampling: Sampling
     """As many prompts as it takes; the last has fewer samples where they do not divide."""
     prompts = _prompts(setting, -(-sequences // samples))
     counts = [min(samples, sequences - number * samples) for number in range(len(prompts))]
-    return [Request(prompt=tuple(ids), sampling=sampling, samples=count, seed=0) for ids, count in zip(prompts, counts, strict=True)]
+    return [
+        Request(prompt=tuple(ids), sampling=sampling, samples=count, seed=0)
+        for ids, count in zip(prompts, counts, strict=True)
+    ]
 
 
 def _complete(engine: LocalEngine, requests: Sequence[Request]) -> list[Completion]:
@@ -256,36 +308,53 @@ def _complete(engine: LocalEngine, requests: Sequence[Request]) -> list[Completi
 
 
 def _ours(engine: LocalEngine, setting: Setting, sequences: int, samples: int) -> None:
-    requests = _requests(setting, sequences, samples, Sampling(max_new_tokens=setting.new_tokens, temperature=TEMPERATURE))
+    requests = _requests(
+        setting, sequences, samples, Sampling(max_new_tokens=setting.new_tokens, temperature=TEMPERATURE)
+    )
     first_run_s = _seconds(lambda: _complete(engine, requests))
     seconds = _repeat(lambda: _complete(engine, requests), setting.repeats)
     facts = {"prompts": len(requests), "samples": samples, "sequences": sequences, "slots": sequences}
     tokens = sequences * setting.new_tokens
-    _emit("redline", **facts, tokens=tokens, seconds=seconds, first_run_s=first_run_s, memory_bytes=_memory_bytes())
+    _emit(
+        "redline",
+        **facts,
+        tokens=tokens,
+        seconds=seconds,
+        first_run_s=first_run_s,
+        memory_bytes=_memory_bytes(),
+    )
 
 
 def _first_token(engine: LocalEngine, setting: Setting, sequences: int) -> None:
     """From asking to having the first token of every sequence: a request for one token."""
     requests = _requests(setting, sequences, 1, Sampling(max_new_tokens=1, temperature=TEMPERATURE))
     _complete(engine, requests)
-    _emit("first_token", sequences=sequences, first_token_s=_repeat(lambda: _complete(engine, requests), 3 * setting.repeats))
+    _emit(
+        "first_token",
+        sequences=sequences,
+        first_token_s=_repeat(lambda: _complete(engine, requests), 3 * setting.repeats),
+    )
 
 
 def _mixed(model: Transformer, tokenizer: Tokenizer, setting: Setting) -> None:
-    """Each sequence with a length of its own, several times more of them than slots: how well slots are refilled."""
+    """Each sequence with a length of its own, several times more of them than slots: how well slots are
+    refilled."""
     lengths, prompts = mixed_lengths(setting), _prompts(setting, len(mixed_lengths(setting)))
     requests = [
         Request(prompt=tuple(ids), sampling=Sampling(max_new_tokens=length, temperature=TEMPERATURE))
         for ids, length in zip(prompts, lengths, strict=True)
     ]
-    with _engine(model, tokenizer, setting, slots=setting.mixed_slots, max_new_tokens=setting.mixed_lengths[1]) as engine:
+    with _engine(
+        model, tokenizer, setting, slots=setting.mixed_slots, max_new_tokens=setting.mixed_lengths[1]
+    ) as engine:
         first_run_s = _seconds(lambda: _complete(engine, requests))
         steps, rows = engine.stats.decode_steps, engine.stats.slot_steps
         seconds = _repeat(lambda: _complete(engine, requests), setting.repeats)
         runs, decoded = len(seconds), sum(lengths) - len(lengths)
         steps, rows = (engine.stats.decode_steps - steps) // runs, (engine.stats.slot_steps - rows) // runs
         _emit(
-            "redline_mixed", prompts=len(lengths), samples=1, sequences=len(lengths), slots=setting.mixed_slots, tokens=sum(lengths),
+            "redline_mixed", prompts=len(lengths), samples=1, sequences=len(lengths),
+            slots=setting.mixed_slots, tokens=sum(lengths),
             seconds=seconds, first_run_s=first_run_s, memory_bytes=_memory_bytes(), decode_steps=steps,
             occupancy=decoded / (setting.mixed_slots * steps), row_occupancy=decoded / rows,
         )  # fmt: skip
@@ -296,25 +365,43 @@ def _greedy(model: Transformer, tokenizer: Tokenizer, setting: Setting) -> None:
     """The likeliest tokens by both, and by `transformers` the log-probabilities of ours."""
     count, new_tokens = setting.greedy
     with _engine(model, tokenizer, setting, slots=count, max_new_tokens=new_tokens) as engine:
-        found = _complete(engine, _requests(setting, count, 1, Sampling(max_new_tokens=new_tokens, temperature=0.0)))
+        found = _complete(
+            engine, _requests(setting, count, 1, Sampling(max_new_tokens=new_tokens, temperature=0.0))
+        )
     ours = {completion.request.prompt: completion for completion in found}
     prompts = _prompts(setting, count)
     theirs = _theirs(setting.model, model)
     input_ids = torch.tensor(prompts, device=_device())
     settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
-    texts = theirs.generate(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), **settings)[:, setting.prompt_tokens :].tolist()
+    texts = theirs.generate(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), **settings)[
+        :, setting.prompt_tokens :
+    ].tolist()
     prefixes, differences = [], []
     for ids, text in zip(prompts, texts, strict=True):
         mine = ours[tuple(ids)]
-        prefixes.append(next((place for place, pair in enumerate(zip(mine.tokens, text, strict=True)) if pair[0] != pair[1]), new_tokens))
-        logits_TV = theirs(torch.tensor([[*ids, *mine.tokens]], device=_device())).logits[0, setting.prompt_tokens - 1 : -1].float()
+        prefixes.append(
+            next(
+                (
+                    place
+                    for place, pair in enumerate(zip(mine.tokens, text, strict=True))
+                    if pair[0] != pair[1]
+                ),
+                new_tokens,
+            )
+        )
+        logits_TV = (
+            theirs(torch.tensor([[*ids, *mine.tokens]], device=_device()))
+            .logits[0, setting.prompt_tokens - 1 : -1]
+            .float()
+        )
         chosen_T1 = torch.tensor(mine.tokens, device=_device())[:, None]
         logprobs_T = logits_TV.log_softmax(-1).gather(-1, chosen_T1)[:, 0]
         differences.append((logprobs_T - torch.tensor(mine.logprobs, device=_device())).abs())
     difference = torch.cat(differences)
     _emit(
         "greedy", prompts=count, tokens=new_tokens, dtype=str(_dtype()).removeprefix("torch."),
-        equal=sum(length == new_tokens for length in prefixes), prefix_share=sum(prefixes) / (count * new_tokens),
+        equal=sum(length == new_tokens for length in prefixes),
+        prefix_share=sum(prefixes) / (count * new_tokens),
         logprob_difference=float(difference.mean()), logprob_difference_most=float(difference.max()),
     )  # fmt: skip
 

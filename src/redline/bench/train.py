@@ -1,6 +1,8 @@
-"""`redline bench train`: every arm on every recipe in its own process, a table for people and JSON for programs. No torch here.
+"""`redline bench train`: every arm on every recipe in its own process, a table for people and JSON for
+programs. No torch here.
 
-    results = bench_train(recipes, hardware, out=Path("benchmarks"))    # writes train_<hardware>_<date>.{json,md}
+    # writes train_<hardware>_<date>.{json,md}
+    results = bench_train(recipes, hardware, out=Path("benchmarks"))
 
 An arm that dies (out of memory, a missing package) is a row that says so, not the end of the benchmark.
 """
@@ -52,24 +54,37 @@ def bench_train(
         entry: dict[str, Any] = {"recipe": asdict(recipe), "plan": to_json(plan), "arms": {}}
         with tempfile.TemporaryDirectory() as folder:
             for arm in arms:
-                task = {"arm": arm, "recipe": to_toml(recipe), "blocks": blocks, "steps_per_block": steps_per_block}
+                task = {
+                    "arm": arm,
+                    "recipe": to_toml(recipe),
+                    "blocks": blocks,
+                    "steps_per_block": steps_per_block,
+                }
                 started_s = time.monotonic()
                 entry["arms"][arm] = _run_fitting(task, plan, Path(folder) / f"{arm}.json")
-                progress(f"{recipe.name} {plan.precision} {arm}: {_brief(entry['arms'][arm])}  ({time.monotonic() - started_s:.0f} s)")
+                progress(
+                    f"{recipe.name} {plan.precision} {arm}: {_brief(entry['arms'][arm])} "
+                    f" ({time.monotonic() - started_s:.0f} s)"
+                )
         results.append(entry)
     name = re.sub(r"[^a-z0-9]+", "-", hardware.title.lower()).strip("-")
     base = out / f"train_{name}_{time.strftime('%Y%m%d')}"
     out.mkdir(parents=True, exist_ok=True)
-    write_atomic(base.with_suffix(".json"), json.dumps({"machine": asdict(facts), "results": results}, indent=1) + "\n")
+    write_atomic(
+        base.with_suffix(".json"), json.dumps({"machine": asdict(facts), "results": results}, indent=1) + "\n"
+    )
     write_atomic(base.with_suffix(".md"), table(hardware, facts, results))
     return base.with_suffix(".md")
 
 
 def _run_fitting(task: dict[str, Any], plan: Plan, path: Path) -> dict[str, Any]:
-    """Run the arm with the plan's passes; where it runs out of memory, with half of them, and say so: the batch stays the same."""
+    """Run the arm with the plan's passes; where it runs out of memory, with half of them, and say so: the
+    batch stays the same."""
     micro = plan.micro_batch
     while True:
-        save(replace(plan, micro_batch=micro, accumulation=plan.micro_batch * plan.accumulation // micro), path)
+        save(
+            replace(plan, micro_batch=micro, accumulation=plan.micro_batch * plan.accumulation // micro), path
+        )
         result = _run({**task, "plan": str(path)})
         if "OutOfMemoryError" not in result.get("failed", "") or micro % 2:
             return {**result, "micro_batch": micro}
@@ -91,7 +106,9 @@ def _run(task: dict[str, Any]) -> dict[str, Any]:
 def _brief(result: dict[str, Any]) -> str:
     if "failed" in result:
         return f"failed: {result['failed']}"
-    return ", ".join(f"{name} {speed['tokens_per_s']:,.0f} tokens/s" for name, speed in result["speeds"].items())
+    return ", ".join(
+        f"{name} {speed['tokens_per_s']:,.0f} tokens/s" for name, speed in result["speeds"].items()
+    )
 
 
 def table(hardware: Hardware, facts: MachineFacts, results: Sequence[dict[str, Any]]) -> str:
@@ -101,8 +118,14 @@ def table(hardware: Hardware, facts: MachineFacts, results: Sequence[dict[str, A
         f"# Training on {hardware.title}",
         "",
         f"Made by `redline bench train` on {time.strftime('%Y-%m-%d')}; {versions}; Python {facts.python}.",
-        "MFU: 6N + 12LdT per token over the dense bf16 datasheet peak. Median of the blocks; interval: slowest to fastest block.",
-        "Rows of one loop are interleaved in one process; plain PyTorch and HF Trainer run in processes of their own.",
+        (
+            "MFU: 6N + 12LdT per token over the dense bf16 datasheet peak. Median of the blocks; interval:"
+            " slowest to fastest block."
+        ),
+        (
+            "Rows of one loop are interleaved in one process; plain PyTorch and HF Trainer run in processes"
+            " of their own."
+        ),
     ]
     for entry in results:
         lines += ["", *_section(entry, hardware)]
@@ -111,13 +134,19 @@ def table(hardware: Hardware, facts: MachineFacts, results: Sequence[dict[str, A
 
 def _section(entry: dict[str, Any], hardware: Hardware) -> list[str]:
     recipe, plan = entry["recipe"], entry["plan"]
-    value = {name: plan[name]["value"] for name in ("precision", "micro_batch", "attention", "cross_entropy", "compile")}
+    value = {
+        name: plan[name]["value"]
+        for name in ("precision", "micro_batch", "attention", "cross_entropy", "compile")
+    }
     lines = [
         f"## {recipe['name']}, {value['precision']}",
         "",
-        f"{plan['prediction']['parameters']:,} parameters, T = {recipe['data']['seq_len']}, {recipe['train']['batch_size']} sequences an "
-        f"update in passes of {value['micro_batch']}; attention {value['attention']}, cross entropy {value['cross_entropy']}, "
-        f"compile {value['compile']}; fingerprint {plan['fingerprint']}.",
+        (
+            f"{plan['prediction']['parameters']:,} parameters, T = {recipe['data']['seq_len']},"
+            f" {recipe['train']['batch_size']} sequences an update in passes of {value['micro_batch']};"
+            f" attention {value['attention']}, cross entropy {value['cross_entropy']}, compile"
+            f" {value['compile']}; fingerprint {plan['fingerprint']}."
+        ),
         "",
         "| arm | tokens/s | interval | MFU | against bare | peak memory | first step |",
         "|---|---|---|---|---|---|---|",
@@ -126,7 +155,13 @@ def _section(entry: dict[str, Any], hardware: Hardware) -> list[str]:
     loop = entry["arms"].get("loop", {})
     if loop.get("memory"):
         predicted, seen = loop["predicted_bytes"], loop["memory"]["allocated_peak_bytes"]
-        lines += ["", f"Predicted peak {format_bytes(predicted)}, seen {format_bytes(seen)}: {predicted / seen - 1:+.1%}."]
+        lines += [
+            "",
+            (
+                f"Predicted peak {format_bytes(predicted)}, seen {format_bytes(seen)}:"
+                f" {predicted / seen - 1:+.1%}."
+            ),
+        ]
     return lines
 
 
@@ -151,7 +186,11 @@ def _rows(entry: dict[str, Any], hardware: Hardware) -> list[str]:
         for name, speed in result["speeds"].items():
             rate = speed["tokens_per_s"]
             own = entry["plan"]["micro_batch"]["value"]
-            fewer = f", passes of {result['micro_batch']}: more ran out of memory" if result.get("micro_batch", own) != own else ""
+            fewer = (
+                f", passes of {result['micro_batch']}: more ran out of memory"
+                if result.get("micro_batch", own) != own
+                else ""
+            )
             cells = [
                 _label(name, entry["plan"]) + fewer,
                 f"{rate:,.0f}",

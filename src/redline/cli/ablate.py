@@ -1,11 +1,13 @@
-"""Measure what every optimisation is worth: one by one from the naive state, then left out of the best, claimed beside measured.
+"""Measure what every optimisation is worth: one by one from the naive state, then left out of the best,
+claimed beside measured.
 
 redline ablate gpt2-124m                         the catalogue's pre-training list, on your recipe and machine
-redline ablate seeds/003                         a seed document's own list, on a recipe of its shape (000 to 004)
-redline ablate nano --only sdpa,fused-optimizer --minutes 5
-redline ablate seeds/002 --markdown > table.md   the table as Markdown, with who claimed what
+redline ablate seeds/003                         a seed document's own list, on a recipe of its shape (000 to
+004) redline ablate nano --only sdpa,fused-optimizer --minutes 5 redline ablate seeds/002 --markdown >
+table.md   the table as Markdown, with who claimed what
 
-Killed or out of time, the same command goes on: finished trials are kept in the folder. `redline report FOLDER` draws it.
+Killed or out of time, the same command goes on: finished trials are kept in the folder. `redline report
+FOLDER` draws it.
 """
 
 import argparse
@@ -19,9 +21,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
     add_recipe(command)
     command.add_argument(
-        "--only", metavar="NAME,NAME", default="", help="only these entries of `redline optimizations`; all else is the planner's"
+        "--only",
+        metavar="NAME,NAME",
+        default="",
+        help="only these entries of `redline optimizations`; all else is the planner's",
     )
-    command.add_argument("--minutes", type=float, default=30.0, metavar="N", help="time for all of it (default 30)")
+    command.add_argument(
+        "--minutes", type=float, default=30.0, metavar="N", help="time for all of it (default 30)"
+    )
     command.add_argument(
         "--block-seconds",
         type=float,
@@ -29,7 +36,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         metavar="S",
         help="of a timed block (default 0.5); shorter is quicker and less sure",
     )
-    command.add_argument("--out", type=Path, metavar="DIR", help="the folder (default runs/ablate-RECIPE, the names of --only behind it)")
+    command.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="the folder (default runs/ablate-RECIPE, the names of --only behind it)",
+    )
     command.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     add_json(command)
 
@@ -77,12 +89,21 @@ def run(options: argparse.Namespace) -> None:
     elif options.markdown:
         from redline.tune.waterfall_table import markdown
 
-        print(markdown(rows, options.recipe if options.recipe in shipped() else recipe.name, _where(options, hardware, facts, recipe)))
+        print(
+            markdown(
+                rows,
+                options.recipe if options.recipe in shipped() else recipe.name,
+                _where(options, hardware, facts, recipe),
+            )
+        )
     else:
         _print(rows, f"{recipe.name} on {hardware.title}")
         print(f"written to {folder / 'ablation.json'}; `redline report {folder}` draws it")
     if left := sum(row.outcome == "not run" for row in rows):
-        status(f"not run: {left} of {len(rows)} rows, for which {options.minutes:g} min were too short; the same command goes on from here")
+        status(
+            f"not run: {left} of {len(rows)} rows, for which {options.minutes:g} min were too short; the same"
+            " command goes on from here"
+        )
 
 
 def _where(options, hardware, facts, recipe) -> str:  # type: ignore[no-untyped-def]
@@ -94,9 +115,10 @@ def _where(options, hardware, facts, recipe) -> str:  # type: ignore[no-untyped-
     given += ["--only", options.only] if options.only else []
     given += ["--minutes", f"{options.minutes:g}", "--block-seconds", f"{options.block_seconds:g}"]
     return (
-        f"Made by `redline ablate {shlex.join(given)}` on {time.strftime('%Y-%m-%d')}: {hardware.title}; {versions}; fingerprint "
-        f"{recipe.fingerprint}. Speed with the change over speed without it, on top of what was kept before it; medians of blocks of steps "
-        "in turns, with an interval of 95 %. * Four rounds, each a fifth apart: 87.5 %. The naive state alone: two blocks."
+        f"Made by `redline ablate {shlex.join(given)}` on {time.strftime('%Y-%m-%d')}: {hardware.title};"
+        f" {versions}; fingerprint {recipe.fingerprint}. Speed with the change over speed without it, on top"
+        " of what was kept before it; medians of blocks of steps in turns, with an interval of 95 %. * Four"
+        " rounds, each a fifth apart: 87.5 %. The naive state alone: two blocks."
     )
 
 
@@ -110,7 +132,11 @@ def _print(rows, title: str) -> None:  # type: ignore[no-untyped-def]
 
     console = Console()
     if console.width < WIDE:
-        lines = [line for heading, row in _shown(rows) for line in ([((heading,), "")] if heading else []) + [brief_cells(row)]]
+        lines = [
+            line
+            for heading, row in _shown(rows)
+            for line in ([((heading,), "")] if heading else []) + [brief_cells(row)]
+        ]
         console.print(rows_with_texts(BRIEF, lines, title=title))
         return
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
@@ -126,12 +152,20 @@ def _print(rows, title: str) -> None:  # type: ignore[no-untyped-def]
 
 
 def _shown(rows):  # type: ignore[no-untyped-def]
-    """Every row with the heading before it, if there is one, and without what stands elsewhere: figures of the numerics are in the JSON
-    and the Markdown, and that there was no time is the last line of the output, once."""
+    """Every row with the heading before it, if there is one, and without what stands elsewhere: figures of
+    the numerics are in the JSON and the Markdown, and that there was no time is the last line of the output,
+    once."""
     from dataclasses import replace
 
     stage = None
     for row in rows:
         heading = f"{row.workload}: {row.stage}" if row.stage not in (stage, "one by one") else ""
         stage = row.stage
-        yield heading, replace(row, numerics=row.numerics.partition(" (")[0], note="" if row.outcome == "not run" else row.note)
+        yield (
+            heading,
+            replace(
+                row,
+                numerics=row.numerics.partition(" (")[0],
+                note="" if row.outcome == "not run" else row.note,
+            ),
+        )

@@ -1,4 +1,5 @@
-"""Build token shards from text, JSONL(.gz, .xz), Parquet or a folder of them; look at a folder that was built; make the demo's corpus.
+"""Build token shards from text, JSONL(.gz, .xz), Parquet or a folder of them; look at a folder that was
+built; make the demo's corpus.
 
 redline data build corpus.jsonl.gz --out data/corpus --tokenizer gpt2/tokenizer.json
 redline data info data/corpus --verify
@@ -19,24 +20,40 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     from redline.cli.options import add_json
 
     verbs = command.add_subparsers(dest="verb", metavar="VERB", required=True)
-    build = verbs.add_parser("build", help="tokenise a corpus into memory-mapped shards; killed, the same command goes on")
+    build = verbs.add_parser(
+        "build", help="tokenise a corpus into memory-mapped shards; killed, the same command goes on"
+    )
     build.add_argument("source", help="a file, a folder, or `tinyshakespeare`")
     build.add_argument("--out", type=Path, required=True, help="the data folder to write")
     build.add_argument(
-        "--tokenizer", default="bpe", help="a tokenizer.json or a folder with one; default: train a byte-level BPE on the source"
+        "--tokenizer",
+        default="bpe",
+        help="a tokenizer.json or a folder with one; default: train a byte-level BPE on the source",
     )
-    build.add_argument("--vocab-size", type=int, metavar="N", help="vocabulary of the trained BPE (default 32768)")
-    build.add_argument("--text-field", default="text", help="field of a JSONL or Parquet row that holds the text (default text)")
-    build.add_argument("--valid-fraction", type=float, default=0.01, help="share of the documents held out (default 0.01)")
+    build.add_argument(
+        "--vocab-size", type=int, metavar="N", help="vocabulary of the trained BPE (default 32768)"
+    )
+    build.add_argument(
+        "--text-field",
+        default="text",
+        help="field of a JSONL or Parquet row that holds the text (default text)",
+    )
+    build.add_argument(
+        "--valid-fraction", type=float, default=0.01, help="share of the documents held out (default 0.01)"
+    )
     build.add_argument("--workers", type=int, help="threads (default: all cores)")
     add_json(build)
     info = verbs.add_parser("info", help="what a data folder holds")
     info.add_argument("folder", type=Path)
     info.add_argument("--verify", action="store_true", help="read every shard and compare its hash")
     add_json(info)
-    demo = verbs.add_parser("demo-corpus", help="write the text that the demo's base model learns from, for the recipe demo-base")
+    demo = verbs.add_parser(
+        "demo-corpus", help="write the text that the demo's base model learns from, for the recipe demo-base"
+    )
     demo.add_argument("out", type=Path, metavar="OUT.jsonl")
-    demo.add_argument("--documents", type=int, default=500_000, metavar="N", help="how many (default 500000, some 70 MB)")
+    demo.add_argument(
+        "--documents", type=int, default=500_000, metavar="N", help="how many (default 500000, some 70 MB)"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -82,7 +99,10 @@ def _build_or_look(options: argparse.Namespace) -> None:
         )
         folder = options.out
         if options.valid_fraction > 0 and not manifest.valid:
-            status("note: no document fell into the validation split; for one, build into a new folder with a larger --valid-fraction")
+            status(
+                "note: no document fell into the validation split; for one, build into a new folder with a"
+                " larger --valid-fraction"
+            )
     else:
         folder = options.folder
         manifest = Manifest.load(folder)
@@ -99,9 +119,15 @@ def _print(folder: Path, manifest: "Manifest", as_json: bool) -> None:
     if as_json:
         print(json.dumps(json.loads(manifest.to_json()), indent=2))
         return
-    print(f"{folder}: vocabulary {manifest.vocab_size:,} ({manifest.dtype}), tokenizer {manifest.tokenizer[:12]}")
+    print(
+        f"{folder}: vocabulary {manifest.vocab_size:,} ({manifest.dtype}), tokenizer"
+        f" {manifest.tokenizer[:12]}"
+    )
     for split in ("train", "valid"):
         shards = manifest.shards(split)
         tokens, text = sum(s.tokens for s in shards), sum(s.bytes_of_text for s in shards)
         ratio = f"{text / tokens:.2f} bytes/token" if tokens else "empty"
-        print(f"  {split:<5}  {tokens:>14,} tokens  {format_bytes(text):>9} of text  {ratio}  {len(shards)} shard(s)")
+        print(
+            f"  {split:<5}  {tokens:>14,} tokens  {format_bytes(text):>9} of text  {ratio}  {len(shards)}"
+            " shard(s)"
+        )

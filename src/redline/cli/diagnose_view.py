@@ -36,7 +36,10 @@ def _how_far(observed: Observed) -> str:
     if not attainable or not observed.tokens_per_s:
         return ""
     share = observed.tokens_per_s / attainable
-    return f" The run reaches {share:.0%} of the {format_rate(attainable, 'tokens')} that the roofline allows its plan."
+    return (
+        f" The run reaches {share:.0%} of the {format_rate(attainable, 'tokens')} that the roofline allows"
+        " its plan."
+    )
 
 
 def _print_split(console: Console, observed: Observed) -> None:
@@ -44,9 +47,13 @@ def _print_split(console: Console, observed: Observed) -> None:
     step_s, known = observed.mean("step_s"), split(observed)
     if not step_s or not known:
         return
-    shown = ", ".join(f"{name} {value / step_s:.0%}" for name, value in known.items() if value / step_s >= 0.005)
+    shown = ", ".join(
+        f"{name} {value / step_s:.0%}" for name, value in known.items() if value / step_s >= 0.005
+    )
     several = observed.plan.world_size > 1 if observed.plan else (observed.facts.gpus or 1) > 1
-    inside = "; communication is part of forward and backward" if several and "communication" not in known else ""
+    inside = (
+        "; communication is part of forward and backward" if several and "communication" not in known else ""
+    )
     console.print(f"update: {shown} (means{inside})")
 
 
@@ -62,7 +69,13 @@ def _print_finding(console: Console, number: int, finding: Finding) -> None:
         table.add_row(escape(item.name), escape(format_amount(item.value, item.unit)))
     table.add_row("fix", escape(finding.fix))
     if finding.gain:
-        table.add_row("gain", escape(f"{finding.gain.low:.2f} to {finding.gain.high:.2f} times as fast, predicted: {finding.gain.why}"))
+        table.add_row(
+            "gain",
+            escape(
+                f"{finding.gain.low:.2f} to {finding.gain.high:.2f} times as fast, predicted:"
+                f" {finding.gain.why}"
+            ),
+        )
     sure = next(word for least, word in _CERTAINTY if finding.confidence >= least)
     table.add_row("confidence", f"{sure} ({finding.confidence:.0%}); cause: {finding.cause}")
     console.print(Padding(table, (0, 0, 0, 3)))

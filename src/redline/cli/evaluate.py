@@ -14,10 +14,24 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     from redline.cli.options import add_json
 
     add_model(command)
-    command.add_argument("--data", metavar="SOURCE", help="text files or a data folder (default: the run's validation split)")
-    command.add_argument("--seq-len", type=int, metavar="N", help="tokens in a sequence (default: the run's, else the model's context)")
-    command.add_argument("--sequences", type=int, metavar="N", help="sequences to read (default: as the run validates, else 256)")
-    command.add_argument("--text-field", default="text", help="field of a JSONL or Parquet row (default text)")
+    command.add_argument(
+        "--data", metavar="SOURCE", help="text files or a data folder (default: the run's validation split)"
+    )
+    command.add_argument(
+        "--seq-len",
+        type=int,
+        metavar="N",
+        help="tokens in a sequence (default: the run's, else the model's context)",
+    )
+    command.add_argument(
+        "--sequences",
+        type=int,
+        metavar="N",
+        help="sequences to read (default: as the run validates, else 256)",
+    )
+    command.add_argument(
+        "--text-field", default="text", help="field of a JSONL or Parquet row (default text)"
+    )
     add_json(command)
 
 
@@ -28,7 +42,12 @@ def run(options: argparse.Namespace) -> None:
 
     opened, model = open_on(options.model, options.checkpoint, options.device)
     found = evaluate_opened(
-        opened, model, source=options.data, text_field=options.text_field, seq_len=options.seq_len, sequences=options.sequences
+        opened,
+        model,
+        source=options.data,
+        text_field=options.text_field,
+        seq_len=options.seq_len,
+        sequences=options.sequences,
     )
     result = {"model": str(opened.source), "tokens": found.tokens, **found.metrics()}
     if options.json:

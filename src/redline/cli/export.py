@@ -10,10 +10,19 @@ HELP = "write a run's weights as a Hugging Face folder"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", type=Path, help="a run folder, a checkpoint, a Hugging Face folder or a .gguf file")
+    command.add_argument(
+        "model", type=Path, help="a run folder, a checkpoint, a Hugging Face folder or a .gguf file"
+    )
     command.add_argument("out", type=Path, help="the folder to write; must be new or empty")
-    command.add_argument("--checkpoint", default="last", metavar="WHICH", help="of a run: last, best or step-N (default last)")
-    command.add_argument("--dtype", default="fp32", choices=["fp32", "bf16", "fp16"], help="dtype of the written weights (default fp32)")
+    command.add_argument(
+        "--checkpoint", default="last", metavar="WHICH", help="of a run: last, best or step-N (default last)"
+    )
+    command.add_argument(
+        "--dtype",
+        default="fp32",
+        choices=["fp32", "bf16", "fp16"],
+        help="dtype of the written weights (default fp32)",
+    )
 
 
 def run(options: argparse.Namespace) -> None:

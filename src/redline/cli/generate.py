@@ -18,8 +18,12 @@ HELP = "generate text from a trained model"
 
 
 def add_model(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", type=Path, help="a run folder, a checkpoint, a Hugging Face folder, a .gguf file or demo")
-    command.add_argument("--checkpoint", default="last", metavar="WHICH", help="of a run: last, best or step-N (default last)")
+    command.add_argument(
+        "model", type=Path, help="a run folder, a checkpoint, a Hugging Face folder, a .gguf file or demo"
+    )
+    command.add_argument(
+        "--checkpoint", default="last", metavar="WHICH", help="of a run: last, best or step-N (default last)"
+    )
     command.add_argument("--device", default=None, help="cuda or cpu (default: cuda where there is one)")
 
 
@@ -27,13 +31,34 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     from redline.cli.options import add_json
 
     add_model(command)
-    command.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times (default: a new document)")
-    command.add_argument("--chat", action="store_true", help="put each prompt through the model's chat template, as a user's message")
-    command.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="tokens to generate at most (default 128)")
+    command.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="may be given several times (default: a new document)",
+    )
+    command.add_argument(
+        "--chat",
+        action="store_true",
+        help="put each prompt through the model's chat template, as a user's message",
+    )
+    command.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens to generate at most (default 128)",
+    )
     command.add_argument("--samples", type=int, default=1, metavar="N", help="texts per prompt (default 1)")
     command.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
     command.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
-    command.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens of this total probability")
+    command.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample from the likeliest tokens of this total probability",
+    )
     command.add_argument("--seed", type=int, default=0, help="the same seed gives the same texts (default 0)")
     add_json(command)
 
@@ -46,15 +71,22 @@ def run(options: argparse.Namespace) -> None:
     from redline.plan.planner import samples_bound
     from redline.train.restore import open_on
 
-    sampling = Sampling(max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    sampling = Sampling(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+    )
     opened, model = open_on(options.model, options.checkpoint, options.device)
     prompts = options.prompt or [""]
     ids = _prompt_ids(prompts, opened, chat=options.chat)
     context, longest = model.config.context_length, max(map(len, ids))
-    new = min(sampling.max_new_tokens, max(1, context - min(map(len, ids))))  # memory is for what can come, not for what was asked
+    # memory is for what can come, not for what was asked
+    new = min(sampling.max_new_tokens, max(1, context - min(map(len, ids))))
     sampling = replace(sampling, max_new_tokens=new)
     requests = [
-        Request(prompt=one, sampling=sampling, samples=options.samples, seed=options.seed, tag=number) for number, one in enumerate(ids)
+        Request(prompt=one, sampling=sampling, samples=options.samples, seed=options.seed, tag=number)
+        for number, one in enumerate(ids)
     ]
     if 0 < context - longest < options.max_new_tokens:
         status(f"note: the model's context of {context} leaves room for {context - longest} new tokens")
@@ -63,14 +95,20 @@ def run(options: argparse.Namespace) -> None:
     slots = min(fitting, samples_bound(os.environ) or sys.maxsize, len(prompts) * options.samples)
     ready: dict[tuple[int, int], str] = {}
     texts: list[dict[str, str | int]] = []
-    with LocalEngine(model, opened.tokenizer, slots=slots, max_prompt_tokens=longest, max_new_tokens=new, eos_ids=stops) as engine:
+    with LocalEngine(
+        model, opened.tokenizer, slots=slots, max_prompt_tokens=longest, max_new_tokens=new, eos_ids=stops
+    ) as engine:
         for completion in engine.run(requests):
             ready[completion.request.tag, completion.sample] = completion.text
-            while (at := divmod(len(texts), options.samples)) in ready:  # in the order asked for, as soon as there
+            # in the order asked for, as soon as there
+            while (at := divmod(len(texts), options.samples)) in ready:
                 texts.append({"prompt": prompts[at[0]], "sample": at[1], "text": ready.pop(at)})
                 if not options.json:
                     divider = "----\n" if len(texts) > 1 else ""
-                    print(f"{divider}{prompts[at[0]]}{' → ' if options.chat else ''}{texts[-1]['text']}", flush=True)
+                    print(
+                        f"{divider}{prompts[at[0]]}{' → ' if options.chat else ''}{texts[-1]['text']}",
+                        flush=True,
+                    )
     if options.json:
         print_json(texts)
 

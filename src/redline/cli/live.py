@@ -5,8 +5,9 @@
     view.event("checkpoint", {"step": 500})     # every event
     view.close()
 
-`peak_note` spells out the convention of the MFU, or why there is none. Data wait and time left come from the last WINDOW_STEPS
-steps, because a single step says little about them. Nothing in here may stop a run: output that nobody takes is dropped.
+`peak_note` spells out the convention of the MFU, or why there is none. Data wait and time left come from the
+last WINDOW_STEPS steps, because a single step says little about them. Nothing in here may stop a run: output
+that nobody takes is dropped.
 """
 
 import contextlib
@@ -29,7 +30,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from redline.record.units import DASH, format_bytes, format_count, format_duration, format_rate, format_share, sparkline
+from redline.record.units import (
+    DASH,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_rate,
+    format_share,
+    sparkline,
+)
 
 WINDOW_STEPS = 60
 PLAIN_EVERY_S = 2.0
@@ -59,13 +68,20 @@ def make_view(
     quiet: bool = False,
     stream: TextIO | None = None,
 ) -> View:
-    """The view for a stream (stdout unless given): a live panel in a terminal, else plain lines; nothing at all if quiet."""
+    """The view for a stream (stdout unless given): a live panel in a terminal, else plain lines; nothing at
+    all if quiet."""
     if quiet:
         return _Silence()
     stream = stream or sys.stdout
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")  # a terminal that cannot show – must not end the run
-    seen = Seen(title=title, total_steps=total_steps, max_hours=max_hours, peak_note=peak_note, memory_total_bytes=memory_total_bytes)
+    seen = Seen(
+        title=title,
+        total_steps=total_steps,
+        max_hours=max_hours,
+        peak_note=peak_note,
+        memory_total_bytes=memory_total_bytes,
+    )
     return LiveView(seen, Console(file=stream)) if is_terminal(stream) else PlainView(seen, stream)
 
 
@@ -118,10 +134,15 @@ class Seen:
 
     def wait_share(self) -> float | None:
         known = [line for line in self.recent if line.get("data_wait_s") is not None and line.get("step_s")]
-        return sum(line["data_wait_s"] for line in known) / sum(line["step_s"] for line in known) if known else None
+        return (
+            sum(line["data_wait_s"] for line in known) / sum(line["step_s"] for line in known)
+            if known
+            else None
+        )
 
     def left_s(self) -> float | None:
-        """From the median step: a compilation, a validation or a checkpoint among the recent steps does not move it."""
+        """From the median step: a compilation, a validation or a checkpoint among the recent steps does not
+        move it."""
         step_s = self.median_of("step_s")
         if step_s is None or not (self.total_steps or self.max_hours):
             return None
@@ -141,7 +162,8 @@ class _Silence:
 
 
 class PlainView:
-    """One line for the first and the last step, for each tenth of the run, and else every PLAIN_EVERY_S; one for each event."""
+    """One line for the first and the last step, for each tenth of the run, and else every PLAIN_EVERY_S; one
+    for each event."""
 
     def __init__(self, seen: Seen, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._seen, self._stream, self._clock = seen, stream, clock
@@ -167,11 +189,16 @@ class PlainView:
         return int(self._seen.share_done() * 10)
 
     def _print_step(self) -> None:
-        self._printed_at, self._printed_tenth, self._printed_step = self._clock(), self._tenth(), self._seen.last["step"]
+        self._printed_at, self._printed_tenth, self._printed_step = (
+            self._clock(),
+            self._tenth(),
+            self._seen.last["step"],
+        )
         self._print(plain_line(self._seen))
 
     def _print(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the reader of the pipe is gone; the record holds everything
+        # the reader of the pipe is gone; the record holds everything
+        with contextlib.suppress(OSError, ValueError):
             print(text, file=self._stream, flush=True)
 
 
@@ -250,15 +277,26 @@ def progress(seen: Seen) -> Table:
 def _numbers(seen: Seen, room: int) -> Table:
     line = seen.last
     smoothed = f"smoothed {_number(seen.smoothed_loss, '.3f')} · lr {_number(line.get('lr'), '.1e')}"
-    typical = f"median {format_count(seen.median_of('tokens_per_s'))} · {format_duration(seen.median_of('step_s'))} a step"
+    typical = (
+        f"median {format_count(seen.median_of('tokens_per_s'))} · {format_duration(seen.median_of('step_s'))}"
+        " a step"
+    )
     rows = [
         ("loss", _number(seen.loss, ".3f"), smoothed),
-        ("", sparkline([recent["loss"] for recent in seen.recent if recent.get("loss") is not None][-room:]), ""),
+        (
+            "",
+            sparkline([recent["loss"] for recent in seen.recent if recent.get("loss") is not None][-room:]),
+            "",
+        ),
         *_validation(seen.validation),
         ("speed", format_rate(line.get("tokens_per_s"), "tok"), typical),
         ("MFU", format_share(line.get("mfu")), f"({seen.peak_note})"),
         ("ceiling", format_share(line.get("ceiling_share")), "of the measured matmul rate"),
-        ("memory", format_bytes(line.get("memory_bytes")), _memory_note(line.get("memory_bytes"), seen.memory_total_bytes)),
+        (
+            "memory",
+            format_bytes(line.get("memory_bytes")),
+            _memory_note(line.get("memory_bytes"), seen.memory_total_bytes),
+        ),
         ("data wait", format_share(seen.wait_share()), "of the step"),
         ("time left", format_duration(seen.left_s()), f"after {format_duration(line.get('elapsed_s'))}"),
     ]
@@ -266,14 +304,19 @@ def _numbers(seen: Seen, room: int) -> Table:
     table.add_column(width=_LABEL_COLUMNS, no_wrap=True, style="dim")
     table.add_column(ratio=1)
     for label, value, note in rows:
-        table.add_row(label, Text.assemble((value, "bold" if label else "cyan"), "  " if note else "", (note, "dim")))
+        table.add_row(
+            label, Text.assemble((value, "bold" if label else "cyan"), "  " if note else "", (note, "dim"))
+        )
     return table
 
 
 def _validation(line: dict[str, Any]) -> list[tuple[str, str, str]]:
     if not line:
         return []
-    perplexity, bits = _number(line.get("valid_perplexity"), ".4g"), _number(line.get("valid_bits_per_byte"), ".3f")
+    perplexity, bits = (
+        _number(line.get("valid_perplexity"), ".4g"),
+        _number(line.get("valid_bits_per_byte"), ".3f"),
+    )
     note = f"perplexity {perplexity} · {bits} bits/byte · step {line['step']}"
     return [("validation", _number(line["valid_loss"], ".3f"), note)]
 
@@ -286,7 +329,9 @@ def _memory_note(used_bytes: int | None, total_bytes: int | None) -> str:
 
 def event_text(kind: str, facts: dict[str, Any]) -> str:
     """`checkpoint  step 500  took 1.3 s`: the end of a name gives the unit."""
-    return "  ".join([kind.replace("_", " "), *(_fact(name, value) for name, value in facts.items() if value is not None)])
+    return "  ".join(
+        [kind.replace("_", " "), *(_fact(name, value) for name, value in facts.items() if value is not None)]
+    )
 
 
 def _fact(name: str, value: Any) -> str:

@@ -1,4 +1,5 @@
-"""Show what this machine is and what it can do. Ceilings are measured once (seconds) and kept per machine; --refresh measures again."""
+"""Show what this machine is and what it can do. Ceilings are measured once (seconds) and kept per machine;
+--refresh measures again."""
 
 import argparse
 from dataclasses import asdict
@@ -9,8 +10,12 @@ HELP = "the facts of this machine and its measured ceilings"
 def add_arguments(command: argparse.ArgumentParser) -> None:
     from redline.cli.options import add_json
 
-    command.add_argument("--refresh", action="store_true", help="measure again instead of reading the kept result")
-    command.add_argument("--facts", action="store_true", help="facts only: nothing is measured, torch is not loaded")
+    command.add_argument(
+        "--refresh", action="store_true", help="measure again instead of reading the kept result"
+    )
+    command.add_argument(
+        "--facts", action="store_true", help="facts only: nothing is measured, torch is not loaded"
+    )
     add_json(command)
 
 

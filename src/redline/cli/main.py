@@ -1,6 +1,8 @@
-"""`redline`: one sub-command a verb. Each lives in its own file, imports its room when it runs, and holds no logic.
+"""`redline`: one sub-command a verb. Each lives in its own file, imports its room when it runs, and holds no
+logic.
 
-A user's mistake is one line on standard error and an exit code that is not zero; anything else keeps its traceback.
+A user's mistake is one line on standard error and an exit code that is not zero; anything else keeps its
+traceback.
 """
 
 import argparse
@@ -55,20 +57,26 @@ COMMANDS = {
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line; building it imports no torch."""
-    root = argparse.ArgumentParser(prog="redline", description="Train language models at the limit of the GPU, and prove it.")
+    root = argparse.ArgumentParser(
+        prog="redline", description="Train language models at the limit of the GPU, and prove it."
+    )
     root.add_argument("--version", action="version", version=f"redline {__version__}")
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, module in COMMANDS.items():
         command = commands.add_parser(
-            name, help=module.HELP, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+            name,
+            help=module.HELP,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(command)
     return root
 
 
 SPIN_COUNT = "3000"
-"""How long libgomp's threads spin before they sleep. Its default makes two programs on the same cores wait for each other's spinning:
-nano on two cores fell from 12.4k tokens/s to 3.0k each; with this, 12.4k and 5.8k (LOG.md). Read when torch is first imported."""
+"""How long libgomp's threads spin before they sleep. Its default makes two programs on the same cores wait
+for each other's spinning: nano on two cores fell from 12.4k tokens/s to 3.0k each; with this, 12.4k and 5.8k
+(LOG.md). Read when torch is first imported."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,7 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         try:
             options = parser().parse_args(arguments)
-            options.arguments = sys.argv[1:] if arguments is None else list(arguments)  # for a command that starts itself again
+            # for a command that starts itself again
+            options.arguments = sys.argv[1:] if arguments is None else list(arguments)
             return COMMANDS[options.command].run(options) or 0
         finally:
             sys.stdout.flush()  # here, where a pipe that broke can still be handled
@@ -86,7 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("redline: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader (head, less) has gone; what is left must not be written when Python ends
+    except BrokenPipeError:
+        # the reader (head, less) has gone; what is left must not be written when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

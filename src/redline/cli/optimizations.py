@@ -1,4 +1,5 @@
-"""The catalogue of optimisations: what is claimed for each and by whom, what it does to numbers, and whether it applies. Needs no torch.
+"""The catalogue of optimisations: what is claimed for each and by whom, what it does to numbers, and whether
+it applies. Needs no torch.
 
 redline optimizations                             every entry
 redline optimizations gpt2-124m --as a100-40g     which of them apply to a recipe on a GPU, and if not why not
@@ -16,8 +17,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     from redline.cli.options import add_json
 
     command.add_argument("recipe", nargs="?", help="say for this recipe and machine whether each applies")
-    command.add_argument("--set", action="append", default=[], metavar="TABLE.KEY=VALUE", help="override a value of the recipe")
-    command.add_argument("--as", dest="as_gpu", metavar="GPU", help="for this GPU instead of the machine's own; needs a recipe")
+    command.add_argument(
+        "--set", action="append", default=[], metavar="TABLE.KEY=VALUE", help="override a value of the recipe"
+    )
+    command.add_argument(
+        "--as", dest="as_gpu", metavar="GPU", help="for this GPU instead of the machine's own; needs a recipe"
+    )
     add_json(command)
 
 
@@ -71,7 +76,8 @@ def _rows(recipe, name: str, hardware) -> list[dict[str, object]]:  # type: igno
 
 
 def _why_not(entry, recipe, name: str, hardware) -> str | None:  # type: ignore[no-untyped-def]
-    """Why an entry does not apply: by what it is, by what the recipe's study runs, by the recipe's shapes and the machine."""
+    """Why an entry does not apply: by what it is, by what the recipe's study runs, by the recipe's shapes and
+    the machine."""
     from redline.optimizations.studies import study
 
     if entry.standing == "refuted":
@@ -80,7 +86,10 @@ def _why_not(entry, recipe, name: str, hardware) -> str | None:  # type: ignore[
         return "another training: a matter of the recipe"
     workloads = {part.workload for part in study(name)}
     if not workloads & set(entry.workloads):
-        return f"for {' and '.join(entry.workloads)}, and this recipe's study is of {' and '.join(sorted(workloads))}"
+        return (
+            f"for {' and '.join(entry.workloads)}, and this recipe's study is of"
+            f" {' and '.join(sorted(workloads))}"
+        )
     return entry.why_not(recipe, hardware)
 
 
@@ -98,7 +107,8 @@ def _print(rows: list[dict[str, object]], where: str) -> None:
     for family in dict.fromkeys(row["family"] for row in rows):
         own = [row for row in rows if row["family"] == family]
         title = f"\n{family}"
-        if console.width < WIDE or any(row["standing"] == "refuted" for row in own):  # the arithmetic that refutes is a text
+        # the arithmetic that refutes is a text
+        if console.width < WIDE or any(row["standing"] == "refuted" for row in own):
             below = [_below(row, applies=bool(where)) for row in own]
             console.print(rows_with_texts(("name", "claimed", "numbers", last), below, title=title))
             continue
@@ -110,12 +120,16 @@ def _print(rows: list[dict[str, object]], where: str) -> None:
             cells = (row["name"], _claimed(row), _by(row), row["effect"], says)
             table.add_row(*(escape(str(cell)) for cell in cells))
         console.print(table)
-    console.print("\nclaimed: speed with the change over speed without it, as the source has it; nothing here was measured")
+    console.print(
+        "\nclaimed: speed with the change over speed without it, as the source has it; nothing here was"
+        " measured"
+    )
     console.print("notes: docs/optimizations.md, or --json")
 
 
 def _below(row: dict[str, object], *, applies: bool) -> tuple[tuple[str, ...], str]:
-    """The cells of an entry and the text below them: who claims it, why it does not apply, what refutes it."""
+    """The cells of an entry and the text below them: who claims it, why it does not apply, what refutes
+    it."""
     last, reason = _last(row, applies=applies)
     texts = (f"by {_by(row)}", reason, str(row["note"]) if row["standing"] == "refuted" else "")
     return (str(row["name"]), _claimed(row), str(row["effect"]), last), "\n".join(filter(None, texts))

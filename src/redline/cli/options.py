@@ -25,7 +25,9 @@ def add_recipe(command: argparse.ArgumentParser, example: str = "train.steps=100
 
 
 def add_json(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", action="store_true", help="print JSON for programs instead of text for people")
+    command.add_argument(
+        "--json", action="store_true", help="print JSON for programs instead of text for people"
+    )
 
 
 def recipe_of(options: argparse.Namespace) -> Recipe:
@@ -34,7 +36,11 @@ def recipe_of(options: argparse.Namespace) -> Recipe:
 
 def typed_pins(options: argparse.Namespace) -> frozenset[str]:
     """Names of the plan values that the user typed with --set."""
-    return frozenset(text.partition("=")[0].strip().removeprefix("plan.") for text in options.set if text.strip().startswith("plan."))
+    return frozenset(
+        text.partition("=")[0].strip().removeprefix("plan.")
+        for text in options.set
+        if text.strip().startswith("plan.")
+    )
 
 
 def check_positive(option: str, value: float) -> None:
@@ -44,8 +50,8 @@ def check_positive(option: str, value: float) -> None:
 
 
 def tokenise(recipe: Recipe) -> None:
-    """Tokenise the corpus, if it was not yet, and show how far it is: before anything is measured, of which it is no part. A stream is
-    tokenised as it is read."""
+    """Tokenise the corpus, if it was not yet, and show how far it is: before anything is measured, of which
+    it is no part. A stream is tokenised as it is read."""
     from redline.data.build import prepare
 
     if not recipe.data.stream:
@@ -62,7 +68,8 @@ def status(text: str) -> None:
 
 
 def byte_progress(what: str) -> Callable[[int, int, int], None]:
-    """A progress bar for source files read: share, tokens a second, time left. Redrawn in a terminal, else a line every 5 s."""
+    """A progress bar for source files read: share, tokens a second, time left. Redrawn in a terminal, else a
+    line every 5 s."""
     from redline.record.units import format_duration, format_rate
 
     started_s = last_s = time.monotonic()
@@ -77,8 +84,14 @@ def byte_progress(what: str) -> Callable[[int, int, int], None]:
         left_s = elapsed_s * (total - done) / done if done else None
         bar = "█" * (24 * done // max(1, total))
         text = (
-            f"{what} [{bar:<24}] {done / max(1, total):4.0%}  {format_rate(tokens / elapsed_s, 'tokens')}  left {format_duration(left_s)}"
+            f"{what} [{bar:<24}] {done / max(1, total):4.0%}  {format_rate(tokens / elapsed_s, 'tokens')} "
+            f" left {format_duration(left_s)}"
         )
-        print(f"\r\033[K{text}" if terminal else text, end="" if terminal and not finished else "\n", file=sys.stderr, flush=True)
+        print(
+            f"\r\033[K{text}" if terminal else text,
+            end="" if terminal and not finished else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
 
     return show

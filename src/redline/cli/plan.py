@@ -1,10 +1,11 @@
-"""Show how a recipe would be executed: every value with its reason and source, predicted memory and speed. Needs no GPU and no torch.
+"""Show how a recipe would be executed: every value with its reason and source, predicted memory and speed.
+Needs no GPU and no torch.
 
-redline plan gpt2-124m --as a100-40g        for a GPU that is not here
-redline plan gpt2-124m --save plan.json     then: redline train gpt2-124m --plan plan.json, with the same --set values
+redline plan gpt2-124m --as a100-40g        for a GPU that is not here redline plan gpt2-124m --save plan.json
+then: redline train gpt2-124m --plan plan.json, with the same --set values
 
-The environment is honoured and shown: A100_BATCH_SIZE and A100_GRAD_ACCUM set micro-batch and accumulation (their product must keep the
-recipe's batch).
+The environment is honoured and shown: A100_BATCH_SIZE and A100_GRAD_ACCUM set micro-batch and accumulation
+(their product must keep the recipe's batch).
 """
 
 import argparse
@@ -22,7 +23,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add_recipe(command)
     command.add_argument("--as", dest="as_gpu", metavar="GPU", help=f"plan for this GPU: {', '.join(SPECS)}")
     command.add_argument("--nproc", type=int, default=1, metavar="N", help="processes, one a GPU (default 1)")
-    command.add_argument("--profile", metavar="NAME", help="upper bounds of a named profile: a100-80g, a100-40g, v100-32g, conservative")
+    command.add_argument(
+        "--profile",
+        metavar="NAME",
+        help="upper bounds of a named profile: a100-80g, a100-40g, v100-32g, conservative",
+    )
     command.add_argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")
     add_json(command)
 
@@ -44,7 +49,9 @@ def run(options: argparse.Namespace) -> None:
     print_plan(plan, recipe)
 
 
-def make(options: argparse.Namespace, recipe, *, as_gpu: str | None = None, nproc: int, profile: str | None = None):  # type: ignore[no-untyped-def]
+def make(  # type: ignore[no-untyped-def]
+    options: argparse.Namespace, recipe, *, as_gpu: str | None = None, nproc: int, profile: str | None = None
+):
     """The plan for this machine, or for the one named."""
     from redline.cli.options import status, typed_pins
     from redline.machine.facts import read_facts
@@ -54,8 +61,14 @@ def make(options: argparse.Namespace, recipe, *, as_gpu: str | None = None, npro
     from redline.plan.profiles import find_profile
 
     facts = read_facts()
-    hardware = hardware_as(as_gpu, facts.cpu_cores) if as_gpu else hardware_here(facts, cached(facts, progress=status))
-    outside = Outside(environment=os.environ, profile=find_profile(profile) if profile else None, typed=typed_pins(options))
+    hardware = (
+        hardware_as(as_gpu, facts.cpu_cores)
+        if as_gpu
+        else hardware_here(facts, cached(facts, progress=status))
+    )
+    outside = Outside(
+        environment=os.environ, profile=find_profile(profile) if profile else None, typed=typed_pins(options)
+    )
     return make_plan(recipe, hardware, world_size=nproc, outside=outside)
 
 
@@ -81,11 +94,14 @@ def _tuned(options: argparse.Namespace, recipe, plan, say: Callable[[str], None]
         say(f"--plan auto: tuning works on one process and this run has {plan.world_size}; the rules' plan")
         return plan
     if (found := tuned_plan(folder, recipe)) is None:
-        say(f"--plan auto: this recipe with these pins was not tuned on this machine (redline tune {options.recipe}); the rules' plan")
+        say(
+            "--plan auto: this recipe with these pins was not tuned on this machine (redline tune"
+            f" {options.recipe}); the rules' plan"
+        )
         return plan
     tuned, result = found
     say(
-        f"--plan auto: tuned {result.tuned_at}, {result.ratio:.2f}x {result.against}, {format_rate(result.tokens_per_s, 'tokens')} in its "
-        f"trials ({folder / 'plan.json'})"
+        f"--plan auto: tuned {result.tuned_at}, {result.ratio:.2f}x {result.against},"
+        f" {format_rate(result.tokens_per_s, 'tokens')} in its trials ({folder / 'plan.json'})"
     )
     return tuned

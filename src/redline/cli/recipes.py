@@ -10,7 +10,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     from redline.cli.options import add_json
 
     command.add_argument("recipe", nargs="?", help="print this recipe with every default filled in")
-    command.add_argument("--set", action="append", default=[], metavar="TABLE.KEY=VALUE", help="override a value")
+    command.add_argument(
+        "--set", action="append", default=[], metavar="TABLE.KEY=VALUE", help="override a value"
+    )
     add_json(command)
 
 
@@ -37,8 +39,14 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print_json(
             [
-                *({"name": name, "workload": "pretrain", "about": about, "parameters": size} for name, (size, about) in sizes.items()),
-                *({"name": name, "workload": "rft", "about": about, "parameters": None} for name, about in tuned.items()),
+                *(
+                    {"name": name, "workload": "pretrain", "about": about, "parameters": size}
+                    for name, (size, about) in sizes.items()
+                ),
+                *(
+                    {"name": name, "workload": "rft", "about": about, "parameters": None}
+                    for name, about in tuned.items()
+                ),
             ]
         )
         return

@@ -1,8 +1,9 @@
-"""Show what run folders say: speed against the ceiling, where the time went, memory, curves, findings, the plan. Needs no torch.
+"""Show what run folders say: speed against the ceiling, where the time went, memory, curves, findings, the
+plan. Needs no torch.
 
-redline report runs/nano                          tables here, and runs/nano/report.html: one page that opens anywhere, offline
-redline report runs/a runs/b --out compare.html   side by side, with a verdict on whether they may be compared
-redline report runs/rft                           the rounds of an RFT run side by side
+redline report runs/nano                          tables here, and runs/nano/report.html: one page that opens
+anywhere, offline redline report runs/a runs/b --out compare.html   side by side, with a verdict on whether
+they may be compared redline report runs/rft                           the rounds of an RFT run side by side
 """
 
 import argparse
@@ -21,7 +22,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     from redline.cli.options import add_json
 
     command.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-    command.add_argument("--out", type=Path, metavar="FILE", help="where the page goes (default: report.html in the first run's folder)")
+    command.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where the page goes (default: report.html in the first run's folder)",
+    )
     add_json(command)
 
 
@@ -45,7 +51,10 @@ def run(options: argparse.Namespace) -> None:
     write_page(runs, out)
     if options.json:
         found = {"page": str(out), "runs": [_figures(shown) for shown in runs]}
-        print_json(found | ({"comparable": asdict(comparable([shown.run for shown in runs]))} if len(runs) > 1 else {}))
+        print_json(
+            found
+            | ({"comparable": asdict(comparable([shown.run for shown in runs]))} if len(runs) > 1 else {})
+        )
         return
     from rich.console import Console
 

@@ -1,12 +1,13 @@
-"""Rejection-sampling fine-tuning: sample many answers a question, keep the correct ones, train on them, test before and after.
+"""Rejection-sampling fine-tuning: sample many answers a question, keep the correct ones, train on them, test
+before and after.
 
-redline rft run rft/units-smollm2 --set model.path=SmolLM2.gguf --set task.data=units/    test, sample, train, test
-redline rft run rft/units-smollm2 --rounds 4               the loop again, each round sampled by what the last one trained
-redline rft sample rft/units-smollm2 --preset quality      one stage; killed or stopped, the same command goes on
-redline rft train rft/units-smollm2 --on answers           plain fine-tuning on the reference solutions, for comparison
-redline rft test rft/units-smollm2 --rows all              every weights of the run that have not been tested yet
-redline rft stats runs/units-smollm2
-redline rft export runs/units-smollm2 rft.json             or .jsonl, .parquet
+redline rft run rft/units-smollm2 --set model.path=SmolLM2.gguf --set task.data=units/    test, sample, train,
+test redline rft run rft/units-smollm2 --rounds 4               the loop again, each round sampled by what the
+last one trained redline rft sample rft/units-smollm2 --preset quality      one stage; killed or stopped, the
+same command goes on redline rft train rft/units-smollm2 --on answers           plain fine-tuning on the
+reference solutions, for comparison redline rft test rft/units-smollm2 --rows all              every weights
+of the run that have not been tested yet redline rft stats runs/units-smollm2 redline rft export
+runs/units-smollm2 rft.json             or .jsonl, .parquet
 """
 
 import argparse
@@ -36,29 +37,61 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         add_recipe(stage, example="sample.temperature=0.9")
         stage.add_argument("--run", type=Path, metavar="DIR", help="the run folder (default runs/RECIPE)")
         stage.add_argument(
-            "--preset", metavar="NAME", help="samples and temperature: quality (50, 0.5), balanced (30, 0.7), speed (20, 0.9)"
+            "--preset",
+            metavar="NAME",
+            help="samples and temperature: quality (50, 0.5), balanced (30, 0.7), speed (20, 0.9)",
         )
-        stage.add_argument("--profile", metavar="NAME", help="upper bounds of a known GPU, as in `redline plan`")
+        stage.add_argument(
+            "--profile", metavar="NAME", help="upper bounds of a known GPU, as in `redline plan`"
+        )
         stage.add_argument("--device", default=None, help="cuda or cpu (default: cuda where there is one)")
         stage.add_argument("--quiet", action="store_true", help="no live view")
         if name == "train":
-            stage.add_argument("--on", choices=("samples", "answers"), default="samples", help="what to train on (default samples)")
+            stage.add_argument(
+                "--on",
+                choices=("samples", "answers"),
+                default="samples",
+                help="what to train on (default samples)",
+            )
         if name in ("test", "run"):
-            stage.add_argument("--rows", metavar="N", help="the first N questions of the test split, or all (default: the recipe's)")
+            stage.add_argument(
+                "--rows",
+                metavar="N",
+                help="the first N questions of the test split, or all (default: the recipe's)",
+            )
         if name == "run":
             stage.add_argument(
-                "--rounds", type=int, default=1, metavar="N", help="repeat the loop, each round sampled by what the last one trained"
+                "--rounds",
+                type=int,
+                default=1,
+                metavar="N",
+                help="repeat the loop, each round sampled by what the last one trained",
             )
         if name == "test":
-            stage.add_argument("--weights", choices=("base", "answers", "samples"), help="only these (default: all that there are)")
+            stage.add_argument(
+                "--weights",
+                choices=("base", "answers", "samples"),
+                help="only these (default: all that there are)",
+            )
         add_json(stage)
-    stats = verbs.add_parser("stats", help="what the samples of a run say: solved share, pass@k, speed, hardest questions")
+    stats = verbs.add_parser(
+        "stats", help="what the samples of a run say: solved share, pass@k, speed, hardest questions"
+    )
     stats.add_argument("run_folder", type=Path, metavar="RUN")
     add_json(stats)
-    export = verbs.add_parser("export", help="write the samples: rft.json triples, or all of them as .jsonl or .parquet")
+    export = verbs.add_parser(
+        "export", help="write the samples: rft.json triples, or all of them as .jsonl or .parquet"
+    )
     export.add_argument("run_folder", type=Path, metavar="RUN")
-    export.add_argument("out", type=Path, metavar="OUT", help="a name that ends with .json, .jsonl or .parquet")
-    export.add_argument("--per-question", type=int, metavar="N", help="correct answers kept a question, 0: all (default: the recipe's)")
+    export.add_argument(
+        "out", type=Path, metavar="OUT", help="a name that ends with .json, .jsonl or .parquet"
+    )
+    export.add_argument(
+        "--per-question",
+        type=int,
+        metavar="N",
+        help="correct answers kept a question, 0: all (default: the recipe's)",
+    )
     add_json(export)
 
 
@@ -78,7 +111,9 @@ def _stage(options: argparse.Namespace) -> None:
     from redline.rft.plan import Bounds
 
     recipe = _recipe(options)
-    bounds = Bounds(environment=os.environ, profile=find_profile(options.profile) if options.profile else None)
+    bounds = Bounds(
+        environment=os.environ, profile=find_profile(options.profile) if options.profile else None
+    )
     folder = options.run or Path("runs") / recipe.name
     status(tables.describe(recipe, folder))
     from redline.rft.session import open_session
@@ -125,7 +160,8 @@ def _recipe(options: argparse.Namespace) -> "RftRecipe":
 
 
 def _views(options: argparse.Namespace) -> Any:
-    """What the stages show: progress on standard output, notes on standard error; nothing of it with --quiet or --json."""
+    """What the stages show: progress on standard output, notes on standard error; nothing of it with --quiet
+    or --json."""
     from redline.cli.live import make_view
     from redline.cli.options import status
     from redline.cli.sampling_view import make_sampling_view
@@ -139,7 +175,14 @@ def _views(options: argparse.Namespace) -> Any:
             return make_sampling_view(title)
 
         def training(self, title: str, total_steps: int) -> Any:
-            return [make_view(title=title, total_steps=total_steps, max_hours=None, peak_note="not counted in fine-tuning")]
+            return [
+                make_view(
+                    title=title,
+                    total_steps=total_steps,
+                    max_hours=None,
+                    peak_note="not counted in fine-tuning",
+                )
+            ]
 
     return Views() if options.quiet or options.json else Shown()
 

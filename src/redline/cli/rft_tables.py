@@ -1,4 +1,5 @@
-"""What `redline rft` prints for people: accuracies with their intervals, times of the stages, statistics of a store."""
+"""What `redline rft` prints for people: accuracies with their intervals, times of the stages, statistics of a
+store."""
 
 import shlex
 from pathlib import Path
@@ -18,8 +19,8 @@ def describe(recipe: RftRecipe, folder: Path) -> str:
     """One line: what is run where."""
     sampler = recipe.model.server or recipe.model.sampler or "itself"
     return (
-        f"{recipe.name}: {recipe.model.path} on task {recipe.task.name}, {recipe.sample.samples_per_question} samples a question at "
-        f"{recipe.sample.temperature} by {sampler}, run folder {folder}"
+        f"{recipe.name}: {recipe.model.path} on task {recipe.task.name}, {recipe.sample.samples_per_question}"
+        f" samples a question at {recipe.sample.temperature} by {sampler}, run folder {folder}"
     )
 
 
@@ -47,25 +48,35 @@ def _print_run(found: dict[str, Any]) -> None:
     if "stages_s" in found:
         times = found["stages_s"]
         print(
-            f"time: {', '.join(f'{name} {format_duration(s)}' for name, s in times.items())}; {format_duration(sum(times.values()))} in all"
+            f"time: {', '.join(f'{name} {format_duration(s)}' for name, s in times.items())};"
+            f" {format_duration(sum(times.values()))} in all"
         )
 
 
 def _print_sampled(found: dict[str, Any]) -> None:
-    rate = format_rate(found["tokens"] / found["elapsed_s"] if found["tokens"] else None, "tok") if found["drawn"] else "none drawn now"
+    rate = (
+        format_rate(found["tokens"] / found["elapsed_s"] if found["tokens"] else None, "tok")
+        if found["drawn"]
+        else "none drawn now"
+    )
     print(
-        f"samples: {found['samples']:,}, {format_share(found['correct'] / max(1, found['samples']))} correct; "
-        f"{found['solved']:,} of {found['questions']:,} questions solved; {rate}"
+        f"samples: {found['samples']:,}, {format_share(found['correct'] / max(1, found['samples']))} correct;"
+        f" {found['solved']:,} of {found['questions']:,} questions solved; {rate}"
     )
 
     if found["scorer_failures"]:
-        print(f"the scorer failed on {found['scorer_failures']:,} of them, counted as wrong (`redline rft export` gives the reasons)")
+        print(
+            f"the scorer failed on {found['scorer_failures']:,} of them, counted as wrong (`redline rft"
+            " export` gives the reasons)"
+        )
 
 
 def _print_trained(found: dict[str, Any]) -> None:
     rate = f", {format_rate(found['rows_per_s'], 'rows')}" if found["rows_per_s"] else ""
     loss = f", last loss {found['loss']:.3f}" if found["loss"] is not None else ""
-    print(f"training on {found['on']}: {found['examples']:,} examples, {found['updates']:,} updates{loss}{rate}")
+    print(
+        f"training on {found['on']}: {found['examples']:,} examples, {found['updates']:,} updates{loss}{rate}"
+    )
 
 
 def print_accuracies(lines: list[dict[str, Any]]) -> None:
@@ -82,7 +93,10 @@ def print_accuracies(lines: list[dict[str, Any]]) -> None:
     Console().print(table, highlight=False)
     for line in lines:
         if line["scorer_failures"]:
-            print(f"{_NAMES[line['weights']]}: the scorer failed on {line['scorer_failures']:,} answers, counted as wrong")
+            print(
+                f"{_NAMES[line['weights']]}: the scorer failed on {line['scorer_failures']:,} answers,"
+                " counted as wrong"
+            )
 
 
 def _shares(line: dict[str, Any]) -> list[str]:
@@ -97,11 +111,20 @@ def print_stats(found: dict[str, Any]) -> None:
     rows = [
         (
             "questions",
-            f"{found['asked']:,} of {found['questions']:,} asked, {found['solved']:,} solved ({format_share(found['solved_share'])})",
+            (
+                f"{found['asked']:,} of {found['questions']:,} asked, {found['solved']:,} solved"
+                f" ({format_share(found['solved_share'])})"
+            ),
         ),
-        ("samples", f"{found['samples']:,}, {found['correct']:,} correct ({format_share(found['success_rate'])})"),
+        (
+            "samples",
+            f"{found['samples']:,}, {found['correct']:,} correct ({format_share(found['success_rate'])})",
+        ),
         ("distinct", f"{found['distinct_correct']:,} correct answers that differ in more than spelling"),
-        ("tokens", f"{format_count(found['tokens'])}, {format_rate(found['tokens_per_s'], 'tok')} while sampling"),
+        (
+            "tokens",
+            f"{format_count(found['tokens'])}, {format_rate(found['tokens_per_s'], 'tok')} while sampling",
+        ),
         ("pass@k", "  ".join(f"{k}: {share:.3f}" for k, share in found["pass_at"].items())),
     ]
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -114,7 +137,12 @@ def print_stats(found: dict[str, Any]) -> None:
         for column in ("questions", "solved", "correct"):
             families.add_column(column, justify="right")
         for name, row in found["families"].items():
-            families.add_row(name, f"{row['questions']:,}", format_share(row["solved_share"]), format_share(row["success_rate"]))
+            families.add_row(
+                name,
+                f"{row['questions']:,}",
+                format_share(row["solved_share"]),
+                format_share(row["success_rate"]),
+            )
         console.print(families, highlight=False)
     console.print("hardest:", highlight=False)
     for hard in found["hardest"]:

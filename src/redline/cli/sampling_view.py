@@ -1,8 +1,8 @@
-"""The view of running sampling: a panel that redraws itself in a terminal, plain lines anywhere else, like `live` for training.
+"""The view of running sampling: a panel that redraws itself in a terminal, plain lines anywhere else, like
+`live` for training.
 
-view = make_sampling_view("units · sampling 1,000 questions")
-view.progress({"questions": 1000, "questions_done": 120, "samples": 3400, "correct": 1500, "tokens_per_s": 139e3, ...})
-view.close()
+view = make_sampling_view("units · sampling 1,000 questions") view.progress({"questions": 1000,
+"questions_done": 120, "samples": 3400, "correct": 1500, "tokens_per_s": 139e3, ...}) view.close()
 """
 
 import contextlib
@@ -33,7 +33,8 @@ def make_sampling_view(title: str, stream: TextIO | None = None) -> "PlainSampli
 
 
 def plain_line(facts: dict[str, Any]) -> str:
-    """`questions 120/1,000  samples 3,400  correct 41.2 %  139.0k tok/s  mem 12.0 GiB  left 20 s`; what is not known is –."""
+    """`questions 120/1,000  samples 3,400  correct 41.2 %  139.0k tok/s  mem 12.0 GiB  left 20 s`; what is
+    not known is –."""
     parts = [
         f"questions {facts['questions_done']:,}/{facts['questions']:,}",
         f"samples {facts['samples']:,}",
@@ -74,7 +75,8 @@ class PlainSampling:
         self._printed_at, self._waiting = self._clock(), None
 
     def _print(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the reader of the pipe is gone; the store holds everything
+        # the reader of the pipe is gone; the store holds everything
+        with contextlib.suppress(OSError, ValueError):
             print(text, file=self._stream, flush=True)
 
 
@@ -112,17 +114,26 @@ def panel(title: str, facts: dict[str, Any] | None, columns: int) -> Panel:
     bar.add_column(no_wrap=True)
     share = facts["questions_done"] / max(1, facts["questions"])
     bar.add_row(
-        ProgressBar(total=1.0, completed=share), f"{format_share(share)}  {facts['questions_done']:,}/{facts['questions']:,} questions"
+        ProgressBar(total=1.0, completed=share),
+        f"{format_share(share)}  {facts['questions_done']:,}/{facts['questions']:,} questions",
     )
     table = Table.grid(expand=True)
     table.add_column(width=11, no_wrap=True, style="dim")
     table.add_column(ratio=1)
     for label, value, note in (
-        ("samples", f"{facts['samples']:,}", f"at most {facts['samples_left']:,} to come" if facts.get("samples_left") else ""),
+        (
+            "samples",
+            f"{facts['samples']:,}",
+            f"at most {facts['samples_left']:,} to come" if facts.get("samples_left") else "",
+        ),
         ("correct", format_share(success_rate(facts)), "of the samples"),
         ("speed", format_rate(facts["tokens_per_s"], "tok"), "new tokens"),
         ("memory", format_bytes(facts["memory_bytes"]), "peak on a GPU"),
-        ("time left", format_duration(facts["left_s"]), f"at most, after {format_duration(facts['elapsed_s'])}"),
+        (
+            "time left",
+            format_duration(facts["left_s"]),
+            f"at most, after {format_duration(facts['elapsed_s'])}",
+        ),
     ):
         table.add_row(label, Text.assemble((value, "bold"), "  ", (note, "dim")))
     body = Group(Text(title, style="bold"), bar, table)

@@ -18,14 +18,21 @@ def print_machine(facts: MachineFacts, ceilings: Ceilings | None) -> None:
     for gpu in facts.gpus:
         pcie = f", PCIe {gpu.pcie_generation} x{gpu.pcie_lanes}" if gpu.pcie_generation else ""
         limit = f", {gpu.power_limit_w:.0f} W limit" if gpu.power_limit_w else ""
-        text = f"{gpu.name}, {format_bytes(gpu.memory_bytes)} ({format_bytes(gpu.free_bytes)} free), driver {gpu.driver}{limit}{pcie}"
+        text = (
+            f"{gpu.name}, {format_bytes(gpu.memory_bytes)} ({format_bytes(gpu.free_bytes)} free), driver"
+            f" {gpu.driver}{limit}{pcie}"
+        )
         table.add_row(f"GPU {gpu.index}", text)
     if not facts.gpus:
         table.add_row("GPU", facts.gpu_trouble or "none")
-    table.add_row("CPU", f"{facts.cpu_name}, {facts.cpu_cores} cores usable, {format_bytes(facts.memory_bytes)} memory")
+    table.add_row(
+        "CPU", f"{facts.cpu_name}, {facts.cpu_cores} cores usable, {format_bytes(facts.memory_bytes)} memory"
+    )
     table.add_row("disk", f"{format_bytes(facts.disk_free_bytes)} free in this folder")
     table.add_row("system", f"{facts.os}, Python {facts.python}")
-    table.add_row("packages", ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version))
+    table.add_row(
+        "packages", ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version)
+    )
     console.print(table)
     if ceilings is not None:
         _print_ceilings(console, facts, ceilings)
@@ -33,7 +40,9 @@ def print_machine(facts: MachineFacts, ceilings: Ceilings | None) -> None:
 
 def _print_ceilings(console: Console, facts: MachineFacts, ceilings: Ceilings) -> None:
     spec = match_spec(facts.gpus[0].name, facts.gpus[0].memory_bytes) if facts.gpus else None
-    table = Table(title=f"\nCeilings, measured {ceilings.measured_at}", title_justify="left", box=None, padding=(0, 2))
+    table = Table(
+        title=f"\nCeilings, measured {ceilings.measured_at}", title_justify="left", box=None, padding=(0, 2)
+    )
     for column in ("what", "measured", "datasheet", "share", "on"):
         table.add_column(column, justify="right" if column in ("measured", "datasheet", "share") else "left")
     for dtype in ("bf16", "fp16", "tf32", "fp32", "fp8"):
@@ -41,7 +50,9 @@ def _print_ceilings(console: Console, facts: MachineFacts, ceilings: Ceilings) -
             continue
         point = max((p for p in ceilings.matmul if p.dtype == dtype), key=lambda p: p.tflops)
         peak = spec.peak_tflops(dtype) if spec else None
-        shape = f"best of {sum(p.dtype == dtype for p in ceilings.matmul)} shapes: {point.m}x{point.n}x{point.k}"
+        shape = (
+            f"best of {sum(p.dtype == dtype for p in ceilings.matmul)} shapes: {point.m}x{point.n}x{point.k}"
+        )
         table.add_row(
             f"matmul {dtype}",
             f"{best:,.0f} TFLOP/s",
@@ -64,7 +75,13 @@ def _print_ceilings(console: Console, facts: MachineFacts, ceilings: Ceilings) -
     ):
         if latency is not None:
             table.add_row(name, f"{latency * 1e6:.2f} µs", "–", "–", "per tiny kernel, many queued")
-    table.add_row("CPU matmul fp32", f"{ceilings.cpu_matmul_gflops:,.0f} GFLOP/s", "–", "–", f"threads: {ceilings.cpu_threads}")
+    table.add_row(
+        "CPU matmul fp32",
+        f"{ceilings.cpu_matmul_gflops:,.0f} GFLOP/s",
+        "–",
+        "–",
+        f"threads: {ceilings.cpu_threads}",
+    )
     console.print(table)
     for note in ceilings.notes:
         console.print(f"note: {note}")
@@ -74,7 +91,8 @@ def print_plan(plan: Plan, recipe: Recipe) -> None:
     console = Console()
     p = plan.prediction
     console.print(
-        f"[bold]{escape(plan.recipe)}[/bold] on {plan.hardware.title}, {plan.world_size} process(es); fingerprint {plan.fingerprint}"
+        f"[bold]{escape(plan.recipe)}[/bold] on {plan.hardware.title}, {plan.world_size} process(es);"
+        f" fingerprint {plan.fingerprint}"
     )
     console.print(f"hardware figures: {plan.hardware.source}", highlight=False)
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -91,7 +109,8 @@ def print_plan(plan: Plan, recipe: Recipe) -> None:
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in p.memory_parts_bytes.items() if size)
     share = p.memory_bytes / plan.hardware.memory_bytes
     console.print(
-        f"peak memory {format_bytes(p.memory_bytes)} ({share:.0%} of {format_bytes(plan.hardware.memory_bytes)}): {parts}",
+        f"peak memory {format_bytes(p.memory_bytes)} ({share:.0%} of"
+        f" {format_bytes(plan.hardware.memory_bytes)}): {parts}",
         highlight=False,
     )
     if p.attainable_tokens_per_s and p.ceiling_tokens_per_s:
@@ -103,4 +122,6 @@ def print_plan(plan: Plan, recipe: Recipe) -> None:
             highlight=False,
         )
     else:
-        console.print("speed: no measured or datasheet rate is known for this hardware; run `redline machine`")
+        console.print(
+            "speed: no measured or datasheet rate is known for this hardware; run `redline machine`"
+        )

@@ -22,12 +22,28 @@ HELP = "list tasks, print questions, score completions"
 def add_arguments(command: argparse.ArgumentParser) -> None:
     from redline.cli.options import add_json
 
-    command.add_argument("task", nargs="?", help="a task's name, or a file of your own and its function: my_task.py:make")
-    command.add_argument("--data", metavar="FOLDER", help="read the questions from files in this folder, one a split")
+    command.add_argument(
+        "task", nargs="?", help="a task's name, or a file of your own and its function: my_task.py:make"
+    )
+    command.add_argument(
+        "--data", metavar="FOLDER", help="read the questions from files in this folder, one a split"
+    )
     command.add_argument("--split", default="valid", help="train, valid or test (default valid)")
-    command.add_argument("--count", type=int, metavar="N", help="the first N questions (default 10; all when scoring)")
-    command.add_argument("--seed", type=int, metavar="N", help="another draw of generated questions (default 0); files keep their order")
-    command.add_argument("--score", type=Path, metavar="ANSWERS.jsonl", help="score these completions: accuracy and answer rate")
+    command.add_argument(
+        "--count", type=int, metavar="N", help="the first N questions (default 10; all when scoring)"
+    )
+    command.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="another draw of generated questions (default 0); files keep their order",
+    )
+    command.add_argument(
+        "--score",
+        type=Path,
+        metavar="ANSWERS.jsonl",
+        help="score these completions: accuracy and answer rate",
+    )
     add_json(command)
 
 
@@ -38,7 +54,9 @@ def run(options: argparse.Namespace) -> None:
     from redline.tasks.task import prompt_text
 
     if options.task is None:
-        if given := [f"--{name}" for name in ("data", "count", "seed", "score") if getattr(options, name) is not None]:
+        if given := [
+            f"--{name}" for name in ("data", "count", "seed", "score") if getattr(options, name) is not None
+        ]:
             raise ConfigError(f"{given[0]} needs a task: one of {', '.join(TASKS)}, or my_task.py:make")
         about = {name: make(None).about for name, make in TASKS.items()}
         if options.json:
@@ -47,7 +65,10 @@ def run(options: argparse.Namespace) -> None:
             print("\n".join(f"{name:<{max(map(len, about))}}  {text}" for name, text in about.items()))
         return
     if options.seed is not None and options.data is not None:
-        raise ConfigError(f"--seed draws generated questions and files keep their order; got --seed {options.seed} with --data")
+        raise ConfigError(
+            f"--seed draws generated questions and files keep their order; got --seed {options.seed} with"
+            " --data"
+        )
     task = load_task(options.task, options.data)
     count = 10 if options.count is None and options.score is None else options.count
     questions = task.questions(options.split, count, options.seed or 0)
@@ -71,7 +92,8 @@ def _score(options: argparse.Namespace, questions: "list[Question]") -> None:
     from redline.tasks.task import accuracy, answer_rate
 
     items = _answers(options, questions)
-    workers = min(len(os.sched_getaffinity(0)), 1 + len(items) // 1000)  # starting one costs as much as thousands of cheap verdicts
+    # starting one costs as much as thousands of cheap verdicts
+    workers = min(len(os.sched_getaffinity(0)), 1 + len(items) // 1000)
     with Pool(options.task, options.data, workers=workers) as pool:
         verdicts = pool.score(items)
     failures = [verdict.reason for verdict in verdicts if verdict.reason is not None]
@@ -101,19 +123,27 @@ def _answers(options: argparse.Namespace, questions: "list[Question]") -> "list[
         rows = json_lines(str(options.score), options.score.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"no answers can be read from {options.score}: {error}") from error
-    by = {"id": {question.id: question for question in questions}, "question": {question.text: question for question in questions}}
+    by = {
+        "id": {question.id: question for question in questions},
+        "question": {question.text: question for question in questions},
+    }
     items = []
     for place, row in enumerate(rows, start=1):
         key = "id" if "id" in row else "question"
         if not isinstance(row.get("completion"), str) or not isinstance(row.get(key), str):
             raise DataError(
-                f"{options.score}, answer {place}: `completion` and one of `id` and `question` are needed as text, got {list(row)}"
+                f"{options.score}, answer {place}: `completion` and one of `id` and `question` are needed as"
+                f" text, got {list(row)}"
             )
         if (question := by[key].get(row[key])) is None:
             raise DataError(
-                f"{options.score}, answer {place}: no {key} {row[key]!r} among the {len(questions):,} of the {options.split} split"
+                f"{options.score}, answer {place}: no {key} {row[key]!r} among the {len(questions):,} of the"
+                f" {options.split} split"
             )
         items.append((question, row["completion"]))
     if not items:
-        raise DataError(f"{options.score} holds no answers: write one JSON object a line, with completion and id or question")
+        raise DataError(
+            f"{options.score} holds no answers: write one JSON object a line, with completion and id or"
+            " question"
+        )
     return items

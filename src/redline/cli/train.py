@@ -1,8 +1,8 @@
-"""Pre-train a recipe. The same command goes on with a run that was stopped or killed; Ctrl-C stops it with a checkpoint.
+"""Pre-train a recipe. The same command goes on with a run that was stopped or killed; Ctrl-C stops it with a
+checkpoint.
 
-redline train nano
-redline train gpt2-124m --set data.source=data/wiki --run runs/wiki --nproc 2
-torchrun --nproc-per-node 2 --no-python -- redline train gpt2-124m     the `--` keeps torchrun from reading our options
+redline train nano redline train gpt2-124m --set data.source=data/wiki --run runs/wiki --nproc 2 torchrun
+--nproc-per-node 2 --no-python -- redline train gpt2-124m     the `--` keeps torchrun from reading our options
 """
 
 import argparse
@@ -20,10 +20,21 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--plan",
         metavar="FILE|auto",
-        help="a plan written by `redline plan --save`; auto: the one that `redline tune` found here, else plan now (default: plan now)",
+        help=(
+            "a plan written by `redline plan --save`; auto: the one that `redline tune` found here, else plan"
+            " now (default: plan now)"
+        ),
     )
-    command.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine, one a GPU (default 1)")
-    command.add_argument("--export", action="append", default=[], metavar="NAME", help="also send metrics to: tensorboard, wandb")
+    command.add_argument(
+        "--nproc", type=int, default=1, metavar="N", help="processes on this machine, one a GPU (default 1)"
+    )
+    command.add_argument(
+        "--export",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="also send metrics to: tensorboard, wandb",
+    )
     command.add_argument("--quiet", action="store_true", help="no live view")
     add_json(command)
 
@@ -52,7 +63,8 @@ def _launch(options: argparse.Namespace, recipe, folder: Path) -> int:  # type: 
     _plan(options, recipe, options.nproc)
     events = folder / "events.jsonl"
     code = with_recovery(
-        lambda overrides: torchrun(options.nproc, [*options.arguments, *overrides]), lambda: out_of_memory_override(events)
+        lambda overrides: torchrun(options.nproc, [*options.arguments, *overrides]),
+        lambda: out_of_memory_override(events),
     )
     if code != 0 and (failed := failure(events)) is not None:
         raise failed  # once more, below what torchrun printed

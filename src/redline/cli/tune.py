@@ -1,5 +1,6 @@
-"""Find the fastest plan for a recipe on this machine by measuring: trials in processes of their own, kept only if faster and the same
-training. `redline train RECIPE --plan auto` then uses it. Killed, the same command goes on; finished trials are not repeated.
+"""Find the fastest plan for a recipe on this machine by measuring: trials in processes of their own, kept
+only if faster and the same training. `redline train RECIPE --plan auto` then uses it. Killed, the same
+command goes on; finished trials are not repeated.
 
 redline tune nano --minutes 2
 redline tune gpt2-124m --set data.source=data/wiki
@@ -16,9 +17,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     from redline.cli.options import add_json, add_recipe
 
     add_recipe(command)
-    command.add_argument("--minutes", type=float, default=6.0, metavar="M", help="time for all trials together (default 6)")
     command.add_argument(
-        "--out", type=Path, metavar="DIR", help="the folder of the tuning (default: in the cache, where --plan auto looks)"
+        "--minutes", type=float, default=6.0, metavar="M", help="time for all trials together (default 6)"
+    )
+    command.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="the folder of the tuning (default: in the cache, where --plan auto looks)",
     )
     add_json(command)
 
@@ -51,14 +57,22 @@ def run(options: argparse.Namespace) -> None:
         tuned = tune(recipe, rules, folder, minutes=options.minutes, progress=status)
     if options.json:
         result = asdict(tuned.result)
-        print_json({"folder": str(folder.path), "plan": to_json(tuned.plan), "trials": result.pop("rows"), "result": result})
+        print_json(
+            {
+                "folder": str(folder.path),
+                "plan": to_json(tuned.plan),
+                "trials": result.pop("rows"),
+                "result": result,
+            }
+        )
         return
     _print(tuned, folder.path)
     print(f"use it: {train_command(options)}")
 
 
 def _check_pins(path: Path, rules) -> None:  # type: ignore[no-untyped-def]
-    """Refuse a folder whose plan was tuned with other pins: this tuning's would take its place. A plan that cannot be read is no reason."""
+    """Refuse a folder whose plan was tuned with other pins: this tuning's would take its place. A plan that
+    cannot be read is no reason."""
     from redline.errors import ConfigError, StorageError
     from redline.plan.plan import load
     from redline.tune.store import pinned
@@ -69,14 +83,34 @@ def _check_pins(path: Path, rules) -> None:  # type: ignore[no-untyped-def]
         return
     other = [name for name in before | now if before.get(name) != now.get(name)]
     if other:
-        how = ", ".join(f"{name} {before.get(name, 'free')} before, {now.get(name, 'free')} now" for name in other)
-        raise StorageError(f"{path} holds a tuning with other pins ({how}): give another folder with --out, or delete that one")
+        how = ", ".join(
+            f"{name} {before.get(name, 'free')} before, {now.get(name, 'free')} now" for name in other
+        )
+        raise StorageError(
+            f"{path} holds a tuning with other pins ({how}): give another folder with --out, or delete"
+            " that one"
+        )
 
 
 def train_command(options: argparse.Namespace) -> str:
-    """What trains with the plan that was found. A plan from a file holds its pins, and takes none beside it."""
-    sets = [part for text in options.set if not (options.out and text.strip().startswith("plan.")) for part in ("--set", text)]
-    return shlex.join(["redline", "train", options.recipe, *sets, "--plan", str(options.out / "plan.json") if options.out else "auto"])
+    """What trains with the plan that was found. A plan from a file holds its pins, and takes none beside
+    it."""
+    sets = [
+        part
+        for text in options.set
+        if not (options.out and text.strip().startswith("plan."))
+        for part in ("--set", text)
+    ]
+    return shlex.join(
+        [
+            "redline",
+            "train",
+            options.recipe,
+            *sets,
+            "--plan",
+            str(options.out / "plan.json") if options.out else "auto",
+        ]
+    )
 
 
 def _print(tuned, folder: Path) -> None:  # type: ignore[no-untyped-def]
@@ -88,18 +122,35 @@ def _print(tuned, folder: Path) -> None:  # type: ignore[no-untyped-def]
     console, result = Console(), tuned.result
     console.print(_table(result.rows))
     for row in result.rows:
-        if row.outcome != "ok" or row.verdict == "not compared" or "refused" in row.note or "pays back" in row.note:
+        if (
+            row.outcome != "ok"
+            or row.verdict == "not compared"
+            or "refused" in row.note
+            or "pays back" in row.note
+        ):
             console.print(f"{row.name}: {row.note}", highlight=False, markup=False)
-    console.print("tokens/s: median of the blocks; ratios with a 95 % interval; memory: peak reserved by torch (on a CPU resident)")
+    console.print(
+        "tokens/s: median of the blocks; ratios with a 95 % interval; memory: peak reserved by torch (on a"
+        " CPU resident)"
+    )
     if any(_brief(row) for row in result.rows):
-        console.print("* given up after fewer rounds, each of them 3 % slower or more: 87.5 %", highlight=False)
+        console.print(
+            "* given up after fewer rounds, each of them 3 % slower or more: 87.5 %", highlight=False
+        )
     console.print(f"\n{_gain(result)}", style="bold", highlight=False, markup=False)
     for name in PLANNED:
         if (why := tuned.plan.why[name]).source == "measurement":
-            console.print(f"  {name} {getattr(tuned.plan, name)}: {why.reason}", highlight=False, markup=False)
+            console.print(
+                f"  {name} {getattr(tuned.plan, name)}: {why.reason}", highlight=False, markup=False
+            )
     if result.untried:
-        console.print(f"no time left for: {', '.join(result.untried)}; the same command with more --minutes goes on", highlight=False)
-    console.print(f"{result.trials} trials in {format_duration(result.elapsed_s)}; kept in {folder}", highlight=False)
+        console.print(
+            f"no time left for: {', '.join(result.untried)}; the same command with more --minutes goes on",
+            highlight=False,
+        )
+    console.print(
+        f"{result.trials} trials in {format_duration(result.elapsed_s)}; kept in {folder}", highlight=False
+    )
 
 
 def _table(rows):  # type: ignore[no-untyped-def]
@@ -113,7 +164,11 @@ def _table(rows):  # type: ignore[no-untyped-def]
         table.add_column(column, justify="left" if column in ("trial", "verdict") else "right")
     for row in (row for row in rows if row.outcome is not None):
         found, speed = row.comparison, f"{row.tokens_per_s:,.0f}" if row.tokens_per_s is not None else DASH
-        ratio = f"{found.ratio:.3f}x [{found.low:.3f}, {found.high:.3f}]{'*' if _brief(row) else ''}" if found else DASH
+        ratio = (
+            f"{found.ratio:.3f}x [{found.low:.3f}, {found.high:.3f}]{'*' if _brief(row) else ''}"
+            if found
+            else DASH
+        )
         predicted = f"{row.predicted:.2f}x" if row.predicted is not None else DASH
         table.add_row(row.name, speed, ratio, row.verdict, predicted, format_bytes(row.memory_bytes))
     return table
@@ -132,16 +187,27 @@ def _gain(result) -> str:  # type: ignore[no-untyped-def]
 
     speed = format_rate(result.tokens_per_s, "tokens")
     if result.ratio == 1.0:
-        return f"{result.against} is the fastest found: {speed} measured {'in turns with another' if _in_turns(result) else 'alone'}"
+        return (
+            f"{result.against} is the fastest found: {speed} measured"
+            f" {'in turns with another' if _in_turns(result) else 'alone'}"
+        )
     gain = f"{result.ratio:.3f}x [{result.low:.3f}, {result.high:.3f}] {result.against}"
     if result.unconfirmed:
-        return f"{gain} by the trials that chose it: {speed}; the last comparison with {result.against} failed ({result.unconfirmed})"
+        return (
+            f"{gain} by the trials that chose it: {speed}; the last comparison with {result.against} failed"
+            f" ({result.unconfirmed})"
+        )
     return f"{gain}, {'in turns' if result.paired else 'one after the other'}: {speed}"
 
 
 def _in_turns(result) -> bool:  # type: ignore[no-untyped-def]
-    """Whether the speed of the plan comes from a comparison in turns: the last one, or the one that it won."""
+    """Whether the speed of the plan comes from a comparison in turns: the last one, or the one that it
+    won."""
     from redline.tune.search import FINAL
 
-    found = [row.comparison for row in result.rows if row.comparison is not None and (row.kept or row.name.startswith(FINAL))]
+    found = [
+        row.comparison
+        for row in result.rows
+        if row.comparison is not None and (row.kept or row.name.startswith(FINAL))
+    ]
     return bool(found) and found[-1].paired

@@ -1,10 +1,10 @@
-"""Prove on this machine that what the plan says is really on, and that loss and gradients agree with the fp32 reference. Of an RFT recipe:
-what its fine-tuning update and its generation promise.
+"""Prove on this machine that what the plan says is really on, and that loss and gradients agree with the fp32
+reference. Of an RFT recipe: what its fine-tuning update and its generation promise.
 
-redline verify gpt2-124m                     the plan that `redline train` would make
-redline verify gpt2-124m --plan auto         the one that `redline tune` found
-redline verify gpt2-124m --plan plan.json    a saved one, with the same --set values
-redline verify rft/demo                      an RFT recipe: packed update, adapters, kernels, the engine's log-probabilities
+redline verify gpt2-124m                     the plan that `redline train` would make redline verify gpt2-124m
+--plan auto         the one that `redline tune` found redline verify gpt2-124m --plan plan.json    a saved
+one, with the same --set values redline verify rft/demo                      an RFT recipe: packed update,
+adapters, kernels, the engine's log-probabilities
 
 A few updates are run and profiled, nothing is written. Exit code 1 when a check fails.
 """
@@ -22,7 +22,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--plan",
         metavar="FILE|auto",
-        help="a plan written by `redline plan --save`; auto: the one that `redline tune` found here, else plan now (default: plan now)",
+        help=(
+            "a plan written by `redline plan --save`; auto: the one that `redline tune` found here, else plan"
+            " now (default: plan now)"
+        ),
     )
     add_json(command)
 
@@ -34,11 +37,15 @@ def run(options: argparse.Namespace) -> int:
     from redline.config.load import workload_of
 
     title, checks = (_finetuning if workload_of(options.recipe) == "rft" else _pretraining)(options)
-    failed, blind = ([check for check in checks if check.status == status] for status in ("failed", "not checked"))
+    failed, blind = (
+        [check for check in checks if check.status == status] for status in ("failed", "not checked")
+    )
     if options.json:
         print_json([asdict(check) for check in checks])
     else:
-        said = f"{len(failed)} of {len(checks)} checks failed" + (f", {len(blind)} not checked" if blind else "")
+        said = f"{len(failed)} of {len(checks)} checks failed" + (
+            f", {len(blind)} not checked" if blind else ""
+        )
         _print(checks, f"{title}: {said}")
     return 1 if failed else 0
 
@@ -67,7 +74,9 @@ def _finetuning(options: argparse.Namespace):  # type: ignore[no-untyped-def]
     from redline.rft.plan import Bounds
 
     if options.plan is not None:
-        raise ConfigError(f"--plan {options.plan}: an RFT recipe has no plan file; it is planned when it runs")
+        raise ConfigError(
+            f"--plan {options.plan}: an RFT recipe has no plan file; it is planned when it runs"
+        )
     recipe = load_rft(options.recipe, options.set)
     from redline.tune.verify_rft import verify_rft
 

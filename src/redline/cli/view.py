@@ -18,10 +18,11 @@ def describe(recipe: Recipe, plan: Plan, folder: Path) -> str:
     """Two lines: what is trained, and how."""
     p = plan.prediction
     return (
-        f"{recipe.name}: {format_count(p.parameters)} parameters, {recipe.train.steps:,} steps of {recipe.tokens_per_step:,} tokens, "
-        f"run folder {folder}\n"
-        f"plan: {plan.hardware.title}; {plan.precision}, {plan.micro_batch} x {plan.accumulation} passes x {plan.world_size} process(es), "
-        f"compile {plan.compile}, recompute {plan.recompute}; predicted peak {format_bytes(p.memory_bytes)} (why: redline plan)"
+        f"{recipe.name}: {format_count(p.parameters)} parameters, {recipe.train.steps:,} steps of"
+        f" {recipe.tokens_per_step:,} tokens, run folder {folder}\nplan: {plan.hardware.title};"
+        f" {plan.precision}, {plan.micro_batch} x {plan.accumulation} passes x {plan.world_size} process(es),"
+        f" compile {plan.compile}, recompute {plan.recompute}; predicted peak {format_bytes(p.memory_bytes)}"
+        " (why: redline plan)"
     )
 
 
@@ -34,9 +35,14 @@ def peak_note(plan: Plan) -> str:
     return f"6N+12LdT, of {peak:,.0f} TFLOP/s {dtype} datasheet"
 
 
-def observers_for(options: argparse.Namespace, recipe: Recipe, plan: Plan, folder: Path, resume_step: int) -> list[Any]:
+def observers_for(
+    options: argparse.Namespace, recipe: Recipe, plan: Plan, folder: Path, resume_step: int
+) -> list[Any]:
     """The live view and the exporters that were asked for."""
-    title = f"{recipe.name} · {format_count(plan.prediction.parameters)} parameters · {plan.hardware.title} · {plan.precision}"
+    title = (
+        f"{recipe.name} · {format_count(plan.prediction.parameters)} parameters · {plan.hardware.title} ·"
+        f" {plan.precision}"
+    )
     view = make_view(
         title=title,
         total_steps=recipe.train.steps,
@@ -46,7 +52,9 @@ def observers_for(options: argparse.Namespace, recipe: Recipe, plan: Plan, folde
         quiet=options.quiet or options.json,
     )
     config = {"recipe": asdict(recipe), "fingerprint": recipe.fingerprint}
-    exporters = make_exporters(options.export, folder, run_name=recipe.name, config=config, warn=status, resume_step=resume_step)
+    exporters = make_exporters(
+        options.export, folder, run_name=recipe.name, config=config, warn=status, resume_step=resume_step
+    )
     return [view, *exporters]
 
 
@@ -57,12 +65,17 @@ def print_outcome(outcome: Any, recipe: Recipe, folder: Path) -> None:
     print(f"\n{outcome.why} at step {outcome.step:,} of {recipe.train.steps:,}")
     if "valid_loss" in line:
         print(
-            f"validation loss {line['valid_loss']:.4f} nats/token, perplexity {line['valid_perplexity']:.2f}, "
-            f"{line['valid_bits_per_byte']:.4f} bits/byte"
+            f"validation loss {line['valid_loss']:.4f} nats/token, perplexity {line['valid_perplexity']:.2f},"
+            f" {line['valid_bits_per_byte']:.4f} bits/byte"
         )
     if "tokens_per_s" in line:
-        print(f"last step {format_rate(line['tokens_per_s'], 'tokens')}, memory {format_bytes(line['memory_bytes'])}")
+        print(
+            f"last step {format_rate(line['tokens_per_s'], 'tokens')}, memory"
+            f" {format_bytes(line['memory_bytes'])}"
+        )
     if outcome.why == STOPPED:
         print("the same command goes on from here")
     name = shlex.quote(str(folder))
-    print(f"run folder: {name}   (redline generate {name}, redline evaluate {name}, redline export {name} OUT)")
+    print(
+        f"run folder: {name}   (redline generate {name}, redline evaluate {name}, redline export {name} OUT)"
+    )

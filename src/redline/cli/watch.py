@@ -1,4 +1,5 @@
-"""Watch a run from its folder: the report in short in this terminal, or as a page that keeps up. Needs no torch.
+"""Watch a run from its folder: the report in short in this terminal, or as a page that keeps up. Needs no
+torch.
 
 redline watch runs/nano                  ends when the run does
 redline watch runs/nano --web            the page, on 127.0.0.1 only; Ctrl-C ends it
@@ -23,13 +24,22 @@ HELP = "watch a run from its folder, in the terminal or as a local page"
 PORT = 8765
 LOOK_EVERY_S = 0.5
 NEXT_ROUND_S = 30.0
-"""How long a round that has ended is watched for the next one: nothing in the folder says how many were asked for."""
+"""How long a round that has ended is watched for the next one: nothing in the folder says how many were asked
+for."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("run_folder", type=Path, metavar="RUN", help="the run folder")
-    command.add_argument("--web", action="store_true", help="as a page on 127.0.0.1 that keeps up, instead of in the terminal")
-    command.add_argument("--port", type=int, default=None, metavar="N", help=f"port of the page (default {PORT}; 0: any that is free)")
+    command.add_argument(
+        "--web", action="store_true", help="as a page on 127.0.0.1 that keeps up, instead of in the terminal"
+    )
+    command.add_argument(
+        "--port",
+        type=int,
+        default=None,
+        metavar="N",
+        help=f"port of the page (default {PORT}; 0: any that is free)",
+    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -58,7 +68,11 @@ def rounds_of(folder: Path) -> list[Path]:
     """The rounds of an RFT run that has several, in their order."""
     if (folder / "recipe.toml").exists():
         return []
-    found = [path for path in folder.glob("round-*") if path.name.removeprefix("round-").isdecimal() and (path / "recipe.toml").exists()]
+    found = [
+        path
+        for path in folder.glob("round-*")
+        if path.name.removeprefix("round-").isdecimal() and (path / "recipe.toml").exists()
+    ]
     return sorted(found, key=lambda path: int(path.name.removeprefix("round-")))
 
 
@@ -68,7 +82,8 @@ def latest_round(folder: Path) -> Path:
 
 
 def _follow(folder: Path) -> None:
-    """Show what is there, then what comes, until the record says that the run has ended; the rounds of an RFT run one after the other."""
+    """Show what is there, then what comes, until the record says that the run has ended; the rounds of an RFT
+    run one after the other."""
     import sys
 
     from redline.cli.live import is_terminal
@@ -93,7 +108,9 @@ def _follow_one(folder: Path, place: Path, view: "_Screen | _Plain") -> Path | N
     while True:
         for kind, record in in_order(found.metrics[shown:], found.events[told:]):
             if kind == "line":  # JSON has no nan
-                view.metrics(record | ({"loss": math.nan} if "loss" in record and record["loss"] is None else {}))
+                view.metrics(
+                    record | ({"loss": math.nan} if "loss" in record and record["loss"] is None else {})
+                )
             else:
                 view.event(record)
         shown, told = len(found.metrics), len(found.events)
@@ -125,12 +142,15 @@ def _ended_rounds(folder: Path, place: Path) -> list[str]:
 
 
 def in_order(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Lines and events as they happened: an event of a step behind that step's line, one without a step behind the event before it."""
+    """Lines and events as they happened: an event of a step behind that step's line, one without a step
+    behind the event before it."""
     step, placed = 0, []
     for event in events:
         step = event["step"] if isinstance(event.get("step"), int) else step
         placed.append((step, 1, "event", event))
-    ordered = sorted([*((line["step"], 0, "line", line) for line in lines), *placed], key=lambda entry: entry[:2])
+    ordered = sorted(
+        [*((line["step"], 0, "line", line) for line in lines), *placed], key=lambda entry: entry[:2]
+    )
     return [(kind, record) for _, _, kind, record in ordered]
 
 
@@ -158,11 +178,16 @@ def _facts(event: dict[str, Any]) -> tuple[str, str, dict[str, Any]]:
 
     at = number(event.get("at"))
     clock = time.strftime("%H:%M:%S", time.localtime(at)) if at is not None else ""
-    return clock, str(event.get("event", "")), {name: value for name, value in event.items() if name not in ("at", "event")}
+    return (
+        clock,
+        str(event.get("event", "")),
+        {name: value for name, value in event.items() if name not in ("at", "event")},
+    )
 
 
 class _Plain:
-    """Lines for a pipe or a file, as `redline train` writes them; of an RFT run also what was sampled and tested."""
+    """Lines for a pipe or a file, as `redline train` writes them; of an RFT run also what was sampled and
+    tested."""
 
     def __init__(self) -> None:
         self._view: PlainView | None = None
@@ -259,4 +284,13 @@ class _Screen:
         found, shown = self._state
         rows = self._console.height - 1  # the cursor's line
         news = list(self._events)
-        return screen(self._seen, found, shown, before=self._before, events=news, note=self._note, columns=self._console.width, rows=rows)
+        return screen(
+            self._seen,
+            found,
+            shown,
+            before=self._before,
+            events=news,
+            note=self._note,
+            columns=self._console.width,
+            rows=rows,
+        )

@@ -1,9 +1,11 @@
-"""The report of a run that is under way, on one screen of a terminal: each part of the page in a line or two. Needs no torch.
+"""The report of a run that is under way, on one screen of a terminal: each part of the page in a line or two.
+Needs no torch.
 
     screen(seen, found, shown, events=["12:00:01  checkpoint  step 500"], note="", columns=80, rows=24)
 
-What is shown depends on the room: the findings with their fixes come first, the latest events take what is left. Every line is cut to
-the width, so that the picture never grows beyond the terminal. Left out: the reasons behind the plan and the curves, which the page has.
+What is shown depends on the room: the findings with their fixes come first, the latest events take what is
+left. Every line is cut to the width, so that the picture never grows beyond the terminal. Left out: the
+reasons behind the plan and the curves, which the page has.
 """
 
 import textwrap
@@ -15,7 +17,15 @@ from rich.panel import Panel
 from rich.text import Text
 
 from redline.cli.live import Seen, progress
-from redline.record.units import DASH, format_bytes, format_count, format_duration, format_rate, format_share, sparkline
+from redline.record.units import (
+    DASH,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_rate,
+    format_share,
+    sparkline,
+)
 from redline.report.figures import Summary, planned
 from redline.report.numbers import exact
 from redline.report.runs import Run, number
@@ -28,20 +38,40 @@ FEWEST_EVENTS = 2
 MOST_FINDINGS = 3
 Line = tuple[str, Text]
 """A label, empty on the later lines of a part, and what stands beside it."""
-_PLAN = ("precision", "micro_batch", "accumulation", "compile", "recompute", "attention", "cross_entropy", "update", "loader_threads")
+_PLAN = (
+    "precision",
+    "micro_batch",
+    "accumulation",
+    "compile",
+    "recompute",
+    "attention",
+    "cross_entropy",
+    "update",
+    "loader_threads",
+)
 _STATES = {"running": "cyan", "finished": "green", "failed": "red"}
 
 
 def screen(
-    seen: Seen, found: Run, shown: RunView, *, events: Sequence[str], note: str, columns: int, rows: int, before: Sequence[str] = ()
+    seen: Seen,
+    found: Run,
+    shown: RunView,
+    *,
+    events: Sequence[str],
+    note: str,
+    columns: int,
+    rows: int,
+    before: Sequence[str] = (),
 ) -> Panel:
-    """The whole picture. `found` is the run as it stands now, `shown` its figures, which may be some seconds old; `before` are the
-    rounds of an RFT run that have ended."""
+    """The whole picture. `found` is the run as it stands now, `shown` its figures, which may be some seconds
+    old; `before` are the rounds of an RFT run that have ended."""
     columns, rows = min(columns, MOST_COLUMNS), min(rows, MOST_ROWS)
     room = columns - FRAME - LABEL
     head, plan = _head(seen, found), _plan(shown, room)
     lines = _part("failed", Text(found.state.text, style="red")) if found.state.ending == "failed" else []
-    lines += _rft(found, shown, before, room) if found.workload == "rft" else _training(seen, found, shown, room)
+    lines += (
+        _rft(found, shown, before, room) if found.workload == "rft" else _training(seen, found, shown, room)
+    )
     free = rows - 2 - len(head) - len(lines) - len(plan) - bool(note)
     findings = _findings(shown, room, free - FEWEST_EVENTS) if seen.last else []
     lines += findings + plan
@@ -56,7 +86,11 @@ def screen(
 def _head(seen: Seen, found: Run) -> list[RenderableType]:
     state = found.state
     title = Text.assemble(
-        (seen.title, "bold"), "  ", (state.ending, _STATES.get(state.ending, "yellow")), no_wrap=True, overflow="ellipsis"
+        (seen.title, "bold"),
+        "  ",
+        (state.ending, _STATES.get(state.ending, "yellow")),
+        no_wrap=True,
+        overflow="ellipsis",
     )
     return [title] if found.workload == "rft" else [title, progress(seen)]
 
@@ -69,7 +103,10 @@ def _cut(label: str, text: Text, width: int) -> Text:
 
 
 def _part(label: str, *lines: Text | str) -> list[Line]:
-    return [(label if place == 0 else "", Text(line) if isinstance(line, str) else line) for place, line in enumerate(lines)]
+    return [
+        (label if place == 0 else "", Text(line) if isinstance(line, str) else line)
+        for place, line in enumerate(lines)
+    ]
 
 
 def _packed(parts: Sequence[str], room: int, most: int) -> list[str]:
@@ -98,10 +135,26 @@ def _gauge(share: float) -> str:
 def _training(seen: Seen, found: Run, shown: RunView, room: int) -> list[Line]:
     summary = shown.summary
     if not seen.last:
-        return _part("", Text("no update is recorded" if found.state.over else "waiting for the first update", style="dim"))
-    left = [f"{format_duration(seen.left_s())} left"] if seen.left_s() is not None and not found.state.over else []
-    spent = [format_duration(shown.summary.elapsed_s if found.state.over else seen.last.get("elapsed_s")), *left]
-    shares = [f"{bar.name} {bar.percent:.1f} %" for bar in sorted(shown.time_stack, key=lambda bar: -bar.percent) if bar.percent >= 0.05]
+        return _part(
+            "",
+            Text(
+                "no update is recorded" if found.state.over else "waiting for the first update", style="dim"
+            ),
+        )
+    left = (
+        [f"{format_duration(seen.left_s())} left"]
+        if seen.left_s() is not None and not found.state.over
+        else []
+    )
+    spent = [
+        format_duration(shown.summary.elapsed_s if found.state.over else seen.last.get("elapsed_s")),
+        *left,
+    ]
+    shares = [
+        f"{bar.name} {bar.percent:.1f} %"
+        for bar in sorted(shown.time_stack, key=lambda bar: -bar.percent)
+        if bar.percent >= 0.05
+    ]
     return [
         *_speed(summary),
         *_part("time", *_packed([*spent, *shares], room, 2)),
@@ -115,13 +168,26 @@ def _speed(summary: Summary) -> list[Line]:
     if speed.update is None:
         return []
     each = f"{format_duration(speed.step_s)} an update · " if speed.step_s else ""
-    lines = [Text.assemble((f"{exact(speed.update.value)} {speed.unit}", "bold"), f"  median · {each}MFU {format_share(speed.mfu)}")]
-    for limit, name in ((speed.attainable, "attainable by roofline"), (speed.ceiling, "by the matmul ceiling")):
+    lines = [
+        Text.assemble(
+            (f"{exact(speed.update.value)} {speed.unit}", "bold"),
+            f"  median · {each}MFU {format_share(speed.mfu)}",
+        )
+    ]
+    for limit, name in (
+        (speed.attainable, "attainable by roofline"),
+        (speed.ceiling, "by the matmul ceiling"),
+    ):
         if limit:
             share = speed.update.value / limit
             lines.append(Text(f"{_gauge(share)} {format_share(share)} of {exact(limit)} {name}"))
     if not speed.ceiling and speed.ceiling_share is not None:
-        lines.append(Text(f"{_gauge(speed.ceiling_share)} {format_share(speed.ceiling_share)} of the measured matmul rate"))
+        lines.append(
+            Text(
+                f"{_gauge(speed.ceiling_share)} {format_share(speed.ceiling_share)} of the measured matmul"
+                " rate"
+            )
+        )
     return _part("speed", *lines)
 
 
@@ -139,11 +205,18 @@ def _loss(found: Run, summary: Summary, room: int) -> list[Line]:
     quality = summary.quality
     losses = [value for line in found.metrics if (value := number(line.get("loss"))) is not None]
     if not losses:
-        return _part("loss", Text(last_loss(summary) if quality.nan_step else DASH, style="red" if quality.nan_step else "dim"))
+        return _part(
+            "loss",
+            Text(
+                last_loss(summary) if quality.nan_step else DASH, style="red" if quality.nan_step else "dim"
+            ),
+        )
     each = -(-len(losses) // max(1, room - 20))
     blocks = [losses[i : i + each] for i in range(0, len(losses), each)]
     curve = sparkline([sum(block) / len(block) for block in blocks])
-    now = Text.assemble((f"{losses[-1]:.3f}", "bold"), "  ", (curve, "cyan"), ("×", "red") if quality.nan_step else "")
+    now = Text.assemble(
+        (f"{losses[-1]:.3f}", "bold"), "  ", (curve, "cyan"), ("×", "red") if quality.nan_step else ""
+    )
     lines = _part("loss", now, *([Text(last_loss(summary), style="red")] if quality.nan_step else ()))
     tested = [line for line in found.metrics if number(line.get("valid_loss")) is not None]
     if not tested:
@@ -151,11 +224,15 @@ def _loss(found: Run, summary: Summary, room: int) -> list[Line]:
     last, best = tested[-1], min(tested, key=lambda line: float(line["valid_loss"]))
     also = f" · perplexity {last['valid_perplexity']:.4g}" if number(last.get("valid_perplexity")) else ""
     also += f" · best {best['valid_loss']:.4f} at {best['step']:,}" if best is not last else ""
-    return lines + _part("validation", Text.assemble((f"{last['valid_loss']:.4f}", "bold"), f"  at update {last['step']:,}{also}"))
+    return lines + _part(
+        "validation",
+        Text.assemble((f"{last['valid_loss']:.4f}", "bold"), f"  at update {last['step']:,}{also}"),
+    )
 
 
 def _findings(shown: RunView, room: int, most: int) -> list[Line]:
-    """Each finding in two lines: what it is with the gain, and what to do. As many as fit in `most` lines, the first in any case."""
+    """Each finding in two lines: what it is with the gain, and what to do. As many as fit in `most` lines,
+    the first in any case."""
     if shown.findings is None:
         return []
     if not shown.findings:
@@ -174,7 +251,11 @@ def _findings(shown: RunView, room: int, most: int) -> list[Line]:
 def _plan(shown: RunView, room: int) -> list[Line]:
     values = {row.name: row.value for row in shown.plan}
     known = [f"{name.replace('_', ' ')} {values[name]}" for name in _PLAN if values.get(name, DASH) != DASH]
-    rest = [f"{name.replace('_', ' ')} {value}" for name, value in values.items() if name not in _PLAN and value != DASH]
+    rest = [
+        f"{name.replace('_', ' ')} {value}"
+        for name, value in values.items()
+        if name not in _PLAN and value != DASH
+    ]
     return _part("plan", *_packed([*known, *rest], room, 1)) if known or rest else []
 
 
@@ -194,7 +275,9 @@ def accuracy_lines(found: Run) -> list[str]:
     """`before 6.0 % (95 %: 1.0 to 16.0, n 100)`, in the order of the record."""
     tests = accuracies(found.evaluations)
     return [
-        f"{test.name} {100 * test.accuracy:.1f} % (95 %: {100 * test.low:.1f} to {100 * test.high:.1f}, n {test.n:,})" for test in tests
+        f"{test.name} {100 * test.accuracy:.1f} % (95 %: {100 * test.low:.1f} to {100 * test.high:.1f}, n"
+        f" {test.n:,})"
+        for test in tests
     ]
 
 
@@ -210,18 +293,25 @@ def _samples(samples: dict[str, Any], room: int) -> list[Line]:
     passed = [f"{k}: {value:.3f}" for k, value in samples["pass_at"].items()]
     return _part(
         "samples",
-        Text.assemble((f"{samples['samples']:,}", "bold"), f"  {format_share(samples['success_rate'])} correct{speed}"),
-        f"{_gauge(share)} {samples['asked']:,} of {samples['questions']:,} questions asked, {samples['solved']:,} solved",
+        Text.assemble(
+            (f"{samples['samples']:,}", "bold"), f"  {format_share(samples['success_rate'])} correct{speed}"
+        ),
+        f"{_gauge(share)} {samples['asked']:,} of {samples['questions']:,} questions asked,"
+        f" {samples['solved']:,} solved",
         *(_packed([f"pass@k {passed[0]}", *passed[1:]], room, 1) if passed else ()),
     )
 
 
 def _tuning(found: Run, shown: RunView, room: int) -> list[Line]:
     last, summary = found.metrics[-1], shown.summary
-    losses = [value for line in found.metrics if (value := number(line.get("loss"))) is not None][-(room - 30) :]
+    losses = [value for line in found.metrics if (value := number(line.get("loss"))) is not None][
+        -(room - 30) :
+    ]
     speed = f"{exact(summary.speed.update.value)} {summary.speed.unit} · " if summary.speed.update else ""
     memory = f"{format_bytes(last.get('memory_bytes'))} memory" if last.get("memory_bytes") else ""
-    curve = Text.assemble((f"{losses[-1]:.3f}" if losses else DASH, "bold"), "  ", (sparkline(losses), "cyan"))
+    curve = Text.assemble(
+        (f"{losses[-1]:.3f}" if losses else DASH, "bold"), "  ", (sparkline(losses), "cyan")
+    )
     return _part("training", f"update {last['step']:,} · {speed}{memory}") + _part("loss", curve)
 
 

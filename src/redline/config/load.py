@@ -1,8 +1,10 @@
-"""Strict reading: TOML or a shipped name -> a recipe, with `--set table.key=value` overrides; and back to TOML.
+"""Strict reading: TOML or a shipped name -> a recipe, with `--set table.key=value` overrides; and back to
+TOML.
 
-An unknown key, a wrong type or an impossible combination is an error that names the nearest right thing. No aliases and no
-silent defaults: what a recipe does not say is the default written in `recipe.py` (or `rft.py`, which reads its recipes through here).
-`--set table.key=none` takes a value back; where `none` is itself a value of the field (`plan.recompute`) it is that value.
+An unknown key, a wrong type or an impossible combination is an error that names the nearest right thing. No
+aliases and no silent defaults: what a recipe does not say is the default written in `recipe.py` (or `rft.py`,
+which reads its recipes through here). `--set table.key=none` takes a value back; where `none` is itself a
+value of the field (`plan.recompute`) it is that value.
 """
 
 import dataclasses
@@ -24,20 +26,24 @@ Workload = Literal["pretrain", "rft"]
 
 
 def shipped(workload: Workload = "pretrain") -> dict[str, Path]:
-    """Names of the workload's recipes that come with the package, in alphabetical order; those of RFT lie in a folder of their own."""
+    """Names of the workload's recipes that come with the package, in alphabetical order; those of RFT lie in
+    a folder of their own."""
     root = Path(str(resources.files("redline"))) / "recipes"
     names = {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.toml"))}
     return {name: path for name, path in names.items() if name.startswith("rft/") == (workload == "rft")}
 
 
 def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe by its shipped name or its path, apply `table.key=value` overrides, and check every rule."""
+    """Read a recipe by its shipped name or its path, apply `table.key=value` overrides, and check every
+    rule."""
     return check(build(Recipe, read_table(Recipe, name_or_path, overrides), where=str(name_or_path)))
 
 
-def read_table(kind: type, name_or_path: str, overrides: Sequence[str] = (), workload: Workload = "pretrain") -> dict[str, Any]:
-    """The table of a recipe of this kind with the overrides put in, named after its file unless it has a name; nothing in it is checked
-    yet."""
+def read_table(
+    kind: type, name_or_path: str, overrides: Sequence[str] = (), workload: Workload = "pretrain"
+) -> dict[str, Any]:
+    """The table of a recipe of this kind with the overrides put in, named after its file unless it has a
+    name; nothing in it is checked yet."""
     path = _find(name_or_path, workload)
     table = _parse_file(path)
     for override in overrides:
@@ -47,7 +53,8 @@ def read_table(kind: type, name_or_path: str, overrides: Sequence[str] = (), wor
 
 
 def workload_of(name_or_path: str) -> Workload:
-    """Whose recipe it is, for a command that takes either: by its shipped name, or by whether the file has a task."""
+    """Whose recipe it is, for a command that takes either: by its shipped name, or by whether the file has a
+    task."""
     if name_or_path in shipped("rft"):
         return "rft"
     is_file = name_or_path not in shipped() and Path(name_or_path).is_file()
@@ -69,9 +76,16 @@ def _find(name_or_path: str, workload: Workload) -> Path:
     if path.is_file():
         return path
     if name_or_path in shipped("pretrain" if workload == "rft" else "rft"):
-        kind, use = ("pre-training", "redline train") if workload == "rft" else ("fine-tuning", "redline rft run")
-        raise ConfigError(f"{name_or_path} is a {kind} recipe, which this command does not take: use `{use} {name_or_path}`")
-    raise ConfigError(f"no recipe {name_or_path!r}: give a path or one of {', '.join(recipes)}{nearest(name_or_path, recipes)}")
+        kind, use = (
+            ("pre-training", "redline train") if workload == "rft" else ("fine-tuning", "redline rft run")
+        )
+        raise ConfigError(
+            f"{name_or_path} is a {kind} recipe, which this command does not take: use `{use} {name_or_path}`"
+        )
+    raise ConfigError(
+        f"no recipe {name_or_path!r}: give a path or one of"
+        f" {', '.join(recipes)}{nearest(name_or_path, recipes)}"
+    )
 
 
 def parse(text: str, where: str) -> dict[str, Any]:
@@ -90,10 +104,16 @@ def build(kind: type[T], table: Any, where: str) -> T:
     hints = typing.get_type_hints(kind)
     for key in table:
         if key not in fields:
-            raise ConfigError(f"{where}: unknown key {key!r}{nearest(key, fields)}; known: {', '.join(fields)}")
+            raise ConfigError(
+                f"{where}: unknown key {key!r}{nearest(key, fields)}; known: {', '.join(fields)}"
+            )
     values = {key: _convert(hints[key], value, f"{where}: {key}") for key, value in table.items()}
     for name, f in fields.items():
-        if name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+        if (
+            name not in values
+            and f.default is dataclasses.MISSING
+            and f.default_factory is dataclasses.MISSING
+        ):
             raise ConfigError(f"{where}: {name!r} is missing")
     return kind(**values)
 
@@ -104,7 +124,10 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         if value not in args:
-            raise ConfigError(f"{where} must be one of {', '.join(map(str, args))}; got {value!r}{nearest(str(value), args)}")
+            raise ConfigError(
+                f"{where} must be one of {', '.join(map(str, args))}; got"
+                f" {value!r}{nearest(str(value), args)}"
+            )
         return value
     if origin in (dict, tuple):
         return _convert_many(origin, args, value, where)
@@ -142,7 +165,8 @@ def _apply(kind: type, table: dict[str, Any], override: str) -> None:
         table = table.setdefault(parent, {})
         if not isinstance(table, dict):
             raise ConfigError(f"--set {override!r}: {parent!r} is not a table")
-    if text.strip() == "none" and _taken_back([*parents, key], kind):  # TOML has no word for it: back to the default
+    # TOML has no word for it: back to the default
+    if text.strip() == "none" and _taken_back([*parents, key], kind):
         table.pop(key, None)
         return
     try:
@@ -152,14 +176,18 @@ def _apply(kind: type, table: dict[str, Any], override: str) -> None:
 
 
 def _taken_back(names: Sequence[str], kind: Any) -> bool:
-    """Whether `none` says that the field is not given: it does unless it is one of the field's own words, or there is no such field."""
+    """Whether `none` says that the field is not given: it does unless it is one of the field's own words, or
+    there is no such field."""
     for name in names:
         kind = typing.get_type_hints(kind).get(name) if dataclasses.is_dataclass(kind) else None
-    return kind is not None and not any("none" in typing.get_args(hint) for hint in (kind, *typing.get_args(kind)))
+    return kind is not None and not any(
+        "none" in typing.get_args(hint) for hint in (kind, *typing.get_args(kind))
+    )
 
 
 def to_toml(recipe: Any) -> str:
-    """A recipe's dataclass as TOML that reads back to an equal one; values that are not given are left out."""
+    """A recipe's dataclass as TOML that reads back to an equal one; values that are not given are left
+    out."""
     lines: list[str] = []
 
     def table(obj: Any, prefix: str) -> None:

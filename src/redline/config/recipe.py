@@ -1,8 +1,9 @@
 """The Recipe: what a run computes. Five frozen tables, every field with its meaning, unit and default.
 
-A recipe is read from TOML by `redline.config.load`. The tables `model`, `data` and `train` define the training and make up the
-fingerprint; `plan` pins execution values (how, not what) and never enters it: two speeds compare only under one fingerprint.
-Left out on purpose: anything that a plan derives, and anything that a run measures.
+A recipe is read from TOML by `redline.config.load`. The tables `model`, `data` and `train` define the
+training and make up the fingerprint; `plan` pins execution values (how, not what) and never enters it: two
+speeds compare only under one fingerprint. Left out on purpose: anything that a plan derives, and anything
+that a run measures.
 """
 
 import hashlib
@@ -33,7 +34,8 @@ class ModelConfig:
     """A dense decoder-only transformer."""
 
     vocab_size: int
-    """Rows of the embedding; at least the tokenizer's vocabulary. Multiples of 64 run faster and are part of the model."""
+    """Rows of the embedding; at least the tokenizer's vocabulary. Multiples of 64 run faster and are part of
+    the model."""
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -42,7 +44,8 @@ class ModelConfig:
     context_length: int
     """Longest sequence the model accepts; the size of the table when positions are learned."""
     num_kv_heads: int | None = None
-    """Key/value heads, fewer than `num_heads` for grouped-query attention; not given: as many as `num_heads`."""
+    """Key/value heads, fewer than `num_heads` for grouped-query attention; not given: as many as
+    `num_heads`."""
     head_dim: int | None = None
     """Width of a head; not given: hidden_size / num_heads."""
     norm: Norm = "rmsnorm"
@@ -60,7 +63,8 @@ class ModelConfig:
     """The output head is the embedding matrix."""
     init_std: float = 0.02
     init_from: str | None = None
-    """A Hugging Face folder or GGUF file whose weights the run starts from; the other model fields must agree with it."""
+    """A Hugging Face folder or GGUF file whose weights the run starts from; the other model fields must agree
+    with it."""
 
     @property
     def kv_heads(self) -> int:
@@ -76,11 +80,13 @@ class DataConfig:
     """Where the tokens come from."""
 
     source: str
-    """`tinyshakespeare` (ships with the package), a folder made by `redline data build`, or text / JSONL / Parquet files."""
+    """`tinyshakespeare` (ships with the package), a folder made by `redline data build`, or text / JSONL /
+    Parquet files."""
     seq_len: int
     """Tokens that the model reads in one sequence."""
     tokenizer: str = "bpe"
-    """`bpe` trains a byte-level BPE of `model.vocab_size` on the source; otherwise a `tokenizer.json` or a folder with one."""
+    """`bpe` trains a byte-level BPE of `model.vocab_size` on the source; otherwise a `tokenizer.json` or a
+    folder with one."""
     text_field: str = "text"
     """The field of a JSONL or Parquet row that holds the text."""
     valid_fraction: float = 0.01
@@ -91,7 +97,8 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How the weights move. Steps are optimiser updates; a batch is counted in sequences over all processes."""
+    """How the weights move. Steps are optimiser updates; a batch is counted in sequences over all
+    processes."""
 
     batch_size: int
     """Sequences in one update, over all micro-batches and processes."""
@@ -100,7 +107,8 @@ class TrainConfig:
     lr: float
     """Peak learning rate (of AdamW's parameters under Muon)."""
     max_hours: float | None = None
-    """Wall-clock bound of the run, in hours of training; the schedule follows whichever of steps and hours ends first."""
+    """Wall-clock bound of the run, in hours of training; the schedule follows whichever of steps and hours
+    ends first."""
     optimizer: Optimizer = "adamw"
     muon_lr: float = 0.02
     """Peak learning rate of the hidden matrices under Muon."""
@@ -111,7 +119,8 @@ class TrainConfig:
     schedule: Schedule = "cosine"
     warmup_steps: int = 0
     decay_fraction: float = 0.2
-    """Share of the run after its warm-up that is spent decaying, for the warm-up-stable-decay schedule (`wsd`)."""
+    """Share of the run after its warm-up that is spent decaying, for the warm-up-stable-decay schedule
+    (`wsd`)."""
     min_lr_ratio: float = 0.1
     """Learning rate at the end of the run, as a share of the peak."""
     clip_norm: float = 1.0
@@ -143,7 +152,8 @@ class PlanPins:
     attention: Attention | None = None
     cross_entropy: CrossEntropy | None = None
     update: UpdateKernels | None = None
-    """How AdamW changes the weights: one kernel for many tensors, an operation at a time over lists of them, or tensor by tensor."""
+    """How AdamW changes the weights: one kernel for many tensors, an operation at a time over lists of them,
+    or tensor by tensor."""
     loss_chunks: int | None = None
     """Pieces in which the output head and the loss are computed; more pieces, less memory."""
     loader_threads: int | None = None
@@ -168,7 +178,8 @@ class Recipe:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything that defines the training; equal fingerprints mean that speeds may be compared."""
+        """Hash of everything that defines the training; equal fingerprints mean that speeds may be
+        compared."""
         what = {"model": asdict(self.model), "data": asdict(self.data), "train": asdict(self.train)}
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -236,8 +247,13 @@ def _rules(recipe: Recipe) -> list[tuple[bool, str]]:
     ]
     rules = [(v is None or v > 0, f"{k} must be greater than 0, got {v}") for k, v in positive]
     rules += [(v >= 0, f"{k} must not be negative, got {v}") for k, v in not_negative]
-    rules += [(low <= v <= high, f"{k} must lie between {low} and {high}, got {v}") for k, v, low, high in fractions]
-    rules += [(v < 1, f"{k} must be less than 1, got {v}") for k, v in [("train.beta1", t.beta1), ("train.beta2", t.beta2)]]
+    rules += [
+        (low <= v <= high, f"{k} must lie between {low} and {high}, got {v}") for k, v, low, high in fractions
+    ]
+    rules += [
+        (v < 1, f"{k} must be less than 1, got {v}")
+        for k, v in [("train.beta1", t.beta1), ("train.beta2", t.beta2)]
+    ]
     return rules if not all(holds for holds, _ in rules) else rules + _relations(recipe)
 
 
@@ -251,9 +267,15 @@ def _relations(recipe: Recipe) -> list[tuple[bool, str]]:
         ),
         (
             m.head_dim is not None or m.hidden_size % m.num_heads == 0,
-            f"model.hidden_size ({m.hidden_size}) must be a multiple of model.num_heads ({m.num_heads}); or give model.head_dim",
+            (
+                f"model.hidden_size ({m.hidden_size}) must be a multiple of model.num_heads ({m.num_heads});"
+                " or give model.head_dim"
+            ),
         ),
-        (m.positions == "learned" or m.head_size % 2 == 0, f"model.head_dim must be even for rope, got {m.head_size}"),
+        (
+            m.positions == "learned" or m.head_size % 2 == 0,
+            f"model.head_dim must be even for rope, got {m.head_size}",
+        ),
         (
             d.seq_len <= m.context_length,
             f"data.seq_len ({d.seq_len}) must not exceed model.context_length ({m.context_length})",
@@ -275,14 +297,23 @@ def _relations(recipe: Recipe) -> list[tuple[bool, str]]:
             f"train.batch_size ({t.batch_size}) must be a multiple of plan.micro_batch ({p.micro_batch})",
         ),
         (
-            p.precision != "fp8" or all(s % 16 == 0 for s in (m.hidden_size, m.ffn_size, m.head_size * m.kv_heads)),
-            f"plan.precision fp8 needs matrix sides that are multiples of 16: hidden_size {m.hidden_size}, "
-            f"ffn_size {m.ffn_size}, key/value width {m.head_size * m.kv_heads}",
+            p.precision != "fp8"
+            or all(s % 16 == 0 for s in (m.hidden_size, m.ffn_size, m.head_size * m.kv_heads)),
+            (
+                "plan.precision fp8 needs matrix sides that are multiples of 16: hidden_size"
+                f" {m.hidden_size}, ffn_size {m.ffn_size}, key/value width {m.head_size * m.kv_heads}"
+            ),
         ),
-        (p.precision != "fp8" or d.seq_len % 16 == 0, f"plan.precision fp8 needs data.seq_len to be a multiple of 16, got {d.seq_len}"),
+        (
+            p.precision != "fp8" or d.seq_len % 16 == 0,
+            f"plan.precision fp8 needs data.seq_len to be a multiple of 16, got {d.seq_len}",
+        ),
         (
             t.batch_size * d.seq_len <= 2**27,
-            f"train.batch_size x data.seq_len must not exceed 2^27 tokens (the host holds several batches), got {t.batch_size * d.seq_len}",
+            (
+                "train.batch_size x data.seq_len must not exceed 2^27 tokens (the host holds several"
+                f" batches), got {t.batch_size * d.seq_len}"
+            ),
         ),
         (m.vocab_size < 2**31, f"model.vocab_size must be below 2^31, got {m.vocab_size}"),
     ]

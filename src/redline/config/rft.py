@@ -1,9 +1,11 @@
-"""The RFT recipe: which questions are sampled, how, what is trained on the answers that were right, and what is tested.
+"""The RFT recipe: which questions are sampled, how, what is trained on the answers that were right, and what
+is tested.
 
     recipe = load_rft("rft/seeds-000", ["sample.temperature=0.9"], preset="speed")
 
-Frozen tables read from TOML by `redline.config.load`, as strictly as a pre-training recipe. `sampling` names what makes a sample what it
-is: samples drawn under one such fingerprint may be put together. Left out: how it is executed (slots, passes), which `rft/plan.py` decides.
+Frozen tables read from TOML by `redline.config.load`, as strictly as a pre-training recipe. `sampling` names
+what makes a sample what it is: samples drawn under one such fingerprint may be put together. Left out: how it
+is executed (slots, passes), which `rft/plan.py` decides.
 """
 
 import hashlib
@@ -52,7 +54,8 @@ class PromptTable:
     mode: PromptMode = "text"
     """`chat`: through the model's chat template; `text`: for models that continue text."""
     shots: int | None = None
-    """Examples of the task before the question, for whoever writes the samples and for the test before training; not given: all."""
+    """Examples of the task before the question, for whoever writes the samples and for the test before
+    training; not given: all."""
     trained_shots: int | None = None
     """The same in what is trained on, and in the test of what was trained; not given: as `shots`."""
 
@@ -72,7 +75,8 @@ class SampleTable:
     top_k: int | None = None
     max_new_tokens: int = 128
     distinct_correct: int | None = None
-    """A question with this many different correct answers is asked no more; not given: every question gets all of its samples."""
+    """A question with this many different correct answers is asked no more; not given: every question gets
+    all of its samples."""
     spend_rest: bool = True
     """Samples saved by `distinct_correct` go to the questions that have no correct answer yet."""
     max_factor: float = 4.0
@@ -118,7 +122,8 @@ class RftRecipe:
     name: str
     about: str = ""
     seed: int = 0
-    """Seeds the samples, the order of the examples and the adapters; and the draw of generated training questions."""
+    """Seeds the samples, the order of the examples and the adapters; and the draw of generated training
+    questions."""
     task: TaskTable
     model: ModelTable
     prompt: PromptTable = field(default_factory=PromptTable)
@@ -149,7 +154,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def load_rft(name_or_path: str, overrides: Sequence[str] = (), *, preset: str | None = None) -> RftRecipe:
-    """Read a recipe by its shipped name or its path; the preset's values go over the file's, and the overrides over both."""
+    """Read a recipe by its shipped name or its path; the preset's values go over the file's, and the
+    overrides over both."""
     if preset is not None and preset not in PRESETS:
         raise ConfigError(f"no preset {preset!r}{nearest(preset, PRESETS)}: known are {', '.join(PRESETS)}")
     first = [f"sample.{key}={value}" for key, value in PRESETS[preset].items()] if preset else []
@@ -202,14 +208,21 @@ def _rules(recipe: RftRecipe) -> list[tuple[bool, str]]:
         (0 < s.top_p <= 1, f"sample.top_p must be greater than 0 and at most 1, got {s.top_p}"),
         (s.max_factor >= 1, f"sample.max_factor must be at least 1, got {s.max_factor}"),
         (0 <= t.min_lr_ratio <= 1, f"train.min_lr_ratio must lie between 0 and 1, got {t.min_lr_ratio}"),
-        (0 <= t.warmup_fraction <= 1, f"train.warmup_fraction must lie between 0 and 1, got {t.warmup_fraction}"),
-        (m.sampler is None or m.server is None, "model.sampler and model.server are both given: one of them writes the samples"),
+        (
+            0 <= t.warmup_fraction <= 1,
+            f"train.warmup_fraction must lie between 0 and 1, got {t.warmup_fraction}",
+        ),
+        (
+            m.sampler is None or m.server is None,
+            "model.sampler and model.server are both given: one of them writes the samples",
+        ),
         (m.server_model is None or m.server is not None, "model.server_model needs model.server"),
     ]
 
 
 def later_round(recipe: RftRecipe, before: str) -> RftRecipe:
-    """The recipe of a round after the one in that folder: what was trained there writes the samples, asked as it was trained."""
+    """The recipe of a round after the one in that folder: what was trained there writes the samples, asked as
+    it was trained."""
     return replace(
         recipe,
         model=replace(recipe.model, sampler=before, server=None, server_model=None),
@@ -224,7 +237,8 @@ def with_samples(recipe: RftRecipe, samples_per_question: int) -> RftRecipe:
 
 
 def rft_differences(before: RftRecipe, now: RftRecipe) -> list[str]:
-    """What would make the rest of a run another run, as `table.key (value before, value now)`; what is tested may change."""
+    """What would make the rest of a run another run, as `table.key (value before, value now)`; what is tested
+    may change."""
     found = [f"seed ({before.seed} before, {now.seed} now)"] if before.seed != now.seed else []
     for table in ("task", "model", "prompt", "sample", "train"):
         old, new = asdict(getattr(before, table)), asdict(getattr(now, table))

@@ -1,15 +1,18 @@
-"""`redline data build`: documents -> tokenizer -> token shards with a manifest. And `prepare`: the data folder for a recipe.
+"""`redline data build`: documents -> tokenizer -> token shards with a manifest. And `prepare`: the data
+folder for a recipe.
 
     manifest = build("articles.jsonl.xz", Path("data/articles"), tokenizer="gpt2/tokenizer.json")
 
-The output depends on the inputs alone: not on the number of workers, and not on how often the build was killed. Work proceeds in
-units of about `shard_tokens` tokens; a unit is one train and one valid shard of whole documents, written under temporary names
-and renamed. `building.json` then records the unit and where the next one starts, so the same command continues there.
-`manifest.json` comes last: a folder without it is unfinished.
+The output depends on the inputs alone: not on the number of workers, and not on how often the build was
+killed. Work proceeds in units of about `shard_tokens` tokens; a unit is one train and one valid shard of
+whole documents, written under temporary names and renamed. `building.json` then records the unit and where
+the next one starts, so the same command continues there. `manifest.json` comes last: a folder without it is
+unfinished.
 
-Workers are threads: the tokenizer's Rust code releases the GIL. Encoding Wikipedia with GPT-2's tokenizer on two shared cores,
-two threads (3.1-4.7 MB/s), two processes (3.2-4.0) and the library's own thread pool (3.1-4.5) could not be told apart; threads
-copy nothing between processes, and unlike the pool they can be told how many cores to take.
+Workers are threads: the tokenizer's Rust code releases the GIL. Encoding Wikipedia with GPT-2's tokenizer on
+two shared cores, two threads (3.1-4.7 MB/s), two processes (3.2-4.0) and the library's own thread pool
+(3.1-4.5) could not be told apart; threads copy nothing between processes, and unlike the pool they can be
+told how many cores to take.
 """
 
 import contextlib
@@ -54,23 +57,32 @@ def build(
 ) -> Manifest:
     """Build the data folder `out`, or continue or return the one that is there.
 
-    `vocab_size` is the size of the BPE, or the most ids that a given tokenizer may have; `workers` not given: one a core.
+    `vocab_size` is the size of the BPE, or the most ids that a given tokenizer may have; `workers` not given:
+    one a core.
     """
     inputs, given = _inputs(source, tokenizer, vocab_size, text_field, valid_fraction, shard_tokens)
     return _build_into(out, inputs, given, workers, progress)
 
 
 def prepare(data: DataConfig, vocab_size: int, *, progress: Progress | None = None) -> Path:
-    """The data folder for a recipe: the one it names, or one built once into the cache, keyed by everything that decides it."""
+    """The data folder for a recipe: the one it names, or one built once into the cache, keyed by everything
+    that decides it."""
     folder = Path(data.source).expanduser()
     if (folder / "manifest.json").exists():
         manifest = Manifest.load(folder)
         if data.tokenizer != "bpe" and load_tokenizer(data.tokenizer).fingerprint != manifest.tokenizer:
-            raise DataError(f"wrong tokenizer: {folder} was built with another than {data.tokenizer}; build it again")
+            raise DataError(
+                f"wrong tokenizer: {folder} was built with another than {data.tokenizer}; build it again"
+            )
     elif (folder / STATE).exists():
-        raise DataError(f"{folder} is an unfinished build: run the same redline data build again, it continues where it stopped")
+        raise DataError(
+            f"{folder} is an unfinished build: run the same redline data build again, it continues where it"
+            " stopped"
+        )
     else:
-        inputs, given = _inputs(data.source, data.tokenizer, vocab_size, data.text_field, data.valid_fraction, SHARD_TOKENS)
+        inputs, given = _inputs(
+            data.source, data.tokenizer, vocab_size, data.text_field, data.valid_fraction, SHARD_TOKENS
+        )
         folder = cache_folder() / "data" / inputs.key
         manifest = _build_into(folder, inputs, given, None, progress)
     check_vocab(manifest.vocab_size, vocab_size)
@@ -78,14 +90,22 @@ def prepare(data: DataConfig, vocab_size: int, *, progress: Progress | None = No
 
 
 def tokenizer_for(data: DataConfig, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a recipe that streams: the one it names, or the BPE that a build of the same source would train."""
+    """The tokenizer of a recipe that streams: the one it names, or the BPE that a build of the same source
+    would train."""
     if data.tokenizer != "bpe":
         return load_tokenizer(data.tokenizer)
-    return train_bpe(_sample(Corpus(tuple(find_sources(data.source)), data.text_field, data.valid_fraction)), vocab_size)
+    return train_bpe(
+        _sample(Corpus(tuple(find_sources(data.source)), data.text_field, data.valid_fraction)), vocab_size
+    )
 
 
 def _inputs(
-    source: str, tokenizer: str, vocab_size: int | None, text_field: str, valid_fraction: float, shard_tokens: int
+    source: str,
+    tokenizer: str,
+    vocab_size: int | None,
+    text_field: str,
+    valid_fraction: float,
+    shard_tokens: int,
 ) -> tuple[Inputs, Tokenizer | None]:
     given = None if tokenizer == "bpe" else load_tokenizer(tokenizer)
     if given is None and vocab_size is None:
@@ -108,7 +128,9 @@ def _inputs(
     return inputs, given
 
 
-def _build_into(out: Path, inputs: Inputs, given: Tokenizer | None, workers: int | None, progress: Progress | None) -> Manifest:
+def _build_into(
+    out: Path, inputs: Inputs, given: Tokenizer | None, workers: int | None, progress: Progress | None
+) -> Manifest:
     if finished := _finished(out, inputs):
         return finished
     with storage_errors("the data folder", out):
@@ -135,19 +157,26 @@ def _same_inputs(out: Path, there: Inputs, asked: Inputs) -> None:
     if there != asked:
         before, now = asdict(there), asdict(asked)
         changed = ", ".join(name for name in now if now[name] != before[name])
-        raise DataError(f"{out} was built from other inputs ({changed} differ): choose another folder, or remove this one")
+        raise DataError(
+            f"{out} was built from other inputs ({changed} differ): choose another folder, or remove this one"
+        )
 
 
 @contextlib.contextmanager
 def _only_builder(out: Path) -> Iterator[None]:
-    """Wait until no other process builds into the folder. The kernel frees the lock of a process that dies."""
+    """Wait until no other process builds into the folder. The kernel frees the lock of a process that
+    dies."""
     with open(out / ".lock", "w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _build(out: Path, inputs: Inputs, given: Tokenizer | None, workers: int, progress: Progress | None) -> Manifest:
-    corpus = Corpus(tuple(Path(source.path) for source in inputs.sources), inputs.text_field, inputs.valid_fraction)
+def _build(
+    out: Path, inputs: Inputs, given: Tokenizer | None, workers: int, progress: Progress | None
+) -> Manifest:
+    corpus = Corpus(
+        tuple(Path(source.path) for source in inputs.sources), inputs.text_field, inputs.valid_fraction
+    )
     state = _load_state(out, inputs)
     state.save(out)  # claims the folder: a tokenizer.json in it is known to be ours
     if state.units:
@@ -157,7 +186,10 @@ def _build(out: Path, inputs: Inputs, given: Tokenizer | None, workers: int, pro
         tokenizer.save(out / "tokenizer.json")
     state = _write_shards(out, state, corpus, tokenizer, workers, progress)
     if not any(shard.bytes_of_text for shard in (*state.train, *state.valid)):
-        raise DataError(f"the corpus is empty: there is no text in {', '.join(source.path for source in inputs.sources[:3])}")
+        raise DataError(
+            "the corpus is empty: there is no text in"
+            f" {', '.join(source.path for source in inputs.sources[:3])}"
+        )
     manifest = Manifest(
         format=FORMAT,
         inputs=inputs,
@@ -196,7 +228,9 @@ def _load_state(out: Path, inputs: Inputs) -> _State:
     if not path.exists():
         foreign = [p.name for p in out.iterdir() if not p.name.startswith(".")]
         if foreign:
-            raise DataError(f"{out} holds other files ({foreign[0]}): choose a new or empty folder for the build")
+            raise DataError(
+                f"{out} holds other files ({foreign[0]}): choose a new or empty folder for the build"
+            )
         return _State(inputs)
     state: _State = parse(_State, json.loads(path.read_text(encoding="utf-8")), path)
     if not state.tokens:
@@ -220,11 +254,17 @@ def _sample(corpus: Corpus) -> Iterator[str]:
                 yield text
 
 
-def _write_shards(out: Path, state: _State, corpus: Corpus, tokenizer: Tokenizer, workers: int, progress: Progress | None) -> _State:
+def _write_shards(
+    out: Path, state: _State, corpus: Corpus, tokenizer: Tokenizer, workers: int, progress: Progress | None
+) -> _State:
     inputs = state.inputs
-    bytes_before = [sum(source.bytes for source in inputs.sources[:number]) for number in range(len(inputs.sources) + 1)]
+    bytes_before = [
+        sum(source.bytes for source in inputs.sources[:number]) for number in range(len(inputs.sources) + 1)
+    ]
     unit, tokens_before = _Unit(out, tokenizer.dtype), state.tokens
-    reading = encoded(corpus, tokenizer, splits=SPLITS, file=state.file, document=state.document, workers=workers)
+    reading = encoded(
+        corpus, tokenizer, splits=SPLITS, file=state.file, document=state.document, workers=workers
+    )
     with _one_thread_a_call(), contextlib.closing(reading):
         for document in reading:
             unit.add(document)
@@ -232,7 +272,11 @@ def _write_shards(out: Path, state: _State, corpus: Corpus, tokenizer: Tokenizer
                 state = unit.finish(state, document.file, document.number + 1)
                 unit, tokens_before = _Unit(out, tokenizer.dtype), state.tokens
             if progress:
-                progress(bytes_before[document.file] + document.offset_bytes, bytes_before[-1], tokens_before + unit.tokens)
+                progress(
+                    bytes_before[document.file] + document.offset_bytes,
+                    bytes_before[-1],
+                    tokens_before + unit.tokens,
+                )
     return unit.finish(state, len(corpus.paths), 0)
 
 
@@ -250,7 +294,9 @@ class _Unit:
 
     def finish(self, state: _State, file: int, document: int) -> _State:
         """Give the shards their names and record them; only then are they part of the folder."""
-        new = {split: writer.finish(f"{split}-{state.units:05d}.bin") for split, writer in self._writers.items()}
+        new = {
+            split: writer.finish(f"{split}-{state.units:05d}.bin") for split, writer in self._writers.items()
+        }
         sync_path(self._out)
         state = replace(
             state,
@@ -290,12 +336,17 @@ class _ShardWriter:
             self._path.unlink()
             return ()
         os.replace(self._path, self._path.with_name(name))
-        return (Shard(name, self._tokens, self._documents, self._bytes_of_text, self._max_id, self._hash.hexdigest()),)
+        return (
+            Shard(
+                name, self._tokens, self._documents, self._bytes_of_text, self._max_id, self._hash.hexdigest()
+            ),
+        )
 
 
 @contextlib.contextmanager
 def _one_thread_a_call() -> Iterator[None]:
-    """Keep the tokenizer's own thread pool out of it: the workers are the parallelism, and as many as were asked for."""
+    """Keep the tokenizer's own thread pool out of it: the workers are the parallelism, and as many as were
+    asked for."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"

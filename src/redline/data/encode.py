@@ -1,4 +1,5 @@
-"""Documents of many files to tokens, in order, on several threads, from any position on: shared by `build` and `stream`.
+"""Documents of many files to tokens, in order, on several threads, from any position on: shared by `build`
+and `stream`.
 
 Memory is bounded by the batches in flight, so it does not grow with the corpus.
 """
@@ -15,7 +16,8 @@ from redline.data.read import Split, scan, split_of
 from redline.data.tokenizer import Tokenizer
 
 BATCH_BYTES = 256 * 1024
-"""Text that a thread encodes at once; an encoding takes some 50 times the memory of its text until it is reduced to ids."""
+"""Text that a thread encodes at once; an encoding takes some 50 times the memory of its text until it is
+reduced to ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +54,16 @@ class _Text:
 
 
 def encoded(
-    corpus: Corpus, tokenizer: Tokenizer, *, splits: tuple[Split, ...], file: int = 0, document: int = 0, workers: int = 1
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    *,
+    splits: tuple[Split, ...],
+    file: int = 0,
+    document: int = 0,
+    workers: int = 1,
 ) -> Generator[Document, None, None]:
-    """The documents of the given splits, from the given one on. Close the generator to stop its threads at once."""
+    """The documents of the given splits, from the given one on. Close the generator to stop its threads at
+    once."""
     in_flight: deque[Future[list[Document]]] = deque()
     with ThreadPoolExecutor(workers, thread_name_prefix="encode") as pool:
         try:
@@ -68,10 +77,14 @@ def encoded(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _texts(corpus: Corpus, splits: tuple[Split, ...], first_file: int, first_document: int) -> Iterator[_Text]:
+def _texts(
+    corpus: Corpus, splits: tuple[Split, ...], first_file: int, first_document: int
+) -> Iterator[_Text]:
     for file in range(first_file, len(corpus.paths)):
         skip = first_document if file == first_file else 0
-        for number, (text, offset_bytes) in enumerate(scan(corpus.paths[file], corpus.text_field, skip), start=skip):
+        for number, (text, offset_bytes) in enumerate(
+            scan(corpus.paths[file], corpus.text_field, skip), start=skip
+        ):
             utf8 = text.encode()
             split = split_of(utf8, corpus.valid_fraction)
             if split in splits:

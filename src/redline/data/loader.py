@@ -3,8 +3,9 @@
     loader = Loader(dataset, batch_size=512, seq_len=1024, seed=0, rank=rank, world_size=world_size, position=checkpoint.position)
     batch = loader.next()                # this rank's slice; batch.position is where the next one starts
 
-The batch of a step is the same on any number of processes: rank r takes rows [r * B / W, (r + 1) * B / W) of it. Threads, not
-processes, because reading a batch is copying from a memory map, which releases the GIL on page faults. B: batch, T: sequence.
+The batch of a step is the same on any number of processes: rank r takes rows [r * B / W, (r + 1) * B / W) of
+it. Threads, not processes, because reading a batch is copying from a memory map, which releases the GIL on
+page faults. B: batch, T: sequence.
 """
 
 import time
@@ -34,7 +35,8 @@ class Batch:
 
 
 class Loader:
-    """Prepares batches ahead; `next` gives them in order. A failed read is raised by the `next` that would have returned it."""
+    """Prepares batches ahead; `next` gives them in order. A failed read is raised by the `next` that would
+    have returned it."""
 
     def __init__(
         self,
@@ -51,7 +53,10 @@ class Loader:
         pin_memory: bool = False,
     ) -> None:
         if batch_size % world_size:
-            raise ConfigError(f"train.batch_size ({batch_size}) must be a multiple of the number of processes ({world_size})")
+            raise ConfigError(
+                f"train.batch_size ({batch_size}) must be a multiple of the number of processes"
+                f" ({world_size})"
+            )
         self.waited_s = 0.0
         """Time that `next` spent waiting, over the loader's life."""
         self._batch_size = batch_size
@@ -59,7 +64,8 @@ class Loader:
         self._rows = slice(rank * share, (rank + 1) * share)
         self._pin = pin_memory and torch.cuda.is_available()
         self._order = source.order(seq_len=seq_len, seed=seed, position=position, threads=threads)
-        # A stream has one place from which it reads, so its jobs run one after another and its threads tokenise.
+        # A stream has one place from which it reads, so its jobs run one after another and its threads
+        # tokenise.
         self._pool = ThreadPoolExecutor(
             1 if isinstance(source, TokenStream) else threads,
             thread_name_prefix="loader",
@@ -96,12 +102,20 @@ class Loader:
 
 
 def valid_batches(
-    dataset: TokenDataset, *, seq_len: int, sequences: int, micro_batch: int, rank: int = 0, world_size: int = 1
+    dataset: TokenDataset,
+    *,
+    seq_len: int,
+    sequences: int,
+    micro_batch: int,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The first `sequences` windows, or all there are, each on one rank: inputs and targets of at most `micro_batch` rows.
+    """The first `sequences` windows, or all there are, each on one rank: inputs and targets of at most
+    `micro_batch` rows.
 
-    Every rank gives as many batches of as many rows, because a sharded model must run forward on all ranks at once: where the
-    windows do not divide evenly, a rank ends with a row whose targets are all IGNORED. Call `dataset.need_window` at start.
+    Every rank gives as many batches of as many rows, because a sharded model must run forward on all ranks at
+    once: where the windows do not divide evenly, a rank ends with a row whose targets are all IGNORED. Call
+    `dataset.need_window` at start.
     """
     count = min(sequences, dataset.windows(seq_len))
     share = -(-count // world_size)

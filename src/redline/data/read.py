@@ -1,8 +1,9 @@
 """Documents from disk: text, Markdown, JSONL (plain, .gz, .xz), Parquet, or a folder that mixes them.
 
-`find_sources` turns the name of a source into files in a fixed order; `documents` yields the texts of one file, and `scan` the
-same with the bytes of the file read so far, for a progress bar. Memory is bounded by the longest document, not by the file.
-`split_of` decides which split a document belongs to. Left out: cleaning, filtering and deduplication of text.
+`find_sources` turns the name of a source into files in a fixed order; `documents` yields the texts of one
+file, and `scan` the same with the bytes of the file read so far, for a progress bar. Memory is bounded by the
+longest document, not by the file. `split_of` decides which split a document belongs to. Left out: cleaning,
+filtering and deduplication of text.
 """
 
 import codecs
@@ -22,17 +23,22 @@ SPLITS: tuple[Split, ...] = ("train", "valid")
 
 SHIPPED = {"tinyshakespeare": Path(__file__).parent / "corpora" / "tinyshakespeare.txt"}
 
-# A text file has no rows, so it is cut into documents: memory stays constant, and a file of a megabyte still has enough of them
-# (68 in tinyshakespeare; pieces of 64 KiB would give 17) for a hash to hold some out.
+# A text file has no rows, so it is cut into documents: memory stays constant, and a file of a megabyte still
+# has enough of them (68 in tinyshakespeare; pieces of 64 KiB would give 17) for a hash to hold some out.
 PIECE_BYTES = 16 * 1024
 LONGEST_PIECE_BYTES = 4 * PIECE_BYTES
 
 
 def find_sources(source: str) -> list[Path]:
-    """The files that a source names: a shipped corpus, one file, or every readable file under a folder, in sorted order."""
+    """The files that a source names: a shipped corpus, one file, or every readable file under a folder, in
+    sorted order."""
     path = SHIPPED.get(source) or Path(source).expanduser()
     if path.is_dir():
-        inside = ((p.relative_to(path), p) for p in path.rglob("*") if p.is_file() and p.name.endswith(tuple(_FORMATS)))
+        inside = (
+            (p.relative_to(path), p)
+            for p in path.rglob("*")
+            if p.is_file() and p.name.endswith(tuple(_FORMATS))
+        )
         files = [p for name, p in sorted(inside) if not any(part.startswith(".") for part in name.parts)]
         if not files:
             raise DataError(f"{path} holds no file that can be read as a corpus; it needs one of {_known()}")
@@ -53,16 +59,20 @@ def documents(path: Path, text_field: str, skip: int = 0) -> Iterator[str]:
 
 
 def scan(path: Path, text_field: str, skip: int = 0) -> Iterator[tuple[str, int]]:
-    """`documents`, each with the number of bytes of the (perhaps compressed) file that were read to get it."""
+    """`documents`, each with the number of bytes of the (perhaps compressed) file that were read to get
+    it."""
     read = next(read for suffix, read in _FORMATS.items() if path.name.endswith(suffix))
     try:
         yield from read(path, text_field, skip)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise DataError(f"{path} cannot be read: {error}; the file may be truncated or not what its name says") from error
+        raise DataError(
+            f"{path} cannot be read: {error}; the file may be truncated or not what its name says"
+        ) from error
 
 
 def split_of(text: bytes, valid_fraction: float) -> Split:
-    """The split of a document. It hangs on the text alone, so order, files and repeats cannot move a document across."""
+    """The split of a document. It hangs on the text alone, so order, files and repeats cannot move a document
+    across."""
     return "valid" if int.from_bytes(hashlib.sha256(text).digest()[:8]) < valid_fraction * 2**64 else "train"
 
 
@@ -71,7 +81,8 @@ def _known() -> str:
 
 
 def _read_text(path: Path, text_field: str, skip: int) -> Iterator[tuple[str, int]]:
-    """Pieces that end at a blank line, or at LONGEST_PIECE_BYTES where no blank line comes; joined they are the file."""
+    """Pieces that end at a blank line, or at LONGEST_PIECE_BYTES where no blank line comes; joined they are
+    the file."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     piece: list[str] = []
     size_bytes = pieces = line_number = 0
@@ -124,7 +135,9 @@ def _text_of_row(line: bytes, text_field: str, where: str) -> str:
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row must be a JSON object, got {type(row).__name__}")
     if text_field not in row:
-        raise DataError(f"{where}: no field '{text_field}'; the row has {', '.join(row) or 'none'}: set text_field")
+        raise DataError(
+            f"{where}: no field '{text_field}'; the row has {', '.join(row) or 'none'}: set text_field"
+        )
     return _checked_text(row[text_field], text_field, where)
 
 
@@ -145,7 +158,10 @@ def _read_parquet(path: Path, text_field: str, skip: int) -> Iterator[tuple[str,
     try:
         with parquet.ParquetFile(path) as file:
             if text_field not in file.schema_arrow.names:
-                raise DataError(f"{path}: no column '{text_field}'; it has {', '.join(file.schema_arrow.names)}: set text_field")
+                raise DataError(
+                    f"{path}: no column '{text_field}'; it has {', '.join(file.schema_arrow.names)}: set"
+                    " text_field"
+                )
             row = 0
             for group in range(file.metadata.num_row_groups):
                 group_rows = file.metadata.row_group(group).num_rows
@@ -163,7 +179,9 @@ def _read_parquet(path: Path, text_field: str, skip: int) -> Iterator[tuple[str,
 
 
 def _not_utf8(path: Path, line_number: int, error: UnicodeDecodeError) -> DataError:
-    return DataError(f"{path}, line {line_number}: not UTF-8 text ({error.reason}); convert the file to UTF-8")
+    return DataError(
+        f"{path}, line {line_number}: not UTF-8 text ({error.reason}); convert the file to UTF-8"
+    )
 
 
 _FORMATS: dict[str, Callable[[Path, str, int], Iterator[tuple[str, int]]]] = {

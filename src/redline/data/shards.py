@@ -1,13 +1,15 @@
 """Token shards: what `redline data build` leaves on disk, and how training reads it.
 
-A data folder holds `manifest.json`, `tokenizer.json` and per split `train-00000.bin`, `valid-00000.bin`, ...: bare little-endian
-token ids, whole documents, the end-of-text token after each. A split is the concatenation of its shards; training reads windows
-of `seq_len` tokens and one more (the last target) from it, so a shard's border is nothing that a model sees.
+A data folder holds `manifest.json`, `tokenizer.json` and per split `train-00000.bin`, `valid-00000.bin`, ...:
+bare little-endian token ids, whole documents, the end-of-text token after each. A split is the concatenation
+of its shards; training reads windows of `seq_len` tokens and one more (the last target) from it, so a shard's
+border is nothing that a model sees.
 
     dataset = TokenDataset.open(folder, "train")
     tokens = dataset.read_windows(np.array([0, 7]), seq_len=1024)        # (2, 1025), int64
 
-Left out: writing shards (`build`), and the order in which windows are read in training other than `ShuffledWindows`.
+Left out: writing shards (`build`), and the order in which windows are read in training other than
+`ShuffledWindows`.
 """
 
 import hashlib
@@ -94,9 +96,14 @@ class Manifest:
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise DataError(f"no data folder can be read from {folder}: {error}; make one with redline data build") from error
+            raise DataError(
+                f"no data folder can be read from {folder}: {error}; make one with redline data build"
+            ) from error
         if not isinstance(value, dict) or value.get("format") != FORMAT:
-            raise DataError(f"{path} is not of format {FORMAT}, which this version reads: remove {folder} and build it again")
+            raise DataError(
+                f"{path} is not of format {FORMAT}, which this version reads: remove {folder} and build it"
+                " again"
+            )
         return parse(cls, value, path)
 
     def to_json(self) -> str:
@@ -141,13 +148,16 @@ class TokenDataset:
 
     @classmethod
     def open(cls, folder: str | Path, split: Split, *, verify: bool = False) -> Self:
-        """Map the shards of a data folder. Sizes and ids are always checked, hashes (a full read) when `verify`."""
+        """Map the shards of a data folder. Sizes and ids are always checked, hashes (a full read) when
+        `verify`."""
         folder = Path(folder)
         manifest = Manifest.load(folder)
         shards = manifest.shards(split)
         arrays = [_map(folder / shard.name, shard, manifest, verify) for shard in shards]
         bytes_of_text = sum(shard.bytes_of_text for shard in shards)
-        return cls(f"{split} split of {folder}", arrays, vocab_size=manifest.vocab_size, bytes_of_text=bytes_of_text)
+        return cls(
+            f"{split} split of {folder}", arrays, vocab_size=manifest.vocab_size, bytes_of_text=bytes_of_text
+        )
 
     def check_vocab(self, model_vocab_size: int) -> None:
         check_vocab(self.vocab_size, model_vocab_size)
@@ -162,9 +172,12 @@ class TokenDataset:
         return max(0, self.tokens - 1) // seq_len
 
     def need_window(self, seq_len: int, or_else: str = "give more text, or a smaller data.seq_len") -> None:
-        """Refuse a split too short for a single sequence; to be called at start, not at the first validation."""
+        """Refuse a split too short for a single sequence; to be called at start, not at the first
+        validation."""
         if not self.windows(seq_len):
-            raise DataError(f"{self.name} has {self.tokens} tokens and one sequence needs {seq_len + 1}: {or_else}")
+            raise DataError(
+                f"{self.name} has {self.tokens} tokens and one sequence needs {seq_len + 1}: {or_else}"
+            )
 
     def read_windows(self, indices: np.ndarray, seq_len: int) -> np.ndarray:
         """The windows as (len(indices), seq_len + 1) int64; window i starts at token i * seq_len."""
@@ -180,10 +193,15 @@ class TokenDataset:
                 filled += len(part)
                 shard += 1
         if rows.size and (highest := int(rows.max())) >= self.vocab_size:
-            raise DataError(f"{self.name} holds token {highest}, beyond the vocabulary of {self.vocab_size}: build it again")
+            raise DataError(
+                f"{self.name} holds token {highest}, beyond the vocabulary of {self.vocab_size}: build it"
+                " again"
+            )
         return rows
 
-    def order(self, *, seq_len: int, seed: int, position: Position | None, threads: int = 1) -> "ShuffledWindows":
+    def order(
+        self, *, seq_len: int, seed: int, position: Position | None, threads: int = 1
+    ) -> "ShuffledWindows":
         del threads  # reading needs none of its own; the loader's run its jobs
         return ShuffledWindows(self, seq_len=seq_len, seed=seed, position=position)
 
@@ -204,15 +222,17 @@ def _map(path: Path, shard: Shard, manifest: Manifest, verify: bool) -> np.ndarr
         if wrong is None:
             return np.memmap(path, dtype=dtype, mode="r")
     except OSError as error:
-        raise DataError(f"shard {path} cannot be read ({error}): remove {path.parent} and build it again") from error
+        raise DataError(
+            f"shard {path} cannot be read ({error}): remove {path.parent} and build it again"
+        ) from error
     raise DataError(f"shard {path} {wrong}: remove {path.parent} and build it again")
 
 
 class ShuffledWindows:
     """The order of training: in each epoch a seeded permutation of all windows, none skipped, none twice.
 
-    The n-th sequence of a run depends on n and the seed alone, so the position is one number and a batch is the same on any
-    number of processes. A batch may span epochs.
+    The n-th sequence of a run depends on n and the seed alone, so the position is one number and a batch is
+    the same on any number of processes. A batch may span epochs.
     """
 
     def __init__(self, dataset: TokenDataset, *, seq_len: int, seed: int, position: Position | None) -> None:
@@ -240,10 +260,13 @@ class ShuffledWindows:
         return self._dataset.read_windows(indices, self._seq_len), position_after
 
     def _permutation(self, epoch: int) -> np.ndarray:
-        """Sorting raw draws, because numpy promises those for ever, and `Generator.permutation` for one version only."""
+        """Sorting raw draws, because numpy promises those for ever, and `Generator.permutation` for one
+        version only."""
         with self._lock:
             if epoch not in self._epochs:
                 draws = np.random.PCG64([self._seed, epoch]).random_raw(self._windows)
                 self._epochs = {e: p for e, p in self._epochs.items() if e == epoch - 1}
-                self._epochs[epoch] = np.argsort(draws, kind="stable").astype(np.uint32 if self._windows < 2**32 else np.uint64)
+                self._epochs[epoch] = np.argsort(draws, kind="stable").astype(
+                    np.uint32 if self._windows < 2**32 else np.uint64
+                )
             return self._epochs[epoch]

@@ -1,11 +1,13 @@
-"""The tokenizer: a thin, strict wrapper round a Hugging Face `tokenizer.json`, and the training of a byte-level BPE.
+"""The tokenizer: a thin, strict wrapper round a Hugging Face `tokenizer.json`, and the training of a
+byte-level BPE.
 
     tokenizer = load_tokenizer("gpt2/tokenizer.json")       # or a folder that has one
     tokenizer.decode(tokenizer.encode(["Hello"])[0])
 
-Text is encoded as text: a document that spells '<|endoftext|>' gets ordinary tokens, so only Redline itself ends a document. Only in
-prompts that Redline wrote (`encode_prompt`) are special tokens recognised. Left out: chat templates (`redline.engine.prompt`),
-truncation and padding (a file's own settings for these are ignored).
+Text is encoded as text: a document that spells '<|endoftext|>' gets ordinary tokens, so only Redline itself
+ends a document. Only in prompts that Redline wrote (`encode_prompt`) are special tokens recognised. Left out:
+chat templates (`redline.engine.prompt`), truncation and padding (a file's own settings for these are
+ignored).
 """
 
 import functools
@@ -22,7 +24,8 @@ from redline.errors import DataError
 from redline.record.files import write_atomic
 
 END_OF_TEXT = "<|endoftext|>"
-# In order of preference: where a chat model has several, the one that ends a document comes before the one that ends a turn.
+# In order of preference: where a chat model has several, the one that ends a document comes before the one
+# that ends a turn.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "<|im_end|>")
 
 
@@ -45,7 +48,9 @@ class Tokenizer:
         """Ids run from 0 to vocab_size - 1; some may be unused."""
         ends = [ids[end] for end in _END_NAMES if end in ids]
         if not ends:
-            raise DataError(f"{name} has no token that ends a document; one of {', '.join(_END_NAMES)} is needed")
+            raise DataError(
+                f"{name} has no token that ends a document; one of {', '.join(_END_NAMES)} is needed"
+            )
         self.eot_id: int = ends[0]
         """The token after every document."""
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
@@ -59,12 +64,14 @@ class Tokenizer:
         return [encoding.ids for encoding in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a rendered chat template or another prompt of ours: special tokens spelt in it are those tokens."""
+        """Token ids of a rendered chat template or another prompt of ours: special tokens spelt in it are
+        those tokens."""
         return self._with_specials.encode(text, add_special_tokens=False).ids
 
     @functools.cached_property
     def _with_specials(self) -> tokenizers.Tokenizer:
-        """A second tokenizer, because recognising special tokens is a state of the first that threads share."""
+        """A second tokenizer, because recognising special tokens is a state of the first that threads
+        share."""
         inner = tokenizers.Tokenizer.from_str(self._text)
         inner.no_truncation()
         inner.no_padding()
@@ -94,7 +101,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"no tokenizer can be read from {path}: {error}; give a tokenizer.json or a folder with one") from error
+        raise DataError(
+            f"no tokenizer can be read from {path}: {error}; give a tokenizer.json or a folder with one"
+        ) from error
     return Tokenizer(text, str(file))
 
 
@@ -105,9 +114,13 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     """
     smallest = 256 + 1
     if vocab_size < smallest:
-        raise DataError(f"a byte-level BPE needs a vocabulary of at least {smallest} (bytes, end of text), got {vocab_size}")
+        raise DataError(
+            f"a byte-level BPE needs a vocabulary of at least {smallest} (bytes, end of text), got"
+            f" {vocab_size}"
+        )
     inner = tokenizers.Tokenizer(models.BPE())
-    # Merged digits ("00", " 19") cut numbers at places that differ from one number to the next, which makes arithmetic hard to learn.
+    # Merged digits ("00", " 19") cut numbers at places that differ from one number to the next, which makes
+    # arithmetic hard to learn.
     digits = pre_tokenizers.Digits(individual_digits=True)
     inner.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     inner.decoder = decoders.ByteLevel()

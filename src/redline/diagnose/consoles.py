@@ -1,8 +1,10 @@
-"""What trainers print: nanoGPT, torchtitan, verl. Each reader is a regular expression and the meaning of its groups, units repaired.
+"""What trainers print: nanoGPT, torchtitan, verl. Each reader is a regular expression and the meaning of its
+groups, units repaired.
 
-The conventions were read in the trainers' sources: nanoGPT counts MFU against an A100's 312 TFLOP/s whatever the GPU is, of one GPU, and
-its evaluation is part of an iteration; torchtitan's tps and verl's perf/throughput are tokens a second of one GPU; verl's perf/mfu/actor
-covers the update alone. A line that was cut, or that does not hold what its format says, is left out.
+The conventions were read in the trainers' sources: nanoGPT counts MFU against an A100's 312 TFLOP/s whatever
+the GPU is, of one GPU, and its evaluation is part of an iteration; torchtitan's tps and verl's
+perf/throughput are tokens a second of one GPU; verl's perf/mfu/actor covers the update alone. A line that was
+cut, or that does not hold what its format says, is left out.
 """
 
 import math
@@ -29,7 +31,8 @@ _TITAN = re.compile(
     rf"memory:\s*([\d.]+)GiB\(([\d.]+)%\)\s+tps:\s*({_COUNT})(?:.*?tflops:\s*({_COUNT}))?(?:.*?mfu:\s*([\d.]+)%)?"
 )
 _TITAN_PAUSE = re.compile(
-    rf"{_STAMP}.*?(?:validate step:\s*(\d+)|Finished saving the checkpoint.*?in ([\d.]+) seconds|Starting job|Training starts at step)"
+    rf"{_STAMP}.*?(?:validate step:\s*(\d+)|Finished saving the checkpoint.*?in ([\d.]+) seconds|Starting"
+    r" job|Training starts at step)"
 )
 """The end of a validation or of a checkpoint, or a new start of the job."""
 _VERL = re.compile(r"\bstep:(\d+) - (\S+:(?:np\.|[-\d.]|nan|inf).*)$", re.MULTILINE)
@@ -43,7 +46,8 @@ _VERL_ROLLOUT = re.compile(r"['\"]rollout['\"]: \{.*?['\"]name['\"]: ['\"](\w+)"
 SHOWS = 0.05
 """Share of an iteration from which on an evaluation inside it can be told from noise."""
 MOST_ATTENTION = 1.5
-"""FLOPs of a token over 6 per parameter, at most: 1.15 for GPT-2 with 1,024 tokens. Numbers further apart are not of one run."""
+"""FLOPs of a token over 6 per parameter, at most: 1.15 for GPT-2 with 1,024 tokens. Numbers further apart are
+not of one run."""
 _FIRST_LINES = 20
 """How many lines of a JSONL are looked at for its format: the first may be of a validation."""
 
@@ -54,7 +58,9 @@ def first(pattern: str, text: str, *, last: bool = False) -> float | None:
     found = every[-1] if every else None
     if found is None:
         return None
-    scale = {"K": 1e3, "M": 1e6, "B": 1e9}.get(found[2].upper() if found.lastindex and found.lastindex > 1 and found[2] else "", 1.0)
+    scale = {"K": 1e3, "M": 1e6, "B": 1e9}.get(
+        found[2].upper() if found.lastindex and found.lastindex > 1 and found[2] else "", 1.0
+    )
     value = finite(found[1].replace(",", ""))
     return value * scale if value is not None else None
 
@@ -80,7 +86,8 @@ def read_nanogpt(text: str, source: str) -> Observed:
             not_a_number=_bad(m[2]),
             step_s=step_s,
             tokens=tokens,
-            mfu=mfu / 100 if (mfu := finite(m[4])) is not None and mfu >= 0 else None,  # -100 until it has been measured
+            # -100 until it has been measured
+            mfu=mfu / 100 if (mfu := finite(m[4])) is not None and mfu >= 0 else None,
         )
         for m, step_s in run
     ]
@@ -91,19 +98,27 @@ def read_nanogpt(text: str, source: str) -> Observed:
         seq_len=first(r"\bblock_size = (\d+)", head, last=True),
         mfu_peak_tflops=NANOGPT_TFLOPS,
     )
-    observed = Observed(source=source, format="nanogpt", steps=tuple(steps), facts=facts, text=text, events=tuple(events))
+    observed = Observed(
+        source=source, format="nanogpt", steps=tuple(steps), facts=facts, text=text, events=tuple(events)
+    )
     gpus = _nanogpt_gpus(observed, head)
     repairs = ["times in ms read as seconds"]
     if gpus:
-        repairs.append(f"{gpus:.0f} GPU{'s' if gpus > 1 else ''}, from its tokens/s, parameters and MFU (--fact gpus=N overrules)")
+        repairs.append(
+            f"{gpus:.0f} GPU{'s' if gpus > 1 else ''}, from its tokens/s, parameters and MFU (--fact gpus=N"
+            " overrules)"
+        )
     if any("took_s" in event for event in events):
         repairs.append(f"evaluations taken off the iterations that they are part of: {len(events)}")
     repairs += told(len(runs), steps[0].step, steps[-1].step) if steps else ()
     return replace(observed, facts=replace(facts, gpus=gpus), repairs=tuple(repairs))
 
 
-def _nanogpt_validations(text: str, runs: list[list[tuple[re.Match[str], float]]], run: list[tuple[re.Match[str], float]]) -> list[int]:
-    """The iterations of a run in which it evaluated: the line stands before that of its iteration, behind the last of the run before."""
+def _nanogpt_validations(
+    text: str, runs: list[list[tuple[re.Match[str], float]]], run: list[tuple[re.Match[str], float]]
+) -> list[int]:
+    """The iterations of a run in which it evaluated: the line stands before that of its iteration, behind the
+    last of the run before."""
     place = next((at for at, other in enumerate(runs) if other is run), 0)
     start = runs[place - 1][-1][0].end() if place else 0
     end = run[-1][0].end() if place < len(runs) - 1 else len(text)
@@ -111,8 +126,9 @@ def _nanogpt_validations(text: str, runs: list[list[tuple[re.Match[str], float]]
 
 
 def _without_validations(steps: list[Step], validated: list[int]) -> tuple[list[Step], list[dict[str, Any]]]:
-    """The iterations without the evaluation inside some of them, and those evaluations as events. What one took is the iteration's time
-    above the median of the others; the first iteration compiles too, so there the median of the evaluations is taken."""
+    """The iterations without the evaluation inside some of them, and those evaluations as events. What one
+    took is the iteration's time above the median of the others; the first iteration compiles too, so there
+    the median of the evaluations is taken."""
     evaluated = set(validated)
     plain = [s.step_s for s in steps[1:] if s.step not in evaluated and s.step_s]
     if not validated or not plain:
@@ -123,23 +139,33 @@ def _without_validations(steps: list[Step], validated: list[int]) -> tuple[list[
     if typical_s < SHOWS * usual_s:
         return steps, [{"event": "validation", "step": step} for step in validated]
     took_s = {step: took_s.get(step, typical_s) for step in validated}
-    steps = [replace(s, step_s=max(usual_s, s.step_s - took_s[s.step])) if s.step_s and s.step in took_s else s for s in steps]
+    steps = [
+        replace(s, step_s=max(usual_s, s.step_s - took_s[s.step])) if s.step_s and s.step in took_s else s
+        for s in steps
+    ]
     return steps, [{"event": "validation", "step": step, "took_s": value} for step, value in took_s.items()]
 
 
 def _nanogpt_gpus(observed: Observed, head: str) -> float | None:
-    """MFU = tokens/s of one GPU x FLOPs per token / peak, solved for the GPUs. The attention's FLOPs need the shape; where the log does not
-    print it, 6 per parameter give too few GPUs, and the next number is taken that the batch can be divided by."""
+    """MFU = tokens/s of one GPU x FLOPs per token / peak, solved for the GPUs. The attention's FLOPs need the
+    shape; where the log does not print it, 6 per parameter give too few GPUs, and the next number is taken
+    that the batch can be divided by."""
     facts, speed, mfu = observed.facts, observed.tokens_per_s, observed.median("mfu")
     if not facts.parameters or not speed or not mfu:
         return None
-    layers, width, length = (first(rf"\b{name} = (\d+)", head, last=True) for name in ("n_layer", "n_embd", "block_size"))
+    layers, width, length = (
+        first(rf"\b{name} = (\d+)", head, last=True) for name in ("n_layer", "n_embd", "block_size")
+    )
     attention = 12 * layers * width * length if layers and width and length else None
     found = speed * (6 * facts.parameters + (attention or 0.0)) / (mfu * NANOGPT_TFLOPS * 1e12)
     if attention is not None:
         return float(max(1, round(found)))
     tokens = observed.median("tokens")
-    rows = round(tokens / (facts.micro_batch * facts.seq_len)) if tokens and facts.micro_batch and facts.seq_len else 0
+    rows = (
+        round(tokens / (facts.micro_batch * facts.seq_len))
+        if tokens and facts.micro_batch and facts.seq_len
+        else 0
+    )
     possible = [n for n in range(1, rows + 1) if rows % n == 0] or [2**power for power in range(14)]
     return next((float(n) for n in possible if 0.95 * found <= n <= MOST_ATTENTION * found), None)
 
@@ -150,7 +176,8 @@ def is_torchtitan(text: str) -> bool:
 
 @dataclass(frozen=True)
 class _TitanRow:
-    """A line of a step: what it holds, and the mean time of the updates since the line before, where that can be told."""
+    """A line of a step: what it holds, and the mean time of the updates since the line before, where that can
+    be told."""
 
     step: int
     line: re.Match[str]
@@ -165,15 +192,19 @@ class _TitanPause:
 
 
 def _titan_rows(text: str) -> tuple[list[_TitanRow], list[_TitanPause]]:
-    """The lines of steps, and the validations and checkpoints between them. Every rank prints the same line: the first counts.
+    """The lines of steps, and the validations and checkpoints between them. Every rank prints the same line:
+    the first counts.
 
-    The time of a line is that since the line before, pauses taken off. Behind a new start of the job it is not known, nor behind a
-    validation that began some updates after the line before it. The last line may have been cut in the middle of tps.
+    The time of a line is that since the line before, pauses taken off. Behind a new start of the job it is
+    not known, nor behind a validation that began some updates after the line before it. The last line may
+    have been cut in the middle of tps.
     """
     rows: list[_TitanRow] = []
     pauses: list[_TitanPause] = []
     since: float | None = None  # when the line before was printed, moved on by the pauses since
-    for m in sorted((m for pattern in (_TITAN, _TITAN_PAUSE) for m in pattern.finditer(text)), key=lambda m: m.start()):
+    for m in sorted(
+        (m for pattern in (_TITAN, _TITAN_PAUSE) for m in pattern.finditer(text)), key=lambda m: m.start()
+    ):
         at, step = _stamp(m[1]), rows[-1].step if rows else 0
         if at is None or (m.re is _TITAN and m.end() == len(text) and rows):
             continue
@@ -191,14 +222,21 @@ def _titan_rows(text: str) -> tuple[list[_TitanRow], list[_TitanPause]]:
     return rows, pauses
 
 
-def _titan_pause(m: re.Match[str], at: float, step: int, since: float | None, pauses: list[_TitanPause]) -> float | None:
-    """Note a pause, unless another rank has told of it, and give the time from which on the next updates are counted."""
+def _titan_pause(
+    m: re.Match[str], at: float, step: int, since: float | None, pauses: list[_TitanPause]
+) -> float | None:
+    """Note a pause, unless another rank has told of it, and give the time from which on the next updates are
+    counted."""
     kind, until = ("validation", int(m[2])) if m[2] else ("checkpoint", step)
     before = next((pause for pause in reversed(pauses) if pause.event["event"] == kind), None)
     if before and (before.event["step"] == until if m[2] else at - float(m[3]) < before.at):
         return since
     took_s = float(m[3]) if m[3] else at - since if since is not None and until == step else None
-    pauses.append(_TitanPause(at, m.start(), {"event": kind, "step": until} | ({} if took_s is None else {"took_s": took_s})))
+    pauses.append(
+        _TitanPause(
+            at, m.start(), {"event": kind, "step": until} | ({} if took_s is None else {"took_s": took_s})
+        )
+    )
     return since + took_s if since is not None and took_s is not None else None
 
 
@@ -212,7 +250,11 @@ def _stamp(text: str) -> float | None:
 def _titan_gpus(text: str) -> float | None:
     """The product of the device mesh's sides."""
     mesh = re.search(r"device mesh with .*?\[(\d+(?:, *\d+)*)\]", text)
-    return float(math.prod(int(side) for side in mesh[1].split(","))) if mesh else first(r"world size (\d+)", text)
+    return (
+        float(math.prod(int(side) for side in mesh[1].split(",")))
+        if mesh
+        else first(r"world size (\d+)", text)
+    )
 
 
 def read_torchtitan(text: str, source: str) -> Observed:
@@ -224,7 +266,11 @@ def read_torchtitan(text: str, source: str) -> Observed:
     end = min((other[0].line.start() for other in runs if other[0].line.start() > start), default=len(text))
     seq_len, batch = first(r"sequence length (\d+)", text), first(r"global batch size (\d+)", text)
     tokens = seq_len * batch if seq_len and batch else None
-    repairs = [f"tps is tokens/s of one GPU; all {gpus:.0f} together give {gpus:.0f} times as much"] if gpus and gpus > 1 else []
+    repairs = (
+        [f"tps is tokens/s of one GPU; all {gpus:.0f} together give {gpus:.0f} times as much"]
+        if gpus and gpus > 1
+        else []
+    )
     if not gpus:
         repairs = ["tps is tokens/s of one GPU; the log does not say how many there are (--fact gpus=N)"]
     repairs.append("the time of an update is taken from the time stamps of the lines")
@@ -280,7 +326,10 @@ def is_verl(text: str) -> bool:
     if _VERL.search(text) is not None:
         return True
     lines = text.lstrip().split("\n", _FIRST_LINES)[:_FIRST_LINES]
-    return any(line.startswith("{") and '"data"' in line and ("perf/" in line or "timing_s/" in line) for line in lines)
+    return any(
+        line.startswith("{") and '"data"' in line and ("perf/" in line or "timing_s/" in line)
+        for line in lines
+    )
 
 
 def read_verl(text: str, source: str) -> Observed:
@@ -321,16 +370,25 @@ def read_verl(text: str, source: str) -> Observed:
 def _verl_pauses(step: int, data: Mapping[str, float]) -> list[dict[str, Any]]:
     """Validations and checkpoints, which verl counts into the step that they follow."""
     took = {kind: finite(data.get(f"timing_s/{name}")) for kind, name in _VERL_PAUSES.items()}
-    return [{"event": kind, "step": step, "took_s": took_s} for kind, took_s in took.items() if took_s and took_s > 0]
+    return [
+        {"event": kind, "step": step, "took_s": took_s}
+        for kind, took_s in took.items()
+        if took_s and took_s > 0
+    ]
 
 
 def _verl_lines(text: str) -> list[tuple[int, dict[str, float]]]:
-    """The console's lines, those of a validation alone left out. Where the last was cut, its last value may have been."""
+    """The console's lines, those of a validation alone left out. Where the last was cut, its last value may
+    have been."""
     rows = []
     for m in _VERL.finditer(text):
         items = m[2].split(" - ")[: -1 if m.end() == len(text) else None]
         pairs = [item.rpartition(":") for item in items if item.startswith(_VERL_NAMES)]
-        data = {name: value for name, _, raw in pairs if (value := number(raw.rpartition("(")[2].rstrip(")\r "))) is not None}
+        data = {
+            name: value
+            for name, _, raw in pairs
+            if (value := number(raw.rpartition("(")[2].rstrip(")\r "))) is not None
+        }
         if data:
             rows.append((int(m[1]), data))
     return rows
@@ -342,7 +400,11 @@ def _verl_entries(text: str, source: str) -> list[tuple[int, dict[str, float]]]:
         step, values = finite(entry.get("step")), entry.get("data")
         if step is None or not isinstance(values, dict):
             continue
-        data = {name: value for name, raw in values.items() if name.startswith(_VERL_NAMES) and (value := number(raw)) is not None}
+        data = {
+            name: value
+            for name, raw in values.items()
+            if name.startswith(_VERL_NAMES) and (value := number(raw)) is not None
+        }
         if data:
             rows.append((int(step), data))
     return rows
@@ -350,8 +412,13 @@ def _verl_entries(text: str, source: str) -> list[tuple[int, dict[str, float]]]:
 
 def _verl_step(step: int, data: Mapping[str, float], gpus: float | None) -> Step:
     known = {name: value for name, value in data.items() if math.isfinite(value)}
-    per_gpu, step_s = known.get("perf/throughput"), known.get("perf/time_per_step") or known.get("timing_s/step")
-    tokens = known.get("perf/total_num_tokens") or (per_gpu * step_s * gpus if per_gpu and step_s and gpus else None)
+    per_gpu, step_s = (
+        known.get("perf/throughput"),
+        known.get("perf/time_per_step") or known.get("timing_s/step"),
+    )
+    tokens = known.get("perf/total_num_tokens") or (
+        per_gpu * step_s * gpus if per_gpu and step_s and gpus else None
+    )
     paused_s = sum(event["took_s"] for event in _verl_pauses(step, data))
     memory = known.get("perf/max_memory_allocated_gb")
     longest, mean = known.get("response_length/max"), known.get("response_length/mean")
@@ -369,14 +436,20 @@ def _verl_step(step: int, data: Mapping[str, float], gpus: float | None) -> Step
         mfu=known.get("perf/mfu/actor"),
         memory_bytes=memory * 2**30 if memory else None,
         padding_share=padded,
-        parts_s={name.removeprefix("timing_s/"): value for name, value in known.items() if name.startswith("timing_s/")},
+        parts_s={
+            name.removeprefix("timing_s/"): value
+            for name, value in known.items()
+            if name.startswith("timing_s/")
+        },
     )
 
 
 def _verl_gpus(rows: Iterable[Mapping[str, float]]) -> float | None:
     """tokens = throughput x seconds x GPUs, solved for the GPUs."""
     names = ("perf/total_num_tokens", "perf/throughput", "perf/time_per_step")
-    found = [d[names[0]] / (d[names[1]] * d[names[2]]) for d in rows if all(finite(d.get(name)) for name in names)]
+    found = [
+        d[names[0]] / (d[names[1]] * d[names[2]]) for d in rows if all(finite(d.get(name)) for name in names)
+    ]
     return float(round(median(found))) if found else None
 
 
@@ -389,5 +462,14 @@ def _verl_repairs(rows: list[tuple[int, dict[str, float]]], gpus: float | None) 
     per_gpu = _typical(rows, "perf/throughput")
     if per_gpu is None:
         return ()
-    all_gpus = f"{per_gpu * gpus:,.0f} tokens/s of all {gpus:.0f}" if gpus else "the log does not say of how many (--fact gpus=N)"
-    return (f"perf/throughput {per_gpu:,.0f} is tokens/s of one GPU over the whole step, prompts included: {all_gpus}",)
+    all_gpus = (
+        f"{per_gpu * gpus:,.0f} tokens/s of all {gpus:.0f}"
+        if gpus
+        else "the log does not say of how many (--fact gpus=N)"
+    )
+    return (
+        (
+            f"perf/throughput {per_gpu:,.0f} is tokens/s of one GPU over the whole step, prompts included:"
+            f" {all_gpus}"
+        ),
+    )

@@ -1,8 +1,9 @@
 """A Markdown page with numbers in it -> Observed: what it claims, and the settings it shows.
 
-Reads tables with a before and an after column, lists of `Before:` and `After:`, headings and lines that promise a factor, and in code every
-`name=value`, `name: type = value` and `--name value`. It reads sentences only for a few quantities (MFU, tokens a second, memory); what it
-does not understand it leaves out, so a claim that is not found is not thereby true.
+Reads tables with a before and an after column, lists of `Before:` and `After:`, headings and lines that
+promise a factor, and in code every `name=value`, `name: type = value` and `--name value`. It reads sentences
+only for a few quantities (MFU, tokens a second, memory); what it does not understand it leaves out, so a
+claim that is not found is not thereby true.
 """
 
 import re
@@ -16,7 +17,8 @@ _QUANTITY = re.compile(
 )
 _SETTING = re.compile(
     r"--([\w.-]*\w)(?:=|\s+)(\"[^\"]*\"|[\w.+/-]+)"  # --name value
-    r"|(?<![\w.\"'-])([A-Za-z_][\w.]*)(?:\s*:\s*\w+)?\s*=\s*(\"[^\"]*\"|'[^']*'|[\w.+-]+)"  # name = value, name: type = value
+    # name = value, name: type = value
+    r"|(?<![\w.\"'-])([A-Za-z_][\w.]*)(?:\s*:\s*\w+)?\s*=\s*(\"[^\"]*\"|'[^']*'|[\w.+-]+)"
     r"|environ\.get\(\s*[\"'](\w+)[\"'],\s*[\"'](\w+)[\"']"
 )
 _CALL = re.compile(r"\b(TrainingArguments|SFTConfig|GRPOConfig)\(")
@@ -27,7 +29,10 @@ _SCALE = {"K": 1e3, "M": 1e6, "B": 1e9}
 
 
 def is_document(text: str) -> bool:
-    return re.search(r"^#{1,4} ", text, re.MULTILINE) is not None or re.search(r"^\|.+\|$", text, re.MULTILINE) is not None
+    return (
+        re.search(r"^#{1,4} ", text, re.MULTILINE) is not None
+        or re.search(r"^\|.+\|$", text, re.MULTILINE) is not None
+    )
 
 
 @dataclass
@@ -75,7 +80,9 @@ def _read_code(page: _Page, line: str, number: int) -> None:
         page.within = found[1]
     for name, value in settings_in(code):
         page.settings.append(Setting(name, value, number, page.when, page.within))
-        if was := re.search(r"(?:increased|reduced|changed?|reduce|increase) from (\w+)", comment, re.IGNORECASE):
+        if was := re.search(
+            r"(?:increased|reduced|changed?|reduce|increase) from (\w+)", comment, re.IGNORECASE
+        ):
             page.settings[-1] = Setting(name, value, number, "after", page.within)
             page.settings.append(Setting(name, was[1], number, "before", page.within))
     if code.strip() == ")":
@@ -94,7 +101,11 @@ def _read_prose(page: _Page, line: str, number: int) -> None:
     if bullet := _BULLET.match(line):
         _read_bullet(page, bullet[1], bullet[2], number)
     elif factor := _promise(line):
-        name = "total" if re.search(r"\b(overall|total|all optimi[sz]ations)\b", line, re.IGNORECASE) else "speedup"
+        name = (
+            "total"
+            if re.search(r"\b(overall|total|all optimi[sz]ations)\b", line, re.IGNORECASE)
+            else "speedup"
+        )
         if name == "total" or not page.promised:
             page.claims.append(Claim(name=name, line=number, text=line.strip(), factor=factor))
             page.promised = page.promised or name == "speedup"
@@ -128,7 +139,15 @@ def _read_row(page: _Page, line: str, number: int) -> None:
         return
     before, after = (quantities(cells[columns[when]]) for when in ("before", "after"))
     if before and after:
-        page.claims.append(Claim(name=canonical(cells[0]), line=number, text=line.strip(), before=before[0][0], after=after[0][0]))
+        page.claims.append(
+            Claim(
+                name=canonical(cells[0]),
+                line=number,
+                text=line.strip(),
+                before=before[0][0],
+                after=after[0][0],
+            )
+        )
 
 
 def _read_bullet(page: _Page, word: str, text: str, number: int) -> None:
@@ -139,7 +158,9 @@ def _read_bullet(page: _Page, word: str, text: str, number: int) -> None:
     if when == "before":
         page.before = found[0][0] if found else None
     elif page.before and found:
-        page.claims.append(Claim(name=canonical(page.heading), line=number, text=text, before=page.before, after=found[0][0]))
+        page.claims.append(
+            Claim(name=canonical(page.heading), line=number, text=text, before=page.before, after=found[0][0])
+        )
         page.before = None
     if (tokens := re.search(r"([\d.]+)K\+? tokens/step", text)) is not None:
         page.settings.append(Setting("tokens_per_step", f"{float(tokens[1]) * 1e3:.0f}", number, when))
@@ -158,7 +179,14 @@ def _read_quantities(page: _Page, line: str, number: int) -> None:
             value = quantities(found[1])[0][0]
             page.claims.append(Claim(name=name, line=number, text=plain.strip(), before=value))
     if found := re.search(r"(\d+)GB/(\d+)GB", plain):
-        page.claims.append(Claim(name="memory_gb", line=number, text=plain.strip(), before=Range(float(found[1]), float(found[2]))))
+        page.claims.append(
+            Claim(
+                name="memory_gb",
+                line=number,
+                text=plain.strip(),
+                before=Range(float(found[1]), float(found[2])),
+            )
+        )
 
 
 def settings_in(text: str) -> list[tuple[str, str]]:
@@ -173,7 +201,8 @@ def settings_in(text: str) -> list[tuple[str, str]]:
 
 
 def quantities(text: str) -> list[tuple[Range, str]]:
-    """Every number or range in a text with its unit: `%`, `x`, `gb`, `tok/s`, or nothing; K, M and B are multiplied out."""
+    """Every number or range in a text with its unit: `%`, `x`, `gb`, `tok/s`, or nothing; K, M and B are
+    multiplied out."""
     found = []
     for low, high, scale, unit in _QUANTITY.findall(text):
         times = _SCALE.get(scale, 1.0)
@@ -201,7 +230,9 @@ def _facts(text: str, page: _Page) -> Facts:
     boards = {"H200": "h200-141g", "H100": "h100-80g", "A100": "a100-80g", "V100": "v100-32g"}
     counts = {name: len(re.findall(rf"\b{name}", text)) for name in boards}
     named = max(counts, key=lambda name: counts[name])
-    many = re.search(r"\b(\d+)\s?(?:x ?)?(?:H200|H100|A100|V100)s?\b(?! ?\d)", text) or re.search(r"--num-gpus[= ](\d+)", text)
+    many = re.search(r"\b(\d+)\s?(?:x ?)?(?:H200|H100|A100|V100)s?\b(?! ?\d)", text) or re.search(
+        r"--num-gpus[= ](\d+)", text
+    )
     sizes = set(re.findall(r"\b(\d+(?:\.\d+)?[MB]) param", text))
     setting = {s.name.split(".")[-1]: s.value for s in page.settings if s.when != "after"}
     recompute = re.search(r"gradient.checkpointing\W{0,8}(?:enabled|=\s*True)", text, re.IGNORECASE)

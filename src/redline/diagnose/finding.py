@@ -2,8 +2,9 @@
 
     Finding(cause="slow-loader", title=..., evidence=[Evidence("data wait", 0.31, "of the step")], fix=..., gain=Gain(1.3, 1.4, "..."), ...)
 
-A gain is a factor on the speed of the whole step (or of the whole run, where the reason says so). A finding about a claim or a unit has no
-gain: correcting a number makes nothing faster, but what was believed because of it should not be.
+A gain is a factor on the speed of the whole step (or of the whole run, where the reason says so). A finding
+about a claim or a unit has no gain: correcting a number makes nothing faster, but what was believed because
+of it should not be.
 """
 
 import math
@@ -41,8 +42,8 @@ class Finding:
     cause: str
     """A short fixed name; docs/diagnose.md lists them."""
     kind: Kind
-    """`failure`: why it did not train at all; `cause`: why it is slow; `claim`: a statement that cannot hold; `unit`: a number that means
-    something else than it seems to."""
+    """`failure`: why it did not train at all; `cause`: why it is slow; `claim`: a statement that cannot hold;
+    `unit`: a number that means something else than it seems to."""
     title: str
     evidence: tuple[Evidence, ...]
     fix: str
@@ -59,5 +60,16 @@ def worth(finding: Finding) -> float:
 
 
 def ordered(findings: list[Finding]) -> list[Finding]:
-    """Failures first, for the speed of a run that failed comes second; then most worth; what brings no speed after it, the surest first."""
-    return sorted(findings, key=lambda f: (f.kind != "failure", worth(f) == 0, f.cause == SLOW_UPDATES, -worth(f), -f.confidence, f.cause))
+    """Failures first, for the speed of a run that failed comes second; then most worth; what brings no speed
+    after it, the surest first."""
+    return sorted(
+        findings,
+        key=lambda f: (
+            f.kind != "failure",
+            worth(f) == 0,
+            f.cause == SLOW_UPDATES,
+            -worth(f),
+            -f.confidence,
+            f.cause,
+        ),
+    )

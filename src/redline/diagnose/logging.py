@@ -1,4 +1,5 @@
-"""Logging that holds the loop up: what the callback of Hugging Face's Trainer saw between an update and the next (observe/trainer.py)."""
+"""Logging that holds the loop up: what the callback of Hugging Face's Trainer saw between an update and the
+next (observe/trainer.py)."""
 
 from itertools import pairwise
 
@@ -14,13 +15,19 @@ def _logs(observed: Observed) -> tuple[int, float]:
 
 
 def logged_s(observed: Observed) -> dict[int, float]:
-    """By update, what of it went by in the log of the one before, which alone has a loss; the same for each, as the record holds a sum."""
+    """By update, what of it went by in the log of the one before, which alone has a loss; the same for each,
+    as the record holds a sum."""
     times, stalled_s = _logs(observed)
-    return {after.step: stalled_s / times for now, after in pairwise(observed.steps) if times and now.loss is not None}
+    return {
+        after.step: stalled_s / times
+        for now, after in pairwise(observed.steps)
+        if times and now.loss is not None
+    }
 
 
 def logging_pause(observed: Observed) -> list[Finding]:
-    """Logs that take a share of the run worth saying: a service that is waited for, other callbacks, printing."""
+    """Logs that take a share of the run worth saying: a service that is waited for, other callbacks,
+    printing."""
     (times, stalled_s), mean_s = _logs(observed), observed.mean("step_s")
     total_s = max((float(event.get("elapsed_s") or 0.0) for event in observed.events), default=0.0)
     if not times or not mean_s or not total_s or stalled_s / total_s < WORTH_SAYING:
@@ -36,7 +43,10 @@ def logging_pause(observed: Observed) -> list[Finding]:
                 Evidence("each", stalled_s / times * 1e3, "ms, with what other callbacks do in on_log"),
                 Evidence("run", total_s, "s"),
             ),
-            fix="raise logging_steps; let what is slow in on_log (a service that is waited for, a file far away) work in a thread",
+            fix=(
+                "raise logging_steps; let what is slow in on_log (a service that is waited for, a file far"
+                " away) work in a thread"
+            ),
             gain=saved(mean_s, 0.5 * share, 0.9 * share, "of the whole run, half as often or ten times"),
             confidence=0.9,
         )

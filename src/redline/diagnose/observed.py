@@ -1,7 +1,8 @@
 """The one internal form that every log is turned into: steps, facts, claims. Readers fill it, rules read it.
 
-Units are settled here, once: seconds, bytes, tokens of all GPUs together, shares as fractions. A reader that had to convert says so in
-`repairs`. None stands for what a log does not hold; a rule that needs it stays silent.
+Units are settled here, once: seconds, bytes, tokens of all GPUs together, shares as fractions. A reader that
+had to convert says so in `repairs`. None stands for what a log does not hold; a rule that needs it stays
+silent.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,8 @@ from redline.plan.plan import Plan
 
 PHASES = ("generate_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "communication_s")
 WARM_UP = 5
-"""Updates left out at the start: compiling, allocating, and the loader's queue, which is full then and hides a slow loader."""
+"""Updates left out at the start: compiling, allocating, and the loader's queue, which is full then and hides
+a slow loader."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,8 @@ class Facts:
     """Responses generated for each prompt."""
     precision: str | None = None
     recompute: str | None = None
-    """What activations are computed again in the backward pass: `full`, `selective`, `off`, or `on` where it is not said which."""
+    """What activations are computed again in the backward pass: `full`, `selective`, `off`, or `on` where it
+    is not said which."""
     compile: str | None = None
     """`off` where nothing is compiled."""
     rollout: str | None = None
@@ -104,7 +107,8 @@ class Claim:
     """A number that a document states: a value before and after, or a factor."""
 
     name: str
-    """`tokens_per_s`, `mfu`, `memory_share`, `speedup` (of one change), `total` (of all), `parameters`, or the document's own word."""
+    """`tokens_per_s`, `mfu`, `memory_share`, `speedup` (of one change), `total` (of all), `parameters`, or
+    the document's own word."""
     line: int
     text: str
     before: Range | None = None
@@ -138,10 +142,11 @@ class Observed:
     recipe: Recipe | None = None
     plan: Plan | None = None
     events: tuple[dict[str, Any], ...] = ()
-    """Of our runs, their events.jsonl; of others, the validations and checkpoints that the log shows: `step`, and `took_s` where it can
-    be told."""
+    """Of our runs, their events.jsonl; of others, the validations and checkpoints that the log shows: `step`,
+    and `took_s` where it can be told."""
     lines_are_means: bool = False
-    """Whether the time of a line is the mean over the updates since the line before, or that of one update."""
+    """Whether the time of a line is the mean over the updates since the line before, or that of one
+    update."""
 
     @cached_property
     def steady(self) -> tuple[Step, ...]:
@@ -165,7 +170,8 @@ class Observed:
         return fmean(found) if found and 2 * len(found) >= len(self.steady) else None
 
     def share(self, name: str) -> float:
-        """Share of the steady steps' time that one part takes, all of them together: a step without it has spent none on it."""
+        """Share of the steady steps' time that one part takes, all of them together: a step without it has
+        spent none on it."""
         total_s = sum(s.step_s or 0.0 for s in self.steady)
         return min(1.0, sum(getattr(s, name) or 0.0 for s in self.steady) / total_s) if total_s else 0.0
 

@@ -1,6 +1,8 @@
-"""Our own run folder -> Observed: metrics.jsonl, events.jsonl, and recipe.toml and plan.json where they are there and read.
+"""Our own run folder -> Observed: metrics.jsonl, events.jsonl, and recipe.toml and plan.json where they are
+there and read.
 
-The folder of a watched loop (observe/) has no recipe: its plan.json holds what was seen of the model and the machine.
+The folder of a watched loop (observe/) has no recipe: its plan.json holds what was seen of the model and the
+machine.
 """
 
 import json
@@ -34,7 +36,9 @@ def read_run(path: Path) -> Observed:
         if step is None:
             continue
         values = {name: value for name in _NAMES & line.keys() if (value := finite(line[name])) is not None}
-        lost = not line.get("skipped") and any(name in line and finite(line[name]) is None for name in ("loss", "grad_norm"))
+        lost = not line.get("skipped") and any(
+            name in line and finite(line[name]) is None for name in ("loss", "grad_norm")
+        )
         tokens = seen - before if seen is not None else None
         steps.append(Step(step=int(step), not_a_number=lost, **values, tokens=tokens or None))  # type: ignore[arg-type]
         before = before if seen is None else seen
@@ -42,7 +46,11 @@ def read_run(path: Path) -> Observed:
         source=str(path),
         format="run",
         steps=tuple(steps),
-        facts=_watched_facts(folder.plan_path) if watched and folder.plan_path.exists() else _facts(recipe, plan),
+        facts=(
+            _watched_facts(folder.plan_path)
+            if watched and folder.plan_path.exists()
+            else _facts(recipe, plan)
+        ),
         repairs=notes,
         events=tuple(events),
         recipe=recipe,
@@ -87,7 +95,11 @@ def _watched_facts(path: Path) -> Facts:
         seen: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         hardware, value = (
             seen["hardware"],
-            {name: entry["value"] for name, entry in seen.items() if isinstance(entry, dict) and "value" in entry},
+            {
+                name: entry["value"]
+                for name, entry in seen.items()
+                if isinstance(entry, dict) and "value" in entry
+            },
         )
         spec, cuda = match_spec(hardware["title"], hardware["memory_bytes"]), hardware["kind"] == "cuda"
         rows, passes = value["micro_batch"], value["accumulation"]
@@ -106,4 +118,6 @@ def _watched_facts(path: Path) -> Facts:
             mfu_peak_tflops=hardware["peak_tflops"].get(value["precision"]),
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is not what a watched loop writes: {error!r}; move it away to go on without it") from error
+        raise DataError(
+            f"{path} is not what a watched loop writes: {error!r}; move it away to go on without it"
+        ) from error

@@ -1,5 +1,5 @@
-"""What holds a run up every so many updates: evaluations and checkpoints that the record names, and slow updates
-that it does not explain."""
+"""What holds a run up every so many updates: evaluations and checkpoints that the record names, and slow
+updates that it does not explain."""
 
 import math
 from itertools import accumulate, pairwise
@@ -17,8 +17,8 @@ CHANCE = 0.01
 SLOW = 1.5
 """An update is slow from this many times the median on."""
 SPREADS = 4.0
-"""How many times further above the median than the quickest tenth is below it an update at no fixed interval must be: where all of them
-differ, as on a busy machine, the slow ones are like the others."""
+"""How many times further above the median than the quickest tenth is below it an update at no fixed interval
+must be: where all of them differ, as on a busy machine, the slow ones are like the others."""
 FEWEST_SLOW = 3
 """Fewer slow updates are chance."""
 LESS_OFTEN = {
@@ -40,10 +40,12 @@ LESS_OFTEN = {
 
 
 def period_of(excess_s: dict[int, float], steps: list[int], stride: int = 1) -> tuple[int, int, float] | None:
-    """The N and the remainder for which slow updates come every N updates, and how well that explains them (0 to 1).
+    """The N and the remainder for which slow updates come every N updates, and how well that explains them (0
+    to 1).
 
-    Explained is the share of the excess time that falls on those updates, times the share of those updates that are slow: a busy machine
-    makes some other updates slow too, but not by as much. A log of every tenth update shows nothing but multiples of ten.
+    Explained is the share of the excess time that falls on those updates, times the share of those updates
+    that are slow: a busy machine makes some other updates slow too, but not by as much. A log of every tenth
+    update shows nothing but multiples of ten.
     """
     best: tuple[int, int, float] | None = None
     total_s, span = sum(excess_s.values()), steps[-1] - steps[0]
@@ -52,7 +54,9 @@ def period_of(excess_s: dict[int, float], steps: list[int], stride: int = 1) -> 
     most_s = list(accumulate(sorted(excess_s.values(), reverse=True)))
     for n in range(2 * stride, max(3 * stride, span // 2 + 1), stride):
         if most_s[min(len(most_s), span // n + 1) - 1] <= LEAST_EXPLAINED * total_s:
-            break  # not even the slowest updates, as many as fall on every Nth, would explain enough; a larger N has fewer
+            # not even the slowest updates, as many as fall on every Nth, would explain enough; a larger N has
+            # fewer
+            break
         hits_of: dict[int, list[int]] = {}
         for step in excess_s:
             hits_of.setdefault(step % n, []).append(step)
@@ -60,7 +64,11 @@ def period_of(excess_s: dict[int, float], steps: list[int], stride: int = 1) -> 
             share = sum(excess_s[step] for step in hits) / total_s
             least = best[2] if best else LEAST_EXPLAINED
             # Counting the quick ones takes a look at all updates: only where the slow ones explain enough.
-            if len(hits) >= 3 and share > least and (score := share * len(hits) / sum(step % n == rest for step in steps)) > least:
+            if (
+                len(hits) >= 3
+                and share > least
+                and (score := share * len(hits) / sum(step % n == rest for step in steps)) > least
+            ):
                 best = (n, rest, score)
     return best
 
@@ -68,14 +76,18 @@ def period_of(excess_s: dict[int, float], steps: list[int], stride: int = 1) -> 
 def chance_of(excess_s: dict[int, float], steps: list[int], period: int, rest: int) -> float:
     """How often slow updates at random would fall on some period as these do on theirs, at most.
 
-    The chance that of all lines those that are about as slow as the period's own fall on its places as often as they do (hypergeometric),
-    times the number of periods and first places in which as many slow ones would have looked as regular: three of 30 lines, each ten
-    after the other, stand so by chance in 0.9 % of the runs, of 25 lines in 1.1 %.
+    The chance that of all lines those that are about as slow as the period's own fall on its places as often
+    as they do (hypergeometric), times the number of periods and first places in which as many slow ones would
+    have looked as regular: three of 30 lines, each ten after the other, stand so by chance in 0.9 % of the
+    runs, of 25 lines in 1.1 %.
     """
     hits = [step for step in excess_s if step % period == rest]
     alike_s = 0.5 * median(excess_s[step] for step in hits)
     lines, places = len(steps), sum(step % period == rest for step in steps)
-    slow, hit = sum(value >= alike_s for value in excess_s.values()), sum(excess_s[step] >= alike_s for step in hits)
+    slow, hit = (
+        sum(value >= alike_s for value in excess_s.values()),
+        sum(excess_s[step] >= alike_s for step in hits),
+    )
     chance = sum(
         math.exp(_log_ways(places, k) + _log_ways(lines - places, slow - k) - _log_ways(lines, slow))
         for k in range(hit, min(places, slow) + 1)
@@ -96,8 +108,9 @@ def _log_ways(many: int, few: int) -> float:
 
 
 def _slow(observed: Observed) -> tuple[dict[int, float], dict[int, float], float]:
-    """What each update took, what the slow ones took longer than the usual one, and the usual one. Generation is not counted, for texts
-    drawn every N updates are no stall, nor is a wait for data. No slow ones where there are too few to tell."""
+    """What each update took, what the slow ones took longer than the usual one, and the usual one. Generation
+    is not counted, for texts drawn every N updates are no stall, nor is a wait for data. No slow ones where
+    there are too few to tell."""
     steady = observed.steady
     logs_s = logged_s(observed)  # the Trainer's, which have their own rule
     took_s = {s.step: (s.step_s or 0.0) - (s.generate_s or 0.0) - logs_s.get(s.step, 0.0) for s in steady}
@@ -127,18 +140,29 @@ def stalls(observed: Observed) -> list[Finding]:
         return []
     longest_s, share = median(took_s[step] for step in hits), lost_s / mean_s
     one = f"the mean of {stride}" if observed.lines_are_means and stride > 1 else "one"
-    seldom = f"; only every {stride}th is in the log, so it may be more often" if stride > 1 and not observed.lines_are_means else ""
+    seldom = (
+        f"; only every {stride}th is in the log, so it may be more often"
+        if stride > 1 and not observed.lines_are_means
+        else ""
+    )
     return [
         Finding(
             cause="stall",
             kind="cause",
             title=f"Every {period} updates {one} takes {longest_s / usual_s:.1f} times as long",
             evidence=(
-                Evidence("slow updates", longest_s * 1e3, f"ms, median of {len(hits)} (the first at step {hits[0]}){seldom}"),
+                Evidence(
+                    "slow updates",
+                    longest_s * 1e3,
+                    f"ms, median of {len(hits)} (the first at step {hits[0]}){seldom}",
+                ),
                 Evidence("other updates", usual_s * 1e3, "ms, median"),
                 Evidence("explained by the period", explained, "share of the slow updates' excess"),
             ),
-            fix=f"find what the program does every {period} updates (saving, logging, clearing a cache); do it in a thread, or less often",
+            fix=(
+                f"find what the program does every {period} updates (saving, logging, clearing a cache); do"
+                " it in a thread, or less often"
+            ),
             gain=saved(mean_s, 0.85 * share, share, "all updates as fast as the usual one"),
             confidence=0.9 * explained,
         )
@@ -146,7 +170,8 @@ def stalls(observed: Observed) -> list[Finding]:
 
 
 def slow_updates(observed: Observed) -> list[Finding]:
-    """Slow updates at no fixed interval: what makes them slow is not in the log, but that they cost something is."""
+    """Slow updates at no fixed interval: what makes them slow is not in the log, but that they cost something
+    is."""
     took_s, excess_s, usual_s = _slow(observed)
     mean_s = observed.mean("step_s")
     if not mean_s or not excess_s:
@@ -162,12 +187,19 @@ def slow_updates(observed: Observed) -> list[Finding]:
             kind="cause",
             title=f"{share:.0%} of the time is lost in {len(excess_s)} slow updates at no fixed interval",
             evidence=(
-                Evidence("slow updates", median(took_s[step] for step in excess_s) * 1e3, f"ms, median of {len(excess_s)}"),
+                Evidence(
+                    "slow updates",
+                    median(took_s[step] for step in excess_s) * 1e3,
+                    f"ms, median of {len(excess_s)}",
+                ),
                 Evidence("other updates", usual_s * 1e3, "ms, median"),
                 Evidence("lost", share, "of the time, data wait taken off"),
             ),
-            fix="the log does not say why: look for garbage collection (gc.disable() and gc.collect() every N updates), another program on "
-            "the machine, rows of uneven length, compiling anew for each new length",
+            fix=(
+                "the log does not say why: look for garbage collection (gc.disable() and gc.collect() every N"
+                " updates), another program on the machine, rows of uneven length, compiling anew for each"
+                " new length"
+            ),
             gain=saved(mean_s, 0.0, share, "at best all updates as fast as the usual one"),
             confidence=0.3,
         )
@@ -175,11 +207,18 @@ def slow_updates(observed: Observed) -> list[Finding]:
 
 
 def _own_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
-    """Of our own runs: validations and checkpoints stand between updates, and the events say which was which. Also the run's time."""
+    """Of our own runs: validations and checkpoints stand between updates, and the events say which was which.
+    Also the run's time."""
     lines = observed.steps
     events = {(event["event"], event.get("step")): event for event in observed.events}
-    gaps_s = [(now.step, (after.elapsed_s or 0.0) - (now.elapsed_s or 0.0) - (after.step_s or 0.0)) for now, after in pairwise(lines)]
-    last_s, ended_s = lines[-1].elapsed_s or 0.0, events.get(("end", lines[-1].step), {}).get("elapsed_s", 0.0)
+    gaps_s = [
+        (now.step, (after.elapsed_s or 0.0) - (now.elapsed_s or 0.0) - (after.step_s or 0.0))
+        for now, after in pairwise(lines)
+    ]
+    last_s, ended_s = (
+        lines[-1].elapsed_s or 0.0,
+        events.get(("end", lines[-1].step), {}).get("elapsed_s", 0.0),
+    )
     if ended_s > last_s:
         gaps_s.append((lines[-1].step, ended_s - last_s))
     lost: dict[str, list[float]] = {"validation": [], "checkpoint": []}
@@ -193,7 +232,8 @@ def _own_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
 
 
 def _told_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
-    """Of other logs: the validations and checkpoints whose time they show, beside the updates and what the first took longer."""
+    """Of other logs: the validations and checkpoints whose time they show, beside the updates and what the
+    first took longer."""
     lost: dict[str, list[float]] = {}
     for event in observed.events:
         if "took_s" in event:

@@ -1,6 +1,7 @@
 """From a path to Observed: which format it is, and the reader for it.
 
-    observed = read(Path("runs/nano"))                 # or a log, a trainer_state.json, a CSV, a page of claims
+    # or a log, a trainer_state.json, a CSV, a page of claims
+    observed = read(Path("runs/nano"))
     observed = read(path, format="csv", columns={"step": "iteration"}, facts={"gpus": "8"})
 
 To add a format: a function that recognises a text, one that reads it, and a line in FORMATS.
@@ -64,9 +65,14 @@ FORMATS: dict[str, tuple[Callable[[str], bool], Reader]] = {
 
 
 def read(
-    path: Path, *, format: str | None = None, columns: Mapping[str, str] | None = None, facts: Mapping[str, str] | None = None
+    path: Path,
+    *,
+    format: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    facts: Mapping[str, str] | None = None,
 ) -> Observed:
-    """Read whatever lies at `path`. `columns` is for CSV and JSONL; `facts` fills in, or overrules, what the log says of the run."""
+    """Read whatever lies at `path`. `columns` is for CSV and JSONL; `facts` fills in, or overrules, what the
+    log says of the run."""
     path = _file(path)
     if path.is_dir():
         if format not in (None, "run") or columns:
@@ -76,21 +82,29 @@ def read(
         text = _text(path)
         name = format or _detect(text, path)
         if name not in FORMATS:
-            raise ConfigError(f"no format {name!r}{nearest(name, FORMATS)}; known: run (a folder), {', '.join(FORMATS)}")
+            raise ConfigError(
+                f"no format {name!r}{nearest(name, FORMATS)}; known: run (a folder), {', '.join(FORMATS)}"
+            )
         if columns and name not in ("csv", "jsonl", "lightning"):
             raise ConfigError(f"--map is for csv, jsonl and lightning; {path} is read as {name}")
         observed = _read(name, text, path, columns or {})
     if not observed.steps and not observed.events and observed.format != "document":
-        raise DataError(f"{path} holds no step that the reader for {observed.format} understands: choose another with --format")
+        raise DataError(
+            f"{path} holds no step that the reader for {observed.format} understands: choose another with"
+            " --format"
+        )
     return replace(observed, facts=replace(observed.facts, **_given(facts or {})))
 
 
 def _read(name: str, text: str, path: Path, columns: Mapping[str, str]) -> Observed:
-    """What a log written by hand or by another version can hold is without end: what a reader stumbles over is the file's fault."""
+    """What a log written by hand or by another version can hold is without end: what a reader stumbles over
+    is the file's fault."""
     try:
         return FORMATS[name][1](text, str(path), columns)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        raise DataError(f"{path} is not what the reader for {name} expects ({error!r}): choose another with --format") from error
+        raise DataError(
+            f"{path} is not what the reader for {name} expects ({error!r}): choose another with --format"
+        ) from error
 
 
 def _file(path: Path) -> Path:
@@ -99,14 +113,18 @@ def _file(path: Path) -> Path:
         raise DataError(f"{path} is not there: give a run folder or a log file")
     if not path.is_dir() or any((path / name).exists() for name in ("metrics.jsonl", "events.jsonl")):
         return path
-    states = [path / "trainer_state.json", *sorted(path.glob("checkpoint-*/trainer_state.json"), key=_checkpoint_step, reverse=True)]
+    states = [
+        path / "trainer_state.json",
+        *sorted(path.glob("checkpoint-*/trainer_state.json"), key=_checkpoint_step, reverse=True),
+    ]
     for state in [*states, path / "metrics.csv"]:
         if state.exists():
             return state
     if rounds := len(list(path.glob("round-*/events.jsonl"))):
         raise DataError(f"{path} holds {rounds} rounds: name one of them, {path / 'round-1'} and so on")
     raise DataError(
-        f"{path} is no run folder: there is no metrics.jsonl, trainer_state.json or metrics.csv in it; give the log file itself"
+        f"{path} is no run folder: there is no metrics.jsonl, trainer_state.json or metrics.csv in it; give"
+        " the log file itself"
     )
 
 
@@ -116,7 +134,10 @@ def _checkpoint_step(path: Path) -> int:
 
 def _text(path: Path) -> str:
     if path.stat().st_size > MOST_BYTES:
-        raise DataError(f"{path} has {path.stat().st_size / 2**20:,.0f} MiB, more than {MOST_BYTES / 2**20:.0f}: cut out a part of it")
+        raise DataError(
+            f"{path} has {path.stat().st_size / 2**20:,.0f} MiB, more than {MOST_BYTES / 2**20:.0f}: cut out"
+            " a part of it"
+        )
     raw = path.read_bytes()
     encoding = "utf-16" if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
     if encoding != "utf-16" and b"\0" in raw[:4096]:
@@ -139,7 +160,9 @@ def _given(facts: Mapping[str, str]) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for name, raw in facts.items():
         if name not in kinds:
-            raise ConfigError(f"--fact knows no {name!r}{nearest(name, kinds)}; it may name {', '.join(kinds)}")
+            raise ConfigError(
+                f"--fact knows no {name!r}{nearest(name, kinds)}; it may name {', '.join(kinds)}"
+            )
         given[name] = _word(name, raw) if kinds[name].startswith("str") else _number(name, raw)
     return given
 
@@ -148,7 +171,9 @@ def _word(name: str, raw: str) -> str:
     if name == "gpu":
         return find_spec(raw).name
     if name in WORDS and raw not in WORDS[name]:
-        raise ConfigError(f"--fact {name} is one of {', '.join(WORDS[name])}, got {raw!r}{nearest(raw, WORDS[name])}")
+        raise ConfigError(
+            f"--fact {name} is one of {', '.join(WORDS[name])}, got {raw!r}{nearest(raw, WORDS[name])}"
+        )
     return raw
 
 
@@ -156,5 +181,8 @@ def _number(name: str, raw: str) -> float:
     units, example = (BYTES, "80GB or 80GiB") if name == "memory_bytes" else (COUNTS, "8, 454M or 1.24e8")
     value = amount(raw, units)
     if value is None or (name in WHOLE and not value.is_integer()):
-        raise ConfigError(f"--fact {name} needs one {'whole ' if name in WHOLE else ''}number above 0 such as {example}, got {raw!r}")
+        raise ConfigError(
+            f"--fact {name} needs one {'whole ' if name in WHOLE else ''}number above 0 such as {example},"
+            f" got {raw!r}"
+        )
     return value

@@ -7,7 +7,17 @@ To add a rule: a function from Observed to findings, and its name in the RULES o
 
 from dataclasses import replace
 
-from redline.diagnose import causes, claims, communication, generation, logging, pauses, plans, trouble, workload
+from redline.diagnose import (
+    causes,
+    claims,
+    communication,
+    generation,
+    logging,
+    pauses,
+    plans,
+    trouble,
+    workload,
+)
 from redline.diagnose.finding import Finding, ordered
 from redline.diagnose.observed import Observed
 
@@ -41,6 +51,7 @@ RULES = (
 
 
 def diagnose(observed: Observed) -> list[Finding]:
-    """Findings: failures, then the most worth (predicted gain times confidence), then those that correct numbers."""
+    """Findings: failures, then the most worth (predicted gain times confidence), then those that correct
+    numbers."""
     found = [finding for rule in RULES for finding in rule(observed)]
     return ordered([replace(finding, optimisation=OPTIMISATIONS.get(finding.cause)) for finding in found])

@@ -1,7 +1,7 @@
 """Logs that are tables: Lightning's metrics.csv, and any CSV or JSONL with a mapping.
 
-`--map step=iteration,step_s=dt:ms` names the columns, with the unit behind a colon; a column whose name ends in `_ms` is read as
-milliseconds without one, and said so.
+`--map step=iteration,step_s=dt:ms` names the columns, with the unit behind a colon; a column whose name ends
+in `_ms` is read as milliseconds without one, and said so.
 """
 
 import csv
@@ -18,13 +18,26 @@ from redline.diagnose.observed import Facts, Observed, Step
 from redline.diagnose.segments import longest, told
 from redline.errors import ConfigError, DataError, nearest
 
-MAPPABLE = (*(field.name for field in fields(Step) if field.name not in ("parts_s", "not_a_number", "bad_norm")), "tokens_per_s")
+MAPPABLE = (
+    *(field.name for field in fields(Step) if field.name not in ("parts_s", "not_a_number", "bad_norm")),
+    "tokens_per_s",
+)
 _SEPARATORS = ("/", "|")
 """Of the names that Lightning's ThroughputMonitor writes: the first is its default."""
 _SYNONYMS = {
     "step": ("step", "global_step", "iter", "iteration", "trainer/global_step"),
     "loss": ("loss", "train_loss", "train/loss", "training_loss", "train_loss_step"),
-    "step_s": ("step_s", "step_time", "step_time_s", "time_per_step", "iter_time", "dt_ms", "step_ms", "step_time_ms", "iter_ms"),
+    "step_s": (
+        "step_s",
+        "step_time",
+        "step_time_s",
+        "time_per_step",
+        "iter_time",
+        "dt_ms",
+        "step_ms",
+        "step_time_ms",
+        "iter_ms",
+    ),
     "tokens_per_s": (
         *("tokens_per_s", "tokens_per_sec", "tokens/sec", "tok/s", "tps", "throughput"),
         *(f"train{sep}items_per_sec" for sep in _SEPARATORS),
@@ -35,7 +48,17 @@ _SYNONYMS = {
     "data_wait_s": ("data_wait_s", "data_time", "data_loading_s"),
     "elapsed_s": ("elapsed_s", "elapsed", "time_s", "wall_time", *(f"train{sep}time" for sep in _SEPARATORS)),
 }
-_EPOCHS = ("epoch", "epochs", "epochnum", "epoch_num", "epoch_number", "epoch_idx", "current_epoch", "train/epoch", "trainer/epoch")
+_EPOCHS = (
+    "epoch",
+    "epochs",
+    "epochnum",
+    "epoch_num",
+    "epoch_number",
+    "epoch_idx",
+    "current_epoch",
+    "train/epoch",
+    "trainer/epoch",
+)
 _COMMA = re.compile(r"[-+]?\d+(?:\.\d{3})*,\d+(?:[eE][-+]?\d+)?")
 """A number that a spreadsheet wrote where a comma is the decimal point."""
 _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?")
@@ -73,7 +96,11 @@ def is_lightning(text: str) -> bool:
 
 def is_csv(text: str) -> bool:
     head = _cells(text, 0)
-    return len(head) > 1 and not text.lstrip().startswith(("{", "#", "|", "-")) and len(head) == len(_cells(text, 1))
+    return (
+        len(head) > 1
+        and not text.lstrip().startswith(("{", "#", "|", "-"))
+        and len(head) == len(_cells(text, 1))
+    )
 
 
 def is_jsonl(text: str) -> bool:
@@ -87,7 +114,11 @@ def _head(text: str) -> str:
 def _cells(text: str, line: int) -> list[str]:
     """The cells of the first line or the second; a comma inside quotes parts none."""
     lines = text.split("\n", 2)
-    return next(csv.reader([lines[line].strip()], delimiter=_delimiter(lines[0])), []) if line < len(lines) else []
+    return (
+        next(csv.reader([lines[line].strip()], delimiter=_delimiter(lines[0])), [])
+        if line < len(lines)
+        else []
+    )
 
 
 def _delimiter(head: str) -> str:
@@ -97,16 +128,25 @@ def _delimiter(head: str) -> str:
 
 def read_table(text: str, source: str, columns: Mapping[str, str], name: str) -> Observed:
     """A CSV (`name` csv or lightning) or JSONL file; `columns` maps our names to its own."""
-    rows: Sequence[Mapping[str, Any]] = json_lines(text, source) if name == "jsonl" else _csv_rows(text, source)
-    present = {key for row in rows for key in row if key is not None}  # csv's name for the cells beyond the last column
+    rows: Sequence[Mapping[str, Any]] = (
+        json_lines(text, source) if name == "jsonl" else _csv_rows(text, source)
+    )
+    # csv's name for the cells beyond the last column
+    present = {key for row in rows for key in row if key is not None}
     chosen = _choose(columns, present, source)
     runs, counted_on = _runs(_rows(rows, chosen, source))
     run = sorted(longest([list(each.values()) for each in runs]), key=lambda row: row.step)
     lost = _lost(run)
-    repairs = [f"{c.name} is read as milliseconds" for c in chosen.values() if c.name.endswith("_ms") and not c.told]
+    repairs = [
+        f"{c.name} is read as milliseconds" for c in chosen.values() if c.name.endswith("_ms") and not c.told
+    ]
     gpus, note = _one_gpu(rows, chosen)
     repairs += [*note, *(told(len(runs), run[0].step, run[-1].step) if run else ())]
-    repairs += [f"the step starts again with each epoch: counted on to {run[-1].step:,}"] if counted_on and run else []
+    repairs += (
+        [f"the step starts again with each epoch: counted on to {run[-1].step:,}"]
+        if counted_on and run
+        else []
+    )
     steps, before = [], None
     for row in run:
         step, values = row.step, row.values
@@ -131,7 +171,8 @@ def read_table(text: str, source: str, columns: Mapping[str, str], name: str) ->
 
 
 def _rows(rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, _Column], source: str) -> list[_Row]:
-    """The lines that hold something of ours. Lightning's validation counts its batches under numbers of their own, which hold nothing."""
+    """The lines that hold something of ours. Lightning's validation counts its batches under numbers of their
+    own, which hold nothing."""
     found = []
     for row in rows:
         if (step := finite(row.get(chosen["step"].name))) is None:
@@ -144,8 +185,8 @@ def _rows(rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, _Column], sour
         for ours, value in values.items():
             if value < 0 and ours not in ("loss", "mfu"):
                 raise DataError(
-                    f"{source}: {chosen[ours].name} is {value:g} at step {step:.0f}, and {ours} cannot be negative: "
-                    f"name another column with --map {ours}=COLUMN"
+                    f"{source}: {chosen[ours].name} is {value:g} at step {step:.0f}, and {ours} cannot be"
+                    f" negative: name another column with --map {ours}=COLUMN"
                 )
         wrong, null = _no_number(row, chosen["loss"].name) if "loss" in chosen else (False, False)
         if values or wrong or null:
@@ -157,13 +198,20 @@ def _rows(rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, _Column], sour
 def _runs(rows: Sequence[_Row]) -> tuple[list[dict[int, _Row]], bool]:
     """The steps of each run, and whether they had to be counted on because they start again with every epoch.
 
-    Lines of one step are joined where they do not contradict each other: Lightning writes training and validation on separate ones. A line
-    that contradicts the one before it is the same update of another process; one that contradicts an earlier one is of another run.
+    Lines of one step are joined where they do not contradict each other: Lightning writes training and
+    validation on separate ones. A line that contradicts the one before it is the same update of another
+    process; one that contradicts an earlier one is of another run.
     """
     runs: list[dict[int, _Row]] = []
     offset, counted_on, last = 0, False, None
     for row in rows:
-        if last and row.step + offset < last.step and row.epoch is not None and last.epoch is not None and row.epoch > last.epoch:
+        if (
+            last
+            and row.step + offset < last.step
+            and row.epoch is not None
+            and last.epoch is not None
+            and row.epoch > last.epoch
+        ):
             offset, counted_on = last.step + _apart(runs[-1]) - row.step, True
         row.step += offset
         if last is None or _of_another_run(row, runs[-1], last):
@@ -198,7 +246,8 @@ def _apart(run: Mapping[int, _Row]) -> int:
 
 
 def _lost(run: Sequence[_Row]) -> set[int]:
-    """The steps whose loss is no number: nan or inf, and nulls at the end, more of them than ever stood between two losses."""
+    """The steps whose loss is no number: nan or inf, and nulls at the end, more of them than ever stood
+    between two losses."""
     nulls: list[int] = []
     most = 0
     for row in run:
@@ -206,21 +255,31 @@ def _lost(run: Sequence[_Row]) -> set[int]:
             most, nulls = max(most, len(nulls)), []
         elif row.null:
             nulls.append(row.step)
-    return {row.step for row in run if row.wrong and "loss" not in row.values} | set(nulls if len(nulls) > most else ())
+    return {row.step for row in run if row.wrong and "loss" not in row.values} | set(
+        nulls if len(nulls) > most else ()
+    )
 
 
 def _no_number(row: Mapping[str, Any], name: str) -> tuple[bool, bool]:
-    """Whether a loss was written that is none, nan or inf, and whether as JSON's null; not on a line of a validation, which has no loss."""
+    """Whether a loss was written that is none, nan or inf, and whether as JSON's null; not on a line of a
+    validation, which has no loss."""
     raw = row.get(name, "")
     if raw is None and isinstance(row, dict) and name in row:
-        return False, not any(value is not None for key, value in row.items() if re.search(r"val|eval", str(key)))
+        return False, not any(
+            value is not None for key, value in row.items() if re.search(r"val|eval", str(key))
+        )
     value = number(raw)
     return value is not None and not math.isfinite(value), False
 
 
 def _step(step: int, values: dict[str, float], before: tuple[int, float] | None, *, lost: bool) -> Step:
     speed = values.pop("tokens_per_s", None)
-    if "step_s" not in values and "elapsed_s" in values and before is not None and values["elapsed_s"] > before[1]:
+    if (
+        "step_s" not in values
+        and "elapsed_s" in values
+        and before is not None
+        and values["elapsed_s"] > before[1]
+    ):
         values["step_s"] = (values["elapsed_s"] - before[1]) / max(1, step - before[0])
     if speed and "tokens" not in values and "step_s" in values:
         values["tokens"] = speed * values["step_s"]
@@ -231,9 +290,11 @@ def _step(step: int, values: dict[str, float], before: tuple[int, float] | None,
     return Step(step=step, not_a_number=lost, **values)  # type: ignore[arg-type]
 
 
-def _one_gpu(rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, _Column]) -> tuple[float | None, list[str]]:
-    """How many GPUs Lightning's speed is of, and what is to be said of it. It writes the names without `device` only where there are
-    several; what it calls items is what its `length_fn` counts."""
+def _one_gpu(
+    rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, _Column]
+) -> tuple[float | None, list[str]]:
+    """How many GPUs Lightning's speed is of, and what is to be said of it. It writes the names without
+    `device` only where there are several; what it calls items is what its `length_fn` counts."""
     column = chosen.get("tokens_per_s", _Column("")).name
     if (named := re.fullmatch(r"train([/|])(device\1)?items_per_sec", column)) is None:
         return None, []
@@ -247,7 +308,11 @@ def _one_gpu(rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, _Column]) -
     gpus = float(round(median(ratios))) if ratios else None if several else 1.0
     note = f"{column} is read as tokens/s"
     if named[2]:
-        many = f"all {gpus:.0f} together give {gpus:.0f} times as much" if gpus else "how many there are is not said (--fact gpus=N)"
+        many = (
+            f"all {gpus:.0f} together give {gpus:.0f} times as much"
+            if gpus
+            else "how many there are is not said (--fact gpus=N)"
+        )
         note += f" of one GPU; {'there was one' if gpus == 1 else many}"
     return gpus, [note]
 
@@ -262,11 +327,14 @@ def _choose(columns: Mapping[str, str], present: set[str], source: str) -> dict[
     }
     for ours, given in columns.items():
         if ours not in MAPPABLE:
-            raise ConfigError(f"--map knows no {ours!r}{nearest(ours, MAPPABLE)}; it may name {', '.join(MAPPABLE)}")
+            raise ConfigError(
+                f"--map knows no {ours!r}{nearest(ours, MAPPABLE)}; it may name {', '.join(MAPPABLE)}"
+            )
         chosen[ours] = _named(ours, given, present, source)
     if "step" not in chosen:
         raise ConfigError(
-            f"{source}: which column is the step? Say it with --map step=COLUMN; it has {', '.join(sorted(present)) or 'none'}"
+            f"{source}: which column is the step? Say it with --map step=COLUMN; it has"
+            f" {', '.join(sorted(present)) or 'none'}"
         )
     return chosen
 
@@ -278,7 +346,9 @@ def _named(ours: str, given: str, present: set[str], source: str) -> _Column:
     name, colon, unit = given.rpartition(":")
     if not colon or name not in present:
         name = name if colon else given
-        raise ConfigError(f"{source} has no column {name!r}{nearest(name, present)}; it has {', '.join(sorted(present))}")
+        raise ConfigError(
+            f"{source} has no column {name!r}{nearest(name, present)}; it has {', '.join(sorted(present))}"
+        )
     units = _units(ours)
     if unit.lower() not in units:
         known = ", ".join(unit for unit in units if unit) or "none"
@@ -309,13 +379,15 @@ def _csv_rows(text: str, source: str) -> list[dict[str, Any]]:
 
 
 def _plain_numbers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Numbers as Python writes them. Commas are decimal points where some part no thousands, or nothing has a point; else they part
-    thousands."""
+    """Numbers as Python writes them. Commas are decimal points where some part no thousands, or nothing has a
+    point; else they part thousands."""
     cells = [cell for row in rows for cell in row.values() if isinstance(cell, str)]
     commas = [cell for cell in cells if _COMMA.fullmatch(cell) or _THOUSANDS.fullmatch(cell)]
     if not commas:
         return rows
-    decimal = any(not _THOUSANDS.fullmatch(cell) for cell in commas) and not any(_POINT.fullmatch(cell) for cell in cells)
+    decimal = any(not _THOUSANDS.fullmatch(cell) for cell in commas) and not any(
+        _POINT.fullmatch(cell) for cell in cells
+    )
     return [{name: _plain(cell, decimal) for name, cell in row.items()} for row in rows]
 
 

@@ -1,4 +1,5 @@
-"""The arguments of Hugging Face's TrainingArguments, so that one that does not exist can be named without loading transformers.
+"""The arguments of Hugging Face's TrainingArguments, so that one that does not exist can be named without
+loading transformers.
 
 A test holds the list equal to the installed transformers (5.17).
 """
@@ -121,7 +122,10 @@ KNOWN = frozenset(
 )
 INSTEAD = {
     "gradient_clip_norm": "max_grad_norm",
-    "fp16_opt_level": "nothing: it was for NVIDIA Apex, which transformers no longer uses; fp16=True or bf16=True is all there is",
+    "fp16_opt_level": (
+        "nothing: it was for NVIDIA Apex, which transformers no longer uses; fp16=True or bf16=True is all"
+        " there is"
+    ),
     "logging_dir": "the environment variable TENSORBOARD_LOGGING_DIR",
     "evaluation_strategy": "eval_strategy",
     "no_cuda": "use_cpu",

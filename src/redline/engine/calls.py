@@ -1,4 +1,5 @@
-"""Calls of an HTTP server that speaks JSON, from many threads: kept-open connections, new tries, one clear line for each failure. No torch.
+"""Calls of an HTTP server that speaks JSON, from many threads: kept-open connections, new tries, one clear
+line for each failure. No torch.
 
     line = Line(open_site("http://localhost:8000", key, timeout_s=600.0, progress=print))
     answer = line.ask("POST", "/completions", body)
@@ -23,7 +24,8 @@ from redline.errors import ConfigError, MachineError
 
 KEY_VARIABLE = "REDLINE_API_KEY"
 BACK_OFFS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-"""Waits before each new try of a call that the server turned away or lost; half a minute in all, enough for a server's restart."""
+"""Waits before each new try of a call that the server turned away or lost; half a minute in all, enough for a
+server's restart."""
 LONGEST_WAIT_S = 60.0
 """The most that a server may ask for with Retry-After."""
 PASSING = (408, 425, 429, 500, 502, 503, 504)
@@ -46,7 +48,9 @@ class Site:
 
     def connect(self) -> http.client.HTTPConnection:
         if self.secure:
-            return http.client.HTTPSConnection(self.host, self.port, timeout=self.timeout_s, context=ssl.create_default_context())
+            return http.client.HTTPSConnection(
+                self.host, self.port, timeout=self.timeout_s, context=ssl.create_default_context()
+            )
         return http.client.HTTPConnection(self.host, self.port, timeout=self.timeout_s)
 
     def headers(self) -> dict[str, str]:
@@ -62,14 +66,25 @@ def open_site(url: str, key: str | None, timeout_s: float, progress: Callable[[s
     except ValueError as error:
         raise ConfigError(f"a server's URL must read http://host:port, got {url!r} ({error})") from error
     if parts.username or parts.password:
-        raise ConfigError(f"a server's URL must hold no key: put it into the environment variable {KEY_VARIABLE}")
+        raise ConfigError(
+            f"a server's URL must hold no key: put it into the environment variable {KEY_VARIABLE}"
+        )
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise ConfigError(f"a server's URL must read http://host:port or https://host/path, got {url!r}")
     if key and (not key.isascii() or not key.isprintable() or " " in key):
         raise ConfigError(f"the key ({KEY_VARIABLE}) must be printable ASCII without spaces, and it is not")
     path = parts.path.rstrip("/") or "/v1"
     full, secure = f"{parts.scheme}://{parts.netloc}{path}", parts.scheme == "https"
-    return Site(url=full, secure=secure, host=parts.hostname, port=port, path=path, key=key, timeout_s=timeout_s, progress=progress)
+    return Site(
+        url=full,
+        secure=secure,
+        host=parts.hostname,
+        port=port,
+        path=path,
+        key=key,
+        timeout_s=timeout_s,
+        progress=progress,
+    )
 
 
 class _Lost(Exception):
@@ -90,8 +105,11 @@ class Line:
         self._all: set[http.client.HTTPConnection] = set()
         self._told_at_s = 0.0
 
-    def ask(self, method: str, path: str, body: dict[str, Any] | None, *, patient: bool = True, root: bool = False) -> Any:
-        """The JSON that the server answers with. `patient`: a server that does not answer is tried again. `root`: outside of /v1."""
+    def ask(
+        self, method: str, path: str, body: dict[str, Any] | None, *, patient: bool = True, root: bool = False
+    ) -> Any:
+        """The JSON that the server answers with. `patient`: a server that does not answer is tried again.
+        `root`: outside of /v1."""
         data = None if body is None else json.dumps(body).encode()
         address = path if root else self.site.path + path
         waits_s = BACK_OFFS_S if patient else ()
@@ -102,7 +120,10 @@ class Line:
                 if wait_s is None or self._ended.is_set():
                     kind = MachineError if patient else ConfigError
                     tries = f" in {len(waits_s) + 1} tries" if patient else ""
-                    raise kind(f"no answer from {self.site.url}{tries}: {lost}; is the server up, and is this its address?") from lost
+                    raise kind(
+                        f"no answer from {self.site.url}{tries}: {lost}; is the server up, and is this its"
+                        " address?"
+                    ) from lost
                 pause_s = min(lost.wait_s or wait_s * random.uniform(0.5, 1.0), LONGEST_WAIT_S)
                 self._tell(f"{self.site.url}: {lost}; trying again in {pause_s:.1f} s")
                 self._ended.wait(pause_s)
@@ -121,7 +142,9 @@ class Line:
             self._all.clear()
             self._idle.clear()
 
-    def _exchange(self, method: str, address: str, data: bytes | None, *, fresh: bool = False) -> tuple[int, str]:
+    def _exchange(
+        self, method: str, address: str, data: bytes | None, *, fresh: bool = False
+    ) -> tuple[int, str]:
         connection = self._take(fresh)
         reused = connection.sock is not None
         try:
@@ -131,14 +154,18 @@ class Line:
         except TimeoutError as error:
             self._drop(connection)
             raise MachineError(
-                f"{self.site.url} gave no answer within {self.site.timeout_s:g} s: raise timeout_s, or lower concurrency"
+                f"{self.site.url} gave no answer within {self.site.timeout_s:g} s: raise timeout_s, or lower"
+                " concurrency"
             ) from error
         except (OSError, http.client.HTTPException) as error:
             self._drop(connection)
-            if reused:  # servers close connections that were idle for a while: that says nothing about the server
+            # servers close connections that were idle for a while: that says nothing about the server
+            if reused:
                 return self._exchange(method, address, data, fresh=True)
             if isinstance(error, ssl.SSLError):
-                raise ConfigError(f"{self.site.url} cannot be reached over TLS: {error}; is it http://?") from error
+                raise ConfigError(
+                    f"{self.site.url} cannot be reached over TLS: {error}; is it http://?"
+                ) from error
             raise _Lost(f"the connection failed ({str(error) or type(error).__name__})") from error
         if response.will_close:
             self._drop(connection)
@@ -146,7 +173,9 @@ class Line:
             with self._lock:
                 self._idle.append(connection)
         if response.status in PASSING:
-            raise _Lost(f"{response.status} {self._message(text)}", _seconds(response.getheader("Retry-After")))
+            raise _Lost(
+                f"{response.status} {self._message(text)}", _seconds(response.getheader("Retry-After"))
+            )
         return response.status, text
 
     def _take(self, fresh: bool) -> http.client.HTTPConnection:
@@ -173,15 +202,23 @@ class Line:
     def _understood(self, status: int, text: str, path: str) -> Any:
         where = self.site.url
         if status in (401, 403):
-            raise ConfigError(f"{where} refused the key ({status} {self._message(text)}): set the environment variable {KEY_VARIABLE}")
+            raise ConfigError(
+                f"{where} refused the key ({status} {self._message(text)}): set the environment variable"
+                f" {KEY_VARIABLE}"
+            )
         if status == 404 and '"error"' not in text:
-            raise ConfigError(f"{where} has no {path}: it is no completion server, or its address has another path (http://host:port/v1)")
+            raise ConfigError(
+                f"{where} has no {path}: it is no completion server, or its address has another path"
+                " (http://host:port/v1)"
+            )
         if status != 200:
             raise ConfigError(f"{where} refused the request: {status} {self._message(text)}")
         try:
             return json.loads(text)
         except ValueError as error:
-            raise ConfigError(f"{where} must answer {path} in JSON, got {shown(text)}: it is no completion server") from error
+            raise ConfigError(
+                f"{where} must answer {path} in JSON, got {shown(text)}: it is no completion server"
+            ) from error
 
     def _message(self, text: str) -> str:
         """What the body of an error says, in one line; servers put it in three different places."""
@@ -189,7 +226,11 @@ class Line:
             body = json.loads(text)
         except ValueError:
             body = text
-        error = body.get("error", body.get("detail", body.get("message", body))) if isinstance(body, dict) else body
+        error = (
+            body.get("error", body.get("detail", body.get("message", body)))
+            if isinstance(body, dict)
+            else body
+        )
         said = str(error.get("message", error) if isinstance(error, dict) else error)
         # A server may repeat the key that it did not like.
         return shown(said.replace(self.site.key, "***") if self.site.key else said)

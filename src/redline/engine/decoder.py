@@ -5,8 +5,8 @@
     round_ = decoder.launch(slots, steps=8, ...)    # returns at once; the GPU works
     counts, going, tokens, logprobs = round_.wait() # numpy, a row for each slot
 
-A decode step is one CUDA graph for each batch size in use, captured the first time; on a CPU it runs operation by operation. Nothing
-but `wait` waits for the device.
+A decode step is one CUDA graph for each batch size in use, captured the first time; on a CPU it runs
+operation by operation. Nothing but `wait` waits for the device.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,8 @@ class Round:
     """A CUDA event, or None on a CPU."""
 
     def wait(self) -> tuple[np.ndarray, ...]:
-        """New tokens so far, whether each sample goes on, the tokens, their log-probabilities; a row for each slot of the round."""
+        """New tokens so far, whether each sample goes on, the tokens, their log-probabilities; a row for each
+        slot of the round."""
         if self.done is not None:
             self.done.synchronize()
         return tuple(copy.numpy() for copy in self.copies)
@@ -59,9 +60,17 @@ class Round:
 
 class Decoder:
     def __init__(
-        self, model: Transformer, *, slots: int, prompts: int, max_prompt_tokens: int, max_new_tokens: int, whole_batch: bool
+        self,
+        model: Transformer,
+        *,
+        slots: int,
+        prompts: int,
+        max_prompt_tokens: int,
+        max_new_tokens: int,
+        whole_batch: bool,
     ) -> None:
-        """`whole_batch`: every step computes all slots, so that a row's bits do not depend on how many are in use."""
+        """`whole_batch`: every step computes all slots, so that a row's bits do not depend on how many are in
+        use."""
         self.device, self.vocab_size = model.embed.weight.device, model.config.vocab_size
         self.capacity, self.max_new_tokens, self.whole_batch = slots, max_new_tokens, whole_batch
         self.slots = make_slots(
@@ -86,12 +95,15 @@ class Decoder:
         for row, prompt in enumerate(ids):
             tokens[row, : len(prompt)] = prompt
         lengths = np.array([len(prompt) for prompt in ids], np.int32)
-        self.forward.prefill(self._tensor(tokens), self._tensor(np.array(places, np.int32)), self._tensor(lengths))
+        self.forward.prefill(
+            self._tensor(tokens), self._tensor(np.array(places, np.int32)), self._tensor(lengths)
+        )
 
     def describe(
         self, *, prompt: int, prompt_len: int, limit: int, sampling: Sampling, stop_ids: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """What the slot of a sample needs to know, but for its random numbers, as rows of integers and of floats."""
+        """What the slot of a sample needs to know, but for its random numbers, as rows of integers and of
+        floats."""
         integers = np.full(len(_INTEGERS) + STOP_IDS, -1, dtype=np.int32)
         top_k = min(sampling.top_k or self.vocab_size, self.vocab_size)
         integers[: len(_INTEGERS)] = (prompt, prompt_len, 0, limit, 0, 1, top_k)
@@ -99,10 +111,17 @@ class Decoder:
         return integers, np.array([sampling.temperature, sampling.top_p], dtype=np.float32)
 
     def start(self, starts: Sequence[Start]) -> None:
-        """Write what the samples need into their slots (two copies to the device, scattered there) and choose their first tokens."""
+        """Write what the samples need into their slots (two copies to the device, scattered there) and choose
+        their first tokens."""
         sizes = np.array([len(one.slots) for one in starts])
-        integers, floats = (np.repeat(np.stack([getattr(one, name) for one in starts]), sizes, axis=0) for name in ("integers", "floats"))
-        seeds, first = (np.repeat(np.array([getattr(one, name) for one in starts], np.int64), sizes) for name in ("seed", "first_sample"))
+        integers, floats = (
+            np.repeat(np.stack([getattr(one, name) for one in starts]), sizes, axis=0)
+            for name in ("integers", "floats")
+        )
+        seeds, first = (
+            np.repeat(np.array([getattr(one, name) for one in starts], np.int64), sizes)
+            for name in ("seed", "first_sample")
+        )
         samples = first + np.arange(len(first)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         floats = np.concatenate([floats, uniforms(seeds, samples, self.max_new_tokens)], axis=1)
         rows = self._tensor(np.array([slot for one in starts for slot in one.slots], np.int32))
@@ -129,16 +148,23 @@ class Decoder:
         seen = (state.count[at], state.open[at], state.tokens[at], state.logprobs[at])
         if self.device.type != "cuda":
             return Round(seen, None)
-        copies = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in seen)
+        copies = tuple(
+            torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in seen
+        )
         done = torch.cuda.Event()
         done.record()
         return Round(copies, done)
 
     def batch_size(self, rows: int) -> int:
-        """Rows that a step computes: graphs exist for powers of two from SMALLEST_BATCH, and for the whole."""
+        """Rows that a step computes: graphs exist for powers of two from SMALLEST_BATCH, and for the
+        whole."""
         if self.whole_batch:
             return self.capacity
-        return rows if self.device.type != "cuda" else min(self.capacity, max(SMALLEST_BATCH, 1 << (rows - 1).bit_length()))
+        return (
+            rows
+            if self.device.type != "cuda"
+            else min(self.capacity, max(SMALLEST_BATCH, 1 << (rows - 1).bit_length()))
+        )
 
     def _step(self, batch: int, filtered: bool) -> None:
         if not self.graphs:
@@ -175,7 +201,9 @@ class Decoder:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+        return (
+            tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+        )
 
 
 def filters(sampling: Sampling) -> bool:

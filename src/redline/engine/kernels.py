@@ -1,10 +1,12 @@
 """The engine's device operations as Triton kernels; `reference` says in PyTorch what each computes.
 
-Decode attention reads every cached key and value once, from the prompt's place in the pool and from the slot: samples of one prompt
-read the same bytes, which then come from the L2 cache. Rotation, the write to the cache and the attention are one kernel, and so are
-the choice of a token and the bookkeeping of its slot: a decode step of a small model is bound by the number of its kernels.
+Decode attention reads every cached key and value once, from the prompt's place in the pool and from the slot:
+samples of one prompt read the same bytes, which then come from the L2 cache. Rotation, the write to the cache
+and the attention are one kernel, and so are the choice of a token and the bookkeeping of its slot: a decode
+step of a small model is bound by the number of its kernels.
 
-Shapes as in `reference`. The query heads of a key/value head make a tile of at least 16 rows, the least that the tensor cores take.
+Shapes as in `reference`. The query heads of a key/value head make a tile of at least 16 rows, the least that
+the tensor cores take.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -19,7 +21,8 @@ from redline.engine.state import STOP_IDS, Slots
 from redline.model.kernels import swiglu as swiglu  # fine-tuning's, under the name that `reference` has
 
 PASSES = 13
-"""Looks at the logits in the search for a cut-off, each of which quarters the range: 40 nats over 4^13 is as fine as fp32 logits are."""
+"""Looks at the logits in the search for a cut-off, each of which quarters the range: 40 nats over 4^13 is as
+fine as fp32 logits are."""
 RANGE_NATS = 40.0
 """Tokens this much less likely than the best have no weight in fp32 sums."""
 
@@ -28,7 +31,17 @@ def add_rms_norm(x_RD: Tensor, y_RD: Tensor | None, weight_D: Tensor, eps: float
     rows, width = x_RD.shape
     out = torch.empty_like(x_RD)
     y = x_RD if y_RD is None else y_RD
-    _add_rms_norm[(rows,)](x_RD, y, weight_D, out, width, eps, ADD=y_RD is not None, BLOCK=triton.next_power_of_2(width), num_warps=4)
+    _add_rms_norm[(rows,)](
+        x_RD,
+        y,
+        weight_D,
+        out,
+        width,
+        eps,
+        ADD=y_RD is not None,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=4,
+    )
     return out
 
 
@@ -39,7 +52,9 @@ def _add_rms_norm(x_ptr, y_ptr, weight_ptr, out_ptr, width, eps, ADD: tl.constex
     inside = at < width
     x = tl.load(x_ptr + row * width + at, mask=inside, other=0.0)
     if ADD:
-        x = (x.to(tl.float32) + tl.load(y_ptr + row * width + at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
+        x = (x.to(tl.float32) + tl.load(y_ptr + row * width + at, mask=inside, other=0.0).to(tl.float32)).to(
+            x.dtype
+        )
         tl.store(x_ptr + row * width + at, x, mask=inside)
     full = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(full * full) / width + eps)
@@ -47,7 +62,9 @@ def _add_rms_norm(x_ptr, y_ptr, weight_ptr, out_ptr, width, eps, ADD: tl.constex
     tl.store(out_ptr + row * width + at, (full * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def store_prompt(slots: Slots, layer: int, qkv_MTHC: Tensor, prompts_M: Tensor, lengths_M: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
+def store_prompt(
+    slots: Slots, layer: int, qkv_MTHC: Tensor, prompts_M: Tensor, lengths_M: Tensor, rope: Rope | None
+) -> tuple[Tensor, ...]:
     M, T, heads, width = qkv_MTHC.shape
     kv_heads, places = slots.kv.shape[3], slots.prompt_kv.shape[4]
     q_heads = heads - 2 * kv_heads
@@ -153,7 +170,8 @@ def attend(slots: Slots, layer: int, qkv_BHC: Tensor, rows_B: Tensor, rope: Rope
 
 
 ATTEND_BLOCK, ATTEND_WARPS, ATTEND_STAGES = 16, 1, 3
-"""Positions at a time, warps and pipeline depth. Measured on an H200 at 2,048 rows of 96 + 64 positions: 69 us; 64/4/3 takes 124."""
+"""Positions at a time, warps and pipeline depth. Measured on an H200 at 2,048 rows of 96 + 64 positions: 69
+us; 64/4/3 takes 124."""
 
 
 @triton.jit
@@ -215,16 +233,42 @@ def _attend(
     shared = (prompt * KV_HEADS + head) * prompt_places * C
     for start in range(0, prompt_len, BLOCK):
         best, total, mixed = _look(
-            q, prompt_keys_ptr + shared, prompt_values_ptr + shared, start, prompt_len, scale, best, total, mixed, C, CP, BLOCK
+            q,
+            prompt_keys_ptr + shared,
+            prompt_values_ptr + shared,
+            start,
+            prompt_len,
+            scale,
+            best,
+            total,
+            mixed,
+            C,
+            CP,
+            BLOCK,
         )
     for start in range(0, count - 1, BLOCK):
-        best, total, mixed = _look(q, keys_ptr + own, values_ptr + own, start, count - 1, scale, best, total, mixed, C, CP, BLOCK)
+        best, total, mixed = _look(
+            q, keys_ptr + own, values_ptr + own, start, count - 1, scale, best, total, mixed, C, CP, BLOCK
+        )
     out_at = out_ptr + row * Q_HEADS * C + q_at + c[None, :]
     tl.store(out_at, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=q_in)
 
 
 @triton.jit
-def _look(q, keys_ptr, values_ptr, start, end, scale, best, total, mixed, C: tl.constexpr, CP: tl.constexpr, BLOCK: tl.constexpr):
+def _look(
+    q,
+    keys_ptr,
+    values_ptr,
+    start,
+    end,
+    scale,
+    best,
+    total,
+    mixed,
+    C: tl.constexpr,
+    CP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Take one block of keys and values into the running softmax."""
     s, c = start + tl.arange(0, BLOCK), tl.arange(0, CP)
     inside = (s < end)[:, None] & (c < C)[None, :]
@@ -243,13 +287,34 @@ def cutoff(logits_BV: Tensor, slots: Slots, rows_B: Tensor) -> Tensor:
     rows, vocab = logits_BV.shape
     out = torch.empty(rows, dtype=torch.float32, device=logits_BV.device)
     _cutoff[(rows,)](
-        logits_BV, rows_B, slots.temperature, slots.top_k, slots.top_p, out, vocab, RANGE_NATS, PASSES, BLOCK=4096, num_warps=8
+        logits_BV,
+        rows_B,
+        slots.temperature,
+        slots.top_k,
+        slots.top_p,
+        out,
+        vocab,
+        RANGE_NATS,
+        PASSES,
+        BLOCK=4096,
+        num_warps=8,
     )
     return out
 
 
 @triton.jit
-def _cutoff(logits_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, out_ptr, vocab, nats, passes, BLOCK: tl.constexpr):
+def _cutoff(
+    logits_ptr,
+    rows_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    out_ptr,
+    vocab,
+    nats,
+    passes,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows_ptr + row).to(tl.int64)
     temperature = tl.load(temperature_ptr + slot)
@@ -273,7 +338,11 @@ def _cutoff(logits_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, out_ptr
                     kept1 += tl.sum((x >= low + 0.25 * width).to(tl.int32))
                     kept2 += tl.sum((x >= low + 0.5 * width).to(tl.int32))
                     kept3 += tl.sum((x >= low + 0.75 * width).to(tl.int32))
-                quarters = (kept1 >= top_k).to(tl.int32) + (kept2 >= top_k).to(tl.int32) + (kept3 >= top_k).to(tl.int32)
+                quarters = (
+                    (kept1 >= top_k).to(tl.int32)
+                    + (kept2 >= top_k).to(tl.int32)
+                    + (kept3 >= top_k).to(tl.int32)
+                )
                 low, width = low + 0.25 * quarters * width, 0.25 * width
             cut = low
         if top_p < 1:  # the largest one that leaves at least the share top_p of what is left in
@@ -294,7 +363,11 @@ def _cutoff(logits_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, out_ptr
                     mass2 += tl.sum(tl.where(x >= low + 0.5 * width, p, 0.0))
                     mass3 += tl.sum(tl.where(x >= low + 0.75 * width, p, 0.0))
                 wanted = top_p * total
-                quarters = (mass1 >= wanted).to(tl.int32) + (mass2 >= wanted).to(tl.int32) + (mass3 >= wanted).to(tl.int32)
+                quarters = (
+                    (mass1 >= wanted).to(tl.int32)
+                    + (mass2 >= wanted).to(tl.int32)
+                    + (mass3 >= wanted).to(tl.int32)
+                )
                 low, width = low + 0.25 * quarters * width, 0.25 * width
             cut = low
     tl.store(out_ptr + row, cut)

@@ -1,15 +1,18 @@
-"""The engine on this machine, with the trainer's own model: slots that are refilled as soon as their sample ends.
+"""The engine on this machine, with the trainer's own model: slots that are refilled as soon as their sample
+ends.
 
     with LocalEngine(model, tokenizer, slots=1024, max_prompt_tokens=96, max_new_tokens=128, eos_ids=eos) as engine:
         for completion in engine.run(requests): ...
 
-Each prompt is read once and its samples share it. The host looks at the slots only every STEPS tokens: it takes out what has ended,
-fills the slots again, launches the next round, and turns tokens into text while that runs.
+Each prompt is read once and its samples share it. The host looks at the slots only every STEPS tokens: it
+takes out what has ended, fills the slots again, launches the next round, and turns tokens into text while
+that runs.
 
-A sample's random numbers depend on its seed and number alone. Its logits can differ in their last bits with the size of the batch
-(cuBLAS takes another kernel for another size), and a near tie may then fall the other way: in fp32 that is rare, in bf16 it is not.
-With `reproducible` every step has the full batch size and every prompt is read alone, so that the same request gives the same text
-whatever shares the batch; it costs time when few slots are in use. Adapters must be merged (`redline.model.lora.merged`).
+A sample's random numbers depend on its seed and number alone. Its logits can differ in their last bits with
+the size of the batch (cuBLAS takes another kernel for another size), and a near tie may then fall the other
+way: in fp32 that is rare, in bf16 it is not. With `reproducible` every step has the full batch size and every
+prompt is read alone, so that the same request gives the same text whatever shares the batch; it costs time
+when few slots are in use. Adapters must be merged (`redline.model.lora.merged`).
 """
 
 import time
@@ -31,14 +34,16 @@ from redline.model.lora import lora_layers
 from redline.model.transformer import Transformer
 
 STEPS = 8
-"""Tokens between two looks at the slots. A sample that ends idles for half of them on average; a look costs the GPU some 0.3 ms.
-Once nobody waits for a slot, looks are twice as rare."""
+"""Tokens between two looks at the slots. A sample that ends idles for half of them on average; a look costs
+the GPU some 0.3 ms. Once nobody waits for a slot, looks are twice as rare."""
 AHEAD = 8
-"""Prompts for one in this many slots are read before they are needed, so that the GPU does not wait while the host launches that."""
+"""Prompts for one in this many slots are read before they are needed, so that the GPU does not wait while the
+host launches that."""
 PREFILL_TOKENS = 32_768
 """Prompt tokens read in one pass, at most; enough to fill a GPU, few enough to bound the activations."""
 MOST_SLOTS = 2048
-"""More sequences than this at once bring few more tokens a second: the matrix products are at their best before."""
+"""More sequences than this at once bring few more tokens a second: the matrix products are at their best
+before."""
 MOST_CPU_SLOTS = 64
 MEMORY_SHARE = 0.85
 """Of the memory that is free; the rest is for activations, graphs and what others allocate later."""
@@ -98,7 +103,9 @@ class _Sample:
     @property
     def spoken(self) -> np.ndarray:
         """The tokens without the one that ended them."""
-        return self.tokens[:-1] if len(self.tokens) and int(self.tokens[-1]) in self.asked.stops else self.tokens
+        return (
+            self.tokens[:-1] if len(self.tokens) and int(self.tokens[-1]) in self.asked.stops else self.tokens
+        )
 
 
 _NOTHING = np.zeros(0, dtype=np.int32)
@@ -119,9 +126,16 @@ class LocalEngine:
         """`slots`: sequences generated at once (None: what the free memory holds)."""
         if max_prompt_tokens < 1 or max_new_tokens < 1 or (slots is not None and slots < 1):
             raise ConfigError(f"an engine needs room: got {max_prompt_tokens=}, {max_new_tokens=}, {slots=}")
-        self.model, self.tokenizer, self.eos_ids, self.reproducible = model, tokenizer, tuple(eos_ids), reproducible
+        self.model, self.tokenizer, self.eos_ids, self.reproducible = (
+            model,
+            tokenizer,
+            tuple(eos_ids),
+            reproducible,
+        )
         self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
-        capacity = slots or fitting_slots(model, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens)
+        capacity = slots or fitting_slots(
+            model, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens
+        )
         self._ahead = max(1, capacity // AHEAD)
         """Samples whose prompts are read before there is a slot for them."""
         self.decoder = Decoder(
@@ -143,7 +157,8 @@ class LocalEngine:
         self._beginnings: dict[frozenset[str], np.ndarray] = {}
         self._cut: list[int] = []
         """Slots whose sample was ended by a stop string: the device does not know yet."""
-        # What is needed of every slot in every round, as arrays: at 2,048 slots a loop over them takes longer than a decode step.
+        # What is needed of every slot in every round, as arrays: at 2,048 slots a loop over them takes longer
+        # than a decode step.
         self._prompt_of, self._limit, self._left = (np.zeros(capacity, np.int64) for _ in range(3))
         self._filtered, self._watched = np.zeros(capacity, bool), np.zeros(capacity, bool)
         self._abandon()
@@ -168,7 +183,8 @@ class LocalEngine:
         """Completions as they finish. Ending the iteration early drops what is under way."""
         if any(layer.original is None for layer in lora_layers(self.model).values()):
             raise ConfigError(
-                "the model's adapters are not merged into its weights: generate inside `with redline.model.lora.merged(model)`"
+                "the model's adapters are not merged into its weights: generate inside `with"
+                " redline.model.lora.merged(model)`"
             )
         feed = iter(requests)
         began_s = time.perf_counter()
@@ -195,7 +211,8 @@ class LocalEngine:
     # ---- filling the slots ----
 
     def _admit(self, feed: Iterator[Request | None], samples: int) -> bool:
-        """Ask for requests and read their prompts until so many samples wait. False once there are no more requests."""
+        """Ask for requests and read their prompts until so many samples wait. False once there are no more
+        requests."""
         fresh: list[_Asked] = []
         wanted, more = samples - sum(asked.request.samples - asked.started for asked in self._waiting), True
         while wanted > 0 and self._free_prompts:
@@ -210,22 +227,47 @@ class LocalEngine:
 
     def _asked(self, request: Request) -> _Asked:
         """The request as the device will see it, or why it cannot."""
-        ids = tuple(self.tokenizer.encode_prompt(request.prompt)) if isinstance(request.prompt, str) else request.prompt
-        context, vocab, wanted = self.model.config.context_length, self.model.config.vocab_size, request.sampling.max_new_tokens
+        ids = (
+            tuple(self.tokenizer.encode_prompt(request.prompt))
+            if isinstance(request.prompt, str)
+            else request.prompt
+        )
+        context, vocab, wanted = (
+            self.model.config.context_length,
+            self.model.config.vocab_size,
+            request.sampling.max_new_tokens,
+        )
         stops = tuple(dict.fromkeys((*self.eos_ids, *request.sampling.stop_ids)))
         for holds, rule in (
             (len(ids) > 0, "a prompt must hold at least one token, and this one is empty"),
-            (not ids or 0 <= min(ids) <= max(ids) < vocab, f"a prompt's token ids must lie below the model's vocabulary of {vocab}"),
-            (len(ids) < context, f"a prompt has {len(ids)} tokens, and the model's context holds {context}: shorten it"),
-            (len(ids) <= self.max_prompt_tokens, f"a prompt has {len(ids)} tokens; the engine was made for {self.max_prompt_tokens}"),
-            (wanted <= self.max_new_tokens, f"a request wants {wanted} new tokens; the engine was made for {self.max_new_tokens}"),
-            (len(stops) <= STOP_IDS, f"a request may have at most {STOP_IDS} stop tokens, the model's own included; got {stops}"),
+            (
+                not ids or 0 <= min(ids) <= max(ids) < vocab,
+                f"a prompt's token ids must lie below the model's vocabulary of {vocab}",
+            ),
+            (
+                len(ids) < context,
+                f"a prompt has {len(ids)} tokens, and the model's context holds {context}: shorten it",
+            ),
+            (
+                len(ids) <= self.max_prompt_tokens,
+                f"a prompt has {len(ids)} tokens; the engine was made for {self.max_prompt_tokens}",
+            ),
+            (
+                wanted <= self.max_new_tokens,
+                f"a request wants {wanted} new tokens; the engine was made for {self.max_new_tokens}",
+            ),
+            (
+                len(stops) <= STOP_IDS,
+                f"a request may have at most {STOP_IDS} stop tokens, the model's own included; got {stops}",
+            ),
         ):
             if not holds:
                 raise ConfigError(rule)
         self.stats.requests += 1
         limit, prompt = min(wanted, context - len(ids)), self._free_prompts.pop()
-        integers, floats = self.decoder.describe(prompt=prompt, prompt_len=len(ids), limit=limit, sampling=request.sampling, stop_ids=stops)
+        integers, floats = self.decoder.describe(
+            prompt=prompt, prompt_len=len(ids), limit=limit, sampling=request.sampling, stop_ids=stops
+        )
         return _Asked(request, ids, limit, stops, prompt, integers, floats, filters(request.sampling))
 
     def _read(self, fresh: Sequence[_Asked]) -> None:
@@ -255,8 +297,14 @@ class LocalEngine:
             request, first = asked.request, asked.request.first_sample + asked.started
             slots = [self._free.pop() for _ in range(min(len(self._free), request.samples - asked.started))]
             starts.append(Start(slots, asked.integers, asked.floats, asked.filtered, request.seed, first))
-            self._open |= {slot: _Sample(asked, first + i, _NOTHING, _NOTHING) for i, slot in enumerate(slots)}
-            self._prompt_of[slots], self._limit[slots], self._left[slots] = asked.prompt, asked.limit, asked.limit - 1
+            self._open |= {
+                slot: _Sample(asked, first + i, _NOTHING, _NOTHING) for i, slot in enumerate(slots)
+            }
+            self._prompt_of[slots], self._limit[slots], self._left[slots] = (
+                asked.prompt,
+                asked.limit,
+                asked.limit - 1,
+            )
             self._filtered[slots], self._watched[slots] = asked.filtered, bool(request.sampling.stop_strings)
             asked.started += len(slots)
             asked.running += len(slots)
@@ -269,13 +317,21 @@ class LocalEngine:
 
     def _launch(self, most_steps: int) -> tuple[np.ndarray, Round]:
         slots = np.fromiter(self._open, np.int64, len(self._open))
-        slots = slots[np.argsort(self._prompt_of[slots], kind="stable")]  # samples side by side share their prompt's keys and values
+        # samples side by side share their prompt's keys and values
+        slots = slots[np.argsort(self._prompt_of[slots], kind="stable")]
         steps, filtered = min(most_steps, int(self._left[slots].max())), bool(self._filtered[slots].any())
         self.stats.decode_steps += steps
         self.stats.slot_steps += steps * self.decoder.batch_size(len(slots))
         return slots, self.decoder.launch(slots, steps=steps, filtered=filtered)
 
-    def _take_out(self, slots: np.ndarray, counts: np.ndarray, going: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+    def _take_out(
+        self,
+        slots: np.ndarray,
+        counts: np.ndarray,
+        going: np.ndarray,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+    ) -> None:
         """Free the slots of the samples that have ended, by themselves or by a stop string."""
         self._left[slots] = self._limit[slots] - counts
         cut = self._holds_stop_string(slots, counts, going, tokens)
@@ -287,14 +343,17 @@ class LocalEngine:
             if cut[row]:
                 self._cut.append(slot)
 
-    def _holds_stop_string(self, slots: np.ndarray, counts: np.ndarray, going: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    def _holds_stop_string(
+        self, slots: np.ndarray, counts: np.ndarray, going: np.ndarray, tokens: np.ndarray
+    ) -> np.ndarray:
         """Which samples' newest text holds one of their stop strings."""
         found = np.zeros(len(slots), dtype=bool)
         rows = np.flatnonzero(self._watched[slots] & (going != 0))
         if not len(rows):
             return found
         stops = [self._open[slot].asked.request.sampling.stop_strings for slot in slots[rows].tolist()]
-        # A token is at least one byte, and no round is longer than 2 * STEPS: further back was looked at before.
+        # A token is at least one byte, and no round is longer than 2 * STEPS: further back was looked at
+        # before.
         width = 2 * STEPS + max(len(stop.encode()) for own in set(stops) for stop in own)
         begin = np.maximum(0, counts[rows] - width)
         places = begin[:, None] + np.arange(width)
@@ -303,14 +362,19 @@ class LocalEngine:
         likely = np.flatnonzero((begins[newest] & (places < counts[rows][:, None])).any(axis=1))
         lengths = counts[rows] - begin
         texts = self.tokenizer.decode_batch([newest[i, : lengths[i]].tolist() for i in likely])
-        found[rows[likely]] = [any(stop in text for stop in stops[i]) for i, text in zip(likely.tolist(), texts, strict=True)]
+        found[rows[likely]] = [
+            any(stop in text for stop in stops[i]) for i, text in zip(likely.tolist(), texts, strict=True)
+        ]
         return found
 
     def _may_begin(self, characters: frozenset[str]) -> np.ndarray:
-        """Which tokens hold one of the characters, or a part of one: turning tokens into text for every slot would hold up the GPU."""
+        """Which tokens hold one of the characters, or a part of one: turning tokens into text for every slot
+        would hold up the GPU."""
         if characters not in self._beginnings:
             texts = self.tokenizer.decode_batch([[token] for token in range(self.model.config.vocab_size)])
-            self._beginnings[characters] = np.array([any(c in text for c in (*characters, "\ufffd")) for text in texts])
+            self._beginnings[characters] = np.array(
+                [any(c in text for c in (*characters, "\ufffd")) for text in texts]
+            )
         return self._beginnings[characters]
 
     def _end(self, slot: int) -> None:
@@ -342,7 +406,9 @@ class LocalEngine:
         if places:
             kept = self._tokens_to_stop(sample)
             text, tokens, logprobs, finish = text[: min(places)], tokens[:kept], logprobs[:kept], "stop"
-        return Completion(request=request, sample=sample.number, text=text, tokens=tokens, logprobs=logprobs, finish=finish)
+        return Completion(
+            request=request, sample=sample.number, text=text, tokens=tokens, logprobs=logprobs, finish=finish
+        )
 
     def _tokens_to_stop(self, sample: _Sample) -> int:
         """How many tokens it took until a stop string was complete."""
@@ -367,12 +433,24 @@ class LocalEngine:
 def fitting_slots(model: Transformer, *, max_prompt_tokens: int, max_new_tokens: int) -> int:
     """Sequences that the memory free at this moment can hold, each with a prompt of its own."""
     device = model.embed.weight.device
-    each = slot_bytes(model.config, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, dtype=model.compute_dtype)
+    each = slot_bytes(
+        model.config,
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        dtype=model.compute_dtype,
+    )
     if device.type == "cuda":
-        free_bytes = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free_bytes = (
+            torch.cuda.mem_get_info(device)[0]
+            + torch.cuda.memory_reserved(device)
+            - torch.cuda.memory_allocated(device)
+        )
     else:
         free_bytes = psutil.virtual_memory().available  # not what is unused: the page cache makes room
     fitting = int(free_bytes * MEMORY_SHARE) // each
     if fitting < 1:
-        raise MachineError(f"a sequence needs {each / 2**30:.1f} GiB of keys and values, {free_bytes / 2**30:.1f} GiB are free: shorten it")
+        raise MachineError(
+            f"a sequence needs {each / 2**30:.1f} GiB of keys and values, {free_bytes / 2**30:.1f} GiB are"
+            " free: shorten it"
+        )
     return min(MOST_SLOTS if device.type == "cuda" else MOST_CPU_SLOTS, fitting)

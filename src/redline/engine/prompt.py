@@ -1,10 +1,14 @@
 """From a question to what the model reads: through its chat template, or as text to be continued.
 
-    text, stops = render(task, question, loaded, mode="chat", shots=2)     # stops: the texts that end an answer
-    ids = tokenizer.encode_prompt(text)                                    # recognises the special tokens that a template writes
-    answer = [*tokenizer.encode([answer_text(reasoning, mode)])[0], end_id(loaded, tokenizer, mode)]     # to train on
+    # stops: the texts that end an answer
+    text, stops = render(task, question, loaded, mode="chat", shots=2)
+    # recognises the special tokens that a template writes
+    ids = tokenizer.encode_prompt(text)
+    # to train on
+    answer = [*tokenizer.encode([answer_text(reasoning, mode)])[0], end_id(loaded, tokenizer, mode)]
 
-Templates are Jinja, run in Jinja's sandbox as transformers runs them: they come with foreign weights. Left out: tools and documents.
+Templates are Jinja, run in Jinja's sandbox as transformers runs them: they come with foreign weights. Left
+out: tools and documents.
 """
 
 import functools
@@ -22,7 +26,9 @@ from redline.model.weights import Loaded
 from redline.tasks.task import STOP, Question, Task, prompt_messages, prompt_text
 
 
-def render(task: Task, question: Question, loaded: Loaded, mode: PromptMode, shots: int | None) -> tuple[str, tuple[str, ...]]:
+def render(
+    task: Task, question: Question, loaded: Loaded, mode: PromptMode, shots: int | None
+) -> tuple[str, tuple[str, ...]]:
     """The prompt, and the texts that end an answer (none where the model ends its turn with a token)."""
     if mode == "text":
         return prompt_text(task, question, shots), (STOP,)
@@ -35,7 +41,8 @@ def chat_prompt(loaded: Loaded, message: str) -> str:
 
 
 def answer_text(text: str, mode: PromptMode) -> str:
-    """An answer as it is trained on after its prompt: a text prompt ends with 'Answer:', and a space follows."""
+    """An answer as it is trained on after its prompt: a text prompt ends with 'Answer:', and a space
+    follows."""
     return text.strip() if mode == "chat" else f" {text.strip()}"
 
 
@@ -57,20 +64,31 @@ def stop_ids(loaded: Loaded, tokenizer: Tokenizer) -> tuple[int, ...]:
 def _filled(loaded: Loaded, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
     if loaded.chat_template is None:
         raise ConfigError(
-            "a chat prompt needs a model with a chat template, and this one has none: set prompt.mode=text, or leave out --chat"
+            "a chat prompt needs a model with a chat template, and this one has none: set prompt.mode=text,"
+            " or leave out --chat"
         )
     try:
-        return _compiled(loaded.chat_template).render(messages=messages, add_generation_prompt=add_generation_prompt, tools=None)
+        return _compiled(loaded.chat_template).render(
+            messages=messages, add_generation_prompt=add_generation_prompt, tools=None
+        )
     except jinja2.TemplateError as error:
-        raise DataError(f"the model's chat template does not take this prompt: {error}; try prompt.shots=0 or prompt.mode=text") from error
+        raise DataError(
+            f"the model's chat template does not take this prompt: {error}; try prompt.shots=0 or"
+            " prompt.mode=text"
+        ) from error
 
 
 @functools.cache
 def _compiled(template: str) -> jinja2.Template:
     for name in ("bos_token", "eos_token"):
         if name in template:
-            raise DataError(f"the model's chat template asks for its {name}, which is not known here: write the token itself into it")
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+            raise DataError(
+                f"the model's chat template asks for its {name}, which is not known here: write the token"
+                " itself into it"
+            )
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise
     return environment.from_string(template)

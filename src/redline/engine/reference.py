@@ -1,9 +1,11 @@
-"""The engine's device operations in plain PyTorch: what runs on a CPU, and what the Triton kernels are tested against.
+"""The engine's device operations in plain PyTorch: what runs on a CPU, and what the Triton kernels are tested
+against.
 
-`kernels` has the same functions under the same names. Each works on rows, one a sequence; `rows_B` holds their slots.
+`kernels` has the same functions under the same names. Each works on rows, one a sequence; `rows_B` holds
+their slots.
 
-Shapes: B rows, R rows of activations (B, or prompts x tokens), D hidden, H query heads, K key/value heads, C head width, V vocabulary,
-M prompts, T tokens, S positions in a cache.
+Shapes: B rows, R rows of activations (B, or prompts x tokens), D hidden, H query heads, K key/value heads, C
+head width, V vocabulary, M prompts, T tokens, S positions in a cache.
 """
 
 import torch
@@ -29,8 +31,11 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def store_prompt(slots: Slots, layer: int, qkv_MTHC: Tensor, prompts_M: Tensor, lengths_M: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
-    """Put the keys and values of prompts into the pool; returns queries, keys and values with their positions in them."""
+def store_prompt(
+    slots: Slots, layer: int, qkv_MTHC: Tensor, prompts_M: Tensor, lengths_M: Tensor, rope: Rope | None
+) -> tuple[Tensor, ...]:
+    """Put the keys and values of prompts into the pool; returns queries, keys and values with their positions
+    in them."""
     K = slots.kv.shape[3]
     q, k, v = qkv_MTHC.split([qkv_MTHC.shape[2] - 2 * K, K, K], dim=2)
     T = q.shape[1]
@@ -43,7 +48,8 @@ def store_prompt(slots: Slots, layer: int, qkv_MTHC: Tensor, prompts_M: Tensor, 
 
 
 def attend(slots: Slots, layer: int, qkv_BHC: Tensor, rows_B: Tensor, rope: Rope | None) -> Tensor:
-    """One new token a row: its keys and values go into the slot, its queries see the prompt and all new tokens. (B, H*C)"""
+    """One new token a row: its keys and values go into the slot, its queries see the prompt and all new
+    tokens. (B, H*C)"""
     K = slots.kv.shape[3]
     rows = rows_B.long()
     q, k, v = qkv_BHC.split([qkv_BHC.shape[1] - 2 * K, K, K], dim=1)
@@ -55,13 +61,22 @@ def attend(slots: Slots, layer: int, qkv_BHC: Tensor, rows_B: Tensor, rope: Rope
     for part, value in ((0, k), (1, v)):
         slots.kv[layer, part, rows, :, count - 1] = value
     prompts, own = int(prompt_len.max()), int(count.max())
-    # Two parts, whose scores alone are put together: a copy of all keys and values would take longer than the attention.
-    caches = (slots.prompt_kv[layer][:, slots.prompt[rows].long(), :, :prompts], slots.kv[layer][:, rows, :, :own])
+    # Two parts, whose scores alone are put together: a copy of all keys and values would take longer than the
+    # attention.
+    caches = (
+        slots.prompt_kv[layer][:, slots.prompt[rows].long(), :, :prompts],
+        slots.kv[layer][:, rows, :, :own],
+    )
     grouped = q.unflatten(1, (K, -1)) * q.shape[-1] ** -0.5
     scores = torch.cat([grouped @ keys.mT for keys, _ in caches], dim=-1).float()
     ends = ((prompts, prompt_len), (own, count))
     seen = torch.cat([torch.arange(size, device=q.device) < end[:, None] for size, end in ends], dim=1)
-    weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(dim=-1).to(q.dtype).split([prompts, own], dim=-1)
+    weights = (
+        scores.masked_fill(~seen[:, None, None], -torch.inf)
+        .softmax(dim=-1)
+        .to(q.dtype)
+        .split([prompts, own], dim=-1)
+    )
     y_prompt, y_own = (part @ values for part, (_, values) in zip(weights, caches, strict=True))
     return (y_prompt + y_own).flatten(1)
 
@@ -82,7 +97,8 @@ def cutoff(logits_BV: Tensor, slots: Slots, rows_B: Tensor) -> Tensor:
 def pick(logits_BV: Tensor, slots: Slots, rows_B: Tensor, cutoff_B: Tensor | None) -> None:
     """Choose the next token of each row, with its log-probability, and move its slot on.
 
-    The token is the first whose cumulative probability, in the order of the vocabulary, passes the sample's uniform number.
+    The token is the first whose cumulative probability, in the order of the vocabulary, passes the sample's
+    uniform number.
     """
     rows = rows_B.long()
     raw = logits_BV.float()

@@ -3,8 +3,9 @@
     with LocalEngine(model, tokenizer, ...) as engine:
         for completion in engine.run(requests): ...
 
-An engine asks for the next request only when it will soon have room for it, so a generator of requests may decide by the completions
-seen so far (a budget that stops early). Where it has nothing yet but may have later it yields None, and is asked again.
+An engine asks for the next request only when it will soon have room for it, so a generator of requests may
+decide by the completions seen so far (a budget that stops early). Where it has nothing yet but may have later
+it yields None, and is asked again.
 """
 
 import math
@@ -39,7 +40,11 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, holds, rule in (
             ("max_new_tokens", self.max_new_tokens > 0, "greater than 0"),
-            ("temperature", self.temperature == 0 or COLDEST <= self.temperature < math.inf, f"0 (greedy) or a number from {COLDEST}"),
+            (
+                "temperature",
+                self.temperature == 0 or COLDEST <= self.temperature < math.inf,
+                f"0 (greedy) or a number from {COLDEST}",
+            ),
             ("top_k", self.top_k is None or self.top_k > 0, "greater than 0"),
             ("top_p", 0 < self.top_p <= 1, "greater than 0 and at most 1"),
             ("stop_strings", all(self.stop_strings), "texts that are not empty"),
@@ -50,21 +55,26 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt and how many samples of it. Seed and number of a sample fix its text, whatever else is generated at the same time."""
+    """A prompt and how many samples of it. Seed and number of a sample fix its text, whatever else is
+    generated at the same time."""
 
     prompt: str | tuple[int, ...]
     """Text in which special tokens are recognised (a rendered chat template), or token ids."""
     sampling: Sampling
     samples: int = 1
     first_sample: int = 0
-    """Number of the first sample, so that samples asked for in several requests differ as they would in one."""
+    """Number of the first sample, so that samples asked for in several requests differ as they would in
+    one."""
     seed: int = 0
     tag: Any = None
     """Handed back with every completion: whose prompt it was."""
 
     def __post_init__(self) -> None:
         if self.samples < 1 or self.first_sample < 0:
-            raise ConfigError(f"samples must be greater than 0 and numbered from 0, got {self.samples} from {self.first_sample}")
+            raise ConfigError(
+                f"samples must be greater than 0 and numbered from 0, got {self.samples} from"
+                f" {self.first_sample}"
+            )
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed must be a signed number of at most 64 bits, got {self.seed}")
 
@@ -81,7 +91,8 @@ class Completion:
     tokens: tuple[int, ...]
     """New tokens, the one that ended it included; a server that does not tell them leaves this empty."""
     logprobs: tuple[float, ...]
-    """Natural log-probability of each token under the model as it is: temperature 1, nothing filtered. Empty like `tokens`."""
+    """Natural log-probability of each token under the model as it is: temperature 1, nothing filtered. Empty
+    like `tokens`."""
     finish: Finish
 
 

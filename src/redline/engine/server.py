@@ -1,16 +1,19 @@
-"""Generation by an OpenAI-compatible completion server (vLLM, SGLang, llama.cpp, `transformers serve`), as an `Engine`. No torch.
+"""Generation by an OpenAI-compatible completion server (vLLM, SGLang, llama.cpp, `transformers serve`), as an
+`Engine`. No torch.
 
-    with ServerEngine("http://localhost:8000", "SmolLM2-135M-Instruct") as engine:      # the key: environment REDLINE_API_KEY
+    # the key: environment REDLINE_API_KEY
+    with ServerEngine("http://localhost:8000", "SmolLM2-135M-Instruct") as engine:
         for completion in engine.run(requests): ...
 
-Every sample is a call of its own, with a seed made from the request's seed and the sample's number: no server promises the same text
-for the same sample of an `n`, and those that cache prefixes (vLLM, SGLang, llama.cpp) read the prompt once all the same. What a
-server would otherwise take from the model's own settings (top-k, penalties) is sent as neutral, so that `Sampling` means what it says.
-What it cannot do is refused: an option that is silently passed over would be a different experiment.
+Every sample is a call of its own, with a seed made from the request's seed and the sample's number: no server
+promises the same text for the same sample of an `n`, and those that cache prefixes (vLLM, SGLang, llama.cpp)
+read the prompt once all the same. What a server would otherwise take from the model's own settings (top-k,
+penalties) is sent as neutral, so that `Sampling` means what it says. What it cannot do is refused: an option
+that is silently passed over would be a different experiment.
 
-vLLM and llama.cpp tell tokens and log-probabilities; the others leave them empty. `transformers serve` seeds a generator that all its
-requests share: its samples repeat only with concurrency=1. Left out: chat endpoints (render the template and complete the text),
-answers in parts, redirects and proxies.
+vLLM and llama.cpp tell tokens and log-probabilities; the others leave them empty. `transformers serve` seeds
+a generator that all its requests share: its samples repeat only with concurrency=1. Left out: chat endpoints
+(render the template and complete the text), answers in parts, redirects and proxies.
 """
 
 import json
@@ -53,13 +56,16 @@ _NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0}  # or else those of the mod
 DIALECTS = {
     "vllm": Dialect(
         name="vLLM",
-        # The special tokens that a tokenizer would put before a text are the prompt's own business, as in the local engine.
+        # The special tokens that a tokenizer would put before a text are the prompt's own business, as in the
+        # local engine.
         fields={**_NEUTRAL, "add_special_tokens": False, "return_token_ids": True, "logprobs": 1},
         no_top_k=-1,
         stop_ids=True,
     ),
     "sglang": Dialect(name="SGLang", fields=_NEUTRAL, no_top_k=-1, stop_ids=True),
-    "llamacpp": Dialect(name="llama.cpp", fields={"min_p": 0.0, "repeat_penalty": 1.0, "logprobs": 1}, no_top_k=0),
+    "llamacpp": Dialect(
+        name="llama.cpp", fields={"min_p": 0.0, "repeat_penalty": 1.0, "logprobs": 1}, no_top_k=0
+    ),
 }
 """By the `owned_by` of the server's models."""
 TRANSFORMERS = Dialect(name="transformers serve", no_top_k=0, takes_ids=False)
@@ -80,18 +86,28 @@ class ServerEngine:
         tokenizer: Any = None,
         progress: Callable[[str], None] | None = None,
     ) -> None:
-        """`url`: http://host:port, or with its path (…/v1). `model`: needed where the server has several. `tokenizer` turns prompts of
-        token ids into text, for servers that take text alone. `progress` hears of calls that are tried again."""
+        """`url`: http://host:port, or with its path (…/v1). `model`: needed where the server has several.
+        `tokenizer` turns prompts of token ids into text, for servers that take text alone. `progress` hears
+        of calls that are tried again."""
         if concurrency < 1 or timeout_s <= 0:
-            raise ConfigError(f"concurrency must be at least 1 and timeout_s greater than 0, got {concurrency} and {timeout_s}")
+            raise ConfigError(
+                f"concurrency must be at least 1 and timeout_s greater than 0, got {concurrency} and"
+                f" {timeout_s}"
+            )
         self.concurrency, self.tokenizer = concurrency, tokenizer
-        self._site = open_site(url, os.environ.get(KEY_VARIABLE) if api_key is None else api_key, timeout_s, progress or (lambda _: None))
+        self._site = open_site(
+            url,
+            os.environ.get(KEY_VARIABLE) if api_key is None else api_key,
+            timeout_s,
+            progress or (lambda _: None),
+        )
         self._lines: set[Line] = set()
         self.dialect = self._recognise()
         self.model = self._choose(model)
 
     def models(self) -> list[str]:
-        """The models that the server says it has. `transformers serve` names those in its cache, and serves others too."""
+        """The models that the server says it has. `transformers serve` names those in its cache, and serves
+        others too."""
         return [card["id"] for card in self._cards()]
 
     def run(self, requests: Iterable[Request | None]) -> Iterator[Completion]:
@@ -109,7 +125,9 @@ class ServerEngine:
                         ended = request is _END
                         if request is None or ended:
                             break
-                        waiting.extend((request, request.first_sample + index) for index in range(request.samples))
+                        waiting.extend(
+                            (request, request.first_sample + index) for index in range(request.samples)
+                        )
                     pool.submit(self._complete, line, *waiting.popleft()).add_done_callback(done.put)
                     flying += 1
                 if flying:
@@ -147,7 +165,8 @@ class ServerEngine:
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            # 31 bits: some servers read the seed as a signed number, and llama.cpp takes the largest of 32 for "choose one yourself".
+            # 31 bits: some servers read the seed as a signed number, and llama.cpp takes the largest of 32
+            # for "choose one yourself".
             "seed": zlib.crc32(f"{request.seed}/{sample}".encode()) >> 1,
             **self.dialect.fields,
         }
@@ -161,7 +180,8 @@ class ServerEngine:
             raise self._refusal("top_k", "leave it out")
         top_k = self.dialect.no_top_k if sampling.top_k is None else sampling.top_k
         if self.dialect is TRANSFORMERS:
-            # It samples only where the model's own settings say so, and takes the switch and top_k by this field alone.
+            # It samples only where the model's own settings say so, and takes the switch and top_k by this
+            # field alone.
             body["generation_config"] = json.dumps({"do_sample": sampling.temperature > 0, "top_k": top_k})
         elif top_k is not None:
             body["top_k"] = top_k
@@ -177,7 +197,10 @@ class ServerEngine:
         return str(self.tokenizer.decode(list(prompt)))
 
     def _refusal(self, what: str, way_out: str) -> ConfigError:
-        return ConfigError(f"{what} cannot be had from {self._site.url}: it is {self.dialect.name}, which takes none; {way_out}")
+        return ConfigError(
+            f"{what} cannot be had from {self._site.url}: it is {self.dialect.name}, which takes none;"
+            f" {way_out}"
+        )
 
     def _read(self, answer: Any, request: Request, sample: int) -> Completion:
         try:
@@ -190,17 +213,21 @@ class ServerEngine:
             finish = known[reason]
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"{self._site.url} must answer with one completion that ended by stop or length, got {shown(json.dumps(answer))}"
+                f"{self._site.url} must answer with one completion that ended by stop or length, got"
+                f" {shown(json.dumps(answer))}"
             ) from error
         ends = [text.index(stop) for stop in request.sampling.stop_strings if stop in text]
         if ends:  # some servers leave the text that ended it in place
             text, finish = text[: min(ends)], "stop"
-        return Completion(request=request, sample=sample, text=text, tokens=tokens, logprobs=logprobs, finish=finish)
+        return Completion(
+            request=request, sample=sample, text=text, tokens=tokens, logprobs=logprobs, finish=finish
+        )
 
     def _recognise(self) -> Dialect:
         try:
-            # `transformers serve` is known by the one path that nobody else has. Its list of models would not tell: they are owned by
-            # whoever trained them, and where the machine has no cache of them it answers with 500.
+            # `transformers serve` is known by the one path that nobody else has. Its list of models would not
+            # tell: they are owned by whoever trained them, and where the machine has no cache of them it
+            # answers with 500.
             described = self._check("/openapi.json", root=True)
             if isinstance(described, dict) and "/load_model" in described.get("paths", {}):
                 return TRANSFORMERS
@@ -217,14 +244,18 @@ class ServerEngine:
         if model is None and len(known) != 1:
             raise ConfigError(f"name one of the models of {self._site.url}: it has {listed}")
         if model is not None and model not in known:
-            raise ConfigError(f"{self._site.url} has no model {model!r}{nearest(model, known)}; it has {listed}")
+            raise ConfigError(
+                f"{self._site.url} has no model {model!r}{nearest(model, known)}; it has {listed}"
+            )
         return model or known[0]
 
     def _cards(self) -> list[dict[str, Any]]:
         answer = self._check("/models")
         cards = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(cards, list) or not all(isinstance(card, dict) and "id" in card for card in cards):
-            raise ConfigError(f"{self._site.url}/models must list models as OpenAI does, got {shown(json.dumps(answer))}")
+            raise ConfigError(
+                f"{self._site.url}/models must list models as OpenAI does, got {shown(json.dumps(answer))}"
+            )
         return cards
 
     def _check(self, path: str, *, root: bool = False) -> Any:
@@ -240,7 +271,9 @@ def _tokens(choice: dict[str, Any]) -> tuple[tuple[int, ...], tuple[float, ...]]
     """Token ids and log-probabilities as vLLM or llama.cpp tell them; empty where a server does not."""
     told = choice.get("logprobs") or {}
     if told.get("content") is not None:
-        return tuple(part["id"] for part in told["content"]), tuple(part["logprob"] for part in told["content"])
+        return tuple(part["id"] for part in told["content"]), tuple(
+            part["logprob"] for part in told["content"]
+        )
     ids, logprobs = choice.get("token_ids"), told.get("token_logprobs")
     if ids is None or logprobs is None:
         return (), ()

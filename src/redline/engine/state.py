@@ -1,7 +1,7 @@
 """What an engine keeps on the device: keys and values, and where every slot stands.
 
-A prompt is kept once in a pool and shared by all of its samples; a slot keeps only the new tokens of one sample. One slot more than
-asked for, the last, is nobody's: rows that pad a batch read and write it.
+A prompt is kept once in a pool and shared by all of its samples; a slot keeps only the new tokens of one
+sample. One slot more than asked for, the last, is nobody's: rows that pad a batch read and write it.
 
 Shapes: L layers, P prompts, N slots, K key/value heads, S positions, C head width, V vocabulary.
 """
@@ -55,7 +55,14 @@ class Slots:
 
 
 def make_slots(
-    config: ModelConfig, *, slots: int, prompts: int, max_prompt_tokens: int, max_new_tokens: int, device: torch.device, dtype: torch.dtype
+    config: ModelConfig,
+    *,
+    slots: int,
+    prompts: int,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Slots:
     heads, width = config.kv_heads, config.head_size
     n = slots + 1
@@ -67,7 +74,9 @@ def make_slots(
         return torch.full(shape, value, dtype=torch.float32, device=device)
 
     return Slots(
-        prompt_kv=torch.zeros((config.num_layers, 2, prompts, heads, max_prompt_tokens, width), device=device, dtype=dtype),
+        prompt_kv=torch.zeros(
+            (config.num_layers, 2, prompts, heads, max_prompt_tokens, width), device=device, dtype=dtype
+        ),
         prompt_logits_PV=floats(prompts, config.vocab_size),
         kv=torch.zeros((config.num_layers, 2, n, heads, max_new_tokens, width), device=device, dtype=dtype),
         prompt=integers(n),
@@ -86,7 +95,10 @@ def make_slots(
     )
 
 
-def slot_bytes(config: ModelConfig, *, max_prompt_tokens: int, max_new_tokens: int, dtype: torch.dtype) -> int:
-    """What one more slot with a prompt of its own takes, the logits of its row included (twice: the pool's and the step's)."""
+def slot_bytes(
+    config: ModelConfig, *, max_prompt_tokens: int, max_new_tokens: int, dtype: torch.dtype
+) -> int:
+    """What one more slot with a prompt of its own takes, the logits of its row included (twice: the pool's
+    and the step's)."""
     token_bytes = config.num_layers * 2 * config.kv_heads * config.head_size * dtype.itemsize
     return (max_prompt_tokens + max_new_tokens) * token_bytes + 2 * config.vocab_size * 4

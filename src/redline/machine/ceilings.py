@@ -1,11 +1,14 @@
-"""Measured ceilings: the fastest this machine was seen to multiply, copy and launch. Needs torch; import it only to measure.
+"""Measured ceilings: the fastest this machine was seen to multiply, copy and launch. Needs torch; import it
+only to measure.
 
-    ceilings = load_or_measure(read_facts(), progress=print)    # seconds the first time, then read from the cache
+    # seconds the first time, then read from the cache
+    ceilings = load_or_measure(read_facts(), progress=print)
 
-Method: random data (zeros draw less power and run faster than any training), inputs rotated so that they do not stay in the
-L2 cache, warm-up, then the median of seven blocks timed by CUDA events with a synchronise only at block edges. Calls are queued
-one by one as a training step queues them, so the smallest matrices show the launch cost too.
-Left out: sustained clocks over minutes, several GPUs (the current one is measured), NVLink and disk.
+Method: random data (zeros draw less power and run faster than any training), inputs rotated so that they do
+not stay in the L2 cache, warm-up, then the median of seven blocks timed by CUDA events with a synchronise
+only at block edges. Calls are queued one by one as a training step queues them, so the smallest matrices show
+the launch cost too. Left out: sustained clocks over minutes, several GPUs (the current one is measured),
+NVLink and disk.
 """
 
 import contextlib
@@ -42,7 +45,8 @@ _DTYPES = {  # torch's type, and the least compute capability with hardware for 
 _BLOCKS = 7
 _BLOCK_S = 0.02
 _BOOST_MARGIN = 1.15
-"""Datasheets quote peaks at one boost clock and boards go up to 15 % beyond it, GeForce most; timing mistakes go much further."""
+"""Datasheets quote peaks at one boost clock and boards go up to 15 % beyond it, GeForce most; timing mistakes
+go much further."""
 _COPY_BYTES = 2**30
 _TRANSFER_BYTES = 2**28
 _LEAST_FREE_BYTES = 3 * 2**30  # two copy buffers, and something over for the libraries
@@ -53,7 +57,8 @@ Work = Callable[[int], object]
 
 
 def load_or_measure(facts: MachineFacts, refresh: bool = False, progress: Progress | None = None) -> Ceilings:
-    """The ceilings kept for this kind of machine, measured and kept when there are none or a fresh measurement is asked for."""
+    """The ceilings kept for this kind of machine, measured and kept when there are none or a fresh
+    measurement is asked for."""
     tell = progress or _silent
     unusable: list[str] = []
 
@@ -74,7 +79,8 @@ def load_or_measure(facts: MachineFacts, refresh: bool = False, progress: Progre
 
 
 def measure(progress: Progress | None = None) -> Ceilings:
-    """Measure the current GPU, where there is one, and the CPU. Torch's random state and precision stay as they were."""
+    """Measure the current GPU, where there is one, and the CPU. Torch's random state and precision stay as
+    they were."""
     tell = progress or _silent
     tell("measuring the CPU")
     ceilings = Ceilings(
@@ -126,8 +132,11 @@ def _measure_gpu(ceilings: Ceilings, tell: Progress) -> Ceilings:
     return measured if spec is None else reject_impossible(measured, spec)
 
 
-def _matmul_points(properties: Any, random: torch.Generator, tell: Progress) -> tuple[tuple[MatmulPoint, ...], tuple[str, ...]]:
-    """Every shape in every type that the GPU has hardware for, and a note for each that did not fit into its memory."""
+def _matmul_points(
+    properties: Any, random: torch.Generator, tell: Progress
+) -> tuple[tuple[MatmulPoint, ...], tuple[str, ...]]:
+    """Every shape in every type that the GPU has hardware for, and a note for each that did not fit into its
+    memory."""
     points, notes = [], []
     for dtype, (_, least_capability) in _DTYPES.items():
         if (properties.major, properties.minor) < least_capability:
@@ -144,21 +153,29 @@ def _matmul_points(properties: Any, random: torch.Generator, tell: Progress) -> 
 
 
 def reject_impossible(ceilings: Ceilings, spec: GpuSpec) -> Ceilings:
-    """The ceilings without the values that the board cannot reach, each named in the notes: the measurement went wrong."""
+    """The ceilings without the values that the board cannot reach, each named in the notes: the measurement
+    went wrong."""
     possible, notes = [], list(ceilings.notes)
     for point in ceilings.matmul:
         peak_tflops = spec.peak_tflops(point.dtype)
         if peak_tflops is None or point.tflops > _BOOST_MARGIN * peak_tflops:
             shape = f"{point.m}x{point.n}x{point.k}"
-            notes.append(f"matmul {point.dtype} {shape} was rejected: {point.tflops:.0f} TFLOP/s, the datasheet says {peak_tflops}")
+            notes.append(
+                f"matmul {point.dtype} {shape} was rejected: {point.tflops:.0f} TFLOP/s, the datasheet says"
+                f" {peak_tflops}"
+            )
         else:
             possible.append(point)
     copy_bytes_per_s = ceilings.copy_bytes_per_s
     if copy_bytes_per_s is not None and copy_bytes_per_s > spec.memory_bandwidth_bytes_per_s:
         bandwidth = spec.memory_bandwidth_bytes_per_s
-        notes.append(f"copy was rejected: {copy_bytes_per_s / 1e9:.0f} GB/s, the datasheet says {bandwidth / 1e9:.0f}")
+        notes.append(
+            f"copy was rejected: {copy_bytes_per_s / 1e9:.0f} GB/s, the datasheet says {bandwidth / 1e9:.0f}"
+        )
         copy_bytes_per_s = None
-    return dataclasses.replace(ceilings, matmul=tuple(possible), copy_bytes_per_s=copy_bytes_per_s, notes=tuple(notes))
+    return dataclasses.replace(
+        ceilings, matmul=tuple(possible), copy_bytes_per_s=copy_bytes_per_s, notes=tuple(notes)
+    )
 
 
 def _matmul_point(dtype: str, m: int, n: int, k: int, random: torch.Generator, l2_bytes: int) -> MatmulPoint:
@@ -166,14 +183,17 @@ def _matmul_point(dtype: str, m: int, n: int, k: int, random: torch.Generator, l
     set_bytes = (m * k + k * n) * torch_dtype.itemsize
     num_sets = max(1, math.ceil(2 * l2_bytes / set_bytes))
     lefts = [_randn(random, m, k).to(torch_dtype) for _ in range(num_sets)]
-    rights = [_randn(random, n, k).to(torch_dtype).t() for _ in range(num_sets)]  # column-major: fp8 takes no other
+    # column-major: fp8 takes no other
+    rights = [_randn(random, n, k).to(torch_dtype).t() for _ in range(num_sets)]
     if dtype == "fp8":
         scale = torch.ones((), device=random.device)
 
-        # Fast accumulation is what fp8 training uses in the forward pass, and the only way to the full rate on Hopper.
+        # Fast accumulation is what fp8 training uses in the forward pass, and the only way to the full rate
+        # on Hopper.
         def work(call: int) -> object:
             left, right = lefts[call % num_sets], rights[call % num_sets]
             return torch._scaled_mm(left, right, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+
     else:
 
         def work(call: int) -> object:
@@ -215,7 +235,8 @@ def _launch_latencies_s(random: torch.Generator) -> tuple[float, float]:
 
 
 def _cpu_matmul_gflops() -> float:
-    """The better of a small and a large product; the large one only where it takes less than a quarter of a second."""
+    """The better of a small and a large product; the large one only where it takes less than a quarter of a
+    second."""
     random = torch.Generator().manual_seed(0)
     best_gflops = 0.0
     for size in (1024, 4096):
@@ -230,13 +251,15 @@ def _cpu_matmul_gflops() -> float:
 
 def _cpu_copy_bytes_per_s() -> float:
     random = torch.Generator().manual_seed(0)
-    source = _randn(random, 2**20).repeat(_TRANSFER_BYTES // 2**22)  # repeated: drawing so many numbers would take seconds
+    # repeated: drawing so many numbers would take seconds
+    source = _randn(random, 2**20).repeat(_TRANSFER_BYTES // 2**22)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _median_s(lambda _: target.copy_(source), _time_cpu_s)[0]
 
 
 def _median_s(work: Work, time_s: Callable[[Work, int], float]) -> tuple[float, float]:
-    """Seconds per call, the median over the blocks, and the distance between the quartiles as a share of it."""
+    """Seconds per call, the median over the blocks, and the distance between the quartiles as a share of
+    it."""
     time_s(work, 1)  # loads kernels and lets the library choose among them
     calls = max(1, round(_BLOCK_S / time_s(work, 1)))
     time_s(work, calls)  # brings the clocks to where they stay
@@ -263,7 +286,8 @@ def _time_cpu_s(work: Work, calls: int) -> float:
 
 @contextlib.contextmanager
 def _fp32_precision(precision: str) -> Iterator[None]:
-    """How fp32 matrices are multiplied on the GPU. Only this interface: torch raises when it is mixed with `allow_tf32`."""
+    """How fp32 matrices are multiplied on the GPU. Only this interface: torch raises when it is mixed with
+    `allow_tf32`."""
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = precision
     try:

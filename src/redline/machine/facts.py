@@ -1,10 +1,12 @@
-"""What this machine is: GPUs, cores, memory, disk and library versions, read from NVML, /proc and package metadata. No torch.
+"""What this machine is: GPUs, cores, memory, disk and library versions, read from NVML, /proc and package
+metadata. No torch.
 
     facts = read_facts()
     facts.gpus[0].memory_bytes, facts.cpu_cores, facts.versions["torch"]
 
 Cores and memory are what this process may use (affinity and control-group limits), not what the board holds.
-Left out: host name, user and serial numbers, so that a record can be shared; anything that must be measured (ceilings.py).
+Left out: host name, user and serial numbers, so that a record can be shared; anything that must be measured
+(ceilings.py).
 """
 
 import hashlib
@@ -84,7 +86,8 @@ def read_facts() -> MachineFacts:
 
 
 def machine_key(facts: MachineFacts) -> str:
-    """Short stable name of this kind of machine with its software: ceilings measured under one key hold wherever it is equal."""
+    """Short stable name of this kind of machine with its software: ceilings measured under one key hold
+    wherever it is equal."""
     what = {
         "gpus": [(gpu.name, gpu.memory_bytes, gpu.driver) for gpu in facts.gpus],
         "cpu": (facts.cpu_name, facts.cpu_cores),
@@ -94,7 +97,8 @@ def machine_key(facts: MachineFacts) -> str:
 
 
 def software_key(facts: MachineFacts) -> str:
-    """The machine and every package that decides how fast a program runs on it: trials measured under one key compare."""
+    """The machine and every package that decides how fast a program runs on it: trials measured under one key
+    compare."""
     versions = {name: version for name, version in facts.versions.items() if version}
     return f"{machine_key(facts)}-{hashlib.sha256(json.dumps(versions, sort_keys=True).encode()).hexdigest()[:12]}"
 
@@ -146,7 +150,8 @@ def _cpu_name() -> str:
 
 
 def _cpu_cores() -> int:
-    """Processors this process may keep busy. A fractional quota is rounded down: threads beyond it are throttled together."""
+    """Processors this process may keep busy. A fractional quota is rounded down: threads beyond it are
+    throttled together."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min([allowed, *_cpu_quotas()])))
 
@@ -165,13 +170,18 @@ def _cpu_quotas() -> Iterator[float]:
 
 def _memory_bytes() -> int:
     total = psutil.virtual_memory().total
-    files = [folder / name for folder in _cgroup_folders("memory") for name in ("memory.max", "memory.limit_in_bytes")]
+    files = [
+        folder / name
+        for folder in _cgroup_folders("memory")
+        for name in ("memory.max", "memory.limit_in_bytes")
+    ]
     limits = [text for file in files if file.exists() and (text := file.read_text().strip()) != "max"]
     return min([total, *map(int, limits)])  # an unlimited group of version 1 reports nearly 2^63
 
 
 def _cgroup_folders(controller: str) -> Iterator[Path]:
-    """Folders whose limits bind this process: its group and all groups above it, in versions 1 and 2 of control groups."""
+    """Folders whose limits bind this process: its group and all groups above it, in versions 1 and 2 of
+    control groups."""
     if not _CGROUP_LISTING.exists():
         return
     for line in _CGROUP_LISTING.read_text().splitlines():
@@ -180,7 +190,8 @@ def _cgroup_folders(controller: str) -> Iterator[Path]:
             continue
         root = _CGROUP_MOUNT / controller if controllers else _CGROUP_MOUNT
         folder = root / group.lstrip("/")
-        # In a container the listing may give the host's path, which does not exist here; the folders above it still count.
+        # In a container the listing may give the host's path, which does not exist here; the folders above it
+        # still count.
         yield from (place for place in (folder, *folder.parents) if place.is_relative_to(root))
 
 

@@ -1,7 +1,8 @@
-"""The NVIDIA management library, as this room uses it: which GPUs this process may see, without torch and without a CUDA context.
+"""The NVIDIA management library, as this room uses it: which GPUs this process may see, without torch and
+without a CUDA context.
 
-NVML numbers GPUs by PCI bus; CUDA does so too except on machines with unlike GPUs, where it puts the fastest first unless
-CUDA_DEVICE_ORDER=PCI_BUS_ID is set. Such machines are left to that setting.
+NVML numbers GPUs by PCI bus; CUDA does so too except on machines with unlike GPUs, where it puts the fastest
+first unless CUDA_DEVICE_ORDER=PCI_BUS_ID is set. Such machines are left to that setting.
 """
 
 import os
@@ -21,7 +22,9 @@ def visible_handles() -> list[Any]:
     for entry in map(str.strip, chosen.split(",")):
         uuid = _uuid(entry, count)
         if uuid is None:
-            break  # CUDA ignores whatever follows the first entry that names no GPU, which is how "-1" hides them all
+            # CUDA ignores whatever follows the first entry that names no GPU, which is how "-1" hides them
+            # all
+            break
         named.append(uuid)
     if len(set(named)) < len(named):
         return []  # CUDA shows nothing when a GPU is named twice
@@ -29,7 +32,8 @@ def visible_handles() -> list[Any]:
 
 
 def _uuid(entry: str, count: int) -> str | None:
-    """The full UUID that an entry of CUDA_VISIBLE_DEVICES names: an index, a UUID, or an unambiguous start of one."""
+    """The full UUID that an entry of CUDA_VISIBLE_DEVICES names: an index, a UUID, or an unambiguous start of
+    one."""
     if entry.startswith("MIG-"):
         return entry
     uuids = [pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(count)]

@@ -1,8 +1,10 @@
-"""Measured ceilings as data, and their cache: one JSON file for each kind of machine. No torch; ceilings.py does the measuring.
+"""Measured ceilings as data, and their cache: one JSON file for each kind of machine. No torch; ceilings.py
+does the measuring.
 
     ceilings = cached(read_facts())    # None when this machine has not been measured yet
 
-The file is read strictly: one that is broken or was written in another layout counts as absent, and the reason is said.
+The file is read strictly: one that is broken or was written in another layout counts as absent, and the
+reason is said.
 """
 
 import dataclasses
@@ -61,7 +63,8 @@ class Ceilings:
     """What was skipped or rejected, and why."""
 
     def matmul_tflops(self, dtype: str) -> float | None:
-        """The best measured for bf16, fp16, tf32, fp32 or fp8 on the GPU; None when the GPU has no such arithmetic."""
+        """The best measured for bf16, fp16, tf32, fp32 or fp8 on the GPU; None when the GPU has no such
+        arithmetic."""
         return max((point.tflops for point in self.matmul if point.dtype == dtype), default=None)
 
 

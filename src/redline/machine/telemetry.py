@@ -1,9 +1,12 @@
-"""Cheap readings while a run trains: the GPU's own counters through NVML, and the memory of this process. No torch, no CUDA sync.
+"""Cheap readings while a run trains: the GPU's own counters through NVML, and the memory of this process. No
+torch, no CUDA sync.
 
     telemetry = GpuTelemetry(0)
-    telemetry.read()    # {'gpu_util': 0.97, 'memory_used_bytes': ..., 'power_w': ..., 'sm_clock_mhz': ..., 'temperature_c': ...}
+    # {'gpu_util': 0.97, 'memory_used_bytes': ..., 'power_w': ..., 'sm_clock_mhz': ..., 'temperature_c': ...}
+    telemetry.read()
 
-A reading never raises: a run must not die of its instruments. What the board does not answer is left out of the reading.
+A reading never raises: a run must not die of its instruments. What the board does not answer is left out of
+the reading.
 """
 
 import os
@@ -16,12 +19,14 @@ from redline.machine.nvml import ask, visible_handles
 
 
 class GpuTelemetry:
-    """The counters of one visible GPU. Without NVML, or where NVML does not list the GPU, every reading is empty."""
+    """The counters of one visible GPU. Without NVML, or where NVML does not list the GPU, every reading is
+    empty."""
 
     def __init__(self, index: int) -> None:
         self._handle = None
         try:
-            pynvml.nvmlInit()  # held until the process ends: opening it anew for each reading would take milliseconds
+            # held until the process ends: opening it anew for each reading would take milliseconds
+            pynvml.nvmlInit()
             handles = visible_handles()
         except pynvml.NVMLError:
             return
@@ -29,7 +34,8 @@ class GpuTelemetry:
             self._handle = handles[index]
 
     def read(self) -> dict[str, float]:
-        """One reading; `gpu_util` is the share of the driver's last sampling period (up to a second) with a kernel running."""
+        """One reading; `gpu_util` is the share of the driver's last sampling period (up to a second) with a
+        kernel running."""
         if self._handle is None:
             return {}
         util = ask(pynvml.nvmlDeviceGetUtilizationRates, self._handle)

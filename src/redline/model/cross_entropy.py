@@ -1,10 +1,12 @@
-"""The output head and its loss in one differentiable step: `linear_cross_entropy(x_ND, weight_VD, targets_N) -> sum of losses`.
+"""The output head and its loss in one differentiable step: `linear_cross_entropy(x_ND, weight_VD, targets_N)
+-> sum of losses`.
 
-Two ways to the same number. `torch`: logits, then torch's cross entropy in fp32. `fused` (CUDA, half precision): logits by cuBLAS,
-then one Triton kernel that reads each row, takes its loss and overwrites it by its gradient. It exists because at 65,536 x 50,304 the
-compiler's kernels for softmax and loss took 9.3 of a pass's 118 ms on an H200, three times what one read and one write cost (LOG.md), and
-because the logits are then held once. What it alone gains was not measured.
-Left out: chunks (the caller's), label smoothing, z-loss.
+Two ways to the same number. `torch`: logits, then torch's cross entropy in fp32. `fused` (CUDA, half
+precision): logits by cuBLAS, then one Triton kernel that reads each row, takes its loss and overwrites it by
+its gradient. It exists because at 65,536 x 50,304 the compiler's kernels for softmax and loss took 9.3 of a
+pass's 118 ms on an H200, three times what one read and one write cost (LOG.md), and because the logits are
+then held once. What it alone gains was not measured. Left out: chunks (the caller's), label smoothing,
+z-loss.
 
 Shapes: N tokens, D hidden, V vocabulary.
 """
@@ -29,7 +31,9 @@ def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, 
     weight_VD = weight_VD.to(x_ND.dtype)
     if fused:
         return _Fused.apply(x_ND, weight_VD, targets_N)
-    return F.cross_entropy(F.linear(x_ND, weight_VD).float(), targets_N, ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(
+        F.linear(x_ND, weight_VD).float(), targets_N, ignore_index=IGNORED, reduction="sum"
+    )
 
 
 class _Fused(torch.autograd.Function):
@@ -38,7 +42,9 @@ class _Fused(torch.autograd.Function):
         logits_NV = F.linear(x_ND, weight_VD)
         losses_N = torch.empty(len(x_ND), device=x_ND.device, dtype=torch.float32)
         vocab_size = logits_NV.shape[1]
-        _loss_and_gradient[(len(x_ND),)](logits_NV, targets_N, losses_N, vocab_size, logits_NV.stride(0), IGNORED, BLOCK=4096, num_warps=8)
+        _loss_and_gradient[(len(x_ND),)](
+            logits_NV, targets_N, losses_N, vocab_size, logits_NV.stride(0), IGNORED, BLOCK=4096, num_warps=8
+        )
         ctx.save_for_backward(x_ND, weight_VD, logits_NV)
         return losses_N.sum()
 
@@ -48,15 +54,19 @@ class _Fused(torch.autograd.Function):
         dx_ND = (dlogits_NV @ weight_VD) * grad
         if not ctx.needs_input_grad[1]:  # a frozen head: a third of the head's work
             return dx_ND, None, None
-        # The factor goes onto the small operand before the sum over tokens, which could overflow fp16 without it.
+        # The factor goes onto the small operand before the sum over tokens, which could overflow fp16 without
+        # it.
         return dx_ND, dlogits_NV.T @ (x_ND * grad).to(x_ND.dtype), None
 
 
 if triton is not None:
 
     @triton.jit
-    def _loss_and_gradient(logits_ptr, targets_ptr, losses_ptr, vocab_size, stride, ignored, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        """One program a row: a running maximum and sum over the row, then softmax minus one-hot written over it."""
+    def _loss_and_gradient(  # type: ignore[no-untyped-def]
+        logits_ptr, targets_ptr, losses_ptr, vocab_size, stride, ignored, BLOCK: tl.constexpr
+    ):
+        """One program a row: a running maximum and sum over the row, then softmax minus one-hot written over
+        it."""
         row = tl.program_id(0).to(tl.int64)
         row_ptr = logits_ptr + row * stride
         target = tl.load(targets_ptr + row)

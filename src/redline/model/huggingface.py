@@ -2,11 +2,13 @@
 
     loaded = read_folder(Path("SmolLM2-135M"))          # config.json, *.safetensors, tokenizer.json
     load_weights(model, loaded.weights)
-    write_folder(Path("export"), config, weights, tokenizer_json, torch.bfloat16)     # `transformers` loads it
+    # `transformers` loads it
+    write_folder(Path("export"), config, weights, tokenizer_json, torch.bfloat16)
 
-Weights are read in the dtype they are stored in (half the memory of fp32 for bf16, and copying them into a model is exact).
-What we would compute otherwise than transformers does is refused with its name and value, never passed over. Left out: pickled
-weights, rope scaling, dropout (which changes training and not the model), mixtures of experts, quantised checkpoints.
+Weights are read in the dtype they are stored in (half the memory of fp32 for bf16, and copying them into a
+model is exact). What we would compute otherwise than transformers does is refused with its name and value,
+never passed over. Left out: pickled weights, rope scaling, dropout (which changes training and not the
+model), mixtures of experts, quantised checkpoints.
 """
 
 import json
@@ -55,7 +57,8 @@ _LLAMA: Table = {
     "head": ("lm_head",),
 }
 _CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2 stores these (in, out)
-_BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")  # constants that old checkpoints carry along
+# constants that old checkpoints carry along
+_BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
 
 
@@ -63,23 +66,32 @@ def read_folder(folder: Path) -> Loaded:
     """Everything that a Hugging Face folder says about a model."""
     config = read_config(folder)
     tokenizer, template = folder / "tokenizer.json", folder / "chat_template.jinja"
-    in_config = _json(folder / "tokenizer_config.json").get("chat_template") if (folder / "tokenizer_config.json").is_file() else None
+    in_config = (
+        _json(folder / "tokenizer_config.json").get("chat_template")
+        if (folder / "tokenizer_config.json").is_file()
+        else None
+    )
     generation = folder / "generation_config.json"
     eos = _json(generation if generation.is_file() else folder / "config.json").get("eos_token_id")
     return Loaded(
         config=config,
         weights=read_weights(folder, config),
         tokenizer_json=_text(tokenizer) if tokenizer.is_file() else None,
-        chat_template=_text(template) if template.is_file() else in_config if isinstance(in_config, str) else None,
+        chat_template=(
+            _text(template) if template.is_file() else in_config if isinstance(in_config, str) else None
+        ),
         eos_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
     )
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The model that `config.json` describes; one that we would compute otherwise than transformers does is refused."""
+    """The model that `config.json` describes; one that we would compute otherwise than transformers does is
+    refused."""
     path = folder / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"{folder} must be a Hugging Face folder, and it has no config.json; give another folder")
+        raise CheckpointError(
+            f"{folder} must be a Hugging Face folder, and it has no config.json; give another folder"
+        )
     raw = _json(path)
     readers = {
         "GPT2LMHeadModel": _read_gpt2,
@@ -94,7 +106,9 @@ def read_config(folder: Path) -> ModelConfig:
     try:
         return checked(readers[name](path, name, raw), where=str(path))
     except KeyError as error:
-        raise CheckpointError(f"{path}: {error} must be given for {name}, and it is not; the folder is not complete") from error
+        raise CheckpointError(
+            f"{path}: {error} must be given for {name}, and it is not; the folder is not complete"
+        ) from error
 
 
 def _read_gpt2(path: Path, name: str, raw: dict[str, Any]) -> ModelConfig:
@@ -129,7 +143,9 @@ def _read_llama(path: Path, name: str, raw: dict[str, Any]) -> ModelConfig:
     windowed = bool(windows) and raw.get("max_window_layers", 28) < raw["num_hidden_layers"]
     kinds = raw.get("layer_types") or (["sliding_attention"] if windowed else [])
     if any(kind != "full_attention" for kind in kinds):
-        raise CheckpointError(f"{path}: every layer must attend to the whole context, and some have a sliding window")
+        raise CheckpointError(
+            f"{path}: every layer must attend to the whole context, and some have a sliding window"
+        )
     if name == "LlamaForCausalLM":
         # Only the agreement of its two switches is a model of ours: all biases, or none.
         _accept(path, raw, "mlp_bias", *((True,) if raw.get("attention_bias") else (None, False)))
@@ -159,13 +175,25 @@ def _read_llama(path: Path, name: str, raw: dict[str, Any]) -> ModelConfig:
 
 
 def read_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
-    """Our parameters, in the dtype they are stored in, mapped from the files where a matrix is one of theirs."""
+    """Our parameters, in the dtype they are stored in, mapped from the files where a matrix is one of
+    theirs."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    files = sorted({folder / name for name in _json(index)["weight_map"].values()}) if index.is_file() else [single]
+    files = (
+        sorted({folder / name for name in _json(index)["weight_map"].values()})
+        if index.is_file()
+        else [single]
+    )
     if absent := [file.name for file in files if not file.is_file()]:
         pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
-        way_out = "its weights are pickled, which can run code: convert them to safetensors" if pickled else "fetch them again"
-        raise CheckpointError(f"{folder} must hold its weights as safetensors, and {', '.join(absent[:3])} is not there; {way_out}")
+        way_out = (
+            "its weights are pickled, which can run code: convert them to safetensors"
+            if pickled
+            else "fetch them again"
+        )
+        raise CheckpointError(
+            f"{folder} must hold its weights as safetensors, and {', '.join(absent[:3])} is not there;"
+            f" {way_out}"
+        )
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
@@ -185,13 +213,19 @@ def from_huggingface(config: ModelConfig, tensors: Mapping[str, Tensor], *, wher
         if name.endswith(_BUFFERS):
             continue
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise CheckpointError(f"{where}: {name} must be fp32, bf16 or fp16, got {tensor.dtype}; quantised weights are not read")
+            raise CheckpointError(
+                f"{where}: {name} must be fp32, bf16 or fp16, got {tensor.dtype}; quantised weights are not"
+                " read"
+            )
         full = f"transformer.{name}" if bare and name != "lm_head.weight" else name
         theirs[full] = tensor.t() if family == "GPT2LMHeadModel" and full.endswith(_CONV1D) else tensor
     embedding, head = theirs.get(_table(config)["embed"][0] + ".weight"), theirs.get("lm_head.weight")
     if config.tie_embeddings and embedding is not None and head is not None:
         if not torch.equal(embedding, head):
-            raise CheckpointError(f"{where}: tie_word_embeddings is true, yet lm_head.weight is not the embedding; correct config.json")
+            raise CheckpointError(
+                f"{where}: tie_word_embeddings is true, yet lm_head.weight is not the embedding; correct"
+                " config.json"
+            )
         del theirs["lm_head.weight"]
     return join(config, _table(config), theirs, where=where)
 
@@ -200,14 +234,23 @@ def to_huggingface(config: ModelConfig, weights: Mapping[str, Tensor]) -> dict[s
     """Tensors by the names that transformers gives them, as views of ours."""
     conv1d = architecture(config) == "GPT2LMHeadModel"
     tensors = split(config, _table(config), weights)
-    return {name: tensor.t() if conv1d and name.endswith(_CONV1D) else tensor for name, tensor in tensors.items()}
+    return {
+        name: tensor.t() if conv1d and name.endswith(_CONV1D) else tensor for name, tensor in tensors.items()
+    }
 
 
 def architecture(config: ModelConfig) -> str:
-    """The class of transformers that computes this model; a switch that none of them has is refused by name."""
+    """The class of transformers that computes this model; a switch that none of them has is refused by
+    name."""
     if config.positions == "learned":
         name = "GPT2LMHeadModel"
-        needed = {"norm": "layernorm", "activation": "gelu", "bias": True, "qk_norm": False, "kv_heads": config.num_heads}
+        needed = {
+            "norm": "layernorm",
+            "activation": "gelu",
+            "bias": True,
+            "qk_norm": False,
+            "kv_heads": config.num_heads,
+        }
         needed["head_size"] = config.hidden_size / config.num_heads
     else:
         name = "LlamaForCausalLM"
@@ -219,11 +262,13 @@ def architecture(config: ModelConfig) -> str:
             name = "Qwen2ForCausalLM"
     for field, want in needed.items():
         if (got := getattr(config, field)) != want:
-            raise ConfigError(f"model.{field} = {got} has no equivalent in transformers: its {name} needs {want}")
+            raise ConfigError(
+                f"model.{field} = {got} has no equivalent in transformers: its {name} needs {want}"
+            )
     if name == "LlamaForCausalLM" and config.hidden_size % config.num_heads:
         raise ConfigError(
-            f"model.hidden_size = {config.hidden_size} has no equivalent in transformers: its {name} needs a multiple of "
-            f"model.num_heads ({config.num_heads})"
+            f"model.hidden_size = {config.hidden_size} has no equivalent in transformers: its {name} needs a"
+            f" multiple of model.num_heads ({config.num_heads})"
         )
     return name
 
@@ -238,10 +283,13 @@ def write_folder(
     chat_template: str | None = None,
     eos_ids: Sequence[int] = (),
 ) -> None:
-    """Write a folder that transformers loads; it appears complete or not at all, and never replaces another."""
+    """Write a folder that transformers loads; it appears complete or not at all, and never replaces
+    another."""
     tensors = to_huggingface(config, weights)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise StorageError(f"a model is written to a new folder, and {folder} is there already; remove it or choose another")
+        raise StorageError(
+            f"a model is written to a new folder, and {folder} is there already; remove it or choose another"
+        )
     temporary = folder.with_name(f".{folder.name}.tmp")
     with storage_errors("the model", folder):
         shutil.rmtree(temporary, ignore_errors=True)
@@ -256,7 +304,11 @@ def write_folder(
 
 
 def _texts(
-    config: ModelConfig, dtype: torch.dtype, tokenizer_json: str | None, chat_template: str | None, eos_ids: Sequence[int]
+    config: ModelConfig,
+    dtype: torch.dtype,
+    tokenizer_json: str | None,
+    chat_template: str | None,
+    eos_ids: Sequence[int],
 ) -> dict[str, str]:
     """Every file of the folder that is not weights."""
     eos = None if not eos_ids else eos_ids[0] if len(eos_ids) == 1 else list(eos_ids)
@@ -273,7 +325,10 @@ def _texts(
         about |= {"eos_token": tokens[eos_ids[0]]} if eos_ids and eos_ids[0] in tokens else {}
         # Without it, transformers 4 turns " ." into "." when it decodes.
         about |= {"clean_up_tokenization_spaces": False}
-        texts |= {"tokenizer.json": tokenizer_json, "tokenizer_config.json": json.dumps(about, indent=2) + "\n"}
+        texts |= {
+            "tokenizer.json": tokenizer_json,
+            "tokenizer_config.json": json.dumps(about, indent=2) + "\n",
+        }
     if chat_template is not None:
         texts["chat_template.jinja"] = chat_template
     return texts
@@ -338,8 +393,11 @@ def _write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dty
         try:
             safetensors.torch.save_file(shard, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:
-            raise StorageError(f"{file} could not be written to {folder.parent} ({error}); free some space and try again") from error
-        shutil.copymode(folder / "config.json", folder / file)  # safetensors leaves it readable by its owner alone
+            raise StorageError(
+                f"{file} could not be written to {folder.parent} ({error}); free some space and try again"
+            ) from error
+        # safetensors leaves it readable by its owner alone
+        shutil.copymode(folder / "config.json", folder / file)
 
 
 def _table(config: ModelConfig) -> Table:
@@ -349,7 +407,10 @@ def _table(config: ModelConfig) -> Table:
 def _accept(path: Path, raw: dict[str, Any], key: str, *values: object) -> None:
     if (got := raw.get(key)) not in values:
         wanted = " or ".join("absent" if value is None else str(value) for value in values)
-        raise CheckpointError(f"{path}: {key} must be {wanted} for a model that we compute exactly, got {got}; it cannot be loaded")
+        raise CheckpointError(
+            f"{path}: {key} must be {wanted} for a model that we compute exactly, got {got}; it cannot be"
+            " loaded"
+        )
 
 
 def _text(path: Path) -> str:

@@ -1,14 +1,18 @@
-"""Triton kernels for fine-tuning on short packed sequences: attention with its rotation, and SwiGLU, both ways.
+"""Triton kernels for fine-tuning on short packed sequences: attention with its rotation, and SwiGLU, both
+ways.
 
-    y = short_attention(qkv_THC, cos, sin, bounds, q_heads=15, longest=64)      # causal within each sequence, (T, q_heads * C)
+    # causal within each sequence, (T, q_heads * C)
+    y = short_attention(qkv_THC, cos, sin, bounds, q_heads=15, longest=64)
     y = swiglu(gate_up)                                                         # silu(gate) * up
 
-An update on some 1,500 tokens in sequences of 45 is bound by the number of its kernels: torch's attention for sequences of several
-lengths took 2.5 of its 16 ms on an H200 (blocks of 128 for 45 tokens, six kernels both ways), and splitting, rotating and joining the
-heads as much again. Here a sequence and a key/value head are one program: everything fits into one block, so nothing but its input is
-kept for the backward. CUDA and half precision only; longer sequences take torch's kernel (`transformer`).
+An update on some 1,500 tokens in sequences of 45 is bound by the number of its kernels: torch's attention for
+sequences of several lengths took 2.5 of its 16 ms on an H200 (blocks of 128 for 45 tokens, six kernels both
+ways), and splitting, rotating and joining the heads as much again. Here a sequence and a key/value head are
+one program: everything fits into one block, so nothing but its input is kept for the backward. CUDA and half
+precision only; longer sequences take torch's kernel (`transformer`).
 
-Shapes: T tokens of a row, H query heads and twice the key/value heads, C head width, L the block that holds a sequence, S sequences.
+Shapes: T tokens of a row, H query heads and twice the key/value heads, C head width, L the block that holds a
+sequence, S sequences.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -43,21 +47,35 @@ def _block(longest: int) -> int:
     return max(16, triton.next_power_of_2(longest))
 
 
-def short_attention(qkv_THC: Tensor, cos_TC: Tensor, sin_TC: Tensor, bounds_S: Tensor, *, q_heads: int, longest: int) -> Tensor:
+def short_attention(
+    qkv_THC: Tensor, cos_TC: Tensor, sin_TC: Tensor, bounds_S: Tensor, *, q_heads: int, longest: int
+) -> Tensor:
     """Rotate queries and keys by the angles of their tokens, and attend causally within each sequence."""
     return _ShortAttention.apply(qkv_THC, cos_TC, sin_TC, bounds_S, q_heads, longest)
 
 
 class _ShortAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, bounds: Tensor, q_heads: int, longest: int) -> Tensor:
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, bounds: Tensor, q_heads: int, longest: int
+    ) -> Tensor:
         T, heads, width = qkv.shape
         y = torch.empty((T, q_heads * width), dtype=qkv.dtype, device=qkv.device)
         ctx.save_for_backward(qkv, cos, sin, bounds)
         ctx.q_heads, ctx.longest = q_heads, longest
         kv_heads, block = (heads - q_heads) // 2, _block(longest)
         _attend[(len(bounds) - 1, kv_heads)](
-            qkv, cos, sin, bounds, y, width**-0.5, Q_HEADS=q_heads, KV_HEADS=kv_heads, C=width, L=block, num_warps=4 if block <= 64 else 8
+            qkv,
+            cos,
+            sin,
+            bounds,
+            y,
+            width**-0.5,
+            Q_HEADS=q_heads,
+            KV_HEADS=kv_heads,
+            C=width,
+            L=block,
+            num_warps=4 if block <= 64 else 8,
         )
         return y
 
@@ -69,7 +87,9 @@ class _ShortAttention(torch.autograd.Function):
         width = qkv.shape[2]
         sizes = {"Q_HEADS": ctx.q_heads, "KV_HEADS": kv_heads, "C": width, "L": block}
         warps = 4 if block <= 64 else 8
-        _attend_backward[(len(bounds) - 1, kv_heads)](qkv, cos, sin, bounds, dy, dqkv, width**-0.5, **sizes, num_warps=warps)
+        _attend_backward[(len(bounds) - 1, kv_heads)](
+            qkv, cos, sin, bounds, dy, dqkv, width**-0.5, **sizes, num_warps=warps
+        )
         return dqkv, None, None, None, None, None
 
 
@@ -91,7 +111,9 @@ class _SwiGlu(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         dx, width = torch.empty_like(gate_up), gate_up.shape[-1] // 2
-        _swiglu_backward[(gate_up.numel() // (2 * width), triton.cdiv(width, 1024))](gate_up, dy.contiguous(), dx, width, BLOCK=1024)
+        _swiglu_backward[(gate_up.numel() // (2 * width), triton.cdiv(width, 1024))](
+            gate_up, dy.contiguous(), dx, width, BLOCK=1024
+        )
         return dx
 
 
@@ -186,7 +208,11 @@ if triton is not None:
         inside = at < width
         gate = tl.load(in_ptr + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(in_ptr + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out_ptr + row * width + at, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(
+            out_ptr + row * width + at,
+            (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty),
+            mask=inside,
+        )
 
     @triton.jit
     def _swiglu_backward(in_ptr, dy_ptr, dx_ptr, width, BLOCK: tl.constexpr):

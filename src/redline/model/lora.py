@@ -1,12 +1,16 @@
-"""Low-rank adapters (LoRA) on the linear layers of a model, put there in place and merged into its weights for sampling.
+"""Low-rank adapters (LoRA) on the linear layers of a model, put there in place and merged into its weights
+for sampling.
 
-    add_lora(model, LoraConfig(rank=16, alpha=64), seed=0)    # freezes the model; only `adapters(model)` learn
-    with merged(model): ...                                   # the weights hold W + B A alpha/r, in the same memory; then their old bits
+    # freezes the model; only `adapters(model)` learn
+    add_lora(model, LoraConfig(rank=16, alpha=64), seed=0)
+    # the weights hold W + B A alpha/r, in the same memory; then their old bits
+    with merged(model): ...
 
-Query/key/value and gate/up are one matrix here and separate modules in PEFT, so a layer holds one A and one B per part: the A's stacked
-into one matrix, the B's as the diagonal blocks of one. Three small products become one, for the price of zeros that are multiplied
-and never learn: their gradient is masked, so they stay zero under AdamW. Adapters are fp32 and cast where they are used; the frozen
-weights are held in the model's compute dtype, in which every layer would cast them anyway. Left out: dropout, DoRA, adapters on embeddings.
+Query/key/value and gate/up are one matrix here and separate modules in PEFT, so a layer holds one A and one B
+per part: the A's stacked into one matrix, the B's as the diagonal blocks of one. Three small products become
+one, for the price of zeros that are multiplied and never learn: their gradient is masked, so they stay zero
+under AdamW. Adapters are fp32 and cast where they are used; the frozen weights are held in the model's
+compute dtype, in which every layer would cast them anyway. Left out: dropout, DoRA, adapters on embeddings.
 
 Shapes: N tokens, D width in, O width out, R rank x parts.
 """
@@ -46,9 +50,13 @@ class LoraConfig:
             raise ConfigError(f"lora.alpha must be a number greater than 0, got {self.alpha}")
         for name in self.targets:
             if name not in TARGETS:
-                raise ConfigError(f"lora.targets must be among {', '.join(TARGETS)}, got {name!r}{nearest(name, TARGETS)}")
+                raise ConfigError(
+                    f"lora.targets must be among {', '.join(TARGETS)}, got {name!r}{nearest(name, TARGETS)}"
+                )
         if not self.targets or len(set(self.targets)) < len(self.targets):
-            raise ConfigError(f"lora.targets must name at least one layer, and none twice; got {list(self.targets)}")
+            raise ConfigError(
+                f"lora.targets must name at least one layer, and none twice; got {list(self.targets)}"
+            )
 
     @property
     def scale(self) -> float:
@@ -67,7 +75,11 @@ class Part:
 def parts_of(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
     """The linear layers of a block, each with the modules that its rows are made of."""
     q, kv = config.num_heads * config.head_size, config.kv_heads * config.head_size
-    up = (("gate", config.ffn_size), ("up", config.ffn_size)) if config.activation == "swiglu" else (("up", config.ffn_size),)
+    up = (
+        (("gate", config.ffn_size), ("up", config.ffn_size))
+        if config.activation == "swiglu"
+        else (("up", config.ffn_size),)
+    )
     rows = {
         "attn.qkv": (("q", q), ("k", kv), ("v", kv)),
         "attn.out": (("o", config.hidden_size),),
@@ -77,7 +89,9 @@ def parts_of(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
     parts = {}
     for layer, sizes in rows.items():
         ends = [sum(size for _, size in sizes[: i + 1]) for i in range(len(sizes))]
-        parts[layer] = tuple(Part(target, end - size, end) for (target, size), end in zip(sizes, ends, strict=True))
+        parts[layer] = tuple(
+            Part(target, end - size, end) for (target, size), end in zip(sizes, ends, strict=True)
+        )
     return parts
 
 
@@ -94,7 +108,8 @@ class LoraLinear(Linear):
         device, width = base.weight.device, config.rank * len(parts)
         self.lora_a = nn.Parameter(torch.empty(width, base.in_features, device=device))
         self.lora_b = nn.Parameter(torch.zeros(base.out_features, width, device=device))
-        # What B is multiplied by where it is used: alpha / rank, and 0 outside its diagonal blocks, which so never learn.
+        # What B is multiplied by where it is used: alpha / rank, and 0 outside its diagonal blocks, which so
+        # never learn.
         self.scale_b = nn.Buffer(torch.zeros(base.out_features, width, device=device), persistent=False)
         for part, columns in self.blocks():
             self.scale_b[part.start : part.end, columns] = config.scale
@@ -117,7 +132,8 @@ class LoraLinear(Linear):
 
 
 class _Adapted(torch.autograd.Function):
-    """The layer with its adapter, both ways, in as few kernels as there are products: a pass of some 1,500 tokens is bound by launches."""
+    """The layer with its adapter, both ways, in as few kernels as there are products: a pass of some 1,500
+    tokens is bound by launches."""
 
     @staticmethod
     def forward(
@@ -130,7 +146,14 @@ class _Adapted(torch.autograd.Function):
         scale_b: Tensor,
     ) -> Tensor:
         # The factor, and the zeros outside B's blocks, go on with the cast that is needed anyway.
-        a_RD, b_OR = a.to(x_ND.dtype), (b * scale_b).to(x_ND.dtype) if torch.compiler.is_compiling() else _product(b, scale_b, x_ND.dtype)
+        a_RD, b_OR = (
+            a.to(x_ND.dtype),
+            (
+                (b * scale_b).to(x_ND.dtype)
+                if torch.compiler.is_compiling()
+                else _product(b, scale_b, x_ND.dtype)
+            ),
+        )
         h_NR = x_ND @ a_RD.T
         ctx.save_for_backward(x_ND, weight_OD, a_RD, b_OR, h_NR, scale_b)
         return _add_product(F.linear(x_ND, weight_OD, bias_O), h_NR, b_OR.T)
@@ -156,14 +179,16 @@ def _fp32_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _add_product(y: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """y + left @ right. Within the product itself, in y's memory, unless a compiler is there to fuse the addition with more."""
+    """y + left @ right. Within the product itself, in y's memory, unless a compiler is there to fuse the
+    addition with more."""
     if torch.compiler.is_compiling():
         return y + left @ right
     return y.addmm_(left, right)
 
 
 def add_lora(model: Transformer, config: LoraConfig, seed: int) -> None:
-    """Put adapters on the model's layers in place and freeze the rest. A is drawn as PEFT does, from the seed and its own name; B is 0.
+    """Put adapters on the model's layers in place and freeze the rest. A is drawn as PEFT does, from the seed
+    and its own name; B is 0.
 
     Weights that are cast move to other memory: CUDA graphs that read them are to be captured after this.
     """
@@ -187,7 +212,9 @@ def add_lora(model: Transformer, config: LoraConfig, seed: int) -> None:
 def _fill(layer: LoraLinear, name: str) -> None:
     bound = 1 / math.sqrt(layer.in_features)  # kaiming_uniform_(a=sqrt(5))
     for part, rows in layer.blocks():
-        generator = torch.Generator(layer.lora_a.device).manual_seed(zlib.crc32(f"{name}.{part.target}".encode()))
+        generator = torch.Generator(layer.lora_a.device).manual_seed(
+            zlib.crc32(f"{name}.{part.target}".encode())
+        )
         layer.lora_a[rows].uniform_(-bound, bound, generator=generator)
 
 
@@ -203,7 +230,8 @@ def adapters(model: Transformer) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def merge(model: Transformer) -> None:
-    """Add every adapter to its weight, in the weight's own memory (CUDA graphs hold its address); the layers then leave the adapter out."""
+    """Add every adapter to its weight, in the weight's own memory (CUDA graphs hold its address); the layers
+    then leave the adapter out."""
     for layer in lora_layers(model).values():
         assert layer.original is None, "merged twice"
         layer.original = layer.weight.detach().clone()
@@ -231,7 +259,12 @@ def merged(model: Transformer) -> Iterator[None]:
 
 @torch.no_grad()
 def merged_weights(model: Transformer) -> Mapping[str, Tensor]:
-    """Weights of the plain model that equals this one, by our names, for `write_folder`; sums in fp32, not yet rounded."""
+    """Weights of the plain model that equals this one, by our names, for `write_folder`; sums in fp32, not
+    yet rounded."""
     layers = lora_layers(model)
     weights = {name: p.detach() for name, p in model.named_parameters() if name not in adapters(model)}
-    return weights | {f"{name}.weight": layer.weight.float() + layer.delta() for name, layer in layers.items() if layer.original is None}
+    return weights | {
+        f"{name}.weight": layer.weight.float() + layer.delta()
+        for name, layer in layers.items()
+        if layer.original is None
+    }

@@ -1,17 +1,21 @@
 """The transformer: one decoder for GPT-2, Llama, SmolLM2, Qwen2 and Qwen3 shapes, chosen by `ModelConfig`.
 
-    model = build_model(config, device="cuda", seed=0)      # fp32 weights, initialised from the seed and each weight's name
+    # fp32 weights, initialised from the seed and each weight's name
+    model = build_model(config, device="cuda", seed=0)
     logits_BTV = model(tokens_BT)                           # in model.compute_dtype
-    loss_sum = model(tokens_BT, targets_BT)                 # summed over targets that are not IGNORED; the caller divides
-    loss_sum = model(tokens_1T, targets_1A, packing=packing)    # one row of several sequences; only the A read positions reach the head
+    # summed over targets that are not IGNORED; the caller divides
+    loss_sum = model(tokens_BT, targets_BT)
+    # one row of several sequences; only the A read positions reach the head
+    loss_sum = model(tokens_1T, targets_1A, packing=packing)
 
-Weights stay in fp32; activations, the residual stream included, are in `compute_dtype`, and each layer casts its weight where it
-is used (the casts cost under 1 % of a step; the blocks keep them for their backward, two bytes a weight). Norms and the loss compute
-in fp32 inside. Query/key/value and the two halves of SwiGLU are one matrix each: three small matrix products instead of one cost
-more, and so does adding up their gradients. Left out: dropout, sliding windows, mixtures of experts.
+Weights stay in fp32; activations, the residual stream included, are in `compute_dtype`, and each layer casts
+its weight where it is used (the casts cost under 1 % of a step; the blocks keep them for their backward, two
+bytes a weight). Norms and the loss compute in fp32 inside. Query/key/value and the two halves of SwiGLU are
+one matrix each: three small matrix products instead of one cost more, and so does adding up their gradients.
+Left out: dropout, sliding windows, mixtures of experts.
 
-Shapes: B batch, T tokens, D hidden, H query heads, K key/value heads, C head width, F feed-forward width, V vocabulary.
-Of packed rows: S sequences, L the longest of them, A positions whose loss is wanted.
+Shapes: B batch, T tokens, D hidden, H query heads, K key/value heads, C head width, F feed-forward width, V
+vocabulary. Of packed rows: S sequences, L the longest of them, A positions whose loss is wanted.
 """
 
 import functools
@@ -52,7 +56,9 @@ class Norm(nn.Module):
         weight = self.weight.to(x.dtype)
         if self.kind == "rmsnorm":
             return F.rms_norm(x, weight.shape, weight, self.eps)
-        return F.layer_norm(x, weight.shape, weight, None if self.bias is None else self.bias.to(x.dtype), self.eps)
+        return F.layer_norm(
+            x, weight.shape, weight, None if self.bias is None else self.bias.to(x.dtype), self.eps
+        )
 
 
 class Packing(NamedTuple):
@@ -60,7 +66,8 @@ class Packing(NamedTuple):
 
     positions_T: Tensor
     bounds_S: Tensor
-    """int32: where each sequence begins, and the end of the last; the sequences cover the row, and some may be empty."""
+    """int32: where each sequence begins, and the end of the last; the sequences cover the row, and some may
+    be empty."""
     longest: int
     """No sequence is longer."""
     read_A: Tensor | None = None
@@ -75,9 +82,12 @@ class Packing(NamedTuple):
     def with_grid(self) -> "Packing":
         starts_S, ends_S = self.bounds_S[:-1], self.bounds_S[1:]
         T, device = len(self.positions_T), self.bounds_S.device
-        # Places behind the end of a sequence read what comes next in the row: no query of the sequence looks so far ahead.
+        # Places behind the end of a sequence read what comes next in the row: no query of the sequence looks
+        # so far ahead.
         grid_SL = (starts_S[:, None] + torch.arange(self.longest, device=device)).clamp(max=T - 1)
-        sequence_T = torch.searchsorted(ends_S, torch.arange(T, device=device, dtype=ends_S.dtype), right=True)
+        sequence_T = torch.searchsorted(
+            ends_S, torch.arange(T, device=device, dtype=ends_S.dtype), right=True
+        )
         return self._replace(grid_SL=grid_SL, places_T=sequence_T * self.longest + self.positions_T)
 
 
@@ -85,18 +95,22 @@ _varlen: Callable[..., Any] | None = None
 
 
 def _load_varlen() -> None:
-    """torch's attention over sequences of several lengths; importing it takes a second, which only packed rows on a GPU need."""
+    """torch's attention over sequences of several lengths; importing it takes a second, which only packed
+    rows on a GPU need."""
     global _varlen
     if _varlen is None:
         from torch.nn.attention.varlen import varlen_attn
 
         # Before torch 2.13 it has no such argument and takes fewer key/value heads as they are.
-        grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+        grouped: dict[str, Any] = (
+            {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+        )
         _varlen = functools.partial(varlen_attn, window_size=(-1, 0), **grouped)
 
 
 def packed_attention(q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor, packing: Packing) -> Tensor:
-    """Causal attention within each sequence of a row: one kernel on CUDA in half precision, elsewhere over a padded grid."""
+    """Causal attention within each sequence of a row: one kernel on CUDA in half precision, elsewhere over a
+    padded grid."""
     if packing.grid_SL is None or packing.places_T is None:
         bounds, longest = packing.bounds_S, packing.longest
         assert _varlen is not None
@@ -104,7 +118,10 @@ def packed_attention(q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor, packing: Packi
         assert isinstance(y, Tensor)
         return y
     S, L = packing.grid_SL.shape
-    q, k, v = (x.index_select(0, packing.grid_SL.flatten()).unflatten(0, (S, L)).transpose(1, 2) for x in (q_THC, k_TKC, v_TKC))
+    q, k, v = (
+        x.index_select(0, packing.grid_SL.flatten()).unflatten(0, (S, L)).transpose(1, 2)
+        for x in (q_THC, k_TKC, v_TKC)
+    )
     y_SHLC = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return y_SHLC.transpose(1, 2).flatten(0, 1).index_select(0, packing.places_T)
 
@@ -123,7 +140,9 @@ class Attention(nn.Module):
         B, T, _ = x_BTD.shape
         qkv = self.qkv(x_BTD).view(B, T, self.heads + 2 * self.kv_heads, self.head_size)
         if packing is not None and packing.short and rope is not None:
-            y = kernels.short_attention(qkv[0], *rope, packing.bounds_S, q_heads=self.heads, longest=packing.longest)
+            y = kernels.short_attention(
+                qkv[0], *rope, packing.bounds_S, q_heads=self.heads, longest=packing.longest
+            )
             return self.out(y[None])
         if packing is not None and rope is not None and self.q_norm is None:
             # Both in one rotation: without a compiler that halves its dozen small kernels.
@@ -160,8 +179,14 @@ class FeedForward(nn.Module):
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:
-    if gate_up.is_cuda and gate_up.dtype != torch.float32 and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return kernels.swiglu(gate_up)  # two kernels both ways instead of eight; a compiler does as well by itself
+    if (
+        gate_up.is_cuda
+        and gate_up.dtype != torch.float32
+        and torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+    ):
+        # two kernels both ways instead of eight; a compiler does as well by itself
+        return kernels.swiglu(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -173,7 +198,9 @@ class Block(nn.Module):
         self.ffn_norm, self.ffn = Norm(config.hidden_size, config), FeedForward(config)
         self.recompute: Recompute = "none"
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, packing: Packing | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, packing: Packing | None = None
+    ) -> Tensor:
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self._residuals(x, rope, packing)
         # Inside the block, so that a compiler that sees the block sees what may be recomputed.
@@ -185,7 +212,8 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Embedding, blocks, final norm, head. Execution choices (`compute_dtype`, `cross_entropy`, ...) are attributes."""
+    """Embedding, blocks, final norm, head. Execution choices (`compute_dtype`, `cross_entropy`, ...) are
+    attributes."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -194,7 +222,9 @@ class Transformer(nn.Module):
         self.cross_entropy: CrossEntropy = "torch"
         self.loss_chunks = 1
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.positions = nn.Embedding(config.context_length, config.hidden_size) if config.positions == "learned" else None
+        self.positions = (
+            nn.Embedding(config.context_length, config.hidden_size) if config.positions == "learned" else None
+        )
         self.blocks: list[Block] = nn.ModuleList(Block(config) for _ in range(config.num_layers))  # type: ignore[assignment]
         self.norm = Norm(config.hidden_size, config)
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -202,12 +232,16 @@ class Transformer(nn.Module):
         self.rope_cos, self.rope_sin = (nn.Buffer(table, persistent=False) for table in rope_table(config))
 
     def tie(self) -> None:
-        """Share the embedding with the head, if the config says so; to be repeated after `to_empty`, which gives each its own."""
+        """Share the embedding with the head, if the config says so; to be repeated after `to_empty`, which
+        gives each its own."""
         if self.config.tie_embeddings:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, *, packing: Packing | None = None) -> Tensor:
-        """Logits, or with targets the sum of the losses over the targets that are not IGNORED. With a packing the batch is one row."""
+    def forward(
+        self, tokens_BT: Tensor, targets_BT: Tensor | None = None, *, packing: Packing | None = None
+    ) -> Tensor:
+        """Logits, or with targets the sum of the losses over the targets that are not IGNORED. With a packing
+        the batch is one row."""
         x = self.hidden(tokens_BT, packing)
         if packing is not None and packing.read_A is not None:
             x = x.index_select(1, packing.read_A)
@@ -238,7 +272,8 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def _with_kernel(self, packing: Packing, x: Tensor) -> Packing:
-        """The packing with what its attention needs: the kernels for sequences of several lengths are CUDA's, in half precision."""
+        """The packing with what its attention needs: the kernels for sequences of several lengths are CUDA's,
+        in half precision."""
         config = self.config
         if not x.is_cuda or x.dtype == torch.float32:
             return packing.with_grid()
@@ -256,23 +291,30 @@ class Transformer(nn.Module):
 
 
 def rope_table(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position, each (context_length, head_size): the half-rotation layout of Hugging Face."""
+    """Cosines and sines of every position, each (context_length, head_size): the half-rotation layout of
+    Hugging Face."""
     half = torch.arange(0, config.head_size, 2, dtype=torch.float32) / config.head_size
-    angles = torch.outer(torch.arange(config.context_length, dtype=torch.float32), 1.0 / config.rope_theta**half)
+    angles = torch.outer(
+        torch.arange(config.context_length, dtype=torch.float32), 1.0 / config.rope_theta**half
+    )
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos(), angles.sin()
 
 
 def rotate(x_BTHC: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate each pair (i, i + C/2) of a head by its position's angle; in fp32, since bf16 angles blur distant positions."""
+    """Rotate each pair (i, i + C/2) of a head by its position's angle; in fp32, since bf16 angles blur
+    distant positions."""
     cos, sin = (table[:, None, :] for table in rope)
     a, b = x_BTHC.chunk(2, dim=-1)
     return (x_BTHC * cos + torch.cat([-b, a], dim=-1) * sin).to(x_BTHC.dtype)
 
 
-def build_model(config: ModelConfig, *, device: torch.device | str, seed: int, shape: Callable[[Any], None] | None = None) -> Transformer:
-    """A model with fp32 weights on the device. Every weight is drawn from the seed and its own name, so neither the order nor the
-    number of processes that hold it matters. `shape(model)` may shard or convert layers while the model has no memory yet."""
+def build_model(
+    config: ModelConfig, *, device: torch.device | str, seed: int, shape: Callable[[Any], None] | None = None
+) -> Transformer:
+    """A model with fp32 weights on the device. Every weight is drawn from the seed and its own name, so
+    neither the order nor the number of processes that hold it matters. `shape(model)` may shard or convert
+    layers while the model has no memory yet."""
     with torch.device("meta"):
         model = Transformer(config)
     if shape is not None:
@@ -285,7 +327,8 @@ def build_model(config: ModelConfig, *, device: torch.device | str, seed: int, s
 
 @torch.no_grad()
 def fill(model: Transformer, seed: int) -> None:
-    """Initialise in place; a sharded parameter takes its own part of the value that an unsharded one would get."""
+    """Initialise in place; a sharded parameter takes its own part of the value that an unsharded one would
+    get."""
     for name, parameter in model.named_parameters():
         value = torch.empty(parameter.shape, device=parameter.device)
         if "norm" in name or name.endswith("bias"):
@@ -313,7 +356,11 @@ def _std(name: str, config: ModelConfig) -> float:
 
 
 def _context(recompute: Recompute) -> dict[str, Any]:
-    return {} if recompute == "full" else {"context_fn": functools.partial(create_selective_checkpoint_contexts, _keep_matmuls)}
+    return (
+        {}
+        if recompute == "full"
+        else {"context_fn": functools.partial(create_selective_checkpoint_contexts, _keep_matmuls)}
+    )
 
 
 _KEPT = {
@@ -328,5 +375,6 @@ _KEPT = {
 
 
 def _keep_matmuls(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """Selective recomputation keeps what is dear to compute (matrix products, attention) and redoes what is cheap."""
+    """Selective recomputation keeps what is dear to compute (matrix products, attention) and redoes what is
+    cheap."""
     return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

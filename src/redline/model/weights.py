@@ -1,12 +1,15 @@
-"""Weights under other names: how our fused matrices are made of, and split into, the tensors of a foreign file.
+"""Weights under other names: how our fused matrices are made of, and split into, the tensors of a foreign
+file.
 
-    weights = join(config, TABLE, tensors, where="model.safetensors")   # their tensors -> ours, every name and shape checked
+    # their tensors -> ours, every name and shape checked
+    weights = join(config, TABLE, tensors, where="model.safetensors")
     tensors = split(config, TABLE, weights)                             # ours -> their tensors
     load_weights(model, weights)                                        # strict, in place
 
-A table maps a module of ours to the modules of theirs whose rows, one after the other, make up our matrix; `{i}` stands for the
-layer. `huggingface` and `gguf` each bring their tables and both return `Loaded`. What makes a layout special (GPT-2's transposed
-matrices, the permuted heads of Llama GGUF files) is undone there, before `join`.
+A table maps a module of ours to the modules of theirs whose rows, one after the other, make up our matrix;
+`{i}` stands for the layer. `huggingface` and `gguf` each bring their tables and both return `Loaded`. What
+makes a layout special (GPT-2's transposed matrices, the permuted heads of Llama GGUF files) is undone there,
+before `join`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -39,14 +42,27 @@ class Loaded:
 
 def checked(config: ModelConfig, *, where: str) -> ModelConfig:
     """Return the configuration, or refuse sizes that no model has: a foreign file may say anything."""
-    sizes = ("vocab_size", "num_layers", "hidden_size", "num_heads", "ffn_size", "context_length", "kv_heads", "head_size")
+    sizes = (
+        "vocab_size",
+        "num_layers",
+        "hidden_size",
+        "num_heads",
+        "ffn_size",
+        "context_length",
+        "kv_heads",
+        "head_size",
+    )
     for name in sizes:
         if not isinstance(size := getattr(config, name), int) or size < 1:
             raise CheckpointError(f"{where}: {name} must be a whole number greater than 0, got {size}")
     if config.num_heads % config.kv_heads:
-        raise CheckpointError(f"{where}: {config.num_heads} heads must be a multiple of {config.kv_heads} key/value heads")
+        raise CheckpointError(
+            f"{where}: {config.num_heads} heads must be a multiple of {config.kv_heads} key/value heads"
+        )
     if config.head_dim is None and config.hidden_size % config.num_heads:
-        raise CheckpointError(f"{where}: hidden_size {config.hidden_size} must be a multiple of {config.num_heads} heads")
+        raise CheckpointError(
+            f"{where}: hidden_size {config.hidden_size} must be a multiple of {config.num_heads} heads"
+        )
     return config
 
 
@@ -56,8 +72,11 @@ def shapes(config: ModelConfig) -> dict[str, torch.Size]:
         return {name: parameter.shape for name, parameter in Transformer(config).named_parameters()}
 
 
-def join(config: ModelConfig, table: Table, tensors: Mapping[str, Tensor], *, where: str) -> dict[str, Tensor]:
-    """Our weights made of theirs; a tensor that is missing, left over or of another shape is refused by name."""
+def join(
+    config: ModelConfig, table: Table, tensors: Mapping[str, Tensor], *, where: str
+) -> dict[str, Tensor]:
+    """Our weights made of theirs; a tensor that is missing, left over or of another shape is refused by
+    name."""
     ours = shapes(config)
     expected = _parts(config, table, ours)
     wanted = {name for parts in expected.values() for name, _ in parts}
@@ -88,7 +107,8 @@ def split(config: ModelConfig, table: Table, weights: Mapping[str, Tensor]) -> d
 
 @torch.no_grad()
 def load_weights(model: Transformer, weights: Mapping[str, Tensor]) -> None:
-    """Copy every weight into the model in place, a sharded parameter taking its own part; names and shapes must fit exactly."""
+    """Copy every weight into the model in place, a sharded parameter taking its own part; names and shapes
+    must fit exactly."""
     parameters = dict(model.named_parameters())
     check({name: parameter.shape for name, parameter in parameters.items()}, weights)
     for name, parameter in parameters.items():
@@ -100,12 +120,16 @@ def check(expected: Mapping[str, torch.Size], weights: Mapping[str, Tensor]) -> 
     _refuse("the weights", "missing", expected.keys() - weights.keys())
     _refuse("the weights", "not expected", weights.keys() - expected.keys())
     bad = [
-        f"{name} {tuple(weights[name].shape)} instead of {tuple(want)}" for name, want in expected.items() if weights[name].shape != want
+        f"{name} {tuple(weights[name].shape)} instead of {tuple(want)}"
+        for name, want in expected.items()
+        if weights[name].shape != want
     ]
     _refuse("the weights", "of another shape", bad)
 
 
-def _parts(config: ModelConfig, table: Table, ours: Mapping[str, torch.Size]) -> dict[str, list[tuple[str, int]]]:
+def _parts(
+    config: ModelConfig, table: Table, ours: Mapping[str, torch.Size]
+) -> dict[str, list[tuple[str, int]]]:
     """For each of our parameters, the names of theirs and the rows that each one brings."""
     kv_width = config.kv_heads * config.head_size
     rows_of = {
@@ -127,5 +151,6 @@ def _refuse(where: str, what: str, names: Iterable[str]) -> None:
     if first:
         more = f" and {len(first) - 3} more" if len(first) > 3 else ""
         raise CheckpointError(
-            f"{where}: every tensor must fit the model that its configuration describes; {what}: {', '.join(first[:3])}{more}"
+            f"{where}: every tensor must fit the model that its configuration describes; {what}:"
+            f" {', '.join(first[:3])}{more}"
         )

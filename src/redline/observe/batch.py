@@ -1,6 +1,8 @@
-"""What a batch shows of itself: rows, and where it is a mapping with `input_ids`, positions, tokens and so the share of padding.
+"""What a batch shows of itself: rows, and where it is a mapping with `input_ids`, positions, tokens and so
+the share of padding.
 
-A mask on a GPU is summed there and stays there: nothing is read back. Left out: batches of other shapes, of which only the rows are seen.
+A mask on a GPU is summed there and stays there: nothing is read back. Left out: batches of other shapes, of
+which only the rows are seen.
 """
 
 from collections.abc import Mapping
@@ -34,12 +36,14 @@ class Seen:
             self.rows = self.rows or _rows(batch)
             return
         mask = batch.get("attention_mask")
-        if not isinstance(mask, Tensor) or mask.ndim != 2:  # four dimensions: who may look at whom, which does not tell padding
+        # four dimensions: who may look at whom, which does not tell padding
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
             self._extend(ids, ids.shape[0] * ids.shape[1])
             return
         self.masked = True
         if mask.is_cpu:
-            # By numpy: a call of torch between two updates finds its code out of the cache and costs ten times what it does in a loop.
+            # By numpy: a call of torch between two updates finds its code out of the cache and costs ten
+            # times what it does in a loop.
             array = mask.numpy()
             self._extend(array, int(np.count_nonzero(array)))
         else:
@@ -55,5 +59,11 @@ class Seen:
 
 def _rows(batch: Any) -> int:
     """Length of the first tensor in the batch; 0 where there is none."""
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else (batch,)
+    parts = (
+        batch.values()
+        if isinstance(batch, Mapping)
+        else batch
+        if isinstance(batch, list | tuple)
+        else (batch,)
+    )
     return next((part.shape[0] for part in parts if isinstance(part, Tensor) and part.ndim), 0)

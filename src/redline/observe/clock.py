@@ -1,11 +1,13 @@
-"""Moments and the seconds between them: on the GPU's own clock, read late, or on the host's where there is no GPU.
+"""Moments and the seconds between them: on the GPU's own clock, read late, or on the host's where there is no
+GPU.
 
     clock = Clock(device)
     begin, end = clock.now(), clock.now()      # on a GPU: two events in its queue; the host does not wait
     clock.passed(end), clock.seconds(begin, end)
 
-A GPU's moment lies where the work queued before it ends. The time between two moments around a wait of the host is therefore what the GPU
-stood idle for, and nothing where it still had work. Left out: other accelerators, which are timed by the host's clock.
+A GPU's moment lies where the work queued before it ends. The time between two moments around a wait of the
+host is therefore what the GPU stood idle for, and nothing where it still had work. Left out: other
+accelerators, which are timed by the host's clock.
 """
 
 import time
@@ -20,7 +22,9 @@ Moment = torch.cuda.Event | float
 class Clock:
     def __init__(self, device: torch.device) -> None:
         self.is_gpu = device.type == "cuda"
-        self.now: Callable[[], Moment] = partial(_event, torch.cuda.current_stream(device)) if self.is_gpu else time.perf_counter
+        self.now: Callable[[], Moment] = (
+            partial(_event, torch.cuda.current_stream(device)) if self.is_gpu else time.perf_counter
+        )
 
     def passed(self, moment: Moment) -> bool:
         """Whether the device has got there; asks and never waits."""

@@ -1,9 +1,12 @@
-"""What a loop's model and machine say of how it is executed, as the plan.json that the report and the diagnosis read.
+"""What a loop's model and machine say of how it is executed, as the plan.json that the report and the
+diagnosis read.
 
-    described = Described(model, device)        # before the first update: looks once at the first forward pass
+    # before the first update: looks once at the first forward pass
+    described = Described(model, device)
     described.plan(batch, world_size, told={})  # after it: each value beside its reason, as in a plan of ours
 
-It is no plan that `redline train` could execute: only what was seen stands in it, under the names of plan/plan.py.
+It is no plan that `redline train` could execute: only what was seen stands in it, under the names of
+plan/plan.py.
 """
 
 from collections import Counter
@@ -35,10 +38,12 @@ def hardware_of(device: torch.device) -> Hardware:
 
 class Described:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.model: nn.Module = getattr(model, "module", model)  # DDP's wrapper holds the model under this name
+        # DDP's wrapper holds the model under this name
+        self.model: nn.Module = getattr(model, "module", model)
         self.device = device
         self._autocast: torch.dtype | None = None
-        # A hook on a model compiled in place would be traced into its graph, and taking it away would compile it again.
+        # A hook on a model compiled in place would be traced into its graph, and taking it away would compile
+        # it again.
         if getattr(model, "_compiled_call_impl", None) is None:
             self._hook = model.register_forward_pre_hook(self._look)
 
@@ -55,7 +60,14 @@ class Described:
             "precision": self.precision(),
             "micro_batch": (seen.rows or None, "rows of the first batch"),
             "accumulation": (batches, "batches in the first update"),
-            "seq_len": (seq_len, "positions of a row in the first update" if seen.seq_len else "tokens_per_step over rows and batches"),
+            "seq_len": (
+                seq_len,
+                (
+                    "positions of a row in the first update"
+                    if seen.seq_len
+                    else "tokens_per_step over rows and batches"
+                ),
+            ),
             "recompute": self.recompute(),
             "compile": self.compiled(),
         }
@@ -65,7 +77,10 @@ class Described:
         return {
             "hardware": asdict(hardware),
             "world_size": world_size,
-            **{name: {"value": value, "reason": reason, "source": source} for name, (value, reason, source) in entries.items()},
+            **{
+                name: {"value": value, "reason": reason, "source": source}
+                for name, (value, reason, source) in entries.items()
+            },
             "flops_per_token": {"value": per_token, "reason": convention, "source": "observed"},
             "prediction": {"parameters": sum(p.numel() for p in self.model.parameters())},
         }
@@ -78,35 +93,62 @@ class Described:
         for parameter in self.model.parameters():
             sizes[parameter.dtype] += parameter.numel()
         dtype = sizes.most_common(1)[0][0] if sizes else torch.float32
-        if dtype == torch.float32 and self.device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        if (
+            dtype == torch.float32
+            and self.device.type == "cuda"
+            and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        ):
             return "tf32", "fp32 parameters, no autocast, and torch allows TF32"
         return NAMES.get(dtype, str(dtype)), "dtype of most parameters; no autocast in the first forward pass"
 
     def recompute(self) -> tuple[str | None, str]:
-        """Only a Hugging Face model says so; a call of torch.utils.checkpoint leaves no trace that could be looked up."""
+        """Only a Hugging Face model says so; a call of torch.utils.checkpoint leaves no trace that could be
+        looked up."""
         known = getattr(self.model, "is_gradient_checkpointing", None)
-        return {True: "full", False: "none"}.get(known) if isinstance(known, bool) else None, "the model's is_gradient_checkpointing"
+        return (
+            {True: "full", False: "none"}.get(known) if isinstance(known, bool) else None
+        ), "the model's is_gradient_checkpointing"
 
     def compiled(self) -> tuple[str, str]:
         outer = type(self.model).__name__ == "OptimizedModule"
-        inner = any(getattr(module, "_compiled_call_impl", None) is not None for module in self.model.modules())
+        inner = any(
+            getattr(module, "_compiled_call_impl", None) is not None for module in self.model.modules()
+        )
         return "on" if outer or inner else "off", "whether torch.compile wraps the model or a part of it"
 
 
 def flops_per_token(model: nn.Module, seq_len: int | None) -> tuple[int, str]:
-    """Training FLOPs of a token: 6 a weight of a matrix product, 4 a frozen one (it needs no gradient of its own), and 12 L d T for
-    attention where the model's config gives layers and width. All experts of a mixture are counted."""
-    tables = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters(recurse=False)}
+    """Training FLOPs of a token: 6 a weight of a matrix product, 4 a frozen one (it needs no gradient of its
+    own), and 12 L d T for attention where the model's config gives layers and width. All experts of a mixture
+    are counted."""
+    tables = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for p in module.parameters(recurse=False)
+    }
     weights: dict[int, Tensor] = {}
     for module in model.modules():
         if not isinstance(module, nn.Embedding):
-            # A head that shares the embedding's table is a matrix product; named here by the module that multiplies.
+            # A head that shares the embedding's table is a matrix product; named here by the module that
+            # multiplies.
             shared = isinstance(module, nn.Linear)
-            weights |= {id(p): p for p in module.parameters(recurse=False) if p.ndim >= 2 and (shared or id(p) not in tables)}
+            weights |= {
+                id(p): p
+                for p in module.parameters(recurse=False)
+                if p.ndim >= 2 and (shared or id(p) not in tables)
+            }
     total = sum((6 if p.requires_grad else 4) * p.numel() for p in weights.values())
     config = getattr(model, "config", None)
     layers, width = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
     if not (isinstance(layers, int) and isinstance(width, int) and seq_len):
-        unknown = "no layers and width in model.config" if seq_len else "the length of a row is not known (run.batches shows it)"
+        unknown = (
+            "no layers and width in model.config"
+            if seq_len
+            else "the length of a row is not known (run.batches shows it)"
+        )
         return total, f"6 a weight of a matrix product (4 where frozen); attention not counted: {unknown}"
-    return total + 12 * layers * width * seq_len, "6 a weight of a matrix product (4 where frozen) + 12 L d T for attention"
+    return (
+        total + 12 * layers * width * seq_len,
+        "6 a weight of a matrix product (4 where frozen) + 12 L d T for attention",
+    )

@@ -1,14 +1,16 @@
-"""What generation computes inside a watched loop: the calls of the model in the phase `generate`, each with its positions and its time.
+"""What generation computes inside a watched loop: the calls of the model in the phase `generate`, each with
+its positions and its time.
 
     calls, times = Calls(model, clock), CallTimes(clock)
     with calls:                             # hooks are on the model only meanwhile
         model.generate(...)
     calls.facts(generate_s, times)          # once the device has got there; for the event `generation`
 
-With a cache of keys and values a call computes one position a row. Without one it computes all of them again: its positions are those of
-the call before and one more. What a cached call would take is not measured but read off how the host's time grows with positions: on a
-GPU that time is what the launches take, on a CPU it is the work. Left out: models that are compiled as a whole, on which a hook would
-compile them again; texts that are padded to one length from the start, whose calls look like passes that score rows of one length.
+With a cache of keys and values a call computes one position a row. Without one it computes all of them again:
+its positions are those of the call before and one more. What a cached call would take is not measured but
+read off how the host's time grows with positions: on a GPU that time is what the launches take, on a CPU it
+is the work. Left out: models that are compiled as a whole, on which a hook would compile them again; texts
+that are padded to one length from the start, whose calls look like passes that score rows of one length.
 """
 
 import time
@@ -29,7 +31,8 @@ INPUTS = ("decoder_input_ids", "input_ids", "inputs_embeds")
 NEIGHBOURS = 4
 """Shapes that are one point of the fit; the fastest counts."""
 LEAST_CALLS = 3 * NEIGHBOURS
-"""Calls that are one position longer each. Fewer may be chance, and are too few points to tell how time grows with positions."""
+"""Calls that are one position longer each. Fewer may be chance, and are too few points to tell how time grows
+with positions."""
 
 
 class Call(NamedTuple):
@@ -42,7 +45,8 @@ class Call(NamedTuple):
 
 
 class Calls:
-    """The outermost calls of a model or of what it wraps: `generate` of a wrapped model does not pass through its wrapper."""
+    """The outermost calls of a model or of what it wraps: `generate` of a wrapped model does not pass through
+    its wrapper."""
 
     def __init__(self, model: nn.Module, clock: Clock) -> None:
         self.made: list[Call] = []
@@ -57,7 +61,9 @@ class Calls:
             self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._after, always_call=True))
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         while self._handles:
             self._handles.pop().remove()
 
@@ -74,7 +80,8 @@ class Calls:
             self._open = None
 
     def facts(self, generate_s: float, times: "CallTimes") -> dict[str, float]:
-        """What the diagnosis needs, in plain numbers. Waits for the device where it has not passed the last call."""
+        """What the diagnosis needs, in plain numbers. Waits for the device where it has not passed the last
+        call."""
         repeated = repeats(self.made)
         found = {
             "calls": len(self.made),
@@ -96,7 +103,8 @@ class Calls:
 
 
 class CallTimes:
-    """Host seconds of the fastest call of some rows and positions in all updates so far: another program only ever slows a call down."""
+    """Host seconds of the fastest call of some rows and positions in all updates so far: another program only
+    ever slows a call down."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -110,23 +118,33 @@ class CallTimes:
             self._fastest[rows, positions] = min(host_s, self._fastest.get((rows, positions), host_s))
 
     def cached_call_s(self) -> float:
-        """Seconds of a call that computes one position a row and finds the others in a cache, in the place of the calls added last.
+        """Seconds of a call that computes one position a row and finds the others in a cache, in the place of
+        the calls added last.
 
-        R rows of T positions take a + b R T + c R T²: what does not depend on positions, the work on each, and each looking at the others.
-        One position a row takes a + b R + c R T. That is fitted to the fastest calls; the last were slower by some factor, and a cached
-        one would be. On a GPU the host may have waited for a place in the queue: there the fastest stand for them.
+        R rows of T positions take a + b R T + c R T²: what does not depend on positions, the work on each,
+        and each looking at the others. One position a row takes a + b R + c R T. That is fitted to the
+        fastest calls; the last were slower by some factor, and a cached one would be. On a GPU the host may
+        have waited for a place in the queue: there the fastest stand for them.
         """
         terms = fitted([(*shape, seconds) for shape, seconds in sorted(self._fastest.items())])
         shapes = [(call.rows, call.positions) for call in self._last]
-        took_s = sum(self._fastest[shape] for shape in shapes) if self._clock.is_gpu else sum(call.host_s for call in self._last)
+        took_s = (
+            sum(self._fastest[shape] for shape in shapes)
+            if self._clock.is_gpu
+            else sum(call.host_s for call in self._last)
+        )
         rows, positions = np.array(shapes, dtype=float).T
         slower = took_s / (_terms(rows, positions) @ terms).sum()
         return float(slower * terms @ [1.0, rows.mean(), (rows * positions).mean()])
 
 
 def fitted(times: Sequence[tuple[int, int, float]]) -> np.ndarray:
-    """a, b and c, none of them negative, of sorted (rows, positions, seconds), by least squares of the relative errors."""
-    points = [min(times[start : start + NEIGHBOURS], key=lambda time: time[2]) for start in range(0, len(times), NEIGHBOURS)]
+    """a, b and c, none of them negative, of sorted (rows, positions, seconds), by least squares of the
+    relative errors."""
+    points = [
+        min(times[start : start + NEIGHBOURS], key=lambda time: time[2])
+        for start in range(0, len(times), NEIGHBOURS)
+    ]
     rows, positions, seconds = np.array(points, dtype=float).T
     relative = _terms(rows, positions) / seconds[:, None]
     best, least = np.zeros(3), np.inf
@@ -154,7 +172,9 @@ def hookable(model: nn.Module) -> list[nn.Module]:
         found.append(inner)
         if type(inner).__name__ == "OptimizedModule":
             break
-        inner = next((held for name in WRAPPED if isinstance(held := getattr(inner, name, None), nn.Module)), None)
+        inner = next(
+            (held for name in WRAPPED if isinstance(held := getattr(inner, name, None), nn.Module)), None
+        )
     return found
 
 
@@ -166,9 +186,10 @@ def shape_of(given: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[int, int
 
 
 def repeats(calls: Sequence[Call]) -> list[Call]:
-    """The calls that computed what the call before them had computed: one position more, time and again, and then as many, where a full
-    window moves on. Passes that score texts sorted by length grow too, but not by one each time, and go on to grow after two of one length:
-    what is no longer than chance would have it is left out."""
+    """The calls that computed what the call before them had computed: one position more, time and again, and
+    then as many, where a full window moves on. Passes that score texts sorted by length grow too, but not by
+    one each time, and go on to grow after two of one length: what is no longer than chance would have it is
+    left out."""
     chains: list[list[Call]] = [[]]
     stays = False
     for before, call in pairwise(calls):
@@ -179,4 +200,6 @@ def repeats(calls: Sequence[Call]) -> list[Call]:
         if again:
             chains[-1].append(call)
         stays = more == 0
-    return [call for chain in chains if len({call.positions for call in chain}) >= LEAST_CALLS for call in chain]
+    return [
+        call for chain in chains if len({call.positions for call in chain}) >= LEAST_CALLS for call in chain
+    ]

@@ -1,15 +1,18 @@
-"""A user's own PyTorch loop under our instruments: three lines in the loop, a run folder out, and the diagnosis at the end.
+"""A user's own PyTorch loop under our instruments: three lines in the loop, a run folder out, and the
+diagnosis at the end.
 
     with redline.watch("runs/mine", model=model) as run:
-        for batch in run.batches(loader):                  # times the wait for data, counts tokens and padding
+        # times the wait for data, counts tokens and padding
+        for batch in run.batches(loader):
             with run.phase("forward"):                     # optional: where the time of an update goes
                 loss = model(**batch).loss
             ...
             run.step(loss=loss)                            # after each update
 
-Nothing here waits for a GPU: moments are CUDA events, a loss is copied behind the update that made it, and both are read when the GPU has
-passed them. Lines are written once a second, all but the newest. Of several processes the
-first writes, and its own numbers stand for all. Left out: resuming (that is the loop's), gradient norms, recomputation by hand.
+Nothing here waits for a GPU: moments are CUDA events, a loss is copied behind the update that made it, and
+both are read when the GPU has passed them. Lines are written once a second, all but the newest. Of several
+processes the first writes, and its own numbers stand for all. Left out: resuming (that is the loop's),
+gradient norms, recomputation by hand.
 """
 
 import json
@@ -46,7 +49,8 @@ Phase = Literal["generate", "copy", "forward", "backward", "optimizer"]
 Pause = Literal["validation", "checkpoint"]
 PHASES: tuple[Phase, ...] = ("generate", "copy", "forward", "backward", "optimizer")
 WRITE_EVERY_S, MOST_HELD = 1.0, 64
-"""Lines are written together, because the first of them finds every cache cold and costs ten times the others."""
+"""Lines are written together, because the first of them finds every cache cold and costs ten times the
+others."""
 SYNCS_AFTER = 3
 """Updates behind the first before one is searched for waits: caches are full and compiling is done."""
 GENERATING = "phase('generate')"
@@ -85,16 +89,26 @@ class _Span:
     def __enter__(self) -> None:
         self._begin = self._run.clock.now()
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._run.spans.append((self._metric, self._begin, self._run.clock.now()))
 
 
 def watch(
-    folder: str | Path, *, model: nn.Module, tokens_per_step: float | None = None, start_step: int = 0, quiet: bool = False
+    folder: str | Path,
+    *,
+    model: nn.Module,
+    tokens_per_step: float | None = None,
+    start_step: int = 0,
+    quiet: bool = False,
 ) -> "WatchedRun":
-    """Instruments for the loop inside the `with` block. `tokens_per_step` (of this process) is needed only where batches do not show it;
-    `start_step` is the number of updates that a resumed loop has behind it; `quiet` prints nothing at the end."""
-    return WatchedRun(Path(folder), model, tokens_per_step=tokens_per_step, start_step=start_step, quiet=quiet)
+    """Instruments for the loop inside the `with` block. `tokens_per_step` (of this process) is needed only
+    where batches do not show it; `start_step` is the number of updates that a resumed loop has behind it;
+    `quiet` prints nothing at the end."""
+    return WatchedRun(
+        Path(folder), model, tokens_per_step=tokens_per_step, start_step=start_step, quiet=quiet
+    )
 
 
 class WatchedRun:
@@ -110,12 +124,27 @@ class WatchedRun:
         resumed_by: str = "a loop that resumes gives start_step",
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise ConfigError(f"model must be one torch.nn.Module, got {type(model).__name__}: give the one that is trained")
-        self.path, self.quiet, self._tokens_per_step, self._told, self._resumed_by = path, quiet, tokens_per_step, told or {}, resumed_by
+            raise ConfigError(
+                f"model must be one torch.nn.Module, got {type(model).__name__}: give the one that is trained"
+            )
+        self.path, self.quiet, self._tokens_per_step, self._told, self._resumed_by = (
+            path,
+            quiet,
+            tokens_per_step,
+            told or {},
+            resumed_by,
+        )
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         joined = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self._rank, self._world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
-        self._model, self._device, self.clock, self._described = model, device, Clock(device), Described(model, device)
+        self._rank, self._world_size = (
+            (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
+        )
+        self._model, self._device, self.clock, self._described = (
+            model,
+            device,
+            Clock(device),
+            Described(model, device),
+        )
         self._telemetry = GpuTelemetry(device.index or 0) if device.type == "cuda" else None
         self._folder, self._first_step, self._step = RunFolder(path, option=None), start_step, start_step
         self.watching = False
@@ -151,15 +180,24 @@ class WatchedRun:
         if before and step == 0:
             self._folder.__exit__(None, None, None)
             raise StorageError(
-                f"{self.path} holds a run of {before[-1]['step']} updates: give another folder or remove this one; {self._resumed_by}"
+                f"{self.path} holds a run of {before[-1]['step']} updates: give another folder or remove this"
+                f" one; {self._resumed_by}"
             )
         dropped = self._folder.cut_metrics(step)
         if kept := before[: len(before) - dropped]:
             self._tokens, self._elapsed_s = kept[-1].get("tokens", 0.0), kept[-1].get("elapsed_s", 0.0)
-        self._folder.event("resume" if step else "start", step=step, loop="watched", world_size=self._world_size, metrics_dropped=dropped)
+        self._folder.event(
+            "resume" if step else "start",
+            step=step,
+            loop="watched",
+            world_size=self._world_size,
+            metrics_dropped=dropped,
+        )
         self._lines = LineWriter(self._folder.metrics_path)
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.watching = False
         if self._lines is None:
             return
@@ -170,7 +208,8 @@ class WatchedRun:
             if kind is None:
                 kind, value = type(error), error
                 raise
-            # else the loop's own error is the one to tell: a GPU that has failed fails the reading of its events too
+            # else the loop's own error is the one to tell: a GPU that has failed fails the reading of its
+            # events too
         finally:
             self._end(kind, value)
         if kind is None and not self.quiet:
@@ -186,7 +225,9 @@ class WatchedRun:
                 why = "finished" if kind is None else f"stopped by {kind.__name__}"
                 self._folder.event("end", step=self._step, why=why, elapsed_s=elapsed_s)
             else:
-                self._folder.event("failed", step=self._step, error=f"{kind.__name__}: {value}", elapsed_s=elapsed_s)
+                self._folder.event(
+                    "failed", step=self._step, error=f"{kind.__name__}: {value}", elapsed_s=elapsed_s
+                )
         finally:
             self._lines = None
             self._folder.__exit__(None, None, None)
@@ -194,7 +235,8 @@ class WatchedRun:
     # ---- in the loop ----
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """The loader's batches. The wait for each counts as data wait; on a GPU only what the GPU stood idle for."""
+        """The loader's batches. The wait for each counts as data wait; on a GPU only what the GPU stood idle
+        for."""
         source: Iterator[Batch] | None = None
         while True:
             waiting_at = time.perf_counter()
@@ -216,10 +258,15 @@ class WatchedRun:
 
     @contextmanager
     def _generate(self) -> Iterator[None]:
-        """Whoever generates must look at each token to know when to stop: these waits for the GPU are not the loop's. The model's calls
-        are noted in updates 2 to 8 of those that generate, then in 16, 32 and so on: texts may grow."""
+        """Whoever generates must look at each token to know when to stop: these waits for the GPU are not the
+        loop's. The model's calls are noted in updates 2 to 8 of those that generate, then in 16, 32 and so
+        on: texts may grow."""
         number = self._generations + 1
-        if self._calls is None and self._lines is not None and (2 <= number <= 8 or (number > 8 and number.bit_count() == 1)):
+        if (
+            self._calls is None
+            and self._lines is not None
+            and (2 <= number <= 8 or (number > 8 and number.bit_count() == 1))
+        ):
             self._calls = Calls(self._model, self.clock)
         with self._within(GENERATING), _Span(self, "generate_s"), self._calls or nullcontext():
             yield
@@ -243,21 +290,45 @@ class WatchedRun:
     def _refuse(self, what: str) -> None:
         raise ConfigError(f"{what} inside {self._inside}: end the block of {self._inside} first")
 
-    def step(self, *, loss: Number | None = None, tokens: Number | None = None, padding_share: Number | None = None) -> None:
-        """An update is done (on a GPU: issued). Tensors are not read back here. `tokens` and `padding_share` of this process are needed
-        only where `batches` cannot see them in an `input_ids` and its `attention_mask`."""
+    def step(
+        self, *, loss: Number | None = None, tokens: Number | None = None, padding_share: Number | None = None
+    ) -> None:
+        """An update is done (on a GPU: issued). Tensors are not read back here. `tokens` and `padding_share`
+        of this process are needed only where `batches` cannot see them in an `input_ids` and its
+        `attention_mask`."""
         if not self.watching:
-            raise ConfigError("step() outside the block: nothing is recorded before or after `with redline.watch(...) as run:`")
+            raise ConfigError(
+                "step() outside the block: nothing is recorded before or after `with redline.watch(...) as"
+                " run:`"
+            )
         if self._inside is not None:
             self._refuse("step()")
         seen = self._seen
-        numbers = {"loss": loss, "tokens": tokens, "padding_share": padding_share, "counted": seen.tokens if seen.positions else None}
+        numbers = {
+            "loss": loss,
+            "tokens": tokens,
+            "padding_share": padding_share,
+            "counted": seen.tokens if seen.positions else None,
+        }
         late = _taken(numbers)  # before `end`: whoever has seen that pass may read the copies
         end, ended_at = self.clock.now(), time.perf_counter()
         self._step += 1
         if self._lines is not None:
             issue_s = ended_at - self._began_at - self._waited_s
-            self._flying.append(_Update(self._step, self._begin, end, issue_s, ended_at, self.spans, seen, numbers, late, self._calls))
+            self._flying.append(
+                _Update(
+                    self._step,
+                    self._begin,
+                    end,
+                    issue_s,
+                    ended_at,
+                    self.spans,
+                    seen,
+                    numbers,
+                    late,
+                    self._calls,
+                )
+            )
             if len(self._flying) > MOST_HELD or ended_at - self._written_at > WRITE_EVERY_S:
                 self._write(leave=1)
         self._generations += any(metric == "generate_s" for metric, _, _ in self.spans)
@@ -266,12 +337,14 @@ class WatchedRun:
         if not self._plan and self._lines is not None:
             self._plan = self._described.plan(seen, self._tokens_per_step, self._world_size, self._told)
             write_atomic(self._folder.plan_path, json.dumps(self._plan, indent=2) + "\n")
-            self._begin, self._began_at = self.clock.now(), time.perf_counter()  # writing it is no part of the second update
+            # writing it is no part of the second update
+            self._begin, self._began_at = self.clock.now(), time.perf_counter()
         if self._device.type == "cuda" and self._lines is not None:
             self._look_for_waits()
 
     def fetched(self) -> None:
-        """The update has its batches. If `batches` did not give them, all since the last update or pause was the wait for them."""
+        """The update has its batches. If `batches` did not give them, all since the last update or pause was
+        the wait for them."""
         if not self._seen.batches:
             self.spans.append(("data_wait_s", self._begin, self.clock.now()))
             self._waited_s += time.perf_counter() - self._began_at
@@ -296,7 +369,12 @@ class WatchedRun:
                 yield
             finally:
                 stalled_s = time.perf_counter() - began_at
-                self.spans, self._calls, self._seen, self._waited_s = [*spans, (PAUSED, begin, self.clock.now())], calls, seen, waited_s
+                self.spans, self._calls, self._seen, self._waited_s = (
+                    [*spans, (PAUSED, begin, self.clock.now())],
+                    calls,
+                    seen,
+                    waited_s,
+                )
                 self._began_at += stalled_s
                 self.event(kind, stalled_s=round(stalled_s, 6))
 
@@ -310,7 +388,8 @@ class WatchedRun:
         self.restart()
 
     def restart(self) -> None:
-        """The next update begins now: what was done since the last is part of none, the wait for batches that it has already neither."""
+        """The next update begins now: what was done since the last is part of none, the wait for batches that
+        it has already neither."""
         if self._inside is not None:
             self._refuse("restart()")
         self.spans, self._calls, self._waited_s = [], None, 0.0
@@ -342,7 +421,11 @@ class WatchedRun:
         speed = f", {format_rate(observed.tokens_per_s, 'tokens')}" if observed.tokens_per_s else ""
         lines = [f"redline: {len(observed.steps)} updates{each}{speed} (medians)"]
         for place, finding in enumerate(diagnose(observed)[:SHOWN], start=1):
-            gain = f" ({finding.gain.low:.2f} to {finding.gain.high:.2f} times as fast without it, predicted)" if finding.gain else ""
+            gain = (
+                f" ({finding.gain.low:.2f} to {finding.gain.high:.2f} times as fast without it, predicted)"
+                if finding.gain
+                else ""
+            )
             lines += [f"  {place}. {finding.title}{gain}", f"     fix: {finding.fix}"]
         if len(lines) == 1:
             lines.append(f"  {nothing_found(observed)}")
@@ -357,16 +440,26 @@ class WatchedRun:
             self._lines.append(self._line(self._flying.popleft()))
 
     def _line(self, update: _Update) -> dict[str, Any]:
-        whole_s, numbers = self.clock.seconds(update.begin, update.end), update.numbers  # first: it waits for the copies too
+        # first: it waits for the copies too
+        whole_s, numbers = self.clock.seconds(update.begin, update.end), update.numbers
         if update.late is not None:
             numbers |= zip(update.late[0], update.late[1].tolist(), strict=True)
-        found: dict[str, Any] = {"issue_s": update.issue_s, "elapsed_s": self._elapsed_s + update.ended_at - self._started_at}
+        found: dict[str, Any] = {
+            "issue_s": update.issue_s,
+            "elapsed_s": self._elapsed_s + update.ended_at - self._started_at,
+        }
         for metric, begin, end in update.spans:
             found[metric] = found.get(metric, 0.0) + self.clock.seconds(begin, end)
         step_s = whole_s - found.pop(PAUSED, 0.0)
         if update.calls is not None and update.calls.made:
-            self._folder.event("generation", step=update.step, **update.calls.facts(found["generate_s"], self._call_times))
-        counted, tokens, padding_share = numbers.pop("counted"), numbers.pop("tokens"), numbers.pop("padding_share")
+            self._folder.event(
+                "generation", step=update.step, **update.calls.facts(found["generate_s"], self._call_times)
+            )
+        counted, tokens, padding_share = (
+            numbers.pop("counted"),
+            numbers.pop("tokens"),
+            numbers.pop("padding_share"),
+        )
         if padding_share is None and update.seen.masked:
             padding_share = 1 - counted / update.seen.positions
         if tokens is None:
@@ -374,7 +467,11 @@ class WatchedRun:
         if tokens is not None:
             tokens *= self._world_size
             self._tokens += tokens
-            found |= {"tokens": round(self._tokens), "tokens_per_s": tokens / step_s, **self._shares(tokens / step_s)}
+            found |= {
+                "tokens": round(self._tokens),
+                "tokens_per_s": tokens / step_s,
+                **self._shares(tokens / step_s),
+            }
         for name, value in (numbers | {"padding_share": padding_share} | update.added).items():
             if value is not None:
                 found[name] = value if math.isfinite(value) else None  # JSON has no word for nan
@@ -384,7 +481,10 @@ class WatchedRun:
         """Of the datasheet's peak and of the measured one, where they are known."""
         hardware, precision = self._plan["hardware"], self._plan["precision"]["value"]
         tflops = self._plan["flops_per_token"]["value"] * tokens_per_s / self._world_size / 1e12
-        rates = {"mfu": hardware["peak_tflops"].get(precision), "ceiling_share": hardware["measured_tflops"].get(precision)}
+        rates = {
+            "mfu": hardware["peak_tflops"].get(precision),
+            "ceiling_share": hardware["measured_tflops"].get(precision),
+        }
         return {name: tflops / rate for name, rate in rates.items() if rate}
 
     def _read_gauges(self) -> dict[str, float]:
@@ -395,8 +495,9 @@ class WatchedRun:
 
 
 def _taken(numbers: dict[str, Any]) -> tuple[list[str], Tensor] | None:
-    """Put the plain value in the place of every number and every tensor on the CPU, which the loop may change; copy what is on a GPU
-    behind the update, without waiting for it, and return that with its names."""
+    """Put the plain value in the place of every number and every tensor on the CPU, which the loop may
+    change; copy what is on a GPU behind the update, without waiting for it, and return that with its
+    names."""
     late: dict[str, Tensor] = {}
     for name, value in numbers.items():
         if isinstance(value, Tensor) and not value.is_cpu:
@@ -411,7 +512,10 @@ def _taken(numbers: dict[str, Any]) -> tuple[list[str], Tensor] | None:
 
 def _single(name: str, value: Tensor) -> Tensor:
     if value.numel() != 1:
-        raise ConfigError(f"{name} must be one number an update, got a tensor of shape {tuple(value.shape)}: give its mean or sum")
+        raise ConfigError(
+            f"{name} must be one number an update, got a tensor of shape {tuple(value.shape)}: give its mean"
+            " or sum"
+        )
     return value
 
 
@@ -424,4 +528,6 @@ def _plain(name: str, value: Any) -> float:
             raise TypeError
         return float(value)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name} must be one number an update, got {value!r} ({type(value).__name__})") from error
+        raise ConfigError(
+            f"{name} must be one number an update, got {value!r} ({type(value).__name__})"
+        ) from error

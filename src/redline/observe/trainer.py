@@ -2,10 +2,11 @@
 
     Trainer(..., callbacks=[RedlineCallback("runs/mine")])
 
-The Trainer fetches all batches of an update, runs it, then logs, evaluates and saves, and calls us between these; the gaps are what is
-measured. Batches are seen by a subclass of the loader's class that is put in its place while training runs. An error in training passes
-by the callbacks: it shows when the loader's batches are dropped in the middle of an epoch, at the next training, or when the callback or
-the process ends, and is recorded there. Left out: the split into forward and backward, and losses of updates that the Trainer does not
+The Trainer fetches all batches of an update, runs it, then logs, evaluates and saves, and calls us between
+these; the gaps are what is measured. Batches are seen by a subclass of the loader's class that is put in its
+place while training runs. An error in training passes by the callbacks: it shows when the loader's batches
+are dropped in the middle of an epoch, at the next training, or when the callback or the process ends, and is
+recorded there. Left out: the split into forward and backward, and losses of updates that the Trainer does not
 log (it does not show them).
 """
 
@@ -35,9 +36,18 @@ def told_by(args: Any) -> Told:
     """What TrainingArguments say of how the training is executed."""
     precision = next((name for name in ("bf16", "fp16") if getattr(args, name)), None)
     told: dict[str, tuple[Any, str]] = {
-        "recompute": ("full" if args.gradient_checkpointing else "none", f"gradient_checkpointing={args.gradient_checkpointing}"),
-        "accumulation": (args.gradient_accumulation_steps, f"gradient_accumulation_steps={args.gradient_accumulation_steps}"),
-        "loader_workers": (args.dataloader_num_workers, f"dataloader_num_workers={args.dataloader_num_workers}"),
+        "recompute": (
+            "full" if args.gradient_checkpointing else "none",
+            f"gradient_checkpointing={args.gradient_checkpointing}",
+        ),
+        "accumulation": (
+            args.gradient_accumulation_steps,
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps}",
+        ),
+        "loader_workers": (
+            args.dataloader_num_workers,
+            f"dataloader_num_workers={args.dataloader_num_workers}",
+        ),
         "optimizer": (str(getattr(args.optim, "value", args.optim)), "optim"),
     }
     if args.torch_compile:
@@ -48,7 +58,8 @@ def told_by(args: Any) -> Told:
 
 
 _SET_CLASS = object.__dict__["__class__"].__set__
-"""accelerate's loaders hide `__class__` behind a property of their own, so the plain assignment is refused."""
+"""accelerate's loaders hide `__class__` behind a property of their own, so the plain assignment is
+refused."""
 
 
 class _Plain:
@@ -62,12 +73,13 @@ class _Plain:
 
 
 class UnseenError(Exception):
-    """What ended a training without a word to its callbacks, where the error itself cannot be had any more."""
+    """What ended a training without a word to its callbacks, where the error itself cannot be had any
+    more."""
 
 
 class Training:
-    """One training of the Trainer: its run, and the loader that lets the run see its batches. Knows nothing of the callback, which may be
-    dropped before it."""
+    """One training of the Trainer: its run, and the loader that lets the run see its batches. Knows nothing
+    of the callback, which may be dropped before it."""
 
     def __init__(self, run: WatchedRun, loader: Any) -> None:
         self.run, self._loader, self._plain = run.__enter__(), loader, type(loader)
@@ -92,7 +104,8 @@ class Training:
         _SET_CLASS(self._loader, type(plain.__name__, (plain,), {"__iter__": __iter__}))
 
     def batches(self, source: _Plain) -> Iterator[Any]:
-        """The run's batches. The Trainer drops them before the epoch ends only where an error has ended the training."""
+        """The run's batches. The Trainer drops them before the epoch ends only where an error has ended the
+        training."""
         me = object()
         try:
             for batch in self.run.batches(source):
@@ -118,20 +131,24 @@ class Training:
         return now
 
     def logged(self, *, counted: bool = True) -> None:
-        """Whatever comes next has begun; what went on until now is the log's, unless a pause has counted it."""
+        """Whatever comes next has begun; what went on until now is the log's, unless a pause has counted
+        it."""
         if self._log_goes_on_at is not None and counted:
             self.logging_s += time.perf_counter() - self._log_goes_on_at
         self._log_goes_on_at = None
 
     def unseen(self) -> BaseException:
-        """The error behind an end that nobody told: the last that Python knows of, if it passed through this training."""
+        """The error behind an end that nobody told: the last that Python knows of, if it passed through this
+        training."""
         for error in (sys.exc_info()[1], getattr(sys, "last_value", None)):
             trace = None if error is None else error.__traceback__
             while error is not None and trace is not None:
                 if any(value is self._loader for value in trace.tb_frame.f_locals.values()):
                     return error
                 trace = trace.tb_next
-        return UnseenError("the training ended without on_train_end; the Trainer does not show its error to callbacks")
+        return UnseenError(
+            "the training ended without on_train_end; the Trainer does not show its error to callbacks"
+        )
 
     def end(self, error: BaseException | None = None) -> None:
         """Once; what comes later finds it ended."""
@@ -158,7 +175,8 @@ class RedlineCallback(TrainerCallback):
         self._mark = 0.0
         """End of the last thing that was accounted for."""
         self._leave: Callable[[], object] = lambda: None
-        """Ends the last training if nothing else has; called by itself when this object or the process ends."""
+        """Ends the last training if nothing else has; called by itself when this object or the process
+        ends."""
 
     def findings(self) -> list[Finding]:
         """The diagnosis of the training that has ended; nothing before."""
@@ -169,7 +187,9 @@ class RedlineCallback(TrainerCallback):
         """While training goes on."""
         return self._training.run if self._training is not None and self._training.run.watching else None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, train_dataloader: Any = None, **_: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, train_dataloader: Any = None, **_: Any
+    ) -> None:
         self._leave()
         run = WatchedRun(
             self.folder,
@@ -189,7 +209,8 @@ class RedlineCallback(TrainerCallback):
             self._training.in_epoch = True
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """All batches of the update have been fetched; from another loader than ours in an epoch that is resumed."""
+        """All batches of the update have been fetched; from another loader than ours in an epoch that is
+        resumed."""
         if self._training is not None and self._run is not None:
             self._training.fetched()
 
@@ -199,12 +220,15 @@ class RedlineCallback(TrainerCallback):
             self._mark = self._computed(control)
 
     def _computed(self, control: Any) -> float:
-        """Now. On a GPU the Trainer waits for the update before it logs, to read the loss; that is no logging, so it is waited for here."""
+        """Now. On a GPU the Trainer waits for the update before it logs, to read the loss; that is no
+        logging, so it is waited for here."""
         if control.should_log and self._run is not None and self._run.clock.is_gpu:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
         if self._training is None or self._run is None or logs is None or "loss" not in logs:
             return  # an evaluation's, or the summary of the end
         self._run.add(**{ours: float(logs[theirs]) for theirs, ours in LOGGED.items() if theirs in logs})
@@ -216,9 +240,15 @@ class RedlineCallback(TrainerCallback):
             self._training.logged()
         self._mark = self._computed(control)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **_: Any) -> None:
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **_: Any
+    ) -> None:
         loss = (metrics or {}).get("eval_loss")
-        found = {} if loss is None else {"valid_loss": float(loss), "valid_perplexity": math.exp(min(float(loss), 700.0))}
+        found = (
+            {}
+            if loss is None
+            else {"valid_loss": float(loss), "valid_perplexity": math.exp(min(float(loss), 700.0))}
+        )
         self._paused("validation", found)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:

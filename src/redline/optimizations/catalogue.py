@@ -7,7 +7,16 @@ A new optimisation is an entry in its family's file; a new family is a file and 
 """
 
 from redline.errors import ConfigError, nearest
-from redline.optimizations import attention, finetuning, generation, memory, precision, recipes, refuted, update
+from redline.optimizations import (
+    attention,
+    finetuning,
+    generation,
+    memory,
+    precision,
+    recipes,
+    refuted,
+    update,
+)
 from redline.optimizations.entry import Optimization
 
 FAMILIES = {
@@ -26,7 +35,9 @@ CATALOGUE: dict[str, Optimization] = {entry.name: entry for entries in FAMILIES.
 
 def find(name: str) -> Optimization:
     if name not in CATALOGUE:
-        raise ConfigError(f"no optimisation {name!r}{nearest(name, CATALOGUE)}: `redline optimizations` lists them")
+        raise ConfigError(
+            f"no optimisation {name!r}{nearest(name, CATALOGUE)}: `redline optimizations` lists them"
+        )
     return CATALOGUE[name]
 
 

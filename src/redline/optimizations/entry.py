@@ -1,11 +1,13 @@
-"""What an entry of the catalogue is. Families (precision.py, memory.py, ...) hold the entries, catalogue.py lists them.
+"""What an entry of the catalogue is. Families (precision.py, memory.py, ...) hold the entries, catalogue.py
+lists them.
 
     entry = CATALOGUE["bf16"]
     entry.why_not(recipe, hardware)         # None where it applies, else the reason in words
-    entry.off, entry.on                     # values of the switch before and after; None: what the planner decides
+    # values of the switch before and after; None: what the planner decides
+    entry.off, entry.on
 
-The switches of `train` are plan values (`plan.PLANNED`), those of `generate` and `finetune` the fields of `work.Generating` and
-`work.Finetuning`. An entry never measures anything: that is `redline.tune.ablate`'s.
+The switches of `train` are plan values (`plan.PLANNED`), those of `generate` and `finetune` the fields of
+`work.Generating` and `work.Finetuning`. An entry never measures anything: that is `redline.tune.ablate`'s.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,17 +19,18 @@ from redline.plan.plan import Hardware
 
 Workload = Literal["train", "generate", "finetune"]
 Effect = Literal["exact", "rounding", "changes-training"]
-"""`exact`: the same numbers up to the order of sums. `rounding`: another precision or kernel, within a stated band of the reference.
-`changes-training`: another training; its speed says nothing about the first one's."""
+"""`exact`: the same numbers up to the order of sums. `rounding`: another precision or kernel, within a stated
+band of the reference. `changes-training`: another training; its speed says nothing about the first one's."""
 Standing = Literal["switch", "built in", "recipe", "refuted"]
-"""`switch`: `redline ablate` turns it off and on. `built in`: always on, at no cost that a switch could save. `recipe`: said in the
-recipe, not by a switch. `refuted`: the claim is impossible, or names something that does not exist; the note holds the arithmetic."""
+"""`switch`: `redline ablate` turns it off and on. `built in`: always on, at no cost that a switch could save.
+`recipe`: said in the recipe, not by a switch. `refuted`: the claim is impossible, or names something that
+does not exist; the note holds the arithmetic."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What somebody promises: speed with the change over speed without it; an "up to" starts at 1. Without `low` and `high`: no number
-    was given."""
+    """What somebody promises: speed with the change over speed without it; an "up to" starts at 1. Without
+    `low` and `high`: no number was given."""
 
     source: str
     words: str
@@ -76,6 +79,10 @@ def needs_capability(needed: tuple[int, int], what: str) -> Callable[[Recipe, Ha
             return reason
         has = hardware.compute_capability
         dotted = ".".join(map(str, has))
-        return None if has >= needed else f"{what} needs compute capability {needed[0]}.{needed[1]}, {hardware.title} has {dotted}"
+        return (
+            None
+            if has >= needed
+            else f"{what} needs compute capability {needed[0]}.{needed[1]}, {hardware.title} has {dotted}"
+        )
 
     return why_not

@@ -5,7 +5,8 @@ from redline.optimizations.entry import Claim, Optimization, needs_cuda
 from redline.plan.plan import Hardware
 
 SMALL_PASS = 8
-"""Sequences in a pass of the naive plan: seed 002's own. Where the batch is no multiple of it, its largest divisor below."""
+"""Sequences in a pass of the naive plan: seed 002's own. Where the batch is no multiple of it, its largest
+divisor below."""
 
 
 def _small_batch(recipe: Recipe, _hardware: Hardware) -> str | None:
@@ -26,7 +27,10 @@ ENTRIES = (
         claims=(Claim(source="seed 003 §2", words="20-30 % faster, memory +30-40 %", low=1.2, high=1.3),),
         off={"recompute": "full"},
         on={"recompute": "none"},
-        note="Full recomputation is 8 FLOPs a weight and token instead of 6: at most 1.33x where only matrix products take time.",
+        note=(
+            "Full recomputation is 8 FLOPs a weight and token instead of 6: at most 1.33x where only matrix"
+            " products take time."
+        ),
     ),
     Optimization(
         name="selective-recompute",
@@ -43,7 +47,10 @@ ENTRIES = (
         ),
         off={"recompute": "full"},
         on={"recompute": "selective"},
-        note="Keeps matrix products and attention, redoes the rest. The paper's redoes the attention scores and keeps the rest.",
+        note=(
+            "Keeps matrix products and attention, redoes the rest. The paper's redoes the attention scores"
+            " and keeps the rest."
+        ),
     ),
     Optimization(
         name="recompute",
@@ -62,14 +69,21 @@ ENTRIES = (
         effect="exact",
         claims=(
             Claim(source="seed 000 §4", words="16 x 2 to 32 x 1 passes, training 1.5-2x", low=1.5, high=2.0),
-            Claim(source="seed 002 §1", words="8 x 16 to 32-64 x 2-4, 4-8x GPU utilisation", low=4.0, high=8.0),
-            Claim(source="seed 002, automatic batch size", words="32-64 on 80 GB, 16-32 on 40 GB, 8-16 below"),
+            Claim(
+                source="seed 002 §1", words="8 x 16 to 32-64 x 2-4, 4-8x GPU utilisation", low=4.0, high=8.0
+            ),
+            Claim(
+                source="seed 002, automatic batch size", words="32-64 on 80 GB, 16-32 on 40 GB, 8-16 below"
+            ),
             Claim(source="seed 003 §9", words="64 without checkpointing, or 8 x 8"),
         ),
         off={"micro_batch": SMALL_PASS},
         on={"micro_batch": None},
         why_not=_small_batch,
-        note="The batch stays the recipe's. On: the planner's size, where speed levels off; larger only takes memory.",
+        note=(
+            "The batch stays the recipe's. On: the planner's size, where speed levels off; larger only takes"
+            " memory."
+        ),
     ),
     Optimization(
         name="cross-entropy",
@@ -97,11 +111,19 @@ ENTRIES = (
         claims=(
             Claim(
                 source="Cut Your Losses, arXiv 2411.09009",
-                words="by a kernel, not pieces: the loss of Gemma 2 (2B) from 24 GB to 1 MB, without sacrificing speed",
+                words=(
+                    "by a kernel, not pieces: the loss of Gemma 2 (2B) from 24 GB to 1 MB, without"
+                    " sacrificing speed"
+                ),
                 low=1.0,
                 high=1.0,
             ),
-            Claim(source="torchtitan#996", words="the loss in pieces: 7 GiB less on Llama3-8B at the same throughput", low=1.0, high=1.0),
+            Claim(
+                source="torchtitan#996",
+                words="the loss in pieces: 7 GiB less on Llama3-8B at the same throughput",
+                low=1.0,
+                high=1.0,
+            ),
         ),
         off={"loss_chunks": 1},
         on={"loss_chunks": 8},
@@ -116,16 +138,25 @@ ENTRIES = (
         off={"allocator": ""},
         on={"allocator": "expandable_segments:True"},
         why_not=needs_cuda,
-        note="Against fragmentation; a matter of speed only where shapes change near full memory (NeMo#9061). torch now calls the "
-        "variable PYTORCH_ALLOC_CONF and keeps the old name as an alias.",
+        note=(
+            "Against fragmentation; a matter of speed only where shapes change near full memory (NeMo#9061)."
+            " torch now calls the variable PYTORCH_ALLOC_CONF and keeps the old name as an alias."
+        ),
     ),
     Optimization(
         name="sharding",
         title="weights, gradients and optimiser state spread over the GPUs (FSDP)",
         workloads=("train",),
         effect="rounding",
-        claims=(Claim(source="seed 001, FSDP configuration", words="strategy='fsdp', with gradient checkpointing"),),
+        claims=(
+            Claim(
+                source="seed 001, FSDP configuration", words="strategy='fsdp', with gradient checkpointing"
+            ),
+        ),
         standing="built in",
-        note="FSDP2 under torchrun, block by block; one GPU has nothing to spread. It buys memory and costs communication.",
+        note=(
+            "FSDP2 under torchrun, block by block; one GPU has nothing to spread. It buys memory and costs"
+            " communication."
+        ),
     ),
 )

@@ -1,4 +1,5 @@
-"""Precision: TF32, bf16, fp16 with a loss scaler, FP8. What is kept (weights, optimiser state, losses) stays fp32 in all of them."""
+"""Precision: TF32, bf16, fp16 with a loss scaler, FP8. What is kept (weights, optimiser state, losses) stays
+fp32 in all of them."""
 
 from redline.config.recipe import Recipe
 from redline.optimizations.entry import Claim, Optimization, needs_capability, needs_cuda
@@ -9,13 +10,19 @@ def _fp16(recipe: Recipe, hardware: Hardware) -> str | None:
     if reason := needs_cuda(recipe, hardware):
         return reason
     if hardware.compute_capability >= (8, 0):
-        return "this GPU multiplies bf16 at the same rate, and bf16 needs no loss scaler (a host sync an update)"
+        return (
+            "this GPU multiplies bf16 at the same rate, and bf16 needs no loss scaler (a host sync an update)"
+        )
     return None
 
 
 def _fp8(recipe: Recipe, hardware: Hardware) -> str | None:
     model = recipe.model
-    sides = {"hidden_size": model.hidden_size, "ffn_size": model.ffn_size, "key/value width": model.head_size * model.kv_heads}
+    sides = {
+        "hidden_size": model.hidden_size,
+        "ffn_size": model.ffn_size,
+        "key/value width": model.head_size * model.kv_heads,
+    }
     odd = [f"{name} {size}" for name, size in sides.items() if size % 16]
     if recipe.data.seq_len % 16:
         odd.append(f"seq_len {recipe.data.seq_len}")
@@ -76,7 +83,8 @@ ENTRIES = (
         claims=(
             Claim(source="seed 002 §2", words="expected 2x on H100", low=2.0, high=2.0),
             Claim(
-                source="torchao docs, training", words="Llama3-8B on 8 H100: +10 % row-wise, +25 % tensor-wise; below 1x on small products",
+                source="torchao docs, training",
+                words="Llama3-8B on 8 H100: +10 % row-wise, +25 % tensor-wise; below 1x on small products",
                 low=1.1, high=1.25,
             ),
         ),

@@ -1,5 +1,5 @@
-"""What is sold as speed and is another training: batch, sequence length, vocabulary, optimiser, schedule. Measured in tokens/s and
-reported as a recipe change; never kept."""
+"""What is sold as speed and is another training: batch, sequence length, vocabulary, optimiser, schedule.
+Measured in tokens/s and reported as a recipe change; never kept."""
 
 from dataclasses import replace
 
@@ -18,7 +18,11 @@ def _padded_vocabulary(recipe: Recipe) -> Recipe:
 
 def _vocabulary(recipe: Recipe, _hardware: Hardware) -> str | None:
     size = recipe.model.vocab_size
-    return f"{size:,} is a multiple of {VOCABULARY_MULTIPLE} already" if size % VOCABULARY_MULTIPLE == 0 else None
+    return (
+        f"{size:,} is a multiple of {VOCABULARY_MULTIPLE} already"
+        if size % VOCABULARY_MULTIPLE == 0
+        else None
+    )
 
 
 def _larger_batch(recipe: Recipe) -> Recipe:
@@ -39,11 +43,20 @@ ENTRIES = (
         title=f"vocabulary padded to a multiple of {VOCABULARY_MULTIPLE}",
         workloads=("train",),
         effect="changes-training",
-        claims=(Claim(source="Karpathy on nanoGPT, 3 February 2023", words="50257 to 50304: ~25 %", low=1.25, high=1.25),),
+        claims=(
+            Claim(
+                source="Karpathy on nanoGPT, 3 February 2023",
+                words="50257 to 50304: ~25 %",
+                low=1.25,
+                high=1.25,
+            ),
+        ),
         change=_padded_vocabulary,
         why_not=_vocabulary,
-        note="Rows that no token uses, so that products have aligned sides. They take part in the softmax and are trained down: a recipe "
-        "change, though a mild one.",
+        note=(
+            "Rows that no token uses, so that products have aligned sides. They take part in the softmax and"
+            " are trained down: a recipe change, though a mild one."
+        ),
     ),
     Optimization(
         name="larger-batch",
@@ -51,11 +64,21 @@ ENTRIES = (
         workloads=("train",),
         effect="changes-training",
         claims=(
-            Claim(source="seed 002 §1", words="131K to 500K+ tokens a step, 4-8x GPU utilisation", low=4.0, high=8.0),
-            Claim(source="seed 001 §1 and table", words="batch 4 to 128; throughput 24x", low=24.0, high=24.0),
+            Claim(
+                source="seed 002 §1",
+                words="131K to 500K+ tokens a step, 4-8x GPU utilisation",
+                low=4.0,
+                high=8.0,
+            ),
+            Claim(
+                source="seed 001 §1 and table", words="batch 4 to 128; throughput 24x", low=24.0, high=24.0
+            ),
         ),
         change=_larger_batch,
-        note="Fewer updates for the same tokens. The speed comes from larger passes, which `micro-batch` gives without it.",
+        note=(
+            "Fewer updates for the same tokens. The speed comes from larger passes, which `micro-batch` gives"
+            " without it."
+        ),
     ),
     Optimization(
         name="accumulation",
@@ -67,7 +90,10 @@ ENTRIES = (
             Claim(source="seed 004 §2", words="larger effective batches, among its key optimisations"),
         ),
         standing="recipe",
-        note="train.batch_size. Accumulation itself never makes a step faster: it is the plan's way to a batch that does not fit.",
+        note=(
+            "train.batch_size. Accumulation itself never makes a step faster: it is the plan's way to a batch"
+            " that does not fit."
+        ),
     ),
     Optimization(
         name="muon",
@@ -76,14 +102,24 @@ ENTRIES = (
         effect="changes-training",
         claims=(
             Claim(
-                source="Moonlight, arXiv 2502.16982", words="~2x computational efficiency at compute-optimal training (not faster steps)"
+                source="Moonlight, arXiv 2502.16982",
+                words="~2x computational efficiency at compute-optimal training (not faster steps)",
             ),
-            Claim(source="KellerJordan/Muon", words="the speed record to GPT-2 (small) performance by 1.35x (not faster steps)"),
-            Claim(source="modded-nanogpt, January 2025", words="~1.5x better sample-efficiency, under 2 % wall-clock overhead"),
+            Claim(
+                source="KellerJordan/Muon",
+                words="the speed record to GPT-2 (small) performance by 1.35x (not faster steps)",
+            ),
+            Claim(
+                source="modded-nanogpt, January 2025",
+                words="~1.5x better sample-efficiency, under 2 % wall-clock overhead",
+            ),
         ),
         change=_muon,
         why_not=_is_muon,
-        note="The gain is in tokens to a loss. A step costs more: Newton-Schulz is 5 rounds of 3 products for every hidden matrix.",
+        note=(
+            "The gain is in tokens to a loss. A step costs more: Newton-Schulz is 5 rounds of 3 products for"
+            " every hidden matrix."
+        ),
     ),
     Optimization(
         name="schedule",

@@ -1,4 +1,5 @@
-"""The switches of generation and fine-tuning, as values: what `plan.Plan` is to pre-training. The defaults are all on.
+"""The switches of generation and fine-tuning, as values: what `plan.Plan` is to pre-training. The defaults
+are all on.
 
     Generating(**{**entry.off})      # the switch of one entry off, all others on
 
@@ -21,16 +22,19 @@ class Generating:
     sequences: int | None = None
     """At once; None: all of the work, as far as memory holds them."""
     refilled: bool = True
-    """A slot takes the next sample when its own ends. Off: a batch runs until its longest sample has ended."""
+    """A slot takes the next sample when its own ends. Off: a batch runs until its longest sample has
+    ended."""
     shared: bool = True
     """Samples of a prompt share its keys and values."""
     graphs: bool = True
     """A decode step is a CUDA graph."""
     clear_cache: bool = False
-    """torch.cuda.empty_cache() after every batch; only without slots that are refilled, which know no batches."""
+    """torch.cuda.empty_cache() after every batch; only without slots that are refilled, which know no
+    batches."""
 
     def in_force(self) -> Self:
-        """The same with every switch that nothing turns on here at one value, so that equal work has equal settings."""
+        """The same with every switch that nothing turns on here at one value, so that equal work has equal
+        settings."""
         if not self.cached:
             return replace(self, refilled=False, shared=False, graphs=False)
         return replace(self, merged=True, clear_cache=self.clear_cache and not self.refilled)

@@ -1,7 +1,8 @@
 """Counting: parameters, FLOPs per token, bytes of memory and time, from the recipe alone. No torch.
 
-Parameter counts and matmul FLOPs are exact (a test holds them equal to the real model on the meta device for every shipped
-recipe). Memory and attainable speed are models of what torch does; LOG.md says how well they were seen to hold.
+Parameter counts and matmul FLOPs are exact (a test holds them equal to the real model on the meta device for
+every shipped recipe). Memory and attainable speed are models of what torch does; LOG.md says how well they
+were seen to hold.
 """
 
 from dataclasses import dataclass
@@ -9,14 +10,16 @@ from dataclasses import dataclass
 from redline.config.recipe import ModelConfig, Recompute, TrainConfig
 
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-"""Bytes of one activation in each precision; FP8 holds its activations in bf16 and converts at the matrix products."""
+"""Bytes of one activation in each precision; FP8 holds its activations in bf16 and converts at the matrix
+products."""
 
 
 @dataclass(frozen=True)
 class Parameters:
     total: int
     matmul: int
-    """Weights that multiply activations: everything but norms, biases, positions and an untied input embedding."""
+    """Weights that multiply activations: everything but norms, biases, positions and an untied input
+    embedding."""
     hidden: int
     """Weights of the matrices inside the blocks: those that Muon updates and FP8 multiplies."""
     blocks: int
@@ -39,19 +42,21 @@ def parameters(model: ModelConfig) -> Parameters:
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> int:
-    """Training FLOPs of one token, PaLM convention: 6 per matmul weight, and 12 L d T for attention, causal or not."""
+    """Training FLOPs of one token, PaLM convention: 6 per matmul weight, and 12 L d T for attention, causal
+    or not."""
     return 6 * parameters(model).matmul + 12 * model.num_layers * model.num_heads * model.head_size * seq_len
 
 
 def recomputed_weights(model: ModelConfig) -> int:
-    """Matmul weights that full recomputation multiplies a second time: the blocks', but for the last product of each, whose output
-    nothing in the backward pass needs."""
+    """Matmul weights that full recomputation multiplies a second time: the blocks', but for the last product
+    of each, whose output nothing in the backward pass needs."""
     return parameters(model).hidden - model.num_layers * model.ffn_size * model.hidden_size
 
 
 def received_bytes(model: ModelConfig, *, precision: str, accumulation: int, world_size: int) -> int:
-    """Bytes that one process receives from the others in an update. In every pass FSDP gathers the blocks' weights twice in the compute
-    dtype and the others once in fp32, and reduces all gradients in fp32; a process has its own part of each already."""
+    """Bytes that one process receives from the others in an update. In every pass FSDP gathers the blocks'
+    weights twice in the compute dtype and the others once in fp32, and reduces all gradients in fp32; a
+    process has its own part of each already."""
     count = parameters(model)
     whole = 2 * BYTES[precision] * count.blocks + 4 * (count.total - count.blocks) + 4 * count.total
     return accumulation * whole * (world_size - 1) // world_size
@@ -70,7 +75,9 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.workspace
+        return (
+            self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.workspace
+        )
 
 
 CUBLAS_BYTES = 64 * 2**20
@@ -93,12 +100,15 @@ def memory(
 ) -> Memory:
     """Peak bytes of one process: weights, gradients and optimiser state are sharded, activations are its own.
 
-    The peak stands either in the head (all activations, the logits and their gradient) or in the backward of the last block (all
-    activations and that block's temporaries), whichever is larger. With a single pass the gradients come into being while the
-    activations go, so only what is larger of the two counts. `fused`: whether norms, gates and rotations keep no copies (`fuses`).
+    The peak stands either in the head (all activations, the logits and their gradient) or in the backward of
+    the last block (all activations and that block's temporaries), whichever is larger. With a single pass the
+    gradients come into being while the activations go, so only what is larger of the two counts. `fused`:
+    whether norms, gates and rotations keep no copies (`fuses`).
     """
     count, tokens = parameters(model), micro_batch * seq_len
-    states = 8 * (count.total - count.hidden) + 4 * count.hidden if train.optimizer == "muon" else 8 * count.total
+    states = (
+        8 * (count.total - count.hidden) + 4 * count.hidden if train.optimizer == "muon" else 8 * count.total
+    )
     head = _head_bytes(model, tokens, precision, loss_chunks, fused_loss)
     block = tokens * _block_temporaries(model, precision, recompute, fused)
     activations = tokens * model.num_layers * kept_bytes(model, precision, recompute, fused)
@@ -114,15 +124,18 @@ def memory(
 
 
 def fuses(*, compiled: bool, cuda: bool, precision: str) -> bool:
-    """A compiler fuses them, and in half precision on a GPU they are kernels already (H200: within 0.02 % of what was seen, LOG.md)."""
+    """A compiler fuses them, and in half precision on a GPU they are kernels already (H200: within 0.02 % of
+    what was seen, LOG.md)."""
     return compiled or (cuda and BYTES[precision] == 2)
 
 
 def kept_bytes(model: ModelConfig, precision: str, recompute: Recompute, fused: bool) -> int:
-    """Bytes that one token keeps in one block between forward and backward (what torch.compile was seen to save).
+    """Bytes that one token keeps in one block between forward and backward (what torch.compile was seen to
+    save).
 
-    Without recomputation the inputs of all four matrix products and both norms are kept; selective recomputation (and FP8, which
-    quantises its inputs again) keeps what the products and attention put out; full recomputation keeps the block's input.
+    Without recomputation the inputs of all four matrix products and both norms are kept; selective
+    recomputation (and FP8, which quantises its inputs again) keeps what the products and attention put out;
+    full recomputation keeps the block's input.
     """
     a, D, F, C = BYTES[precision], model.hidden_size, model.ffn_size, model.head_size
     width, kv_width = model.num_heads * C, model.kv_heads * C
@@ -142,23 +155,30 @@ def kept_bytes(model: ModelConfig, precision: str, recompute: Recompute, fused: 
 
 
 def _block_temporaries(model: ModelConfig, precision: str, recompute: Recompute, fused: bool) -> int:
-    """Bytes a token needs while one block runs backward: gradients of its parts, and what is computed again."""
+    """Bytes a token needs while one block runs backward: gradients of its parts, and what is computed
+    again."""
     a, inner = BYTES[precision], model.ffn_size * (2 if model.activation == "swiglu" else 1)
     gradients = a * (inner + model.ffn_size + 2 * model.hidden_size)
     return gradients + (0 if recompute == "none" else kept_bytes(model, precision, "none", fused))
 
 
 def _head_bytes(model: ModelConfig, tokens: int, precision: str, chunks: int, fused: bool) -> int:
-    """Logits and their gradient (one copy where the fused kernel writes one over the other, else three, two in fp32), the last hidden
-    states with their gradients, and the head's weight in the compute dtype with its gradient."""
+    """Logits and their gradient (one copy where the fused kernel writes one over the other, else three, two
+    in fp32), the last hidden states with their gradients, and the head's weight in the compute dtype with its
+    gradient."""
     a, V, D = BYTES[precision], model.vocab_size, model.hidden_size
     logits = -(-tokens // chunks) * V * (a if fused else a + 8)
     return logits + tokens * D * 4 * a + (2 * a * V * D if a == 2 else 4 * V * D)
 
 
 def _workspace_bytes(model: ModelConfig, precision: str, recompute: Recompute, world_size: int) -> int:
-    """Weights in the compute dtype that the blocks keep for their backward, and with several processes the gathered weights."""
+    """Weights in the compute dtype that the blocks keep for their backward, and with several processes the
+    gathered weights."""
     hidden = parameters(model).hidden
-    casts = BYTES[precision] * hidden if precision in ("bf16", "fp16") and recompute == "none" and world_size == 1 else 0
+    casts = (
+        BYTES[precision] * hidden
+        if precision in ("bf16", "fp16") and recompute == "none" and world_size == 1
+        else 0
+    )
     largest = max(hidden // model.num_layers, model.vocab_size * model.hidden_size)
     return CUBLAS_BYTES + casts + (2 * 4 * largest if world_size > 1 else 0)

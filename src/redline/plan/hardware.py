@@ -1,4 +1,5 @@
-"""From machine facts, a datasheet entry and measured ceilings to the one `Hardware` that the planner reads. No torch."""
+"""From machine facts, a datasheet entry and measured ceilings to the one `Hardware` that the planner reads.
+No torch."""
 
 from redline.machine.facts import MachineFacts
 from redline.machine.specs import GpuSpec, find_spec, match_spec
@@ -11,12 +12,16 @@ DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp8")
 def hardware_as(name: str, cores: int) -> Hardware:
     """A GPU that is not here, by its short name: datasheet figures alone."""
     spec = find_spec(name)
-    return _from_spec(spec, spec.title, spec.memory_bytes, cores, None, f"datasheet ({spec.source}); nothing measured")
+    return _from_spec(
+        spec, spec.title, spec.memory_bytes, cores, None, f"datasheet ({spec.source}); nothing measured"
+    )
 
 
 def hardware_here(facts: MachineFacts, ceilings: Ceilings | None) -> Hardware:
     """The first GPU of this machine, or its CPU."""
-    measured = f"measured {ceilings.measured_at}" if ceilings else "nothing measured yet: run `redline machine`"
+    measured = (
+        f"measured {ceilings.measured_at}" if ceilings else "nothing measured yet: run `redline machine`"
+    )
     if not facts.gpus:
         return Hardware(
             title=f"{facts.cpu_name}, {facts.cpu_cores} cores",
@@ -31,7 +36,11 @@ def hardware_here(facts: MachineFacts, ceilings: Ceilings | None) -> Hardware:
         )
     gpu = facts.gpus[0]
     spec = match_spec(gpu.name, gpu.memory_bytes)
-    source = f"datasheet ({spec.source}) and {measured}" if spec else f"no datasheet entry for {gpu.name}; {measured}"
+    source = (
+        f"datasheet ({spec.source}) and {measured}"
+        if spec
+        else f"no datasheet entry for {gpu.name}; {measured}"
+    )
     if spec is not None:
         return _from_spec(spec, gpu.name, gpu.memory_bytes, facts.cpu_cores, ceilings, source)
     return Hardware(
@@ -47,7 +56,9 @@ def hardware_here(facts: MachineFacts, ceilings: Ceilings | None) -> Hardware:
     )
 
 
-def _from_spec(spec: GpuSpec, title: str, memory_bytes: int, cores: int, ceilings: Ceilings | None, source: str) -> Hardware:
+def _from_spec(
+    spec: GpuSpec, title: str, memory_bytes: int, cores: int, ceilings: Ceilings | None, source: str
+) -> Hardware:
     return Hardware(
         title=title,
         kind="cuda",

@@ -1,8 +1,10 @@
-"""The Plan: how a recipe is executed on one kind of hardware. Values, the reason and source of each, and what they should give.
+"""The Plan: how a recipe is executed on one kind of hardware. Values, the reason and source of each, and what
+they should give.
 
     plan = make_plan(recipe, hardware)         # planner.py
     plan.micro_batch                           # 64
-    plan.why["micro_batch"]                    # Why(reason="65,536 tokens a pass fill the GPU ...", source="rule")
+    # Why(reason="65,536 tokens a pass fill the GPU ...", source="rule")
+    plan.why["micro_batch"]
     save(plan, path); load(path)               # plan.json, strict both ways
 
 A plan never changes the training: micro_batch x accumulation x world_size is the recipe's batch, exactly.
@@ -15,7 +17,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from redline.config.load import build
-from redline.config.recipe import Attention, Compile, CrossEntropy, Precision, Recipe, Recompute, UpdateKernels
+from redline.config.recipe import (
+    Attention,
+    Compile,
+    CrossEntropy,
+    Precision,
+    Recipe,
+    Recompute,
+    UpdateKernels,
+)
 from redline.errors import ConfigError
 from redline.record.files import write_atomic
 
@@ -41,7 +51,8 @@ class Hardware:
     """Where the figures come from, in words."""
 
     def rate_tflops(self, precision: str) -> float | None:
-        """What matrix products can reach: measured where it was, else 75 % of the datasheet (an H200 was seen to give 72 to 78 %)."""
+        """What matrix products can reach: measured where it was, else 75 % of the datasheet (an H200 was seen
+        to give 72 to 78 %)."""
         if precision in self.measured_tflops:
             return self.measured_tflops[precision]
         peak = self.peak_tflops.get(precision)
@@ -65,7 +76,8 @@ class Prediction:
     ceiling_tokens_per_s: float | None
     """Tokens/s if the GPU did nothing but the model's matrix products at its best rate."""
     attainable_tokens_per_s: float | None
-    """Tokens/s by the roofline: matrix products, attention, memory traffic and the update, one after the other."""
+    """Tokens/s by the roofline: matrix products, attention, memory traffic and the update, one after the
+    other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +102,11 @@ class Plan:
     why: dict[str, Why]
 
 
-PLANNED = tuple(f.name for f in fields(Plan) if f.name not in ("recipe", "fingerprint", "hardware", "world_size", "prediction", "why"))
+PLANNED = tuple(
+    f.name
+    for f in fields(Plan)
+    if f.name not in ("recipe", "fingerprint", "hardware", "world_size", "prediction", "why")
+)
 """The names of the execution values, each with an entry in `why`."""
 
 
@@ -141,11 +157,13 @@ def from_json(table: Any, where: str) -> Plan:
 
 
 def load_for(path: Path, recipe: Recipe, world_size: int, *, typed: Collection[str]) -> Plan:
-    """A saved plan for this recipe. Of what the user typed only the micro-batch applies to it (recovery from running out of memory sets
-    it); anything else is refused, so that nothing is ignored."""
+    """A saved plan for this recipe. Of what the user typed only the micro-batch applies to it (recovery from
+    running out of memory sets it); anything else is refused, so that nothing is ignored."""
     plan = load(path)
     if other := sorted(set(typed) - {"micro_batch"}):
-        raise ConfigError(f"--set plan.{other[0]} has no effect beside --plan {path}: change that file, or leave out --plan")
+        raise ConfigError(
+            f"--set plan.{other[0]} has no effect beside --plan {path}: change that file, or leave out --plan"
+        )
     if (micro_batch := recipe.plan.micro_batch) is not None and "micro_batch" in typed:
         accumulation = recipe.train.batch_size // (micro_batch * world_size)
         why = {**plan.why, "micro_batch": Why(reason="--set plan.micro_batch", source="user")}
@@ -158,13 +176,17 @@ def check_fit(plan: Plan, recipe: Recipe, world_size: int) -> None:
     """A plan that was loaded must be for this recipe and this number of processes."""
     if plan.fingerprint != recipe.fingerprint:
         raise ConfigError(
-            f"the plan was made for recipe {plan.recipe} (fingerprint {plan.fingerprint}), not for {recipe.name} ({recipe.fingerprint}): "
-            "give the same --set values as to `redline plan`, or make it again"
+            f"the plan was made for recipe {plan.recipe} (fingerprint {plan.fingerprint}), not for"
+            f" {recipe.name} ({recipe.fingerprint}): give the same --set values as to `redline plan`, or make"
+            " it again"
         )
     if plan.world_size != world_size:
-        raise ConfigError(f"the plan is for {plan.world_size} processes, this run has {world_size}: make it again with `redline plan`")
+        raise ConfigError(
+            f"the plan is for {plan.world_size} processes, this run has {world_size}: make it again with"
+            " `redline plan`"
+        )
     if plan.micro_batch * plan.accumulation * plan.world_size != recipe.train.batch_size:
         raise ConfigError(
-            f"micro_batch {plan.micro_batch} x accumulation {plan.accumulation} x {plan.world_size} processes must be "
-            f"train.batch_size, {recipe.train.batch_size}: a plan never changes the batch"
+            f"micro_batch {plan.micro_batch} x accumulation {plan.accumulation} x {plan.world_size} processes"
+            f" must be train.batch_size, {recipe.train.batch_size}: a plan never changes the batch"
         )

@@ -1,9 +1,10 @@
 """Facts + recipe -> plan. Each value is decided by one function that returns it with its reason.
 
-Who decides, first match wins: the environment, a profile (as an upper bound), the recipe's `[plan]` table or `--set plan.x=`, the rule.
-The environment variables are those of the systems Redline grew out of: A100_BATCH_SIZE and A100_GRAD_ACCUM set the micro-batch and
-the accumulation (their product must keep the recipe's batch). Left out: generation, whose engine sizes its slots itself; only its bounds
-from the environment, MICRO_BATCH_SIZE and CHUNK_SIZE, are read here (`samples_bound`).
+Who decides, first match wins: the environment, a profile (as an upper bound), the recipe's `[plan]` table or
+`--set plan.x=`, the rule. The environment variables are those of the systems Redline grew out of:
+A100_BATCH_SIZE and A100_GRAD_ACCUM set the micro-batch and the accumulation (their product must keep the
+recipe's batch). Left out: generation, whose engine sizes its slots itself; only its bounds from the
+environment, MICRO_BATCH_SIZE and CHUNK_SIZE, are read here (`samples_bound`).
 """
 
 from collections.abc import Callable, Mapping
@@ -18,9 +19,11 @@ from redline.plan.profiles import Profile
 from redline.plan.roofline import attainable_tokens_per_s
 
 MEMORY_SHARE = 0.92
-"""Share of a device's memory that a plan may fill: the rest holds the CUDA context, libraries' workspaces and fragmentation."""
+"""Share of a device's memory that a plan may fill: the rest holds the CUDA context, libraries' workspaces and
+fragmentation."""
 FULL_PASS_TOKENS = {"cuda": 65_536, "cpu": 4_096}
-"""Tokens in one pass where speed levels off (H200: at 124M 32k tokens give 98 % of the speed of 64k and 8k 80 %; at 1.3B 16k give 97 %)."""
+"""Tokens in one pass where speed levels off (H200: at 124M 32k tokens give 98 % of the speed of 64k and 8k 80
+%; at 1.3B 16k give 97 %)."""
 THIN_PASS_TOKENS = 4_096
 """Below this a GPU starves, and recomputing activations to fit more tokens pays."""
 NEEDED_CAPABILITY = {"bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9)}
@@ -38,13 +41,19 @@ class Outside:
     typed: frozenset[str] = frozenset()
 
 
-def make_plan(recipe: Recipe, hardware: Hardware, *, world_size: int = 1, outside: Outside | None = None) -> Plan:
-    """Decide every execution value. Raises MachineError when the recipe cannot fit, ConfigError when pins contradict the batch."""
+def make_plan(
+    recipe: Recipe, hardware: Hardware, *, world_size: int = 1, outside: Outside | None = None
+) -> Plan:
+    """Decide every execution value. Raises MachineError when the recipe cannot fit, ConfigError when pins
+    contradict the batch."""
     outside = outside or Outside(environment={})
     if world_size < 1:
         raise ConfigError(f"the number of processes must be at least 1, got {world_size}")
     if recipe.train.batch_size % world_size:
-        raise ConfigError(f"train.batch_size ({recipe.train.batch_size}) must be a multiple of the number of processes, {world_size}")
+        raise ConfigError(
+            f"train.batch_size ({recipe.train.batch_size}) must be a multiple of the number of processes,"
+            f" {world_size}"
+        )
     decide = _Decider(recipe, hardware, world_size, outside)
     values: dict[str, Any] = {
         "precision": decide.supported(decide.pinned("precision", decide.precision)),
@@ -105,22 +114,30 @@ class _Decider:
         if self.hardware.kind == "cpu":
             return _rule("fp32", "a CPU without matrix units for bf16 computes it far slower than fp32")
         if capability >= NEEDED_CAPABILITY["bf16"]:
-            return _rule("bf16", f"compute capability {_dotted(capability)} multiplies bf16 at full rate, and bf16 needs no loss scaling")
+            return _rule(
+                "bf16",
+                f"compute capability {_dotted(capability)} multiplies bf16 at full rate, and bf16 needs no"
+                " loss scaling",
+            )
         return _rule(
             "fp16",
-            f"compute capability {_dotted(capability)} has no bf16; fp16 with a loss scaler, which costs one host sync an update",
+            f"compute capability {_dotted(capability)} has no bf16; fp16 with a loss scaler, which costs one"
+            " host sync an update",
         )
 
     def supported(self, precision: str) -> str:
-        """A pinned precision that a GPU would emulate, or not have at all, is refused; a CPU emulates FP8, and the plan says so."""
+        """A pinned precision that a GPU would emulate, or not have at all, is refused; a CPU emulates FP8,
+        and the plan says so."""
         if self.hardware.kind == "cpu" and precision == "fp8":
             why = self.why["precision"]
-            self.why["precision"] = replace(why, reason=f"{why.reason}; a CPU emulates it: right numbers for tests, slower than fp32")
+            self.why["precision"] = replace(
+                why, reason=f"{why.reason}; a CPU emulates it: right numbers for tests, slower than fp32"
+            )
         has, needs = self.hardware.compute_capability, NEEDED_CAPABILITY.get(precision, ())
         if self.hardware.kind == "cuda" and has < needs:
             raise MachineError(
-                f"plan.precision {precision} needs compute capability {_dotted(needs)}, {self.hardware.title} has {_dotted(has)}: "
-                "leave it to the planner with --set plan.precision=none"
+                f"plan.precision {precision} needs compute capability {_dotted(needs)}, {self.hardware.title}"
+                f" has {_dotted(has)}: leave it to the planner with --set plan.precision=none"
             )
         return precision
 
@@ -130,14 +147,25 @@ class _Decider:
         width = self.recipe.model.head_size
         hopper = self.hardware.compute_capability[:1] == (9,)
         if hopper and self.chosen["precision"] in ("bf16", "fp16", "fp8") and width % 8 == 0 and width <= 128:
-            return _rule("cudnn", "on Hopper cuDNN's kernel measured faster than the flash kernel that torch picks by itself (LOG.md)")
+            return _rule(
+                "cudnn",
+                "on Hopper cuDNN's kernel measured faster than the flash kernel that torch picks by itself"
+                " (LOG.md)",
+            )
         if self.hardware.compute_capability < (8, 0):
-            return _rule("auto", "torch picks its memory-efficient kernel; flash attention needs compute capability 8.0")
+            return _rule(
+                "auto",
+                "torch picks its memory-efficient kernel; flash attention needs compute capability 8.0",
+            )
         return _rule("auto", "torch picks its flash kernel")
 
     def cross_entropy(self) -> Decision:
         if self.hardware.kind == "cuda" and self.chosen["precision"] in ("bf16", "fp16", "fp8"):
-            return _rule("fused", "one kernel turns the logits into their gradient in place: fewer passes over memory, one copy less")
+            return _rule(
+                "fused",
+                "one kernel turns the logits into their gradient in place: fewer passes over memory, one copy"
+                " less",
+            )
         return _rule("torch", "the fused kernel is for half precision on CUDA")
 
     def update(self) -> Decision:
@@ -148,23 +176,41 @@ class _Decider:
             return _rule("off", "compiling takes 15 to 30 s on a CPU and a small run does not earn it back")
         rate = self.hardware.rate_tflops(self.chosen["precision"])
         model, train = self.recipe.model, self.recipe.train
-        flops = arithmetic.flops_per_token(model, self.recipe.data.seq_len) * self.recipe.tokens_per_step * train.steps
+        flops = (
+            arithmetic.flops_per_token(model, self.recipe.data.seq_len)
+            * self.recipe.tokens_per_step
+            * train.steps
+        )
         run_s = flops / (0.3 * 1e12 * rate * self.world_size) if rate else float("inf")
         if train.max_hours is not None:
             run_s = min(run_s, train.max_hours * 3600)
         if run_s < COMPILE_PAYS_S:
             return _rule("off", f"the whole run should take {run_s:.0f} s; compiling takes 10 to 60 s")
-        return _rule("default", "fused kernels, which the long run earns back; the first step takes 10 to 60 s longer")
+        return _rule(
+            "default", "fused kernels, which the long run earns back; the first step takes 10 to 60 s longer"
+        )
 
     def batch(self) -> dict[str, Any]:
-        """Micro-batch, accumulation, recomputation and loss chunks together: they trade one memory against each other."""
+        """Micro-batch, accumulation, recomputation and loss chunks together: they trade one memory against
+        each other."""
         share = self.recipe.train.batch_size // self.world_size
         micro, recompute, chunks = self._fit(share)
         accumulation = share // micro
-        reason = f"{self.recipe.train.batch_size} sequences an update / ({micro} a pass x {self.world_size} process(es))"
+        reason = (
+            f"{self.recipe.train.batch_size} sequences an update / ({micro} a pass x {self.world_size}"
+            " process(es))"
+        )
         source = self.why["micro_batch"].source
-        self.record("accumulation", (accumulation, Why(reason=reason, source="environment" if source == "environment" else "rule")))
-        return {"micro_batch": micro, "accumulation": accumulation, "recompute": recompute, "loss_chunks": chunks}
+        self.record(
+            "accumulation",
+            (accumulation, Why(reason=reason, source="environment" if source == "environment" else "rule")),
+        )
+        return {
+            "micro_batch": micro,
+            "accumulation": accumulation,
+            "recompute": recompute,
+            "loss_chunks": chunks,
+        }
 
     def _fit(self, share: int) -> tuple[int, str, int]:
         pins = {
@@ -177,10 +223,13 @@ class _Decider:
         if (profile := self.outside.profile) is not None:
             sizes = [d for d in sizes if d <= profile.micro_batch] or [1]
         ways = [
-            (micro, recompute, chunks) for recompute, chunks in (("none", 1), ("none", 8), ("selective", 8), ("full", 8)) for micro in sizes
+            (micro, recompute, chunks)
+            for recompute, chunks in (("none", 1), ("none", 8), ("selective", 8), ("full", 8))
+            for micro in sizes
         ]
         if any(pins.values()):
-            ways = [tuple(pin[0] if pin else given for pin, given in zip(pins.values(), way, strict=True)) for way in ways]  # type: ignore[misc]
+            given = [pin[0] if pin else None for pin in pins.values()]
+            ways = [(given[0] or m, given[1] or r, given[2] or c) for m, r, c in ways]
         budget = MEMORY_SHARE * self.hardware.memory_bytes
         fitting = [way for way in ways if self._memory(*way).total <= budget]
         if not fitting:
@@ -192,23 +241,29 @@ class _Decider:
 
     def _forced_micro_batch(self, share: int) -> Decision | None:
         """A100_BATCH_SIZE / A100_GRAD_ACCUM, or the pin; it must divide the batch."""
-        size, times = (positive(self.outside.environment, name) for name in ("A100_BATCH_SIZE", "A100_GRAD_ACCUM"))
+        size, times = (
+            positive(self.outside.environment, name) for name in ("A100_BATCH_SIZE", "A100_GRAD_ACCUM")
+        )
         if size is None and times is None:
             pin = self._pin("micro_batch")
             if pin and share % pin[0]:
                 raise ConfigError(
-                    f"plan.micro_batch ({pin[0]}) must divide the {share} sequences that each process takes of train.batch_size"
+                    f"plan.micro_batch ({pin[0]}) must divide the {share} sequences that each process takes"
+                    " of train.batch_size"
                 )
             profile = self.outside.profile
             return None if pin and profile and pin[0] > profile.micro_batch else pin
-        set_ = " and ".join(f"{n}={v}" for n, v in (("A100_BATCH_SIZE", size), ("A100_GRAD_ACCUM", times)) if v is not None)
+        set_ = " and ".join(
+            f"{n}={v}" for n, v in (("A100_BATCH_SIZE", size), ("A100_GRAD_ACCUM", times)) if v is not None
+        )
         if size is None:
             assert times is not None
             size = share // times if share % times == 0 else 0
         if size == 0 or share % size or (times is not None and size * times != share):
             raise ConfigError(
-                f"{set_} in the environment must keep the recipe's batch: micro-batch x accumulation must be {share} "
-                f"(train.batch_size {self.recipe.train.batch_size} over {self.world_size} process(es)); unset or correct them"
+                f"{set_} in the environment must keep the recipe's batch: micro-batch x accumulation must be"
+                f" {share} (train.batch_size {self.recipe.train.batch_size} over {self.world_size}"
+                " process(es)); unset or correct them"
             )
         return size, Why(reason=f"{set_} in the environment", source="environment")
 
@@ -223,28 +278,43 @@ class _Decider:
             "full": traded + "every block is computed twice",
         }[recompute]
         self.record("recompute", pins["recompute"] or _rule(recompute, cost))
-        why = "logits fit in one piece, which is fastest" if chunks == 1 else "logits in pieces: less memory, the head is computed twice"
+        why = (
+            "logits fit in one piece, which is fastest"
+            if chunks == 1
+            else "logits in pieces: less memory, the head is computed twice"
+        )
         self.record("loss_chunks", pins["loss_chunks"] or _rule(chunks, why))
 
     def _why_micro_batch(self, best: tuple[int, str, int], share: int) -> Why:
         micro, seq_len, profile = best[0], self.recipe.data.seq_len, self.outside.profile
         have, limit = self.hardware.memory_bytes, FULL_PASS_TOKENS[self.hardware.kind]
-        fits = f"{micro * seq_len:,} tokens a pass, predicted peak {self._memory(*best).total / 2**30:.1f} of {have / 2**30:.1f} GiB"
+        fits = (
+            f"{micro * seq_len:,} tokens a pass, predicted peak {self._memory(*best).total / 2**30:.1f} of"
+            f" {have / 2**30:.1f} GiB"
+        )
         larger = next((d for d in range(micro + 1, min(share, limit // seq_len) + 1) if share % d == 0), None)
         if micro == share:
             return Why(reason=f"the whole batch in one pass: {fits}", source="rule")
         if larger is None:
-            return Why(reason=f"{fits}; the largest divisor of {share} within {limit:,} tokens, where speed levels off", source="rule")
+            return Why(
+                reason=(
+                    f"{fits}; the largest divisor of {share} within {limit:,} tokens, where speed levels off"
+                ),
+                source="rule",
+            )
         if profile is not None and larger > profile.micro_batch:
-            return Why(reason=f"at most {profile.micro_batch} by profile {profile.name}: {fits}", source="profile")
+            return Why(
+                reason=f"at most {profile.micro_batch} by profile {profile.name}: {fits}", source="profile"
+            )
         return Why(reason=f"{fits}; the next divisor of {share}, {larger}, would not fit", source="rule")
 
     def _refuse(self, way: tuple[int, str, int]) -> None:
         need, have = self._memory(*way), self.hardware.memory_bytes
         raise MachineError(
-            f"recipe {self.recipe.name} does not fit {self.hardware.title}: predicted {need.total / 2**30:.1f} GiB at micro-batch "
-            f"{way[0]}, recompute {way[1]}, of {have / 2**30:,.1f} GiB ({MEMORY_SHARE:.0%} usable); use more processes, a smaller model "
-            "or a shorter data.seq_len"
+            f"recipe {self.recipe.name} does not fit {self.hardware.title}: predicted"
+            f" {need.total / 2**30:.1f} GiB at micro-batch {way[0]}, recompute {way[1]}, of"
+            f" {have / 2**30:,.1f} GiB ({MEMORY_SHARE:.0%} usable); use more processes, a smaller model or a"
+            " shorter data.seq_len"
         )
 
     def _memory(self, micro: int, recompute: Any, chunks: int) -> arithmetic.Memory:
@@ -259,7 +329,9 @@ class _Decider:
             loss_chunks=chunks,
             world_size=self.world_size,
             fused=arithmetic.fuses(
-                compiled=self.chosen["compile"] != "off", cuda=self.hardware.kind == "cuda", precision=self.chosen["precision"]
+                compiled=self.chosen["compile"] != "off",
+                cuda=self.hardware.kind == "cuda",
+                precision=self.chosen["precision"],
             ),
             fused_loss=self.chosen["cross_entropy"] == "fused",
         )
@@ -267,7 +339,10 @@ class _Decider:
     def loader_threads(self) -> Decision:
         if self.recipe.data.stream:
             threads = max(1, min(4, self.hardware.cores - 1))
-            return _rule(threads, f"tokenising while training, in Rust threads that leave a core of {self.hardware.cores} free")
+            return _rule(
+                threads,
+                f"tokenising while training, in Rust threads that leave a core of {self.hardware.cores} free",
+            )
         return _rule(1, "reading memory-mapped tokens takes a few milliseconds an update, beside the step")
 
     def prefetch(self) -> Decision:
@@ -276,7 +351,10 @@ class _Decider:
     def allocator(self) -> Decision:
         if self.hardware.kind == "cpu":
             return _rule("", "only CUDA has an allocator to set")
-        return _rule("expandable_segments:True", "segments that grow do not fragment when the micro-batch changes after an out-of-memory")
+        return _rule(
+            "expandable_segments:True",
+            "segments that grow do not fragment when the micro-batch changes after an out-of-memory",
+        )
 
     def prediction(self, values: dict[str, Any]) -> Prediction:
         parts = self._memory(values["micro_batch"], values["recompute"], values["loss_chunks"])
@@ -288,13 +366,20 @@ class _Decider:
             memory_parts_bytes=asdict(parts),
             memory_bytes=parts.total,
             ceiling_tokens_per_s=self.world_size * rate * 1e12 / flops if rate else None,
-            attainable_tokens_per_s=attainable_tokens_per_s(self.recipe, self.hardware, self.world_size, values),
+            attainable_tokens_per_s=attainable_tokens_per_s(
+                self.recipe, self.hardware, self.world_size, values
+            ),
         )
 
 
 def samples_bound(environment: Mapping[str, str]) -> int | None:
-    """The most sequences that the environment's MICRO_BATCH_SIZE and CHUNK_SIZE let generation hold at once; None: no bound."""
-    bounds = [bound for name in ("MICRO_BATCH_SIZE", "CHUNK_SIZE") if (bound := positive(environment, name)) is not None]
+    """The most sequences that the environment's MICRO_BATCH_SIZE and CHUNK_SIZE let generation hold at once;
+    None: no bound."""
+    bounds = [
+        bound
+        for name in ("MICRO_BATCH_SIZE", "CHUNK_SIZE")
+        if (bound := positive(environment, name)) is not None
+    ]
     return min(bounds, default=None)
 
 

@@ -1,5 +1,5 @@
-"""Named sets of upper bounds, as the systems Redline grew out of shipped them. On any GPU the planner derives its own values; a profile
-only lowers them, and the plan says so."""
+"""Named sets of upper bounds, as the systems Redline grew out of shipped them. On any GPU the planner derives
+its own values; a profile only lowers them, and the plan says so."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,9 @@
-"""How fast a plan could run: the time of one token as a sum of what must be computed and what must be moved. No torch.
+"""How fast a plan could run: the time of one token as a sum of what must be computed and what must be moved.
+No torch.
 
-Each term is a floor of one kind of work at the rate this hardware gives it; they add up because a GPU does them one after another.
-Left out: launch gaps, communication that is not hidden, and anything a compiler does worse than it could.
+Each term is a floor of one kind of work at the rate this hardware gives it; they add up because a GPU does
+them one after another. Left out: launch gaps, communication that is not hidden, and anything a compiler does
+worse than it could.
 """
 
 from typing import Any
@@ -11,12 +13,15 @@ from redline.plan import arithmetic
 from redline.plan.plan import Hardware
 
 ATTENTION_SHARE = 0.28
-"""Rate of causal attention, forward and backward, against the best matrix product (H200, cuDNN: 0.26 at head width 64, 0.32 at 128)."""
+"""Rate of causal attention, forward and backward, against the best matrix product (H200, cuDNN: 0.26 at head
+width 64, 0.32 at 128)."""
 COPY_SHARE = 0.6
 """What element-wise kernels reach of the datasheet bandwidth (H200; a plain copy reaches 0.89)."""
 
 
-def attainable_tokens_per_s(recipe: Recipe, hardware: Hardware, world_size: int, values: dict[str, Any]) -> float | None:
+def attainable_tokens_per_s(
+    recipe: Recipe, hardware: Hardware, world_size: int, values: dict[str, Any]
+) -> float | None:
     """Tokens/s of all processes together, or None where the hardware's rates are not known."""
     rate, bandwidth = hardware.rate_tflops(values["precision"]), hardware.bandwidth_bytes_per_s
     dense = hardware.rate_tflops("bf16" if values["precision"] == "fp8" else values["precision"])
@@ -36,13 +41,15 @@ def attainable_tokens_per_s(recipe: Recipe, hardware: Hardware, world_size: int,
 
 
 def _moved_bytes(model: ModelConfig, precision: str) -> float:
-    """Bytes per token that element-wise work reads and writes: norms, activation, residuals, rotation, three passes over the logits,
-    and with FP8 the quantisation of what goes into every product, forward and backward."""
+    """Bytes per token that element-wise work reads and writes: norms, activation, residuals, rotation, three
+    passes over the logits, and with FP8 the quantisation of what goes into every product, forward and
+    backward."""
     a, D = arithmetic.BYTES[precision], model.hidden_size
     width, kv_width = model.num_heads * model.head_size, model.kv_heads * model.head_size
     inner = model.ffn_size * (2 if model.activation == "swiglu" else 1)
     rotation = 4 * (width + kv_width) if model.positions == "rope" else 0
     block = a * (14 * D + 3 * (inner + model.ffn_size) + rotation)
-    if precision == "fp8":  # amax, cast and transposed cast: 7 bytes for each element of inputs and output gradients
+    # amax, cast and transposed cast: 7 bytes for each element of inputs and output gradients
+    if precision == "fp8":
         block += 7 * ((2 * D + width + model.ffn_size) + (width + 2 * kv_width + 2 * D + inner))
     return float(model.num_layers * block + a * 3 * model.vocab_size)

@@ -4,9 +4,10 @@
     exporters[0].metrics(line)  # microseconds: the line goes into a queue, a daemon thread does the work
     exporters[0].close()        # drains the queue, for at most CLOSE_LIMIT_S
 
-An exporter never stops or slows a run: what goes wrong in its thread is said once through `warn` (mostly called from that thread)
-and the exporter drops itself. metrics.jsonl stays the record, exports are copies of it; events are not exported, they stand in
-events.jsonl. To add a target: one class with open, write and close, and one line in `_SINKS`.
+An exporter never stops or slows a run: what goes wrong in its thread is said once through `warn` (mostly
+called from that thread) and the exporter drops itself. metrics.jsonl stays the record, exports are copies of
+it; events are not exported, they stand in events.jsonl. To add a target: one class with open, write and
+close, and one line in `_SINKS`.
 """
 
 import contextlib
@@ -44,7 +45,9 @@ def check_names(names: Sequence[str]) -> None:
     """Refuse a name that no exporter has; cheap, so that a typo is found before a corpus is read."""
     for name in names:
         if name not in _SINKS:
-            raise ConfigError(f"an exporter is one of {', '.join(_SINKS)}; got {name!r}{nearest(name, _SINKS)}")
+            raise ConfigError(
+                f"an exporter is one of {', '.join(_SINKS)}; got {name!r}{nearest(name, _SINKS)}"
+            )
 
 
 def make_exporters(
@@ -56,7 +59,8 @@ def make_exporters(
     warn: Callable[[str], None],
     resume_step: int = 0,
 ) -> list["Exporter"]:
-    """One running exporter a name. `resume_step` is the last step that stays: the checkpoint's, or 0 for a new run."""
+    """One running exporter a name. `resume_step` is the last step that stays: the checkpoint's, or 0 for a
+    new run."""
     check_names(names)
     run = ExportedRun(folder=folder, name=run_name, config=config, warn=warn, resume_step=resume_step)
     sinks = [_SINKS[name](run) for name in names]
@@ -69,21 +73,28 @@ def exported_name(name: str) -> str:
 
 
 def exported_values(line: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a metrics line under their exported names; `step` is the axis, and null is not a number."""
-    return {exported_name(name): float(value) for name, value in line.items() if name != "step" and value is not None}
+    """The numbers of a metrics line under their exported names; `step` is the axis, and null is not a
+    number."""
+    return {
+        exported_name(name): float(value)
+        for name, value in line.items()
+        if name != "step" and value is not None
+    }
 
 
 def document() -> str:
     """A Markdown table of every metric, for docs/metrics.md."""
     rows = [
-        f"| `{name}` | {'the x axis' if name == 'step' else f'`{exported_name(name)}`'} | {metric.unit} | {metric.meaning} |\n"
+        f"| `{name}` | {'the x axis' if name == 'step' else f'`{exported_name(name)}`'} | {metric.unit} |"
+        f" {metric.meaning} |\n"
         for name, metric in METRICS.items()
     ]
     return "| metrics.jsonl | exported as | unit | meaning |\n|---|---|---|---|\n" + "".join(rows)
 
 
 class Sink(Protocol):
-    """Where lines go. All three methods run in the exporter's thread and may raise; the constructor only imports."""
+    """Where lines go. All three methods run in the exporter's thread and may raise; the constructor only
+    imports."""
 
     title: str
 
@@ -96,7 +107,8 @@ class Sink(Protocol):
 
 
 class Exporter:
-    """An observer of the training loop that hands every line, which must not change any more, to a sink in its own thread."""
+    """An observer of the training loop that hands every line, which must not change any more, to a sink in
+    its own thread."""
 
     def __init__(self, sink: Sink, warn: Callable[[str], None]) -> None:
         self._sink = sink
@@ -123,11 +135,14 @@ class Exporter:
             self._given_up = True
             waiting = max(0, self._queue.qsize() - 1)  # the end mark is no line
             self._warn(
-                f"{self._sink.title} was not done within {CLOSE_LIMIT_S:.0f} s of the end, {waiting} lines wait: "
-                "the export is left unfinished, metrics.jsonl holds every line"
+                f"{self._sink.title} was not done within {CLOSE_LIMIT_S:.0f} s of the end, {waiting} lines"
+                " wait: the export is left unfinished, metrics.jsonl holds every line"
             )
         if self._num_dropped:
-            self._warn(f"{self._sink.title} was too slow: {self._num_dropped} lines were dropped, metrics.jsonl holds every line")
+            self._warn(
+                f"{self._sink.title} was too slow: {self._num_dropped} lines were dropped, metrics.jsonl"
+                " holds every line"
+            )
 
     def _put(self, item: tuple[float, dict[str, Any]] | None) -> None:
         while True:
@@ -141,7 +156,10 @@ class Exporter:
     def _drop_one(self) -> None:
         self._num_dropped += 1
         if self._num_dropped == 1:
-            self._warn(f"{self._sink.title} is slower than the run: {QUEUE_LINES} lines wait, the oldest are dropped from now on")
+            self._warn(
+                f"{self._sink.title} is slower than the run: {QUEUE_LINES} lines wait, the oldest are dropped"
+                " from now on"
+            )
 
     def _work(self) -> None:
         try:
@@ -152,14 +170,17 @@ class Exporter:
         except Exception as error:  # noqa: BLE001 - whatever a foreign library raises in here, the run must go on
             if not self._given_up:  # close() has said it already
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                self._warn(f"{self._sink.title} export stopped ({reason}): the run goes on, metrics.jsonl holds every line")
+                self._warn(
+                    f"{self._sink.title} export stopped ({reason}): the run goes on, metrics.jsonl holds"
+                    " every line"
+                )
 
 
 class TensorBoard:
     """Event files under <run>/tensorboard, framed by tensorboard's own RecordWriter.
 
-    Not through its EventFileWriter: that one imports tensorflow where there is one, and on a full disk prints a traceback
-    from a second thread.
+    Not through its EventFileWriter: that one imports tensorflow where there is one, and on a full disk prints
+    a traceback from a second thread.
     """
 
     title = "TensorBoard"
@@ -169,11 +190,14 @@ class TensorBoard:
         self._resume_step = run.resume_step
         self._event = need("tensorboard.compat.proto.event_pb2", extra="tensorboard")
         self._summary = need("tensorboard.compat.proto.summary_pb2", extra="tensorboard").Summary
-        self._record_writer = need("tensorboard.summary.writer.record_writer", extra="tensorboard").RecordWriter
+        self._record_writer = need(
+            "tensorboard.summary.writer.record_writer", extra="tensorboard"
+        ).RecordWriter
 
     def open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads the files of a folder in the order of their names, so a resumed run must sort after the one before it.
+        # TensorBoard reads the files of a folder in the order of their names, so a resumed run must sort
+        # after the one before it.
         path = self._folder / f"events.out.tfevents.{time.time_ns():020d}"
         self._file = self._record_writer(open(path, "xb"))  # noqa: SIM115 - lives as long as the run
         self._write(wall_time=time.time(), file_version="brain.Event:2")
@@ -182,7 +206,9 @@ class TensorBoard:
         self._write(wall_time=time.time(), step=self._resume_step + 1, session_log=start)
 
     def write(self, at: float, line: dict[str, Any]) -> None:
-        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in exported_values(line).items()]
+        values = [
+            self._summary.Value(tag=tag, simple_value=value) for tag, value in exported_values(line).items()
+        ]
         self._write(wall_time=at, step=line["step"], summary=self._summary(value=values))
 
     def close(self) -> None:
@@ -193,16 +219,18 @@ class TensorBoard:
             self._file.write(self._event.Event(**fields).SerializeToString())
             self._file.flush()
         except OSError:
-            with contextlib.suppress(OSError):  # closed here, or the garbage collector tries to flush again and complains
+            # closed here, or the garbage collector tries to flush again and complains
+            with contextlib.suppress(OSError):
                 self._file.close()
             raise
 
 
 class WandB:
-    """A Weights & Biases run; its id stands in <run>/wandb_id, so a resumed run goes on with it. Honours W&B's own settings.
+    """A Weights & Biases run; its id stands in <run>/wandb_id, so a resumed run goes on with it. Honours
+    W&B's own settings.
 
-    Without an API key it writes offline and says so. W&B cannot take points back: steps that it holds from before a crash keep
-    their first values, and are not logged again.
+    Without an API key it writes offline and says so. W&B cannot take points back: steps that it holds from
+    before a crash keep their first values, and are not logged again.
     """
 
     title = "W&B"
@@ -215,9 +243,11 @@ class WandB:
         run, id_path = self._run, self._run.folder / "wandb_id"
         if not id_path.exists():
             write_atomic(id_path, secrets.token_hex(4))
-        # Its messages and its capture of stdout would tear the live view. The limits are for a server that is gone: with W&B's
-        # own ones (90 s and none) the exit of the whole program waits for it.
-        settings = self._wandb.Settings(silent=True, console="off", init_timeout=30.0, finish_timeout=CLOSE_LIMIT_S)
+        # Its messages and its capture of stdout would tear the live view. The limits are for a server that is
+        # gone: with W&B's own ones (90 s and none) the exit of the whole program waits for it.
+        settings = self._wandb.Settings(
+            silent=True, console="off", init_timeout=30.0, finish_timeout=CLOSE_LIMIT_S
+        )
         self._log = self._wandb.init(
             project=os.environ.get("WANDB_PROJECT", "redline"),
             name=run.name,
@@ -229,7 +259,10 @@ class WandB:
             settings=settings,
         )
         if (held := self._log.starting_step - 1) > run.resume_step:
-            run.warn(f"W&B holds steps {run.resume_step + 1} to {held} from before the resume: they are not logged again")
+            run.warn(
+                f"W&B holds steps {run.resume_step + 1} to {held} from before the resume: they are not logged"
+                " again"
+            )
 
     def write(self, at: float, line: dict[str, Any]) -> None:
         if line["step"] >= self._log.starting_step:
@@ -243,7 +276,10 @@ class WandB:
         mode: str = self._wandb.setup(self._wandb.Settings(silent=True)).settings.mode
         if mode == "online" and not self._wandb.login(prompt=False, verify=False):
             where = self._run.folder / "wandb"
-            self._run.warn(f"W&B has no API key: the run is written offline to {where}; `wandb login`, then `wandb sync` it")
+            self._run.warn(
+                f"W&B has no API key: the run is written offline to {where}; `wandb login`, then `wandb"
+                " sync` it"
+            )
             return "offline"
         return mode
 

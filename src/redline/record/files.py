@@ -8,7 +8,10 @@ from pathlib import Path
 
 from redline.errors import StorageError
 
-REFUSALS = {getattr(errno, name) for name in ("EACCES", "EPERM", "EROFS", "ENOTDIR", "EISDIR", "EEXIST", "EFBIG", "EIO", "ENOENT")}
+REFUSALS = {
+    getattr(errno, name)
+    for name in ("EACCES", "EPERM", "EROFS", "ENOTDIR", "EISDIR", "EEXIST", "EFBIG", "EIO", "ENOENT")
+}
 
 
 @contextlib.contextmanager
@@ -19,18 +22,23 @@ def storage_errors(what: str, path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageError(
-                f"the disk is full: {what} could not be written to {path}; free some space and run the same command"
+                f"the disk is full: {what} could not be written to {path}; free some space and run the same"
+                " command"
             ) from error
         if error.errno in REFUSALS:
-            way_out = "set REDLINE_CACHE to another folder" if cache_folder() in (path, *path.parents) else "choose another folder"
+            way_out = (
+                "set REDLINE_CACHE to another folder"
+                if cache_folder() in (path, *path.parents)
+                else "choose another folder"
+            )
             raise StorageError(f"{what} cannot be written to {path}: {error.strerror}; {way_out}") from error
         raise
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name beside the file to write to. When the block ends well it takes the file's place (fsync, rename, fsync of the folder); when
-    not, the file is what it was and nothing is left beside it."""
+    """A name beside the file to write to. When the block ends well it takes the file's place (fsync, rename,
+    fsync of the folder); when not, the file is what it was and nothing is left beside it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with storage_errors(path.name, path.parent):
         try:

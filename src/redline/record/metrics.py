@@ -1,4 +1,5 @@
-"""The metrics of a run: every name, its unit and its meaning, stated once. Documents, exporters and the live view read this table."""
+"""The metrics of a run: every name, its unit and its meaning, stated once. Documents, exporters and the live
+view read this table."""
 
 from dataclasses import dataclass
 
@@ -15,31 +16,65 @@ METRICS: dict[str, Metric] = {
     "lr": Metric("1", "learning rate of this update (of AdamW's parameters under Muon)"),
     "grad_norm": Metric("1", "global norm of the gradient before clipping"),
     "tokens": Metric("tokens", "tokens trained on since the start of the run"),
-    "step_s": Metric("s", "time of this update: from the end of the one before it, or of the validation or checkpoint between them"),
+    "step_s": Metric(
+        "s",
+        "time of this update: from the end of the one before it, or of the validation or checkpoint between"
+        " them",
+    ),
     "tokens_per_s": Metric("tokens/s", "tokens of this update over step_s, all processes together"),
     "rows_per_s": Metric("rows/s", "examples of this update over step_s; only in fine-tuning"),
-    "padding_share": Metric("1", "share of the positions computed that held no token; where batches may hold padding"),
-    "mfu": Metric(
-        "1", "model FLOPs (6N + 12LdT per token, PaLM convention) over the dense datasheet peak of the compute dtype (bf16 for FP8)"
+    "padding_share": Metric(
+        "1", "share of the positions computed that held no token; where batches may hold padding"
     ),
-    "ceiling_share": Metric("1", "model FLOPs over the matmul rate measured on this machine for the compute dtype"),
+    "mfu": Metric(
+        "1",
+        "model FLOPs (6N + 12LdT per token, PaLM convention) over the dense datasheet peak of the compute"
+        " dtype (bf16 for FP8)",
+    ),
+    "ceiling_share": Metric(
+        "1", "model FLOPs over the matmul rate measured on this machine for the compute dtype"
+    ),
     "data_wait_s": Metric("s", "time the step waited for the loader"),
-    "copy_s": Metric("s", "time of this update that the batch took to reach the device; on the GPU's clock, like the four after it"),
-    "forward_s": Metric("s", "time of this update in forward passes, launch gaps included, waits for other processes not"),
-    "backward_s": Metric("s", "time of this update in backward passes, recomputation included, waits for other processes not"),
+    "copy_s": Metric(
+        "s",
+        "time of this update that the batch took to reach the device; on the GPU's clock, like the four"
+        " after it",
+    ),
+    "forward_s": Metric(
+        "s", "time of this update in forward passes, launch gaps included, waits for other processes not"
+    ),
+    "backward_s": Metric(
+        "s", "time of this update in backward passes, recomputation included, waits for other processes not"
+    ),
     "optimizer_s": Metric("s", "time of this update in clipping and changing the weights"),
     "communication_s": Metric(
-        "s", "time of this update in which process 0 waited for gathers and reductions that nothing hid, or packed them; only with several"
+        "s",
+        "time of this update in which process 0 waited for gathers and reductions that nothing hid, or packed"
+        " them; only with several",
     ),
-    "generate_s": Metric("s", "time of this update in which text was generated, on the GPU's clock; in a watched loop that marks it"),
-    "issue_s": Metric("s", "time the host took to issue this update; as long as step_s: the GPU waits for the host"),
+    "generate_s": Metric(
+        "s",
+        "time of this update in which text was generated, on the GPU's clock; in a watched loop that"
+        " marks it",
+    ),
+    "issue_s": Metric(
+        "s", "time the host took to issue this update; as long as step_s: the GPU waits for the host"
+    ),
     "memory_bytes": Metric(
-        "bytes", "peak memory allocated by torch on the GPU since the process began, read once a second; on a CPU resident memory"
+        "bytes",
+        "peak memory allocated by torch on the GPU since the process began, read once a second; on a CPU"
+        " resident memory",
     ),
     "elapsed_s": Metric(
-        "s", "training time of the run, validations and checkpoints included; of a killed attempt the time up to its last checkpoint"
+        "s",
+        "training time of the run, validations and checkpoints included; of a killed attempt the time up to"
+        " its last checkpoint",
     ),
-    "gpu_util": Metric("1", "share of the last second in which a kernel ran, by NVML (says little: one small kernel counts); only on GPUs"),
+    "gpu_util": Metric(
+        "1",
+        "share of the last second in which a kernel ran, by NVML (says little: one small kernel counts); only"
+        " on GPUs",
+    ),
     "power_w": Metric("W", "power drawn by the GPU, by NVML; only on GPUs"),
     "sm_clock_mhz": Metric("MHz", "clock of the multiprocessors, by NVML; only on GPUs"),
     "temperature_c": Metric("°C", "temperature of the GPU, by NVML; only on GPUs"),

@@ -8,8 +8,8 @@
         tokenizer.json     the tokenizer that made the tokens
         checkpoints/       step-N folders, best.json
 
-Lines are appended whole. After a crash the metrics are cut back to the checkpoint that the run resumes from, so each step stands
-there once; events are never cut.
+Lines are appended whole. After a crash the metrics are cut back to the checkpoint that the run resumes from,
+so each step stands there once; events are never cut.
 """
 
 import contextlib
@@ -42,7 +42,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class LineWriter:
-    """Appends JSON lines, each with one write, so that a reader never sees half of one from a living process."""
+    """Appends JSON lines, each with one write, so that a reader never sees half of one from a living
+    process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,7 +69,8 @@ def _cut_torn_line(path: Path) -> None:
 
 @contextlib.contextmanager
 def failures_recorded(path: Path, kind: str = "failed") -> Iterator[None]:
-    """Write what ends a run with a user's error into its events, where the launcher of several processes finds it."""
+    """Write what ends a run with a user's error into its events, where the launcher of several processes
+    finds it."""
     try:
         yield
     except RedlineError as error:
@@ -78,8 +80,8 @@ def failures_recorded(path: Path, kind: str = "failed") -> Iterator[None]:
 
 
 class RunFolder:
-    """A run folder that this process owns until it leaves the `with` block; a second owner is refused. `option` is what the user names
-    folders with; a program that is called from Python has none."""
+    """A run folder that this process owns until it leaves the `with` block; a second owner is refused.
+    `option` is what the user names folders with; a program that is called from Python has none."""
 
     def __init__(self, path: Path, *, option: str | None = "--run") -> None:
         self.path, self._option = path, option
@@ -94,7 +96,9 @@ class RunFolder:
         named = f" with {self._option}" if self._option else ""
         ours = (self.path / ".lock", self.recipe_path, self.metrics_path)
         if self.path.is_dir() and any(self.path.iterdir()) and not any(path.exists() for path in ours):
-            raise StorageError(f"{self.path} holds other files than a run's: give a new or empty folder{named}")
+            raise StorageError(
+                f"{self.path} holds other files than a run's: give a new or empty folder{named}"
+            )
         with storage_errors("the run folder", self.path):
             self.checkpoints_path.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / ".lock", "w")
@@ -102,12 +106,16 @@ class RunFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = "another process" if self._option else "another process or another run of this one"
-            raise StorageError(f"{self.path} is in use by {owner}: wait for it, or give another folder{named}") from None
+            raise StorageError(
+                f"{self.path} is in use by {owner}: wait for it, or give another folder{named}"
+            ) from None
         with storage_errors("the run folder", self.path):
             self._tidy()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._lock.close()
 
     def _tidy(self) -> None:
@@ -121,8 +129,8 @@ class RunFolder:
     def event(self, kind: str, **facts: Any) -> None:
         """Append one event. Also for a process that does not own the folder and has something to tell.
 
-        It outlives the process at once, and a power cut from the next checkpoint on: waiting for a busy disk here would hold up
-        the training.
+        It outlives the process at once, and a power cut from the next checkpoint on: waiting for a busy disk
+        here would hold up the training.
         """
         events = LineWriter(self.events_path)
         try:
@@ -142,7 +150,8 @@ class RunFolder:
         return bool(read_lines(self.metrics_path)) or any(self.checkpoints_path.glob("step-*"))
 
     def cut_metrics(self, step: int) -> int:
-        """Keep the metrics up to and including `step`, drop later ones (they will be computed again); return how many were dropped."""
+        """Keep the metrics up to and including `step`, drop later ones (they will be computed again); return
+        how many were dropped."""
         lines = read_lines(self.metrics_path)
         kept = [line for line in lines if line["step"] <= step]
         if len(kept) < len(lines):

@@ -1,7 +1,8 @@
 """Numbers as people read them: bytes, rates, durations, shares, and a line of values as one row of blocks.
 
-Used by the live view and the command line. None (not known) is shown as `–`; a number that is not finite is shown as what it is,
-because hiding a nan would hide a fault. Parsing is left out: records hold plain numbers, units are only for reading.
+Used by the live view and the command line. None (not known) is shown as `–`; a number that is not finite is
+shown as what it is, because hiding a nan would hide a fault. Parsing is left out: records hold plain numbers,
+units are only for reading.
 """
 
 import math
@@ -38,7 +39,8 @@ def format_share(share: float | None) -> str:
 
 
 def format_duration(duration_s: float | None) -> str:
-    """`210 ms`, `3.4 s`, `42 s`, `2 m 10 s`, `3 h 5 m`, `2 d 4 h`: two units at most, rounded before they are split."""
+    """`210 ms`, `3.4 s`, `42 s`, `2 m 10 s`, `3 h 5 m`, `2 d 4 h`: two units at most, rounded before they are
+    split."""
     if duration_s is None:
         return DASH
     if not math.isfinite(duration_s):
@@ -61,7 +63,8 @@ def format_duration(duration_s: float | None) -> str:
 
 
 def format_amount(value: float | str, unit: str) -> str:
-    """`1.6% of 24 GiB`, `2,048 tokens`: a number before its unit, as evidence gives them; a share where the unit says of what."""
+    """`1.6% of 24 GiB`, `2,048 tokens`: a number before its unit, as evidence gives them; a share where the
+    unit says of what."""
     if isinstance(value, str):
         text = value
     elif abs(value) >= 1e6:
@@ -74,7 +77,8 @@ def format_amount(value: float | str, unit: str) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One block a value, lowest to highest; `×` where a value is not finite, middle blocks where all are equal."""
+    """One block a value, lowest to highest; `×` where a value is not finite, middle blocks where all are
+    equal."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return "×" * len(values)

@@ -1,10 +1,12 @@
-"""An ablation as a picture of claimed beside measured, and the trials behind it as a table. No torch, no HTML.
+"""An ablation as a picture of claimed beside measured, and the trials behind it as a table. No torch, no
+HTML.
 
     for chart in ablation(run.ablation):      # one a workload and stage
         chart.title, chart.rows[0].measured, chart.rows[0].at
 
-Reads ablation.json (a list of rows: name, claimed, measured_ratio, low, high, verdict, memory_bytes, numerics, and more where `redline
-ablate` wrote it), trials.jsonl, and the table that `redline tune` leaves in result.json. What a row does not say is left blank.
+Reads ablation.json (a list of rows: name, claimed, measured_ratio, low, high, verdict, memory_bytes,
+numerics, and more where `redline ablate` wrote it), trials.jsonl, and the table that `redline tune` leaves in
+result.json. What a row does not say is left blank.
 """
 
 import math
@@ -63,7 +65,11 @@ class Row:
     @property
     def details(self) -> list[str]:
         """What there is to say beside the verdict."""
-        claim = "" if self.claimed == DASH else f"claimed {self.claimed}" + (f" by {self.source}" if self.source else "")
+        claim = (
+            ""
+            if self.claimed == DASH
+            else f"claimed {self.claimed}" + (f" by {self.source}" if self.source else "")
+        )
         interval = f"interval {self.interval}" if self.interval else ""
         numerics = f"numerics: {self.numerics}" if self.numerics else ""
         return [part for part in (claim, interval, self.speed, self.memory, numerics) if part]
@@ -94,7 +100,12 @@ class Trials:
 
 def ablation(rows: list[dict[str, Any]]) -> list[Ablation]:
     """The charts, all on one scale that holds every number and 1."""
-    factors = [f for row in rows for f in (number(row.get(k)) for k in ("measured_ratio", "low", "high")) if f and f > 0]
+    factors = [
+        f
+        for row in rows
+        for f in (number(row.get(k)) for k in ("measured_ratio", "low", "high"))
+        if f and f > 0
+    ]
     factors += [f for row in rows for f in _pair(row.get("claimed")) or ()]
     low, high = min([1.0, *factors]), max([1.0, *factors])
     margin = 0.04 * math.log(high / low) or 0.1
@@ -107,7 +118,10 @@ def ablation(rows: list[dict[str, Any]]) -> list[Ablation]:
     for row in rows:
         groups.setdefault(_title(row), []).append(row)
     ticks = _apart([Tick(place(f), f"{f:g}×") for f in TICKS if low <= f <= high])
-    return [Ablation(title, [_row(row, place) for row in group], place(1.0), ticks) for title, group in groups.items()]
+    return [
+        Ablation(title, [_row(row, place) for row in group], place(1.0), ticks)
+        for title, group in groups.items()
+    ]
 
 
 def _title(row: dict[str, Any]) -> str:
@@ -132,13 +146,27 @@ def _pair(value: Any) -> tuple[float, float] | None:
 
 
 def _row(row: dict[str, Any], place: Callable[[float], float]) -> Row:
-    value, interval, claim = number(row.get("measured_ratio")), _pair([row.get("low"), row.get("high")]), _pair(row.get("claimed"))
-    size, speed, outcome = number(row.get("memory_bytes")), number(row.get("tokens_per_s")), str(row.get("outcome") or "ok")
+    value, interval, claim = (
+        number(row.get("measured_ratio")),
+        _pair([row.get("low"), row.get("high")]),
+        _pair(row.get("claimed")),
+    )
+    size, speed, outcome = (
+        number(row.get("memory_bytes")),
+        number(row.get("tokens_per_s")),
+        str(row.get("outcome") or "ok"),
+    )
     verdict = str(row.get("verdict") or "") if outcome == "ok" else outcome.replace("_", " ")
     return Row(
         name=str(row.get("name", "")) + (", again" if row.get("stage") == "second try" else ""),
         title=str(row.get("title") or ""),
-        claimed=DASH if claim is None else f"{claim[0]:.3g}×" if claim[0] == claim[1] else f"{claim[0]:.3g} to {claim[1]:.3g}×",
+        claimed=(
+            DASH
+            if claim is None
+            else f"{claim[0]:.3g}×"
+            if claim[0] == claim[1]
+            else f"{claim[0]:.3g} to {claim[1]:.3g}×"
+        ),
         source=str(row.get("source") or ""),
         measured=f"{factor(value)}×" if value else DASH,
         interval=f"{factor(interval[0])} to {factor(interval[1])}×" if interval else "",
@@ -154,12 +182,18 @@ def _row(row: dict[str, Any], place: Callable[[float], float]) -> Row:
 
 
 def trials(lines: list[dict[str, Any]]) -> Trials:
-    """The plain values of every trial, those of its measurement included; the first columns where there are many."""
+    """The plain values of every trial, those of its measurement included; the first columns where there are
+    many."""
     flat = [_flat(line) for line in lines]
     every = dict.fromkeys(name for line in flat for name in line)
     names = [name for name in every if any(line.get(name) is not None for line in flat)][:MOST_COLUMNS]
-    rows = [[DASH if line.get(name) is None else named(name, line[name])[1] for name in names] for line in flat]
-    titles = [named(name, next((v for line in flat if (v := number(line.get(name))) is not None), ""))[0] for name in names]
+    rows = [
+        [DASH if line.get(name) is None else named(name, line[name])[1] for name in names] for line in flat
+    ]
+    titles = [
+        named(name, next((v for line in flat if (v := number(line.get(name))) is not None), ""))[0]
+        for name in names
+    ]
     return Trials(titles, rows)
 
 
@@ -167,7 +201,11 @@ def tuning(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The table of a tuning as lines for `trials`: each comparison with the best plan of its time."""
     found = []
     for row in rows:
-        against, predicted, rounds = table(row.get("comparison")), number(row.get("predicted")), number(row.get("rounds"))
+        against, predicted, rounds = (
+            table(row.get("comparison")),
+            number(row.get("predicted")),
+            number(row.get("rounds")),
+        )
         ratio, between = number(against.get("ratio")), _pair([against.get("low"), against.get("high")])
         star = "*" if rounds is not None and rounds < FEWEST_BLOCKS else ""
         found.append(
@@ -186,7 +224,8 @@ def tuning(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _flat(line: dict[str, Any]) -> dict[str, Any]:
-    """A trial without what it is found by and without lists; with the speed that its blocks give (their times are those of one step)."""
+    """A trial without what it is found by and without lists; with the speed that its blocks give (their times
+    are those of one step)."""
     measured = table(line.get("measured"))
     plain = {name: value for name, value in (line | measured).items() if not isinstance(value, dict | list)}
     known = {name: value for name, value in plain.items() if name not in ("key", "machine")}

@@ -1,10 +1,13 @@
 """Whether runs may be compared, and what the comparison gives. No torch.
 
-    verdict = comparable(runs)          # level: yes | loss only | accuracy only | no, with the reasons in words
-    ratio(slow, fast)                   # speed of one over the other, with its interval and "not resolved" where it spans 1
+    # level: yes | loss only | accuracy only | no, with the reasons in words
+    verdict = comparable(runs)
+    # speed of one over the other, with its interval and "not resolved" where it spans 1
+    ratio(slow, fast)
 
-Two speeds compare under the same fingerprint on the same hardware; on other hardware only the losses do. What the plans do differently
-is not a reason against: it is what is being compared. Nor is how often a run validates or saves, beside its median speed.
+Two speeds compare under the same fingerprint on the same hardware; on other hardware only the losses do. What
+the plans do differently is not a reason against: it is what is being compared. Nor is how often a run
+validates or saves, beside its median speed.
 """
 
 from dataclasses import dataclass
@@ -14,7 +17,8 @@ from redline.report.figures import Summary
 from redline.report.runs import Run, table
 
 CADENCE = ("train.eval_every", "train.checkpoint_every", "train.keep_checkpoints")
-"""What is done between the updates, and changes none of them; but for a run that stops early by its validations."""
+"""What is done between the updates, and changes none of them; but for a run that stops early by its
+validations."""
 
 
 @dataclass(frozen=True)
@@ -41,23 +45,44 @@ class Ratio:
 def comparable(runs: list[Run]) -> Verdict:
     """The verdict on several runs."""
     recipes = [{k: v for k, v in run.recipe.items() if k not in ("name", "about", "plan")} for run in runs]
-    plans = [{name: entry["value"] for name, entry in run.plan.items() if "value" in table(entry)} for run in runs]
-    machines = [{"hardware": table(run.plan.get("hardware")).get("title"), "processes": run.plan.get("world_size")} for run in runs]
+    plans = [
+        {name: entry["value"] for name, entry in run.plan.items() if "value" in table(entry)} for run in runs
+    ]
+    machines = [
+        {"hardware": table(run.plan.get("hardware")).get("title"), "processes": run.plan.get("world_size")}
+        for run in runs
+    ]
     changed, elsewhere = _differences(recipes), _differences(machines)
     plan_changed = _differences(plans)
     prints = {run.fingerprint for run in runs}
     if None in prints:
-        return Verdict("no", "Not comparable", "a run without a recipe does not say what it computed", changed, plan_changed)
+        return Verdict(
+            "no",
+            "Not comparable",
+            "a run without a recipe does not say what it computed",
+            changed,
+            plan_changed,
+        )
     cadence = len(prints) > 1 and _only_cadence(changed, recipes)
     if len(prints) > 1 and not cadence:
         if _tested_alike(runs):
-            text = "the runs are tested in the same way but train on different samples (their fingerprints differ)"
-            return Verdict("accuracy only", "Accuracies compare, speeds and losses do not", text, changed, plan_changed)
-        text = "the runs compute different things (their fingerprints differ): neither speeds nor losses say which is better"
+            text = (
+                "the runs are tested in the same way but train on different samples (their fingerprints"
+                " differ)"
+            )
+            return Verdict(
+                "accuracy only", "Accuracies compare, speeds and losses do not", text, changed, plan_changed
+            )
+        text = (
+            "the runs compute different things (their fingerprints differ): neither speeds nor losses say"
+            " which is better"
+        )
         return Verdict("no", "Not comparable", text, changed, plan_changed)
     if elsewhere:
         text = f"the same training ran on different hardware ({'; '.join(elsewhere)})"
-        return Verdict("loss only", "Losses compare, speeds do not", text, changed if cadence else [], plan_changed)
+        return Verdict(
+            "loss only", "Losses compare, speeds do not", text, changed if cadence else [], plan_changed
+        )
     if cadence:
         text = (
             "the same training on the same hardware; only validation and checkpoint cadence differ: "
@@ -98,7 +123,8 @@ def _flat(entry: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def ratio(base: Summary, other: Summary) -> Ratio | None:
-    """Speed of `other` over that of `base`; the widest interval that the two allow, since the runs did not take turns."""
+    """Speed of `other` over that of `base`; the widest interval that the two allow, since the runs did not
+    take turns."""
     a, b = base.speed.update, other.speed.update
     if a is None or b is None or base.speed.unit != other.speed.unit:
         return None

@@ -1,12 +1,15 @@
-"""The figures of a report: speed, time, memory and loss of one run, each from the record and with its convention. No torch.
+"""The figures of a report: speed, time, memory and loss of one run, each from the record and with its
+convention. No torch.
 
     summary = summarise(run)
     summary.speed.tokens_per_s, summary.speed.low, summary.speed.high        # median and interval
-    summary.time                                                            # parts that add up to the run's training time
+    # parts that add up to the run's training time
+    summary.time
 
-A speed is the median over updates. Its interval is that of six consecutive blocks of updates (lowest and highest block median, which
-hold the true median of a steady run in 97 cases of 100). The first WARM_UP_UPDATES of a run and after every resume count in no speed:
-they compile and fill caches. Left out: what nobody recorded; a missing figure is None and is shown as a dash.
+A speed is the median over updates. Its interval is that of six consecutive blocks of updates (lowest and
+highest block median, which hold the true median of a steady run in 97 cases of 100). The first
+WARM_UP_UPDATES of a run and after every resume count in no speed: they compile and fill caches. Left out:
+what nobody recorded; a missing figure is None and is shown as a dash.
 """
 
 from dataclasses import dataclass
@@ -32,7 +35,8 @@ NOT_IN_ALL = {"generate_s", "communication_s"}
 
 @dataclass(frozen=True)
 class Measured:
-    """A median over updates, and the interval of its block medians where there are updates enough for six blocks."""
+    """A median over updates, and the interval of its block medians where there are updates enough for six
+    blocks."""
 
     value: float
     low: float | None
@@ -80,9 +84,14 @@ class Memory:
 
     @property
     def error(self) -> float | None:
-        """How far the prediction lies above what was seen, as a share of it; None on a CPU, where two different things are meant."""
+        """How far the prediction lies above what was seen, as a share of it; None on a CPU, where two
+        different things are meant."""
         known = self.seen_bytes and self.predicted_bytes and not self.note
-        return self.predicted_bytes / self.seen_bytes - 1 if known and self.predicted_bytes and self.seen_bytes else None
+        return (
+            self.predicted_bytes / self.seen_bytes - 1
+            if known and self.predicted_bytes and self.seen_bytes
+            else None
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +182,11 @@ def values(lines: list[dict[str, Any]], name: str) -> list[float]:
 
 def warm_lines(run: Run) -> list[dict[str, Any]]:
     """The updates behind the first ones of every attempt; all of them where a run has hardly more."""
-    begun = [int(number(event.get("step")) or 0) for event in run.events if event.get("event") in ("start", "resume")] or [0]
+    begun = [
+        int(number(event.get("step")) or 0)
+        for event in run.events
+        if event.get("event") in ("start", "resume")
+    ] or [0]
     cold = {step + i for step in begun for i in range(1, WARM_UP_UPDATES + 1)}
     warm = [line for line in run.metrics if line["step"] not in cold]
     return warm if len(warm) >= BLOCKS else run.metrics
@@ -198,7 +211,10 @@ def speed(run: Run) -> Speed:
     prediction, hardware = table(run.plan.get("prediction")), table(run.plan.get("hardware"))
     precision = planned(run, "precision")
     dtype = "bf16" if precision == "fp8" else precision
-    peak, matmul = number(table(hardware.get("peak_tflops")).get(dtype)), number(table(hardware.get("measured_tflops")).get(precision))
+    peak, matmul = (
+        number(table(hardware.get("peak_tflops")).get(dtype)),
+        number(table(hardware.get("measured_tflops")).get(precision)),
+    )
     tokens, total_s = number(run.metrics[-1].get("tokens")) if run.metrics else None, elapsed_s(run)
     mfu, share = measured(values(warm, "mfu")), measured(values(warm, "ceiling_share"))
     step_s = measured(values(warm, "step_s"))
@@ -208,9 +224,17 @@ def speed(run: Run) -> Speed:
         whole_run=tokens / total_s if name == "tokens_per_s" and tokens and total_s else None,
         step_s=step_s.value if step_s else None,
         mfu=mfu.value if mfu else None,
-        mfu_note=f"6N + 12LdT per token, of {peak:,.0f} TFLOP/s, dense {dtype} datasheet peak" if peak else "no datasheet peak is known",
+        mfu_note=(
+            f"6N + 12LdT per token, of {peak:,.0f} TFLOP/s, dense {dtype} datasheet peak"
+            if peak
+            else "no datasheet peak is known"
+        ),
         ceiling_share=share.value if share else None,
-        ceiling_note=f"6N + 12LdT per token, of {_tflops(matmul)}, measured {precision} matrix products" if matmul else "nothing measured",
+        ceiling_note=(
+            f"6N + 12LdT per token, of {_tflops(matmul)}, measured {precision} matrix products"
+            if matmul
+            else "nothing measured"
+        ),
         attainable=number(prediction.get("attainable_tokens_per_s")),
         ceiling=number(prediction.get("ceiling_tokens_per_s")),
     )
@@ -229,10 +253,14 @@ def elapsed_s(run: Run) -> float | None:
 
 
 def time_parts(run: Run) -> list[TimePart]:
-    """Where the time went: parts that add up to the training time, and of an RFT run to that of all its recorded stages."""
+    """Where the time went: parts that add up to the training time, and of an RFT run to that of all its
+    recorded stages."""
     if run.workload != "rft":
         return _training_parts(run)
-    tuned = [TimePart(part.name, part.elapsed_s, f"fine-tuning on the samples: {part.note}") for part in _training_parts(run)]
+    tuned = [
+        TimePart(part.name, part.elapsed_s, f"fine-tuning on the samples: {part.note}")
+        for part in _training_parts(run)
+    ]
     stages = [
         TimePart("sampling", _spent_s(run.events, "sampling_end"), "generation and scoring"),
         TimePart("fine-tuning on answers", _spent_s(run.events, "training_on_answers"), "to compare with"),
@@ -253,13 +281,19 @@ def _training_parts(run: Run) -> list[TimePart]:
         return []
     first_s = _warm_up_s(run)
     wait_s = sum(values(run.metrics, "data_wait_s"))
-    stalled_s = sum(values([event for event in run.events if event.get("event") == "checkpoint"], "stalled_s"))
+    stalled_s = sum(
+        values([event for event in run.events if event.get("event") == "checkpoint"], "stalled_s")
+    )
     rest_s = total_s - step_s - stalled_s
     validations = sum(event.get("event") == "validation" for event in run.events)
     parts = [
         *_update_parts(run, step_s - first_s - wait_s),
         TimePart("data wait", wait_s, "waiting for the loader"),
-        TimePart("first updates", first_s, f"compilation and warm-up: first {WARM_UP_UPDATES} updates, beyond the median"),
+        TimePart(
+            "first updates",
+            first_s,
+            f"compilation and warm-up: first {WARM_UP_UPDATES} updates, beyond the median",
+        ),
         TimePart("checkpoints", stalled_s, "stalls of the loop; writing goes on beside it"),
         TimePart(
             "validation" if validations else "other",
@@ -284,13 +318,20 @@ def _update_parts(run: Run, update_s: float) -> list[TimePart]:
     split = PHASES.keys() - NOT_IN_ALL <= sums.keys()
     if not split:
         sums = {name: total_s for name, total_s in sums.items() if name == "generate_s"}
-    whole = max(sum(sums.values()), sum(values(run.metrics, "step_s")) - sum(values(run.metrics, "data_wait_s")))
+    whole = max(
+        sum(sums.values()), sum(values(run.metrics, "step_s")) - sum(values(run.metrics, "data_wait_s"))
+    )
     rest_s = update_s * (1 - sum(sums.values()) / whole) if whole else update_s
     return [
-        *(TimePart(PHASES[name], update_s * total_s / whole, "of the updates, by the recorded phases") for name, total_s in sums.items()),
-        TimePart("between phases", rest_s, "updates outside the recorded phases")
-        if split
-        else TimePart("updates", rest_s, "forward, backward, optimiser; not recorded apart"),
+        *(
+            TimePart(PHASES[name], update_s * total_s / whole, "of the updates, by the recorded phases")
+            for name, total_s in sums.items()
+        ),
+        (
+            TimePart("between phases", rest_s, "updates outside the recorded phases")
+            if split
+            else TimePart("updates", rest_s, "forward, backward, optimiser; not recorded apart")
+        ),
     ]
 
 
@@ -298,7 +339,11 @@ def memory(run: Run) -> Memory:
     """Predicted beside seen."""
     prediction, hardware = table(run.plan.get("prediction")), table(run.plan.get("hardware"))
     seen = values(run.metrics, "memory_bytes")
-    parts = {name: size for name, value in table(prediction.get("memory_parts_bytes")).items() if (size := number(value))}
+    parts = {
+        name: size
+        for name, value in table(prediction.get("memory_parts_bytes")).items()
+        if (size := number(value))
+    }
     predicted = number(prediction.get("memory_bytes"))
     notes = [
         "seen is the resident memory of the whole process, Python and torch included" if seen else "",
@@ -339,8 +384,8 @@ def _first_step(lines: list[dict[str, Any]]) -> int | None:
 
 
 def without_number(lines: list[dict[str, Any]], name: str = "loss") -> list[dict[str, Any]]:
-    """The updates at the end whose loss (or another metric) is recorded and is no number. Lines that say nothing of it count neither way,
-    nor do updates that fp16 skipped."""
+    """The updates at the end whose loss (or another metric) is recorded and is no number. Lines that say
+    nothing of it count neither way, nor do updates that fp16 skipped."""
     told = [line for line in lines if name in line and not line.get("skipped")]
     good = next((place for place in range(len(told), 0, -1) if number(told[place - 1][name]) is not None), 0)
     return told[good:]

@@ -13,10 +13,12 @@ from redline.report.figures import Quality, Speed
 from redline.report.runs import Run
 
 EXPLAINED = 0.75
-"""From this share of the attainable speed on, what is left needs no explanation: the roofline leaves out launches and caches."""
+"""From this share of the attainable speed on, what is left needs no explanation: the roofline leaves out
+launches and caches."""
 
 NOT_IN_THE_MEDIAN = ("validation-pause", "checkpoint-pause", "compile-time", "stall", SLOW_UPDATES)
-"""Causes that lie outside the usual update, whose speed is held against the attainable: they do not explain the distance."""
+"""Causes that lie outside the usual update, whose speed is held against the attainable: they do not explain
+the distance."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class FindingView:
 
 
 def findings(run: Run, speed: Speed, quality: Quality) -> tuple[list[FindingView] | None, str]:
-    """The findings, most worth first, and what is said beside them; None where there is nothing to diagnose."""
+    """The findings, most worth first, and what is said beside them; None where there is nothing to
+    diagnose."""
     sampled = any(event.get("event") == "sampling_end" for event in run.events)
     if not run.metrics and not sampled:
         return None, ""
@@ -62,24 +65,32 @@ def _view(finding: Finding) -> FindingView:
 
 
 def remark(observed: Observed, speed: Speed, found: list[Finding]) -> str:
-    """No finding is good news only where the speed is near what is attainable, and small findings do not explain a large distance."""
+    """No finding is good news only where the speed is near what is attainable, and small findings do not
+    explain a large distance."""
     share, little = speed.attained_share, too_little(observed)
     if share is None or share >= EXPLAINED or little:
         return (little or "") if found else nothing_found(observed)
     only = f"why the updates reach only {format_share(share)} of the attainable speed"
-    gains = [finding.gain.high for finding in found if finding.gain and finding.cause not in NOT_IN_THE_MEDIAN]
+    gains = [
+        finding.gain.high for finding in found if finding.gain and finding.cause not in NOT_IN_THE_MEDIAN
+    ]
     if not gains:
         return f"{'No finding' if found else 'Nothing found by the rules; none'} explains {only}."
     best = share * math.prod(gains)
     return (
-        f"Without what is found it would be {format_share(best)} at most; no rule explains the rest of {only}." if best < EXPLAINED else ""
+        f"Without what is found it would be {format_share(best)} at most; no rule explains the rest of"
+        f" {only}."
+        if best < EXPLAINED
+        else ""
     )
 
 
 def filtered(run: Run, quality: Quality) -> str:
-    """A loss of 0 beside a gradient that is not a number is none: the Trainer (which alone records its logging) has left the losses out."""
+    """A loss of 0 beside a gradient that is not a number is none: the Trainer (which alone records its
+    logging) has left the losses out."""
     if quality.bad_gradient_step is None or not any(event.get("event") == "logging" for event in run.events):
         return ""
     return (
-        "The Trainer leaves losses that are not numbers out of what it logs (logging_nan_inf_filter, on by default): a loss of 0 is none."
+        "The Trainer leaves losses that are not numbers out of what it logs (logging_nan_inf_filter, on by"
+        " default): a loss of 0 is none."
     )

@@ -1,4 +1,5 @@
-"""Rows whose texts are too long for a column: short cells in a line, and what else there is to say below it, over the whole width.
+"""Rows whose texts are too long for a column: short cells in a line, and what else there is to say below it,
+over the whole width.
 
     if console.width < WIDE:
         console.print(rows_with_texts(("name", "claimed"), [(("bf16", "2-3x"), "by seed 003 §1"), (("a heading",), "")]))
@@ -15,10 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 WIDE = 120
-"""Columns from which a table with texts in its cells can be read; in fewer, words are cut into pieces of a few letters."""
+"""Columns from which a table with texts in its cells can be read; in fewer, words are cut into pieces of a
+few letters."""
 
 
-def rows_with_texts(columns: Sequence[str], rows: Sequence[tuple[Sequence[str], str]], *, title: str = "") -> Group:
+def rows_with_texts(
+    columns: Sequence[str], rows: Sequence[tuple[Sequence[str], str]], *, title: str = ""
+) -> Group:
     """All columns but the last are as wide as their longest cell; the last has what is left."""
     full = [columns, *(cells for cells, _ in rows if len(cells) > 1)]
     widths = [max(map(cell_len, column)) for column in zip(*full, strict=True)]

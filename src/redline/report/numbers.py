@@ -1,4 +1,5 @@
-"""Numbers of a record as a report writes them: a fact whose name ends in its unit, a count with all its digits. No torch."""
+"""Numbers of a record as a report writes them: a fact whose name ends in its unit, a count with all its
+digits. No torch."""
 
 from typing import Any
 

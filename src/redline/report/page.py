@@ -3,9 +3,10 @@
     write_page([view(run)], Path("report.html"))
     page([view(run)], live=...)              # the same page for a run that is watched (serve.py)
 
-Templates, style, script and the chart library (uPlot, vendored with its licence) lie in assets/ and are put into the page. All text of a
-run goes through Jinja's escaping; the curves go in as JSON. A content security policy names the page's own scripts by their hashes and
-forbids everything else, so that neither a file of a run nor a mistake of ours can make the page load or send anything.
+Templates, style, script and the chart library (uPlot, vendored with its licence) lie in assets/ and are put
+into the page. All text of a run goes through Jinja's escaping; the curves go in as JSON. A content security
+policy names the page's own scripts by their hashes and forbids everything else, so that neither a file of a
+run nor a mistake of ours can make the page load or send anything.
 """
 
 import base64
@@ -31,7 +32,10 @@ from redline.report.view import RunView, bad_gradient, side_by_side, when
 
 ASSETS = Path(str(resources.files("redline"))) / "report" / "assets"
 UPLOT = "uPlot-1.6.32.min"
-LANGUAGE_GUARD = 'try{new Intl.NumberFormat(navigator.language)}catch(e){Object.defineProperty(navigator,"language",{value:"en"})}\n'
+LANGUAGE_GUARD = (
+    "try{new"
+    ' Intl.NumberFormat(navigator.language)}catch(e){Object.defineProperty(navigator,"language",{value:"en"})}\n'
+)
 """Under LANG=C Chromium says that its language is en-US@posix, on which uPlot stops at once."""
 
 
@@ -110,7 +114,10 @@ def _curves(shown: RunView) -> dict[str, Any]:
         "tokens_per_s": [("attainable", speed.attainable), ("matmul ceiling", speed.ceiling)],
         "memory_bytes": [("predicted", memory.predicted_bytes)],
     }
-    known = {name: [{"label": label, "value": value} for label, value in pairs if value] for name, pairs in lines.items()}
+    known = {
+        name: [{"label": label, "value": value} for label, value in pairs if value]
+        for name, pairs in lines.items()
+    }
     return {"label": shown.run.label, "place": shown.place, "lines": known, **curves(shown.run.metrics)}
 
 
@@ -120,17 +127,30 @@ def _charts() -> list[dict[str, Any]]:
         metric = METRICS[name]
         short = chart.title if chart.title.isupper() else chart.title.lower()
         unit = "" if metric.unit == "1" else metric.unit
-        found.append({"name": name, "short": short, "unit": unit, "meaning": f"{metric.meaning} ({metric.unit})", **vars(chart)})
+        found.append(
+            {
+                "name": name,
+                "short": short,
+                "unit": unit,
+                "meaning": f"{metric.meaning} ({metric.unit})",
+                **vars(chart),
+            }
+        )
     return found
 
 
 @functools.cache
 def _templates() -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(ASSETS), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FileSystemLoader(ASSETS),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters |= {
-        "bytes": format_bytes, "count": format_count, "duration": format_duration, "share": format_share, "exact": exact, "when": when,
+        "bytes": format_bytes, "count": format_count, "duration": format_duration, "share": format_share,
+        "exact": exact, "when": when,
     }  # fmt: skip
     environment.globals |= {"side_by_side": side_by_side, "bad_gradient": bad_gradient}
     return environment

@@ -3,8 +3,9 @@
     run = read_run(Path("runs/nano"))
     run.plan["micro_batch"]["reason"], run.metrics[-1]["loss"], run.state
 
-The plan is read as plain JSON and not through `plan.load`: a report must open runs of other versions, whose plans had other values.
-What a folder does not hold is empty. Left out: checkpoints, and the samples themselves (their statistics are here).
+The plan is read as plain JSON and not through `plan.load`: a report must open runs of other versions, whose
+plans had other values. What a folder does not hold is empty. Left out: checkpoints, and the samples
+themselves (their statistics are here).
 """
 
 import json
@@ -21,11 +22,14 @@ from redline.errors import ConfigError, DataError
 from redline.record.run import RunFolder, read_lines
 from redline.record.units import format_duration
 
-Ending = Literal["finished", "stopped", "failed", "between stages", "running", "no end recorded", "no training"]
+Ending = Literal[
+    "finished", "stopped", "failed", "between stages", "running", "no end recorded", "no training"
+]
 SAMPLES = ("samples.db", "samples.db-wal")
 """What is sampled stands in the second until SQLite puts it into the first."""
 SILENT_AFTER_S = 60.0
-"""No line for this long, and for ten updates: the process may be gone. A run that is killed cannot record its end."""
+"""No line for this long, and for ten updates: the process may be gone. A run that is killed cannot record its
+end."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,11 @@ class Run:
                 return from_toml(self.recipe_text, where="recipe.toml").fingerprint
             except ConfigError:  # none, or of another version
                 pass
-        what = {name: table for name, table in self.recipe.items() if name not in ("name", "about", "plan", "test")}
+        what = {
+            name: table
+            for name, table in self.recipe.items()
+            if name not in ("name", "about", "plan", "test")
+        }
         return fingerprint_of(what) if what else None
 
     @property
@@ -88,16 +96,27 @@ class Run:
         told = f"{known.text}; " if known is not None else ""
         if self.silent_s <= silence_limit_s(self.metrics):
             return State("running", f"{told}last line {format_duration(round(self.silent_s))} ago")
-        return State("no end recorded", f"last line {format_duration(self.silent_s)} ago; killed, or on a machine whose clock differs")
+        return State(
+            "no end recorded",
+            f"last line {format_duration(self.silent_s)} ago; killed, or on a machine whose clock differs",
+        )
 
 
 def read_run(path: Path) -> Run:
     """Everything in the folder that a report needs; refuses a folder that is no run's."""
     folder = RunFolder(path)
     if not path.is_dir():
-        raise DataError(f"no run folder at {path}: give the folder that `redline train --run` or `redline rft run --run` wrote")
-    if not any(known.exists() for known in (folder.recipe_path, folder.metrics_path, path / "ablation.json", path / "trials.jsonl")):
-        raise DataError(f"{path} is no run folder: it holds no recipe.toml and no metrics.jsonl; give the folder of a run")
+        raise DataError(
+            f"no run folder at {path}: give the folder that `redline train --run` or `redline rft run --run`"
+            " wrote"
+        )
+    if not any(
+        known.exists()
+        for known in (folder.recipe_path, folder.metrics_path, path / "ablation.json", path / "trials.jsonl")
+    ):
+        raise DataError(
+            f"{path} is no run folder: it holds no recipe.toml and no metrics.jsonl; give the folder of a run"
+        )
     text = _text(folder.recipe_path)
     recipe = parse(text, where=str(folder.recipe_path))
     return Run(
@@ -119,7 +138,8 @@ def read_run(path: Path) -> Run:
 
 
 def read_runs(paths: list[Path]) -> list[Run]:
-    """Several runs, told apart by their folders' names, or by their paths where two folders have the same name."""
+    """Several runs, told apart by their folders' names, or by their paths where two folders have the same
+    name."""
     runs = [read_run(path) for path in paths]
     names = [run.label for run in runs]
     if len(set(names)) == len(names):
@@ -140,7 +160,11 @@ def with_step(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def number(value: Any) -> float | None:
     """A finite number, or None for anything else that may stand in a record."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
+    return (
+        float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        else None
+    )
 
 
 def table(value: Any) -> dict[str, Any]:
@@ -161,7 +185,11 @@ def _state(events: list[dict[str, Any]]) -> State | None:
     return None
 
 
-_STAGES = {"sampling_end": "sampling", "training_on_samples": "fine-tuning on samples", "training_on_answers": "fine-tuning on answers"}
+_STAGES = {
+    "sampling_end": "sampling",
+    "training_on_samples": "fine-tuning on samples",
+    "training_on_answers": "fine-tuning on answers",
+}
 
 
 def _rft_state(events: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> State | None:
@@ -170,7 +198,9 @@ def _rft_state(events: list[dict[str, Any]], evaluations: list[dict[str, Any]]) 
     if last.get("event") == "failed":
         return State("failed", str(last.get("error", "failed")))
     tested = [
-        line for line in evaluations if line.get("weights") != "base" and (number(line.get("at")) or 0) >= (number(last.get("at")) or 0)
+        line
+        for line in evaluations
+        if line.get("weights") != "base" and (number(line.get("at")) or 0) >= (number(last.get("at")) or 0)
     ]
     if tested:
         return State("finished", "tested after fine-tuning")
@@ -188,8 +218,15 @@ def silence_limit_s(metrics: list[dict[str, Any]]) -> float:
 
 def silent_s(path: Path) -> float:
     """Time since anything was written that a run writes while it goes on."""
-    places = (metrics_path(path), RunFolder(path).events_path, *(path / name for name in SAMPLES), path / "recipe.toml")
-    return max(0.0, time.time() - max((place.stat().st_mtime for place in places if place.exists()), default=0.0))
+    places = (
+        metrics_path(path),
+        RunFolder(path).events_path,
+        *(path / name for name in SAMPLES),
+        path / "recipe.toml",
+    )
+    return max(
+        0.0, time.time() - max((place.stat().st_mtime for place in places if place.exists()), default=0.0)
+    )
 
 
 def _samples(path: Path) -> dict[str, Any] | None:
@@ -205,7 +242,11 @@ def _samples(path: Path) -> dict[str, Any] | None:
 
 def _tuning(path: Path) -> list[dict[str, Any]]:
     """A result.json without trials is somebody else's."""
-    return _rows((_json(path / "result.json", dict) or {}).get("rows")) if (path / "trials.jsonl").exists() else []
+    return (
+        _rows((_json(path / "result.json", dict) or {}).get("rows"))
+        if (path / "trials.jsonl").exists()
+        else []
+    )
 
 
 def _rows(value: Any) -> list[dict[str, Any]]:
@@ -216,7 +257,9 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8") if path.exists() else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read as text: {error}; restore it, or move it away to go on without it") from error
+        raise DataError(
+            f"{path} cannot be read as text: {error}; restore it, or move it away to go on without it"
+        ) from error
 
 
 def _json(path: Path, kind: type) -> Any:
@@ -227,5 +270,8 @@ def _json(path: Path, kind: type) -> Any:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged: {error}; move it away to go on without it") from error
     if not isinstance(value, kind):
-        raise DataError(f"{path} must hold a {kind.__name__}, got a {type(value).__name__}; move it away to go on without it")
+        raise DataError(
+            f"{path} must hold a {kind.__name__}, got a {type(value).__name__}; move it away to go on"
+            " without it"
+        )
     return value

@@ -1,10 +1,11 @@
-"""The curves of a report: columns of numbers that a browser draws, thinned where a run has more updates than a screen has pixels.
+"""The curves of a report: columns of numbers that a browser draws, thinned where a run has more updates than
+a screen has pixels.
 
     columns = curves(run.metrics)["loss"]          # {"mean": [...], "low": [...], "high": [...]}
 
-A point of a thinned curve stands for as many neighbouring updates as needed: their mean, and their lowest and highest value, so that a
-spike stays visible. Validations are never thinned. None stands where a line has no number; `broken` says where on each axis the loss
-ceases to be one, if it does so to the end.
+A point of a thinned curve stands for as many neighbouring updates as needed: their mean, and their lowest and
+highest value, so that a spike stays visible. Validations are never thinned. None stands where a line has no
+number; `broken` says where on each axis the loss ceases to be one, if it does so to the end.
 """
 
 from typing import Any
@@ -14,7 +15,8 @@ from redline.report.runs import number
 
 AXES = ("step", "tokens", "elapsed_s")
 CURVES = (
-    "loss", "tokens_per_s", "rows_per_s", "memory_bytes", "lr", "grad_norm", "step_s", "data_wait_s", "mfu", "ceiling_share",
+    "loss", "tokens_per_s", "rows_per_s", "memory_bytes", "lr", "grad_norm", "step_s", "data_wait_s", "mfu",
+    "ceiling_share",
     "padding_share", "power_w", "sm_clock_mhz", "temperature_c",
 )  # fmt: skip
 MOST_UPDATES = 800
@@ -29,11 +31,20 @@ def curves(lines: list[dict[str, Any]], most_points: int = MOST_POINTS) -> dict[
     """Axes and curves of a run's updates. `each` says how many updates a point stands for."""
     each = 1 if len(lines) <= MOST_UPDATES else max(1, -(-len(lines) // most_points))
     blocks = [lines[i : i + each] for i in range(0, len(lines), each)]
-    found: dict[str, Any] = {"each": each, "axes": {axis: [_plain(number(block[-1].get(axis))) for block in blocks] for axis in AXES}}
-    found["curves"] = {name: _curve(blocks, name) for name in CURVES if any(number(line.get(name)) is not None for line in lines)}
+    found: dict[str, Any] = {
+        "each": each,
+        "axes": {axis: [_plain(number(block[-1].get(axis))) for block in blocks] for axis in AXES},
+    }
+    found["curves"] = {
+        name: _curve(blocks, name)
+        for name in CURVES
+        if any(number(line.get(name)) is not None for line in lines)
+    }
     tested = [line for line in lines if number(line.get("valid_loss")) is not None]
     found["broken"] = broken(lines)
-    found["validation"] = {name: [_plain(number(line.get(name))) for line in tested] for name in (*AXES, "valid_loss")}
+    found["validation"] = {
+        name: [_plain(number(line.get(name))) for line in tested] for name in (*AXES, "valid_loss")
+    }
     return found
 
 

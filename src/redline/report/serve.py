@@ -3,9 +3,10 @@
     server = make_server(Path("runs/nano"), port=0)
     server.server_address[1]; server.serve_forever()
 
-Two paths: `/` is the report's page, `/lines?generation=G&offset=N` what came behind the first N updates, and the figures as they now
-stand. Nothing is read but the run folder given at the start: no path comes from a request. Only GET; a request whose Host is not this
-machine's is refused, so that a web site that points its own name at 127.0.0.1 reads nothing.
+Two paths: `/` is the report's page, `/lines?generation=G&offset=N` what came behind the first N updates, and
+the figures as they now stand. Nothing is read but the run folder given at the start: no path comes from a
+request. Only GET; a request whose Host is not this machine's is refused, so that a web site that points its
+own name at 127.0.0.1 reads nothing.
 """
 
 import json
@@ -26,11 +27,20 @@ from redline.report.series import broken, curves
 from redline.report.tail import Tail
 from redline.report.view import RunView, view
 
-SMALL_FILES = ("recipe.toml", "plan.json", "evaluations.jsonl", *SAMPLES, "trials.jsonl", "result.json", "ablation.json")
+SMALL_FILES = (
+    "recipe.toml",
+    "plan.json",
+    "evaluations.jsonl",
+    *SAMPLES,
+    "trials.jsonl",
+    "result.json",
+    "ablation.json",
+)
 
 
 class Watched:
-    """A run folder that is read again and again: the growing files from where they were left, the small ones when they changed."""
+    """A run folder that is read again and again: the growing files from where they were left, the small ones
+    when they changed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,11 +69,15 @@ class Watched:
                 self._lines, self._generation = [], self._generation + 1
             self._lines = [*self._lines, *new]  # a new list: whoever has the old one goes on reading it
             self._told = [*self._told, *self._events.read()]
-            return replace(self._run, metrics=self._lines, events=self._told, silent_s=silent_s(self.path)), self._generation
+            return (
+                replace(self._run, metrics=self._lines, events=self._told, silent_s=silent_s(self.path)),
+                self._generation,
+            )
 
     def shown(self, run: Run) -> RunView:
-        """The figures of the run. They take time in proportion to the run, and a training may share these cores: at most a twentieth
-        of the time is spent on them, so those of a long run are some seconds old."""
+        """The figures of the run. They take time in proportion to the run, and a training may share these
+        cores: at most a twentieth of the time is spent on them, so those of a long run are some seconds
+        old."""
         with self._lock:
             began_s = time.monotonic()
             ended = self._shown is not None and self._shown.run.state.over != run.state.over
@@ -74,14 +88,18 @@ class Watched:
 
     def page(self) -> str:
         run, generation = self.now()
-        return page.page([replace(self.shown(run), run=run)], live={"generation": generation, "offset": len(run.metrics)})
+        return page.page(
+            [replace(self.shown(run), run=run)], live={"generation": generation, "offset": len(run.metrics)}
+        )
 
     def news(self, generation: int, offset: int) -> dict[str, Any]:
         """What a page that has drawn `offset` updates of a generation does not know yet."""
         run, now = self.now()
         shown = self.shown(run)
         fresh = generation == now and offset <= len(run.metrics)
-        points = curves(run.metrics[offset:], most_points=len(run.metrics) + 1) if fresh else curves(run.metrics)
+        points = (
+            curves(run.metrics[offset:], most_points=len(run.metrics) + 1) if fresh else curves(run.metrics)
+        )
         points["broken"] = broken(run.metrics)  # where it begins may lie far behind what is new
         return {
             "generation": now,
@@ -96,7 +114,10 @@ class Watched:
 
     def _stamp(self) -> list[int]:
         paths = [self.path / name for name in SMALL_FILES]
-        return [path.stat().st_mtime_ns if path.exists() else 0 for path in (*paths, metrics_path(self.path).parent)]
+        return [
+            path.stat().st_mtime_ns if path.exists() else 0
+            for path in (*paths, metrics_path(self.path).parent)
+        ]
 
 
 class Server(ThreadingHTTPServer):
@@ -119,16 +140,25 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         port = self.server.server_address[1]
         if self.headers.get("Host") not in (f"127.0.0.1:{port}", f"localhost:{port}"):
-            return self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", "this page is for 127.0.0.1 only\n")
+            return self._answer(
+                HTTPStatus.MISDIRECTED_REQUEST, "text/plain", "this page is for 127.0.0.1 only\n"
+            )
         asked = urlsplit(self.path)
         try:
             if asked.path == "/" and not asked.query:
                 return self._answer(HTTPStatus.OK, "text/html", self.server.watched.page())
             if asked.path == "/lines" and (place := _place(asked.query)) is not None:
-                return self._answer(HTTPStatus.OK, "application/json", json.dumps(self.server.watched.news(*place), allow_nan=False))
-        except RedlineError as error:  # a file of the run is damaged: said on the page's side and not in this terminal
+                return self._answer(
+                    HTTPStatus.OK,
+                    "application/json",
+                    json.dumps(self.server.watched.news(*place), allow_nan=False),
+                )
+        except RedlineError as error:
+            # a file of the run is damaged: said on the page's side and not in this terminal
             return self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", f"{error}\n")
-        return self._answer(HTTPStatus.NOT_FOUND, "text/plain", "there is / and /lines?generation=G&offset=N\n")
+        return self._answer(
+            HTTPStatus.NOT_FOUND, "text/plain", "there is / and /lines?generation=G&offset=N\n"
+        )
 
     def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
         body = text.encode()
@@ -155,7 +185,11 @@ def _place(query: str) -> tuple[int, int] | None:
     """Generation and offset of a query that holds just these."""
     found = parse_qs(query, keep_blank_values=True, max_num_fields=2) if query.count("&") == 1 else {}
     texts = [found.get(name, [""])[0] for name in ("generation", "offset")]
-    return (int(texts[0]), int(texts[1])) if all(text.isascii() and text.isdecimal() and len(text) < 19 for text in texts) else None
+    return (
+        (int(texts[0]), int(texts[1]))
+        if all(text.isascii() and text.isdecimal() and len(text) < 19 for text in texts)
+        else None
+    )
 
 
 def make_server(path: Path, port: int) -> Server:
@@ -166,4 +200,6 @@ def make_server(path: Path, port: int) -> Server:
     try:
         return Server(watched, port)
     except OSError as error:
-        raise MachineError(f"port {port} of 127.0.0.1 cannot be had ({error.strerror}): give another with --port, 0 for any") from error
+        raise MachineError(
+            f"port {port} of 127.0.0.1 cannot be had ({error.strerror}): give another with --port, 0 for any"
+        ) from error

@@ -1,4 +1,5 @@
-"""The report as tables in a terminal: the same figures as on the page, one run after the other, then side by side. No torch."""
+"""The report as tables in a terminal: the same figures as on the page, one run after the other, then side by
+side. No torch."""
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
@@ -39,7 +40,12 @@ def print_report(runs: list[RunView], console: Console) -> None:
 def _grid(*columns: str, right: tuple[int, ...] = ()) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=any(columns))
     for place, column in enumerate(columns):
-        table.add_column(column, justify="right" if place in right else "left", no_wrap=place < 3 and not any(columns), overflow="fold")
+        table.add_column(
+            column,
+            justify="right" if place in right else "left",
+            no_wrap=place < 3 and not any(columns),
+            overflow="fold",
+        )
     return table
 
 
@@ -53,9 +59,19 @@ def _identity(console: Console, run: RunView) -> None:
     facts = [
         f"recipe {s.recipe}" + (f", {format_count(s.parameters)} parameters" if s.parameters else ""),
         f"fingerprint {s.fingerprint}" if s.fingerprint else "",
-        f"on {s.hardware}" + (f" x {s.world_size}" if s.world_size and s.world_size > 1 else "") if s.hardware else "",
+        (
+            f"on {s.hardware}" + (f" x {s.world_size}" if s.world_size and s.world_size > 1 else "")
+            if s.hardware
+            else ""
+        ),
         s.precision or "",
-        f"{s.updates:,} updates" if s.updates else "no update is recorded" if s.workload == "pretrain" else "",
+        (
+            f"{s.updates:,} updates"
+            if s.updates
+            else "no update is recorded"
+            if s.workload == "pretrain"
+            else ""
+        ),
     ]
     console.print(escape(" · ".join(fact for fact in facts if fact)), highlight=False)
 
@@ -76,7 +92,10 @@ def _speed(console: Console, run: RunView) -> None:
     if speed.attained_share:
         console.print(f"{format_share(speed.attained_share)} of the attainable speed", highlight=False)
     console.print(f"MFU {format_share(speed.mfu)} [dim]({escape(speed.mfu_note)})[/dim]", highlight=False)
-    console.print(f"{format_share(speed.ceiling_share)} of the ceiling [dim]({escape(speed.ceiling_note)})[/dim]", highlight=False)
+    console.print(
+        f"{format_share(speed.ceiling_share)} of the ceiling [dim]({escape(speed.ceiling_note)})[/dim]",
+        highlight=False,
+    )
 
 
 def _parts(console: Console, run: RunView) -> None:
@@ -104,16 +123,25 @@ def _curve(console: Console, run: RunView) -> None:
     blocks = [losses[i : i + each] for i in range(0, len(losses), each)]
     console.print("\n[bold]Loss[/bold]", highlight=False)
     line = sparkline([sum(b) / len(b) for b in blocks])
-    console.print(f"training {q.first_loss:.3f} {line}{'×' if q.nan_step else ''} {q.last_loss:.3f} nats/token", highlight=False)
+    console.print(
+        f"training {q.first_loss:.3f} {line}{'×' if q.nan_step else ''} {q.last_loss:.3f} nats/token",
+        highlight=False,
+    )
     if q.nan_step is not None:
-        console.print(f"[red]not a number from update {q.nan_step:,}[/red]; the last number is given above", highlight=False)
+        console.print(
+            f"[red]not a number from update {q.nan_step:,}[/red]; the last number is given above",
+            highlight=False,
+        )
     elif q.bad_gradient_step is not None:
         console.print(f"[red]{bad_gradient(q)}[/red]", highlight=False)
     if q.valid_loss is not None:
         best = f", best {q.best_loss:.4f} at update {q.best_step:,}" if q.best_step != q.valid_step else ""
         bits = f", {q.valid_bits_per_byte:.3f} bits/byte" if q.valid_bits_per_byte is not None else ""
         perplexity = f", perplexity {q.valid_perplexity:.2f}" if q.valid_perplexity is not None else ""
-        console.print(f"validation {q.valid_loss:.4f} nats/token at update {q.valid_step:,}{perplexity}{bits}{best}", highlight=False)
+        console.print(
+            f"validation {q.valid_loss:.4f} nats/token at update {q.valid_step:,}{perplexity}{bits}{best}",
+            highlight=False,
+        )
 
 
 def _findings(console: Console, run: RunView) -> None:
@@ -121,10 +149,14 @@ def _findings(console: Console, run: RunView) -> None:
         return
     console.print("\n[bold]Findings[/bold]", highlight=False)
     for finding in run.findings:
-        console.print(f"[bold]{escape(finding.title)}[/bold]  [green]{escape(finding.gain)}[/green]", highlight=False)
+        console.print(
+            f"[bold]{escape(finding.title)}[/bold]  [green]{escape(finding.gain)}[/green]", highlight=False
+        )
         because = [*finding.evidence, finding.gain_why] if finding.gain_why else finding.evidence
         console.print(f"  {escape('; '.join(because))}", highlight=False)
-        console.print(f"  {escape(finding.fix)} [dim](confidence {finding.confidence})[/dim]", highlight=False)
+        console.print(
+            f"  {escape(finding.fix)} [dim](confidence {finding.confidence})[/dim]", highlight=False
+        )
     if run.remark:
         console.print(escape(run.remark), highlight=False)
 
@@ -132,7 +164,11 @@ def _findings(console: Console, run: RunView) -> None:
 def _ablation(console: Console, run: RunView) -> None:
     for chart in run.ablation:
         title = f": {chart.title}" if chart.title else ""
-        console.print(f"\n[bold]Ablation{escape(title)}[/bold]; measured is speed with the change over speed without it", highlight=False)
+        console.print(
+            f"\n[bold]Ablation{escape(title)}[/bold]; measured is speed with the change over speed"
+            " without it",
+            highlight=False,
+        )
         console.print(_ablation_table(chart, console.width), highlight=False)
     if run.trials.rows:
         console.print("\n[bold]Trials[/bold]", highlight=False)
@@ -154,7 +190,16 @@ def _ablation_table(chart: Ablation, width: int) -> RenderableType:
         return rows_with_texts(columns[:5], rows)
     table = _grid(*columns, right=(1, 2, 3, 5, 6))
     for row in chart.rows:
-        shown = (row.name, row.claimed, row.measured, row.interval or DASH, row.verdict, row.speed, row.memory, row.numerics)
+        shown = (
+            row.name,
+            row.claimed,
+            row.measured,
+            row.interval or DASH,
+            row.verdict,
+            row.speed,
+            row.memory,
+            row.numerics,
+        )
         table.add_row(*(escape(cell) for cell in shown))
     return table
 
@@ -163,7 +208,10 @@ def _trial_table(trials: Trials, width: int) -> RenderableType:
     if width < WIDE:
         short = [place for place, name in enumerate(trials.columns) if place == 0 or name in SHORT_COLUMNS]
         columns = [trials.columns[place] for place in short]
-        return rows_with_texts(columns, [([cells[place] for place in short], _below(trials, cells, short)) for cells in trials.rows])
+        return rows_with_texts(
+            columns,
+            [([cells[place] for place in short], _below(trials, cells, short)) for cells in trials.rows],
+        )
     table = _grid(*(escape(name) for name in trials.columns))
     for cells in trials.rows:
         table.add_row(*(escape(cell) for cell in cells))
@@ -172,7 +220,11 @@ def _trial_table(trials: Trials, width: int) -> RenderableType:
 
 def _below(trials: Trials, cells: list[str], short: list[int]) -> str:
     """What a trial says in the columns that a narrow terminal has no room for."""
-    long = [(name, cell) for place, (name, cell) in enumerate(zip(trials.columns, cells, strict=True)) if place not in short]
+    long = [
+        (name, cell)
+        for place, (name, cell) in enumerate(zip(trials.columns, cells, strict=True))
+        if place not in short
+    ]
     return _joined(*(cell if name == "note" else f"{name} {cell}" for name, cell in long if cell != DASH))
 
 
@@ -185,14 +237,16 @@ def _rft(console: Console, run: RunView) -> None:
         table = _grid("greedy, held out", "n", "accuracy", "95 %", "answer rate", right=(1, 2, 3, 4))
         for test in run.tests:
             interval = f"{test.low:.3f} to {test.high:.3f}"
-            table.add_row(escape(test.name), f"{test.n:,}", f"{test.accuracy:.3f}", interval, f"{test.answer_rate:.3f}")
+            table.add_row(
+                escape(test.name), f"{test.n:,}", f"{test.accuracy:.3f}", interval, f"{test.answer_rate:.3f}"
+            )
         console.print("\n[bold]Rejection sampling[/bold]", highlight=False)
         console.print(table, highlight=False)
     if run.samples:
         a = run.samples
         console.print(
-            f"{a['samples']:,} samples, {format_share(a['success_rate'])} correct; {a['solved']:,} of {a['asked']:,} questions solved; "
-            f"{exact(a['tokens_per_s'])} tokens/s while sampling",
+            f"{a['samples']:,} samples, {format_share(a['success_rate'])} correct; {a['solved']:,} of"
+            f" {a['asked']:,} questions solved; {exact(a['tokens_per_s'])} tokens/s while sampling",
             highlight=False,
         )
 

@@ -1,8 +1,10 @@
-"""A run's figures as a page shows them: bars with their lengths, parts of a stack, rows of tables. No torch, no HTML.
+"""A run's figures as a page shows them: bars with their lengths, parts of a stack, rows of tables. No torch,
+no HTML.
 
     view(run).time_stack[0].percent
 
-`place` is the run's place among those shown and decides its colour. Numbers become text here, once, for the page and for the terminal.
+`place` is the run's place among those shown and decides its colour. Numbers become text here, once, for the
+page and for the terminal.
 """
 
 import math
@@ -21,7 +23,8 @@ from redline.report.runs import Run, number, table
 TESTED = {"base": "before", "answers": "after fine-tuning on the answers", "samples": "after RFT"}
 FIRST_EVENTS, LAST_EVENTS = 20, 80
 _KINDS = {
-    "updates": "p0", "forward": "p0", "backward": "p4", "optimiser update": "p2", "between phases": "p6", "data wait": "p7",
+    "updates": "p0", "forward": "p0", "backward": "p4", "optimiser update": "p2", "between phases": "p6",
+    "data wait": "p7",
     "first updates": "p3", "checkpoints": "p5", "validation": "p1", "other": "p6", "generation": "p8",
     "sampling": "p8", "tests": "p1", "fine-tuning on answers": "p3",
 }  # fmt: skip
@@ -87,7 +90,8 @@ class RunView:
 
 
 def view(run: Run, place: int = 0) -> RunView:
-    """Everything that is shown of a run. Costs some 20 µs an update: made once, and handed to the page and to the terminal."""
+    """Everything that is shown of a run. Costs some 20 µs an update: made once, and handed to the page and to
+    the terminal."""
     summary = summarise(run)
     memory = summary.memory
     speed = summary.speed
@@ -130,16 +134,24 @@ def _of_device(size: float | None) -> str:
 
 def _speed_bars(summary: Summary) -> list[Bar]:
     speed = summary.speed
-    interval = f"{exact(speed.update.low)} to {exact(speed.update.high)}" if speed.update and speed.update.low else ""
+    interval = (
+        f"{exact(speed.update.low)} to {exact(speed.update.high)}"
+        if speed.update and speed.update.low
+        else ""
+    )
     rows = [
         ("median update", speed.update.value if speed.update else None, "seen", interval),
-        ("whole run", speed.whole_run, "seen2", "everything included")
-        if summary.workload == "pretrain"
-        else ("fine-tuning", speed.whole_run, "seen2", "all of it; sampling and tests are not in it"),
+        (
+            ("whole run", speed.whole_run, "seen2", "everything included")
+            if summary.workload == "pretrain"
+            else ("fine-tuning", speed.whole_run, "seen2", "all of it; sampling and tests are not in it")
+        ),
         ("attainable", speed.attainable, "limit", "predicted: roofline"),
         ("matmul ceiling", speed.ceiling, "limit", "predicted: matrix products alone"),
     ]
-    return _bars([(name, value, f"{exact(value)} {speed.unit}", kind, note) for name, value, kind, note in rows])
+    return _bars(
+        [(name, value, f"{exact(value)} {speed.unit}", kind, note) for name, value, kind, note in rows]
+    )
 
 
 def _bars(rows: list[tuple[str, float | None, str, str, str]]) -> list[Bar]:
@@ -150,7 +162,10 @@ def _bars(rows: list[tuple[str, float | None, str, str, str]]) -> list[Bar]:
 
 def _stack(parts: list[tuple[str, float, str, str]]) -> list[Bar]:
     whole = sum(value for _, value, *_ in parts)
-    return [Bar(name, text, 100 * value / whole, _KINDS.get(name, f"p{i % 7}"), note) for i, (name, value, text, note) in enumerate(parts)]
+    return [
+        Bar(name, text, 100 * value / whole, _KINDS.get(name, f"p{i % 7}"), note)
+        for i, (name, value, text, note) in enumerate(parts)
+    ]
 
 
 def plan_rows(run: Run) -> list[PlanRow]:
@@ -166,17 +181,26 @@ def plan_rows(run: Run) -> list[PlanRow]:
 
 
 def event_rows(run: Run) -> list[EventRow]:
-    """The events; of many the first and the last, so that a page of a long run is no longer than one of a short one."""
+    """The events; of many the first and the last, so that a page of a long run is no longer than one of a
+    short one."""
     first, last = run.events[:FIRST_EVENTS], run.events[FIRST_EVENTS:][-LAST_EVENTS:]
     if not (left_out := len(run.events) - len(first) - len(last)):
         return _event_rows(run.events)
-    return [*_event_rows(first), EventRow("", f"{left_out:,} more", "in events.jsonl", ""), *_event_rows(last)]
+    return [
+        *_event_rows(first),
+        EventRow("", f"{left_out:,} more", "in events.jsonl", ""),
+        *_event_rows(last),
+    ]
 
 
 def _event_rows(events: list[dict[str, Any]]) -> list[EventRow]:
     rows = []
     for event in events:
-        facts = " · ".join(fact(name, value) for name, value in event.items() if name not in ("at", "event") and value is not None)
+        facts = " · ".join(
+            fact(name, value)
+            for name, value in event.items()
+            if name not in ("at", "event") and value is not None
+        )
         kind = str(event.get("event", ""))
         bad = "bad" if kind == "failed" or "out_of_memory" in kind else ""
         rows.append(EventRow(when(number(event.get("at")) or math.inf), kind.replace("_", " "), facts, bad))
@@ -187,18 +211,32 @@ def accuracies(evaluations: list[dict[str, Any]]) -> list[Test]:
     """The accuracies of an RFT run, in the order of the record."""
     found = []
     for line in evaluations:
-        shares = [number(line.get(name)) for name in ("n", "accuracy", "accuracy_low", "accuracy_high", "answer_rate")]
+        shares = [
+            number(line.get(name))
+            for name in ("n", "accuracy", "accuracy_low", "accuracy_high", "answer_rate")
+        ]
         if None in shares:
             continue
         n, *rest = [value for value in shares if value is not None]
-        found.append(Test(TESTED.get(str(line.get("weights")), str(line.get("weights"))), int(n), str(line.get("split", "")), *rest))
+        found.append(
+            Test(
+                TESTED.get(str(line.get("weights")), str(line.get("weights"))),
+                int(n),
+                str(line.get("split", "")),
+                *rest,
+            )
+        )
     return found
 
 
 def side_by_side(runs: list[RunView]) -> list[tuple[str, list[str]]]:
     """The comparison: one row a figure, one cell a run; speeds also as a factor of the first run's."""
     all_ = [run.summary for run in runs]
-    covered, whole = ("fine-tuning", "all of fine-tuning") if all(s.workload == "rft" for s in all_) else ("training", "whole run")
+    covered, whole = (
+        ("fine-tuning", "all of fine-tuning")
+        if all(s.workload == "rft" for s in all_)
+        else ("training", "whole run")
+    )
     rows: list[tuple[str, list[str]]] = [
         ("recipe", [s.recipe for s in all_]),
         ("fingerprint", [s.fingerprint or DASH for s in all_]),
@@ -223,11 +261,14 @@ def side_by_side(runs: list[RunView]) -> list[tuple[str, list[str]]]:
 
 
 def last_loss(summary: Summary) -> str:
-    """A loss that is no number any more is said before the last that was one, and a gradient that is none beside it."""
+    """A loss that is no number any more is said before the last that was one, and a gradient that is none
+    beside it."""
     quality = summary.quality
     if quality.nan_step is not None:
         return f"not a number from update {quality.nan_step:,}"
-    return _loss(quality.last_loss) + (f", {bad_gradient(quality)}" if quality.bad_gradient_step is not None else "")
+    return _loss(quality.last_loss) + (
+        f", {bad_gradient(quality)}" if quality.bad_gradient_step is not None else ""
+    )
 
 
 def bad_gradient(quality: Quality) -> str:

@@ -1,14 +1,16 @@
-"""The budget: which samples are asked for, driven by the verdicts on those that came before. Runs without torch.
+"""The budget: which samples are asked for, driven by the verdicts on those that came before. Runs without
+torch.
 
     budget = Budget(questions, settings, sampling, seed=0, done=store.verdicts(source))
     for completion in engine.run(budget.requests()): ...      # the engine's thread
     budget.record(question_id, sample, correct, key)          # any thread, when a verdict is in the store
 
-Every question is asked in rounds. A question with `distinct_correct` different correct answers is asked no more; when all questions
-have had their own samples, what was saved goes in waves to those without a correct answer. A round is decided on complete rounds alone
-and a wave on complete waves, so which (question, number) are drawn is a function of the verdicts, not of the order in which completions
-arrive, and a run that was killed draws exactly the rest. Only the texts can still differ: where an engine's rounding depends on
-what shares its batch, a resumed run may write other texts than an unbroken one.
+Every question is asked in rounds. A question with `distinct_correct` different correct answers is asked no
+more; when all questions have had their own samples, what was saved goes in waves to those without a correct
+answer. A round is decided on complete rounds alone and a wave on complete waves, so which (question, number)
+are drawn is a function of the verdicts, not of the order in which completions arrive, and a run that was
+killed draws exactly the rest. Only the texts can still differ: where an engine's rounding depends on what
+shares its batch, a resumed run may write other texts than an unbroken one.
 """
 
 import threading
@@ -21,9 +23,11 @@ from redline.config.rft import SampleTable
 from redline.engine.request import Request, Sampling
 
 ROUNDS = 4
-"""Rounds in which a question gets its own samples: fewer waste samples on easy questions, more leave the engine's slots empty."""
+"""Rounds in which a question gets its own samples: fewer waste samples on easy questions, more leave the
+engine's slots empty."""
 IDLE_S = 0.02
-"""How long the engine waits for verdicts before it is told that there is nothing yet; only when it has nothing else to do."""
+"""How long the engine waits for verdicts before it is told that there is nothing yet; only when it has
+nothing else to do."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,8 @@ class Budget:
             self._wave()
 
     def _wave(self) -> None:
-        """Share out half of what is left among the questions without a correct answer, in their order, until something is to be drawn."""
+        """Share out half of what is left among the questions without a correct answer, in their order, until
+        something is to be drawn."""
         settings = self._settings
         most = int(settings.max_factor * settings.samples_per_question)
         while settings.spend_rest and self._saved > 0 and self._waiting == 0:
@@ -175,7 +180,8 @@ class Budget:
                     self._waiting += state.open > 0
 
     def _ask(self, question: str, count: int) -> None:
-        """Samples asked .. asked + count - 1: those of an earlier attempt are counted, the others requested, a run of numbers a request."""
+        """Samples asked .. asked + count - 1: those of an earlier attempt are counted, the others requested,
+        a run of numbers a request."""
         state = self._states[question]
         first, state.asked = state.asked, state.asked + count
         missing = []

@@ -1,7 +1,8 @@
-"""Samples out of the store: `rft.json` triples of what is kept, or every sample as JSONL or Parquet. Runs without torch.
+"""Samples out of the store: `rft.json` triples of what is kept, or every sample as JSONL or Parquet. Runs
+without torch.
 
-export(run, Path("rft.json"), per_question=1)      # [[question, answer, reasoning], ...]
-export(run, Path("samples.parquet"))               # all samples with their verdicts; `kept` says which are trained on
+export(run, Path("rft.json"), per_question=1)      # [[question, answer, reasoning], ...] export(run,
+Path("samples.parquet"))               # all samples with their verdicts; `kept` says which are trained on
 """
 
 import json
@@ -20,10 +21,13 @@ FORMATS = (".json", ".jsonl", ".parquet")
 
 
 def export(run: Path, to: Path, *, per_question: int | None = None) -> int:
-    """Write the samples in the form that the file's name ends with; returns how many. `per_question`: as kept (0: all), not given: the
-    recipe's."""
+    """Write the samples in the form that the file's name ends with; returns how many. `per_question`: as kept
+    (0: all), not given: the recipe's."""
     if to.suffix not in FORMATS:
-        raise ConfigError(f"samples are written as {', '.join(FORMATS)}, got {to.name!r}: end the file's name with one of them")
+        raise ConfigError(
+            f"samples are written as {', '.join(FORMATS)}, got {to.name!r}: end the file's name with one of"
+            " them"
+        )
     if per_question is not None and per_question < 0:
         raise ConfigError(f"--per-question must not be negative (0: all), got {per_question}")
     with Store(run / "samples.db", create=False) as store:
@@ -43,7 +47,8 @@ def export(run: Path, to: Path, *, per_question: int | None = None) -> int:
 
 
 def _number(answer: str) -> float | str:
-    """A reference answer as a number where it is one, as the triples have it; JSON has none that is not finite."""
+    """A reference answer as a number where it is one, as the triples have it; JSON has none that is not
+    finite."""
     try:
         return float(answer) if math.isfinite(float(answer)) else answer
     except ValueError:

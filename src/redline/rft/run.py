@@ -1,8 +1,10 @@
-"""The whole loop: test, sample, train, test again. Each stage goes on where it was stopped, and one that is finished is not repeated.
+"""The whole loop: test, sample, train, test again. Each stage goes on where it was stopped, and one that is
+finished is not repeated.
 
     report = run_all(session)
     report["before"]["accuracy"], report["after"]["accuracy"], report["stages_s"]
-    reports = run_rounds(recipe, Path("runs/units"), bounds, 4)     # each round's samples are written by what the one before trained
+    # each round's samples are written by what the one before trained
+    reports = run_rounds(recipe, Path("runs/units"), bounds, 4)
 
 `generate_dataset` is the sampling stage alone as a Python function that writes rft.json.
 """
@@ -24,11 +26,20 @@ from redline.rft.train import check_result, train
 
 
 def run_rounds(
-    recipe: RftRecipe, run: Path, bounds: Bounds, rounds: int, *, device: str | None = None, views: Views | None = None
+    recipe: RftRecipe,
+    run: Path,
+    bounds: Bounds,
+    rounds: int,
+    *,
+    device: str | None = None,
+    views: Views | None = None,
 ) -> list[dict[str, Any]]:
-    """The loop several times, in RUN/round-1 and so on. Every round trains the base model anew, on samples of a better sampler."""
+    """The loop several times, in RUN/round-1 and so on. Every round trains the base model anew, on samples of
+    a better sampler."""
     if rounds > 1 and (run / "samples.db").exists():
-        raise ConfigError(f"{run} holds a run of one round: give another folder with --run for {rounds} rounds")
+        raise ConfigError(
+            f"{run} holds a run of one round: give another folder with --run for {rounds} rounds"
+        )
     if recipe.model.server is not None:  # before minutes of testing: is it there at all
         ServerEngine(recipe.model.server, recipe.model.server_model).close()
     reports: list[dict[str, Any]] = []
@@ -43,7 +54,8 @@ def run_rounds(
 
 
 def run_all(session: Session, *, test_base: bool = True) -> dict[str, Any]:
-    """Sample, train and test; returns what each stage gave, as far as it got before somebody asked to stop."""
+    """Sample, train and test; returns what each stage gave, as far as it got before somebody asked to
+    stop."""
     report: dict[str, Any] = {"run": str(session.folder.path), "why": "finished"}
     if test_base:
         check_result(session)
@@ -82,16 +94,21 @@ def generate_dataset(
     overrides: tuple[str, ...] = (),
     views: Views | None = None,
 ) -> int:
-    """Sample `oversample` answers a question, keep the correct ones and write them as [question, answer, reasoning]; returns how many.
+    """Sample `oversample` answers a question, keep the correct ones and write them as [question, answer,
+    reasoning]; returns how many.
 
-    `batch_size` bounds the sequences generated at once, `run` is the folder of samples.db (default: beside the output, so that the same
-    call goes on after a kill), and `overrides` are `table.key=value` of the recipe, such as model.path and task.data.
+    `batch_size` bounds the sequences generated at once, `run` is the folder of samples.db (default: beside
+    the output, so that the same call goes on after a kill), and `overrides` are `table.key=value` of the
+    recipe, such as model.path and task.data.
     """
-    chosen = load_rft(recipe, [f"sample.samples_per_question={oversample}", f"sample.temperature={temperature}", *overrides])
+    chosen = load_rft(
+        recipe, [f"sample.samples_per_question={oversample}", f"sample.temperature={temperature}", *overrides]
+    )
     environment = dict(os.environ) | ({"MICRO_BATCH_SIZE": str(batch_size)} if batch_size is not None else {})
     folder = run if run is not None else Path(output_json).with_suffix(".run")
     with open_session(chosen, folder, Bounds(environment=environment), views=views) as session:
         why = sample(session).why
-    if why != "finished":  # the Ctrl-C that sampling took in hand; a part of the samples must not pass for all of them
+    # the Ctrl-C that sampling took in hand; a part of the samples must not pass for all of them
+    if why != "finished":
         raise KeyboardInterrupt(f"{why}; the same call goes on from {folder}")
     return export(folder, Path(output_json))

@@ -1,11 +1,13 @@
-"""The sampling stage: the budget's requests through an engine, completions scored in other processes, everything into the store.
+"""The sampling stage: the budget's requests through an engine, completions scored in other processes,
+everything into the store.
 
     outcome = sample(session)      # goes on where an earlier attempt stopped
 
-The engine runs in the calling thread. A second thread takes what has come since its last turn, has it scored, stores it in one
-transaction and tells the budget, so neither scoring nor the disk holds the engine up. What the engine had under way when a run was
-stopped or killed is drawn again. At the end the engine's log-probabilities are compared with the training forward's on some
-completions, and the difference is written into the events.
+The engine runs in the calling thread. A second thread takes what has come since its last turn, has it scored,
+stores it in one transaction and tells the budget, so neither scoring nor the disk holds the engine up. What
+the engine had under way when a run was stopped or killed is drawn again. At the end the engine's
+log-probabilities are compared with the training forward's on some completions, and the difference is written
+into the events.
 """
 
 import queue
@@ -75,7 +77,9 @@ def sample(session: Session) -> Outcome:
 class _Drawing:
     """One call of `sample`: what it draws from and into, and its running numbers."""
 
-    def __init__(self, session: Session, store: Store, source: Source, questions: Sequence[Question], prompts: Prompts) -> None:
+    def __init__(
+        self, session: Session, store: Store, source: Source, questions: Sequence[Question], prompts: Prompts
+    ) -> None:
         self.session, self.store, self.source, self.prompts = session, store, source, prompts
         self.questions = {question.id: question for question in questions}
         self.drawn = self.tokens = self.failures = 0
@@ -95,9 +99,13 @@ class _Drawing:
                 if watcher is not None:
                     stack.callback(watcher.close)
                 pool = stack.enter_context(Pool(recipe.task.name, recipe.task.data))
-                engine = self.session.sampling_engine(longest=self.prompts.longest, sequences=self.budget.samples_left())
+                engine = self.session.sampling_engine(
+                    longest=self.prompts.longest, sequences=self.budget.samples_left()
+                )
                 stack.enter_context(engine)
-                compared = self._draw(engine, lambda completions: self._keep(completions, pool, watcher, began_s))
+                compared = self._draw(
+                    engine, lambda completions: self._keep(completions, pool, watcher, began_s)
+                )
             if not self.budget.stopped:
                 self._compare(engine, compared)  # the engine is closed: the forward has its memory
         finally:
@@ -123,9 +131,13 @@ class _Drawing:
         recipe, done = self.session.recipe, self.store.verdicts(self.source)
         self.samples, self.correct = len(done), sum(correct for _, _, correct, _ in done)
         # A server has a tokenizer of its own.
-        prompts: Sequence[str | tuple[int, ...]] = self.prompts.texts if recipe.model.server else self.prompts.ids
+        prompts: Sequence[str | tuple[int, ...]] = (
+            self.prompts.texts if recipe.model.server else self.prompts.ids
+        )
         asked = [Asked(question, prompt) for question, prompt in zip(self.questions, prompts, strict=True)]
-        return Budget(asked, recipe.sample, self.session.settings(self.prompts.stops), seed=recipe.seed, done=done)
+        return Budget(
+            asked, recipe.sample, self.session.settings(self.prompts.stops), seed=recipe.seed, done=done
+        )
 
     def _draw(self, engine: Engine, keep: Keep) -> list[Completion]:
         """The engine's thread: hand everything over, and set some aside to be compared."""
@@ -140,7 +152,9 @@ class _Drawing:
                     break
         return compared
 
-    def _keep(self, completions: Sequence[Completion], pool: Pool, watcher: Watcher | None, began_s: float) -> None:
+    def _keep(
+        self, completions: Sequence[Completion], pool: Pool, watcher: Watcher | None, began_s: float
+    ) -> None:
         """The other thread: score, store, tell the budget and those who watch."""
         rows = score(completions, self.questions, pool, self.session.task.answer_of)
         self.store.add(self.source, rows)
@@ -168,16 +182,20 @@ class _Drawing:
         }
 
     def _compare(self, engine: Engine, compared: Sequence[Completion]) -> None:
-        """Write down how full the engine's slots were, and how far it is from the training forward; a server tells neither."""
+        """Write down how full the engine's slots were, and how far it is from the training forward; a server
+        tells neither."""
         if isinstance(engine, LocalEngine):
-            self.session.folder.event("engine", **asdict(engine.stats), occupancy=engine.stats.occupancy, slots=self.session.slots)
+            self.session.folder.event(
+                "engine", **asdict(engine.stats), occupancy=engine.stats.occupancy, slots=self.session.slots
+            )
             if compared:
                 self.session.folder.event("logprob_gap", **logprob_gap(self.session.sampler.model, compared))
 
 
 @contextmanager
 def _in_background(keep: Keep, stop: Callable[[], None]) -> Iterator[Callable[[Completion], None]]:
-    """A thread that keeps completions, as many at a time as have come. Its error stops the engine and is raised here at the end."""
+    """A thread that keeps completions, as many at a time as have come. Its error stops the engine and is
+    raised here at the end."""
     waiting: queue.SimpleQueue[Completion | None] = queue.SimpleQueue()
     failed: list[BaseException] = []
 
@@ -207,13 +225,26 @@ def _in_background(keep: Keep, stop: Callable[[], None]) -> Iterator[Callable[[C
         raise failed[0]
 
 
-def score(completions: Sequence[Completion], questions: dict[str, Question], pool: Pool, answer_of: Callable[[str], str]) -> list[Sample]:
+def score(
+    completions: Sequence[Completion],
+    questions: dict[str, Question],
+    pool: Pool,
+    answer_of: Callable[[str], str],
+) -> list[Sample]:
     """Completions, up to where their answers are complete, with their verdicts, as rows of the store."""
     # A server may cut a character in two, and half of one cannot be stored.
     texts = [answer_of(completion.text.encode("utf-8", "replace").decode()) for completion in completions]
-    verdicts = pool.score([(questions[completion.request.tag], text) for completion, text in zip(completions, texts, strict=True)])
+    verdicts = pool.score(
+        [
+            (questions[completion.request.tag], text)
+            for completion, text in zip(completions, texts, strict=True)
+        ]
+    )
     now_s = time.time()
-    return [_row(completion, text, verdict, now_s) for completion, text, verdict in zip(completions, texts, verdicts, strict=True)]
+    return [
+        _row(completion, text, verdict, now_s)
+        for completion, text, verdict in zip(completions, texts, verdicts, strict=True)
+    ]
 
 
 def _row(completion: Completion, text: str, verdict: Verdict, at: float) -> Sample:
@@ -239,7 +270,8 @@ def _row(completion: Completion, text: str, verdict: Verdict, at: float) -> Samp
 
 @torch.no_grad()
 def logprob_gap(model: Transformer, completions: Sequence[Completion], at_once: int = 8) -> dict[str, float]:
-    """Mean and largest difference between an engine's log-probabilities and those of the training forward, over all new tokens."""
+    """Mean and largest difference between an engine's log-probabilities and those of the training forward,
+    over all new tokens."""
     gaps: list[torch.Tensor] = []
     device = model.embed.weight.device
     for first in range(0, len(completions), at_once):
@@ -256,7 +288,12 @@ def logprob_gap(model: Transformer, completions: Sequence[Completion], at_once: 
             trained_T = logprobs_TV.gather(1, tokens_BT[row, begin : begin + count, None])[:, 0]
             gaps.append((trained_T.cpu() - torch.tensor(completion.logprobs)).abs())
     gap_N = torch.cat(gaps)
-    return {"mean": float(gap_N.mean()), "max": float(gap_N.max()), "tokens": gap_N.numel(), "completions": len(completions)}
+    return {
+        "mean": float(gap_N.mean()),
+        "max": float(gap_N.max()),
+        "tokens": gap_N.numel(),
+        "completions": len(completions),
+    }
 
 
 def _ids(completion: Completion) -> tuple[int, ...]:

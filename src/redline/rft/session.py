@@ -1,4 +1,5 @@
-"""What the stages of one RFT run share: the recipe, the run folder, the task, the model opened once, and who watches.
+"""What the stages of one RFT run share: the recipe, the run folder, the task, the model opened once, and who
+watches.
 
 with open_session(recipe, Path("runs/units"), bounds) as session:
     sample(session); train(session, "samples"); test(session)
@@ -90,11 +91,18 @@ class Speaker:
 
 
 def weights_fingerprint(opened: Opened) -> str:
-    """A hash of the weights as the files hold them. A base and its adapter are hashed, not what merging makes of them: the last bits of
-    a product depend on the CPU, and a run may go on on another one. The base is read once more for it."""
+    """A hash of the weights as the files hold them. A base and its adapter are hashed, not what merging makes
+    of them: the last bits of a product depend on the CPU, and a run may go on on another one. The base is
+    read once more for it."""
     if (adapter := opened.adapter) is None:
         return _tensors_fingerprint(opened.loaded.weights)
-    return fingerprint_of([weights_fingerprint(open_weights(adapter.base)), _tensors_fingerprint(adapter.tensors), adapter.scale])
+    return fingerprint_of(
+        [
+            weights_fingerprint(open_weights(adapter.base)),
+            _tensors_fingerprint(adapter.tensors),
+            adapter.scale,
+        ]
+    )
 
 
 def _tensors_fingerprint(tensors: Mapping[str, Tensor]) -> str:
@@ -154,8 +162,9 @@ class Session:
 
     @functools.cached_property
     def writer(self) -> str:
-        """Who writes the samples, as the store names it: the hash of the sampler's weights; of a server only what it calls itself is
-        known. Remembered when the sampler is released; one that is not open is read without building it."""
+        """Who writes the samples, as the store names it: the hash of the sampler's weights; of a server only
+        what it calls itself is known. Remembered when the sampler is released; one that is not open is read
+        without building it."""
         place = self.recipe.model
         if place.server is not None:
             return fingerprint_of([place.server, place.server_model])
@@ -189,7 +198,9 @@ class Session:
         return Speaker(opened, model, opened.tokenizer)
 
     def questions(self, split: str, rows: int | None) -> list[Question]:
-        questions = self.task.questions(split, rows, self.recipe.seed if split == self.recipe.task.split else 0)
+        questions = self.task.questions(
+            split, rows, self.recipe.seed if split == self.recipe.task.split else 0
+        )
         if not questions:
             raise DataError(f"the {split} split of task {self.recipe.task.name} is empty: name another")
         return questions
@@ -201,12 +212,16 @@ class Session:
         """The questions as the model reads them; `trained`: as fine-tuning has them."""
         mode, shots = self.recipe.prompt.mode, self.recipe.prompt.shots_of(trained=trained)
         made = [render(self.task, q, speaker.opened.loaded, mode, shots) for q in questions]
-        prompts = Prompts([text for text, _ in made], [tuple(speaker.tokenizer.encode_prompt(text)) for text, _ in made], made[0][1])
+        prompts = Prompts(
+            [text for text, _ in made],
+            [tuple(speaker.tokenizer.encode_prompt(text)) for text, _ in made],
+            made[0][1],
+        )
         context, new = speaker.model.config.context_length, self.recipe.sample.max_new_tokens
         if prompts.longest + new > context:
             raise ConfigError(
-                f"the longest prompt has {prompts.longest} tokens, and with {new} new ones the model's context of {context} is too short: "
-                "lower sample.max_new_tokens or prompt.shots"
+                f"the longest prompt has {prompts.longest} tokens, and with {new} new ones the model's"
+                f" context of {context} is too short: lower sample.max_new_tokens or prompt.shots"
             )
         return prompts
 
@@ -214,7 +229,13 @@ class Session:
         s = self.recipe.sample
         if greedy:
             return Sampling(max_new_tokens=s.max_new_tokens, temperature=0.0, stop_strings=stops)
-        return Sampling(max_new_tokens=s.max_new_tokens, temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, stop_strings=stops)
+        return Sampling(
+            max_new_tokens=s.max_new_tokens,
+            temperature=s.temperature,
+            top_p=s.top_p,
+            top_k=s.top_k,
+            stop_strings=stops,
+        )
 
     def engine(self, speaker: Speaker, *, longest: int, sequences: int, stage: str) -> Engine:
         """An engine on this machine for that many sequences, its slots written into the plan."""
@@ -222,11 +243,22 @@ class Session:
         fitting = fitting_slots(speaker.model, max_prompt_tokens=longest, max_new_tokens=new)
         slots, why = plan_slots(fitting, sequences, self.bounds)
         if self.most_slots is not None and self.most_slots < slots:
-            slots, why = self.most_slots, Why(reason=f"more ran out of memory; without that {slots:,}: {why.reason}", source="measurement")
+            slots, why = (
+                self.most_slots,
+                Why(
+                    reason=f"more ran out of memory; without that {slots:,}: {why.reason}",
+                    source="measurement",
+                ),
+            )
         save_plan(self.folder.plan_path, {f"{stage}_slots": (slots, why)})
         self.slots = slots
         return LocalEngine(
-            speaker.model, speaker.tokenizer, max_prompt_tokens=longest, max_new_tokens=new, slots=slots, eos_ids=speaker.stop_ids
+            speaker.model,
+            speaker.tokenizer,
+            max_prompt_tokens=longest,
+            max_new_tokens=new,
+            slots=slots,
+            eos_ids=speaker.stop_ids,
         )
 
     def sampling_engine(self, *, longest: int, sequences: int) -> Engine:
@@ -234,19 +266,29 @@ class Session:
         place = self.recipe.model
         if place.server is None:
             return self.engine(self.sampler, longest=longest, sequences=sequences, stage="sample")
-        return ServerEngine(place.server, place.server_model, tokenizer=self.sampler.tokenizer, progress=self.views.note)
+        return ServerEngine(
+            place.server, place.server_model, tokenizer=self.sampler.tokenizer, progress=self.views.note
+        )
 
     def until_it_fits(self, stage: str, attempt: Callable[[], T]) -> T:
-        """What an attempt with an engine gives; running out of memory halves the slots, is written down, and it is tried again."""
+        """What an attempt with an engine gives; running out of memory halves the slots, is written down, and
+        it is tried again."""
         while True:
             try:
                 return attempt()
             except torch.OutOfMemoryError as error:
                 if self.slots <= 1:
-                    raise MachineError(f"out of memory while generating one sequence at a time ({stage}): use a smaller model") from error
+                    raise MachineError(
+                        f"out of memory while generating one sequence at a time ({stage}): use a smaller"
+                        " model"
+                    ) from error
                 self.most_slots = self.slots // 2
-                self.folder.event("out_of_memory", stage=stage, slots_before=self.slots, slots=self.most_slots)
-                self.views.note(f"out of memory with {self.slots:,} sequences at once: going on with {self.most_slots:,}")
+                self.folder.event(
+                    "out_of_memory", stage=stage, slots_before=self.slots, slots=self.most_slots
+                )
+                self.views.note(
+                    f"out of memory with {self.slots:,} sequences at once: going on with {self.most_slots:,}"
+                )
             torch.cuda.empty_cache()
 
     def memory_bytes(self) -> int:
@@ -259,20 +301,25 @@ class Session:
 def open_session(
     recipe: RftRecipe, run: Path, bounds: Bounds, *, device: str | None = None, views: Views | None = None
 ) -> Iterator[Session]:
-    """Own the run folder and make it this recipe's; a folder that holds another recipe's beginnings is refused."""
+    """Own the run folder and make it this recipe's; a folder that holds another recipe's beginnings is
+    refused."""
     samples, why = plan_samples(recipe, bounds)
     recipe = with_samples(recipe, samples)
     lora_config(recipe)
     if RunFolder(run).has_begun():
-        raise ConfigError(f"{run} holds a pre-training run, whose recipe would be lost: give another folder with --run")
+        raise ConfigError(
+            f"{run} holds a pre-training run, whose recipe would be lost: give another folder with --run"
+        )
     with RunFolder(run) as folder:
         if folder.recipe_path.exists() and any((run / name).exists() for name in _BEGUN):
-            before = rft_from_toml(folder.recipe_path.read_text(encoding="utf-8"), where=str(folder.recipe_path))
+            before = rft_from_toml(
+                folder.recipe_path.read_text(encoding="utf-8"), where=str(folder.recipe_path)
+            )
             if changed := rft_differences(_with_sampler_of(before, recipe, run), recipe):
                 more = f" and {len(changed) - 2} more" if len(changed) > 2 else ""
                 raise ConfigError(
-                    f"{folder.path} holds a run of another recipe: {', '.join(changed[:2])}{more}; give another folder with --run, "
-                    "or the recipe it was made with"
+                    f"{folder.path} holds a run of another recipe: {', '.join(changed[:2])}{more}; give"
+                    " another folder with --run, or the recipe it was made with"
                 )
         write_atomic(folder.recipe_path, to_toml(recipe))
         save_plan(folder.plan_path, {"samples_per_question": (samples, why)})
@@ -281,8 +328,9 @@ def open_session(
 
 
 def _with_sampler_of(before: RftRecipe, now: RftRecipe, run: Path) -> RftRecipe:
-    """The recipe that a folder holds, with the sampler as it is called now where both mean the round before this one: earlier versions
-    kept the path as it was typed, from wherever that was, and a run may have been moved. The store knows the weights themselves."""
+    """The recipe that a folder holds, with the sampler as it is called now where both mean the round before
+    this one: earlier versions kept the path as it was typed, from wherever that was, and a run may have been
+    moved. The store knows the weights themselves."""
     old, new = before.model.sampler, now.model.sampler
     name = Path(old or "").name
     if new is not None and name.startswith("round-") and Path(new).resolve() == run.resolve().with_name(name):
@@ -291,5 +339,6 @@ def _with_sampler_of(before: RftRecipe, now: RftRecipe, run: Path) -> RftRecipe:
 
 
 def lora_config(recipe: RftRecipe) -> LoraConfig:
-    """The adapters that the recipe asks for, checked: what is wrong with them is said before samples are drawn, not after."""
+    """The adapters that the recipe asks for, checked: what is wrong with them is said before samples are
+    drawn, not after."""
     return LoraConfig(rank=recipe.train.rank, alpha=recipe.train.alpha, targets=recipe.train.targets)

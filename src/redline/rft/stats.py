@@ -1,9 +1,11 @@
-"""What a sample store says: solved questions, success rate, pass@k, tokens, by family, the hardest. Runs without torch.
+"""What a sample store says: solved questions, success rate, pass@k, tokens, by family, the hardest. Runs
+without torch.
 
     stats(run)      # a table of plain values, as `redline rft stats --json` prints it
 
-pass@k is estimated without bias from the samples that every question has (numbers 0 .. n - 1, drawn whatever their verdicts); the
-samples that a budget adds or saves by their verdicts would bend it, and count only in the other figures.
+pass@k is estimated without bias from the samples that every question has (numbers 0 .. n - 1, drawn whatever
+their verdicts); the samples that a budget adds or saves by their verdicts would bend it, and count only in
+the other figures.
 """
 
 import math
@@ -65,25 +67,32 @@ def stats(run: Path) -> dict[str, Any]:
                 "samples": len(drawn[question["id"]]),
                 "correct": correct_count[question["id"]],
             }
-            for question in sorted(asked, key=lambda q: (_share(correct_count[q["id"]], len(drawn[q["id"]])), -len(drawn[q["id"]])))[
-                :HARDEST
-            ]
+            for question in sorted(
+                asked,
+                key=lambda q: (_share(correct_count[q["id"]], len(drawn[q["id"]])), -len(drawn[q["id"]])),
+            )[:HARDEST]
         ],
     }
 
 
 def _first(samples: Sequence[tuple[int, bool]]) -> list[bool]:
-    """Verdicts on samples 0, 1, ... up to the first that is missing: those that a stopped run has beyond it came first by being short."""
+    """Verdicts on samples 0, 1, ... up to the first that is missing: those that a stopped run has beyond it
+    came first by being short."""
     return [correct for place, (number, correct) in enumerate(samples) if number == place]
 
 
 def _drawn_anyway(run: Path) -> int | None:
-    """Samples that a question gets whatever their verdicts: one round where the budget may stop early. None where no recipe tells."""
+    """Samples that a question gets whatever their verdicts: one round where the budget may stop early. None
+    where no recipe tells."""
     path = RunFolder(run).recipe_path
     if not path.is_file():
         return None
     settings = rft_from_toml(path.read_text(encoding="utf-8"), str(path)).sample
-    return settings.samples_per_question if settings.distinct_correct is None else -(-settings.samples_per_question // ROUNDS)
+    return (
+        settings.samples_per_question
+        if settings.distinct_correct is None
+        else -(-settings.samples_per_question // ROUNDS)
+    )
 
 
 def _pass_curve(verdicts: Sequence[Sequence[bool]]) -> dict[int, float]:
@@ -94,12 +103,16 @@ def _pass_curve(verdicts: Sequence[Sequence[bool]]) -> dict[int, float]:
     return {k: sum(pass_at_k(n, count, k) for count in counts) / len(counts) for k in ks}
 
 
-def _families(asked: Sequence[dict[str, Any]], drawn: dict[str, list[tuple[int, bool]]]) -> dict[str, dict[str, Any]]:
+def _families(
+    asked: Sequence[dict[str, Any]], drawn: dict[str, list[tuple[int, bool]]]
+) -> dict[str, dict[str, Any]]:
     """Questions, solved share and success rate by the family that a question's meta names, where it does."""
     families: dict[str, list[list[bool]]] = defaultdict(list)
     for question in asked:
         if "family" in question["meta"]:
-            families[str(question["meta"]["family"])].append([correct for _, correct in drawn[question["id"]]])
+            families[str(question["meta"]["family"])].append(
+                [correct for _, correct in drawn[question["id"]]]
+            )
     return {
         name: {
             "questions": len(rows),

@@ -1,14 +1,17 @@
-"""The sample store: every completion with its verdict, in one SQLite file that a kill at any moment does not harm. Runs without torch.
+"""The sample store: every completion with its verdict, in one SQLite file that a kill at any moment does not
+harm. Runs without torch.
 
     with Store(run / "samples.db") as store:
         source = store.open_source(model_fingerprint, sampling)        # who writes, and how
         store.put_questions(questions)
-        store.add(source, samples)                # one transaction: all of them are on the disk when it returns, or none
+        # one transaction: all of them are on the disk when it returns, or none
+        store.add(source, samples)
         store.kept(source, per_question=4)        # distinct correct answers, in the order of the questions
 
-A sample is named by (model, sampling, question, number), so the same one cannot be stored twice; asked again, a run draws only what is
-missing. The file is in WAL mode: it can be read while a run writes it. Who may write is decided by the run folder's lock, not here.
-Left out: the tokens themselves (text is what is scored and trained on).
+A sample is named by (model, sampling, question, number), so the same one cannot be stored twice; asked again,
+a run draws only what is missing. The file is in WAL mode: it can be read while a run writes it. Who may write
+is decided by the run folder's lock, not here. Left out: the tokens themselves (text is what is scored and
+trained on).
 """
 
 import contextlib
@@ -51,12 +54,14 @@ class Source(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One completion with its verdict, as a row. A plain tuple: tens of thousands are made while the GPU waits for nobody."""
+    """One completion with its verdict, as a row. A plain tuple: tens of thousands are made while the GPU
+    waits for nobody."""
 
     question: str
     sample: int
     text: str
-    """Up to where the task says that the answer is complete; tokens and log-probabilities are those of the whole completion."""
+    """Up to where the task says that the answer is complete; tokens and log-probabilities are those of the
+    whole completion."""
     tokens: int
     """0 where a server does not tell them."""
     logprob_sum: float | None
@@ -109,7 +114,8 @@ class Store:
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
             try:
                 self._db.execute("PRAGMA journal_mode = WAL")
-                self._db.execute("PRAGMA synchronous = FULL")  # what a commit reports as done survives a power cut too
+                # what a commit reports as done survives a power cut too
+                self._db.execute("PRAGMA synchronous = FULL")
                 self._prepare()
             except BaseException:
                 self._db.close()
@@ -127,7 +133,10 @@ class Store:
     def _prepare(self) -> None:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version not in (0, SCHEMA_VERSION):
-            raise DataError(f"{self.path} has layout {version}, this Redline reads {SCHEMA_VERSION}: use the version that wrote it")
+            raise DataError(
+                f"{self.path} has layout {version}, this Redline reads {SCHEMA_VERSION}: use the version that"
+                " wrote it"
+            )
         if version == 0:
             if self._db.execute("SELECT 1 FROM sqlite_master").fetchone():
                 raise DataError(f"{self.path} is the database of another program: move it away to begin anew")
@@ -139,19 +148,35 @@ class Store:
         """The source of samples drawn from these weights with these settings; from now on the latest one."""
         source = Source(model, fingerprint_of(settings))
         with _errors(self.path):
-            self._db.execute("INSERT OR REPLACE INTO sources VALUES (?, ?, ?, ?)", (*source, json.dumps(settings), time.time()))
+            self._db.execute(
+                "INSERT OR REPLACE INTO sources VALUES (?, ?, ?, ?)",
+                (*source, json.dumps(settings), time.time()),
+            )
         return source
 
     def put_questions(self, questions: Sequence[Question]) -> None:
-        """Make the questions known, in their order; a question that is known under the same id must be the same."""
-        rows = {q.id: (q.id, place, q.text, q.answer, json.dumps(dict(q.meta))) for place, q in enumerate(questions)}
+        """Make the questions known, in their order; a question that is known under the same id must be the
+        same."""
+        rows = {
+            q.id: (q.id, place, q.text, q.answer, json.dumps(dict(q.meta)))
+            for place, q in enumerate(questions)
+        }
         if len(rows) < len(questions):
-            raise DataError(f"a task must give every question of a split its own id, got {len(questions) - len(rows)} twice")
+            raise DataError(
+                f"a task must give every question of a split its own id, got {len(questions) - len(rows)}"
+                " twice"
+            )
         with _errors(self.path), self._transaction():
             known = dict(self._db.execute("SELECT id, text || char(10) || answer FROM questions"))
             for question in questions:
-                if known.get(question.id, f"{question.text}\n{question.answer}") != f"{question.text}\n{question.answer}":
-                    raise DataError(f"{self.path} knows another question as {question.id}: the task's data changed; give another --run")
+                if (
+                    known.get(question.id, f"{question.text}\n{question.answer}")
+                    != f"{question.text}\n{question.answer}"
+                ):
+                    raise DataError(
+                        f"{self.path} knows another question as {question.id}: the task's data changed; give"
+                        " another --run"
+                    )
             self._db.executemany("INSERT OR REPLACE INTO questions VALUES (?, ?, ?, ?, ?)", rows.values())
 
     def add(self, source: Source, samples: Sequence[Sample]) -> None:
@@ -169,25 +194,36 @@ class Store:
     def latest(self) -> tuple[Source, dict[str, Any]]:
         """The source that was opened last, and its settings."""
         with _errors(self.path):
-            row = self._db.execute("SELECT model, sampling, settings FROM sources ORDER BY opened_at DESC LIMIT 1").fetchone()
+            row = self._db.execute(
+                "SELECT model, sampling, settings FROM sources ORDER BY opened_at DESC LIMIT 1"
+            ).fetchone()
         if row is None:
             raise DataError(f"{self.path} holds no samples yet: draw some with `redline rft sample`")
         return Source(row[0], row[1]), json.loads(row[2])
 
     def verdicts(self, source: Source) -> list[tuple[str, int, bool, str | None]]:
         """(question, number, correct, reasoning key) of every sample."""
-        query = "SELECT question, sample, correct, reasoning_key FROM samples WHERE model = ? AND sampling = ? ORDER BY question, sample"
+        query = (
+            "SELECT question, sample, correct, reasoning_key FROM samples WHERE model = ? AND sampling = ?"
+            " ORDER BY question, sample"
+        )
         with _errors(self.path):
-            return [(question, sample, bool(correct), key) for question, sample, correct, key in self._db.execute(query, source)]
+            return [
+                (question, sample, bool(correct), key)
+                for question, sample, correct, key in self._db.execute(query, source)
+            ]
 
     def tokens(self, source: Source) -> int:
         """New tokens of all samples together."""
         with _errors(self.path):
-            (count,) = self._db.execute("SELECT coalesce(sum(tokens), 0) FROM samples WHERE model = ? AND sampling = ?", source).fetchone()
+            (count,) = self._db.execute(
+                "SELECT coalesce(sum(tokens), 0) FROM samples WHERE model = ? AND sampling = ?", source
+            ).fetchone()
         return int(count)
 
     def kept(self, source: Source, per_question: int) -> list[Kept]:
-        """Correct answers that say something new, by question and number, at most `per_question` of each (0: all)."""
+        """Correct answers that say something new, by question and number, at most `per_question` of each (0:
+        all)."""
         kept: list[Kept] = []
         count: dict[str, int] = {}
         with _errors(self.path):
@@ -200,12 +236,21 @@ class Store:
     def questions(self) -> list[dict[str, Any]]:
         """Every question in its order: id, text, answer, meta."""
         with _errors(self.path):
-            rows = self._db.execute("SELECT id, text, answer, meta FROM questions ORDER BY position").fetchall()
-        return [{"id": id_, "text": text, "answer": answer, "meta": json.loads(meta)} for id_, text, answer, meta in rows]
+            rows = self._db.execute(
+                "SELECT id, text, answer, meta FROM questions ORDER BY position"
+            ).fetchall()
+        return [
+            {"id": id_, "text": text, "answer": answer, "meta": json.loads(meta)}
+            for id_, text, answer, meta in rows
+        ]
 
     def rows(self, source: Source) -> Iterator[dict[str, Any]]:
         """Every sample with its question, by question and number."""
-        names = ["question_text", "question_answer", *(f"s.{name}" for name in ("model", "sampling", *Sample._fields))]
+        names = [
+            "question_text",
+            "question_answer",
+            *(f"s.{name}" for name in ("model", "sampling", *Sample._fields)),
+        ]
         columns = ", ".join(["q.text", "q.answer", *names[2:]])
         query = (
             f"SELECT {columns} FROM samples s JOIN questions q ON q.id = s.question "
@@ -231,17 +276,21 @@ class Store:
 
 @contextlib.contextmanager
 def _errors(path: Path) -> Iterator[None]:
-    """SQLite's refusals as one line; a row that is there already is our own mistake and keeps its traceback."""
+    """SQLite's refusals as one line; a row that is there already is our own mistake and keeps its
+    traceback."""
     try:
         yield
     except sqlite3.IntegrityError:
         raise
     except sqlite3.OperationalError as error:
         raise StorageError(
-            f"{path} cannot be written or read: {error}; free some space or look at its permissions, and run again"
+            f"{path} cannot be written or read: {error}; free some space or look at its permissions, and run"
+            " again"
         ) from error
     except sqlite3.DatabaseError as error:
-        raise DataError(f"{path} is not a sample store, or it is damaged ({error}): move it away to begin anew") from error
+        raise DataError(
+            f"{path} is not a sample store, or it is damaged ({error}): move it away to begin anew"
+        ) from error
 
 
 _NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+(?:\.\d+)?")
@@ -249,7 +298,8 @@ _SPACE = re.compile(r"\s+")
 
 
 def reasoning_key(text: str) -> str:
-    """Equal for answers that differ only in case, white space, the spelling of numbers (1,000 = 1000 = 1000.0) or a last full stop."""
+    """Equal for answers that differ only in case, white space, the spelling of numbers (1,000 = 1000 =
+    1000.0) or a last full stop."""
     plain = _NUMBER.sub(_plain_number, _SPACE.sub(" ", text.strip().lower()))
     return hashlib.blake2b(plain.rstrip(" .,;:!").encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 

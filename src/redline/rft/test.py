@@ -1,10 +1,12 @@
-"""The test stage: greedy answers to held-out questions, before fine-tuning and after, with accuracy, answer rate and their intervals.
+"""The test stage: greedy answers to held-out questions, before fine-tuning and after, with accuracy, answer
+rate and their intervals.
 
     line = run_test(session, "base")         # and "samples", "answers": the weights that a training gave
     line["accuracy"], line["accuracy_low"], line["accuracy_high"], line["n"]
 
-Each result is a line of evaluations.jsonl and is not computed twice. Questions that ask the very same conversion as a training
-question (equal `from`, `to` and `number`) are also counted apart from the rest: with files one cannot choose what is in them.
+Each result is a line of evaluations.jsonl and is not computed twice. Questions that ask the very same
+conversion as a training question (equal `from`, `to` and `number`) are also counted apart from the rest: with
+files one cannot choose what is in them.
 """
 
 import json
@@ -30,7 +32,11 @@ from redline.train.adapter import read_adapter
 from redline.train.restore import open_on
 
 Weights = Literal["base", "answers", "samples"]
-_SAID = {"base": "the base model", "answers": "what was trained on the answers", "samples": "what was trained on the samples"}
+_SAID = {
+    "base": "the base model",
+    "answers": "what was trained on the answers",
+    "samples": "what was trained on the samples",
+}
 _ASKED = ("from", "to", "number")
 """The facts of a question that make it the same conversion as another."""
 
@@ -74,26 +80,35 @@ def _trained_as(session: Session, weights: Weights) -> str | None:
         return None
     place = place_of(session.folder.path, weights)
     if (done := read_done(place)) is None:
-        raise DataError(f"nothing has been trained on {weights} in {session.folder.path}: run `redline rft train --on {weights}` first")
+        raise DataError(
+            f"nothing has been trained on {weights} in {session.folder.path}: run `redline rft train --on"
+            f" {weights}` first"
+        )
     return str(done["fingerprint"])
 
 
 def _answer(session: Session, questions: Sequence[Question], weights: Weights) -> tuple[list[Verdict], int]:
-    watcher = session.views.sampling(f"{session.recipe.name} · testing {_SAID[weights]} on {len(questions):,} questions")
+    watcher = session.views.sampling(
+        f"{session.recipe.name} · testing {_SAID[weights]} on {len(questions):,} questions"
+    )
     began_s, tokens, texts = time.monotonic(), 0, [""] * len(questions)
     with ExitStack() as stack:
         if watcher is not None:
             stack.callback(watcher.close)
         speaker = stack.enter_context(_speaker(session, weights))
         prompts = session.prompts(questions, speaker, trained=weights != "base")
-        engine = stack.enter_context(session.engine(speaker, longest=prompts.longest, sequences=len(questions), stage="test"))
+        engine = stack.enter_context(
+            session.engine(speaker, longest=prompts.longest, sequences=len(questions), stage="test")
+        )
         for done, (place, completion) in enumerate(
             answer_greedily(engine, prompts.ids, session.settings(prompts.stops, greedy=True)), start=1
         ):
             texts[place] = completion.text
             tokens += len(completion.tokens)
             if watcher is not None:
-                watcher.progress(_facts(done, len(questions), tokens, time.monotonic() - began_s, session.memory_bytes()))
+                watcher.progress(
+                    _facts(done, len(questions), tokens, time.monotonic() - began_s, session.memory_bytes())
+                )
     with Pool(session.recipe.task.name, session.recipe.task.data) as pool:
         return pool.score(list(zip(questions, texts, strict=True))), tokens
 
@@ -113,7 +128,8 @@ def _facts(done: int, questions: int, tokens: int, elapsed_s: float, memory_byte
 
 @contextmanager
 def _speaker(session: Session, weights: Weights) -> Iterator[Speaker]:
-    """The model with these weights: the base as it is, adapters merged while the test lasts, or a model trained as a whole."""
+    """The model with these weights: the base as it is, adapters merged while the test lasts, or a model
+    trained as a whole."""
     if weights == "base":
         session.drop_adapters()
         yield session.model
@@ -127,7 +143,8 @@ def _speaker(session: Session, weights: Weights) -> Iterator[Speaker]:
 
 
 def _groups(session: Session, questions: Sequence[Question], verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Shares by family, and of the questions that are in the training data apart from the rest; where the questions' meta tells."""
+    """Shares by family, and of the questions that are in the training data apart from the rest; where the
+    questions' meta tells."""
     found: dict[str, Any] = {}
     families: dict[str, list[Verdict]] = defaultdict(list)
     for question, verdict in zip(questions, verdicts, strict=True):
@@ -144,4 +161,8 @@ def _groups(session: Session, questions: Sequence[Question], verdicts: Sequence[
 
 
 def _asked(question: Question) -> tuple[Any, ...] | None:
-    return tuple(question.meta[name] for name in _ASKED) if all(name in question.meta for name in _ASKED) else None
+    return (
+        tuple(question.meta[name] for name in _ASKED)
+        if all(name in question.meta for name in _ASKED)
+        else None
+    )

@@ -1,9 +1,11 @@
-"""The training stage: fine-tune the model on the kept samples, or for comparison on the task's reference solutions.
+"""The training stage: fine-tune the model on the kept samples, or for comparison on the task's reference
+solutions.
 
     done = train(session, "samples")      # -> adapter/, or model/ after full fine-tuning
     done = train(session, "answers")      # -> adapter-answers/: plain supervised fine-tuning, the baseline
 
-Killed or stopped, the same call goes on from the last checkpoint; once `done.json` stands, it returns what it says.
+Killed or stopped, the same call goes on from the last checkpoint; once `done.json` stands, it returns what it
+says.
 """
 
 import json
@@ -61,7 +63,10 @@ def train(session: Session, on: On) -> dict[str, Any]:
     fingerprint = fingerprint_of([*training, examples_fingerprint(examples)])
     if (finished := read_done(place)) is not None:
         if finished["fingerprint"] != fingerprint:
-            raise ConfigError(f"{place.record} was trained on other examples than there are now: give another --run, or remove it")
+            raise ConfigError(
+                f"{place.record} was trained on other examples than there are now: give another --run, or"
+                " remove it"
+            )
         return finished
     session.drop_adapters()
     model, recipe = session.model.model, session.recipe.train
@@ -69,7 +74,9 @@ def train(session: Session, on: On) -> dict[str, Any]:
         add_lora(model, lora_config(session.recipe), session.recipe.seed)
     updates = -(-len(examples) // config.batch_size) * config.epochs
     began_s = time.monotonic()
-    observers = session.views.training(f"{session.recipe.name} · fine-tuning on {len(examples):,} {on}", updates)
+    observers = session.views.training(
+        f"{session.recipe.name} · fine-tuning on {len(examples):,} {on}", updates
+    )
     try:
         with RunFolder(place.record) as folder:
             outcome = finetune(model, examples, config, folder=folder, observers=observers)
@@ -77,9 +84,21 @@ def train(session: Session, on: On) -> dict[str, Any]:
         for observer in observers:
             observer.close()
     elapsed_s = time.monotonic() - began_s
-    session.folder.event(f"training_on_{on}", why=outcome.why, step=outcome.step, elapsed_s=round(elapsed_s, 3))
-    result = {"on": on, "why": outcome.why, "fingerprint": fingerprint, "examples": len(examples), "updates": outcome.step}
-    result |= {"loss": outcome.metrics.get("loss"), "rows_per_s": _rows_per_s(folder), "elapsed_s": _spent_s(session, on)}
+    session.folder.event(
+        f"training_on_{on}", why=outcome.why, step=outcome.step, elapsed_s=round(elapsed_s, 3)
+    )
+    result = {
+        "on": on,
+        "why": outcome.why,
+        "fingerprint": fingerprint,
+        "examples": len(examples),
+        "updates": outcome.step,
+    }
+    result |= {
+        "loss": outcome.metrics.get("loss"),
+        "rows_per_s": _rows_per_s(folder),
+        "elapsed_s": _spent_s(session, on),
+    }
     if outcome.why == "finished":
         _write_result(session, place)
         write_atomic(place.done, json.dumps(result, indent=2) + "\n")
@@ -98,10 +117,15 @@ def check_result(session: Session) -> None:
 
 
 def _rows_per_s(folder: RunFolder) -> float | None:
-    """Examples a second over all updates but the first, which sets up; the last batch of an epoch may be short and says little."""
+    """Examples a second over all updates but the first, which sets up; the last batch of an epoch may be
+    short and says little."""
     lines = read_lines(folder.metrics_path)
     lines = lines[1:] or lines
-    return sum(line["rows_per_s"] * line["step_s"] for line in lines) / sum(line["step_s"] for line in lines) if lines else None
+    return (
+        sum(line["rows_per_s"] * line["step_s"] for line in lines) / sum(line["step_s"] for line in lines)
+        if lines
+        else None
+    )
 
 
 def read_done(place: Place) -> dict[str, Any] | None:
@@ -111,15 +135,30 @@ def read_done(place: Place) -> dict[str, Any] | None:
 
 def _spent_s(session: Session, on: On) -> float:
     """Seconds of every attempt that ended."""
-    return sum(event["elapsed_s"] for event in read_lines(session.folder.events_path) if event["event"] == f"training_on_{on}")
+    return sum(
+        event["elapsed_s"]
+        for event in read_lines(session.folder.events_path)
+        if event["event"] == f"training_on_{on}"
+    )
 
 
 def finetune_config(session: Session) -> FinetuneConfig:
-    """The recipe's training with the pass that this machine and the bounds leave it, written into the plan."""
+    """The recipe's training with the pass that this machine and the bounds leave it, written into the
+    plan."""
     train = session.recipe.train
     examples_per_pass, why = plan_pass(session.recipe, session.bounds)
     save_plan(session.folder.plan_path, {"examples_per_pass": (examples_per_pass, why)})
-    same = ("epochs", "batch_size", "lr", "schedule", "warmup_fraction", "min_lr_ratio", "weight_decay", "clip_norm", "checkpoint_every")
+    same = (
+        "epochs",
+        "batch_size",
+        "lr",
+        "schedule",
+        "warmup_fraction",
+        "min_lr_ratio",
+        "weight_decay",
+        "clip_norm",
+        "checkpoint_every",
+    )
     chosen = {name: getattr(train, name) for name in same}
     return FinetuneConfig(**chosen, seed=session.recipe.seed, examples_per_pass=examples_per_pass)
 
@@ -130,7 +169,10 @@ def _examples(session: Session, on: On) -> list[Example]:
     if on == "answers":
         pairs = [(question, question.solution) for question in questions if question.solution]
         if not pairs:
-            raise DataError(f"task {session.recipe.task.name} gives no reference solutions to train on: train on the samples")
+            raise DataError(
+                f"task {session.recipe.task.name} gives no reference solutions to train on: train on the"
+                " samples"
+            )
     else:
         pairs = _kept(session, {question.id: question for question in questions})
     mode, shots = session.recipe.prompt.mode, session.recipe.prompt.shots_of(trained=True)
@@ -141,7 +183,9 @@ def _examples(session: Session, on: On) -> list[Example]:
     examples = []
     for (question, _), answer in zip(pairs, answers, strict=True):
         if question.id not in prompts:
-            prompts[question.id] = tuple(tokenizer.encode_prompt(render(session.task, question, loaded, mode, shots)[0]))
+            prompts[question.id] = tuple(
+                tokenizer.encode_prompt(render(session.task, question, loaded, mode, shots)[0])
+            )
         examples.append(Example(prompt=prompts[question.id], answer=(*answer, end)))
     return examples
 
@@ -151,17 +195,23 @@ def _kept(session: Session, questions: dict[str, Question]) -> list[tuple[Questi
         source, settings = store.latest()
         ours = session.recipe.sampling
         if {key: settings.get(key) for key in ours} != ours:
-            raise DataError(f"{store.path} was sampled last with other settings than the recipe's: run `redline rft sample` again")
+            raise DataError(
+                f"{store.path} was sampled last with other settings than the recipe's: run `redline rft"
+                " sample` again"
+            )
         _check_writer(session, source, store.path)
         kept = store.kept(source, session.recipe.sample.keep_per_question)
     if not kept:
-        raise DataError("no sample is correct, so there is nothing to train on: more samples, a higher temperature or a better sampler")
+        raise DataError(
+            "no sample is correct, so there is nothing to train on: more samples, a higher temperature or a"
+            " better sampler"
+        )
     return [(questions[row.question], row.reasoning) for row in kept if row.question in questions]
 
 
 def _check_writer(session: Session, source: Source, samples: Path) -> None:
-    """Refuse samples of other weights than lie where the recipe says that they are written. A sampler that is no longer there has done
-    its work: that it cannot be asked is said, not an error."""
+    """Refuse samples of other weights than lie where the recipe says that they are written. A sampler that is
+    no longer there has done its work: that it cannot be asked is said, not an error."""
     place = session.recipe.model
     try:
         writer = session.writer
@@ -171,13 +221,15 @@ def _check_writer(session: Session, source: Source, samples: Path) -> None:
         return
     if writer != source.model:
         raise DataError(
-            f"{samples} was sampled last by another model ({source.model}) than {place.server or place.sampler or place.path} is now "
-            f"({writer}): run `redline rft sample` again, or put the model back"
+            f"{samples} was sampled last by another model ({source.model}) than"
+            f" {place.server or place.sampler or place.path} is now ({writer}): run `redline rft sample`"
+            " again, or put the model back"
         )
 
 
 def _write_result(session: Session, place: Place) -> None:
-    """The adapter or the whole model. What a killed attempt wrote without saying that it was done is written again."""
+    """The adapter or the whole model. What a killed attempt wrote without saying that it was done is written
+    again."""
     model, opened = session.model.model, session.model.opened
     for folder in (place.adapter, place.model):
         shutil.rmtree(folder, ignore_errors=True)

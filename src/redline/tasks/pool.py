@@ -1,11 +1,13 @@
-"""Score many completions in other processes; a scorer that hangs or dies costs its own completion a 0, and nothing else.
+"""Score many completions in other processes; a scorer that hangs or dies costs its own completion a 0, and
+nothing else.
 
     with Pool("units") as pool:
         verdicts = pool.score([(question, completion), ...])     # in that order, from any thread
 
-Each worker is a fresh Python process that loads the task by name or path (no fork of a process that holds a GPU, no pickle). A
-completion has `budget_s` of wall clock; past it the worker and all of its children are killed, the completion is scored 0 with the
-reason, and a new worker goes on with the rest. Left out: rewards that run generated code; that needs a sandbox, and this is none.
+Each worker is a fresh Python process that loads the task by name or path (no fork of a process that holds a
+GPU, no pickle). A completion has `budget_s` of wall clock; past it the worker and all of its children are
+killed, the completion is scored 0 with the reason, and a new worker goes on with the rest. Left out: rewards
+that run generated code; that needs a sandbox, and this is none.
 """
 
 import contextlib
@@ -28,7 +30,8 @@ from redline.tasks.task import Question, Verdict
 from redline.tasks.worker import failed
 
 BATCH = 256
-"""Completions in one message: enough to make the message's own cost small, few enough to keep all workers busy to the end."""
+"""Completions in one message: enough to make the message's own cost small, few enough to keep all workers
+busy to the end."""
 START_S = 60.0
 """How long a worker may take to load its task."""
 
@@ -39,12 +42,21 @@ class Pool:
     """Worker processes that score completions for one task. Close it, or use it in a `with`."""
 
     def __init__(
-        self, spec: str, data: str | None = None, *, workers: int | None = None, budget_s: float = 5.0, memory_bytes: int = 2 << 30
+        self,
+        spec: str,
+        data: str | None = None,
+        *,
+        workers: int | None = None,
+        budget_s: float = 5.0,
+        memory_bytes: int = 2 << 30,
     ) -> None:
-        """`workers`: processes (default: one a core); `budget_s`: wall clock a completion; `memory_bytes`: address space a process."""
+        """`workers`: processes (default: one a core); `budget_s`: wall clock a completion; `memory_bytes`:
+        address space a process."""
         count = workers if workers is not None else len(os.sched_getaffinity(0))
         if count < 1 or not budget_s > 0:
-            raise ConfigError(f"a scoring pool needs at least 1 worker and a budget above 0 s, got {count} and {budget_s}")
+            raise ConfigError(
+                f"a scoring pool needs at least 1 worker and a budget above 0 s, got {count} and {budget_s}"
+            )
         self._children: list[_Child] = []
         self._idle: queue.SimpleQueue[_Child] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="redline-score")
@@ -115,7 +127,8 @@ class _Child:
             if reason is not None:
                 culprit = max(len(found), self._at() - 1)
                 self._restart()
-                verdicts += self.score(rest[len(found) : culprit])  # scored, but their verdicts had not been sent
+                # scored, but their verdicts had not been sent
+                verdicts += self.score(rest[len(found) : culprit])
                 verdicts.append(failed(reason))
         return verdicts
 
@@ -126,10 +139,13 @@ class _Child:
         line = b""
         end_s = time.monotonic() + START_S
         while not line.endswith(b"\n"):
-            data = os.read(self._out, 1 << 16) if poller.poll(max(0, end_s - time.monotonic()) * 1000) else b""
+            data = (
+                os.read(self._out, 1 << 16) if poller.poll(max(0, end_s - time.monotonic()) * 1000) else b""
+            )
             if not data:
                 raise MachineError(
-                    f"a scoring process for task {self._arguments[0]} did not get ready (limit {START_S:.0f} s): {self._end()}"
+                    f"a scoring process for task {self._arguments[0]} did not get ready (limit {START_S:.0f}"
+                    f" s): {self._end()}"
                 )
             line += data
         if error := json.loads(line).get("error"):
@@ -147,7 +163,8 @@ class _Child:
         os.close(self._progress_fd)
 
     def _exchange(self, items: Sequence[Item]) -> tuple[list[Verdict], str | None]:
-        """Send the items; return the verdicts that came back and, where the process ended before the last, the reason."""
+        """Send the items; return the verdicts that came back and, where the process ended before the last,
+        the reason."""
         self._progress[:] = bytes(8)
         message = memoryview(json.dumps(items).encode() + b"\n")
         verdicts: list[Verdict] = []
@@ -156,7 +173,8 @@ class _Child:
         poller.register(self._out, select.POLLIN)
         poller.register(self._in, select.POLLOUT)
         while len(verdicts) < len(items):
-            asked_s = time.monotonic()  # before the poll: this thread may be held up after it, which is not the scorer's doing
+            # before the poll: this thread may be held up after it, which is not the scorer's doing
+            asked_s = time.monotonic()
             for fd, _ in (ready := poller.poll(min(50.0, self._budget_s * 250))):
                 if fd == self._out:
                     if not (data := os.read(fd, 1 << 20)):
@@ -181,11 +199,25 @@ class _Child:
         return int.from_bytes(self._progress[:], "little")
 
     def _start(self) -> None:
-        command = [sys.executable, "-P", "-m", "redline.tasks.worker", *self._arguments, str(self._progress_fd)]
-        # The same modules as here, also where sys.path was changed by hand; one core a worker, so no threads in numeric libraries.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "redline.tasks.worker",
+            *self._arguments,
+            str(self._progress_fd),
+        ]
+        # The same modules as here, also where sys.path was changed by hand; one core a worker, so no threads
+        # in numeric libraries.
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+        }
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-        self._process = subprocess.Popen(command, env=environment, pass_fds=[self._progress_fd], start_new_session=True, **pipes)
+        self._process = subprocess.Popen(
+            command, env=environment, pass_fds=[self._progress_fd], start_new_session=True, **pipes
+        )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()

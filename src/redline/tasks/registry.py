@@ -1,6 +1,7 @@
 """Tasks by name, or by the path of a user's own file: `load_task("units")`, `load_task("my_task.py:make")`.
 
-To add a task here: one file and one line in TASKS. A path runs the user's code, in this process and in the scoring processes.
+To add a task here: one file and one line in TASKS. A path runs the user's code, in this process and in the
+scoring processes.
 """
 
 import importlib.util
@@ -15,10 +16,7 @@ from redline.tasks.task import Task
 Make = Callable[[str | None], Task]
 """Makes a task; the argument is the folder of data that the user named, or None."""
 
-TASKS: dict[str, Make] = {
-    "units": units.make,
-    "gsm8k": gsm8k.make,
-}
+TASKS: dict[str, Make] = {"units": units.make, "gsm8k": gsm8k.make}
 
 
 def load_task(spec: str, data: str | None = None) -> Task:
@@ -28,7 +26,8 @@ def load_task(spec: str, data: str | None = None) -> Task:
     path, colon, function = spec.rpartition(":")
     if not colon or not path.endswith(".py"):
         raise ConfigError(
-            f"no task {spec!r}{nearest(spec, TASKS)}; known: {', '.join(TASKS)}, or a file of your own and its function: my_task.py:make"
+            f"no task {spec!r}{nearest(spec, TASKS)}; known: {', '.join(TASKS)}, or a file of your own and"
+            " its function: my_task.py:make"
         )
     task = _function(Path(path), function)(data)
     if not isinstance(task, Task):

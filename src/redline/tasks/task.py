@@ -1,11 +1,13 @@
-"""What a task is: questions, a prompt, a score. A new one is a file of 30 lines with a function that returns a `Task` (docs/tasks.md).
+"""What a task is: questions, a prompt, a score. A new one is a file of 30 lines with a function that returns
+a `Task` (docs/tasks.md).
 
     task = load_task("units")                                  # redline.tasks.registry
     question = task.questions("valid", 1, 0)[0]                # split, how many (None: all), seed
     verdict = task.score(question, "... <answer>120</answer>")
 
-`prompt_text` is for models that only continue text, `prompt_messages` for those with a chat template. Score untrusted or slow scorers
-through `redline.tasks.pool`. Left out on purpose: tokens and templates (the engine's), and rewards that run code.
+`prompt_text` is for models that only continue text, `prompt_messages` for those with a chat template. Score
+untrusted or slow scorers through `redline.tasks.pool`. Left out on purpose: tokens and templates (the
+engine's), and rewards that run code.
 """
 
 import json
@@ -17,11 +19,13 @@ from typing import Any, NamedTuple
 from redline.errors import ConfigError, DataError
 
 STOP = "\n\nQuestion:"
-"""Where a model that only continues text has finished its answer and begins to ask itself the next question."""
+"""Where a model that only continues text has finished its answer and begins to ask itself the next
+question."""
 
 
 class Question(NamedTuple):
-    """One question. A plain tuple, because hundreds of thousands of them travel to the scoring processes as JSON."""
+    """One question. A plain tuple, because hundreds of thousands of them travel to the scoring processes as
+    JSON."""
 
     id: str
     """Unique within its split, and the same whatever the seed."""
@@ -49,20 +53,22 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Questions and how to score their completions. The functions must not depend on global state: they run in other processes."""
+    """Questions and how to score their completions. The functions must not depend on global state: they run
+    in other processes."""
 
     name: str
     about: str
     questions: Callable[[str, int | None, int], list[Question]]
-    """(split, count or None for all, seed) -> questions, the same for the same arguments; a larger count begins with a smaller one.
-    Tasks that read files keep their order and take no notice of the seed."""
+    """(split, count or None for all, seed) -> questions, the same for the same arguments; a larger count
+    begins with a smaller one. Tasks that read files keep their order and take no notice of the seed."""
     score: Callable[[Question, str], Verdict]
     instruction: str = ""
     """What to do and in which form to answer."""
     examples: tuple[tuple[str, str], ...] = ()
     """Few-shot examples: a question and a good completion."""
     end: str = ""
-    """Where an answer is complete, such as a closing tag: what a model says after it is neither scored nor learnt. Empty: nowhere."""
+    """Where an answer is complete, such as a closing tag: what a model says after it is neither scored nor
+    learnt. Empty: nowhere."""
 
     def answer_of(self, completion: str) -> str:
         """The completion up to where the answer is complete."""
@@ -104,18 +110,23 @@ def _share(holds: list[bool]) -> float:
 def read_split(task: str, data: str | None, split: str, suffix: str) -> str:
     """The text of the split's file in the folder that the user named."""
     if data is None:
-        raise ConfigError(f"task {task} reads files: name the folder that holds train{suffix} with --data FOLDER")
+        raise ConfigError(
+            f"task {task} reads files: name the folder that holds train{suffix} with --data FOLDER"
+        )
     path = Path(data) / f"{split}{suffix}"
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         what = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         there = ", ".join(sorted(p.stem for p in Path(data).glob(f"*{suffix}"))) or f"no {suffix} file"
-        raise DataError(f"task {task}: split {split!r} cannot be read from {path}: {what}; {data} holds {there}") from error
+        raise DataError(
+            f"task {task}: split {split!r} cannot be read from {path}: {what}; {data} holds {there}"
+        ) from error
 
 
 def json_lines(name: str, text: str) -> list[dict[str, Any]]:
-    """The objects of a JSONL text, blank lines left out; a line that is not an object is refused with its number."""
+    """The objects of a JSONL text, blank lines left out; a line that is not an object is refused with its
+    number."""
     rows = []
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():

@@ -1,11 +1,14 @@
-"""Unit conversion: "How many min are there per 2 hour?", generated from its grammar or read from `[question, answer]` JSON files.
+"""Unit conversion: "How many min are there per 2 hour?", generated from its grammar or read from `[question,
+answer]` JSON files.
 
-Six families, 74 spellings, 23 templates, whole numbers from 1 to 10. Conventions: "ton" is metric, data units are decimal, a year
-has 365.24219878 days and a month is a twelfth of it; "ounce" is mass beside mass units and a US fluid ounce beside volume units.
-A pair of units is asked for when one of the first is 1/8 to 10,000 of the second, so that answers stay numbers that one can write.
+Six families, 74 spellings, 23 templates, whole numbers from 1 to 10. Conventions: "ton" is metric, data units
+are decimal, a year has 365.24219878 days and a month is a twelfth of it; "ounce" is mass beside mass units
+and a US fluid ounce beside volume units. A pair of units is asked for when one of the first is 1/8 to 10,000
+of the second, so that answers stay numbers that one can write.
 
-The splits are disjoint by (unit, unit, number) whatever the seed and however the units are spelt: "2 h" and "2 hours" to minutes are
-in the same split. An answer is right within 5 %, after rounding both to three decimals; 'nan' is no answer, 'inf' is a wrong one.
+The splits are disjoint by (unit, unit, number) whatever the seed and however the units are spelt: "2 h" and
+"2 hours" to minutes are in the same split. An answer is right within 5 %, after rounding both to three
+decimals; 'nan' is no answer, 'inf' is a wrong one.
 """
 
 import functools
@@ -111,17 +114,24 @@ TEMPLATES = (
 )
 NUMBERS = range(1, 11)
 SPLITS = ("train", "valid", "test")
-INSTRUCTION = "Convert the units. Reason in one short line and end with the number in answer tags, like <answer>12.5</answer>."
+INSTRUCTION = (
+    "Convert the units. Reason in one short line and end with the number in answer tags, like"
+    " <answer>12.5</answer>."
+)
 END = "</answer>"
 EXAMPLES = (
     ("How many gram are there per 9 kg?", "1 kg is 1000 gram. 9 * 1000 = <answer>9000</answer>"),
     ("What is 3 ft in cm?", "1 ft is 30.48 cm. 3 * 30.48 = <answer>91.44</answer>"),
     ("How do we express 5 week in terms of hour?", "1 week is 168 hour. 5 * 168 = <answer>840</answer>"),
     ("Convert 7 byte to bit?", "1 byte is 8 bit. 7 * 8 = <answer>56</answer>"),
-    ("Could you provide the value of 2 quart in mL?", "1 quart is 946.353 mL. 2 * 946.353 = <answer>1892.706</answer>"),
+    (
+        "Could you provide the value of 2 quart in mL?",
+        "1 quart is 946.353 mL. 2 * 946.353 = <answer>1892.706</answer>",
+    ),
     ("Please convert 4 mph into km/h.", "1 mph is 1.609 km/h. 4 * 1.609 = <answer>6.436</answer>"),
 )
-"""One of each family; none of them is a validation question, of the grammar or of the files that the task comes from."""
+"""One of each family; none of them is a validation question, of the grammar or of the files that the task
+comes from."""
 
 
 class Conversion(NamedTuple):
@@ -136,12 +146,15 @@ def convert(number: int | Fraction, source: str, target: str) -> float:
     """The number in target units, exact but for the one rounding to a float."""
     family = _family(source, target)
     if family is None:
-        raise ConfigError(f"both units must belong to one of {', '.join(FAMILIES)}; got {source!r} and {target!r}")
+        raise ConfigError(
+            f"both units must belong to one of {', '.join(FAMILIES)}; got {source!r} and {target!r}"
+        )
     return float(number * (_sizes(family)[source] / _sizes(family)[target]))
 
 
 def parse_answer(completion: str) -> float:
-    """The number in the first answer tag; NaN where there is none. Written as the task's specification has it."""
+    """The number in the first answer tag; NaN where there is none. Written as the task's specification has
+    it."""
     try:
         return float(completion.split("<answer>")[1].split("</answer>")[0])
     except (IndexError, ValueError):
@@ -149,7 +162,8 @@ def parse_answer(completion: str) -> float:
 
 
 def is_correct(answer: float, reference: float) -> bool:
-    """Within 5 % of the reference, both rounded to three decimals. Never for a NaN, an infinity or a reference that rounds to 0."""
+    """Within 5 % of the reference, both rounded to three decimals. Never for a NaN, an infinity or a
+    reference that rounds to 0."""
     return abs(round(answer, 3) - round(reference, 3)) < 0.05 * abs(round(reference, 3))
 
 
@@ -173,19 +187,28 @@ def parse_question(text: str) -> Conversion | None:
 def generate(split: str, count: int | None, seed: int) -> list[Question]:
     """Distinct questions of one split, families in equal shares until one of them is used up."""
     if split not in SPLITS:
-        raise ConfigError(f"task units has the splits {', '.join(SPLITS)}; got {split!r}{nearest(split, SPLITS)}")
+        raise ConfigError(
+            f"task units has the splits {', '.join(SPLITS)}; got {split!r}{nearest(split, SPLITS)}"
+        )
     draw = random.Random(seed)
-    left = {family: [(asked, t) for asked in conversions(family, split) for t in range(len(TEMPLATES))] for family in FAMILIES}
+    left = {
+        family: [(asked, t) for asked in conversions(family, split) for t in range(len(TEMPLATES))]
+        for family in FAMILIES
+    }
     total = sum(map(len, left.values()))
     if (at_most(count) or 0) > total:
-        raise ConfigError(f"the {split} split of units has {total:,} distinct questions; got a count of {count:,}")
+        raise ConfigError(
+            f"the {split} split of units has {total:,} distinct questions; got a count of {count:,}"
+        )
     for questions in left.values():
         draw.shuffle(questions)
     found: list[Question] = []
     while len(found) < (total if count is None else count):
         family = draw.choice([name for name, questions in left.items() if questions])
         asked, template = left[family].pop()
-        found.append(_question(TEMPLATES[template].format(n=asked.number, a=asked.source, b=asked.target), asked))
+        found.append(
+            _question(TEMPLATES[template].format(n=asked.number, a=asked.source, b=asked.target), asked)
+        )
     return found
 
 
@@ -196,15 +219,22 @@ def load(data: str, split: str, count: int | None) -> list[Question]:
     except ValueError as error:
         raise DataError(f"{data}/{split}.json is not JSON: {error}") from error
     if not isinstance(rows, list):
-        raise DataError(f"{data}/{split}.json must hold a list of [question, answer], got {type(rows).__name__}")
+        raise DataError(
+            f"{data}/{split}.json must hold a list of [question, answer], got {type(rows).__name__}"
+        )
     questions = []
     for index, row in enumerate(rows[: at_most(count)]):
         match row:
             case [str(text), float(answer)] if math.isfinite(answer):
                 solution = f"<answer>{_written(answer)}</answer>"
-                questions.append(Question(f"{split}-{index}", text, repr(answer), solution, _meta(parse_question(text))))
+                questions.append(
+                    Question(f"{split}-{index}", text, repr(answer), solution, _meta(parse_question(text)))
+                )
             case _:
-                raise DataError(f"{data}/{split}.json, row {index}: [question, finite number] is needed, got {json.dumps(row)[:80]}")
+                raise DataError(
+                    f"{data}/{split}.json, row {index}: [question, finite number] is needed, got"
+                    f" {json.dumps(row)[:80]}"
+                )
     return questions
 
 
@@ -213,7 +243,15 @@ def make(data: str | None) -> Task:
         return generate(split, count, seed) if data is None else load(data, split, count)
 
     about = "unit conversion, right within 5 %: generated, or [question, answer] JSON files"
-    return Task(name="units", about=about, questions=questions, score=score, instruction=INSTRUCTION, examples=EXAMPLES, end=END)
+    return Task(
+        name="units",
+        about=about,
+        questions=questions,
+        score=score,
+        instruction=INSTRUCTION,
+        examples=EXAMPLES,
+        end=END,
+    )
 
 
 def _question(text: str, asked: Conversion) -> Question:
@@ -225,7 +263,12 @@ def _question(text: str, asked: Conversion) -> Question:
 def _meta(asked: Conversion | None) -> dict[str, object]:
     if asked is None:
         return {}
-    return {"family": _family(asked.source, asked.target), "from": asked.source, "to": asked.target, "number": asked.number}
+    return {
+        "family": _family(asked.source, asked.target),
+        "from": asked.source,
+        "to": asked.target,
+        "number": asked.number,
+    }
 
 
 def _written(answer: float) -> str:
@@ -241,11 +284,16 @@ def conversions(family: str, split: str) -> Iterator[Conversion]:
                 continue
             for number in NUMBERS:
                 if _split(f"{family} {a_spellings} {b_spellings} {number}") == split:
-                    yield from (Conversion(number, a, b) for a in a_spellings.split(",") for b in b_spellings.split(","))
+                    yield from (
+                        Conversion(number, a, b)
+                        for a in a_spellings.split(",")
+                        for b in b_spellings.split(",")
+                    )
 
 
 def _split(key: str) -> str:
-    """Eight tenths of the keys to train on, one each to validate and to test; a hash, so that no seed moves a key."""
+    """Eight tenths of the keys to train on, one each to validate and to test; a hash, so that no seed moves a
+    key."""
     return {0: "valid", 1: "test"}.get(zlib.crc32(key.encode()) % 10, "train")
 
 
@@ -257,10 +305,17 @@ def _sizes(family: str) -> dict[str, Fraction]:
 
 @functools.cache
 def _family(source: str, target: str) -> str | None:
-    return next((family for family in FAMILIES if source in _sizes(family) and target in _sizes(family)), None)
+    return next(
+        (family for family in FAMILIES if source in _sizes(family) and target in _sizes(family)), None
+    )
 
 
 @functools.cache
 def _patterns() -> list[re.Pattern[str]]:
     groups = {r"\{n\}": r"(?P<n>\d{1,9})", r"\{a\}": "(?P<a>.+?)", r"\{b\}": "(?P<b>.+?)"}
-    return [re.compile(functools.reduce(lambda text, name: text.replace(name, groups[name]), groups, re.escape(t))) for t in TEMPLATES]
+    return [
+        re.compile(
+            functools.reduce(lambda text, name: text.replace(name, groups[name]), groups, re.escape(t))
+        )
+        for t in TEMPLATES
+    ]

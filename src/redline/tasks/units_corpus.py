@@ -1,14 +1,16 @@
-"""The corpus of the demo's base model: what one might read about unit conversion, made from the grammar of `tasks/units.py`.
+"""The corpus of the demo's base model: what one might read about unit conversion, made from the grammar of
+`tasks/units.py`.
 
     for text in documents(500_000, seed=0): ...        # or `redline data demo-corpus OUT.jsonl`
 
-Three kinds of document: an exercise with somebody's answer, a few facts ("1 hour is 60 min."), a piece of a multiplication table. The
-answers are what makes it a base model's corpus: some reason and some guess, some are wrong, and most do not put the number in answer
-tags; how often depends on the wording of the question. A model trained on it knows the facts and can multiply, yet seldom answers in
-the form that the task scores. That gap is made on purpose, for rejection-sampling fine-tuning to close in a demonstration.
+Three kinds of document: an exercise with somebody's answer, a few facts ("1 hour is 60 min."), a piece of a
+multiplication table. The answers are what makes it a base model's corpus: some reason and some guess, some
+are wrong, and most do not put the number in answer tags; how often depends on the wording of the question. A
+model trained on it knows the facts and can multiply, yet seldom answers in the form that the task scores.
+That gap is made on purpose, for rejection-sampling fine-tuning to close in a demonstration.
 
-No question is taken from the valid or the test split, nor a product that only their questions need. What remains is knowledge: that
-1 hour is 60 min is a fact here, even where "1 hour to min" is a held-out question.
+No question is taken from the valid or the test split, nor a product that only their questions need. What
+remains is knowledge: that 1 hour is 60 min is a fact here, even where "1 hour to min" is a held-out question.
 """
 
 import json
@@ -21,7 +23,16 @@ from typing import NamedTuple
 
 from redline.errors import ConfigError
 from redline.record.files import storage_errors, sync_path
-from redline.tasks.units import FAMILIES, INSTRUCTION, NUMBERS, SPLITS, TEMPLATES, Conversion, conversions, convert
+from redline.tasks.units import (
+    FAMILIES,
+    INSTRUCTION,
+    NUMBERS,
+    SPLITS,
+    TEMPLATES,
+    Conversion,
+    conversions,
+    convert,
+)
 
 KINDS = {"exercise": 0.6, "facts": 0.1, "table": 0.3}
 """Share of the documents of each kind."""
@@ -48,7 +59,8 @@ INSTRUCTED = 0.4
 
 
 class Exercise(NamedTuple):
-    """A conversion and its numbers as they are written: the factor to four digits, the product of what is written."""
+    """A conversion and its numbers as they are written: the factor to four digits, the product of what is
+    written."""
 
     asked: Conversion
     factor: str
@@ -72,7 +84,9 @@ def written(number: Decimal) -> str:
 
 def held_out_products() -> frozenset[tuple[int, str]]:
     """(number, factor) of every question in the valid and the test split."""
-    held_out = (e for split in SPLITS if split != "train" for family in FAMILIES for e in exercises(family, split))
+    held_out = (
+        e for split in SPLITS if split != "train" for family in FAMILIES for e in exercises(family, split)
+    )
     return frozenset((e.asked.number, e.factor) for e in held_out)
 
 
@@ -92,8 +106,11 @@ def documents(count: int, seed: int) -> Iterator[str]:
             yield "\n".join(_product(draw, held_out) for _ in range(draw.randint(4, 8)))
 
 
-def write_corpus(out: Path, count: int, seed: int, progress: Callable[[int, int], None] | None = None) -> None:
-    """Write the documents as JSONL; the file appears complete or not at all. `progress` gets the documents written and their number."""
+def write_corpus(
+    out: Path, count: int, seed: int, progress: Callable[[int, int], None] | None = None
+) -> None:
+    """Write the documents as JSONL; the file appears complete or not at all. `progress` gets the documents
+    written and their number."""
     temporary = out.with_name(f".{out.name}.tmp")
     with storage_errors("the corpus", out):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -129,18 +146,26 @@ def _answer(draw: random.Random, exercise: Exercise, style: str) -> str:
     if draw.random() < SLIPS:
         product = _wrong(draw, product)
     reason = draw.choice(REASONS).format(n=number, a=source, b=target, f=factor)
-    return f"{reason} <answer>{product}</answer>" if style.endswith("tagged") else f"{reason} {product} {target}."
+    return (
+        f"{reason} <answer>{product}</answer>"
+        if style.endswith("tagged")
+        else f"{reason} {product} {target}."
+    )
 
 
 def _wrong(draw: random.Random, number: str) -> str:
     """A number that is wrong as people's are: the decimal point misplaced, or somewhere near."""
-    times = draw.choice(("10", "0.1", str(draw.randint(2, 9)), f"0.{draw.randint(2, 9)}", f"1.{draw.randint(1, 9)}"))
+    times = draw.choice(
+        ("10", "0.1", str(draw.randint(2, 9)), f"0.{draw.randint(2, 9)}", f"1.{draw.randint(1, 9)}")
+    )
     return written(Decimal(f"{Decimal(number) * Decimal(times):.4g}"))
 
 
 def _fact(draw: random.Random, exercise: Exercise) -> str:
     (_, source, target), factor, _ = exercise
-    form = draw.choice(("1 {a} is {f} {b}.", "There are {f} {b} in 1 {a}.", "1 {a} equals {f} {b}.", "1 {a} = {f} {b}."))
+    form = draw.choice(
+        ("1 {a} is {f} {b}.", "There are {f} {b} in 1 {a}.", "1 {a} equals {f} {b}.", "1 {a} = {f} {b}.")
+    )
     return form.format(a=source, b=target, f=factor)
 
 

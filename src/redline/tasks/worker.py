@@ -1,10 +1,12 @@
-"""The scoring process behind `redline.tasks.pool`: reads batches of (question, completion) as JSON lines, writes back verdicts.
+"""The scoring process behind `redline.tasks.pool`: reads batches of (question, completion) as JSON lines,
+writes back verdicts.
 
     python -m redline.tasks.worker SPEC DATA BUDGET_S MEMORY_BYTES PROGRESS_FD
 
-It writes the number of the item it is at into shared memory, so that the pool knows whom to blame when it has to kill. Its memory is
-limited, each item's processor time too (a backstop: should the pool die, a loop does not go on for ever), and it may start no
-processes. This guards against accidents in scorers that somebody wrote in good faith; it is no sandbox for hostile code.
+It writes the number of the item it is at into shared memory, so that the pool knows whom to blame when it has
+to kill. Its memory is limited, each item's processor time too (a backstop: should the pool die, a loop does
+not go on for ever), and it may start no processes. This guards against accidents in scorers that somebody
+wrote in good faith; it is no sandbox for hostile code.
 """
 
 import json
@@ -24,8 +26,11 @@ from redline.tasks.registry import load_task
 from redline.tasks.task import Question, Verdict
 
 FLUSH_S = 0.05
-"""Verdicts are sent at least this often: what is lost when a later item kills the process, and is scored again, stays small."""
-PROCESS_EVENTS = frozenset({"os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "subprocess.Popen"})
+"""Verdicts are sent at least this often: what is lost when a later item kills the process, and is scored
+again, stays small."""
+PROCESS_EVENTS = frozenset(
+    {"os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "subprocess.Popen"}
+)
 
 Score = Callable[[Question, str], Verdict]
 
@@ -37,7 +42,10 @@ def main(spec: str, data: str, budget_s: float, memory_bytes: int, progress_fd: 
     os.dup2(2, 1)
     progress = mmap.mmap(progress_fd, 8)
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard), hard))
+    resource.setrlimit(
+        resource.RLIMIT_AS,
+        (memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard), hard),
+    )
     try:
         score = load_task(spec, data or None).score
     except RedlineError as error:
@@ -51,7 +59,9 @@ def main(spec: str, data: str, budget_s: float, memory_bytes: int, progress_fd: 
         _score_batch(score, json.loads(batches.get()), replies, progress, budget_s)
 
 
-def _score_batch(score: Score, batch: list[Any], replies: BinaryIO, progress: mmap.mmap, budget_s: float) -> None:
+def _score_batch(
+    score: Score, batch: list[Any], replies: BinaryIO, progress: mmap.mmap, budget_s: float
+) -> None:
     verdicts: list[Verdict] = []
     sent_s = -math.inf
     for number, (question, completion) in enumerate(batch, start=1):
@@ -67,7 +77,8 @@ def _score_batch(score: Score, batch: list[Any], replies: BinaryIO, progress: mm
 
 
 def _score_one(score: Score, question: Question, completion: str) -> Verdict:
-    """The scorer's verdict with its fields made what they are said to be, or a verdict that says how it failed."""
+    """The scorer's verdict with its fields made what they are said to be, or a verdict that says how it
+    failed."""
     try:
         found: Any = score(question, completion)
         if not isinstance(found, Verdict):
@@ -75,7 +86,9 @@ def _score_one(score: Score, question: Question, completion: str) -> Verdict:
         correct, parsed, reward, answer, reason = found
         if not math.isfinite(reward):
             return failed(f"the scorer gave a reward of {reward}, not a finite number")
-        return Verdict(bool(correct), bool(parsed), float(reward), None if answer is None else str(answer), reason)
+        return Verdict(
+            bool(correct), bool(parsed), float(reward), None if answer is None else str(answer), reason
+        )
     except BaseException as error:  # noqa: BLE001 - whatever foreign code raises, sys.exit() too, the run must go on
         return failed(f"the scorer raised {type(error).__name__}: {str(error)[:200]}")
 
@@ -89,7 +102,9 @@ def _allow_cpu(budget_s: float) -> None:
     """Processor time from now: the item's budget, and more than can pass before the next call."""
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     soft = math.ceil(time.process_time() + budget_s) + 2
-    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+    resource.setrlimit(
+        resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard)
+    )
 
 
 def _forbid_processes(event: str, _: Any) -> None:

@@ -1,10 +1,12 @@
-"""Adapters as PEFT keeps them: a folder with adapter_config.json and adapter_model.safetensors, which `peft` loads, and back.
+"""Adapters as PEFT keeps them: a folder with adapter_config.json and adapter_model.safetensors, which `peft`
+loads, and back.
 
     write_adapter(Path("out/adapter"), model, base="HuggingFaceTB/SmolLM2-135M-Instruct")
     read_adapter(Path("out/adapter"), model)        # puts adapters on a plain model and fills them
 
-A fused layer of ours is several modules there: its stacked A and block-diagonal B are cut into parts. GPT-2 is refused: its query, key
-and value are one module in transformers, which PEFT gives one A. Left out: dropout, rsLoRA, DoRA, ranks by layer, trained biases.
+A fused layer of ours is several modules there: its stacked A and block-diagonal B are cut into parts. GPT-2
+is refused: its query, key and value are one module in transformers, which PEFT gives one A. Left out:
+dropout, rsLoRA, DoRA, ranks by layer, trained biases.
 """
 
 import json
@@ -35,21 +37,36 @@ MODULES = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
-_PLAIN = {"bias": "none", "use_rslora": False, "use_dora": False, "fan_in_fan_out": False, "modules_to_save": None}
+_PLAIN = {
+    "bias": "none",
+    "use_rslora": False,
+    "use_dora": False,
+    "fan_in_fan_out": False,
+    "modules_to_save": None,
+}
 """What PEFT can do to an adapter beyond W + B A alpha/r, at the values that do nothing."""
 _UNSET: tuple[Any, ...] = (None, False, [], {}, "none")
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def write_adapter(folder: Path, model: Transformer, *, base: str | None = None) -> None:
-    """Write the model's adapters; the folder appears complete or not at all, and never replaces another. `base` names the model below."""
+    """Write the model's adapters; the folder appears complete or not at all, and never replaces another.
+    `base` names the model below."""
     layers = list(lora_layers(model).values())
     if not layers:
-        raise ConfigError("the model has no adapters to write: train one with LoRA, or export the whole model")
+        raise ConfigError(
+            "the model has no adapters to write: train one with LoRA, or export the whole model"
+        )
     check_family(model.config)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise StorageError(f"an adapter is written to a new folder, and {folder} is there already; remove it or choose another")
-    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in peft_tensors(model).items()}
+        raise StorageError(
+            f"an adapter is written to a new folder, and {folder} is there already; remove it or choose"
+            " another"
+        )
+    tensors = {
+        name: tensor.detach().to("cpu", copy=True).contiguous()
+        for name, tensor in peft_tensors(model).items()
+    }
     text = json.dumps(_config_json(layers, base), indent=2) + "\n"
     temporary = folder.with_name(f".{folder.name}.tmp")
     with storage_errors("the adapter", folder):
@@ -71,23 +88,32 @@ def adapter_base(folder: Path) -> str | None:
 
 @torch.no_grad()
 def read_adapter(folder: Path, model: Transformer) -> LoraConfig:
-    """Put the folder's adapters on the model, which has none yet or ones of the same kind; every name and shape is checked."""
+    """Put the folder's adapters on the model, which has none yet or ones of the same kind; every name and
+    shape is checked."""
     check_family(model.config)
     config = _read_config(folder / _CONFIG)
     try:
         tensors = safetensors.torch.load_file(folder / _WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder / _WEIGHTS} cannot be read ({error}); write the adapter again") from error
+        raise CheckpointError(
+            f"{folder / _WEIGHTS} cannot be read ({error}); write the adapter again"
+        ) from error
     present = next((layer.config for layer in lora_layers(model).values()), None)
     if present is None:
         add_lora(model, config, seed=0)
-    elif (present.rank, present.alpha, set(present.targets)) != (config.rank, config.alpha, set(config.targets)):
+    elif (present.rank, present.alpha, set(present.targets)) != (
+        config.rank,
+        config.alpha,
+        set(config.targets),
+    ):
         raise CheckpointError(f"{folder} holds other adapters than the model has ({config}, not {present})")
     ours = peft_tensors(model)
     if wrong := sorted(ours.keys() ^ tensors.keys()) + [
         name for name in ours.keys() & tensors.keys() if ours[name].shape != tensors[name].shape
     ]:
-        raise CheckpointError(f"{folder} does not fit the model: {', '.join(wrong[:3])}{' and more' if len(wrong) > 3 else ''}")
+        raise CheckpointError(
+            f"{folder} does not fit the model: {', '.join(wrong[:3])}{' and more' if len(wrong) > 3 else ''}"
+        )
     for name, tensor in ours.items():
         tensor.copy_(tensors[name])
     return config
@@ -112,23 +138,37 @@ def check_family(config: ModelConfig) -> None:
     """Refuse a model whose adapters PEFT's format cannot hold."""
     if (family := architecture(config)) == "GPT2LMHeadModel":
         raise ConfigError(
-            f"adapters in PEFT's format are for Llama, Qwen2 and Qwen3, got {family}: fine-tune the whole model (train.method=full), "
-            "or merge them and export it"
+            f"adapters in PEFT's format are for Llama, Qwen2 and Qwen3, got {family}: fine-tune the whole"
+            " model (train.method=full), or merge them and export it"
         )
 
 
 def _config_json(layers: list[LoraLinear], base: str | None) -> dict[str, Any]:
     config = layers[0].config
     targets = sorted({MODULES[part.target].split(".")[1] for layer in layers for part in layer.parts})
-    shared = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True}
-    return {**shared, "r": config.rank, "lora_alpha": config.alpha, "lora_dropout": 0.0, "target_modules": targets, **_PLAIN}
+    shared = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+    }
+    return {
+        **shared,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": targets,
+        **_PLAIN,
+    }
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); give a folder that `write_adapter` or PEFT wrote") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({error}); give a folder that `write_adapter` or PEFT wrote"
+        ) from error
     if not isinstance(raw, dict) or raw.get("peft_type") != "LORA":
         raise CheckpointError(f"{path} must describe a LoRA adapter (peft_type LORA)")
     return raw
@@ -139,14 +179,16 @@ def _read_config(path: Path) -> LoraConfig:
     for name in (*_PLAIN, "rank_pattern", "alpha_pattern", "layers_to_transform"):
         if raw.get(name) not in _UNSET:
             raise CheckpointError(
-                f"{path}: {name} must not be set, got {raw[name]!r}; merge this adapter with PEFT and use the merged model"
+                f"{path}: {name} must not be set, got {raw[name]!r}; merge this adapter with PEFT and use the"
+                " merged model"
             )
     names = {module.split(".")[1]: target for target, module in MODULES.items()}
     modules = raw.get("target_modules")
     if not isinstance(modules, list) or (unknown := [module for module in modules if module not in names]):
         known = ", ".join(names)
         raise CheckpointError(
-            f"{path}: target_modules must be a list of {known}, got {unknown if isinstance(modules, list) else modules!r}"
+            f"{path}: target_modules must be a list of {known}, got"
+            f" {unknown if isinstance(modules, list) else modules!r}"
         )
     try:
         targets = tuple(target for target in MODULES if MODULES[target].split(".")[1] in modules)

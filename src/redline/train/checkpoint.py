@@ -1,19 +1,24 @@
-"""Checkpoints: saved while the training goes on, committed whole or not at all, loaded on any number of processes.
+"""Checkpoints: saved while the training goes on, committed whole or not at all, loaded on any number of
+processes.
 
-    checkpoints = Checkpoints(run / "checkpoints", keep=2)             # on every rank; clears what a killed process left behind
-    stalled_s = checkpoints.save(step, tensors, state)                 # on every rank; returns when the values are safe to change
+    # on every rank; clears what a killed process left behind
+    checkpoints = Checkpoints(run / "checkpoints", keep=2)
+    # on every rank; returns when the values are safe to change
+    stalled_s = checkpoints.save(step, tensors, state)
     checkpoints.copy_done()                                            # before the next optimiser update
     checkpoints.wait()                                                 # before leaving
     state = load(resolve(run), tensors)
 
-Tensors are a flat dict of plain tensors (the same on every rank, written once) and DTensors (each rank writes its own shard);
-everything else is a JSON-like `state`. A save copies the values into one host buffer, which is kept and used again; on CUDA the
-copy runs beside the next forward and backward, which only read parameters. A thread then writes, hashes, syncs and renames, so
-a save costs the host memory of one more copy of the tensors of this rank. The format is described in `checkpoint_files`.
+Tensors are a flat dict of plain tensors (the same on every rank, written once) and DTensors (each rank writes
+its own shard); everything else is a JSON-like `state`. A save copies the values into one host buffer, which
+is kept and used again; on CUDA the copy runs beside the next forward and backward, which only read
+parameters. A thread then writes, hashes, syncs and renames, so a save costs the host memory of one more copy
+of the tensors of this rank. The format is described in `checkpoint_files`.
 
-Loading goes through DCP's planner, which reshards, and its safetensors reader, which un-pickles nothing (its ordinary reader
-does). DCP's save is not used: the file docstring of `checkpoint_files` says why; its collectives also pickle the plans.
-Left out: shards held twice in one process (strided FSDP + tensor parallelism), and conversions of dtype at load.
+Loading goes through DCP's planner, which reshards, and its safetensors reader, which un-pickles nothing (its
+ordinary reader does). DCP's save is not used: the file docstring of `checkpoint_files` says why; its
+collectives also pickle the plans. Left out: shards held twice in one process (strided FSDP + tensor
+parallelism), and conversions of dtype at load.
 """
 
 import json
@@ -59,10 +64,12 @@ Piece = tuple[Entry, Tensor]
 
 
 class Checkpoints:
-    """The checkpoints of one run: the newest `keep` and the best. Every method that writes is called on every rank."""
+    """The checkpoints of one run: the newest `keep` and the best. Every method that writes is called on every
+    rank."""
 
     def __init__(self, folder: Path, *, keep: int, process_group: dist.ProcessGroup | None = None) -> None:
-        """`folder` is the run's checkpoints folder; `process_group` is a gloo group that nobody else uses, made if not given."""
+        """`folder` is the run's checkpoints folder; `process_group` is a gloo group that nobody else uses,
+        made if not given."""
         self.folder = folder
         self.keep = keep
         if process_group is None and dist.is_initialized():
@@ -80,23 +87,31 @@ class Checkpoints:
         self._exchange({})  # nobody writes before rank 0 has tidied
 
     def save(
-        self, step: int, tensors: Mapping[str, Tensor], state: dict[str, Any], *, before_commit: Callable[[], None] | None = None
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        state: dict[str, Any],
+        *,
+        before_commit: Callable[[], None] | None = None,
     ) -> float:
         """Take a snapshot and let a thread write it; return the seconds for which the caller was held up.
 
-        Waits for the save before it, and raises what went wrong there. `before_commit` is called on rank 0 by the thread when
-        everything is on the disk but nothing has its name yet: if it raises, the checkpoint is discarded.
+        Waits for the save before it, and raises what went wrong there. `before_commit` is called on rank 0 by
+        the thread when everything is on the disk but nothing has its name yet: if it raises, the checkpoint
+        is discarded.
         """
         started_s = time.perf_counter()
         self.wait()
         text = json.dumps(state)  # now, because the caller goes on changing it
         pieces, data = self._snapshot(tensors)
-        # The thread keeps `pieces` alive: memory that the copy on the side stream still reads must not be given away.
+        # The thread keeps `pieces` alive: memory that the copy on the side stream still reads must not be
+        # given away.
         self._jobs.append(self._thread.submit(self._write, step, pieces, data, text, before_commit))
         return time.perf_counter() - started_s
 
     def copy_done(self) -> None:
-        """Make the current CUDA stream wait until the last snapshot has been taken; the host does not wait. Elsewhere nothing."""
+        """Make the current CUDA stream wait until the last snapshot has been taken; the host does not wait.
+        Elsewhere nothing."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
@@ -111,11 +126,13 @@ class Checkpoints:
         return all(job.done() for job in self._jobs)
 
     def close(self) -> None:
-        """Let a save under way end, well or not, and stop the thread. What went wrong is raised by `wait`, not here."""
+        """Let a save under way end, well or not, and stop the thread. What went wrong is raised by `wait`,
+        not here."""
         self._thread.shutdown(wait=True)
 
     def mark_best(self, step: int, loss: float) -> None:
-        """Make a step that has been saved the best one: it is not pruned. Takes effect when its save is committed."""
+        """Make a step that has been saved the best one: it is not pruned. Takes effect when its save is
+        committed."""
         if self._rank == 0:
             self._jobs.append(self._thread.submit(self._write_best, step, loss))
 
@@ -129,9 +146,12 @@ class Checkpoints:
         return read_best(self.folder)
 
     def _snapshot(self, tensors: Mapping[str, Tensor]) -> tuple[list[Piece], memoryview]:
-        """Copy what this rank writes into the buffer, which then is the data part of its file, byte for byte."""
+        """Copy what this rank writes into the buffer, which then is the data part of its file, byte for
+        byte."""
         # Wide types first, so that every tensor is aligned to its own width.
-        pieces = sorted(_pieces(tensors, self._rank), key=lambda piece: (-piece[0].dtype.itemsize, piece[0].name))
+        pieces = sorted(
+            _pieces(tensors, self._rank), key=lambda piece: (-piece[0].dtype.itemsize, piece[0].name)
+        )
         on_cuda = any(local.is_cuda for _, local in pieces)
         size_bytes = sum(entry.size_bytes for entry, _ in pieces)
         if self._buffer.numel() < size_bytes:
@@ -155,12 +175,15 @@ class Checkpoints:
         state: str,
         before_commit: Callable[[], None] | None,
     ) -> None:
-        """What the thread does on every rank: write this rank's shard; then rank 0 commits the shards of all, or none."""
+        """What the thread does on every rank: write this rank's shard; then rank 0 commits the shards of all,
+        or none."""
         if self._copied is not None:
             self._copied.synchronize()
         temporary = self.folder / (TEMPORARY + step_name(step))
         reports = self._exchange(self._write_own_shard(temporary, [entry for entry, _ in pieces], data))
-        outcome = {"error": f"rank 0 could not commit the checkpoint of step {step}; its own message says why"}
+        outcome = {
+            "error": f"rank 0 could not commit the checkpoint of step {step}; its own message says why"
+        }
         try:
             if self._rank == 0:
                 self._commit(step, temporary, reports, json.loads(state), before_commit)
@@ -168,10 +191,13 @@ class Checkpoints:
         finally:  # whatever rank 0 raises, the others must not wait for it for ever
             outcome = self._exchange(outcome)[0]
         if outcome:
-            raise StorageError(next((report["error"] for report in reports if "error" in report), outcome["error"]))
+            raise StorageError(
+                next((report["error"] for report in reports if "error" in report), outcome["error"])
+            )
 
     def _write_own_shard(self, temporary: Path, entries: list[Entry], data: memoryview) -> dict[str, Any]:
-        """Returns the file's name, size and hash, or the error: a rank that raised here would leave the others waiting."""
+        """Returns the file's name, size and hash, or the error: a rank that raised here would leave the
+        others waiting."""
         if not entries:
             return {}
         path = temporary / f"shard-{self._rank + 1:05d}-model-00001-of-00001.safetensors"
@@ -185,7 +211,12 @@ class Checkpoints:
             return {"error": f"a checkpoint could not be written to {path}: {error.strerror}"}
 
     def _commit(
-        self, step: int, temporary: Path, reports: list[dict[str, Any]], state: Any, before_commit: Callable[[], None] | None
+        self,
+        step: int,
+        temporary: Path,
+        reports: list[dict[str, Any]],
+        state: Any,
+        before_commit: Callable[[], None] | None,
     ) -> None:
         try:
             for report in reports:
@@ -214,11 +245,14 @@ class Checkpoints:
 
     def _write_best(self, step: int, loss: float) -> None:
         if step not in self.steps():
-            raise CheckpointError(f"step {step} cannot be the best: it has no checkpoint in {self.folder}; save it first")
+            raise CheckpointError(
+                f"step {step} cannot be the best: it has no checkpoint in {self.folder}; save it first"
+            )
         write_atomic(self.folder / BEST, json.dumps({"step": step, "loss": loss}))
 
     def _exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """What every rank has to say, in the order of ranks. As JSON: torch's own object collectives un-pickle."""
+        """What every rank has to say, in the order of ranks. As JSON: torch's own object collectives
+        un-pickle."""
         if self._group is None:
             return [message]
         text = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
@@ -228,17 +262,22 @@ class Checkpoints:
         padded[: len(text)] = text
         texts = [torch.empty_like(padded) for _ in lengths]
         dist.all_gather(texts, padded, group=self._group)
-        return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
+        return [
+            json.loads(bytes(text[: int(length)].tolist()))
+            for text, length in zip(texts, lengths, strict=True)
+        ]
 
 
 def _pieces(tensors: Mapping[str, Tensor], rank: int) -> Iterator[Piece]:
-    """The parts of the tensors that this rank writes: its shards; of what several ranks hold, the first of them writes it."""
+    """The parts of the tensors that this rank writes: its shards; of what several ranks hold, the first of
+    them writes it."""
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             local = tensor.to_local().detach()
             coordinate = tensor.device_mesh.get_coordinate()
             first = coordinate is not None and all(
-                placement.is_shard() or index == 0 for placement, index in zip(tensor.placements, coordinate, strict=True)
+                placement.is_shard() or index == 0
+                for placement, index in zip(tensor.placements, coordinate, strict=True)
             )
             offsets = tuple(tensor.__create_chunk_list__()[0].offsets)
         else:
@@ -257,7 +296,8 @@ def _copy(pieces: list[Piece], buffer: Tensor) -> None:
 
 
 def _host_buffer(size_bytes: int, *, pinned: bool) -> Tensor:
-    """Memory for the snapshot, page-locked for CUDA: torch's own pinned allocator rounds up to the next power of two."""
+    """Memory for the snapshot, page-locked for CUDA: torch's own pinned allocator rounds up to the next power
+    of two."""
     buffer = torch.empty(size_bytes, dtype=torch.uint8)
     if pinned:
         cudart = torch.cuda.cudart()
@@ -267,7 +307,8 @@ def _host_buffer(size_bytes: int, *, pinned: bool) -> Tensor:
 
 
 def load(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Verify a step folder, fill the given tensors in place whatever number of processes wrote it, and return the state."""
+    """Verify a step folder, fill the given tensors in place whatever number of processes wrote it, and return
+    the state."""
     state = verify(folder)
     saved = _saved(folder)
     wrong = [f"{name} is not in it" for name in tensors if name not in saved]
@@ -279,16 +320,22 @@ def load(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise CheckpointError(
-            f"the checkpoint {folder} does not fit this recipe: {', '.join(wrong[:3])}{more}; use the recipe it was saved with"
+            f"the checkpoint {folder} does not fit this recipe: {', '.join(wrong[:3])}{more}; use the recipe"
+            " it was saved with"
         )
     _fill(folder, tensors)
     return state
 
 
 def read_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """Verify a step folder and return whole CPU tensors: those whose name starts with `prefix`, which is cut off."""
+    """Verify a step folder and return whole CPU tensors: those whose name starts with `prefix`, which is cut
+    off."""
     verify(folder)
-    wanted = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in _saved(folder).items() if name.startswith(prefix)}
+    wanted = {
+        name: torch.empty(shape, dtype=dtype)
+        for name, (shape, dtype) in _saved(folder).items()
+        if name.startswith(prefix)
+    }
     _fill(folder, wanted)
     return {name.removeprefix(prefix): tensor for name, tensor in wanted.items()}
 
@@ -300,14 +347,19 @@ def _said(kind: tuple[tuple[int, ...], torch.dtype]) -> str:
 def _saved(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of every whole tensor in the checkpoint."""
     saved = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {name: (tuple(meta.size), meta.properties.dtype) for name, meta in saved.items() if isinstance(meta, TensorStorageMetadata)}
+    return {
+        name: (tuple(meta.size), meta.properties.dtype)
+        for name, meta in saved.items()
+        if isinstance(meta, TensorStorageMetadata)
+    }
 
 
 def _fill(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     if not tensors:
         return
     with warnings.catch_warnings():
-        # Every rank reads what it needs by itself; DCP warns that there are no collectives, which is the point.
+        # Every rank reads what it needs by itself; DCP warns that there are no collectives, which is the
+        # point.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp_load(
             {name: tensor.detach() for name, tensor in tensors.items()},

@@ -1,4 +1,5 @@
-"""Checkpoints on the disk: names, the shard format, the commit, and the checks before anything is read. No pickle anywhere.
+"""Checkpoints on the disk: names, the shard format, the commit, and the checks before anything is read. No
+pickle anywhere.
 
     <run>/checkpoints/
         best.json                      {"step": 80, "loss": 1.47}
@@ -7,11 +8,12 @@
         .tmp-*                         being written or being deleted; never read, removed at the next start
         step-00000080.old              set aside while step 80 is replaced; counts as step 80 as long as step-00000080 is missing
 
-The shards have the layout of torch's `HuggingFaceStorageWriter(save_distributed=True)`, so DCP reads and reshards them, but they
-are written here. That writer (torch 2.13, measured on 768 MiB) holds the GIL for 4.3 s, which stalls the training step, takes
-twice the size of the checkpoint in memory, and calls fsync before it flushes, so the end of a file may be lost. Here the bytes
-go from the snapshot to the disk in one pass that also hashes them, without a copy and without the GIL.
-Left out: folders that are not shared by all processes, and more than one trainer in one folder.
+The shards have the layout of torch's `HuggingFaceStorageWriter(save_distributed=True)`, so DCP reads and
+reshards them, but they are written here. That writer (torch 2.13, measured on 768 MiB) holds the GIL for 4.3
+s, which stalls the training step, takes twice the size of the checkpoint in memory, and calls fsync before it
+flushes, so the end of a file may be lost. Here the bytes go from the snapshot to the disk in one pass that
+also hashes them, without a copy and without the GIL. Left out: folders that are not shared by all processes,
+and more than one trainer in one folder.
 """
 
 import hashlib
@@ -52,7 +54,8 @@ DTYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One tensor, or the part of it that one process holds: `shape` elements from `offsets` on in the whole tensor."""
+    """One tensor, or the part of it that one process holds: `shape` elements from `offsets` on in the whole
+    tensor."""
 
     name: str
     dtype: torch.dtype
@@ -79,12 +82,17 @@ def step_folders(folder: Path) -> dict[int, Path]:
 
 
 def write_shard(path: Path, entries: Sequence[Entry], data: memoryview) -> dict[str, Any]:
-    """Write one safetensors file whose tensors lie in `data` in the order of `entries`; return its size and hash."""
+    """Write one safetensors file whose tensors lie in `data` in the order of `entries`; return its size and
+    hash."""
     header: dict[str, Any] = {}
     start = 0
     for entry in entries:
         end = start + entry.size_bytes
-        header[entry.name] = {"dtype": DTYPES[entry.dtype], "shape": entry.shape, "data_offsets": [start, end]}
+        header[entry.name] = {
+            "dtype": DTYPES[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": [start, end],
+        }
         start = end
     offsets = {entry.name: {"saved_offsets": entry.offsets} for entry in entries}
     header["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
@@ -114,7 +122,8 @@ def _digest(body: dict[str, Any]) -> str:
 
 
 def commit(temporary: Path, final: Path) -> None:
-    """Give a finished checkpoint its name. One that already has the name stays readable until the new one has taken its place."""
+    """Give a finished checkpoint its name. One that already has the name stays readable until the new one has
+    taken its place."""
     old = final.with_name(final.name + OLD)
     if final.exists():
         os.rename(final, old)
@@ -153,12 +162,15 @@ def read_best(folder: Path) -> int | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder / BEST} is not what was written there: remove it, and the next best is marked anew") from error
+        raise CheckpointError(
+            f"{folder / BEST} is not what was written there: remove it, and the next best is marked anew"
+        ) from error
     return step if step in step_folders(folder) else None
 
 
 def resolve(path: Path, which: str = "last") -> Path:
-    """The step folder meant by a run folder, a checkpoints folder or a step folder; `which` is last, best or step-N.
+    """The step folder meant by a run folder, a checkpoints folder or a step folder; `which` is last, best or
+    step-N.
 
     Nothing is hashed here: a damaged checkpoint is refused by `verify`, not passed over in silence.
     """
@@ -167,7 +179,9 @@ def resolve(path: Path, which: str = "last") -> Path:
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     found = step_folders(folder)
     if not found:
-        raise CheckpointError(f"there is no checkpoint in {path}: give a run folder, its checkpoints folder or a step folder")
+        raise CheckpointError(
+            f"there is no checkpoint in {path}: give a run folder, its checkpoints folder or a step folder"
+        )
     there = f"{folder} has {', '.join(f'step-{step}' for step in found)}"
     if which == "last":
         return found[max(found)]
@@ -182,7 +196,8 @@ def resolve(path: Path, which: str = "last") -> Path:
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """Compare size and sha256 of every file with state.json; return the state, or say which other checkpoint is good."""
+    """Compare size and sha256 of every file with state.json; return the state, or say which other checkpoint
+    is good."""
     try:
         return _checked(folder)
     except CheckpointError as error:
@@ -216,7 +231,10 @@ def _check_size(path: Path, expected_bytes: int) -> None:
     except OSError as error:
         raise CheckpointError(f"checkpoint file {path} cannot be read: {error.strerror}") from error
     if found_bytes != expected_bytes:
-        raise CheckpointError(f"checkpoint file {path} is truncated or altered: {expected_bytes} bytes expected, {found_bytes} found")
+        raise CheckpointError(
+            f"checkpoint file {path} is truncated or altered: {expected_bytes} bytes expected, {found_bytes}"
+            " found"
+        )
 
 
 def _check_hash(path: Path, expected: str) -> None:

@@ -3,13 +3,15 @@
     if time_waits(model, instruments.mark):      # once, behind `shard`: FSDP's waits are marked from then on
         learner.waiting = lambda: waiting(instruments.mark)
 
-What is marked is exposed: on a GPU the stream that computes stands still until a gather or a reduction is there, and unpacks or packs it;
-what the other streams do meanwhile costs nothing and is not counted. On a CPU gloo hides nothing, and all of it is counted. A wait begins
-with a mark without a name and ends as `communication_s`; the phase around it goes on afterwards.
+What is marked is exposed: on a GPU the stream that computes stands still until a gather or a reduction is
+there, and unpacks or packs it; what the other streams do meanwhile costs nothing and is not counted. On a CPU
+gloo hides nothing, and all of it is counted. A wait begins with a mark without a name and ends as
+`communication_s`; the phase around it goes on afterwards.
 
-FSDP has no public place for this. Its custom collectives (`set_custom_all_gather`) run on streams of their own and see how long a gather
-takes, not how long anybody waited for it. So a few methods of its parameter groups are wrapped, on the objects of this model alone. Left
-out: the numbers that the hosts exchange between two updates, which a GPU does not wait for.
+FSDP has no public place for this. Its custom collectives (`set_custom_all_gather`) run on streams of their
+own and see how long a gather takes, not how long anybody waited for it. So a few methods of its parameter
+groups are wrapped, on the objects of this model alone. Left out: the numbers that the hosts exchange between
+two updates, which a GPU does not wait for.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,8 +24,12 @@ from torch.distributed.fsdp import FSDPModule
 
 INTERRUPTED, COMMUNICATION = "", "communication_s"
 """The two marks around a wait."""
-WAITS = {"cuda": ("wait_for_unshard", "post_backward"), "cpu": ("unshard", "wait_for_unshard", "post_backward")}
-"""Where the process that computes waits: for gathered weights, and for the reduction before its own. A CPU gathers while it asks."""
+WAITS = {
+    "cuda": ("wait_for_unshard", "post_backward"),
+    "cpu": ("unshard", "wait_for_unshard", "post_backward"),
+}
+"""Where the process that computes waits: for gathered weights, and for the reduction before its own. A CPU
+gathers while it asks."""
 LAST_WAIT = "finalize_backward"
 """The root's waits for its own reduction, which stands behind all others in their stream."""
 
@@ -41,10 +47,17 @@ def waiting(mark: Mark) -> Iterator[None]:
 
 
 def time_waits(model: nn.Module, mark: Mark) -> bool:
-    """Mark every wait of a sharded model. False, and nothing is touched, where this torch waits somewhere else."""
+    """Mark every wait of a sharded model. False, and nothing is touched, where this torch waits somewhere
+    else."""
     device = next(model.parameters()).device.type
-    found = [(_group(module), module is model) for module in model.modules() if isinstance(module, FSDPModule)]
-    methods = [(group, name) for group, is_root in found for name in (*WAITS[device], *([LAST_WAIT] if is_root else []))]
+    found = [
+        (_group(module), module is model) for module in model.modules() if isinstance(module, FSDPModule)
+    ]
+    methods = [
+        (group, name)
+        for group, is_root in found
+        for name in (*WAITS[device], *([LAST_WAIT] if is_root else []))
+    ]
     if not all(callable(getattr(group, name, None)) for group, name in methods):
         return False
     for group, name in methods:

@@ -1,4 +1,5 @@
-"""Putting a plan into force: dtype, matmul precision, attention kernel, FP8, recomputation, compilation, allocator.
+"""Putting a plan into force: dtype, matmul precision, attention kernel, FP8, recomputation, compilation,
+allocator.
 
 Everything here changes how the same training is computed, and never what.
 """
@@ -27,7 +28,11 @@ COMPUTE_DTYPE = {
 
 def set_allocator(plan: Plan) -> None:
     """Must run before CUDA is first touched; a user's own setting wins."""
-    if plan.allocator and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "PYTORCH_ALLOC_CONF" not in os.environ:
+    if (
+        plan.allocator
+        and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+        and "PYTORCH_ALLOC_CONF" not in os.environ
+    ):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = plan.allocator
 
 
@@ -35,11 +40,15 @@ def check_device(plan: Plan) -> None:
     """A plan may have been made elsewhere: this GPU must have what it asks for."""
     needs = NEEDED_CAPABILITY.get(plan.precision, ())
     if plan.hardware.kind == "cuda" and (has := torch.cuda.get_device_capability()) < needs:
-        raise MachineError(f"{plan.precision} needs compute capability {needs}, this GPU has {has}: plan again on this machine")
+        raise MachineError(
+            f"{plan.precision} needs compute capability {needs}, this GPU has {has}: plan again on this"
+            " machine"
+        )
 
 
 def build(recipe: Recipe, plan: Plan, process: Process) -> Transformer:
-    """The recipe's model on this process's device, sharded and converted as the plan says; compiles lazily, at the first call."""
+    """The recipe's model on this process's device, sharded and converted as the plan says; compiles lazily,
+    at the first call."""
     torch.set_float32_matmul_precision("high" if plan.precision == "tf32" else "highest")
     _select_attention(plan)
     dtype = COMPUTE_DTYPE[plan.precision]
@@ -55,9 +64,11 @@ def build(recipe: Recipe, plan: Plan, process: Process) -> Transformer:
     for block in model.blocks:
         block.recompute = plan.recompute
         if plan.compile != "off":
-            # One graph for all blocks, compiled once: as fast as the whole model in one graph, in half the time to the first step,
-            # and it leaves FSDP's hooks, which stand between the blocks, alone.
-            block.compile(mode=None if plan.compile == "default" else plan.compile, fullgraph=True, dynamic=False)
+            # One graph for all blocks, compiled once: as fast as the whole model in one graph, in half the
+            # time to the first step, and it leaves FSDP's hooks, which stand between the blocks, alone.
+            block.compile(
+                mode=None if plan.compile == "default" else plan.compile, fullgraph=True, dynamic=False
+            )
     return model
 
 
@@ -76,7 +87,8 @@ def _select_attention(plan: Plan) -> None:
 def _convert_to_fp8(model: Transformer, plan: Plan) -> None:
     """FP8 for the matrices inside the blocks, tensor-wise scales; the head stays in bf16."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchao warns about kernels for other hardware that it could not load
+        # torchao warns about kernels for other hardware that it could not load
+        warnings.simplefilter("ignore")
         float8 = need("torchao.float8", extra="fp8")
     recipe = float8.Float8LinearConfig.from_recipe_name("tensorwise")
     if plan.hardware.kind == "cpu":

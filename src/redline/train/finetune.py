@@ -3,10 +3,11 @@
     add_lora(model, LoraConfig(), seed=0)
     outcome = finetune(model, examples, FinetuneConfig(epochs=3), folder=folder)
 
-A batch is counted in examples and packed without padding; the loss of an update is the sum over its answer tokens divided by their
-number. On CUDA the whole update is one CUDA graph (`graph`); elsewhere the same update runs eagerly. Killed at any moment, the same call
-goes on from the last checkpoint, to the same bits on hardware that computes the same bits twice. Left out: several processes, validation
-(a task's own score is the measure, and it lives above), fp16.
+A batch is counted in examples and packed without padding; the loss of an update is the sum over its answer
+tokens divided by their number. On CUDA the whole update is one CUDA graph (`graph`); elsewhere the same
+update runs eagerly. Killed at any moment, the same call goes on from the last checkpoint, to the same bits on
+hardware that computes the same bits twice. Left out: several processes, validation (a task's own score is the
+measure, and it lives above), fp16.
 """
 
 import hashlib
@@ -30,7 +31,17 @@ from redline.train.graph import UpdateGraphs
 from redline.train.instruments import Instruments
 from redline.train.loop import STOPPED, Observer, Outcome, stop_on_signal
 from redline.train.optimizer import make_optimizers, set_lr, state_tensors
-from redline.train.packing import Example, Shape, batches, check_examples, exact, fingerprint, pack, static_shapes, unpack
+from redline.train.packing import (
+    Example,
+    Shape,
+    batches,
+    check_examples,
+    exact,
+    fingerprint,
+    pack,
+    static_shapes,
+    unpack,
+)
 from redline.train.process import Process
 from redline.train.schedule import lr_factor
 from redline.train.step import Learner, Update, update
@@ -43,7 +54,8 @@ _EXECUTION = ("examples_per_pass", "graph", "compile", "checkpoint_every")
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig:
-    """How the weights move; `examples_per_pass`, `graph` and `compile` say how it is computed, and change nothing but rounding."""
+    """How the weights move; `examples_per_pass`, `graph` and `compile` say how it is computed, and change
+    nothing but rounding."""
 
     epochs: int = 3
     batch_size: int = 32
@@ -87,16 +99,33 @@ class FinetuneConfig:
             ("clip_norm", 0 <= self.clip_norm < math.inf, "a number that is not negative"),
             ("seed", self.seed >= 0, "not negative"),
             ("checkpoint_every", self.checkpoint_every >= 0, "not negative"),
-            ("examples_per_pass", self.examples_per_pass is None or self.examples_per_pass > 0, "greater than 0"),
+            (
+                "examples_per_pass",
+                self.examples_per_pass is None or self.examples_per_pass > 0,
+                "greater than 0",
+            ),
         ):
             if not holds:
                 raise ConfigError(f"finetune.{name} must be {rule}, got {getattr(self, name)}")
 
     def train_config(self, steps: int) -> TrainConfig:
         """The same as the train room knows it, for a run of so many updates."""
-        shared = ("batch_size", "lr", "schedule", "min_lr_ratio", "weight_decay", "beta1", "beta2", "eps", "clip_norm", "seed")
+        shared = (
+            "batch_size",
+            "lr",
+            "schedule",
+            "min_lr_ratio",
+            "weight_decay",
+            "beta1",
+            "beta2",
+            "eps",
+            "clip_norm",
+            "seed",
+        )
         warmup_steps = round(self.warmup_fraction * steps)
-        return TrainConfig(steps=steps, warmup_steps=warmup_steps, **{name: getattr(self, name) for name in shared})
+        return TrainConfig(
+            steps=steps, warmup_steps=warmup_steps, **{name: getattr(self, name) for name in shared}
+        )
 
 
 def finetune(
@@ -107,8 +136,9 @@ def finetune(
     folder: RunFolder | None = None,
     observers: Sequence[Observer] = (),
 ) -> Outcome:
-    """Train the model in place on the examples, to the end or to a request to stop. With a run folder there is a record, and the run
-    can be resumed by the same call on the same model; without, nothing is written."""
+    """Train the model in place on the examples, to the end or to a request to stop. With a run folder there
+    is a record, and the run can be resumed by the same call on the same model; without, nothing is
+    written."""
     check_examples(examples, context_length=model.config.context_length, vocab_size=model.config.vocab_size)
     return Finetuner(model, examples, config, folder, observers).run()
 
@@ -123,7 +153,8 @@ class _Progress:
 
 
 class Finetuner:
-    """One fine-tuning. `run` is all of it; a loop of one's own calls `update` and `write_ready`, and in the end `drain` and `close`."""
+    """One fine-tuning. `run` is all of it; a loop of one's own calls `update` and `write_ready`, and in the
+    end `drain` and `close`."""
 
     def __init__(
         self,
@@ -133,12 +164,20 @@ class Finetuner:
         folder: RunFolder | None,
         observers: Sequence[Observer],
     ) -> None:
-        self.model, self.examples, self.config, self.folder, self.observers = model, examples, config, folder, observers
+        self.model, self.examples, self.config, self.folder, self.observers = (
+            model,
+            examples,
+            config,
+            folder,
+            observers,
+        )
         self.device = model.embed.weight.device
         counts = {"batch_size": config.batch_size, "epochs": config.epochs, "seed": config.seed}
         self.batches = [[examples[i] for i in numbers] for numbers in batches(len(examples), **counts)]
         self.train = config.train_config(len(self.batches))
-        self.learner = Learner(model, make_optimizers(model, self.train), Process(0, 1, self.device), config.clip_norm)
+        self.learner = Learner(
+            model, make_optimizers(model, self.train), Process(0, 1, self.device), config.clip_norm
+        )
         if self.device.type == "cuda" and model.compute_dtype != torch.float32:
             model.cross_entropy = "fused"
         self.tensors = state_tensors(model, self.learner.optimizers)
@@ -168,7 +207,10 @@ class Finetuner:
                 while why is None:
                     self.update()
                     why = self._why_stop()
-                    if why is not None or (self.config.checkpoint_every and self.progress.step % self.config.checkpoint_every == 0):
+                    if why is not None or (
+                        self.config.checkpoint_every
+                        and self.progress.step % self.config.checkpoint_every == 0
+                    ):
                         self._checkpoint()
                     self.write_ready()
                     if self.checkpoints is not None and self.checkpoints.idle():
@@ -182,7 +224,8 @@ class Finetuner:
     # ---- an update ----
 
     def update(self) -> None:
-        """One update on the next batch; running out of memory halves the passes and tries the same batch again."""
+        """One update on the next batch; running out of memory halves the passes and tries the same batch
+        again."""
         factor = lr_factor(self.train, self.progress.step + 1)
         while True:
             try:
@@ -216,15 +259,24 @@ class Finetuner:
         self._wait_for_snapshot()
         set_lr(self.learner.optimizers, factor)
         shapes = [shape or exact(row) for row in self._split(batch)]
-        unpacked = (unpack(torch.from_numpy(row).to(self.device), own) for row, own in zip(rows, shapes, strict=True))
-        losses = (self.model(tokens_1T, targets_1A, packing=packing) for tokens_1T, targets_1A, packing in unpacked)
+        unpacked = (
+            unpack(torch.from_numpy(row).to(self.device), own) for row, own in zip(rows, shapes, strict=True)
+        )
+        losses = (
+            self.model(tokens_1T, targets_1A, packing=packing) for tokens_1T, targets_1A, packing in unpacked
+        )
         return update(self.learner, losses, tokens=float(answers))
 
     def _capture(self, number: int) -> UpdateGraphs:
         started_s = time.perf_counter()
         shapes = {shape for shape in self.shapes[number:] if shape is not None}
         graphs = UpdateGraphs(self.learner, shapes, passes=self._passes())
-        self._event("captured", graphs=len(shapes), rows_tokens=sorted(shape.tokens for shape in shapes), seconds=_since(started_s))
+        self._event(
+            "captured",
+            graphs=len(shapes),
+            rows_tokens=sorted(shape.tokens for shape in shapes),
+            seconds=_since(started_s),
+        )
         return graphs
 
     def _choose_shapes(self) -> list[Shape | None]:
@@ -232,11 +284,18 @@ class Finetuner:
         if self.device.type != "cuda" and not self.config.compile:
             return [None] * len(self.batches)
         updates = [[exact(row) for row in self._split(batch)] for batch in self.batches]
-        return list(static_shapes(updates, context_length=self.model.config.context_length, single=self.config.compile))
+        return list(
+            static_shapes(
+                updates, context_length=self.model.config.context_length, single=self.config.compile
+            )
+        )
 
     def _split(self, batch: Sequence[Example]) -> list[Sequence[Example]]:
-        """The passes of a batch. A short last batch has as many on CUDA, some of them empty, since a graph's number of passes is fixed."""
-        starts = range(0, self.config.batch_size if self.device.type == "cuda" else len(batch), self.pass_size)
+        """The passes of a batch. A short last batch has as many on CUDA, some of them empty, since a graph's
+        number of passes is fixed."""
+        starts = range(
+            0, self.config.batch_size if self.device.type == "cuda" else len(batch), self.pass_size
+        )
         return [batch[start : start + self.pass_size] for start in starts]
 
     def _passes(self) -> int:
@@ -248,10 +307,13 @@ class Finetuner:
         if before == 1:
             longest = max(example.length for example in self.batches[step - 1])
             raise TrainingError(
-                f"out of memory at step {step} with one example of up to {longest} tokens a pass: leave out long ones, or shrink the model"
+                f"out of memory at step {step} with one example of up to {longest} tokens a pass: leave out"
+                " long ones, or shrink the model"
             ) from error
         self.pass_size = -(-before // 2)
-        self._event("out_of_memory", step=step, examples_per_pass_before=before, examples_per_pass=self.pass_size)
+        self._event(
+            "out_of_memory", step=step, examples_per_pass_before=before, examples_per_pass=self.pass_size
+        )
         for optimizer in self.learner.optimizers:
             optimizer.zero_grad(set_to_none=True)
         self.graphs = None
@@ -278,8 +340,9 @@ class Finetuner:
             for name in ("loss", "grad_norm"):
                 if not math.isfinite(line[name]):
                     raise TrainingError(
-                        f"{name} is {line[name]} at step {line['step']}: lower finetune.lr (now {self.config.lr}), set finetune.clip_norm, "
-                        "or look at the examples; nothing after the last checkpoint was saved, and the same command goes on from there"
+                        f"{name} is {line[name]} at step {line['step']}: lower finetune.lr (now"
+                        f" {self.config.lr}), set finetune.clip_norm, or look at the examples; nothing after"
+                        " the last checkpoint was saved, and the same command goes on from there"
                     )
             self.last_line = line
             if self.metrics is not None:
@@ -294,19 +357,24 @@ class Finetuner:
             observer.event(kind, facts)
 
     def _checkpoint(self) -> None:
-        """Lines first: a checkpoint is committed after the metrics up to it, and never holds an update that went wrong."""
+        """Lines first: a checkpoint is committed after the metrics up to it, and never holds an update that
+        went wrong."""
         self._write(self.instruments.ready(drain=True))
         if self.checkpoints is None or self.folder is None:
             return
         started_s = time.perf_counter()
         self._announce_checkpoint()
-        state = {**asdict(replace(self.progress, elapsed_s=self._elapsed_s())), "fingerprint": self.fingerprint}
+        state = {
+            **asdict(replace(self.progress, elapsed_s=self._elapsed_s())),
+            "fingerprint": self.fingerprint,
+        }
         self.checkpoints.save(self.progress.step, self.tensors, state, before_commit=self.folder.sync)
         self.saving = {"step": self.progress.step, "stalled_s": _since(started_s)}
         self.instruments.restart()
 
     def _announce_checkpoint(self) -> None:
-        """Record the last checkpoint when it is on the disk, and not before: a run can be resumed from what its events say."""
+        """Record the last checkpoint when it is on the disk, and not before: a run can be resumed from what
+        its events say."""
         if self.checkpoints is not None:
             self.checkpoints.wait()
         if self.saving is not None:
@@ -323,7 +391,12 @@ class Finetuner:
         """Of everything that defines the training, the model's weights aside."""
         config = {name: value for name, value in asdict(self.config).items() if name not in _EXECUTION}
         lora = next((asdict(layer.config) for layer in lora_layers(self.model).values()), None)
-        what = {"finetune": config, "lora": lora, "examples": fingerprint(self.examples), "model": asdict(self.model.config)}
+        what = {
+            "finetune": config,
+            "lora": lora,
+            "examples": fingerprint(self.examples),
+            "model": asdict(self.model.config),
+        }
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
     def _resume(self) -> None:
@@ -333,8 +406,8 @@ class Finetuner:
         state = load(path, self.tensors)
         if state["fingerprint"] != self.fingerprint:
             raise CheckpointError(
-                f"{path} was made with other examples or settings ({state['fingerprint']}, not {self.fingerprint}): restore them, "
-                "or use a new folder"
+                f"{path} was made with other examples or settings ({state['fingerprint']}, not"
+                f" {self.fingerprint}): restore them, or use a new folder"
             )
         self.progress = _Progress(**{name: state[name] for name in asdict(self.progress)})
 
@@ -342,7 +415,12 @@ class Finetuner:
         step = self.progress.step
         dropped = self.folder.cut_metrics(step) if self.folder is not None else 0
         method = "lora" if lora_layers(self.model) else "full"
-        facts = {"examples": len(self.examples), "updates": len(self.batches), "method": method, "metrics_dropped": dropped}
+        facts = {
+            "examples": len(self.examples),
+            "updates": len(self.batches),
+            "method": method,
+            "metrics_dropped": dropped,
+        }
         self._event("resume" if step else "start", step=step, **facts)
         return LineWriter(self.folder.metrics_path) if self.folder is not None else None
 

@@ -1,10 +1,12 @@
 """A whole fine-tuning update (passes, clipping, AdamW) as a CUDA graph: one launch instead of thousands.
 
-    graphs = UpdateGraphs(learner, shapes, passes=1)      # captures one graph a shape; the weights do not move
+    # captures one graph a shape; the weights do not move
+    graphs = UpdateGraphs(learner, shapes, passes=1)
     update = graphs.run(rows, shape, lr=1e-4, answers=800)
 
-A small model's update on some 1,500 tokens takes the GPU a few milliseconds and the host, launching kernel by kernel, over a hundred.
-Every replay reads its row, learning rate and token count from one buffer, filled by one asynchronous copy from page-locked memory.
+A small model's update on some 1,500 tokens takes the GPU a few milliseconds and the host, launching kernel by
+kernel, over a hundred. Every replay reads its row, learning rate and token count from one buffer, filled by
+one asynchronous copy from page-locked memory.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,7 +28,8 @@ SCALARS = 2
 class UpdateGraphs:
     def __init__(self, learner: Learner, shapes: Iterable[Shape], *, passes: int) -> None:
         self.learner, self.passes = learner, passes
-        wanted = sorted(set(shapes), key=lambda shape: shape.tokens, reverse=True)  # the largest first: the others fit its memory
+        # the largest first: the others fit its memory
+        wanted = sorted(set(shapes), key=lambda shape: shape.tokens, reverse=True)
         words = SCALARS + passes * max(sum(shape.sizes) for shape in wanted)
         self.buffer = torch.zeros(words, dtype=torch.int32, device=learner.process.device)
         self.lr, self.answers = self.buffer[:SCALARS].view(torch.float32).unbind()
@@ -60,7 +63,8 @@ class UpdateGraphs:
 
     def _capture(self, shape: Shape, pool: Any) -> tuple[torch.cuda.CUDAGraph, Update]:
         self._warm_up(shape)
-        torch.cuda.empty_cache()  # the graph's memory is its own, and what the warm-up left cached would be missing
+        # the graph's memory is its own, and what the warm-up left cached would be missing
+        torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         # The thread that writes a checkpoint may call CUDA meanwhile.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -68,7 +72,8 @@ class UpdateGraphs:
         return graph, outcome
 
     def _warm_up(self, shape: Shape) -> None:
-        """Run what will be captured, on a spare optimiser: kernels are compiled and libraries set up, which a capture does not allow."""
+        """Run what will be captured, on a spare optimiser: kernels are compiled and libraries set up, which a
+        capture does not allow."""
         for row in self._rows(shape):
             row.copy_(torch.from_numpy(pack([], shape)))
         stream = torch.cuda.Stream()
@@ -78,6 +83,8 @@ class UpdateGraphs:
                 spare = torch.nn.Parameter(torch.zeros(8, device=self.buffer.device))
                 spare.grad = torch.zeros_like(spare)
                 in_its_place = torch.optim.AdamW([spare], lr=self.lr, fused=True)
-                update(replace(self.learner, optimizers=[in_its_place]), self._losses(shape), tokens=self.answers)
+                update(
+                    replace(self.learner, optimizers=[in_its_place]), self._losses(shape), tokens=self.answers
+                )
                 self.learner.model.zero_grad(set_to_none=True)
         torch.cuda.current_stream().wait_stream(stream)

@@ -1,13 +1,15 @@
-"""The always-on instruments: loss, gradient norm, time, memory and data wait of every update, without making the GPU wait.
+"""The always-on instruments: loss, gradient norm, time, memory and data wait of every update, without making
+the GPU wait.
 
     instruments.begin()                      # the batch is in hand; learner.mark is instruments.mark
     instruments.push(step, update, ...)      # enqueues a copy of two numbers and an event behind the update
     for line in instruments.ready(): ...     # lines of updates that are finished; the newest stays in flight
 
-On a GPU the line of an update is read while the next one runs, so the host is never more than one update ahead and the GPU never
-idles. Times are those of the GPU's own clock between the ends of two updates, and of its phases between marks: one event a mark, two
-marks a pass, about 2 µs each on the host and nothing on the GPU. With several processes each wait for the others is two marks more
-(communication.py); what is hidden behind a phase takes no time and is not told apart from it.
+On a GPU the line of an update is read while the next one runs, so the host is never more than one update
+ahead and the GPU never idles. Times are those of the GPU's own clock between the ends of two updates, and of
+its phases between marks: one event a mark, two marks a pass, about 2 µs each on the host and nothing on the
+GPU. With several processes each wait for the others is two marks more (communication.py); what is hidden
+behind a phase takes no time and is not told apart from it.
 """
 
 import math
@@ -66,8 +68,8 @@ def training_rates(recipe: Recipe, plan: Plan) -> Rates:
 
 
 def _phases(flight: _InFlight) -> dict[str, float]:
-    """Seconds of each phase, summed over the passes of the update; nothing where no phase was marked. A wait for other processes is taken
-    out of the phase that it interrupts, so they add up."""
+    """Seconds of each phase, summed over the passes of the update; nothing where no phase was marked. A wait
+    for other processes is taken out of the phase that it interrupts, so they add up."""
     seconds: dict[str, float] = {}
     before_s = 0.0  # of the phase in hand, before the wait that interrupted it
     for (_, begin), (phase, end) in pairwise(flight.marks):
@@ -97,7 +99,8 @@ class Instruments:
         self.restart()
 
     def restart(self) -> None:
-        """Begin timing afresh, after something that is not part of a step (a validation, a checkpoint's copy)."""
+        """Begin timing afresh, after something that is not part of a step (a validation, a checkpoint's
+        copy)."""
         assert not self._flying, "lines in flight would be timed from the wrong moment"
         self._last_end = self._event()
         self._last_at = time.perf_counter()
@@ -108,7 +111,8 @@ class Instruments:
         self._marks = [("", self._event() or self._began_at)]
 
     def mark(self, phase: str) -> None:
-        """A phase of the update ends here, or is interrupted. Without a `begin` before it nobody asked for phases."""
+        """A phase of the update ends here, or is interrupted. Without a `begin` before it nobody asked for
+        phases."""
         if self._marks:
             self._marks.append((phase, self._event() or time.perf_counter()))
 
@@ -118,11 +122,16 @@ class Instruments:
         if self.device.type == "cuda":
             numbers = torch.empty(2, pin_memory=True).copy_(numbers, non_blocking=True)
         now = time.perf_counter()
-        self._flying.append(_InFlight(facts, numbers, self._event(), now, self._marks, now - self._began_at if self._marks else None))
+        self._flying.append(
+            _InFlight(
+                facts, numbers, self._event(), now, self._marks, now - self._began_at if self._marks else None
+            )
+        )
         self._marks = []
 
     def ready(self, *, drain: bool = False) -> list[dict[str, Any]]:
-        """Lines of finished updates in order; all of them with `drain`, else all but the newest (on a GPU)."""
+        """Lines of finished updates in order; all of them with `drain`, else all but the newest (on a
+        GPU)."""
         leave = 0 if drain or self.device.type != "cuda" else 1
         lines = []
         while len(self._flying) > leave:
@@ -157,8 +166,8 @@ class Instruments:
         return event
 
     def _gauges(self) -> dict[str, float]:
-        """Peak memory, and at most once in GAUGES_EVERY_S the GPU's own counters: torch and NVML take part of a millisecond to answer,
-        which a run of very short steps would feel."""
+        """Peak memory, and at most once in GAUGES_EVERY_S the GPU's own counters: torch and NVML take part of
+        a millisecond to answer, which a run of very short steps would feel."""
         if self._telemetry is None:
             return {"memory_bytes": process_rss_bytes()}
         if (now := time.perf_counter()) - self._gauges_at < GAUGES_EVERY_S:

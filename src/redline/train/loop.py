@@ -1,12 +1,13 @@
-"""The training loop: batches in, updates, lines out; validation, checkpoints, recovery and resumption around them.
+"""The training loop: batches in, updates, lines out; validation, checkpoints, recovery and resumption around
+them.
 
     with join(plan.hardware.kind) as process:
         outcome = Trainer(job, process).run()
 
-Killed at any moment, the same job run again goes on from the last checkpoint to the same bits (on hardware that computes the same
-bits twice, and unless `max_hours` ties the schedule to the clock): the order of the data is a function of the seed, metrics are cut
-back to the checkpoint, and a checkpoint is committed only after the metrics up to it are on the disk. The loop knows no terminal and
-no exporter: it calls observers.
+Killed at any moment, the same job run again goes on from the last checkpoint to the same bits (on hardware
+that computes the same bits twice, and unless `max_hours` ties the schedule to the clock): the order of the
+data is a function of the seed, metrics are cut back to the checkpoint, and a checkpoint is committed only
+after the metrics up to it are on the disk. The loop knows no terminal and no exporter: it calls observers.
 """
 
 import math
@@ -42,7 +43,8 @@ STOPPED = "stopped by signal"
 
 
 class Observer(Protocol):
-    """Somebody who watches a run: the live view, an exporter. Calls stand in the loop and must return at once."""
+    """Somebody who watches a run: the live view, an exporter. Calls stand in the loop and must return at
+    once."""
 
     def metrics(self, line: dict[str, Any]) -> None: ...
     def event(self, kind: str, facts: dict[str, Any]) -> None: ...
@@ -51,7 +53,8 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything a run needs. `validate(model, micro_batch)` returns the `valid_*` metrics; it is handed in because it lives above."""
+    """Everything a run needs. `validate(model, micro_batch)` returns the `valid_*` metrics; it is handed in
+    because it lives above."""
 
     recipe: Recipe
     plan: Plan
@@ -61,7 +64,8 @@ class Job:
     run: Path
     """Where the run folder is; the same on every process."""
     folder: RunFolder | None
-    """The run folder itself, on the first process; None on the others, which write only their checkpoint shards."""
+    """The run folder itself, on the first process; None on the others, which write only their checkpoint
+    shards."""
     validate: Callable[[Transformer, int], dict[str, float]] | None = None
     initial_weights: Callable[[Transformer], None] | None = None
     observers: Sequence[Observer] = ()
@@ -103,7 +107,9 @@ class Trainer:
         self.stop_requested = False
         model = execution.build(job.recipe, job.plan, process)
         scale = LossScale() if job.plan.precision == "fp16" else None
-        self.learner = Learner(model, make_optimizers(model, self.train, job.plan.update), process, self.train.clip_norm, scale)
+        self.learner = Learner(
+            model, make_optimizers(model, self.train, job.plan.update), process, self.train.clip_norm, scale
+        )
         self.tensors = {**state_tensors(model, self.learner.optimizers), "rng.cpu": torch.get_rng_state()}
         self.checkpoints = Checkpoints(RunFolder(job.run).checkpoints_path, keep=self.train.keep_checkpoints)
         self.learner.before_update = self.checkpoints.copy_done
@@ -162,7 +168,8 @@ class Trainer:
         self.instruments.restart()
 
     def close(self) -> None:
-        """End the threads. A checkpoint that is being written is finished first: the folder is not given up half-written."""
+        """End the threads. A checkpoint that is being written is finished first: the folder is not given up
+        half-written."""
         self.loader.close()
         self.checkpoints.close()
         if self.metrics is not None:
@@ -173,7 +180,8 @@ class Trainer:
     def _update(self, batch: Batch) -> None:
         """One update on one batch; running out of memory halves the pass and tries the same batch again."""
         done = self.progress
-        clock_s = self._elapsed_s() if self.process.is_first else 0.0  # the first one's clock rules the schedule of all
+        # the first one's clock rules the schedule of all
+        clock_s = self._elapsed_s() if self.process.is_first else 0.0
         tokens, self.clock_s = self.process.sums(float((batch.targets_BT != IGNORED).sum()), clock_s)
         factor = lr_factor(self.train, done.step + 1, self.clock_s)
         while True:
@@ -197,26 +205,40 @@ class Trainer:
 
     def _attempt(self, batch: Batch, tokens: float, factor: float) -> Update:
         self.instruments.begin()
-        inputs, targets = (t.to(self.process.device, non_blocking=True) for t in (batch.inputs_BT, batch.targets_BT))
+        inputs, targets = (
+            t.to(self.process.device, non_blocking=True) for t in (batch.inputs_BT, batch.targets_BT)
+        )
         self.instruments.mark("copy_s")
-        return take_step(self.learner, inputs, targets, micro_batch=self.micro_batch, tokens=tokens, lr_factor=factor)
+        return take_step(
+            self.learner, inputs, targets, micro_batch=self.micro_batch, tokens=tokens, lr_factor=factor
+        )
 
     def _shrink(self, error: torch.OutOfMemoryError) -> None:
-        """Halve the micro-batch (the batch stays what it was), or give up when there is nothing left to halve."""
+        """Halve the micro-batch (the batch stays what it was), or give up when there is nothing left to
+        halve."""
         share = self.train.batch_size // self.process.world_size
-        smaller = max((d for d in range(1, self.micro_batch) if share % d == 0 and d <= max(1, self.micro_batch // 2)), default=0)
+        smaller = max(
+            (d for d in range(1, self.micro_batch) if share % d == 0 and d <= max(1, self.micro_batch // 2)),
+            default=0,
+        )
         step = self.progress.step + 1
         advice = "lower data.seq_len, set plan.recompute=full, or use more processes"
         if smaller == 0:
             raise TrainingError(f"out of memory at step {step} with micro-batch 1: {advice}") from error
-        facts = {"micro_batch_before": self.micro_batch, "micro_batch": smaller, "batch_size": self.train.batch_size}
+        facts = {
+            "micro_batch_before": self.micro_batch,
+            "micro_batch": smaller,
+            "batch_size": self.train.batch_size,
+        }
         if self.process.is_first:
             self._event("out_of_memory", step=step, **facts)
         else:  # the first may have had memory enough, and the launcher must learn of it
             RunFolder(self.job.run).event("out_of_memory", step=step, **facts)
-        if self.process.world_size > 1:  # the others wait in a collective; the launcher starts all of them again
+        # the others wait in a collective; the launcher starts all of them again
+        if self.process.world_size > 1:
             raise TrainingError(
-                f"out of memory at step {step} with micro-batch {self.micro_batch}: start again with --set plan.micro_batch={smaller}"
+                f"out of memory at step {step} with micro-batch {self.micro_batch}: start again with --set"
+                f" plan.micro_batch={smaller}"
             ) from error
         for optimizer in self.learner.optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -227,11 +249,14 @@ class Trainer:
         """Append finished lines to the record; `extra` belongs to the last of them."""
         for i, line in enumerate(lines):
             full = line | (extra or {}) if i == len(lines) - 1 else line
-            lost = [name for name in ("loss", "grad_norm", "valid_loss") if not math.isfinite(full.get(name, 0.0))]
+            lost = [
+                name for name in ("loss", "grad_norm", "valid_loss") if not math.isfinite(full.get(name, 0.0))
+            ]
             if lost and not (full.get("skipped") and full["loss_scale"] > 1.0):
                 raise TrainingError(
-                    f"{lost[0]} is {full[lost[0]]} at step {full['step']}: lower train.lr (now {self.train.lr}), set train.clip_norm, or "
-                    "look at the data; nothing after the last checkpoint was saved, and the same command goes on from there"
+                    f"{lost[0]} is {full[lost[0]]} at step {full['step']}: lower train.lr (now"
+                    f" {self.train.lr}), set train.clip_norm, or look at the data; nothing after the last"
+                    " checkpoint was saved, and the same command goes on from there"
                 )
             self.last_line = full | dict.fromkeys(lost)  # JSON has no word for nan
             if self.metrics is not None:
@@ -250,12 +275,17 @@ class Trainer:
         if self.better:
             done.best_loss, done.best_step = found["valid_loss"], done.step
         self._event("validation", step=done.step, **found, best=self.better)
-        if self.why is None and self.train.early_stop_evals and done.evals_without_gain >= self.train.early_stop_evals:
+        if (
+            self.why is None
+            and self.train.early_stop_evals
+            and done.evals_without_gain >= self.train.early_stop_evals
+        ):
             self.why = f"early stop: {done.evals_without_gain} validations without a better loss"
         self.instruments.restart()
 
     def _held_out(self) -> dict[str, float]:
-        """The validation metrics; it runs eagerly, so where it needs more memory than training its passes shrink, not the training's."""
+        """The validation metrics; it runs eagerly, so where it needs more memory than training its passes
+        shrink, not the training's."""
         assert self.job.validate is not None
         micro_batch = self.micro_batch
         while True:
@@ -263,10 +293,15 @@ class Trainer:
                 return self.job.validate(self.learner.model, micro_batch)
             except torch.OutOfMemoryError as error:
                 if micro_batch == 1 or self.process.world_size > 1:
-                    raise TrainingError(f"out of memory in the validation of step {self.progress.step}: lower plan.micro_batch") from error
+                    raise TrainingError(
+                        f"out of memory in the validation of step {self.progress.step}: lower"
+                        " plan.micro_batch"
+                    ) from error
                 torch.cuda.empty_cache()
                 micro_batch //= 2
-                self._event("validation_out_of_memory", step=self.progress.step, validation_micro_batch=micro_batch)
+                self._event(
+                    "validation_out_of_memory", step=self.progress.step, validation_micro_batch=micro_batch
+                )
 
     def _checkpoint(self) -> None:
         """Save without waiting for the disk; the copy overlaps the next step's passes."""
@@ -276,8 +311,14 @@ class Trainer:
         self.tensors["rng.cpu"] = torch.get_rng_state()
         self.progress.elapsed_s = self._elapsed_s()
         self.clock_started_s = time.monotonic()
-        state = {**vars(self.progress), "fingerprint": self.recipe.fingerprint, "data_fingerprint": self.job.data_fingerprint}
-        state["micro_batch_that_fits"] = self.micro_batch if self.micro_batch < self.plan.micro_batch else None
+        state = {
+            **vars(self.progress),
+            "fingerprint": self.recipe.fingerprint,
+            "data_fingerprint": self.job.data_fingerprint,
+        }
+        state["micro_batch_that_fits"] = (
+            self.micro_batch if self.micro_batch < self.plan.micro_batch else None
+        )
         if self.learner.scale is not None:
             state["loss_scale"] = vars(self.learner.scale)
         before_commit = self.job.folder.sync if self.job.folder is not None else None
@@ -290,7 +331,8 @@ class Trainer:
         self.instruments.restart()
 
     def _announce_checkpoint(self) -> None:
-        """Record the last checkpoint when it is on the disk, and not before: a run can be resumed from what its events say."""
+        """Record the last checkpoint when it is on the disk, and not before: a run can be resumed from what
+        its events say."""
         self.checkpoints.wait()
         if self.saving is not None:
             self._event("checkpoint", **self.saving)
@@ -305,7 +347,11 @@ class Trainer:
             return None
         dropped = folder.cut_metrics(step)
         kind = "resume" if step else "start"
-        facts = {"world_size": self.process.world_size, "micro_batch": self.micro_batch, "metrics_dropped": dropped}
+        facts = {
+            "world_size": self.process.world_size,
+            "micro_batch": self.micro_batch,
+            "metrics_dropped": dropped,
+        }
         self._event(kind, step=step, recipe=self.recipe.name, **facts)
         return LineWriter(folder.metrics_path)
 
@@ -314,10 +360,14 @@ class Trainer:
         if time_waits(self.learner.model, self.instruments.mark):
             self.learner.waiting = lambda: waiting(self.instruments.mark)
         else:
-            self._event("communication_not_timed", why=f"torch {torch.__version__} waits elsewhere; it stays in forward and backward")
+            self._event(
+                "communication_not_timed",
+                why=f"torch {torch.__version__} waits elsewhere; it stays in forward and backward",
+            )
 
     def _resume(self) -> None:
-        """Take up the last checkpoint, or the initial weights where the recipe names some and there is no checkpoint yet."""
+        """Take up the last checkpoint, or the initial weights where the recipe names some and there is no
+        checkpoint yet."""
         step = self.checkpoints.latest()
         if step is None:
             if self.job.initial_weights is not None:
@@ -326,10 +376,13 @@ class Trainer:
         folder = self.checkpoints.folder / step_name(step)
         state = load(folder, self.tensors)
         if state["fingerprint"] != self.recipe.fingerprint:
-            raise CheckpointError(f"{folder} was made by another recipe ({state['fingerprint']}, not {self.recipe.fingerprint})")
+            raise CheckpointError(
+                f"{folder} was made by another recipe ({state['fingerprint']}, not {self.recipe.fingerprint})"
+            )
         if state["data_fingerprint"] != self.job.data_fingerprint:
             raise CheckpointError(
-                f"{folder} was trained on other tokens than {self.job.source.name} now holds: restore them, or give another --run"
+                f"{folder} was trained on other tokens than {self.job.source.name} now holds: restore them,"
+                " or give another --run"
             )
         torch.set_rng_state(self.tensors["rng.cpu"])
         self.progress = Progress(**{name: state[name] for name in vars(Progress())})
@@ -341,7 +394,8 @@ class Trainer:
         if best in self.checkpoints.steps() and best != self.checkpoints.best():
             assert best is not None
             assert self.progress.best_loss is not None
-            self.checkpoints.mark_best(best, self.progress.best_loss)  # killed between the checkpoint and its mark
+            # killed between the checkpoint and its mark
+            self.checkpoints.mark_best(best, self.progress.best_loss)
 
     def _why_stop(self) -> str | None:
         if self.progress.step >= self.train.steps:
@@ -353,7 +407,8 @@ class Trainer:
         return STOPPED if self.process.any(self.stop_requested) else None
 
     def _validation_due(self) -> bool:
-        """At the end of a run and every `eval_every` updates; who stops a run with a signal does not want to wait for it."""
+        """At the end of a run and every `eval_every` updates; who stops a run with a signal does not want to
+        wait for it."""
         every = self.train.eval_every
         at_end = self.why is not None and self.why != STOPPED
         return self.job.validate is not None and (at_end or (every > 0 and self.progress.step % every == 0))
@@ -363,7 +418,8 @@ class Trainer:
         return self.why is not None or self.better or (every > 0 and self.progress.step % every == 0)
 
     def _elapsed_s(self) -> float:
-        """Training time of this run: of this attempt, and of those before up to the checkpoint it resumed from."""
+        """Training time of this run: of this attempt, and of those before up to the checkpoint it resumed
+        from."""
         return self.progress.elapsed_s + time.monotonic() - self.clock_started_s
 
     def _request_stop(self) -> None:

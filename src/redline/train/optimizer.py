@@ -1,11 +1,13 @@
 """Optimisers: fused AdamW, and Muon for the matrices inside the blocks.
 
-    optimizers = make_optimizers(model, recipe.train)     # state exists at once, so a first update cannot run out of memory
+    # state exists at once, so a first update cannot run out of memory
+    optimizers = make_optimizers(model, recipe.train)
     set_lr(optimizers, factor)
     state_tensors(model, optimizers)                      # flat name -> tensor, for checkpoints
 
-Muon works on stacks of equal matrices: one batched product instead of hundreds of small ones. It equals `torch.optim.Muon` (held by a
-test). Sharded matrices are gathered, orthogonalised on every process and cut again; that is the price of whole-matrix updates.
+Muon works on stacks of equal matrices: one batched product instead of hundreds of small ones. It equals
+`torch.optim.Muon` (held by a test). Sharded matrices are gathered, orthogonalised on every process and cut
+again; that is the price of whole-matrix updates.
 """
 
 from collections import defaultdict
@@ -27,8 +29,18 @@ STACK_ELEMENTS = 2**27
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is made orthogonal (Newton-Schulz in bf16), with decoupled weight decay."""
 
-    def __init__(self, params: Iterable[nn.Parameter], *, lr: float, weight_decay: float, momentum: float = 0.95, steps: int = 5) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "steps": steps})
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        *,
+        lr: float,
+        weight_decay: float,
+        momentum: float = 0.95,
+        steps: int = 5,
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "steps": steps}
+        )
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -45,7 +57,8 @@ class Muon(torch.optim.Optimizer):
             assert p.grad is not None
             buffer = self.state[p]["momentum_buffer"]
             buffer.lerp_(p.grad, 1 - group["momentum"])
-            updates.append(_whole(p.grad.lerp(buffer, group["momentum"]).bfloat16()))  # Nesterov; half the bytes to gather
+            # Nesterov; half the bytes to gather
+            updates.append(_whole(p.grad.lerp(buffer, group["momentum"]).bfloat16()))
         rows, columns = stack[0].shape
         lr = group["lr"] * max(1.0, rows / columns) ** 0.5
         for p, update in zip(stack, orthogonalize(torch.stack(updates), group["steps"]), strict=True):
@@ -88,9 +101,11 @@ def _part(whole: Tensor, like: Tensor) -> Tensor:
     return whole
 
 
-def make_optimizers(model: nn.Module, train: TrainConfig, kernels: UpdateKernels = "fused") -> list[torch.optim.Optimizer]:
-    """AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest; frozen parameters have no part in it. Vectors
-    (norms, biases) do not decay."""
+def make_optimizers(
+    model: nn.Module, train: TrainConfig, kernels: UpdateKernels = "fused"
+) -> list[torch.optim.Optimizer]:
+    """AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest; frozen parameters have
+    no part in it. Vectors (norms, biases) do not decay."""
     hidden, matrices, vectors = [], [], []
     for name, p in model.named_parameters():
         if not p.requires_grad:
@@ -101,13 +116,17 @@ def make_optimizers(model: nn.Module, train: TrainConfig, kernels: UpdateKernels
             hidden.append(p)
         else:
             matrices.append(p)
-    groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": train.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     groups = [group for group in groups if group["params"]]
     chosen: dict[str, Any] = {"fused": kernels == "fused", "foreach": kernels == "foreach"}
     adamw = torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, **chosen)
     for p in matrices + vectors:
         adamw.state[p] = {
-            # Only the fused kernel counts on the device; the others would wait for the GPU to read the count, tensor by tensor.
+            # Only the fused kernel counts on the device; the others would wait for the GPU to read the count,
+            # tensor by tensor.
             "step": torch.zeros((), dtype=torch.float32, device=p.device if kernels == "fused" else "cpu"),
             "exp_avg": torch.zeros_like(p),
             "exp_avg_sq": torch.zeros_like(p),
@@ -128,7 +147,8 @@ def set_lr(optimizers: Sequence[torch.optim.Optimizer], factor: float) -> None:
 
 
 def state_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """Weights that learn as `model.<name>` and optimiser state as `optimizer.<slot>.<name>`; the tensors themselves, not copies."""
+    """Weights that learn as `model.<name>` and optimiser state as `optimizer.<slot>.<name>`; the tensors
+    themselves, not copies."""
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
     tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for p, name in names.items()}
     for optimizer in optimizers:

@@ -1,8 +1,9 @@
-"""This process among the others: rank, device, sharding. One process is world size one and takes the same path.
+"""This process among the others: rank, device, sharding. One process is world size one and takes the same
+path.
 
-Under torchrun (its RANK and WORLD_SIZE are set) a process group is started: NCCL on GPUs, gloo on CPUs. Weights, gradients and
-optimiser state are sharded by FSDP2, block by block; gradients are reduced in fp32 after every pass, which costs communication that
-overlaps the backward and keeps them sharded.
+Under torchrun (its RANK and WORLD_SIZE are set) a process group is started: NCCL on GPUs, gloo on CPUs.
+Weights, gradients and optimiser state are sharded by FSDP2, block by block; gradients are reduced in fp32
+after every pass, which costs communication that overlaps the backward and keeps them sharded.
 """
 
 import os
@@ -33,7 +34,8 @@ class Process:
         """Sums over all processes in one host-side exchange, for numbers that are on the host anyway."""
         if self.world_size == 1:
             return values
-        total = torch.tensor(values, dtype=torch.float64)  # on the host, so that gloo carries it and the GPU is not waited for
+        # on the host, so that gloo carries it and the GPU is not waited for
+        total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total)
         return tuple(total.tolist())
 
@@ -53,10 +55,15 @@ class Process:
 def join(kind: str) -> Iterator[Process]:
     """Take this process's place: alone, or in torchrun's group."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device("cpu")
+    )
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise MachineError("the plan is for a GPU and torch sees no CUDA device: plan again on this machine, or check the driver")
+            raise MachineError(
+                "the plan is for a GPU and torch sees no CUDA device: plan again on this machine, or check"
+                " the driver"
+            )
         torch.cuda.set_device(device)
     if world_size == 1:
         yield Process(0, 1, device)
@@ -71,11 +78,16 @@ def join(kind: str) -> Iterator[Process]:
 def shard(model: Transformer, process: Process, dtype: torch.dtype) -> None:
     """Spread every weight of a model that has no memory yet over the processes; reduces gradients in fp32.
 
-    Numbers are those of one process: blocks gather their weights in `dtype`, to which each layer would cast them anyway; embedding,
-    last norm and head gather fp32, because one process looks tokens up in fp32; and no input is cast (the rotation is in fp32).
+    Numbers are those of one process: blocks gather their weights in `dtype`, to which each layer would cast
+    them anyway; embedding, last norm and head gather fp32, because one process looks tokens up in fp32; and
+    no input is cast (the rotation is in fp32).
     """
     mesh = init_device_mesh(process.device.type, (process.world_size,))
     in_dtype = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=in_dtype)
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False))
+    fully_shard(
+        model,
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
+    )

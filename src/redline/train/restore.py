@@ -1,4 +1,5 @@
-"""A trained model from wherever it lies: a run folder (RFT too), a checkpoint, a Hugging Face or PEFT folder, a GGUF file, the package.
+"""A trained model from wherever it lies: a run folder (RFT too), a checkpoint, a Hugging Face or PEFT folder,
+a GGUF file, the package.
 
 opened = open_weights(Path("runs/nano"))             # weights, tokenizer, config
 opened, model = open_on(Path("runs/nano"), "best")   # and the model on this machine's GPU, or CPU
@@ -27,7 +28,8 @@ from redline.train.checkpoint import read_tensors, resolve
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """An adapter as it was read, and where the model below it lies, whose weights are not kept: they are as large as the merged ones."""
+    """An adapter as it was read, and where the model below it lies, whose weights are not kept: they are as
+    large as the merged ones."""
 
     base: Path
     tensors: dict[str, Tensor]
@@ -70,7 +72,11 @@ def open_on(path: Path, which: str = "last", device: str | None = None) -> tuple
     if device == "cuda" and not torch.cuda.is_available():
         raise MachineError("torch sees no CUDA device: use --device cpu, or check the driver")
     opened = open_weights(path, which)
-    dtype = torch.bfloat16 if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    dtype = (
+        torch.bfloat16
+        if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        else torch.float32
+    )
     return opened, opened.build(device, dtype)
 
 
@@ -91,8 +97,13 @@ def open_weights(path: Path, which: str = "last") -> Opened:
     if (path / "config.json").is_file():
         return Opened(loaded=read_folder(path), recipe=None, source=path)
     if not path.exists():
-        raise CheckpointError(f"no such path: {path}; give a run folder, a checkpoint, a Hugging Face folder, a .gguf file or demo")
-    if rounds := sorted(path.glob("round-*/adapter"), key=lambda adapter: int(adapter.parent.name.removeprefix("round-"))):
+        raise CheckpointError(
+            f"no such path: {path}; give a run folder, a checkpoint, a Hugging Face folder, a .gguf file or"
+            " demo"
+        )
+    if rounds := sorted(
+        path.glob("round-*/adapter"), key=lambda adapter: int(adapter.parent.name.removeprefix("round-"))
+    ):
         return _open_adapted(rounds[-1])  # of an RFT run in rounds, the last
     if (path / "adapter" / "adapter_config.json").is_file():
         return _open_adapted(path / "adapter")
@@ -106,7 +117,11 @@ def open_weights(path: Path, which: str = "last") -> Opened:
     tokenizer_json = run.tokenizer_path.read_text(encoding="utf-8") if run.tokenizer_path.is_file() else None
     eos = (Tokenizer(tokenizer_json, name=str(run.tokenizer_path)).eot_id,) if tokenizer_json else ()
     loaded = Loaded(
-        config=recipe.model, weights=read_tensors(step, "model."), tokenizer_json=tokenizer_json, chat_template=None, eos_ids=eos
+        config=recipe.model,
+        weights=read_tensors(step, "model."),
+        tokenizer_json=tokenizer_json,
+        chat_template=None,
+        eos_ids=eos,
     )
     return Opened(loaded=loaded, recipe=recipe, source=step)
 
@@ -115,9 +130,21 @@ def _open_adapted(folder: Path) -> Opened:
     """A base model with an adapter merged into its weights; the adapter's own file names the base."""
     base = adapter_base(folder)
     if base is None:
-        raise CheckpointError(f"{folder / 'adapter_config.json'} names no base model: merge the adapter with the program that made it")
+        raise CheckpointError(
+            f"{folder / 'adapter_config.json'} names no base model: merge the adapter with the program that"
+            " made it"
+        )
     opened = open_weights(Path(base))
     model = opened.build("cpu")
     config = read_adapter(folder, model)
-    adapter = Adapter(base=Path(base), tensors={name: part.detach() for name, part in peft_tensors(model).items()}, scale=config.scale)
-    return replace(opened, loaded=replace(opened.loaded, weights=dict(merged_weights(model))), source=folder, adapter=adapter)
+    adapter = Adapter(
+        base=Path(base),
+        tensors={name: part.detach() for name, part in peft_tensors(model).items()},
+        scale=config.scale,
+    )
+    return replace(
+        opened,
+        loaded=replace(opened.loaded, weights=dict(merged_weights(model))),
+        source=folder,
+        adapter=adapter,
+    )

@@ -1,6 +1,7 @@
 """Learning-rate schedules: a factor on the peak rate, from how far the run has come.
 
-Progress is the larger of steps/steps and hours/max_hours, so a run bounded by the clock decays to its end whatever its speed.
+Progress is the larger of steps/steps and hours/max_hours, so a run bounded by the clock decays to its end
+whatever its speed.
 """
 
 import math
@@ -18,7 +19,8 @@ def progress(train: TrainConfig, step: int, elapsed_s: float) -> float:
 def lr_factor(train: TrainConfig, step: int, elapsed_s: float = 0.0) -> float:
     """Warm-up over the first `warmup_steps`, then the schedule's shape down to `min_lr_ratio`.
 
-    The lower of the two counts, so a clock that runs out during a slow warm-up bends the rate down instead of dropping it.
+    The lower of the two counts, so a clock that runs out during a slow warm-up bends the rate down instead of
+    dropping it.
     """
     ramp = min(1.0, step / train.warmup_steps) if train.warmup_steps else 1.0
     warm, now = train.warmup_steps / train.steps, progress(train, step, elapsed_s)

@@ -1,7 +1,8 @@
-"""One optimiser update: schedule, forward, backward, clip, update. Nothing here waits for the GPU (fp16 aside).
+"""One optimiser update: schedule, forward, backward, clip, update. Nothing here waits for the GPU (fp16
+aside).
 
-The loss of an update is the sum over all its tokens divided by their number, over every pass and process, so any split of the same
-batch into passes gives the same gradient.
+The loss of an update is the sum over all its tokens divided by their number, over every pass and process, so
+any split of the same batch into passes gives the same gradient.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,8 @@ from redline.train.process import Process
 
 @dataclass
 class LossScale:
-    """fp16's guard against underflow: doubles after `patience` good updates, halves on overflow (and that update is skipped)."""
+    """fp16's guard against underflow: doubles after `patience` good updates, halves on overflow (and that
+    update is skipped)."""
 
     value: float = 65536.0
     good: int = 0
@@ -62,7 +64,15 @@ class Update:
     skipped: bool = False
 
 
-def take_step(learner: Learner, inputs_BT: Tensor, targets_BT: Tensor, *, micro_batch: int, tokens: float, lr_factor: float) -> Update:
+def take_step(
+    learner: Learner,
+    inputs_BT: Tensor,
+    targets_BT: Tensor,
+    *,
+    micro_batch: int,
+    tokens: float,
+    lr_factor: float,
+) -> Update:
     """Train on one batch (this process's part of it). `tokens` counts the targets of all processes."""
     set_lr(learner.optimizers, lr_factor)
     passes = zip(inputs_BT.split(micro_batch), targets_BT.split(micro_batch), strict=True)
@@ -70,8 +80,8 @@ def take_step(learner: Learner, inputs_BT: Tensor, targets_BT: Tensor, *, micro_
 
 
 def update(learner: Learner, loss_sums: Iterable[Tensor], *, tokens: float | Tensor) -> Update:
-    """An update at the learning rate that is set, from the summed losses of its passes, each computed when its turn comes. `tokens` may
-    lie on the device, where a CUDA graph finds it anew at every replay."""
+    """An update at the learning rate that is set, from the summed losses of its passes, each computed when
+    its turn comes. `tokens` may lie on the device, where a CUDA graph finds it anew at every replay."""
     scale = learner.scale.value if learner.scale else 1.0
     weight = scale * learner.process.world_size / tokens  # FSDP averages over processes; the loss is a sum
     loss = torch.zeros((), device=learner.process.device)
@@ -100,7 +110,8 @@ def _change_weights(learner: Learner) -> None:
     try:
         for optimizer in learner.optimizers:
             optimizer.step()
-    except torch.OutOfMemoryError as error:  # not to be tried again: a part of the weights would be updated twice
+    except torch.OutOfMemoryError as error:
+        # not to be tried again: a part of the weights would be updated twice
         raise TrainingError(
             "out of memory while the weights were being changed: use more processes or a smaller model; "
             "the same command goes on from the last checkpoint"

@@ -1,12 +1,15 @@
-"""The ablation: every optimisation of a study applied one by one from the naive state, then left out one by one from the best. No torch.
+"""The ablation: every optimisation of a study applied one by one from the naive state, then left out one by
+one from the best. No torch.
 
     rows = ablate(recipe, "gpt2-124m", hardware, folder, only=(), minutes=30, progress=print)
-    # folder/ablation.json: the rows, written after each; folder/trials.jsonl: finished trials, which are not run again
+    # folder/ablation.json: the rows, written after each; folder/trials.jsonl: finished trials, which are not
+    # run again
 
-A change is kept when it measures faster and the numerics guard passes it; what is slower, not resolved, or another training leaves the
-state as it was, so every row says what its change is worth on top of those kept before it. What was slower, or could not be had, is
-tried once more on top of what was kept after it: bf16 costs time while attention is not one kernel. A change and the state before it
-take turns, each in a process of its own, so a drift of the clocks falls on both. Left out: interactions of more than two changes.
+A change is kept when it measures faster and the numerics guard passes it; what is slower, not resolved, or
+another training leaves the state as it was, so every row says what its change is worth on top of those kept
+before it. What was slower, or could not be had, is tried once more on top of what was kept after it: bf16
+costs time while attention is not one kernel. A change and the state before it take turns, each in a process
+of its own, so a drift of the clocks falls on both. Left out: interactions of more than two changes.
 """
 
 import json
@@ -42,7 +45,8 @@ RUNS = "runs"
 NOT_COMPARED = "not compared"
 """That on a change whose state before failed now, though it had run."""
 LOGPROB_BAND = {"fp32": 1e-3, "bf16": 5e-2}
-"""Mean difference of a log-probability from the fp32 model's that generation may show, by precision: 5 % of a probability, and 0.1 %."""
+"""Mean difference of a log-probability from the fp32 model's that generation may show, by precision: 5 % of a
+probability, and 0.1 %."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +72,8 @@ class Row:
     """Peak of the allocated bytes with the change; on a CPU resident bytes."""
     numerics: str = ""
     outcome: str = "ok"
-    """ok, out_of_memory, crashed, timed_out, not applicable, no change, not run; or of what is no switch its standing: built in, recipe."""
+    """ok, out_of_memory, crashed, timed_out, not applicable, no change, not run; or of what is no switch its
+    standing: built in, recipe."""
     note: str = ""
     """Why, where the outcome is not ok."""
     kept: bool = False
@@ -87,8 +92,8 @@ def ablate(
     samples: Samples | None = None,
     machine: str = "",
 ) -> list[Row]:
-    """Run the study of the recipe `name`, or those of its entries in `only`; finished trials of this `machine` in the folder are not
-    repeated."""
+    """Run the study of the recipe `name`, or those of its entries in `only`; finished trials of this
+    `machine` in the folder are not repeated."""
     parts = chosen(study(name), only)
     samples = samples or SAMPLES.get(name)
     rows: list[Row] = []
@@ -102,12 +107,15 @@ def ablate(
         _check_list(folder / "ablation.json", parts)
         write_atomic(folder / "recipe.toml", to_toml(recipe))
         deadline_s, children = time.monotonic() + 60 * minutes, Children.on(hardware)
-        with Turns(trials, beside=hardware.title, deadline_s=deadline_s, progress=progress, children=children) as turns:
+        with Turns(
+            trials, beside=hardware.title, deadline_s=deadline_s, progress=progress, children=children
+        ) as turns:
             waterfalls = []
             for part in parts:
                 arms = arms_for(part.workload, recipe, hardware, samples=samples, bounds=bounds or Bounds())
                 waterfalls.append(_Waterfall(part, arms, recipe, hardware, turns, write))
-            for waterfall in waterfalls:  # every list comes before the first thing is left out: the time may not be enough for all
+            # every list comes before the first thing is left out: the time may not be enough for all
+            for waterfall in waterfalls:
                 waterfall.apply()
             for waterfall in waterfalls:
                 waterfall.leave_out()
@@ -115,16 +123,26 @@ def ablate(
 
 
 def chosen(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
-    """The parts with all of their entries, or those in `only`: of the lists in their order, then what else a part could switch."""
+    """The parts with all of their entries, or those in `only`: of the lists in their order, then what else a
+    part could switch."""
     for name in only:
         if not any(_switches(part, name) for part in parts):
             workloads, standing = " or ".join(part.workload for part in parts), find(name).standing
-            why = f"is {standing}, not a switch" if standing != "switch" else f"is no switch of {workloads}, which this recipe's study has"
+            why = (
+                f"is {standing}, not a switch"
+                if standing != "switch"
+                else f"is no switch of {workloads}, which this recipe's study has"
+            )
             raise ConfigError(f"--only {name}: {why}; `redline optimizations` lists them")
     if not only:
         return list(parts)
-    names = [[n for n in part.names if n in only] + [n for n in only if n not in part.names and _switches(part, n)] for part in parts]
-    return [replace(part, names=tuple(dict.fromkeys(own))) for part, own in zip(parts, names, strict=True) if own]
+    names = [
+        [n for n in part.names if n in only] + [n for n in only if n not in part.names and _switches(part, n)]
+        for part in parts
+    ]
+    return [
+        replace(part, names=tuple(dict.fromkeys(own))) for part, own in zip(parts, names, strict=True) if own
+    ]
 
 
 def _check_list(path: Path, parts: Sequence[Part]) -> None:
@@ -135,10 +153,15 @@ def _check_list(path: Path, parts: Sequence[Part]) -> None:
         rows = json.loads(path.read_text(encoding="utf-8"))
         known = [str(row["name"]) for row in rows if row["stage"] == "one by one"]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise StorageError(f"{path} cannot be read ({error}): give another folder with --out, or delete it") from error
+        raise StorageError(
+            f"{path} cannot be read ({error}): give another folder with --out, or delete it"
+        ) from error
     names = [name for part in parts for name in part.names]
     if known != names[: len(known)]:
-        raise StorageError(f"{path.parent} holds the rows of another list ({', '.join(known)}): give another folder with --out")
+        raise StorageError(
+            f"{path.parent} holds the rows of another list ({', '.join(known)}): give another folder with"
+            " --out"
+        )
 
 
 def _switches(part: Part, name: str) -> bool:
@@ -149,8 +172,23 @@ def _switches(part: Part, name: str) -> bool:
 class _Waterfall:
     """One part of a study."""
 
-    def __init__(self, part: Part, arms: Arms, recipe: Recipe, hardware: Hardware, turns: Turns, write: Callable[[Row], None]) -> None:
-        self.workload, self.arms, self.recipe, self.hardware, self.turns, self.write = part.workload, arms, recipe, hardware, turns, write
+    def __init__(
+        self,
+        part: Part,
+        arms: Arms,
+        recipe: Recipe,
+        hardware: Hardware,
+        turns: Turns,
+        write: Callable[[Row], None],
+    ) -> None:
+        self.workload, self.arms, self.recipe, self.hardware, self.turns, self.write = (
+            part.workload,
+            arms,
+            recipe,
+            hardware,
+            turns,
+            write,
+        )
         self.entries = [find(name) for name in part.names]
         self.state = arms.held(naive(self.entries, hardware))
         self.reference: Measured | None = None
@@ -165,12 +203,20 @@ class _Waterfall:
     def apply(self) -> None:
         """One by one, what was refused a second time, and all that was kept."""
         first = self.state
-        row = Row(name="naive", stage="baseline", workload=self.workload, title="every switch of the list off", claimed=None, source="")
+        row = Row(
+            name="naive",
+            stage="baseline",
+            workload=self.workload,
+            title="every switch of the list off",
+            claimed=None,
+            source="",
+        )
         self.write(self._baseline(row))
         for entry in self.entries:
             self.write(self._one(entry, "one by one"))
         for entry, before in list(self.refused):
-            rivals = [name for name in entry.on if self.state[name] != before[name]]  # another change took the same switch since
+            # another change took the same switch since
+            rivals = [name for name in entry.on if self.state[name] != before[name]]
             if self.state != before and not rivals:
                 self.write(self._one(entry, "second try"))
         if len(self.kept) > 1:  # with one it is that one's own row
@@ -185,7 +231,9 @@ class _Waterfall:
 
     def _baseline(self, row: Row) -> Row:
         try:
-            measured = self.turns.alone(f"{self.workload} naive", self.arms.trial(self.state), blocks=BASELINE_BLOCKS)
+            measured = self.turns.alone(
+                f"{self.workload} naive", self.arms.trial(self.state), blocks=BASELINE_BLOCKS
+            )
         except MachineError as error:  # by arithmetic alone it does not fit
             return replace(row, outcome="out_of_memory", note=str(error))
         if measured is None:
@@ -214,7 +262,11 @@ class _Waterfall:
         if pair is None:
             return replace(row, outcome="not run", note=OUT_OF_TIME)
         if pair.before.outcome == "ok":
-            self.reference, self.runs, self.naive_runs = self.reference or pair.before, True, self.naive_runs or not self.kept
+            self.reference, self.runs, self.naive_runs = (
+                self.reference or pair.before,
+                True,
+                self.naive_runs or not self.kept,
+            )
         row = _compared_row(row, pair, runs=self.runs)
         passed, numerics = self._numerics(entry.effect, candidate, pair)
         row = replace(row, numerics=numerics)
@@ -245,26 +297,44 @@ class _Waterfall:
         if pair.after.outcome != "ok":
             return replace(row, outcome=pair.after.outcome, note=f"without it: {pair.after.error}")
         turned = Pair(pair.after, pair.before, pair.paired)
-        return replace(_compared_row(row, turned, runs=True), numerics=self._numerics(entry.effect, self.state, turned)[1])
+        return replace(
+            _compared_row(row, turned, runs=True),
+            numerics=self._numerics(entry.effect, self.state, turned)[1],
+        )
 
     def _all(self, first: State) -> Row:
         """All that were kept against the naive state; claimed: the product of their claims."""
         claims = [entry.claimed for entry, _ in self.kept if entry.claimed]
-        product = (math.prod(low for low, _ in claims), math.prod(high for _, high in claims)) if claims else None
+        product = (
+            (math.prod(low for low, _ in claims), math.prod(high for _, high in claims)) if claims else None
+        )
         names = ", ".join(entry.name for entry, _ in self.kept)
         source = "the product of the claims of those kept"
-        row = Row(name="all kept", stage="all", workload=self.workload, title=names, claimed=product, source=source)
+        row = Row(
+            name="all kept", stage="all", workload=self.workload, title=names, claimed=product, source=source
+        )
         pair = self.turns.pair(f"{self.workload} all", self.arms.trial(first), self.arms.trial(self.state))
         if pair is None:
             return replace(row, outcome="not run", note=OUT_OF_TIME)
-        return replace(_compared_row(row, pair, runs=self.naive_runs), numerics=self._numerics("rounding", self.state, pair)[1])
+        return replace(
+            _compared_row(row, pair, runs=self.naive_runs),
+            numerics=self._numerics("rounding", self.state, pair)[1],
+        )
 
     def _row(self, entry: Optimization, stage: Stage) -> Row:
         sources = "; ".join(claim.source for claim in entry.claims)
-        return Row(name=entry.name, stage=stage, workload=self.workload, title=entry.title, claimed=entry.claimed, source=sources)
+        return Row(
+            name=entry.name,
+            stage=stage,
+            workload=self.workload,
+            title=entry.title,
+            claimed=entry.claimed,
+            source=sources,
+        )
 
     def _numerics(self, effect: Effect, state: State, pair: Pair) -> tuple[bool, str]:
-        """Whether the numbers are the reference's: `exact` against the state before, `rounding` against the naive one."""
+        """Whether the numbers are the reference's: `exact` against the state before, `rounding` against the
+        naive one."""
         if effect == "changes-training":
             return False, "another training: its tokens/s do not compare"
         if pair.after.outcome != "ok":
@@ -273,7 +343,13 @@ class _Waterfall:
         if self.workload == "generate":
             worst = max(math.inf if difference is None else difference for difference in pair.after.losses)
             band = LOGPROB_BAND[precision]
-            return worst <= band, f"{'within' if worst <= band else 'OUTSIDE'} {band:g}: log-probabilities differ from fp32 by {worst:.1e}"
+            return (
+                worst <= band,
+                (
+                    f"{'within' if worst <= band else 'OUTSIDE'} {band:g}: log-probabilities differ from fp32"
+                    f" by {worst:.1e}"
+                ),
+            )
         against = pair.before if effect == "exact" or self.reference is None else self.reference
         if against.outcome != "ok":
             return True, "no reference ran"
@@ -282,19 +358,30 @@ class _Waterfall:
 
 
 def _with_speed(row: Row, measured: Measured) -> Row:
-    return replace(row, tokens_per_s=speed(measured), memory_bytes=measured.memory.allocated_bytes if measured.memory else None)
+    return replace(
+        row,
+        tokens_per_s=speed(measured),
+        memory_bytes=measured.memory.allocated_bytes if measured.memory else None,
+    )
 
 
 def _compared_row(row: Row, pair: Pair, *, runs: bool) -> Row:
-    """The row with what the pair says. `runs`: the state before is known to run, so its failing now is chance."""
+    """The row with what the pair says. `runs`: the state before is known to run, so its failing now is
+    chance."""
     if pair.after.outcome != "ok":
         return replace(row, outcome=pair.after.outcome, note=pair.after.error or "")
     row = _with_speed(row, pair.after)
     if pair.before.outcome != "ok":
-        return replace(row, verdict=NOT_COMPARED if runs else RUNS, note=f"the state before did not: {pair.before.outcome}")
+        return replace(
+            row,
+            verdict=NOT_COMPARED if runs else RUNS,
+            note=f"the state before did not: {pair.before.outcome}",
+        )
     found = compared(pair)
     rounds = min(len(pair.before.blocks_s), len(pair.after.blocks_s))
-    return replace(row, measured_ratio=found.ratio, low=found.low, high=found.high, verdict=found.verdict, rounds=rounds)
+    return replace(
+        row, measured_ratio=found.ratio, low=found.low, high=found.high, verdict=found.verdict, rounds=rounds
+    )
 
 
 def speed(measured: Measured) -> float:
@@ -304,7 +391,9 @@ def speed(measured: Measured) -> float:
 
 def compared(pair: Pair) -> Comparison:
     """By seconds a token: a changed batch has other tokens in a step."""
-    first, second = ([block_s / arm.tokens_per_step for block_s in arm.blocks_s] for arm in (pair.before, pair.after))
+    first, second = (
+        [block_s / arm.tokens_per_step for block_s in arm.blocks_s] for arm in (pair.before, pair.after)
+    )
     return compare(first, second, paired=pair.paired)
 
 
@@ -313,4 +402,7 @@ def brief(row: Row) -> str:
     if row.measured_ratio is None:
         said = f"{row.tokens_per_s:,.0f} tokens/s" if row.tokens_per_s else f"{row.outcome}: {row.note}"
         return f"{row.stage}, {row.name}: {said}"
-    return f"{row.stage}, {row.name}: {row.measured_ratio:.2f}x [{row.low:.2f}, {row.high:.2f}] {row.verdict}{', kept' if row.kept else ''}"
+    return (
+        f"{row.stage}, {row.name}: {row.measured_ratio:.2f}x [{row.low:.2f}, {row.high:.2f}]"
+        f" {row.verdict}{', kept' if row.kept else ''}"
+    )

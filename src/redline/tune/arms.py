@@ -1,12 +1,13 @@
-"""From the switches of an ablation to a trial: a plan for pre-training, an engine's or a fine-tuning's setting for the others. No torch.
+"""From the switches of an ablation to a trial: a plan for pre-training, an engine's or a fine-tuning's
+setting for the others. No torch.
 
     arms = arms_for("train", recipe, hardware, samples=None, bounds=Bounds())
     state = naive(entries)                     # every switch off
     arms.trial(state)                          # what to measure
     arms.trial(state, entry.change)            # the same on a changed recipe
 
-A state maps the name of a switch to its value. A value that a kernel cannot take beside the others (fused loss in fp32) falls back to
-the planner's choice, so that one switch can be turned without the rest.
+A state maps the name of a switch to its value. A value that a kernel cannot take beside the others (fused
+loss in fp32) falls back to the planner's choice, so that one switch can be turned without the rest.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +33,8 @@ PIN_NAMES = tuple(field.name for field in fields(PlanPins))
 
 class Arms(Protocol):
     def held(self, state: State) -> State:
-        """The state with every value that it leaves to a rule held at what the rule says now: one change at a time."""
+        """The state with every value that it leaves to a rule held at what the rule says now: one change at a
+        time."""
 
     def trial(self, state: State, change: Change = None) -> Trial: ...
     def precision(self, state: State) -> str:
@@ -51,7 +53,9 @@ class TrainArms:
         pins = {**asdict(recipe.plan), **{name: value for name, value in state.items() if name in PIN_NAMES}}
         if pins["micro_batch"] is not None:
             pins["micro_batch"] = _divisor(recipe.train.batch_size, pins["micro_batch"])
-        if pins["precision"] in ("fp32", "tf32") or (pins["precision"] is None and self.hardware.kind == "cpu"):
+        if pins["precision"] in ("fp32", "tf32") or (
+            pins["precision"] is None and self.hardware.kind == "cpu"
+        ):
             pins["cross_entropy"] = "torch" if pins["cross_entropy"] == "fused" else pins["cross_entropy"]
             pins["attention"] = "auto" if pins["attention"] in ("cudnn", "flash") else pins["attention"]
         pinned = replace(recipe, plan=PlanPins(**pins))
@@ -91,13 +95,19 @@ class WorkArms:
     def trial(self, state: State, change: Change = None) -> Trial:
         recipe = change(self.recipe) if change else self.recipe
         how = asdict(self.switches(**state).in_force())
-        return Trial(workload=self.workload, setting={"recipe": to_toml(recipe), "how": how, **self.beside}, bounds=self.bounds)
+        return Trial(
+            workload=self.workload,
+            setting={"recipe": to_toml(recipe), "how": how, **self.beside},
+            bounds=self.bounds,
+        )
 
     def precision(self, state: State) -> str:
         return self.switches(**state).precision
 
 
-def arms_for(workload: Workload, recipe: Recipe, hardware: Hardware, *, samples: Samples | None, bounds: Bounds) -> Arms:
+def arms_for(
+    workload: Workload, recipe: Recipe, hardware: Hardware, *, samples: Samples | None, bounds: Bounds
+) -> Arms:
     if workload == "train":
         return TrainArms(recipe=recipe, hardware=hardware, bounds=bounds)
     device = {"device": hardware.kind}
@@ -105,12 +115,20 @@ def arms_for(workload: Workload, recipe: Recipe, hardware: Hardware, *, samples:
         return WorkArms(workload=FINETUNING, switches=Finetuning, recipe=recipe, beside=device, bounds=bounds)
     assert samples is not None, "a study that generates says what"
     beside = {**device, "samples": asdict(samples)}
-    # A step is a whole batch of samples, up to some 20 s of them without a cache: the guard's numbers come with the first.
-    return WorkArms(workload=GENERATION, switches=Generating, recipe=recipe, beside=beside, bounds=replace(bounds, guard_steps=1))
+    # A step is a whole batch of samples, up to some 20 s of them without a cache: the guard's numbers come
+    # with the first.
+    return WorkArms(
+        workload=GENERATION,
+        switches=Generating,
+        recipe=recipe,
+        beside=beside,
+        bounds=replace(bounds, guard_steps=1),
+    )
 
 
 def naive(entries: Sequence[Optimization], hardware: Hardware) -> State:
-    """Every switch off; of several that turn the same value the first one's. A CPU only emulates half precision: there fp32 for all."""
+    """Every switch off; of several that turn the same value the first one's. A CPU only emulates half
+    precision: there fp32 for all."""
     state: State = {"precision": "fp32"} if hardware.kind == "cpu" else {}
     for entry in entries:
         for name, value in entry.off.items():

@@ -1,13 +1,15 @@
-"""What runs in the process of a trial: makes a workload, warms it up, and times a block of its steps whenever it is told to.
+"""What runs in the process of a trial: makes a workload, warms it up, and times a block of its steps whenever
+it is told to.
 
     {"do": "start", "workload": "redline.tune.child:Training", "setting": {...}, "block_s": 0.5, "guard_steps": 5, "warmup_s": 10}
         -> {"first_step_s", "warmup_steps", "steps_per_block", "tokens_per_step", "losses", "grad_norms"}
     {"do": "block"}  -> {"step_s", "data_wait_s"}, both per step
     {"do": "memory"} -> the fields of trial.Memory
 
-One line of JSON a request, one a reply; a second `start` puts another setting in the place of the first. A block is timed between two
-synchronisations and has none inside. What fails in a way that has a name is a reply {"failed": ..., "error": ...}; anything else ends
-the process with its traceback, which the parent reads.
+One line of JSON a request, one a reply; a second `start` puts another setting in the place of the first. A
+block is timed between two synchronisations and has none inside. What fails in a way that has a name is a
+reply {"failed": ..., "error": ...}; anything else ends the process with its traceback, which the parent
+reads.
 """
 
 import contextlib
@@ -62,11 +64,14 @@ class Workload(Protocol):
 
 
 class Training:
-    """The real training loop: loader, clipping, record and instruments. Starts from random weights, validates and saves nothing."""
+    """The real training loop: loader, clipping, record and instruments. Starts from random weights, validates
+    and saves nothing."""
 
     def __init__(self, setting: dict[str, Any]) -> None:
         recipe, plan = from_toml(setting["recipe"], where="trial"), from_json(setting["plan"], where="trial")
-        endless = replace(recipe.train, steps=10**9, max_hours=None, eval_every=0, checkpoint_every=0, early_stop_evals=0)
+        endless = replace(
+            recipe.train, steps=10**9, max_hours=None, eval_every=0, checkpoint_every=0, early_stop_evals=0
+        )
         self.tokens_per_step = recipe.tokens_per_step
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
@@ -141,7 +146,8 @@ def cuda_peaks() -> dict[str, int]:
 
 
 def reachable_bytes() -> int:
-    """Bytes of the GPU that are free or in this process's allocator; what becomes less of them went to its context and libraries."""
+    """Bytes of the GPU that are free or in this process's allocator; what becomes less of them went to its
+    context and libraries."""
     if torch.cuda.is_initialized():
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     return next((gpu.free_bytes for gpu in read_facts().gpus), 0)
@@ -166,13 +172,18 @@ class Session:
         timed(1, workload.step, workload.drain)
         first_step_s = time.perf_counter() - began_s
         steps_s: list[float] = []
-        while len(steps_s) + 1 < request["guard_steps"] or not (stationary(steps_s) or sum(steps_s) > request["warmup_s"]):
+        while len(steps_s) + 1 < request["guard_steps"] or not (
+            stationary(steps_s) or sum(steps_s) > request["warmup_s"]
+        ):
             steps_s.append(timed(1, workload.step, workload.drain))
         self.steps_per_block = max(1, round(request["block_s"] / median(steps_s[-3:])))
         gc.collect()
-        gc.disable()  # a collection must not fall into one block and not into another; between blocks it is cheap once all this is frozen
+        # a collection must not fall into one block and not into another; between blocks it is cheap once all
+        # this is frozen
+        gc.disable()
         gc.freeze()
-        # Counted while this process alone is at work: between its requests others fill and clear the same GPU.
+        # Counted while this process alone is at work: between its requests others fill and clear the same
+        # GPU.
         self.other_bytes += reached_bytes - reachable_bytes()
         return {
             "first_step_s": first_step_s,
@@ -188,7 +199,10 @@ class Session:
         gc.collect()
         waited_s = self.workload.waited_s
         seconds = timed(self.steps_per_block, self.workload.step, self.workload.drain)
-        return {"step_s": seconds / self.steps_per_block, "data_wait_s": (self.workload.waited_s - waited_s) / self.steps_per_block}
+        return {
+            "step_s": seconds / self.steps_per_block,
+            "data_wait_s": (self.workload.waited_s - waited_s) / self.steps_per_block,
+        }
 
     def memory(self, _request: dict[str, Any]) -> dict[str, Any]:
         if not torch.cuda.is_initialized():
@@ -208,7 +222,8 @@ class Session:
         gc.unfreeze()
         gc.enable()
         if "torch._dynamo" in sys.modules:  # importing it takes two seconds
-            torch._dynamo.reset()  # a compiled block of another shape would count against the limit of recompilations
+            # a compiled block of another shape would count against the limit of recompilations
+            torch._dynamo.reset()
         gc.collect()
         if torch.cuda.is_initialized():
             torch._C._cuda_clearCublasWorkspaces()
@@ -225,7 +240,9 @@ def _peak_resident_bytes() -> int:
 
 
 def ran_out_of_memory(error: BaseException | None) -> bool:
-    return error is not None and (isinstance(error, torch.OutOfMemoryError) or ran_out_of_memory(error.__cause__))
+    return error is not None and (
+        isinstance(error, torch.OutOfMemoryError) or ran_out_of_memory(error.__cause__)
+    )
 
 
 def serve() -> None:
@@ -236,9 +253,14 @@ def serve() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            reply = {"start": session.start, "block": session.block, "memory": session.memory}[request["do"]](request)
+            reply = {"start": session.start, "block": session.block, "memory": session.memory}[request["do"]](
+                request
+            )
         except (RedlineError, torch.OutOfMemoryError) as error:
-            reply = {"failed": "out_of_memory" if ran_out_of_memory(error) else "crashed", "error": str(error).splitlines()[0][:300]}
+            reply = {
+                "failed": "out_of_memory" if ran_out_of_memory(error) else "crashed",
+                "error": str(error).splitlines()[0][:300],
+            }
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
     session.close()

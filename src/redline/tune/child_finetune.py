@@ -1,7 +1,9 @@
-"""LoRA fine-tuning as a trial: the real updates of `train.finetune` on random rows of the unit-conversion task's lengths, switch by switch.
+"""LoRA fine-tuning as a trial: the real updates of `train.finetune` on random rows of the unit-conversion
+task's lengths, switch by switch.
 
-A step is one update. Speed and the first losses depend on lengths and not on meaning, so no data set is needed; every arm starts from
-the same weights and reads the same rows in the same order. Left out: the record on the disk (`redline bench finetune` has it).
+A step is one update. Speed and the first losses depend on lengths and not on meaning, so no data set is
+needed; every arm starts from the same weights and reads the same rows in the same order. Left out: the record
+on the disk (`redline bench finetune` has it).
 """
 
 import random
@@ -19,7 +21,8 @@ from redline.train.packing import Shape, exact
 
 ROWS = 1000
 PROMPT_SHARE, ANSWER_SHARE = (0.14, 0.28), (0.08, 0.20)
-"""Tokens of a prompt and of an answer as shares of the padded row: 18-36 and 10-26 of 128, as in the seeds' data."""
+"""Tokens of a prompt and of an answer as shares of the padded row: 18-36 and 10-26 of 128, as in the seeds'
+data."""
 RANK, ALPHA = 16, 64
 ANSWER_WORDS = 64
 """Different tokens in the answers, so that there is something to learn."""
@@ -32,12 +35,14 @@ class Finetuned:
         model = _adapted(recipe, how, setting["device"])
         train = recipe.train
         config = FinetuneConfig(
-            epochs=4, batch_size=train.batch_size, lr=train.lr, schedule="constant", warmup_fraction=0.0, graph=how.graph,
+            epochs=4, batch_size=train.batch_size, lr=train.lr, schedule="constant", warmup_fraction=0.0,
+            graph=how.graph,
             compile=how.compile != "off",
         )  # fmt: skip
         rows = examples(recipe)
         self.tuner = Finetuner(model, rows, config, None, [self])
-        whole = [batch for batch in self.tuner.batches if len(batch) == train.batch_size]  # a short last one would be another step
+        # a short last one would be another step
+        whole = [batch for batch in self.tuner.batches if len(batch) == train.batch_size]
         self.tuner.batches, self.tuner.shapes = whole, self.tuner.shapes[: len(whole)]
         if how.padded:
             self.tuner.shapes = [_padded(whole, train.batch_size, recipe.data.seq_len)] * len(whole)
@@ -66,7 +71,9 @@ class Finetuned:
 
     def event(self, kind: str, facts: dict[str, Any]) -> None:
         if kind == "out_of_memory":  # it would go on with smaller passes; a trial is about these
-            raise torch.OutOfMemoryError(f"out of memory with {facts['examples_per_pass_before']} examples a pass")
+            raise torch.OutOfMemoryError(
+                f"out of memory with {facts['examples_per_pass_before']} examples a pass"
+            )
 
 
 def examples(recipe: Recipe) -> list[Example]:
@@ -94,8 +101,14 @@ def _adapted(recipe: Recipe, how: Finetuning, device: str) -> Transformer:
 
 
 def _padded(batches: list[list[Example]], batch_size: int, length: int) -> Shape:
-    """A shape that computes as many positions as rows of `length` would: what is left is filled with sequences that nobody reads."""
+    """A shape that computes as many positions as rows of `length` would: what is left is filled with
+    sequences that nobody reads."""
     exacts = [exact(batch) for batch in batches]
     tokens = batch_size * length
     fillers = -(-(tokens - min(shape.tokens for shape in exacts)) // length)
-    return Shape(tokens=tokens, answers=max(shape.answers for shape in exacts), sequences=batch_size + fillers, longest=length)
+    return Shape(
+        tokens=tokens,
+        answers=max(shape.answers for shape in exacts),
+        sequences=batch_size + fillers,
+        longest=length,
+    )

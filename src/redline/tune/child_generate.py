@@ -1,8 +1,10 @@
-"""Generation as a trial: sampled completions of random prompts, from a pass over everything for each token to the engine, switch by switch.
+"""Generation as a trial: sampled completions of random prompts, from a pass over everything for each token to
+the engine, switch by switch.
 
-With slots that are refilled a step is all of the work, else one batch, which runs until its longest sample has ended; lengths are spread
-evenly from 1 to the limit in both, and only tokens within them count, so speeds compare. `losses` holds what the guard looks at: the
-mean absolute difference of each checked completion's log-probabilities from those that the same weights give in fp32, all at once.
+With slots that are refilled a step is all of the work, else one batch, which runs until its longest sample
+has ended; lengths are spread evenly from 1 to the limit in both, and only tokens within them count, so speeds
+compare. `losses` holds what the guard looks at: the mean absolute difference of each checked completion's
+log-probabilities from those that the same weights give in fp32, all at once.
 
 Shapes: B sequences, T tokens, V vocabulary.
 """
@@ -26,7 +28,8 @@ from redline.optimizations.work import Generating
 
 TEMPERATURE = 0.8
 MOST_UNCACHED = 64
-"""Sequences at once without a cache: their passes are as fast by then as they get, and a batch of all of them would take minutes."""
+"""Sequences at once without a cache: their passes are as fast by then as they get, and a batch of all of them
+would take minutes."""
 CHECKED, CHECKED_TOKENS = 4, 8
 """Completions whose log-probabilities are compared with the reference's, and tokens of each."""
 
@@ -40,18 +43,23 @@ class Generation:
         )
         self.model = build_model(recipe.model, device=setting["device"], seed=recipe.train.seed).eval()
         self.device = self.model.embed.weight.device
-        self.prompts = np.random.default_rng(0).integers(0, recipe.model.vocab_size, (self.work.prompts, self.work.prompt_tokens))
+        self.prompts = np.random.default_rng(0).integers(
+            0, recipe.model.vocab_size, (self.work.prompts, self.work.prompt_tokens)
+        )
         self.waited_s = 0.0
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
         self.model.compute_dtype = torch.bfloat16 if self.how.precision == "bf16" else torch.float32
-        add_lora(self.model, LoraConfig(), seed=recipe.train.seed)  # casts the weights, as rejection sampling does
+        # casts the weights, as rejection sampling does
+        add_lora(self.model, LoraConfig(), seed=recipe.train.seed)
         if self.how.merged:
             merge(self.model)
         total = self.work.prompts * self.work.samples
         self.sequences = min(total, self.how.sequences or total, total if self.how.cached else MOST_UNCACHED)
         self.engine = self._engine() if self.how.cached else None
-        self.lengths = spread(self.work.prompts if self.how.refilled else self.sequences, self.work.new_tokens)
+        self.lengths = spread(
+            self.work.prompts if self.how.refilled else self.sequences, self.work.new_tokens
+        )
         self.tokens_per_step = sum(self.lengths) * (self.work.samples if self.how.refilled else 1)
 
     def step(self) -> None:
@@ -59,7 +67,9 @@ class Generation:
             self.losses = self._differences()
         if self.engine is None:
             rows = np.arange(self.sequences) % len(self.prompts)
-            self._uncached(torch.from_numpy(self.prompts[rows]).to(self.device), self.work.new_tokens, greedy=False)
+            self._uncached(
+                torch.from_numpy(self.prompts[rows]).to(self.device), self.work.new_tokens, greedy=False
+            )
         else:
             for _ in self.engine.run(self._requests()):
                 pass
@@ -76,11 +86,17 @@ class Generation:
 
     @torch.no_grad()
     def _uncached(self, tokens_BT: Tensor, new_tokens: int, *, greedy: bool) -> tuple[Tensor, Tensor]:
-        """A pass over all tokens so far for each new one; gives the new tokens and their log-probabilities."""
+        """A pass over all tokens so far for each new one; gives the new tokens and their
+        log-probabilities."""
         logprobs, start = [], tokens_BT.shape[1]
         for _ in range(new_tokens):
-            logits_BV = self.model.head(self.model.hidden(tokens_BT)[:, -1]).float()  # not of all positions, which would take gigabytes
-            next_B1 = logits_BV.argmax(-1, keepdim=True) if greedy else (logits_BV / TEMPERATURE).softmax(-1).multinomial(1)
+            # not of all positions, which would take gigabytes
+            logits_BV = self.model.head(self.model.hidden(tokens_BT)[:, -1]).float()
+            next_B1 = (
+                logits_BV.argmax(-1, keepdim=True)
+                if greedy
+                else (logits_BV / TEMPERATURE).softmax(-1).multinomial(1)
+            )
             logprobs.append(logits_BV.log_softmax(-1).gather(-1, next_B1))
             tokens_BT = torch.cat([tokens_BT, next_B1], dim=1)
         return tokens_BT[:, start:], torch.cat(logprobs, dim=1)
@@ -88,25 +104,41 @@ class Generation:
     def _engine(self) -> LocalEngine:
         room = max(self.work.new_tokens, CHECKED_TOKENS)
         tokenizer, prompt_tokens = _tokenizer(self.model.config.vocab_size), self.work.prompt_tokens
-        engine = LocalEngine(self.model, tokenizer, slots=self.sequences, max_prompt_tokens=prompt_tokens, max_new_tokens=room)
+        engine = LocalEngine(
+            self.model, tokenizer, slots=self.sequences, max_prompt_tokens=prompt_tokens, max_new_tokens=room
+        )
         engine.decoder.graphs = engine.decoder.graphs and self.how.graphs
         return engine
 
     def _requests(self) -> list[Request]:
-        """All of the work, each prompt with its length; or one batch, in which every sequence runs as long as the longest."""
+        """All of the work, each prompt with its length; or one batch, in which every sequence runs as long as
+        the longest."""
         if self.how.refilled:
             asked = [(number, self.work.samples, length) for number, length in enumerate(self.lengths)]
         else:
             starts = range(0, self.sequences, self.work.samples)
-            asked = [(i, min(self.work.samples, self.sequences - at), self.work.new_tokens) for i, at in enumerate(starts)]
-        return [request for number, samples, length in asked for request in self._request(number, samples, length, TEMPERATURE)]
+            asked = [
+                (i, min(self.work.samples, self.sequences - at), self.work.new_tokens)
+                for i, at in enumerate(starts)
+            ]
+        return [
+            request
+            for number, samples, length in asked
+            for request in self._request(number, samples, length, TEMPERATURE)
+        ]
 
     def _request(self, number: int, samples: int, length: int, temperature: float) -> list[Request]:
         """One request of all samples, or where they do not share their prompt, one for each."""
-        prompt, sampling = tuple(self.prompts[number].tolist()), Sampling(max_new_tokens=length, temperature=temperature)
+        prompt, sampling = (
+            tuple(self.prompts[number].tolist()),
+            Sampling(max_new_tokens=length, temperature=temperature),
+        )
         if self.how.shared:
             return [Request(prompt=prompt, sampling=sampling, samples=samples, tag=number)]
-        return [Request(prompt=prompt, sampling=sampling, first_sample=first, tag=number) for first in range(samples)]
+        return [
+            Request(prompt=prompt, sampling=sampling, first_sample=first, tag=number)
+            for first in range(samples)
+        ]
 
     # ---- the guard's numbers ----
 
@@ -116,7 +148,11 @@ class Generation:
         if self.engine is None:
             chosen_BT, logprobs_BT = self._uncached(prompts_BT, CHECKED_TOKENS, greedy=True)
         else:
-            requests = [request for number in range(count) for request in self._request(number, 1, CHECKED_TOKENS, 0.0)]
+            requests = [
+                request
+                for number in range(count)
+                for request in self._request(number, 1, CHECKED_TOKENS, 0.0)
+            ]
             found = sorted(self.engine.run(requests), key=lambda completion: completion.request.tag)
             chosen_BT = torch.tensor([completion.tokens for completion in found], device=self.device)
             logprobs_BT = torch.tensor([completion.logprobs for completion in found], device=self.device)
@@ -136,7 +172,9 @@ def reference_logprobs(model: Transformer, prompts_BT: Tensor, chosen_BT: Tensor
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        logits_BTV = model.head(model.hidden(torch.cat([prompts_BT, chosen_BT], dim=1))[:, prompts_BT.shape[1] - 1 : -1])
+        logits_BTV = model.head(
+            model.hidden(torch.cat([prompts_BT, chosen_BT], dim=1))[:, prompts_BT.shape[1] - 1 : -1]
+        )
     finally:
         model.compute_dtype = kept
         torch.set_float32_matmul_precision(before)
@@ -147,6 +185,8 @@ def _tokenizer(vocab_size: int) -> Tokenizer:
     """Every id has a text of a few letters; turning tokens into text is part of generating."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     words = ["".join(letters[i // 26**place % 26] for place in range(4)) for i in range(vocab_size - 1)]
-    inner = tokenizers.Tokenizer(models.BPE({token: id_ for id_, token in enumerate([END_OF_TEXT, *words])}, []))
+    inner = tokenizers.Tokenizer(
+        models.BPE({token: id_ for id_, token in enumerate([END_OF_TEXT, *words])}, [])
+    )
     inner.decoder = decoders.ByteLevel()
     return Tokenizer(inner.to_str(), "the trial's tokenizer")

@@ -1,12 +1,15 @@
-"""Two plans measured: the best one stays warm in its child, and every other takes turns with it from a child of its own. No torch.
+"""Two plans measured: the best one stays warm in its child, and every other takes turns with it from a child
+of its own. No torch.
 
     duels = Duels(children, trial_of, deadline_s=..., say=print)
     duels.alone(rules)
     duel = duels.against(best, plan, together=True, final=False, until_s=...)
-    duel.comparison                               # None where one of them failed or the time was over: then nothing is known
+    # None where one of them failed or the time was over: then nothing is known
+    duel.comparison
 
-A child that died between two duels, or in one, says nothing about the plans: it is started again, once. A plan that does not fit beside
-the other may fit by itself: then both are measured alone, one after the other, and only that is the result.
+A child that died between two duels, or in one, says nothing about the plans: it is started again, once. A
+plan that does not fit beside the other may fit by itself: then both are measured alone, one after the other,
+and only that is the result.
 """
 
 import math
@@ -18,10 +21,22 @@ from redline.plan.plan import Plan
 from redline.tune.candidates import differing
 from redline.tune.statistics import Comparison, compare, hopeless
 from redline.tune.store import trial_key
-from redline.tune.trial import Arm, Child, Children, Measured, Trial, lacked_memory, limit_s_of, measure, take_turns, was_killed
+from redline.tune.trial import (
+    Arm,
+    Child,
+    Children,
+    Measured,
+    Trial,
+    lacked_memory,
+    limit_s_of,
+    measure,
+    take_turns,
+    was_killed,
+)
 
 SAME_PROCESS = {"micro_batch", "recompute", "cross_entropy", "loss_chunks", "loader_threads", "prefetch"}
-"""Values that a process can change without leaving anything of the plan before it: a loser's child is used again, which saves imports."""
+"""Values that a process can change without leaving anything of the plan before it: a loser's child is used
+again, which saves imports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +62,14 @@ class Duel:
 
 
 class Duels:
-    def __init__(self, children: Children, trial_of: Callable[[Plan], Trial], *, deadline_s: float, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        children: Children,
+        trial_of: Callable[[Plan], Trial],
+        *,
+        deadline_s: float,
+        say: Callable[[str], None],
+    ) -> None:
         self._children, self._trial_of, self._deadline_s, self._say = children, trial_of, deadline_s, say
         self._holder: Arm | None = None
         """The best plan, warm in a child; None where it was not needed yet."""
@@ -63,7 +85,8 @@ class Duels:
         self._holder = self._spare = None
 
     def alone(self, plan: Plan) -> Measured:
-        """Measure a plan, in a child that stays; once more where it crashed or was killed. It takes the time that it takes."""
+        """Measure a plan, in a child that stays; once more where it crashed or was killed. It takes the time
+        that it takes."""
         for tries_left in (1, 0):
             holder = self._hold(plan, math.inf)
             for _ in range(holder.trial.bounds.blocks):
@@ -75,20 +98,29 @@ class Duels:
         return measured
 
     def against(self, best: Plan, plan: Plan, *, together: bool, final: bool, until_s: float) -> Duel:
-        """Measure a plan and the best one, in turns where both fit at once. The child of the faster one stays. Both plans of the `final`
-        duel have run before: there either is started again, and no blocks are saved. From `until_s` on nothing new is begun."""
+        """Measure a plan and the best one, in turns where both fit at once. The child of the faster one
+        stays. Both plans of the `final` duel have run before: there either is started again, and no blocks
+        are saved. From `until_s` on nothing new is begun."""
         lacking = None
         if together:
             duel, challenger = self._in_turns(best, plan, final, until_s)
-            lacking = next((measured for measured in (duel.measured, duel.best) if lacked_memory(measured)), None)
+            lacking = next(
+                (measured for measured in (duel.measured, duel.best) if lacked_memory(measured)), None
+            )
         if not together or (lacking is not None and not _over(until_s)):
             if lacking is not None:
                 challenger.child.close()
             killed = lacking is not None and was_killed(lacking)
-            why = "one of the two plans was killed, perhaps for want of memory" if killed else "both plans at once do not fit in memory"
+            why = (
+                "one of the two plans was killed, perhaps for want of memory"
+                if killed
+                else "both plans at once do not fit in memory"
+            )
             self._say(f"  {why}: one after the other")
             duel, challenger = self._apart(best, plan, final, until_s)
-        duel = replace(duel, cut=_over(until_s) and not _complete(duel, challenger.trial.bounds.blocks, final))
+        duel = replace(
+            duel, cut=_over(until_s) and not _complete(duel, challenger.trial.bounds.blocks, final)
+        )
         if duel.comparison is not None and duel.comparison.verdict == "faster":
             self._spare = (self._holder.child, best) if self._holder is not None else None
             self._holder = challenger
@@ -98,7 +130,8 @@ class Duels:
 
     def _in_turns(self, best: Plan, plan: Plan, final: bool, until_s: float) -> tuple[Duel, Arm]:
         holder = self._hold(best, self._deadline_s)
-        holder.forget()  # where the challenger fails before its first block, those of another time would stand beside it
+        # where the challenger fails before its first block, those of another time would stand beside it
+        holder.forget()
         challenger = self._challenger(plan, until_s)
         for tries_left in (1, 0):
             if challenger.failed is None:
@@ -117,7 +150,10 @@ class Duels:
         def enough() -> bool:
             if holder.failed is not None or challenger.failed is not None or _over(until_s):
                 return True
-            holder.limit_s, challenger.limit_s = limit_s_of(holder.trial, self._deadline_s), limit_s_of(challenger.trial, until_s)
+            holder.limit_s, challenger.limit_s = (
+                limit_s_of(holder.trial, self._deadline_s),
+                limit_s_of(challenger.trial, until_s),
+            )
             return not final and hopeless(holder.blocks_s, challenger.blocks_s)
 
         take_turns([holder, challenger], holder.trial.bounds.blocks, enough)
@@ -139,11 +175,14 @@ class Duels:
                     break
             if challenger.failed is None or not final or not tries_left or _over(until_s):
                 break
-            self._say(f"  a plan that ran before {challenger.failed.outcome} ({challenger.failed.error}): once more")
+            self._say(
+                f"  a plan that ran before {challenger.failed.outcome} ({challenger.failed.error}): once more"
+            )
         return Duel(measured=challenger.end(), best=reference, paired=False), challenger
 
     def _challenger(self, plan: Plan, until_s: float) -> Arm:
-        """The plan, started: in the child of the last loser where that can be, else, or where that one crashed, in a new one."""
+        """The plan, started: in the child of the last loser where that can be, else, or where that one
+        crashed, in a new one."""
         spare, self._spare = self._spare, None
         if spare is not None and spare[0].alive and not set(differing(spare[1], plan)) - SAME_PROCESS:
             arm = self._start(self._trial_of(plan), spare[0], until_s)
@@ -156,7 +195,11 @@ class Duels:
     def _hold(self, plan: Plan, until_s: float) -> Arm:
         """Have the plan warm in a child."""
         trial = self._trial_of(plan)
-        if self._holder is None or not self._holder.child.alive or trial_key(self._holder.trial) != trial_key(trial):
+        if (
+            self._holder is None
+            or not self._holder.child.alive
+            or trial_key(self._holder.trial) != trial_key(trial)
+        ):
             self.close()
             self._holder = self._start(trial, self._children.take(trial.allocator), until_s)
         self._holder.limit_s = limit_s_of(trial, until_s)
@@ -174,7 +217,8 @@ def _over(until_s: float) -> bool:
 
 
 def _complete(duel: Duel, rounds: int, final: bool) -> bool:
-    """Whether a duel has the rounds that it was meant to have, or was given up before for a reason other than the time."""
+    """Whether a duel has the rounds that it was meant to have, or was given up before for a reason other than
+    the time."""
     if duel.comparison is None:
         return False
     return duel.rounds >= rounds or (not final and hopeless(duel.best.blocks_s, duel.measured.blocks_s))

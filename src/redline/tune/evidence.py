@@ -1,13 +1,13 @@
-"""What a profiled piece of work shows: its operations by name, the dtypes of its matrix products, the kernels that ran on a GPU; and how a
-check says what it found.
+"""What a profiled piece of work shows: its operations by name, the dtypes of its matrix products, the kernels
+that ran on a GPU; and how a check says what it found.
 
     with profiled() as seen:
         step()
     seen.operations["aten::mm"], seen.products, seen.kernels
     checked("optimiser kernels", seen.operations["aten::_fused_adamw_"] > 0, "what was seen")
 
-Read from the profiler's own trace, which holds the types of the inputs also of compiled code (a dispatch mode would keep the compiler
-from running). Costs a slow step; for proofs, not for measuring.
+Read from the profiler's own trace, which holds the types of the inputs also of compiled code (a dispatch mode
+would keep the compiler from running). Costs a slow step; for proofs, not for measuring.
 """
 
 import json
@@ -23,9 +23,16 @@ from typing import Any, Literal
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-DTYPES = {"float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16", "c10::Float8_e4m3fn": "fp8", "c10::Float8_e5m2": "fp8"}
+DTYPES = {
+    "float": "fp32",
+    "c10::BFloat16": "bf16",
+    "c10::Half": "fp16",
+    "c10::Float8_e4m3fn": "fp8",
+    "c10::Float8_e5m2": "fp8",
+}
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
-"""Those of layers. Explicit attention multiplies batches (`bmm`), in fp32 whatever it is given: torch means it so."""
+"""Those of layers. Explicit attention multiplies batches (`bmm`), in fp32 whatever it is given: torch means
+it so."""
 
 
 READ = "aten::_local_scalar_dense"
@@ -67,14 +74,16 @@ class Seen:
     embedded: list[tuple[int, ...]] = field(default_factory=list)
     """Shapes of the tokens that were looked up, one an embedding: the passes of a training."""
     reads: int = 0
-    """Numbers that the host read, but for those inside an optimiser's step, which are torch's own and on a CPU many."""
+    """Numbers that the host read, but for those inside an optimiser's step, which are torch's own and on a
+    CPU many."""
 
 
 @contextmanager
 def profiled() -> Iterator[Seen]:
     """Filled when the `with` block ends."""
     seen = Seen()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13 says on standard error that it starts and stops
+    # torch 2.13 says on standard error that it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
     with profile(activities=activities, record_shapes=True) as profiler:
         yield seen
@@ -89,7 +98,11 @@ def profiled() -> Iterator[Seen]:
 
 def _take_in(seen: Seen, events: list[dict[str, Any]]) -> None:
     work: Counter[str] = Counter()
-    marked = [event for event in events if event.get("cat") == "user_annotation" and event["name"].startswith(OPTIMIZER)]
+    marked = [
+        event
+        for event in events
+        if event.get("cat") == "user_annotation" and event["name"].startswith(OPTIMIZER)
+    ]
     steps = [(event["ts"], event["ts"] + event["dur"]) for event in marked]
     for event in events:
         kind, name = event.get("cat"), event.get("name", "")

@@ -1,12 +1,14 @@
-"""The numerics guard: does a plan compute the same training? Losses and gradient norms of the first steps against a reference. No torch.
+"""The numerics guard: does a plan compute the same training? Losses and gradient norms of the first steps
+against a reference. No torch.
 
-    effect = effect_of(reference_plan, plan)                   # "exact" or "rounding": the most that any changed value may do
+    # "exact" or "rounding": the most that any changed value may do
+    effect = effect_of(reference_plan, plan)
     guard(reference, measured, effect, precision=plan.precision).passed
 
-`exact`     the same sums in another order (micro-batch, recomputation, loader): within float reassociation of the compute dtype.
-`rounding`  other roundings of the same mathematics (precision, compiled or other kernels): within ROUNDING_BAND.
-What changes the training itself is a recipe's matter: a plan cannot, and a workload whose steps have no losses is not passed but
-"not checked". A plan that fails is never chosen.
+`exact`     the same sums in another order (micro-batch, recomputation, loader): within float reassociation of
+the compute dtype. `rounding`  other roundings of the same mathematics (precision, compiled or other kernels):
+within ROUNDING_BAND. What changes the training itself is a recipe's matter: a plan cannot, and a workload
+whose steps have no losses is not passed but "not checked". A plan that fails is never chosen.
 """
 
 import math
@@ -32,12 +34,13 @@ EFFECTS: dict[str, Effect] = {
 }
 """What a plan value may do to the numbers; one that is not named here may only round."""
 EXACT_BAND = {"fp32": 1e-5, "tf32": 1e-3, "fp16": 1e-3, "bf16": 3e-3, "fp8": 1e-2}
-"""Relative difference of a loss that another order of sums may bring, by compute dtype: a few units in the last place, grown over the
-first steps (fp32 on a CPU gives 2e-7)."""
+"""Relative difference of a loss that another order of sums may bring, by compute dtype: a few units in the
+last place, grown over the first steps (fp32 on a CPU gives 2e-7)."""
 ROUNDING_BAND = 1e-2
 """Relative difference of a loss: TF32, bf16 and fp16 stay within it of fp32 over 30 updates (LOG.md)."""
 NORM_FACTOR = 10.0
-"""A gradient norm may differ by this many times the band of the loss: it is a sum of squares that no mean smooths."""
+"""A gradient norm may differ by this many times the band of the loss: it is a sum of squares that no mean
+smooths."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +59,10 @@ class Guard:
     def __str__(self) -> str:
         if self.steps == 0:
             return "not checked: no losses"
-        numbers = f"loss {self.loss_difference:.0e}, gradient norm {self.grad_norm_difference:.0e} over {self.steps} steps"
+        numbers = (
+            f"loss {self.loss_difference:.0e}, gradient norm {self.grad_norm_difference:.0e} over"
+            f" {self.steps} steps"
+        )
         return (
             f"same training ({self.effect}: {numbers})"
             if self.passed
@@ -77,7 +83,14 @@ def guard(reference: Measured, measured: Measured, effect: Effect, *, precision:
     norms = [_difference(a, b) for a, b in zip(reference.grad_norms, measured.grad_norms, strict=False)]
     loss, norm = max(losses, default=0.0), max(norms, default=0.0)
     passed = loss <= band and norm <= NORM_FACTOR * band
-    return Guard(passed=passed, effect=effect, steps=len(losses), loss_difference=loss, grad_norm_difference=norm, band=band)
+    return Guard(
+        passed=passed,
+        effect=effect,
+        steps=len(losses),
+        loss_difference=loss,
+        grad_norm_difference=norm,
+        band=band,
+    )
 
 
 def _difference(reference: float | None, value: float | None) -> float:

@@ -1,4 +1,5 @@
-"""The process of a trial, before anything else: it ends when its parent does. Only then torch is imported, which takes seconds. No torch.
+"""The process of a trial, before anything else: it ends when its parent does. Only then torch is imported,
+which takes seconds. No torch.
 
 python -m redline.tune.lifeline PARENT      # then child.py reads requests
 """
@@ -17,7 +18,8 @@ LOOK_EVERY_S = 1.0
 
 
 def end_with(parent: int) -> None:
-    """End, whatever this process is doing, when its parent does, killed or not; at once if that has happened already."""
+    """End, whatever this process is doing, when its parent does, killed or not; at once if that has happened
+    already."""
     if not _signalled_when_parent_ends():
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     if os.getppid() != parent:

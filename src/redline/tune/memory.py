@@ -1,14 +1,16 @@
-"""Memory of any micro-batch from two or three small probes, so that the largest pick does not run out of it. No torch here.
+"""Memory of any micro-batch from two or three small probes, so that the largest pick does not run out of it.
+No torch here.
 
     fit = fit_memory(probes)                     # readings at micro-batch 1, 2, 4
     fit.active_bytes(64), fit.reserved_bytes(64)
-    fit.fits(64, capacity_bytes)                 # with a margin, beside what the CUDA context and libraries were seen to take
+    # with a margin, beside what the CUDA context and libraries were seen to take
+    fit.fits(64, capacity_bytes)
     pick_micro_batch(recipe, plan, child, capacity_bytes=...)
 
-At one sequence length and one code path, active bytes are a straight line in the micro-batch (bookkeeping, not noise), above a floor that
-small passes do not leave (the update's own peak). What torch reserves is more, and a line of its own: holes grow with the passes, not
-with the weights. Readings come from the second step on: gradients and optimiser state exist then. Left out: lengths that vary within a
-run, mixtures of experts.
+At one sequence length and one code path, active bytes are a straight line in the micro-batch (bookkeeping,
+not noise), above a floor that small passes do not leave (the update's own peak). What torch reserves is more,
+and a line of its own: holes grow with the passes, not with the weights. Readings come from the second step
+on: gradients and optimiser state exist then. Left out: lengths that vary within a run, mixtures of experts.
 """
 
 from collections.abc import Sequence
@@ -24,9 +26,11 @@ MARGIN = 0.03
 FURTHEST, CLOSE = 4, 2
 """How many times the largest probe the next one may be; and how many times the last one the pick may be."""
 ACTIVATION_SHARE = 0.05
-"""Probes begin where activations are this share of the predicted peak; below it the line drowns in the floor."""
+"""Probes begin where activations are this share of the predicted peak; below it the line drowns in the
+floor."""
 STEEPEST = 1.5
-"""Memory is taken to grow at most this many times as fast as arithmetic says; it was seen to say too much, never too little (LOG.md)."""
+"""Memory is taken to grow at most this many times as fast as arithmetic says; it was seen to say too much,
+never too little (LOG.md)."""
 PROBE = Bounds(blocks=0, guard_steps=2, warmup_s=0.0)
 """Two steps, nothing timed."""
 
@@ -41,8 +45,8 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFit:
-    """active = max(floor, base + per_sequence x micro-batch); reserved has a line of its own, and is no less than active by the ratio that
-    the largest probe shows."""
+    """active = max(floor, base + per_sequence x micro-batch); reserved has a line of its own, and is no less
+    than active by the ratio that the largest probe shows."""
 
     floor_bytes: float
     base_bytes: float
@@ -53,7 +57,8 @@ class MemoryFit:
     other_bytes: int
     largest_probe: int
     residual: float
-    """How far the smallest of three probes lies from the line of the two larger ones, as a share; it widens the margin."""
+    """How far the smallest of three probes lies from the line of the two larger ones, as a share; it widens
+    the margin."""
 
     def active_bytes(self, micro_batch: int) -> float:
         return max(self.floor_bytes, self.base_bytes + self.per_sequence_bytes * micro_batch)
@@ -64,11 +69,15 @@ class MemoryFit:
 
     def fits(self, micro_batch: int, capacity_bytes: int) -> bool:
         """Whether it fits a device, or a limit, of `capacity_bytes` with the margin."""
-        return self.reserved_bytes(micro_batch) * (1 + MARGIN + self.residual) + self.other_bytes <= capacity_bytes
+        return (
+            self.reserved_bytes(micro_batch) * (1 + MARGIN + self.residual) + self.other_bytes
+            <= capacity_bytes
+        )
 
 
 def fit_memory(probes: Sequence[Probe]) -> MemoryFit:
-    """The line through the two largest probes and the floor under the others. One probe alone gives a flat line: what it took."""
+    """The line through the two largest probes and the floor under the others. One probe alone gives a flat
+    line: what it took."""
     ordered = sorted(probes, key=lambda probe: probe.micro_batch)
     *smaller, last = ordered
     active, reserved = last.memory.active_bytes, last.memory.reserved_bytes
@@ -109,8 +118,11 @@ class Pick:
     """The planner's own prediction of the pick's active peak, without a probe."""
 
 
-def with_micro_batch(recipe: Recipe, plan: Plan, micro_batch: int, passes: int | None = None) -> tuple[Recipe, Plan]:
-    """The recipe and the plan at another micro-batch; `passes` cuts the update short for a trial, the recipe's own batch otherwise."""
+def with_micro_batch(
+    recipe: Recipe, plan: Plan, micro_batch: int, passes: int | None = None
+) -> tuple[Recipe, Plan]:
+    """The recipe and the plan at another micro-batch; `passes` cuts the update short for a trial, the
+    recipe's own batch otherwise."""
     batch = micro_batch * passes if passes is not None else recipe.train.batch_size
     accumulation = batch // (micro_batch * plan.world_size)
     short = replace(recipe, train=replace(recipe.train, batch_size=batch))
@@ -118,13 +130,18 @@ def with_micro_batch(recipe: Recipe, plan: Plan, micro_batch: int, passes: int |
 
 
 def probe(recipe: Recipe, plan: Plan, micro_batch: int, child: Child) -> Measured:
-    """Two steps of two passes in the child; two, because gradients that accumulate take memory of their own."""
+    """Two steps of two passes in the child; two, because gradients that accumulate take memory of their
+    own."""
     share = recipe.train.batch_size // plan.world_size
-    return measure(train_trial(*with_micro_batch(recipe, plan, micro_batch, min(2, share // micro_batch)), PROBE), child=child)
+    return measure(
+        train_trial(*with_micro_batch(recipe, plan, micro_batch, min(2, share // micro_batch)), PROBE),
+        child=child,
+    )
 
 
 def pick_micro_batch(recipe: Recipe, plan: Plan, child: Child, *, capacity_bytes: int) -> Pick | None:
-    """Probe, fit, and pick the largest micro-batch that fits; None where not even the first could be probed."""
+    """Probe, fit, and pick the largest micro-batch that fits; None where not even the first could be
+    probed."""
     sizes = divisors(recipe.train.batch_size // plan.world_size)
     probes: list[Probe] = []
     size: int | None = _first_probe(recipe, plan, sizes)
@@ -134,16 +151,27 @@ def pick_micro_batch(recipe: Recipe, plan: Plan, child: Child, *, capacity_bytes
             break
         probes.append(Probe(micro_batch=size, memory=measured.memory))
         size = _next_probe(probes, sizes, capacity_bytes)
-        if size is not None and len(probes) == 1:  # nothing is known of the slope yet but what arithmetic says
-            growth = arithmetic_memory(recipe, plan, size).total - arithmetic_memory(recipe, plan, probes[0].micro_batch).total
+        # nothing is known of the slope yet but what arithmetic says
+        if size is not None and len(probes) == 1:
+            growth = (
+                arithmetic_memory(recipe, plan, size).total
+                - arithmetic_memory(recipe, plan, probes[0].micro_batch).total
+            )
             taken = measured.memory.reserved_bytes + measured.memory.other_bytes
             size = size if taken + STEEPEST * growth <= capacity_bytes else None
     if not probes:
         return None
     fit = fit_memory(probes)
     reach = CLOSE * fit.largest_probe if len(probes) > 1 else fit.largest_probe
-    best = max((s for s in sizes if s <= reach and fit.fits(s, capacity_bytes)), default=probes[0].micro_batch)
-    return Pick(micro_batch=best, fit=fit, probes=tuple(probes), arithmetic_bytes=arithmetic_memory(recipe, plan, best).total)
+    best = max(
+        (s for s in sizes if s <= reach and fit.fits(s, capacity_bytes)), default=probes[0].micro_batch
+    )
+    return Pick(
+        micro_batch=best,
+        fit=fit,
+        probes=tuple(probes),
+        arithmetic_bytes=arithmetic_memory(recipe, plan, best).total,
+    )
 
 
 def divisors(count: int) -> list[int]:
@@ -163,7 +191,9 @@ def arithmetic_memory(recipe: Recipe, plan: Plan, micro_batch: int) -> arithmeti
         recompute=plan.recompute,
         loss_chunks=plan.loss_chunks,
         world_size=plan.world_size,
-        fused=arithmetic.fuses(compiled=plan.compile != "off", cuda=plan.hardware.kind == "cuda", precision=plan.precision),
+        fused=arithmetic.fuses(
+            compiled=plan.compile != "off", cuda=plan.hardware.kind == "cuda", precision=plan.precision
+        ),
         fused_loss=plan.cross_entropy == "fused",
     )
 
@@ -178,7 +208,8 @@ def _first_probe(recipe: Recipe, plan: Plan, sizes: Sequence[int]) -> int:
 
 
 def _next_probe(probes: Sequence[Probe], sizes: Sequence[int], capacity_bytes: int) -> int | None:
-    """Twice the last until there are three; then towards half of the largest that fits, so that the pick lies close to a probe."""
+    """Twice the last until there are three; then towards half of the largest that fits, so that the pick lies
+    close to a probe."""
     fit, last = fit_memory(probes), probes[-1].micro_batch
     if len(probes) < 3:
         size = next((s for s in sizes if s >= 2 * last), None)

@@ -1,11 +1,12 @@
-"""Folders for what the processes of trials write and nobody keeps: the parent's, who removes them though the child was killed. No torch.
+"""Folders for what the processes of trials write and nobody keeps: the parent's, who removes them though the
+child was killed. No torch.
 
     scratch = Scratch()
     environment[SCRATCH] = str(scratch.path)
     scratch.close()
 
-Where the parent was killed too, the next one that needs a folder removes what nobody has locked any more. Not by TMPDIR, because
-compilers keep there what they compiled, for the next process.
+Where the parent was killed too, the next one that needs a folder removes what nobody has locked any more. Not
+by TMPDIR, because compilers keep there what they compiled, for the next process.
 """
 
 import fcntl

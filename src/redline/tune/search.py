@@ -1,15 +1,18 @@
-"""The search for the fastest plan: one value at a time, the most promising first, each measured and kept only if it is faster. No torch.
+"""The search for the fastest plan: one value at a time, the most promising first, each measured and kept only
+if it is faster. No torch.
 
     with TuningFolder(path) as folder:
         tuned = tune(recipe, rules_plan, folder, minutes=6, progress=print)
 
-It starts from the rules' plan, walks the micro-batch down and up, tries the other candidates, walks the micro-batch again if one of them
-was kept, and ends with the winner against the rules' plan. Every candidate takes turns with the best plan so far (duel.py): on a machine
-whose speed drifts nothing else can be believed. A candidate wins when its interval lies above 1, its numbers pass the guard, and, if it
-compiles, the run is long enough to earn that back. Trials use the recipe's own data and step, with updates cut to a few passes where the
-recipe's are long: a plan changes the time of a pass, and the update's own cost is the same for all. The rules' plan is measured whatever
-it takes; everything after it keeps to the time, that of the last comparison set aside. Left out: several processes, and values that
-interact in ways that a walk along the axes cannot see.
+It starts from the rules' plan, walks the micro-batch down and up, tries the other candidates, walks the
+micro-batch again if one of them was kept, and ends with the winner against the rules' plan. Every candidate
+takes turns with the best plan so far (duel.py): on a machine whose speed drifts nothing else can be believed.
+A candidate wins when its interval lies above 1, its numbers pass the guard, and, if it compiles, the run is
+long enough to earn that back. Trials use the recipe's own data and step, with updates cut to a few passes
+where the recipe's are long: a plan changes the time of a pass, and the update's own cost is the same for all.
+The rules' plan is measured whatever it takes; everything after it keeps to the time, that of the last
+comparison set aside. Left out: several processes, and values that interact in ways that a walk along the axes
+cannot see.
 """
 
 import time
@@ -29,14 +32,25 @@ from redline.tune.guard import effect_of, guard
 from redline.tune.memory import Probe, divisors, fit_memory, pick_micro_batch
 from redline.tune.statistics import interval
 from redline.tune.store import Result, Row, TuningFolder, pinned, trial_key
-from redline.tune.trial import Bounds, Child, Children, Measured, Trial, lacked_memory, train_trial, was_killed
+from redline.tune.trial import (
+    Bounds,
+    Child,
+    Children,
+    Measured,
+    Trial,
+    lacked_memory,
+    train_trial,
+    was_killed,
+)
 
 COMPILE_S = {"default": 40.0, AUTOTUNED: 200.0}
-"""What a trial costs beyond others when it compiles in a way that was not compiled before (gpt2-124m on an H200: 203 s, LOG.md)."""
+"""What a trial costs beyond others when it compiles in a way that was not compiled before (gpt2-124m on an
+H200: 203 s, LOG.md)."""
 RULES = "the rules' plan"
 FINAL = "the winner against"
 STEP = 1.8
-"""The micro-batch walks from divisor to divisor of the batch, each at least this many times the one before."""
+"""The micro-batch walks from divisor to divisor of the batch, each at least this many times the one
+before."""
 LONG_STEP_S = 0.5
 """An update predicted longer than this is cut short in trials."""
 SHAPE = ("precision", "compile", "recompute", "attention", "cross_entropy", "loss_chunks")
@@ -50,11 +64,21 @@ class Tuned:
 
 
 def tune(
-    recipe: Recipe, rules: Plan, folder: TuningFolder, *, minutes: float, progress: Callable[[str], None], bounds: Bounds | None = None
+    recipe: Recipe,
+    rules: Plan,
+    folder: TuningFolder,
+    *,
+    minutes: float,
+    progress: Callable[[str], None],
+    bounds: Bounds | None = None,
 ) -> Tuned:
-    """Find the fastest plan within the time, write it into the folder, and return it with the table of trials."""
+    """Find the fastest plan within the time, write it into the folder, and return it with the table of
+    trials."""
     if rules.world_size != 1:
-        raise ConfigError(f"tuning works on one process, this plan has {rules.world_size}: tune with --nproc 1 and the same recipe")
+        raise ConfigError(
+            f"tuning works on one process, this plan has {rules.world_size}: tune with --nproc 1 and the same"
+            " recipe"
+        )
     write_atomic(folder.path / "recipe.toml", to_toml(recipe))
     search = _Search(recipe, rules, folder, minutes, progress, bounds or Bounds())
     try:
@@ -74,20 +98,29 @@ class _Search:
     """One search: the best plan so far, and what it was seen to do."""
 
     def __init__(
-        self, recipe: Recipe, rules: Plan, folder: TuningFolder, minutes: float, progress: Callable[[str], None], bounds: Bounds
+        self,
+        recipe: Recipe,
+        rules: Plan,
+        folder: TuningFolder,
+        minutes: float,
+        progress: Callable[[str], None],
+        bounds: Bounds,
     ) -> None:
         self.recipe, self.asked, self.folder, self.bounds = recipe, rules, folder, bounds
         self.rules = rules
-        """What the search starts from, and what its gain is against: the plan that was asked for, or that one with smaller passes."""
+        """What the search starts from, and what its gain is against: the plan that was asked for, or that one
+        with smaller passes."""
         self.began_s, self.budget_s, self._progress = time.monotonic(), 60 * minutes, progress
         self.fixed = set(pinned(rules))
         self.best = rules
         self.best_measured = self.rules_measured = self.alone = Measured(outcome="ok")
-        """What the best plan gave, what the rules' plan gave, and what that gave when it was measured by itself at the start."""
+        """What the best plan gave, what the rules' plan gave, and what that gave when it was measured by
+        itself at the start."""
         self.children = Children.on(rules.hardware)
         self.duels = Duels(self.children, self._trial, deadline_s=self.began_s + self.budget_s, say=self.say)
         self.gain = (1.0, 1.0, 1.0)
-        """What the duels say the best plan is worth, with the ends of its interval: the product of those that were kept."""
+        """What the duels say the best plan is worth, with the ends of its interval: the product of those that
+        were kept."""
         self.rows: list[Row] = []
         self.untried: list[str] = []
         self.why: dict[str, Why] = {}
@@ -100,7 +133,11 @@ class _Search:
 
     def begin(self) -> None:
         """Measure the rules' plan; where it does not fit, smaller passes of it."""
-        cut = f", updates cut to {self.short.train.batch_size} sequences" if self.short is not self.recipe else ""
+        cut = (
+            f", updates cut to {self.short.train.batch_size} sequences"
+            if self.short is not self.recipe
+            else ""
+        )
         most = f"{format_duration(self.budget_s)} at most, or what the rules' plan takes"
         self.say(f"tuning {self.recipe.name} on {self.rules.hardware.title}: {most}{cut}")
         failures: list[str] = []
@@ -108,7 +145,11 @@ class _Search:
             measured = self._measure_alone(RULES, self.best)
             if not lacked_memory(measured) or "micro_batch" in self.fixed:
                 break
-            what = "was killed twice, perhaps for want of memory" if was_killed(measured) else "ran out of memory"
+            what = (
+                "was killed twice, perhaps for want of memory"
+                if was_killed(measured)
+                else "ran out of memory"
+            )
             failures.append(f"micro-batch {self.best.micro_batch} {what}")
             smaller = self._smaller_size(failures[-1])
             if smaller is None:
@@ -118,45 +159,71 @@ class _Search:
         if measured.outcome != "ok":
             raise TrainingError(f"the rules' plan does not run here ({measured.outcome}): {measured.error}")
         if failures:
-            why = {"micro_batch": Why(reason="; ".join(failures), source="measurement"), "accumulation": self._accumulation(self.best)}
+            why = {
+                "micro_batch": Why(reason="; ".join(failures), source="measurement"),
+                "accumulation": self._accumulation(self.best),
+            }
             self.best = replace(self.best, why={**self.best.why, **why})
-        self.rules, self.best_measured, self.rules_measured, self.alone = self.best, measured, measured, measured
+        self.rules, self.best_measured, self.rules_measured, self.alone = (
+            self.best,
+            measured,
+            measured,
+            measured,
+        )
         self._row(self.against, None, measured, note="where the search starts", kept=True)
 
     def walk_micro_batch(self) -> None:
-        """Down and up from the best size, further as long as it gets faster; down first, so that two readings show what up would take."""
+        """Down and up from the best size, further as long as it gets faster; down first, so that two readings
+        show what up would take."""
         for up in (False, True):
             while "micro_batch" not in self.fixed and (size := self._next_size(up)) is not None:
-                if not self._try(Candidate(change={"micro_batch": size}, predicted=1.0, reason="passes of another size")):
+                if not self._try(
+                    Candidate(change={"micro_batch": size}, predicted=1.0, reason="passes of another size")
+                ):
                     break
 
     def try_candidates(self) -> None:
-        """Every candidate once against the best plan of its time; what was predicted is predicted anew when the best changes."""
+        """Every candidate once against the best plan of its time; what was predicted is predicted anew when
+        the best changes."""
         done: set[str] = set()
         while True:
             share = self.best_measured.data_wait_share
-            todo = [c for c in candidates(self.recipe, self.best, fixed=self.fixed, data_wait_share=share) if c.name not in done]
+            todo = [
+                c
+                for c in candidates(self.recipe, self.best, fixed=self.fixed, data_wait_share=share)
+                if c.name not in done
+            ]
             if not todo:
                 return
             done.add(todo[0].name)
             self._try(todo[0])
 
     def finish(self) -> Tuned:
-        """The winner once more against the rules' plan: a choice among many flatters the chosen, and this measurement had no part in it."""
+        """The winner once more against the rules' plan: a choice among many flatters the chosen, and this
+        measurement had no part in it."""
         ratio, low, high, paired, unconfirmed = 1.0, 1.0, 1.0, True, ""
         if differing(self.rules, self.best):
             name = f"{FINAL} {self.against}"
             found = self._measure_against(f"{self.against}, again", self.rules, final=True)
             duel = replace(found, measured=found.best, best=found.measured)  # what was best is what is judged
             if (comparison := duel.comparison) is None:
-                unconfirmed = "the time was over" if found.cut else str(found.measured.error or found.best.error)
-                self._row(name, None, duel.measured, note=f"failed: {unconfirmed}; the same command makes it again")
+                unconfirmed = (
+                    "the time was over" if found.cut else str(found.measured.error or found.best.error)
+                )
+                self._row(
+                    name, None, duel.measured, note=f"failed: {unconfirmed}; the same command makes it again"
+                )
                 ratio, low, high = self.gain
             else:
                 self._row(name, None, duel.measured, duel, kept=comparison.verdict == "faster")
                 if comparison.verdict == "faster":
                     self.best_measured = duel.measured
-                    ratio, low, high, paired = comparison.ratio, comparison.low, comparison.high, comparison.paired
+                    ratio, low, high, paired = (
+                        comparison.ratio,
+                        comparison.low,
+                        comparison.high,
+                        comparison.paired,
+                    )
                 else:
                     self.say(f"{self.against} stays")
                     self.best, self.best_measured, self.why = self.rules, duel.best, {}
@@ -194,19 +261,29 @@ class _Search:
             self._row(candidate.name, candidate.predicted, note="not tried to its end: the time was over")
             return False
         if comparison is None:
-            failed, who = (measured, "") if measured.outcome != "ok" else (duel.best, "the plan it is compared with ")
-            self._row(candidate.name, candidate.predicted, measured, note=f"{who}{failed.outcome}: {failed.error}")
+            failed, who = (
+                (measured, "") if measured.outcome != "ok" else (duel.best, "the plan it is compared with ")
+            )
+            self._row(
+                candidate.name, candidate.predicted, measured, note=f"{who}{failed.outcome}: {failed.error}"
+            )
             return False
         numbers = guard(self.rules_measured, measured, effect_of(self.rules, plan), precision=plan.precision)
         payback = self._payback_steps(candidate, duel)
         kept = comparison.verdict == "faster" and numbers.passed and payback <= self.recipe.train.steps
         note = str(numbers)
         if numbers.passed and comparison.verdict == "faster" and not kept:
-            note = f"compiling pays back after {payback:,.0f} updates, the run has {self.recipe.train.steps:,}"
+            note = (
+                f"compiling pays back after {payback:,.0f} updates, the run has {self.recipe.train.steps:,}"
+            )
         self._row(candidate.name, candidate.predicted, measured, duel, note, kept=kept)
         for name, value in candidate.change.items():
             before = self.why.get(name, self.rules.why[name]).reason
-            reason = f"measured {comparison} against {getattr(self.best, name)}" if kept else f"{before}; {value} measured {comparison}"
+            reason = (
+                f"measured {comparison} against {getattr(self.best, name)}"
+                if kept
+                else f"{before}; {value} measured {comparison}"
+            )
             self.why[name] = Why(reason=reason, source="measurement")
         if kept:
             self.best, self.best_measured = plan, measured
@@ -215,7 +292,9 @@ class _Search:
         if numbers.passed and differing(self.asked, self.rules) and not differing(self.asked, plan):
             self.say("the rules' plan runs after all: what is found is held against that")
             self.rules, self.rules_measured = self.asked, measured
-            self.gain = (1.0, 1.0, 1.0) if kept else (1 / comparison.ratio, 1 / comparison.high, 1 / comparison.low)
+            self.gain = (
+                (1.0, 1.0, 1.0) if kept else (1 / comparison.ratio, 1 / comparison.high, 1 / comparison.low)
+            )
         return kept
 
     def _refusal(self, candidate: Candidate) -> str | None:
@@ -232,12 +311,18 @@ class _Search:
         left_s = max(0.0, self._until_s(final=False) - time.monotonic())
         if cost_s > left_s:
             self.untried.append(candidate.name)
-            return f"not tried: it takes about {format_duration(cost_s)}, and {format_duration(left_s)} are left before the last comparison"
+            return (
+                f"not tried: it takes about {format_duration(cost_s)}, and {format_duration(left_s)} are left"
+                " before the last comparison"
+            )
         return None
 
     def _duel_s(self, plan: Plan) -> float:
-        """What a duel takes, by what the rules' plan took: a start and the rounds of two, or two starts where both do not fit at once."""
-        rounds_s = (self.bounds.blocks + 1) * self.alone.steps_per_block * interval(self.alone.blocks_s).median
+        """What a duel takes, by what the rules' plan took: a start and the rounds of two, or two starts where
+        both do not fit at once."""
+        rounds_s = (
+            (self.bounds.blocks + 1) * self.alone.steps_per_block * interval(self.alone.blocks_s).median
+        )
         return self.alone.elapsed_s + (rounds_s if self._fit_at_once(plan) else self.alone.elapsed_s)
 
     def _until_s(self, *, final: bool) -> float:
@@ -262,21 +347,28 @@ class _Search:
             self.say(f"  measuring {name}, about {format_duration(self._duel_s(plan))}")
             together, until_s = self._fit_at_once(plan), self._until_s(final=final)
             duel = self.duels.against(self.best, plan, together=together, final=final, until_s=until_s)
-            if not duel.cut and (not final or duel.comparison is not None):  # a winner is not refused for ever by what went wrong once
+            # a winner is not refused for ever by what went wrong once
+            if not duel.cut and (not final or duel.comparison is not None):
                 self._keep(key, name, plan, duel.measured, beside=duel.best, paired=duel.paired)
         self._note(plan, key, duel.measured)
         return duel
 
     def _known(self, key: str, plan: Plan) -> Duel | None:
         """A duel that was finished before."""
-        measured, best, paired = self.folder.find(key), self.folder.find_beside(key), self.folder.find_paired(key)
+        measured, best, paired = (
+            self.folder.find(key),
+            self.folder.find_beside(key),
+            self.folder.find_paired(key),
+        )
         if measured is None or best is None:
             return None
-        return Duel(measured=measured, best=best, paired=self._fit_at_once(plan) if paired is None else paired)
+        return Duel(
+            measured=measured, best=best, paired=self._fit_at_once(plan) if paired is None else paired
+        )
 
     def _fit_at_once(self, plan: Plan) -> bool:
-        """Whether a plan and the best one fit the device together, by what the best was seen to take, and the planner's arithmetic scaled
-        by how far it was off there."""
+        """Whether a plan and the best one fit the device together, by what the best was seen to take, and the
+        planner's arithmetic scaled by how far it was off there."""
         if plan.hardware.kind == "cpu" or self.best_measured.memory is None:
             return True
         seen = self.best_measured.memory
@@ -288,10 +380,15 @@ class _Search:
     @property
     def against(self) -> str:
         """What the gain is against, in words."""
-        return f"{RULES} cut to micro-batch {self.rules.micro_batch}" if differing(self.asked, self.rules) else RULES
+        return (
+            f"{RULES} cut to micro-batch {self.rules.micro_batch}"
+            if differing(self.asked, self.rules)
+            else RULES
+        )
 
     def _smaller_size(self, failure: str) -> int | None:
-        """For a plan that ran out of memory: what small probes say that fits, or the next smaller divisor where they say nothing new."""
+        """For a plan that ran out of memory: what small probes say that fits, or the next smaller divisor
+        where they say nothing new."""
         now = self.best.micro_batch
         sizes = [size for size in divisors(now) if size < now]
         if not sizes or self.best is not self.rules:
@@ -299,11 +396,14 @@ class _Search:
         self.duels.close()
         self.say(f"  {failure}: probing smaller ones")
         with Child(self.best.allocator) as child:
-            pick = pick_micro_batch(self.recipe, self.best, child, capacity_bytes=self.best.hardware.memory_bytes)
+            pick = pick_micro_batch(
+                self.recipe, self.best, child, capacity_bytes=self.best.hardware.memory_bytes
+            )
         return max((size for size in sizes if pick and size <= pick.micro_batch), default=sizes[-1])
 
     def _next_size(self, up: bool) -> int | None:
-        """The next micro-batch in a direction that is worth a trial: a divisor that was not measured and should fit."""
+        """The next micro-batch in a direction that is worth a trial: a divisor that was not measured and
+        should fit."""
         now, batch = self.best.micro_batch, self.short.train.batch_size
         sizes = [size for size in divisors(batch) if size < batch or self.short is self.recipe]
         if up:
@@ -319,13 +419,18 @@ class _Search:
             and len(probes) > 1
             and not (fit := fit_memory([*probes.values()])).fits(size, capacity)
         ):
-            needs = f"{(fit.reserved_bytes(size) + fit.other_bytes) / 2**30:.1f} of {capacity / 2**30:.1f} GiB"
-            self._row(f"micro_batch {size}", None, note=f"not tried: it would take {needs}, by {len(probes)} probes")
+            needs = (
+                f"{(fit.reserved_bytes(size) + fit.other_bytes) / 2**30:.1f} of {capacity / 2**30:.1f} GiB"
+            )
+            self._row(
+                f"micro_batch {size}", None, note=f"not tried: it would take {needs}, by {len(probes)} probes"
+            )
             return None
         return size
 
     def _payback_steps(self, candidate: Candidate, duel: Duel) -> float:
-        """Updates of the recipe after which a longer start has paid; 0 for what does not compile differently."""
+        """Updates of the recipe after which a longer start has paid; 0 for what does not compile
+        differently."""
         if "compile" not in candidate.change:
             return 0.0
         longer_s = (duel.measured.first_step_s or 0.0) - (duel.best.first_step_s or 0.0)
@@ -341,23 +446,39 @@ class _Search:
         return replace(self.best, why=why)
 
     def _accumulation(self, plan: Plan) -> Why:
-        reason = f"{self.recipe.train.batch_size} sequences an update / ({plan.micro_batch} a pass x {plan.world_size} process(es))"
+        reason = (
+            f"{self.recipe.train.batch_size} sequences an update / ({plan.micro_batch} a pass x"
+            f" {plan.world_size} process(es))"
+        )
         return Why(reason=reason, source="rule")
 
     def _trial(self, plan: Plan) -> Trial:
-        return train_trial(self.short, replace(plan, accumulation=self.short.train.batch_size // plan.micro_batch), self.bounds)
+        return train_trial(
+            self.short,
+            replace(plan, accumulation=self.short.train.batch_size // plan.micro_batch),
+            self.bounds,
+        )
 
     def _pair_key(self, plan: Plan) -> str:
         return trial_key(self._trial(plan), trial_key(self._trial(self.best)))
 
     def _keep(self, key: str, name: str, plan: Plan, measured: Measured, **facts: Any) -> None:
-        self.folder.add(key, name, measured, change=differing(self.rules, plan), best=differing(self.rules, self.best), **facts)
+        self.folder.add(
+            key,
+            name,
+            measured,
+            change=differing(self.rules, plan),
+            best=differing(self.rules, self.best),
+            **facts,
+        )
 
     def _note(self, plan: Plan, key: str, measured: Measured) -> None:
         """Remember that a plan was tried, and what it took."""
         self.tried.add(key)
         if measured.outcome == "ok" and measured.memory is not None:
-            self.probes.setdefault(_shape(plan), {})[plan.micro_batch] = Probe(micro_batch=plan.micro_batch, memory=measured.memory)
+            self.probes.setdefault(_shape(plan), {})[plan.micro_batch] = Probe(
+                micro_batch=plan.micro_batch, memory=measured.memory
+            )
 
     def _row(
         self,
@@ -368,7 +489,8 @@ class _Search:
         note: str = "",
         kept: bool = False,
     ) -> None:
-        """Add a line to the table and say it; one without a duel has nothing to compare with, one that was not measured was not tried."""
+        """Add a line to the table and say it; one without a duel has nothing to compare with, one that was
+        not measured was not tried."""
         row = Row(
             name=name,
             predicted=predicted,
@@ -388,21 +510,30 @@ class _Search:
 
     def say(self, text: str) -> None:
         elapsed_s = float(round(time.monotonic() - self.began_s))
-        self._progress(f"[{format_duration(elapsed_s)}, {format_duration(max(0.0, self.budget_s - elapsed_s))} left] {text}")
+        self._progress(
+            f"[{format_duration(elapsed_s)}, {format_duration(max(0.0, self.budget_s - elapsed_s))} left]"
+            f" {text}"
+        )
 
 
 def shorten(recipe: Recipe, plan: Plan) -> Recipe:
-    """The recipe with an update of a few passes, where its own is predicted to take longer than LONG_STEP_S; else the recipe itself."""
+    """The recipe with an update of a few passes, where its own is predicted to take longer than LONG_STEP_S;
+    else the recipe itself."""
     rate = plan.prediction.attainable_tokens_per_s
     if rate is None or recipe.tokens_per_step / rate < LONG_STEP_S:
         return recipe
-    # Four passes of the rules' size: twice that size still runs in two passes, whose gradients accumulate as the recipe's do.
+    # Four passes of the rules' size: twice that size still runs in two passes, whose gradients accumulate as
+    # the recipe's do.
     batch = next(
         d
         for d in divisors(recipe.train.batch_size)
         if d >= min(4 * plan.micro_batch, recipe.train.batch_size) and d % plan.micro_batch == 0
     )
-    return recipe if batch == recipe.train.batch_size else replace(recipe, train=replace(recipe.train, batch_size=batch))
+    return (
+        recipe
+        if batch == recipe.train.batch_size
+        else replace(recipe, train=replace(recipe.train, batch_size=batch))
+    )
 
 
 def _tokens_per_s(measured: Measured) -> float:

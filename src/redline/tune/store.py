@@ -1,4 +1,5 @@
-"""Where a tuning lives: its trials, so that one that was killed goes on, and its result, which `--plan auto` finds. No torch.
+"""Where a tuning lives: its trials, so that one that was killed goes on, and its result, which `--plan auto`
+finds. No torch.
 
     $REDLINE_CACHE/tune/<machine>-<fingerprint>-<pins>/
         recipe.toml       what is trained: trials of another recipe do not belong here
@@ -6,8 +7,8 @@
         plan.json         the fastest plan, every value with its reason
         result.json       how much faster than the rules' plan, measured when, on what
 
-The machine's key holds GPU, driver, CPU and torch's version; the fingerprint everything that defines the training; the pins what the
-user fixed: another of any of them is another tuning.
+The machine's key holds GPU, driver, CPU and torch's version; the fingerprint everything that defines the
+training; the pins what the user fixed: another of any of them is another tuning.
 """
 
 import fcntl
@@ -47,7 +48,8 @@ class Row:
     rounds: int | None = None
     """Blocks of each that the comparison was made with; below FEWEST_BLOCKS where it was given up."""
     verdict: str
-    """kept; the comparison's; the outcome of one that failed; not compared, for want of a reference; not tried."""
+    """kept; the comparison's; the outcome of one that failed; not compared, for want of a reference; not
+    tried."""
     note: str = ""
     kept: bool = False
 
@@ -71,14 +73,17 @@ class Result:
     untried: tuple[str, ...]
     """Candidates for which there was no time left."""
     unconfirmed: str = ""
-    """Why the last comparison, of the winner with the rules' plan, failed: then the ratio is the product of those that chose it."""
+    """Why the last comparison, of the winner with the rules' plan, failed: then the ratio is the product of
+    those that chose it."""
     rows: tuple[Row, ...] = ()
     """The trial table; results of earlier versions have none."""
 
 
 def pinned(plan: Plan) -> dict[str, Any]:
     """Values that somebody fixed and a search must leave alone."""
-    return {name: getattr(plan, name) for name in PLANNED if plan.why[name].source not in ("rule", "measurement")}
+    return {
+        name: getattr(plan, name) for name in PLANNED if plan.why[name].source not in ("rule", "measurement")
+    }
 
 
 def tuning_folder(facts: MachineFacts, rules: Plan) -> Path:
@@ -88,8 +93,8 @@ def tuning_folder(facts: MachineFacts, rules: Plan) -> Path:
 
 
 def tuned_plan(folder: Path, recipe: Recipe) -> tuple[Plan, Result] | None:
-    """The result kept in a folder for this recipe; None when there is none. One in another layout, or of another recipe, is an error that
-    says what to do."""
+    """The result kept in a folder for this recipe; None when there is none. One in another layout, or of
+    another recipe, is an error that says what to do."""
     if not (folder / "result.json").exists():
         return None
     try:
@@ -98,35 +103,49 @@ def tuned_plan(folder: Path, recipe: Recipe) -> tuple[Plan, Result] | None:
         check_fit(plan, recipe, world_size=1)
         return plan, result
     except (OSError, ValueError, ConfigError) as error:  # ValueError covers broken JSON and broken UTF-8
-        raise ConfigError(f"the tuning kept in {folder} cannot be used: {error}; run `redline tune` again, or delete it") from error
+        raise ConfigError(
+            f"the tuning kept in {folder} cannot be used: {error}; run `redline tune` again, or delete it"
+        ) from error
 
 
 def check_folder(path: Path, recipe: Recipe) -> None:
-    """Refuse a folder in which trials of this recipe would write over something else: a run, or the trials of another recipe. A plan that
-    cannot be read is of no use to anybody, and is no reason."""
+    """Refuse a folder in which trials of this recipe would write over something else: a run, or the trials of
+    another recipe. A plan that cannot be read is of no use to anybody, and is no reason."""
     way_out = "give another folder with --out"
     for name in ("metrics.jsonl", "checkpoints", "samples.db"):
         if (path / name).exists():
-            raise StorageError(f"{path} holds a run ({name}), whose recipe and plan trials would write over: {way_out}")
+            raise StorageError(
+                f"{path} holds a run ({name}), whose recipe and plan trials would write over: {way_out}"
+            )
     if (path / "recipe.toml").exists():
         try:
             before = from_toml((path / "recipe.toml").read_text(encoding="utf-8"), where="recipe.toml")
         except (OSError, UnicodeDecodeError, ConfigError) as error:
-            raise StorageError(f"{path} holds a recipe that cannot be read, and may not be this one: {error}; {way_out}") from error
+            raise StorageError(
+                f"{path} holds a recipe that cannot be read, and may not be this one: {error}; {way_out}"
+            ) from error
         name, fingerprint, how = before.name, before.fingerprint, differences(before, recipe)
     else:
         try:
             plan = load(path / "plan.json")
         except ConfigError:
             return
-        name, fingerprint, how = plan.recipe, plan.fingerprint, [f"fingerprint {plan.fingerprint} before, {recipe.fingerprint} now"]
+        name, fingerprint, how = (
+            plan.recipe,
+            plan.fingerprint,
+            [f"fingerprint {plan.fingerprint} before, {recipe.fingerprint} now"],
+        )
     if fingerprint != recipe.fingerprint:
-        raise StorageError(f"{path} holds trials of another recipe ({name}: {', '.join(how[:3])}): {way_out}, or delete that one")
+        raise StorageError(
+            f"{path} holds trials of another recipe ({name}: {', '.join(how[:3])}): {way_out}, or delete"
+            " that one"
+        )
 
 
 class TuningFolder:
-    """Trials under way (of a tuning, an ablation), in a folder that this process owns until it leaves the `with` block. Those of another
-    `machine`, or of other software on it, stay in the file and are not found."""
+    """Trials under way (of a tuning, an ablation), in a folder that this process owns until it leaves the
+    `with` block. Those of another `machine`, or of other software on it, stay in the file and are not
+    found."""
 
     def __init__(self, path: Path, machine: str = "") -> None:
         self.path, self.machine = path, machine
@@ -138,7 +157,9 @@ class TuningFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StorageError(f"{self.path} is in use by another process: wait for it, or give another folder with --out") from None
+            raise StorageError(
+                f"{self.path} is in use by another process: wait for it, or give another folder with --out"
+            ) from None
         path = self.path / "trials.jsonl"
         try:
             with storage_errors("the trials", path):
@@ -151,13 +172,17 @@ class TuningFolder:
         self._lines = LineWriter(path)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._lines.close()
         self._lock.close()
 
     def find(self, key: str) -> Measured | None:
         """The trial of this key, if it was finished before."""
-        return build(Measured, self._done[key]["measured"], where="trials.jsonl") if key in self._done else None
+        return (
+            build(Measured, self._done[key]["measured"], where="trials.jsonl") if key in self._done else None
+        )
 
     def find_beside(self, key: str) -> Measured | None:
         """What took turns with the trial of this key."""
@@ -168,10 +193,18 @@ class TuningFolder:
         paired = self._done[key].get("paired") if key in self._done else None
         return paired if isinstance(paired, bool) else None
 
-    def add(self, key: str, name: str, measured: Measured, *, beside: Measured | None = None, **facts: Any) -> None:
-        """Write down a finished trial, and the one that took turns with it: in one line, so that both are there or neither."""
+    def add(
+        self, key: str, name: str, measured: Measured, *, beside: Measured | None = None, **facts: Any
+    ) -> None:
+        """Write down a finished trial, and the one that took turns with it: in one line, so that both are
+        there or neither."""
         where = {"key": key, "name": name, "machine": self.machine}
-        self._done[key] = {**where, **facts, "measured": asdict(measured), "beside": asdict(beside) if beside else None}
+        self._done[key] = {
+            **where,
+            **facts,
+            "measured": asdict(measured),
+            "beside": asdict(beside) if beside else None,
+        }
         self._lines.append(self._done[key])
 
     def finish(self, plan: Plan, result: Result) -> None:
@@ -181,8 +214,8 @@ class TuningFolder:
 
 
 def _stands(line: dict[str, Any], path: Path) -> bool:
-    """Whether a trial need not be run again: it ended well, or did not fit by itself. A crash or the end of the time may not come a second
-    time, and what did not fit beside another may fit alone."""
+    """Whether a trial need not be run again: it ended well, or did not fit by itself. A crash or the end of
+    the time may not come a second time, and what did not fit beside another may fit alone."""
     try:
         if not isinstance(line.get("key"), str):
             raise ConfigError("a trial has a key")
@@ -197,9 +230,13 @@ def _stands(line: dict[str, Any], path: Path) -> bool:
             ):
                 raise ConfigError("a trial that ended well has tokens, and times of blocks above 0")
     except ConfigError as error:
-        raise DataError(f"{path} is damaged: {json.dumps(line)[:100]}: {error}; delete that line, or move the file away") from error
+        raise DataError(
+            f"{path} is damaged: {json.dumps(line)[:100]}: {error}; delete that line, or move the file away"
+        ) from error
     together = line.get("paired", beside is not None)
-    return (measured.outcome == "ok" or (measured.outcome == "out_of_memory" and not together)) and (not beside or beside.outcome == "ok")
+    return (measured.outcome == "ok" or (measured.outcome == "out_of_memory" and not together)) and (
+        not beside or beside.outcome == "ok"
+    )
 
 
 def trial_key(trial: Trial, *beside: str) -> str:

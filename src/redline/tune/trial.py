@@ -1,14 +1,16 @@
-"""Trials: a workload measured in a process of its own, whose crash, lack of memory or hang is a result. No torch here.
+"""Trials: a workload measured in a process of its own, whose crash, lack of memory or hang is a result. No
+torch here.
 
     measured = measure(train_trial(recipe, plan))                     # one arm
-    before, after = measure_together([trial, other])                  # two, in turns: a drift of the clocks falls on both
+    # two, in turns: a drift of the clocks falls on both
+    before, after = measure_together([trial, other])
     compare(before.blocks_s, after.blocks_s, paired=True)
 
-The child (`python -m redline.tune.lifeline`) is spoken to in lines of JSON and does nothing between two of them, so several can be alive
-and take turns. It ends when its standard input does, and in the middle of its work when its parent is killed; a child that does not
-answer is killed with its whole process group. What it wrote goes with it. `Child` is the handle where one process shall measure several
-settings (memory probes, micro-batches).
-Left out: trials on several processes or machines.
+The child (`python -m redline.tune.lifeline`) is spoken to in lines of JSON and does nothing between two of
+them, so several can be alive and take turns. It ends when its standard input does, and in the middle of its
+work when its parent is killed; a child that does not answer is killed with its whole process group. What it
+wrote goes with it. `Child` is the handle where one process shall measure several settings (memory probes,
+micro-batches). Left out: trials on several processes or machines.
 """
 
 import contextlib
@@ -38,7 +40,8 @@ COMMAND = (sys.executable, "-m", "redline.tune.lifeline")
 LEAVE_S = 5.0
 """How long a child may take to tidy up when it is told to end."""
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
-"""How a process that died says that memory was the reason: torch on a GPU, CUDA itself, torch on a CPU, cuBLAS and cuDNN."""
+"""How a process that died says that memory was the reason: torch on a GPU, CUDA itself, torch on a CPU,
+cuBLAS and cuDNN."""
 MANY_CORES = 8
 """With fewer, a process that starts would be felt by the one that is measured."""
 UNMOVED_S = 2.0
@@ -60,7 +63,8 @@ class Bounds:
     guard_steps: int = 5
     """Steps whose losses and gradient norms are kept; warm-up is at least as long."""
     warmup_s: float = 10.0
-    """Warm-up ends after this time though the steps may not be stationary yet; the first step, which compiles, does not count."""
+    """Warm-up ends after this time though the steps may not be stationary yet; the first step, which
+    compiles, does not count."""
     limit_s: float = 300.0
     """A child that does not answer for this long hangs."""
 
@@ -80,7 +84,8 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Peak bytes of a process since its setting was made. On a CPU resident bytes beyond those of the imports, in all three."""
+    """Peak bytes of a process since its setting was made. On a CPU resident bytes beyond those of the
+    imports, in all three."""
 
     allocated_bytes: int
     active_bytes: int
@@ -123,7 +128,8 @@ def lacked_memory(measured: Measured) -> bool:
 
 
 def limit_s_of(trial: Trial, until_s: float) -> float:
-    """How long a child may take for an answer: one that has not answered when the time is over is not waited for."""
+    """How long a child may take for an answer: one that has not answered when the time is over is not waited
+    for."""
     return min(trial.bounds.limit_s, max(SHORTEST_LIMIT_S, until_s - time.monotonic()))
 
 
@@ -142,8 +148,8 @@ def train_trial(recipe: Recipe, plan: Plan, bounds: Bounds | None = None) -> Tri
 
 
 class Child:
-    """A child process. Ends with the `with` block, whatever it is doing, or with the thread that started it: on Linux its end is what the
-    child is told of (lifeline.end_with)."""
+    """A child process. Ends with the `with` block, whatever it is doing, or with the thread that started it:
+    on Linux its end is what the child is told of (lifeline.end_with)."""
 
     def __init__(self, allocator: str = "") -> None:
         environment = dict(os.environ)
@@ -167,13 +173,17 @@ class Child:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def start(self, trial: Trial, limit_s: float) -> dict[str, Any]:
         """Make the workload (instead of the one before, if any) and warm it up."""
         bounds = {name: getattr(trial.bounds, name) for name in ("block_s", "guard_steps", "warmup_s")}
-        return self.ask({"do": "start", "workload": trial.workload, "setting": trial.setting, **bounds}, limit_s)
+        return self.ask(
+            {"do": "start", "workload": trial.workload, "setting": trial.setting, **bounds}, limit_s
+        )
 
     def block(self, limit_s: float) -> dict[str, Any]:
         """Run a block: its seconds per step, and how long it waited for data."""
@@ -183,7 +193,8 @@ class Child:
         return build(Memory, self.ask({"do": "memory"}, limit_s), where="memory")
 
     def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """One line there, one line back; raises ChildFailed, and ends the child, where none comes that says ok."""
+        """One line there, one line back; raises ChildFailed, and ends the child, where none comes that says
+        ok."""
         assert self._process.stdin is not None
         self._busy = True
         with contextlib.suppress(BrokenPipeError):  # it is dead: reading says of what
@@ -203,7 +214,8 @@ class Child:
         return reply
 
     def close(self) -> None:
-        """End it. One that waits for a request tidies up and leaves by itself; one that is busy is killed with all it started."""
+        """End it. One that waits for a request tidies up and leaves by itself; one that is busy is killed
+        with all it started."""
         if not self.alive:
             return
         self.alive = False
@@ -235,7 +247,8 @@ class Child:
         return line
 
     def _died(self) -> ChildFailed:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it closed its output and still lives: what it said so far counts
+        # it closed its output and still lives: what it said so far counts
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=10)
         code = self._process.returncode
         self._errors.seek(0)
@@ -250,8 +263,8 @@ class Child:
 
 
 class Children:
-    """New children for one search. Beside a GPU, where cores are plenty, the next is started `ahead`, so that it imports torch, which takes
-    seconds, while the one before it builds and compiles."""
+    """New children for one search. Beside a GPU, where cores are plenty, the next is started `ahead`, so that
+    it imports torch, which takes seconds, while the one before it builds and compiles."""
 
     def __init__(self, *, ahead: bool) -> None:
         self._ahead = ahead
@@ -272,7 +285,12 @@ class Children:
             self._ready.popitem()[1].close()
 
 
-def measure(trial: Trial, *, enough: Callable[[Sequence[float]], bool] = lambda blocks_s: False, child: Child | None = None) -> Measured:
+def measure(
+    trial: Trial,
+    *,
+    enough: Callable[[Sequence[float]], bool] = lambda blocks_s: False,
+    child: Child | None = None,
+) -> Measured:
     """Measure a trial in a child of its own, or in the one given. `enough` ends it before its last block."""
     with contextlib.ExitStack() as stack:
         arm = Arm(trial, child if child is not None else stack.enter_context(Child(trial.allocator)))
@@ -285,7 +303,8 @@ def measure(trial: Trial, *, enough: Callable[[Sequence[float]], bool] = lambda 
 
 
 def measure_together(trials: Sequence[Trial]) -> list[Measured]:
-    """Measure trials in turns; all of them are in memory at once. One that fails leaves the others measuring."""
+    """Measure trials in turns; all of them are in memory at once. One that fails leaves the others
+    measuring."""
     with contextlib.ExitStack() as stack:
         arms = [Arm(trial, stack.enter_context(Child(trial.allocator))) for trial in trials]
         for arm in arms:
@@ -295,9 +314,10 @@ def measure_together(trials: Sequence[Trial]) -> list[Measured]:
 
 
 def take_turns(arms: Sequence["Arm"], rounds: int, enough: Callable[[], bool] = lambda: False) -> None:
-    """A block of each arm in every round, in turned order every other round; more rounds where the machine is noisy, within the time that
-    so many blocks were meant to take; fewer when `enough`. A round before them is not counted, because who waited has cold caches and a
-    slow clock; steps that are long by themselves do not show it."""
+    """A block of each arm in every round, in turned order every other round; more rounds where the machine is
+    noisy, within the time that so many blocks were meant to take; fewer when `enough`. A round before them is
+    not counted, because who waited has cold caches and a slow clock; steps that are long by themselves do not
+    show it."""
     until_s = time.monotonic() + NOISY_ROUNDS * rounds * sum(arm.trial.bounds.block_s for arm in arms)
     for arm in arms:
         arm.forget()

@@ -1,11 +1,14 @@
-"""Trials in turns within a time: the arm that others are compared with stays alive between them; finished ones are not repeated. No torch.
+"""Trials in turns within a time: the arm that others are compared with stays alive between them; finished
+ones are not repeated. No torch.
 
     with Turns(folder, beside=hardware.title, deadline_s=time.monotonic() + 600, progress=print) as turns:
         naive = turns.alone("naive", trial)
-        pair = turns.pair("bf16", trial, other)        # blocks of both by rounds; None when there is no time left
+        # blocks of both by rounds; None when there is no time left
+        pair = turns.pair("bf16", trial, other)
 
-Keeping the standing arm alive saves its start (compiling included) for every change. Where one fails beside the other for want of memory,
-or the standing arm twice, both are measured alone, one after the other, and `paired` says so.
+Keeping the standing arm alive saves its start (compiling included) for every change. Where one fails beside
+the other for want of memory, or the standing arm twice, both are measured alone, one after the other, and
+`paired` says so.
 """
 
 import math
@@ -30,7 +33,13 @@ class Pair:
 
 class Turns:
     def __init__(
-        self, folder: TuningFolder, *, beside: str, deadline_s: float, progress: Callable[[str], None], children: Children | None = None
+        self,
+        folder: TuningFolder,
+        *,
+        beside: str,
+        deadline_s: float,
+        progress: Callable[[str], None],
+        children: Children | None = None,
     ) -> None:
         self.folder, self.beside, self.deadline_s, self.progress = folder, beside, deadline_s, progress
         self._children = children or Children(ahead=False)
@@ -40,13 +49,15 @@ class Turns:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._close_all_but()
         self._children.close()
 
     def alone(self, name: str, trial: Trial, *, blocks: int | None = None) -> Measured | None:
-        """A trial by itself; None when there is no time for it. With fewer `blocks` than it asks for it says how fast it is, and is not
-        taken for one of a pair."""
+        """A trial by itself; None when there is no time for it. With fewer `blocks` than it asks for it says
+        how fast it is, and is not taken for one of a pair."""
         key = trial_key(trial, self.beside) + (f" {blocks} blocks" if blocks else "")
         if (before := self.folder.find(key)) is not None:
             return before
@@ -64,8 +75,9 @@ class Turns:
         return measured
 
     def pair(self, name: str, before: Trial, after: Trial) -> Pair | None:
-        """Two trials in turns; None when there is no time for them. What they are compared with failing says nothing about the change, nor
-        does a want of memory that may come from the other: then once more, and alone."""
+        """Two trials in turns; None when there is no time for them. What they are compared with failing says
+        nothing about the change, nor does a want of memory that may come from the other: then once more, and
+        alone."""
         keys = trial_key(before, self.beside), trial_key(after, self.beside)
         if (known := self._known(*keys)) is not None:
             return known
@@ -83,7 +95,12 @@ class Turns:
         if found[0].outcome != "ok" or lacked_memory(found[1]):
             return self._apart(name, before, after)
         for place, measured in zip(("before", "after"), found, strict=True):
-            self.folder.add(f"{keys[0]}>{keys[1]} {place}", name if place == "after" else f"{name}: before", measured, paired=True)
+            self.folder.add(
+                f"{keys[0]}>{keys[1]} {place}",
+                name if place == "after" else f"{name}: before",
+                measured,
+                paired=True,
+            )
         return Pair(found[0], found[1], paired=True)
 
     # ---- parts ----
@@ -93,7 +110,9 @@ class Turns:
         if found[0] is not None and found[1] is not None and found[0].outcome == found[1].outcome == "ok":
             return Pair(found[0], found[1], paired=True)
         alone = self.folder.find(before), self.folder.find(after)
-        return Pair(alone[0], alone[1], paired=False) if alone[0] is not None and alone[1] is not None else None
+        return (
+            Pair(alone[0], alone[1], paired=False) if alone[0] is not None and alone[1] is not None else None
+        )
 
     def _by_itself(self, trial: Trial, blocks: int) -> Measured:
         key = trial_key(trial, self.beside)
@@ -129,7 +148,8 @@ class Turns:
 
     def _time_for(self, name: str) -> bool:
         left_s = self.deadline_s - time.monotonic()
-        if left_s < max(1.0, self._shortest_s):  # the naive state is the slowest by far, so longer ones say little about the next
+        # the naive state is the slowest by far, so longer ones say little about the next
+        if left_s < max(1.0, self._shortest_s):
             return False
         self.progress(f"{name}: measuring; {left_s / 60:.1f} minutes left")
         return True
@@ -146,7 +166,11 @@ def _blocks(arms: list[Arm], count: int) -> list[Measured]:
     """So many fresh blocks of each, by rounds; fewer where the difference is plain."""
 
     def enough() -> bool:
-        each_s = [[block_s / arm.started["tokens_per_step"] for block_s in arm.blocks_s] for arm in arms if arm.failed is None]
+        each_s = [
+            [block_s / arm.started["tokens_per_step"] for block_s in arm.blocks_s]
+            for arm in arms
+            if arm.failed is None
+        ]
         return len(each_s) == 2 and plain(*each_s)
 
     take_turns(arms, count, enough)

@@ -1,10 +1,11 @@
-"""Proof that what RFT promises holds on this machine, for a recipe's own model and questions: its generation and its fine-tuning update.
+"""Proof that what RFT promises holds on this machine, for a recipe's own model and questions: its generation
+and its fine-tuning update.
 
     checks = verify_rft(recipe, Bounds(environment=os.environ), progress=print)
 
-The model answers a few of the recipe's questions, and is fine-tuned on what it answered for a few updates, which nobody keeps. One packed
-pass is profiled, and compared with the same weights in fp32 on one example at a time. Left out: speed (`redline bench`), scoring, and a
-server that writes the samples.
+The model answers a few of the recipe's questions, and is fine-tuned on what it answered for a few updates,
+which nobody keeps. One packed pass is profiled, and compared with the same weights in fp32 on one example at
+a time. Left out: speed (`redline bench`), scoring, and a server that writes the samples.
 """
 
 import copy
@@ -30,14 +31,23 @@ from redline.rft.train import check_result, finetune_config
 from redline.train.finetune import Example, Finetuner
 from redline.train.packing import exact, pack, unpack
 from redline.tune.evidence import Check, Seen, absent, checked, profiled, unseen
-from redline.tune.verify import ATTENTION, FUSED_ATTENTION, NO_GRAPHS, NO_KERNELS, agreement, generation_graphs, reference_pass
+from redline.tune.verify import (
+    ATTENTION,
+    FUSED_ATTENTION,
+    NO_GRAPHS,
+    NO_KERNELS,
+    agreement,
+    generation_graphs,
+    reference_pass,
+)
 
 QUESTIONS = 16
 UPDATES = 4
 """Of which the last is watched; the first ones move B, which begins at 0, away from it."""
 GAP = {"fp32": (1e-4, 1e-3), "bf16": (0.05, 1.0)}
-"""Mean and largest difference of a token's log-probability from the fp32 forward, in nats. Seen: 2e-5 and 5e-5 in fp32 (SmolLM2-135M on a
-CPU), 0.02 and 0.4 in bf16 (SmolLM2-360M on an H200, against its own bf16 forward)."""
+"""Mean and largest difference of a token's log-probability from the fp32 forward, in nats. Seen: 2e-5 and
+5e-5 in fp32 (SmolLM2-135M on a CPU), 0.02 and 0.4 in bf16 (SmolLM2-360M on an H200, against its own bf16
+forward)."""
 PACKED = {"short": "_ShortAttention", "varlen": "torch_attn::_varlen_attn"}
 """What a GPU in half precision has for packed rows: one operation a block."""
 
@@ -64,9 +74,15 @@ class _Case:
         return self.tuner.device.type == "cuda"
 
 
-def verify_rft(recipe: RftRecipe, bounds: Bounds, *, progress: Callable[[str], None], device: str | None = None) -> list[Check]:
-    """Generate and fine-tune a little under the recipe, and check what both promise. Raises what they would raise."""
-    with tempfile.TemporaryDirectory() as folder, open_session(recipe, Path(folder) / "run", bounds, device=device) as session:
+def verify_rft(
+    recipe: RftRecipe, bounds: Bounds, *, progress: Callable[[str], None], device: str | None = None
+) -> list[Check]:
+    """Generate and fine-tune a little under the recipe, and check what both promise. Raises what they would
+    raise."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open_session(recipe, Path(folder) / "run", bounds, device=device) as session,
+    ):
         check_result(session)
         model = session.model.model
         progress(f"{QUESTIONS} questions answered by {recipe.model.path}")
@@ -92,8 +108,13 @@ def _watch(session: Session, completions: Sequence[Completion]) -> _Case:
     if session.recipe.train.method == "lora":
         add_lora(model, lora_config(session.recipe), session.recipe.seed)
     config = replace(finetune_config(session), epochs=UPDATES, checkpoint_every=0)
-    answered = [Example(prompt=c.request.prompt, answer=c.tokens) for c in completions if isinstance(c.request.prompt, tuple)]
-    examples = list(itertools.islice(itertools.cycle(answered), config.batch_size))  # an epoch is one update of the recipe's size
+    answered = [
+        Example(prompt=c.request.prompt, answer=c.tokens)
+        for c in completions
+        if isinstance(c.request.prompt, tuple)
+    ]
+    # an epoch is one update of the recipe's size
+    examples = list(itertools.islice(itertools.cycle(answered), config.batch_size))
     tuner = Finetuner(model, examples, config, None, ())
     try:
         for _ in range(UPDATES - 1):
@@ -129,8 +150,8 @@ def _log_probabilities(model: Transformer, completions: Sequence[Completion]) ->
     mean, largest = GAP["fp32" if model.compute_dtype == torch.float32 else "bf16"]
     gap = logprob_gap(_in_fp32(model), completions)
     evidence = (
-        f"fp32 forward, {gap['tokens']:,} tokens of {len(completions)} answers: {gap['mean']:.1e} nats on average (band {mean:g}), "
-        f"{gap['max']:.1e} at most (band {largest:g})"
+        f"fp32 forward, {gap['tokens']:,} tokens of {len(completions)} answers: {gap['mean']:.1e} nats on"
+        f" average (band {mean:g}), {gap['max']:.1e} at most (band {largest:g})"
     )
     return checked("log-probabilities of the engine", gap["mean"] <= mean and gap["max"] <= largest, evidence)
 
@@ -145,7 +166,9 @@ def _packed(case: _Case) -> Check:
 
     def alone(example: Example) -> tuple[Tensor, Tensor]:
         targets = [*[IGNORED] * (len(example.prompt) - 1), *example.answer]
-        return torch.tensor([*example.prompt, *example.answer[:-1]], device=device), torch.tensor(targets, device=device)
+        return torch.tensor([*example.prompt, *example.answer[:-1]], device=device), torch.tensor(
+            targets, device=device
+        )
 
     loss, gradients = reference_pass(reference, map(alone, case.row), scale)
     ours = {name: gradient * scale for name, gradient in case.gradients.items()}
@@ -155,23 +178,38 @@ def _packed(case: _Case) -> Check:
 
 def _precision(case: _Case) -> Check:
     shares = case.in_pass.products
-    seen = ", ".join(f"{dtype} {part:.1%}" for dtype, part in sorted(shares.items(), key=lambda item: -item[1])) or "none"
+    seen = (
+        ", ".join(f"{dtype} {part:.1%}" for dtype, part in sorted(shares.items(), key=lambda item: -item[1]))
+        or "none"
+    )
     evidence = f"plan says {case.precision}; multiplications by input dtype: {seen}"
     return checked("precision of matrix products", shares.get(case.precision, 0.0) > 0.99, evidence)
 
 
 def _attention(case: _Case) -> Check:
-    name, seen, blocks = "attention kernel of packed rows", case.in_pass.operations, case.model.config.num_layers
+    name, seen, blocks = (
+        "attention kernel of packed rows",
+        case.in_pass.operations,
+        case.model.config.num_layers,
+    )
     fused = {kind: sum(seen[o] for o in operations) for kind, operations in FUSED_ATTENTION.items()}
-    ran = {kind: count for kind, count in (fused | {kind: seen[o] for kind, o in PACKED.items()}).items() if count}
-    evidence = f"{blocks} blocks; in one pass ran {', '.join(f'{kind} {count} times' for kind, count in ran.items()) or 'no fused kernel'}"
+    ran = {
+        kind: count
+        for kind, count in (fused | {kind: seen[o] for kind, o in PACKED.items()}).items()
+        if count
+    }
+    evidence = (
+        f"{blocks} blocks; in one pass ran"
+        f" {', '.join(f'{kind} {count} times' for kind, count in ran.items()) or 'no fused kernel'}"
+    )
     if not ran and case.cuda and (case.precision == "fp32" or not seen[ATTENTION]):
         return unseen(name, f"{evidence}; the kernels for packed rows are for half precision")
     return checked(name, sum(ran.values()) >= blocks, evidence)
 
 
 def _merging(case: _Case) -> Check:
-    """Merged weights against W + B A alpha/r in fp64, part by part; and the bits that un-merging gives back."""
+    """Merged weights against W + B A alpha/r in fp64, part by part; and the bits that un-merging gives
+    back."""
     name = "adapters merged and un-merged"
     if not (layers := lora_layers(case.model)):
         return absent(name, f"train.method is {case.session.recipe.train.method}")
@@ -185,8 +223,8 @@ def _merging(case: _Case) -> Check:
             moved = max(moved, float((wanted - weight.double()).abs().max()))
     same = all(torch.equal(layer.weight, weight) for layer, weight in before.items())
     evidence = (
-        f"{len(before)} layers, weights moved by up to {moved:.1e}: {off:.2f} of one rounding off W + B A alpha/r; "
-        f"un-merged to {'the same' if same else 'other'} bits"
+        f"{len(before)} layers, weights moved by up to {moved:.1e}: {off:.2f} of one rounding off W + B A"
+        f" alpha/r; un-merged to {'the same' if same else 'other'} bits"
     )
     return checked(name, moved > 0 and off <= 1 and same, evidence)
 
@@ -194,7 +232,10 @@ def _merging(case: _Case) -> Check:
 def _merged_in_fp64(layer: LoraLinear, weight: Tensor) -> Tensor:
     wanted = weight.double()
     for part, columns in layer.blocks():
-        b, a = layer.lora_b.detach()[part.start : part.end, columns].double(), layer.lora_a.detach()[columns].double()
+        b, a = (
+            layer.lora_b.detach()[part.start : part.end, columns].double(),
+            layer.lora_a.detach()[columns].double(),
+        )
         wanted[part.start : part.end] += b @ a * layer.config.scale
     return wanted
 
@@ -203,10 +244,15 @@ def _update_graph(case: _Case) -> Check:
     name = "CUDA graph of the update"
     if not case.cuda:
         return absent(name, NO_GRAPHS)
-    launched, captured = case.in_update.operations["cudaGraphLaunch"], len(case.tuner.graphs.graphs) if case.tuner.graphs else 0
+    launched, captured = (
+        case.in_update.operations["cudaGraphLaunch"],
+        len(case.tuner.graphs.graphs) if case.tuner.graphs else 0,
+    )
     if captured and not launched and not case.in_update.kernels:
         return unseen(name, NO_KERNELS)
-    return checked(name, captured > 0 and launched == 1, f"{captured} captured, {launched} launched in one update")
+    return checked(
+        name, captured > 0 and launched == 1, f"{captured} captured, {launched} launched in one update"
+    )
 
 
 CHECKS = (_packed, _precision, _attention, _merging, _update_graph)

@@ -22,12 +22,24 @@ def cells(row: Row) -> tuple[str, ...]:
     name = {"all": f"all kept: {row.title}", "second try": f"{row.name}, again"}.get(row.stage, row.name)
     tokens = f"{row.tokens_per_s:,.0f}" if row.tokens_per_s is not None else ""
     memory = format_bytes(row.memory_bytes) if row.memory_bytes else ""
-    return (name, ratio(row.claimed) if row.claimed else "", row.source, measured, interval, verdict, tokens, memory, row.numerics)
+    return (
+        name,
+        ratio(row.claimed) if row.claimed else "",
+        row.source,
+        measured,
+        interval,
+        verdict,
+        tokens,
+        memory,
+        row.numerics,
+    )
 
 
 def brief_cells(row: Row) -> tuple[tuple[str, ...], str]:
     """The cells of a narrow terminal (`BRIEF`), and what the other columns say as a text below them."""
-    named = dict(zip(COLUMNS, cells(replace(row, note="")), strict=True)) | ({"change": row.name} if row.stage == "all" else {})
+    named = dict(zip(COLUMNS, cells(replace(row, note="")), strict=True)) | (
+        {"change": row.name} if row.stage == "all" else {}
+    )
     kept = row.title if row.stage == "all" else ""
     speed = f"{named['tokens/s']} tokens/s" if named["tokens/s"] else ""
     below = (kept, speed, named["memory"], named["numerics"], row.note)
@@ -50,4 +62,8 @@ def markdown(rows: Sequence[Row], title: str, where: str) -> str:
 
 
 def _stage(row: Row) -> str:
-    return "left out of the best, one at a time" if row.stage == "leave one out" else "one by one from the naive state"
+    return (
+        "left out of the best, one at a time"
+        if row.stage == "leave one out"
+        else "one by one from the naive state"
+    )
