@@ -2,7 +2,8 @@
 predicts with what is measured.
 
     python tests/planted.py                                  # CPU, a small nano
-    python tests/planted.py --recipe gpt2-124m               # the same on a GPU, with the faults that only a GPU has
+    python tests/planted.py --recipe gpt2-124m               # the same on a GPU, with the faults that only a
+                                                             GPU has
 
 A fault goes in through the code that a user would slow down: the data set, an observer, a pin of the plan;
 padding, generation without a cache and losses read too soon, which our own training has not, in loops of a

@@ -2,7 +2,8 @@
 six minutes, no change where there is none.
 
     pytest tests/gpu/test_tune_gpu.py -s -k picks         30 picks, about three minutes on an H200
-    pytest tests/gpu/test_tune_gpu.py -s -k exhaustive    the search and every combination beside it, about eight
+    pytest tests/gpu/test_tune_gpu.py -s -k exhaustive    the search and every combination beside it, about
+                                                          eight
     pytest tests/gpu/test_tune_gpu.py -s -k itself        the same plan against itself, about one
 """
 

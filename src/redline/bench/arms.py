@@ -2,11 +2,12 @@
 "loop", ...}'`.
 
 `loop`   the real training loop (turns of `Trainer`: loader, clipping, logging, instruments), and interleaved
-with it in the same
+         with it in the same
          process, on the same compiled model: the loop without instruments, and the bare step (one batch on the GPU, no loader, no record).
 `plain`  what plain PyTorch gives: the same model under autocast, compiled whole, torch's own attention choice
-and cross entropy. `hf`     Hugging Face's Trainer on its own model of the same shape, with the same data,
-batch, passes and optimiser.
+         and cross entropy.
+`hf`     Hugging Face's Trainer on its own model of the same shape, with the same data, batch, passes and
+         optimiser.
 
 A block of steps is timed between two synchronisations; a result is the median over blocks with the interval
 of all of them (six blocks: 97 % confidence for the median). The last line printed is the result as JSON.

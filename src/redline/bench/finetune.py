@@ -1,8 +1,8 @@
 """`redline bench finetune`: LoRA fine-tuning beside Hugging Face's Trainer with PEFT, same rows, order and
 adapters. No torch here.
 
-    # writes finetune_<hardware>_<date>.{json,md}
-    path = bench_finetune("full", facts, out=Path("benchmarks"))
+    path = bench_finetune("full", facts, out=Path("benchmarks"))      # writes
+                                                                      finetune_<hardware>_<date>.{json,md}
 
 All arms run one after the other in one process of their own (finetune_arms.py) that prints a line of JSON for
 each, so what was measured before a crash stays. Rows are random tokens with lengths like those of the

@@ -1,8 +1,8 @@
 """`redline bench generate`: our engine beside `transformers` on the same model and the same work, in one run.
 No torch here.
 
-    # writes generate_<hardware>_<date>.{json,md}
-    path = bench_generate("full", ceilings, facts, out=Path("benchmarks"))
+    path = bench_generate("full", ceilings, facts, out=Path("benchmarks"))      # writes generate_<hardware>_<
+                                                                                date>.{json,md}
 
 Each side runs in a process of its own (generate_arms.py) that prints a line of JSON per measurement, so what
 was measured before a crash stays. The floor of a row is what the machine would need for the least work: the

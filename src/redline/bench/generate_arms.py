@@ -2,8 +2,9 @@
 A line of JSON per row.
 
 `transformers`   its `generate` with rising batches, then its continuous batching; the same weights, bf16 on a
-GPU. `redline`        our engine with rising numbers of sequences, with shared and with distinct prompts; the
-time to the first token; mixed
+                 GPU.
+`redline`        our engine with rising numbers of sequences, with shared and with distinct prompts; the time
+                 to the first token; mixed
                  lengths; and its greedy texts beside those of `transformers`.
 
 No sequence ends before its length, so that every arm does the same work. A row is timed after a run of the

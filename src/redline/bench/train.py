@@ -1,8 +1,8 @@
 """`redline bench train`: every arm on every recipe in its own process, a table for people and JSON for
 programs. No torch here.
 
-    # writes train_<hardware>_<date>.{json,md}
-    results = bench_train(recipes, hardware, out=Path("benchmarks"))
+    results = bench_train(recipes, hardware, out=Path("benchmarks"))    # writes
+                                                                        train_<hardware>_<date>.{json,md}
 
 An arm that dies (out of memory, a missing package) is a row that says so, not the end of the benchmark.
 """

@@ -3,8 +3,9 @@ claimed beside measured.
 
 redline ablate gpt2-124m                         the catalogue's pre-training list, on your recipe and machine
 redline ablate seeds/003                         a seed document's own list, on a recipe of its shape (000 to
-004) redline ablate nano --only sdpa,fused-optimizer --minutes 5 redline ablate seeds/002 --markdown >
-table.md   the table as Markdown, with who claimed what
+                                                 004)
+redline ablate nano --only sdpa,fused-optimizer --minutes 5
+redline ablate seeds/002 --markdown > table.md   the table as Markdown, with who claimed what
 
 Killed or out of time, the same command goes on: finished trials are kept in the folder. `redline report
 FOLDER` draws it.

@@ -1,9 +1,12 @@
 """Measure Redline beside its alternatives, in one run on the same work.
 
 redline bench train                        the training loop beside the bare step, plain PyTorch and Hugging
-Face's Trainer redline bench train --recipe nano          one recipe, also on a CPU redline bench generate
-the generation engine beside `transformers`; needs a GPU, or --quick redline bench finetune
-LoRA fine-tuning beside Hugging Face's Trainer with PEFT; needs a GPU, or --quick
+                                           Face's Trainer
+redline bench train --recipe nano          one recipe, also on a CPU
+redline bench generate                     the generation engine beside `transformers`; needs a GPU, or
+                                           --quick
+redline bench finetune                     LoRA fine-tuning beside Hugging Face's Trainer with PEFT; needs a
+                                           GPU, or --quick
 """
 
 import argparse

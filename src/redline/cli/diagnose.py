@@ -1,11 +1,13 @@
 """Say why a run is slow: causes with their evidence, the fix, and what it should bring. Reads logs of other
 trainers too. Needs no torch.
 
-redline diagnose runs/nano                              a run folder of ours redline diagnose
-out/checkpoint-500                     Hugging Face's Trainer (trainer_state.json) redline diagnose train.log
---fact gpu=h100-80g          nanoGPT, torchtitan, verl: what they print, or verl's JSONL redline diagnose
-metrics.csv --map step=i,step_s=dt:ms  Lightning, or any CSV or JSONL; the unit behind the colon where it is
-no second redline diagnose guide.md                               a page of claims: what in it cannot hold
+redline diagnose runs/nano                              a run folder of ours
+redline diagnose out/checkpoint-500                     Hugging Face's Trainer (trainer_state.json)
+redline diagnose train.log --fact gpu=h100-80g          nanoGPT, torchtitan, verl: what they print, or verl's
+                                                        JSONL
+redline diagnose metrics.csv --map step=i,step_s=dt:ms  Lightning, or any CSV or JSONL; the unit behind the
+                                                        colon where it is no second
+redline diagnose guide.md                               a page of claims: what in it cannot hold
 
 Units are repaired and said so. A gain is a prediction; `redline bench train` measures.
 """

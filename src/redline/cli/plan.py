@@ -1,8 +1,9 @@
 """Show how a recipe would be executed: every value with its reason and source, predicted memory and speed.
 Needs no GPU and no torch.
 
-redline plan gpt2-124m --as a100-40g        for a GPU that is not here redline plan gpt2-124m --save plan.json
-then: redline train gpt2-124m --plan plan.json, with the same --set values
+redline plan gpt2-124m --as a100-40g        for a GPU that is not here
+redline plan gpt2-124m --save plan.json     then: redline train gpt2-124m --plan plan.json, with the same
+                                            --set values
 
 The environment is honoured and shown: A100_BATCH_SIZE and A100_GRAD_ACCUM set micro-batch and accumulation
 (their product must keep the recipe's batch).

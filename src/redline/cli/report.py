@@ -2,8 +2,9 @@
 plan. Needs no torch.
 
 redline report runs/nano                          tables here, and runs/nano/report.html: one page that opens
-anywhere, offline redline report runs/a runs/b --out compare.html   side by side, with a verdict on whether
-they may be compared redline report runs/rft                           the rounds of an RFT run side by side
+                                                  anywhere, offline
+redline report runs/a runs/b --out compare.html   side by side, with a verdict on whether they may be compared
+redline report runs/rft                           the rounds of an RFT run side by side
 """
 
 import argparse

@@ -1,13 +1,17 @@
 """Rejection-sampling fine-tuning: sample many answers a question, keep the correct ones, train on them, test
 before and after.
 
-redline rft run rft/units-smollm2 --set model.path=SmolLM2.gguf --set task.data=units/    test, sample, train,
-test redline rft run rft/units-smollm2 --rounds 4               the loop again, each round sampled by what the
-last one trained redline rft sample rft/units-smollm2 --preset quality      one stage; killed or stopped, the
-same command goes on redline rft train rft/units-smollm2 --on answers           plain fine-tuning on the
-reference solutions, for comparison redline rft test rft/units-smollm2 --rows all              every weights
-of the run that have not been tested yet redline rft stats runs/units-smollm2 redline rft export
-runs/units-smollm2 rft.json             or .jsonl, .parquet
+redline rft run rft/units-smollm2 --set model.path=SmolLM2.gguf --set task.data=units/    test, sample, train, test
+redline rft run rft/units-smollm2 --rounds 4               the loop again, each round sampled by what the last
+                                                           one trained
+redline rft sample rft/units-smollm2 --preset quality      one stage; killed or stopped, the same command goes
+                                                           on
+redline rft train rft/units-smollm2 --on answers           plain fine-tuning on the reference solutions, for
+                                                           comparison
+redline rft test rft/units-smollm2 --rows all              every weights of the run that have not been tested
+                                                           yet
+redline rft stats runs/units-smollm2
+redline rft export runs/units-smollm2 rft.json             or .jsonl, .parquet
 """
 
 import argparse

@@ -1,8 +1,10 @@
 """Pre-train a recipe. The same command goes on with a run that was stopped or killed; Ctrl-C stops it with a
 checkpoint.
 
-redline train nano redline train gpt2-124m --set data.source=data/wiki --run runs/wiki --nproc 2 torchrun
---nproc-per-node 2 --no-python -- redline train gpt2-124m     the `--` keeps torchrun from reading our options
+redline train nano
+redline train gpt2-124m --set data.source=data/wiki --run runs/wiki --nproc 2
+torchrun --nproc-per-node 2 --no-python -- redline train gpt2-124m     the `--` keeps torchrun from reading
+                                                                       our options
 """
 
 import argparse

@@ -1,10 +1,11 @@
 """Prove on this machine that what the plan says is really on, and that loss and gradients agree with the fp32
 reference. Of an RFT recipe: what its fine-tuning update and its generation promise.
 
-redline verify gpt2-124m                     the plan that `redline train` would make redline verify gpt2-124m
---plan auto         the one that `redline tune` found redline verify gpt2-124m --plan plan.json    a saved
-one, with the same --set values redline verify rft/demo                      an RFT recipe: packed update,
-adapters, kernels, the engine's log-probabilities
+redline verify gpt2-124m                     the plan that `redline train` would make
+redline verify gpt2-124m --plan auto         the one that `redline tune` found
+redline verify gpt2-124m --plan plan.json    a saved one, with the same --set values
+redline verify rft/demo                      an RFT recipe: packed update, adapters, kernels, the engine's
+                                             log-probabilities
 
 A few updates are run and profiled, nothing is written. Exit code 1 when a check fails.
 """

@@ -1,7 +1,7 @@
 """From a path to Observed: which format it is, and the reader for it.
 
-    # or a log, a trainer_state.json, a CSV, a page of claims
-    observed = read(Path("runs/nano"))
+    observed = read(Path("runs/nano"))                 # or a log, a trainer_state.json, a CSV, a page of
+                                                       claims
     observed = read(path, format="csv", columns={"step": "iteration"}, facts={"gpus": "8"})
 
 To add a format: a function that recognises a text, one that reads it, and a line in FORMATS.

@@ -1,11 +1,10 @@
 """From a question to what the model reads: through its chat template, or as text to be continued.
 
-    # stops: the texts that end an answer
-    text, stops = render(task, question, loaded, mode="chat", shots=2)
-    # recognises the special tokens that a template writes
-    ids = tokenizer.encode_prompt(text)
-    # to train on
-    answer = [*tokenizer.encode([answer_text(reasoning, mode)])[0], end_id(loaded, tokenizer, mode)]
+    text, stops = render(task, question, loaded, mode="chat", shots=2)     # stops: the texts that end an
+                                                                           answer
+    ids = tokenizer.encode_prompt(text)                                    # recognises the special tokens
+                                                                           that a template writes
+    answer = [*tokenizer.encode([answer_text(reasoning, mode)])[0], end_id(loaded, tokenizer, mode)]     # to train on
 
 Templates are Jinja, run in Jinja's sandbox as transformers runs them: they come with foreign weights. Left
 out: tools and documents.

@@ -1,8 +1,7 @@
 """Generation by an OpenAI-compatible completion server (vLLM, SGLang, llama.cpp, `transformers serve`), as an
 `Engine`. No torch.
 
-    # the key: environment REDLINE_API_KEY
-    with ServerEngine("http://localhost:8000", "SmolLM2-135M-Instruct") as engine:
+    with ServerEngine("http://localhost:8000", "SmolLM2-135M-Instruct") as engine:      # the key: environment REDLINE_API_KEY
         for completion in engine.run(requests): ...
 
 Every sample is a call of its own, with a seed made from the request's seed and the sample's number: no server

@@ -1,8 +1,8 @@
 """Measured ceilings: the fastest this machine was seen to multiply, copy and launch. Needs torch; import it
 only to measure.
 
-    # seconds the first time, then read from the cache
-    ceilings = load_or_measure(read_facts(), progress=print)
+    ceilings = load_or_measure(read_facts(), progress=print)    # seconds the first time, then read from the
+                                                                cache
 
 Method: random data (zeros draw less power and run faster than any training), inputs rotated so that they do
 not stay in the L2 cache, warm-up, then the median of seven blocks timed by CUDA events with a synchronise

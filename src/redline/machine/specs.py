@@ -2,8 +2,8 @@
 cannot be true.
 
     spec = find_spec("a100-80g")                            # the id that `--as` takes
-    # the name that NVML reports; None when the table lacks it
-    spec = match_spec("NVIDIA H200", gpu.memory_bytes)
+    spec = match_spec("NVIDIA H200", gpu.memory_bytes)     # the name that NVML reports; None when the table
+                                                           lacks it
 
 Peaks are dense, with fp32 accumulation as torch computes by default (GeForce cards run that at half their
 advertised rate). Left out: sparsity doubles, int8, fp4, and any board whose figures are not its namesake's

@@ -2,8 +2,8 @@
 torch, no CUDA sync.
 
     telemetry = GpuTelemetry(0)
-    # {'gpu_util': 0.97, 'memory_used_bytes': ..., 'power_w': ..., 'sm_clock_mhz': ..., 'temperature_c': ...}
-    telemetry.read()
+    telemetry.read()    # {'gpu_util': 0.97, 'memory_used_bytes': ..., 'power_w': ..., 'sm_clock_mhz': ...,
+                        'temperature_c': ...}
 
 A reading never raises: a run must not die of its instruments. What the board does not answer is left out of
 the reading.

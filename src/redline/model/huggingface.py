@@ -2,8 +2,7 @@
 
     loaded = read_folder(Path("SmolLM2-135M"))          # config.json, *.safetensors, tokenizer.json
     load_weights(model, loaded.weights)
-    # `transformers` loads it
-    write_folder(Path("export"), config, weights, tokenizer_json, torch.bfloat16)
+    write_folder(Path("export"), config, weights, tokenizer_json, torch.bfloat16)     # `transformers` loads it
 
 Weights are read in the dtype they are stored in (half the memory of fp32 for bf16, and copying them into a
 model is exact). What we would compute otherwise than transformers does is refused with its name and value,

@@ -1,8 +1,8 @@
 """Triton kernels for fine-tuning on short packed sequences: attention with its rotation, and SwiGLU, both
 ways.
 
-    # causal within each sequence, (T, q_heads * C)
-    y = short_attention(qkv_THC, cos, sin, bounds, q_heads=15, longest=64)
+    y = short_attention(qkv_THC, cos, sin, bounds, q_heads=15, longest=64)      # causal within each sequence,
+                                                                                (T, q_heads * C)
     y = swiglu(gate_up)                                                         # silu(gate) * up
 
 An update on some 1,500 tokens in sequences of 45 is bound by the number of its kernels: torch's attention for

@@ -1,10 +1,10 @@
 """Low-rank adapters (LoRA) on the linear layers of a model, put there in place and merged into its weights
 for sampling.
 
-    # freezes the model; only `adapters(model)` learn
-    add_lora(model, LoraConfig(rank=16, alpha=64), seed=0)
-    # the weights hold W + B A alpha/r, in the same memory; then their old bits
-    with merged(model): ...
+    add_lora(model, LoraConfig(rank=16, alpha=64), seed=0)    # freezes the model; only `adapters(model)`
+                                                              learn
+    with merged(model): ...                                   # the weights hold W + B A alpha/r, in the same
+                                                              memory; then their old bits
 
 Query/key/value and gate/up are one matrix here and separate modules in PEFT, so a layer holds one A and one B
 per part: the A's stacked into one matrix, the B's as the diagonal blocks of one. Three small products become

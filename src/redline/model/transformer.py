@@ -1,12 +1,12 @@
 """The transformer: one decoder for GPT-2, Llama, SmolLM2, Qwen2 and Qwen3 shapes, chosen by `ModelConfig`.
 
-    # fp32 weights, initialised from the seed and each weight's name
-    model = build_model(config, device="cuda", seed=0)
+    model = build_model(config, device="cuda", seed=0)      # fp32 weights, initialised from the seed and each
+                                                            weight's name
     logits_BTV = model(tokens_BT)                           # in model.compute_dtype
-    # summed over targets that are not IGNORED; the caller divides
-    loss_sum = model(tokens_BT, targets_BT)
-    # one row of several sequences; only the A read positions reach the head
-    loss_sum = model(tokens_1T, targets_1A, packing=packing)
+    loss_sum = model(tokens_BT, targets_BT)                 # summed over targets that are not IGNORED; the
+                                                            caller divides
+    loss_sum = model(tokens_1T, targets_1A, packing=packing)    # one row of several sequences; only the A
+                                                                read positions reach the head
 
 Weights stay in fp32; activations, the residual stream included, are in `compute_dtype`, and each layer casts
 its weight where it is used (the casts cost under 1 % of a step; the blocks keep them for their backward, two

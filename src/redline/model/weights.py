@@ -1,8 +1,8 @@
 """Weights under other names: how our fused matrices are made of, and split into, the tensors of a foreign
 file.
 
-    # their tensors -> ours, every name and shape checked
-    weights = join(config, TABLE, tensors, where="model.safetensors")
+    weights = join(config, TABLE, tensors, where="model.safetensors")   # their tensors -> ours, every name
+                                                                        and shape checked
     tensors = split(config, TABLE, weights)                             # ours -> their tensors
     load_weights(model, weights)                                        # strict, in place
 

@@ -1,8 +1,8 @@
 """What a loop's model and machine say of how it is executed, as the plan.json that the report and the
 diagnosis read.
 
-    # before the first update: looks once at the first forward pass
-    described = Described(model, device)
+    described = Described(model, device)        # before the first update: looks once at the first forward
+                                                pass
     described.plan(batch, world_size, told={})  # after it: each value beside its reason, as in a plan of ours
 
 It is no plan that `redline train` could execute: only what was seen stands in it, under the names of

@@ -2,8 +2,8 @@
 diagnosis at the end.
 
     with redline.watch("runs/mine", model=model) as run:
-        # times the wait for data, counts tokens and padding
-        for batch in run.batches(loader):
+        for batch in run.batches(loader):                  # times the wait for data, counts tokens and
+                                                           padding
             with run.phase("forward"):                     # optional: where the time of an update goes
                 loss = model(**batch).loss
             ...

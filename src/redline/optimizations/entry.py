@@ -3,8 +3,8 @@ lists them.
 
     entry = CATALOGUE["bf16"]
     entry.why_not(recipe, hardware)         # None where it applies, else the reason in words
-    # values of the switch before and after; None: what the planner decides
-    entry.off, entry.on
+    entry.off, entry.on                     # values of the switch before and after; None: what the planner
+                                            decides
 
 The switches of `train` are plan values (`plan.PLANNED`), those of `generate` and `finetune` the fields of
 `work.Generating` and `work.Finetuning`. An entry never measures anything: that is `redline.tune.ablate`'s.

@@ -3,8 +3,8 @@ they should give.
 
     plan = make_plan(recipe, hardware)         # planner.py
     plan.micro_batch                           # 64
-    # Why(reason="65,536 tokens a pass fill the GPU ...", source="rule")
-    plan.why["micro_batch"]
+    plan.why["micro_batch"]                    # Why(reason="65,536 tokens a pass fill the GPU ...",
+                                               source="rule")
     save(plan, path); load(path)               # plan.json, strict both ways
 
 A plan never changes the training: micro_batch x accumulation x world_size is the recipe's batch, exactly.

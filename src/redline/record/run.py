@@ -4,7 +4,8 @@
         recipe.toml        what was computed
         plan.json          how, every value with its reason
         metrics.jsonl      one line per optimiser step, nothing twice (names and units: metrics.py)
-        events.jsonl       what happened beside the steps: starts, resumes, checkpoints, validations, recoveries
+        events.jsonl       what happened beside the steps: starts, resumes, checkpoints, validations,
+                           recoveries
         tokenizer.json     the tokenizer that made the tokens
         checkpoints/       step-N folders, best.json
 

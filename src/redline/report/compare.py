@@ -1,9 +1,9 @@
 """Whether runs may be compared, and what the comparison gives. No torch.
 
-    # level: yes | loss only | accuracy only | no, with the reasons in words
-    verdict = comparable(runs)
-    # speed of one over the other, with its interval and "not resolved" where it spans 1
-    ratio(slow, fast)
+    verdict = comparable(runs)          # level: yes | loss only | accuracy only | no, with the reasons in
+                                        words
+    ratio(slow, fast)                   # speed of one over the other, with its interval and "not resolved"
+                                        where it spans 1
 
 Two speeds compare under the same fingerprint on the same hardware; on other hardware only the losses do. What
 the plans do differently is not a reason against: it is what is being compared. Nor is how often a run

@@ -3,8 +3,8 @@ convention. No torch.
 
     summary = summarise(run)
     summary.speed.tokens_per_s, summary.speed.low, summary.speed.high        # median and interval
-    # parts that add up to the run's training time
-    summary.time
+    summary.time                                                            # parts that add up to the run's
+                                                                            training time
 
 A speed is the median over updates. Its interval is that of six consecutive blocks of updates (lowest and
 highest block median, which hold the true median of a steady run in 97 cases of 100). The first

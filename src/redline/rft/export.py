@@ -1,8 +1,9 @@
 """Samples out of the store: `rft.json` triples of what is kept, or every sample as JSONL or Parquet. Runs
 without torch.
 
-export(run, Path("rft.json"), per_question=1)      # [[question, answer, reasoning], ...] export(run,
-Path("samples.parquet"))               # all samples with their verdicts; `kept` says which are trained on
+export(run, Path("rft.json"), per_question=1)      # [[question, answer, reasoning], ...]
+export(run, Path("samples.parquet"))               # all samples with their verdicts; `kept` says which are
+                                                   trained on
 """
 
 import json

@@ -3,8 +3,8 @@ finished is not repeated.
 
     report = run_all(session)
     report["before"]["accuracy"], report["after"]["accuracy"], report["stages_s"]
-    # each round's samples are written by what the one before trained
-    reports = run_rounds(recipe, Path("runs/units"), bounds, 4)
+    reports = run_rounds(recipe, Path("runs/units"), bounds, 4)     # each round's samples are written by what
+                                                                    the one before trained
 
 `generate_dataset` is the sampling stage alone as a Python function that writes rft.json.
 """

@@ -9,7 +9,8 @@ runs/units/
     samples.db            every completion with its verdict (store.py)
     evaluations.jsonl     one line per test
     train-samples/        the fine-tuning on the kept samples: metrics.jsonl, checkpoints/, done.json
-    adapter/              what it gave, in PEFT's format (model/, a Hugging Face folder, after full fine-tuning)
+    adapter/              what it gave, in PEFT's format (model/, a Hugging Face folder, after full fine-
+                          tuning)
     train-answers/  adapter-answers/     the same for plain fine-tuning on the reference solutions
 """
 

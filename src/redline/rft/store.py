@@ -4,8 +4,8 @@ harm. Runs without torch.
     with Store(run / "samples.db") as store:
         source = store.open_source(model_fingerprint, sampling)        # who writes, and how
         store.put_questions(questions)
-        # one transaction: all of them are on the disk when it returns, or none
-        store.add(source, samples)
+        store.add(source, samples)                # one transaction: all of them are on the disk when it
+                                                  returns, or none
         store.kept(source, per_question=4)        # distinct correct answers, in the order of the questions
 
 A sample is named by (model, sampling, question, number), so the same one cannot be stored twice; asked again,

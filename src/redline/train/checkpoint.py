@@ -1,10 +1,10 @@
 """Checkpoints: saved while the training goes on, committed whole or not at all, loaded on any number of
 processes.
 
-    # on every rank; clears what a killed process left behind
-    checkpoints = Checkpoints(run / "checkpoints", keep=2)
-    # on every rank; returns when the values are safe to change
-    stalled_s = checkpoints.save(step, tensors, state)
+    checkpoints = Checkpoints(run / "checkpoints", keep=2)             # on every rank; clears what a killed
+                                                                       process left behind
+    stalled_s = checkpoints.save(step, tensors, state)                 # on every rank; returns when the
+                                                                       values are safe to change
     checkpoints.copy_done()                                            # before the next optimiser update
     checkpoints.wait()                                                 # before leaving
     state = load(resolve(run), tensors)

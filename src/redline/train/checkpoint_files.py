@@ -4,9 +4,11 @@ pickle anywhere.
     <run>/checkpoints/
         best.json                      {"step": 80, "loss": 1.47}
         step-00000080/state.json       step, state, size and sha256 of every shard, and a sha256 of itself
-        step-00000080/shard-00001-model-00001-of-00001.safetensors     one file for each process that had something to write
+        step-00000080/shard-00001-model-00001-of-00001.safetensors     one file for each process that had
+                                                                       something to write
         .tmp-*                         being written or being deleted; never read, removed at the next start
-        step-00000080.old              set aside while step 80 is replaced; counts as step 80 as long as step-00000080 is missing
+        step-00000080.old              set aside while step 80 is replaced; counts as step 80 as long as
+                                       step-00000080 is missing
 
 The shards have the layout of torch's `HuggingFaceStorageWriter(save_distributed=True)`, so DCP reads and
 reshards them, but they are written here. That writer (torch 2.13, measured on 768 MiB) holds the GIL for 4.3

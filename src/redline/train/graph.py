@@ -1,7 +1,7 @@
 """A whole fine-tuning update (passes, clipping, AdamW) as a CUDA graph: one launch instead of thousands.
 
-    # captures one graph a shape; the weights do not move
-    graphs = UpdateGraphs(learner, shapes, passes=1)
+    graphs = UpdateGraphs(learner, shapes, passes=1)      # captures one graph a shape; the weights do not
+                                                          move
     update = graphs.run(rows, shape, lr=1e-4, answers=800)
 
 A small model's update on some 1,500 tokens takes the GPU a few milliseconds and the host, launching kernel by

@@ -1,7 +1,7 @@
 """Optimisers: fused AdamW, and Muon for the matrices inside the blocks.
 
-    # state exists at once, so a first update cannot run out of memory
-    optimizers = make_optimizers(model, recipe.train)
+    optimizers = make_optimizers(model, recipe.train)     # state exists at once, so a first update cannot run
+                                                          out of memory
     set_lr(optimizers, factor)
     state_tensors(model, optimizers)                      # flat name -> tensor, for checkpoints
 

@@ -3,8 +3,8 @@ it. No torch.
 
     for candidate in candidates(recipe, plan, fixed={"precision"}, data_wait_share=0.0):
         candidate.change, candidate.predicted, candidate.reason
-    # the plan with it, its prediction made anew; MachineError where it cannot fit
-    changed(recipe, plan, candidate.change)
+    changed(recipe, plan, candidate.change)      # the plan with it, its prediction made anew; MachineError
+                                                 where it cannot fit
 
 Candidates come in the order of predicted gain; those that cannot pay (below WORTH) are given with a reason
 not to try them. The micro-batch has its own search (search.py). Precision is only ever changed within what

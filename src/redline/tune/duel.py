@@ -4,8 +4,8 @@ of its own. No torch.
     duels = Duels(children, trial_of, deadline_s=..., say=print)
     duels.alone(rules)
     duel = duels.against(best, plan, together=True, final=False, until_s=...)
-    # None where one of them failed or the time was over: then nothing is known
-    duel.comparison
+    duel.comparison                               # None where one of them failed or the time was over: then
+                                                  nothing is known
 
 A child that died between two duels, or in one, says nothing about the plans: it is started again, once. A
 plan that does not fit beside the other may fit by itself: then both are measured alone, one after the other,

@@ -1,14 +1,16 @@
 """The numerics guard: does a plan compute the same training? Losses and gradient norms of the first steps
 against a reference. No torch.
 
-    # "exact" or "rounding": the most that any changed value may do
-    effect = effect_of(reference_plan, plan)
+    effect = effect_of(reference_plan, plan)                   # "exact" or "rounding": the most that any
+                                                               changed value may do
     guard(reference, measured, effect, precision=plan.precision).passed
 
 `exact`     the same sums in another order (micro-batch, recomputation, loader): within float reassociation of
-the compute dtype. `rounding`  other roundings of the same mathematics (precision, compiled or other kernels):
-within ROUNDING_BAND. What changes the training itself is a recipe's matter: a plan cannot, and a workload
-whose steps have no losses is not passed but "not checked". A plan that fails is never chosen.
+            the compute dtype.
+`rounding`  other roundings of the same mathematics (precision, compiled or other kernels): within
+            ROUNDING_BAND.
+What changes the training itself is a recipe's matter: a plan cannot, and a workload whose steps have no losses is not passed but
+"not checked". A plan that fails is never chosen.
 """
 
 import math

@@ -3,8 +3,8 @@ No torch here.
 
     fit = fit_memory(probes)                     # readings at micro-batch 1, 2, 4
     fit.active_bytes(64), fit.reserved_bytes(64)
-    # with a margin, beside what the CUDA context and libraries were seen to take
-    fit.fits(64, capacity_bytes)
+    fit.fits(64, capacity_bytes)                 # with a margin, beside what the CUDA context and libraries
+                                                 were seen to take
     pick_micro_batch(recipe, plan, child, capacity_bytes=...)
 
 At one sequence length and one code path, active bytes are a straight line in the micro-batch (bookkeeping,

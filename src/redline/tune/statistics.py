@@ -1,10 +1,10 @@
 """What block times say: medians with distribution-free intervals, and whether one arm is faster than another.
 No torch.
 
-    # the median and where it lies with 95 % confidence
-    interval([0.51, 0.50, 0.52, 0.50, 0.51, 0.53])
-    # Comparison(ratio=1.08, low=1.05, high=1.11, verdict="faster")
-    compare(before.blocks_s, after.blocks_s, paired=True)
+    interval([0.51, 0.50, 0.52, 0.50, 0.51, 0.53])            # the median and where it lies with 95 %
+                                                              confidence
+    compare(before.blocks_s, after.blocks_s, paired=True)     # Comparison(ratio=1.08, low=1.05, high=1.11,
+                                                              verdict="faster")
 
 Nothing is assumed about the shape of the noise: an interval lies between two order statistics of the blocks,
 so outliers widen it and do not move it. Blocks of arms that took turns are compared round by round, which

@@ -2,8 +2,8 @@
 torch here.
 
     measured = measure(train_trial(recipe, plan))                     # one arm
-    # two, in turns: a drift of the clocks falls on both
-    before, after = measure_together([trial, other])
+    before, after = measure_together([trial, other])                  # two, in turns: a drift of the clocks
+                                                                      falls on both
     compare(before.blocks_s, after.blocks_s, paired=True)
 
 The child (`python -m redline.tune.lifeline`) is spoken to in lines of JSON and does nothing between two of

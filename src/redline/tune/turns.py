@@ -3,8 +3,8 @@ ones are not repeated. No torch.
 
     with Turns(folder, beside=hardware.title, deadline_s=time.monotonic() + 600, progress=print) as turns:
         naive = turns.alone("naive", trial)
-        # blocks of both by rounds; None when there is no time left
-        pair = turns.pair("bf16", trial, other)
+        pair = turns.pair("bf16", trial, other)        # blocks of both by rounds; None when there is no time
+                                                       left
 
 Keeping the standing arm alive saves its start (compiling included) for every change. Where one fails beside
 the other for want of memory, or the standing arm twice, both are measured alone, one after the other, and
