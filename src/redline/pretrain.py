@@ -26,10 +26,11 @@ from redline.model.transformer import Transformer
 from redline.model.weights import load_weights
 from redline.plan.plan import Plan, save
 from redline.record.files import write_atomic
+from redline.record.observe import Observer
 from redline.record.run import RunFolder, failures_recorded
 from redline.train.checkpoint_files import step_folders
 from redline.train.execution import check_device
-from redline.train.loop import Job, Observer, Outcome, Trainer
+from redline.train.loop import Job, Outcome, Trainer
 from redline.train.process import Process
 from redline.train.restore import open_weights
 

@@ -40,11 +40,11 @@ from redline.model.lora import LoraConfig, lora_layers
 from redline.model.transformer import Transformer
 from redline.plan.plan import Why
 from redline.record.files import write_atomic
+from redline.record.observe import Observer
 from redline.record.run import RunFolder, failures_recorded
 from redline.rft.plan import Bounds, plan_precision, plan_samples, plan_slots, save_plan
 from redline.tasks.registry import load_task
 from redline.tasks.task import Question, Task
-from redline.train.loop import Observer
 from redline.train.restore import Opened, open_on, open_weights
 
 T = TypeVar("T")

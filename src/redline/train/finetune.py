@@ -24,12 +24,13 @@ from redline.config.recipe import Schedule, TrainConfig
 from redline.errors import CheckpointError, ConfigError, TrainingError
 from redline.model.lora import lora_layers
 from redline.model.transformer import Transformer
+from redline.record.observe import Observer
 from redline.record.run import LineWriter, RunFolder
 from redline.train.checkpoint import Checkpoints, load
 from redline.train.checkpoint_files import step_name
 from redline.train.graph import UpdateGraphs
 from redline.train.instruments import Instruments
-from redline.train.loop import STOPPED, Observer, Outcome, stop_on_signal
+from redline.train.loop import STOPPED, Outcome, stop_on_signal
 from redline.train.optimizer import make_optimizers, set_lr, state_tensors
 from redline.train.packing import (
     Example,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,6 +28,7 @@ from redline.data.stream import TokenStream
 from redline.errors import CheckpointError, TrainingError
 from redline.model.transformer import Transformer
 from redline.plan.plan import Plan
+from redline.record.observe import Observer
 from redline.record.run import LineWriter, RunFolder
 from redline.train import execution
 from redline.train.checkpoint import Checkpoints, load
@@ -40,15 +41,6 @@ from redline.train.schedule import lr_factor
 from redline.train.step import Learner, LossScale, Update, take_step
 
 STOPPED = "stopped by signal"
-
-
-class Observer(Protocol):
-    """Somebody who watches a run: the live view, an exporter. Calls stand in the loop and must return at
-    once."""
-
-    def metrics(self, line: dict[str, Any]) -> None: ...
-    def event(self, kind: str, facts: dict[str, Any]) -> None: ...
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)

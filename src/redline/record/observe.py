@@ -1,0 +1,55 @@
+"""Who watches a run: the one protocol of the live view, the exporters and a user's own code.
+
+    class Printing:
+        def metrics(self, line): print(line["loss"])
+        def event(self, kind, facts): print(kind, facts)
+        def close(self): ...
+
+`metrics` gets every line of metrics.jsonl; while text is sampled, lines without a step (SAMPLING names their
+keys). `event` gets what events.jsonl gets, and two kinds more:
+
+- `stage` when a run with several parts (RFT: test, sample, train, test) begins one: `name`, `title`, and the
+  size of the part as `total_steps` or `questions`;
+- `note`, with `text`: something that a person should know and the record need not keep.
+
+Calls come from the loop, one at a time but not always from one thread. They must return immediately and must
+not raise: a run is not worth losing to whoever looks at it.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+SAMPLING = (
+    "questions", "questions_done", "samples", "samples_left", "correct", "tokens_per_s", "elapsed_s", "left_s",
+    "memory_bytes",
+)  # fmt: skip
+"""Keys of a line that tells how far sampling is; None where something is not known yet."""
+
+
+class Observer(Protocol):
+    def metrics(self, line: dict[str, Any]) -> None: ...
+
+    def event(self, kind: str, facts: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Observers:
+    """Several observers as one, called in their order."""
+
+    def __init__(self, observers: Sequence[Observer] = ()) -> None:
+        self.observers = tuple(observers)
+
+    def metrics(self, line: dict[str, Any]) -> None:
+        for observer in self.observers:
+            observer.metrics(line)
+
+    def event(self, kind: str, facts: dict[str, Any]) -> None:
+        for observer in self.observers:
+            observer.event(kind, facts)
+
+    def close(self) -> None:
+        with ExitStack() as stack:  # one that fails to close does not keep the others open
+            for observer in self.observers:
+                stack.callback(observer.close)
