@@ -1,6 +1,7 @@
 # make demo      set up .venv; pre-train a small model, then the whole RFT loop on the shipped one, on this machine
 # make test      set up .venv and run every check and test (what CI runs)
 # make check     format, lint, types, import contracts
+# make fuzz      attack every reader with random input for some minutes
 # make gpu-test  the tests that need a CUDA device
 # make claims    the seeds' claims measured on this machine: writes the tables of docs/claims.md
 # make format    rewrite the sources in the house format
@@ -9,7 +10,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
 
-.PHONY: demo test check gpu-test claims format clean
+.PHONY: demo test check fuzz gpu-test claims format clean
 
 .venv/core: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -48,6 +49,9 @@ check: .venv/dev
 
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+
+fuzz: .venv/dev
+	HYPOTHESIS_PROFILE=fuzz $(BIN)/pytest tests/fuzz --timeout 1800
 
 gpu-test: .venv/dev
 	$(BIN)/pytest tests/gpu

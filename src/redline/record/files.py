@@ -1,12 +1,27 @@
-"""Durable files: what is reported as written survives a crash, and nobody ever sees half a file."""
+"""Files of ours, written durably and read strictly.
+
+What is reported as written survives a crash, and nobody ever sees half a file. Whatever stands in a file that we
+read, the reader gets a value of the right kind or one line that names the file, what is wrong and the way out: a
+file may be unreadable, a pipe, huge, random bytes, nested 100,000 deep or hold numbers of 5,000 digits.
+"""
 
 import contextlib
 import errno
+import json
 import os
+import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
-from redline.errors import StorageError
+from redline.errors import DataError, RedlineError, StorageError
+
+T = TypeVar("T")
+# Far over what we write (a month of metrics, the largest tokenizer); well under what would fill a machine.
+LARGEST_BYTES = 1 << 30
+_LONG_NUMBER = re.compile(r"\d{19}")
+_KINDS: dict[type, str] = {dict: "a table", list: "a list"}
 
 REFUSALS = {
     getattr(errno, name)
@@ -50,6 +65,59 @@ def replacing(path: Path) -> Iterator[Path]:
                 temporary.unlink(missing_ok=True)
             raise
         sync_path(path.parent)
+
+
+def read_text(path: Path, *, error: type[RedlineError] = DataError, whole_lines: bool = False) -> str:
+    """The text of a plain file, or `error` in one line. With `whole_lines`, a torn last line (its writer died) is
+    left out. A file that is missing is an error too."""
+    try:
+        # Without O_NONBLOCK, opening a named pipe waits for a writer that may never come.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise error(f"{path} is not a plain file: move it away")
+            if found.st_size > LARGEST_BYTES:
+                raise error(f"{path} holds {found.st_size:,} bytes, which is more than we read: move it away")
+            raw = file.read()
+        return (raw[: raw.rfind(b"\n") + 1] if whole_lines else raw).decode("utf-8")
+    except OSError as refusal:
+        raise error(f"{path} cannot be read: {refusal.strerror}") from refusal
+    except UnicodeDecodeError as damage:
+        raise error(f"{path} is damaged: it is not UTF-8 text (byte {damage.start})") from damage
+    except ValueError as damage:
+        raise error(f"{str(path)!r} cannot be the name of a file: {damage}") from damage
+
+
+def parse_json(text: str, where: object, kind: type[T], *, error: type[RedlineError] = DataError) -> T:
+    """JSON text as a value of `kind` (`dict`, `list`), or `error` in one line. Numbers fit in 64 bits and texts
+    can be written as UTF-8, so that whoever uses them needs no check."""
+    try:
+        value = json.loads(text, parse_int=_parse_int if _LONG_NUMBER.search(text) else None)
+        if "\\u" in text:  # half a surrogate pair can be escaped, but not be written
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as damage:
+        reason = "it is nested too deeply" if isinstance(damage, RecursionError) else damage
+        raise error(f"{where} is damaged: {reason}") from damage
+    if not isinstance(value, kind):
+        raise error(f"{where} is damaged: it must hold {_KINDS[kind]}, not {text.strip()[:40]!r}")
+    return value
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > 20 or not -(2**63) <= (value := int(digits)) < 2**64:
+        raise ValueError(f"a number of {len(digits)} digits, which does not fit in 64 bits")
+    return value
+
+
+def read_json(path: Path, kind: type[T], *, error: type[RedlineError] = DataError) -> T:
+    """A JSON file as a value of `kind`, or `error` in one line."""
+    return parse_json(read_text(path, error=error), path, kind, error=error)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a JSONL file as tables, a torn last line left out; a fault names its line."""
+    lines = read_text(path, whole_lines=True).split("\n")  # splitlines would also cut at U+2028 inside a text
+    return [parse_json(line, f"{path} line {n}", dict) for n, line in enumerate(lines, 1) if line.strip()]
 
 
 def write_atomic(path: Path, text: str) -> None:

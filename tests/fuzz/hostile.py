@@ -1,0 +1,83 @@
+"""What a damaged or hostile file may hold: the inputs that every reader of ours must answer with one line."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from hypothesis import example
+from hypothesis import strategies as st
+
+from redline.errors import RedlineError
+
+T = TypeVar("T")
+
+NESTED = b"[" * 100_000
+LONG_NUMBER = b"9" * 5000
+CRAFTED = [
+    b"",
+    b"\n",
+    b"null",
+    b"3",
+    b"[]",
+    b"{}",
+    b'"text"',
+    b"\xff\xfe\x00",
+    b'{"a": "\xe2\x9c"}',
+    b'{"a": "\\ud800"}',
+    NESTED,
+    b'{"a":' * 100_000,
+    b'{"step": ' + LONG_NUMBER + b"}",
+    b'{"step": 1' + b"0" * 400 + b"}",
+    b'{"step": 1e999, "loss": NaN}',
+    b"\x00" * 100,
+]
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def encoded(value: object) -> bytes:
+    """A value as JSON in one line, numbers that are not finite included, as Python's writer does it."""
+    return json.dumps(value).encode()
+
+
+contents = st.sampled_from(CRAFTED) | st.binary(max_size=200) | values.map(encoded)
+
+
+def one_line(error: BaseException) -> str:
+    """The message of a user's error, held to the form in which the command line prints it."""
+    text = str(error)
+    assert text, "an error says something"
+    assert "\n" not in text, f"one line, not {text!r}"
+    assert len(text) < 2000, f"a message is not a copy of the file: {len(text)} characters"
+    text.encode()
+    return text
+
+
+def answer(call: Callable[[], T], *, names: object = "") -> T | None:
+    """What the call gives, or None where it ends in one line that names the file; anything else is raised."""
+    try:
+        return call()
+    except RedlineError as error:
+        text = one_line(error)
+    assert str(names) in text, f"{text!r} does not name {names}"
+    return None
+
+
+def each_crafted(test: Callable[..., None]) -> Callable[..., None]:
+    """Every crafted content as an explicit example of the test's `raw`."""
+    for raw in CRAFTED:
+        test = example(raw=raw)(test)
+    return test
+
+
+def put(path: Path, raw: bytes) -> Path:
+    """The file with these bytes in it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(raw)
+    return path
