@@ -2,15 +2,18 @@
 # make test      set up .venv and run every check and test (what CI runs)
 # make check     format, lint, types, import contracts
 # make fuzz      attack every reader with random input for some minutes
+# make numerics  the tests of numerics on six instruction sets, as other CPUs would run them
+# make timing    the tests that watch a real clock; wants a quiet machine
 # make gpu-test  the tests that need a CUDA device
 # make claims    the seeds' claims measured on this machine: writes the tables of docs/claims.md
 # make format    rewrite the sources in the house format
 
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 PIP := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
 
-.PHONY: demo test check fuzz gpu-test claims format clean
+.PHONY: demo test check numerics timing fuzz gpu-test claims format clean
 
 .venv/core: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -48,7 +51,17 @@ check: .venv/dev
 	$(BIN)/lint-imports
 
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+	$(PYTEST) -n 2 --dist loadfile
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) -n 2 --dist loadfile -m numerics
+
+numerics: .venv/dev
+	for aten in default avx2 avx512; do for onednn in AVX2 AVX512_CORE; do \
+		echo "$$aten $$onednn"; \
+		ATEN_CPU_CAPABILITY=$$aten ONEDNN_MAX_CPU_ISA=$$onednn $(PYTEST) -n 2 --dist loadfile -m numerics || exit 1; \
+	done; done
+
+timing: .venv/dev
+	$(PYTEST) -m timing
 
 fuzz: .venv/dev
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/pytest tests/fuzz --timeout 1800

@@ -17,6 +17,7 @@ import torch
 
 from redline.errors import ConfigError
 from redline.machine import ceilings as measuring
+from redline.machine import cpu
 from redline.machine import facts as facts_module
 from redline.machine.facts import machine_key, read_facts
 from redline.machine.specs import SPECS, find_spec, match_spec
@@ -128,13 +129,36 @@ def test_facts_agree_with_proc():
     assert 0 < facts.memory_bytes <= total_bytes
     assert 1 <= facts.cpu_cores <= len(os.sched_getaffinity(0))
     with open("/proc/cpuinfo") as file:
-        assert facts.cpu_name in file.read()
+        assert facts.cpu_name.removesuffix(" (AMX unusable)") in file.read()
     disk = os.statvfs(".")
     assert facts.disk_free_bytes == pytest.approx(disk.f_bavail * disk.f_frsize, rel=0.05)
     assert facts.versions["torch"] == torch.__version__
     assert facts.versions["numpy"] == np.__version__
     assert facts.python == sys.version.split()[0]
     assert json.loads(json.dumps(dataclasses.asdict(facts)))["cpu_cores"] == facts.cpu_cores
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "named", "isa"),
+    [
+        (
+            "model name\t: Xeon\ncpuid level\t: 28\nflags\t\t: avx512f amx_tile",  # seen under Firecracker
+            "Xeon (AMX unusable)",
+            "AVX512_CORE_FP16",
+        ),
+        ("model name\t: Xeon\ncpuid level\t: 32\nflags\t\t: avx512f amx_tile", "Xeon", None),
+        ("model name\t: EPYC\ncpuid level\t: 16\nflags\t\t: avx512f", "EPYC", None),
+    ],
+)
+def test_amx_without_its_description_is_not_used(tmp_path, monkeypatch, cpuinfo, named, isa):
+    (tmp_path / "cpuinfo").write_text(f"{cpuinfo}\n\nmodel name\t: a second processor\n")
+    monkeypatch.setattr(cpu, "_CPUINFO", tmp_path / "cpuinfo")
+    chosen, users = {}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    cpu.avoid_broken_amx(chosen)
+    cpu.avoid_broken_amx(users)
+    assert cpu.cpu_name() == named
+    assert chosen.get("ONEDNN_MAX_CPU_ISA") == isa
+    assert users == {"ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from redline.config.recipe import ModelConfig, TrainConfig
 from redline.model.transformer import Transformer, build_model
 from redline.train.optimizer import Muon, make_optimizers, orthogonalize, set_lr, state_tensors
 
+pytestmark = pytest.mark.numerics
+
 CONFIG = ModelConfig(
     vocab_size=96, num_layers=2, hidden_size=32,
     num_heads=4, num_kv_heads=2, ffn_size=48, context_length=16, bias=True, tie_embeddings=False

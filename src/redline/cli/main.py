@@ -32,6 +32,7 @@ from redline.cli import (
     watch,
 )
 from redline.errors import RedlineError
+from redline.machine.cpu import avoid_broken_amx
 
 COMMANDS = {
     "machine": machine,
@@ -81,6 +82,7 @@ for each other's spinning: nano on two cores fell from 12.4k tokens/s to 3.0k ea
 
 def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    avoid_broken_amx(os.environ)
     try:
         try:
             options = parser().parse_args(arguments)

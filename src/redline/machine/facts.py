@@ -24,6 +24,7 @@ import psutil
 import pynvml
 
 from redline import __version__
+from redline.machine.cpu import cpu_name
 from redline.machine.nvml import ask, visible_handles
 
 _PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "transformers", "torchao")
@@ -75,7 +76,7 @@ def read_facts() -> MachineFacts:
         gpus=gpus,
         gpu_trouble=trouble,
         cuda_driver=cuda_driver,
-        cpu_name=_cpu_name(),
+        cpu_name=cpu_name(),
         cpu_cores=_cpu_cores(),
         memory_bytes=_memory_bytes(),
         disk_free_bytes=shutil.disk_usage(Path.cwd()).free,
@@ -137,16 +138,6 @@ def _read_gpu(index: int, handle: Any, driver: str) -> GpuFacts:
         pcie_generation=ask(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
         pcie_lanes=ask(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
     )
-
-
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def _cpu_cores() -> int:
