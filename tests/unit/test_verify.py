@@ -5,7 +5,7 @@ import json
 import shutil
 import warnings
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from redline.cli.main import main
@@ -96,9 +97,7 @@ def test_compiling_that_does_not_happen_is_found(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_attention_kernel_that_was_not_asked_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "_select_attention", lambda plan: None)
-    for switch in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_math_sdp):
-        switch(True)
+    monkeypatch.setattr(execution, "in_force", lambda plan: nullcontext())
     found = checks(plan_for("plan.attention=math"))
     assert failed(found) == {"attention kernel"}
     assert "flash" in found["attention kernel"].evidence
@@ -343,18 +342,28 @@ def test_wrong_gradients_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tf32_left_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    build = execution.build
+    in_force = execution.in_force
+    monkeypatch.setattr(execution, "in_force", lambda plan: in_force(replace(plan, precision="tf32")))
+    assert failed(checks(plan_for())) == {"TF32 state"}
 
-    def leaving(*given: Any) -> Any:
-        model = build(*given)
-        torch.set_float32_matmul_precision("high")
-        return model
 
-    monkeypatch.setattr(execution, "build", leaving)
-    try:
-        assert failed(checks(plan_for())) == {"TF32 state"}
-    finally:
-        torch.set_float32_matmul_precision("highest")
+def switches() -> tuple[Any, ...]:
+    cuda = torch.backends.cuda
+    kernels = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled())
+    return torch.get_float32_matmul_precision(), cuda.math_sdp_enabled(), *kernels
+
+
+def test_what_a_plan_switches_for_the_whole_process_ends_with_its_run() -> None:
+    """cuDNN alone left no kernel for the fp32 reference of whatever was verified next."""
+    before = switches()
+    assert before == ("highest", True, True, True, True)
+    with execution.in_force(replace(plan_for(), precision="tf32", attention="cudnn")):
+        assert switches() == ("high", False, False, False, True)
+        with pytest.raises(RuntimeError, match="[Bb]ackend"), torch.no_grad():
+            F.scaled_dot_product_attention(*torch.randn(3, 1, 1, 8, 8))
+    assert switches() == before
+    assert failed(checks(plan_for("plan.attention=math"))) == set()
+    assert switches() == before
 
 
 def test_a_slow_loader_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,12 @@ Everything here changes how the same training is computed, and never what.
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from redline.config.recipe import Recipe
 from redline.errors import MachineError, need
@@ -23,6 +26,12 @@ COMPUTE_DTYPE = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp8": torch.bfloat16,
+}
+_KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
 }
 
 
@@ -49,8 +58,6 @@ def check_device(plan: Plan) -> None:
 def build(recipe: Recipe, plan: Plan, process: Process) -> Transformer:
     """The recipe's model on this process's device, sharded and converted as the plan says; compiles lazily,
     at the first call."""
-    torch.set_float32_matmul_precision("high" if plan.precision == "tf32" else "highest")
-    _select_attention(plan)
     dtype = COMPUTE_DTYPE[plan.precision]
 
     def shape(model: Transformer) -> None:
@@ -72,16 +79,17 @@ def build(recipe: Recipe, plan: Plan, process: Process) -> Transformer:
     return model
 
 
-def _select_attention(plan: Plan) -> None:
-    cuda = torch.backends.cuda
-    wanted = plan.attention
-    for name, switch in (
-        ("flash", cuda.enable_flash_sdp),
-        ("cudnn", cuda.enable_cudnn_sdp),
-        ("efficient", cuda.enable_mem_efficient_sdp),
-        ("math", cuda.enable_math_sdp),
-    ):
-        switch(wanted in ("auto", name))
+@contextmanager
+def in_force(plan: Plan) -> Iterator[None]:
+    """The plan's switches that torch keeps for the whole process, restored at the end: under cuDNN alone, say,
+    the fp32 model that somebody compares with has no attention kernel at all."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if plan.precision == "tf32" else "highest")
+    try:
+        with sdpa_kernel(list(_KERNELS.values()) if plan.attention == "auto" else _KERNELS[plan.attention]):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _convert_to_fp8(model: Transformer, plan: Plan) -> None:

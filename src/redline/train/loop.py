@@ -14,7 +14,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,8 @@ class Trainer:
         self.learner.mark = self.instruments.mark
         if process.world_size > 1:
             self._time_waits()
+        self._switches = ExitStack()
+        self._switches.enter_context(execution.in_force(job.plan))  # last: what fails above leaves none set
 
     def run(self) -> Outcome:
         """Train to the end, to the time limit, or to a request to stop; always leaves a checkpoint behind."""
@@ -162,6 +164,7 @@ class Trainer:
     def close(self) -> None:
         """End the threads. A checkpoint that is being written is finished first: the folder is not given up
         half-written."""
+        self._switches.close()
         self.loader.close()
         self.checkpoints.close()
         if self.metrics is not None:

@@ -15,7 +15,8 @@ import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -218,21 +219,28 @@ def _reference(
     return reference_pass(reference, zip(inputs_BT, targets_BT, strict=True), scale)
 
 
+@contextmanager
+def plain_fp32() -> Iterator[None]:
+    """No TF32 and explicit attention, whatever the plan that is being verified has set."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def reference_pass(
     reference: Transformer, sequences: Iterable[tuple[Tensor, Tensor]], scale: float
 ) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of a model in fp32, one sequence (tokens, targets) at a time."""
-    kept = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
     total = 0.0
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            for x_T, y_T in sequences:
-                loss = reference(x_T[None], y_T[None]) * scale
-                loss.backward()
-                total += float(loss.detach())
-    finally:
-        torch.set_float32_matmul_precision(kept)
+    with plain_fp32():
+        for x_T, y_T in sequences:
+            loss = reference(x_T[None], y_T[None]) * scale
+            loss.backward()
+            total += float(loss.detach())
     return total, {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
 
 

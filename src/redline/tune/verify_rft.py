@@ -38,6 +38,7 @@ from redline.tune.verify import (
     NO_KERNELS,
     agreement,
     generation_graphs,
+    plain_fp32,
     reference_pass,
 )
 
@@ -148,7 +149,8 @@ def _in_fp32(model: Transformer) -> Transformer:
 
 def _log_probabilities(model: Transformer, completions: Sequence[Completion]) -> Check:
     mean, largest = GAP["fp32" if model.compute_dtype == torch.float32 else "bf16"]
-    gap = logprob_gap(_in_fp32(model), completions)
+    with plain_fp32():
+        gap = logprob_gap(_in_fp32(model), completions)
     evidence = (
         f"fp32 forward, {gap['tokens']:,} tokens of {len(completions)} answers: {gap['mean']:.1e} nats on"
         f" average (band {mean:g}), {gap['max']:.1e} at most (band {largest:g})"
