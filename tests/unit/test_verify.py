@@ -359,7 +359,7 @@ def test_what_a_plan_switches_for_the_whole_process_ends_with_its_run() -> None:
     assert before == ("highest", True, True, True, True)
     with execution.in_force(replace(plan_for(), precision="tf32", attention="cudnn")):
         assert switches() == ("high", False, False, False, True)
-        with pytest.raises(RuntimeError, match="[Bb]ackend"), torch.no_grad():
+        with pytest.raises(RuntimeError, match="backend"), torch.no_grad():
             F.scaled_dot_product_attention(*torch.randn(3, 1, 1, 8, 8))
     assert switches() == before
     assert failed(checks(plan_for("plan.attention=math"))) == set()
