@@ -15,8 +15,7 @@ from redline.cli.ablate import _print as print_table
 from redline.cli.main import main
 from redline.config.load import build, load_recipe
 from redline.errors import ConfigError, StorageError
-from redline.optimizations.catalogue import CATALOGUE
-from redline.optimizations.studies import SAMPLES, STUDIES
+from redline.optimizations.catalogue import find, study
 from redline.optimizations.work import Generating
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import Hardware
@@ -233,7 +232,7 @@ def test_the_product_of_the_claims_stands_beside_what_all_of_them_give(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Played(by_the_book, monkeypatch)
-    claims = [CATALOGUE[name].claimed for name in ("tf32", "bf16", "sdpa", "compile")]
+    claims = [find(name).claimed for name in ("tf32", "bf16", "sdpa", "compile")]
     low, high = 1.0, 1.0
     for claim in claims:
         assert claim is not None
@@ -467,7 +466,7 @@ def test_any_switch_of_the_workload_can_be_asked_for_and_nothing_else(
 
 def test_the_naive_state_is_every_switch_off_and_the_batch_stays() -> None:
     entries = [
-        CATALOGUE[name]
+        find(name)
         for name in (
             "tf32",
             "bf16",
@@ -515,7 +514,7 @@ def test_switches_that_turn_nothing_make_the_same_trial() -> None:
     )
     assert Generating(merged=False).in_force() == Generating()
     assert Generating(refilled=False, clear_cache=True).in_force() != Generating(refilled=False).in_force()
-    arms = arms_for("generate", RECIPE, H200, samples=SAMPLES["seeds/000"], bounds=Bounds())
+    arms = arms_for("generate", RECIPE, H200, samples=study("seeds/000")[0].samples, bounds=Bounds())
     assert trial_key(arms.trial({"merged": False})) == trial_key(arms.trial({}))
     assert trial_key(arms.trial({"shared": False})) != trial_key(arms.trial({}))
 
@@ -724,11 +723,11 @@ def test_the_page_of_claims_is_the_tools_own() -> None:
     root = Path(__file__).parents[2]
     page = (root / "docs" / "claims.md").read_text(encoding="utf-8").partition("<!-- tables -->")[2]
     recorded = json.loads((root / "benchmarks" / "claims_nvidia-h200_20261115.json").read_text())
-    assert list(recorded) == list(STUDIES)
+    assert list(recorded) == [f"seeds/00{n}" for n in range(5)]
     for name, rows in recorded.items():
         section = page.partition(f"## {name}\n")[2].partition("\n## ")[0]
         tables = markdown([build(Row, row, where=name) for row in rows], name, "")
         assert tables.partition("\n### ")[2].strip() == section.partition("\n### ")[2].strip()
         assert {row["name"] for row in rows if row["stage"] == "one by one"} <= {
-            n for part in STUDIES[name] for n in part.names
+            n for part in study(name) for n in part.names
         }

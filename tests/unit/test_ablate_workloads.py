@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from redline.config.load import load_recipe, to_toml
-from redline.optimizations.studies import Samples
+from redline.optimizations.catalogue import Samples
 from redline.optimizations.work import Finetuning, Generating
 from redline.train.packing import exact
 from redline.tune.child_finetune import Finetuned, examples

@@ -196,7 +196,7 @@ def test_the_arguments_of_the_trainer_are_those_of_transformers() -> None:
 
 
 def test_findings_name_entries_of_the_catalogue() -> None:
-    catalogue = pytest.importorskip("redline.optimizations.catalogue").CATALOGUE
+    catalogue = pytest.importorskip("redline.optimizations.catalogue").catalogue()
     assert set(OPTIMISATIONS.values()) <= set(catalogue)
 
 

@@ -4,7 +4,7 @@ page is made from it."""
 import inspect
 import json
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +12,22 @@ import pytest
 from redline.cli.main import main
 from redline.config.load import load_recipe, shipped
 from redline.config.recipe import ModelConfig, Recipe, check
-from redline.optimizations.catalogue import CATALOGUE, FAMILIES, document, find, ratio, switched
-from redline.optimizations.entry import Optimization
-from redline.optimizations.studies import NAIVE_ORDER, SAMPLES, STUDIES, study
+from redline.optimizations.catalogue import (
+    CONDITIONS,
+    Optimization,
+    catalogue,
+    document,
+    find,
+    ratio,
+    study,
+    switched,
+)
 from redline.optimizations.work import Finetuning, Generating
 from redline.plan.arithmetic import parameters
 from redline.plan.hardware import hardware_as
-from redline.plan.plan import PLANNED, Hardware
+from redline.plan.plan import PLANNED, Hardware, Plan
 from redline.plan.planner import make_plan
+from redline.plan.values import VALUES, effect_of, why_not
 
 ROOT = Path(__file__).parents[2]
 NANO, GPT2 = load_recipe("nano"), load_recipe("gpt2-124m")
@@ -29,6 +37,8 @@ CPU = Hardware(
     measured_tflops={},
     bandwidth_bytes_per_s=None, source="test",
 )  # fmt: skip
+CATALOGUE = catalogue()
+STUDIES = [f"seeds/00{n}" for n in range(5)]
 SWITCHES = {name: entry for name, entry in CATALOGUE.items() if entry.standing == "switch"}
 KNOWN = {
     "train": set(PLANNED),
@@ -37,11 +47,11 @@ KNOWN = {
 }
 
 
-def test_names_are_unique_and_every_entry_has_a_source_for_what_it_claims() -> None:
-    assert len(CATALOGUE) == sum(len(entries) for entries in FAMILIES.values())
+def test_every_entry_has_a_source_for_what_it_claims() -> None:
     for entry in CATALOGUE.values():
         assert entry.title, entry.name
         assert entry.claims, entry.name
+        assert set(entry.needs) <= set(CONDITIONS), entry.name
         for claim in entry.claims:
             assert claim.source, entry.name
             assert claim.words, entry.name
@@ -73,16 +83,50 @@ def test_a_switch_has_two_different_ends_and_turns_something_that_exists(entry: 
         assert entry.on.keys() <= KNOWN[workload], workload
 
 
-@pytest.mark.parametrize(
-    "entry", [e for e in SWITCHES.values() if "train" in e.workloads and e.on], ids=lambda e: e.name
-)
-def test_both_ends_of_a_training_switch_are_values_that_a_plan_takes(entry: Optimization) -> None:
+@pytest.mark.parametrize("entry", [e for e in SWITCHES.values() if e.on], ids=lambda e: e.name)
+def test_the_ends_of_a_switch_and_what_the_tuner_tries_are_values_of_the_table(entry: Optimization) -> None:
+    for name in entry.on:
+        ends = [entry.off[name], entry.on[name]]
+        ends += [end for attempt in entry.tries for end in (attempt.origin, attempt.to) if end != "twice"]
+        allowed = VALUES[name].choices
+        assert all(end is None or (end in allowed if allowed else end >= 1) for end in ends), name
+    for attempt in entry.tries:
+        assert len(entry.on) == 1, "an attempt is at one value"
+        assert (attempt.gain is None) == bool(attempt.predicted_by)
+        assert attempt.gain is None or attempt.seen
+
+
+def test_a_cause_is_mended_by_one_entry() -> None:
+    causes = [cause for entry in CATALOGUE.values() for cause in entry.mends]
+    assert len(causes) == len(set(causes))
+
+
+# ---- the table of plan values ----
+
+
+def test_every_plan_value_is_in_the_table() -> None:
+    assert set(PLANNED) <= set(VALUES)
+    assert set(VALUES) == set().union(*KNOWN.values())
+    hints = inspect.get_annotations(Plan)
+    for name in PLANNED:
+        allowed = getattr(hints[name], "__args__", None)
+        assert VALUES[name].choices == allowed or (allowed is None and name != "precision"), name
+        assert set(VALUES[name].needs) <= set(VALUES[name].choices), name
+
+
+def test_the_effect_of_a_change_is_the_strongest_of_its_values() -> None:
     plan = make_plan(GPT2, H200)
-    hints = inspect.get_annotations(type(plan))
-    for ends in (entry.off, entry.on):
-        for name, value in ends.items():
-            allowed = getattr(hints[name], "__args__", None)
-            assert value is None or (value in allowed if allowed else isinstance(value, hints[name]))
+    assert effect_of(plan, plan) == "exact"
+    assert effect_of(plan, replace(plan, micro_batch=32, accumulation=16, recompute="full")) == "exact"
+    assert effect_of(plan, replace(plan, attention="flash")) == "rounding"
+    assert effect_of(plan, replace(plan, micro_batch=32, precision="fp8")) == "rounding"
+
+
+def test_a_kernel_for_half_precision_is_refused_beside_fp32() -> None:
+    for name, value in (("cross_entropy", "fused"), ("attention", "cudnn"), ("attention", "flash")):
+        assert why_not(name, value, GPT2, H200, {"precision": "bf16"}) is None
+        assert "half precision" in str(why_not(name, value, GPT2, H200, {"precision": "tf32"}))
+        assert "CPU" in str(why_not(name, value, GPT2, CPU))
 
 
 def test_what_changes_the_training_changes_the_fingerprint_and_stays_a_recipe() -> None:
@@ -120,7 +164,7 @@ def test_shapes_decide_too() -> None:
     odd = load_recipe("nano", ["model.ffn_size=350"])
     assert "ffn_size 350" in str(CATALOGUE["fp8"].why_not(odd, H200))
     assert "50,304" in str(CATALOGUE["vocabulary-padding"].why_not(GPT2, H200))
-    assert "Muon" in str(CATALOGUE["muon"].why_not(load_recipe("llama-124m-muon"), H200))
+    assert "muon already" in str(CATALOGUE["muon"].why_not(load_recipe("llama-124m-muon"), H200))
     assert "multiples of 8" in str(
         CATALOGUE["cudnn"].why_not(load_recipe("nano", ["model.head_dim=36"]), H200)
     )
@@ -129,19 +173,19 @@ def test_shapes_decide_too() -> None:
 # ---- the studies ----
 
 
-def test_every_seed_has_its_study_on_a_shipped_recipe_in_an_order_that_undoes_nothing() -> None:
-    assert set(STUDIES) == {f"seeds/00{n}" for n in range(5)}
+def test_every_seed_has_its_study_in_an_order_that_undoes_nothing() -> None:
     assert set(STUDIES) <= set(shipped())
-    assert study("gpt2-124m")[0].names == NAIVE_ORDER
+    assert all(study(name) != study("any other") for name in STUDIES)
+    assert study("gpt2-124m") == study("any other")
     rank = ["fp32", "tf32", "fp16", "bf16", "fp8"]
-    for name, parts in [*STUDIES.items(), ("any other", study("any other"))]:
-        for part in parts:
+    for name in (*STUDIES, "any other"):
+        for part in study(name):
             entries = [find(n) for n in part.names]
             assert len(set(part.names)) == len(entries)
             assert all(e.standing != "refuted" and part.workload in e.workloads for e in entries), name
             precisions = [e.on["precision"] for e in entries if "precision" in e.on and e.name != "fp16"]
             assert precisions == sorted(precisions, key=rank.index), name
-        assert (name in SAMPLES) == any(part.workload == "generate" for part in parts)
+            assert (part.samples is not None) == (part.workload == "generate"), name
 
 
 # ---- the arithmetic of what cannot hold ----

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
     from redline.errors import ConfigError
     from redline.machine.facts import read_facts, software_key
     from redline.machine.store import cached
-    from redline.optimizations.studies import study
+    from redline.optimizations.catalogue import study
     from redline.plan.hardware import hardware_here
     from redline.tune.ablate import ablate, chosen
     from redline.tune.store import check_folder

@@ -51,34 +51,33 @@ def _hardware(as_gpu: str | None):  # type: ignore[no-untyped-def]
 def _rows(recipe, name: str, hardware) -> list[dict[str, object]]:  # type: ignore[no-untyped-def]
     from dataclasses import asdict
 
-    from redline.optimizations.catalogue import FAMILIES, switched
+    from redline.optimizations.catalogue import catalogue, switched
 
     rows = []
-    for family, entries in FAMILIES.items():
-        for entry in entries:
-            row: dict[str, object] = {
-                "family": family,
-                "name": entry.name,
-                "title": entry.title,
-                "workloads": entry.workloads,
-                "effect": entry.effect,
-                "standing": entry.standing,
-                "switch": switched(entry),
-                "claimed": entry.claimed,
-                "claims": [asdict(claim) for claim in entry.claims],
-                "note": entry.note,
-            }
-            if recipe is not None:
-                why_not = _why_not(entry, recipe, name, hardware)
-                row |= {"applies": why_not is None, "why_not": why_not}
-            rows.append(row)
+    for entry in catalogue().values():
+        row: dict[str, object] = {
+            "family": entry.family,
+            "name": entry.name,
+            "title": entry.title,
+            "workloads": entry.workloads,
+            "effect": entry.effect,
+            "standing": entry.standing,
+            "switch": switched(entry),
+            "claimed": entry.claimed,
+            "claims": [asdict(claim) for claim in entry.claims],
+            "note": entry.note,
+        }
+        if recipe is not None:
+            why_not = _why_not(entry, recipe, name, hardware)
+            row |= {"applies": why_not is None, "why_not": why_not}
+        rows.append(row)
     return rows
 
 
 def _why_not(entry, recipe, name: str, hardware) -> str | None:  # type: ignore[no-untyped-def]
     """Why an entry does not apply: by what it is, by what the recipe's study runs, by the recipe's shapes and
     the machine."""
-    from redline.optimizations.studies import study
+    from redline.optimizations.catalogue import study
 
     if entry.standing == "refuted":
         return "the claim cannot hold"

@@ -1,44 +1,230 @@
-"""Every optimisation by its name, and the page made of them.
+"""The catalogue: what each optimisation promises, when it applies, what it switches, and what it does to
+numbers. The entries are data (catalogue.toml); this file says what an entry is. Runs without torch.
 
-    CATALOGUE["bf16"].claimed            # (2.0, 3.0)
-    document()                           # the table of docs/optimizations.md
+    entry = find("bf16")
+    entry.claimed                            # (2.0, 3.0)
+    entry.why_not(recipe, hardware)          # None where it applies, else the reason
+    entry.off, entry.on                      # {"precision": "fp32"}, {"precision": "bf16"}
+    study("seeds/002")                       # which entries `redline ablate seeds/002` runs, in which order
 
-A new optimisation is an entry in its family's file; a new family is a file and a line here.
+To add an optimisation, write an entry in catalogue.toml (and a line in plan/values.py if it switches a value
+that does not exist yet): `ablate`, `optimizations`, the tuner and the diagnosis read it from there.
 """
 
-from redline.errors import ConfigError, nearest
-from redline.optimizations import (
-    attention,
-    finetuning,
-    generation,
-    memory,
-    precision,
-    recipes,
-    refuted,
-    update,
-)
-from redline.optimizations.entry import Optimization
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
 
-FAMILIES = {
-    "precision": precision.ENTRIES,
-    "attention and compiler": attention.ENTRIES,
-    "memory": memory.ENTRIES,
-    "update, data, bookkeeping": update.ENTRIES,
-    "generation": generation.ENTRIES,
-    "fine-tuning": finetuning.ENTRIES,
-    "another training": recipes.ENTRIES,
-    "claims that cannot hold": refuted.ENTRIES,
+from redline.config.load import build
+from redline.config.recipe import Recipe
+from redline.errors import ConfigError, nearest
+from redline.plan.plan import Hardware
+from redline.plan.values import NEEDED_CAPABILITY, VALUES, Beside, Need, needs_cuda, why_not
+
+WorkloadName = Literal["train", "generate", "finetune"]
+EntryEffect = Literal["exact", "rounding", "changes-training"]
+"""`exact` and `rounding` as in plan/values.py; `changes-training`: its speed says nothing about the first
+training's."""
+Standing = Literal["switch", "built in", "recipe", "refuted"]
+"""`switch`: `redline ablate` turns it off and on. `built in`: always on, at no cost that a switch could save.
+`recipe`: said in the recipe, not by a switch. `refuted`: the claim is impossible, or names something that
+does not exist; the note holds the arithmetic."""
+PLANNER = "planner"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What somebody promises: speed with the change over speed without it; an "up to" starts at 1. Without
+    `low` and `high`: no number was given."""
+
+    source: str
+    words: str
+    """As the source has it, shortened."""
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """What the tuner tries: from one value to another, with the speed it should give."""
+
+    origin: Any = None
+    """None: from any other value."""
+    to: Any
+    """`twice`: twice the value there is."""
+    gain: float | None = None
+    """Measured before, or estimated: `seen` says where."""
+    seen: str = ""
+    predicted_by: Literal["", "roofline", "data wait"] = ""
+    """How the gain is predicted where none was measured."""
+    compile_s: float = 0.0
+    """What a trial costs beyond others (gpt2-124m on an H200: 203 s for max-autotune, LOG.md)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """How a recipe changes where the entry is another training."""
+
+    field: str
+    """As `table.key`."""
+    value: str | None = None
+    times: int | None = None
+    multiple_of: int | None = None
+
+    def before_and_after(self, recipe: Recipe) -> tuple[Any, Any]:
+        table, key = self.field.split(".")
+        before = getattr(getattr(recipe, table), key)
+        if self.multiple_of is not None:
+            return before, -(-before // self.multiple_of) * self.multiple_of
+        return before, self.value if self.times is None else self.times * before
+
+    def __call__(self, recipe: Recipe) -> Recipe:
+        table, key = self.field.split(".")
+        return replace(
+            recipe, **{table: replace(getattr(recipe, table), **{key: self.before_and_after(recipe)[1]})}
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimization:
+    family: str
+    name: str
+    title: str
+    workloads: tuple[WorkloadName, ...]
+    effect: EntryEffect
+    claims: tuple[Claim, ...]
+    standing: Standing = "switch"
+    off: Mapping[str, Any] = field(default_factory=dict)
+    on: Mapping[str, Any] = field(default_factory=dict)
+    """Plan values without and with it; None: what the planner decides."""
+    change: Change | None = None
+    needs: tuple[str, ...] = ()
+    """Names of CONDITIONS, beside what its values need (plan/values.py)."""
+    tries: tuple[Attempt, ...] = ()
+    mends: tuple[str, ...] = ()
+    """Causes of `redline diagnose` that it mends, or that are wrongly blamed on its absence."""
+    note: str = ""
+    """What to know beside the numbers; of a refuted claim the arithmetic."""
+
+    @property
+    def claimed(self) -> tuple[float, float] | None:
+        """The range that all its claims span; None where none gave a number."""
+        lows = [claim.low for claim in self.claims if claim.low is not None]
+        highs = [claim.high for claim in self.claims if claim.high is not None]
+        return (min(lows), max(highs)) if lows and highs else None
+
+    def why_not(self, recipe: Recipe, hardware: Hardware) -> str | None:
+        """Why it does not apply to a recipe on this hardware; None: it does."""
+        reasons = [CONDITIONS[need](recipe, hardware, {}) for need in self.needs]
+        reasons += [why_not(name, value, recipe, hardware) for name, value in self.on.items()]
+        if self.change is not None:
+            before, after = self.change.before_and_after(recipe)
+            reasons.append(f"{self.change.field} is {_value(before)} already" if before == after else None)
+        return next((reason for reason in reasons if reason), None)
+
+
+def _no_bf16(_recipe: Recipe, hardware: Hardware, _beside: Beside) -> str | None:
+    if hardware.compute_capability < NEEDED_CAPABILITY["bf16"]:
+        return None
+    return "this GPU multiplies bf16 at the same rate, and bf16 needs no loss scaler (a host sync an update)"
+
+
+def _second_core(_recipe: Recipe, hardware: Hardware, _beside: Beside) -> str | None:
+    return None if hardware.cores > 1 else "this machine has one core: a second thread would slow the step"
+
+
+def _batch_to_cut(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
+    batch = recipe.train.batch_size
+    return None if batch > 1 else f"the batch is {batch} sequence: it cannot be cut"
+
+
+CONDITIONS: dict[str, Need] = {
+    "cuda": needs_cuda,
+    "no bf16": _no_bf16,
+    "a second core": _second_core,
+    "a batch to cut": _batch_to_cut,
 }
 
-CATALOGUE: dict[str, Optimization] = {entry.name: entry for entries in FAMILIES.values() for entry in entries}
+
+# ---- the file ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """What generation completes: as many prompts, samples of each, and lengths that are drawn evenly from 1
+    to `new_tokens`. Of seed 000 its 30 samples a question, of the task's lengths; of seed 001 its prompts and
+    answers before they were lengthened, and its 4 samples."""
+
+    prompts: int
+    samples: int
+    prompt_tokens: int
+    new_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Entries of one workload in the order in which they are applied; those that are no switches are rows
+    without a measurement."""
+
+    workload: WorkloadName
+    names: tuple[str, ...]
+    samples: Samples | None = None
+
+
+@cache
+def _file() -> dict[str, Any]:
+    return tomllib.loads((Path(__file__).parent / "catalogue.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def catalogue() -> dict[str, Optimization]:
+    """Every optimisation by its name, families together."""
+    families = {name: tables for name, tables in _file().items() if name != "study"}
+    return {table["name"]: _entry(family, table) for family, tables in families.items() for table in tables}
+
+
+def _entry(family: str, table: dict[str, Any]) -> Optimization:
+    table, where = dict(table), f"catalogue.toml: {table['name']}"
+    switch: dict[str, list[Any]] = table.pop("switch", {})
+    off, on = ({name: _planned(ends[end]) for name, ends in switch.items()} for end in (0, 1))
+    tries = [
+        Attempt(**{"origin": each.pop("from", None), **each}) for each in map(dict, table.pop("tries", ()))
+    ]
+    effects = {VALUES[name].effect for name in switch}
+    rounds = "rounding" if "rounding" in effects else "exact"
+    table.setdefault("effect", rounds if switch else "changes-training")
+    entry = build(Optimization, {"family": family, **table}, where)
+    return replace(entry, off=off, on=on, tries=tuple(tries))
+
+
+def _planned(value: Any) -> Any:
+    return None if value == PLANNER else value
 
 
 def find(name: str) -> Optimization:
-    if name not in CATALOGUE:
+    if name not in catalogue():
         raise ConfigError(
-            f"no optimisation {name!r}{nearest(name, CATALOGUE)}: `redline optimizations` lists them"
+            f"no optimisation {name!r}{nearest(name, catalogue())}: `redline optimizations` lists them"
         )
-    return CATALOGUE[name]
+    return catalogue()[name]
+
+
+def study(name: str) -> tuple[Part, ...]:
+    """The parts of a recipe's ablation, by the recipe's name, one a workload.
+
+    The order is the document's, but for what would undo what stands before it: bf16 comes before FP8, and FP8
+    after the compiler it needs. What a document leaves out and stands on (adapters, the key/value cache) comes
+    first; what it does not name at all is on from the start (bf16 in seed 001). Any other recipe goes from
+    fp32, eager, explicit attention, small passes, full recomputation and a for-loop optimiser."""
+    studies = _file()["study"]
+    parts = studies.get(name, studies["any other"])
+    return tuple(build(Part, part, f"catalogue.toml: study {name}") for part in parts)
+
+
+# ---- words ----
 
 
 def ratio(claimed: tuple[float, float] | None) -> str:
@@ -62,31 +248,46 @@ def switched(entry: Optimization) -> str:
 def _value(value: object) -> str:
     if isinstance(value, bool):  # 1 == True, and a number of chunks is no switch
         return "on" if value else "off"
+    if isinstance(value, int):
+        return f"{value:,}"
     return "the planner's" if value is None else str(value) or "torch's default"
 
 
 def document() -> str:
-    """Markdown of every entry, for docs/optimizations.md."""
-    lines = []
-    for family, entries in FAMILIES.items():
-        lines += [
-            f"## {family.capitalize()}",
-            "",
-            "| name | what | for | switch | numbers | claimed | by | note |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-        for entry in entries:
-            said = "; ".join(f"{claim.source}: {claim.words}" for claim in entry.claims)
-            cells = (
-                f"`{entry.name}`",
-                entry.title,
-                ", ".join(entry.workloads),
-                switched(entry),
-                entry.effect,
-                ratio(entry.claimed),
-                said,
-                entry.note,
-            )
-            lines.append(f"| {' | '.join(cells)} |")
-        lines.append("")
-    return "\n".join(lines)
+    """Markdown of every entry and every plan value, for docs/optimizations.md."""
+    lines: list[str] = []
+    entries = catalogue().values()
+    for family in dict.fromkeys(entry.family for entry in entries):
+        lines += _table(
+            family.capitalize(),
+            ("name", "what", "for", "switch", "numbers", "claimed", "by", "note"),
+            [
+                (
+                    f"`{entry.name}`",
+                    entry.title,
+                    ", ".join(entry.workloads),
+                    switched(entry),
+                    entry.effect,
+                    ratio(entry.claimed),
+                    "; ".join(f"{claim.source}: {claim.words}" for claim in entry.claims),
+                    entry.note,
+                )
+                for entry in entries
+                if entry.family == family
+            ],
+        )
+    return "\n".join(lines + _table("Plan values", ("value", "may be", "numbers", "switched by", "proved by"), [
+        (
+            f"`{name}`",
+            ", ".join(map(_value, value.choices)) or "a whole number",
+            value.effect,
+            ", ".join(f"`{entry.name}`" for entry in entries if name in entry.on) or "–",
+            ", ".join(value.proof) or "its speed",
+        )
+        for name, value in VALUES.items()
+    ]))  # fmt: skip
+
+
+def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    lines = [f"| {' | '.join(cells)} |" for cells in (columns, *rows)]
+    return [f"## {title}", "", lines[0], "|" + "---|" * len(columns), *lines[1:], ""]

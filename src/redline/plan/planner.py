@@ -17,6 +17,7 @@ from redline.plan import arithmetic
 from redline.plan.plan import Hardware, Plan, Prediction, Why
 from redline.plan.profiles import Profile
 from redline.plan.roofline import attainable_tokens_per_s
+from redline.plan.values import NEEDED_CAPABILITY, why_not
 
 MEMORY_SHARE = 0.92
 """Share of a device's memory that a plan may fill: the rest holds the CUDA context, libraries' workspaces and
@@ -26,8 +27,6 @@ FULL_PASS_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 %; at 1.3B 16k give 97 %)."""
 THIN_PASS_TOKENS = 4_096
 """Below this a GPU starves, and recomputing activations to fit more tokens pays."""
-NEEDED_CAPABILITY = {"bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9)}
-"""CUDA compute capability from which a precision is in the hardware; the others are in all of them."""
 COMPILE_PAYS_S = 120.0
 """Compiling takes 10 to 60 s; a run predicted shorter than this is not worth it."""
 
@@ -109,6 +108,10 @@ class _Decider:
             return value, Why(reason=f"--set plan.{name}", source="user")
         return value, Why(reason="pinned in the recipe's [plan] table", source="recipe")
 
+    def _takes(self, name: str, value: Any) -> bool:
+        """Whether a value can be had beside those decided already."""
+        return why_not(name, value, self.recipe, self.hardware, self.chosen) is None
+
     def precision(self) -> Decision:
         capability = self.hardware.compute_capability
         if self.hardware.kind == "cpu":
@@ -144,9 +147,7 @@ class _Decider:
     def attention(self) -> Decision:
         if self.hardware.kind == "cpu":
             return _rule("auto", "torch picks its CPU flash kernel")
-        width = self.recipe.model.head_size
-        hopper = self.hardware.compute_capability[:1] == (9,)
-        if hopper and self.chosen["precision"] in ("bf16", "fp16", "fp8") and width % 8 == 0 and width <= 128:
+        if self.hardware.compute_capability[:1] == (9,) and self._takes("attention", "cudnn"):
             return _rule(
                 "cudnn",
                 "on Hopper cuDNN's kernel measured faster than the flash kernel that torch picks by itself"
@@ -160,7 +161,7 @@ class _Decider:
         return _rule("auto", "torch picks its flash kernel")
 
     def cross_entropy(self) -> Decision:
-        if self.hardware.kind == "cuda" and self.chosen["precision"] in ("bf16", "fp16", "fp8"):
+        if self._takes("cross_entropy", "fused"):
             return _rule(
                 "fused",
                 "one kernel turns the logits into their gradient in place: fewer passes over memory, one copy"

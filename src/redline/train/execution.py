@@ -17,7 +17,7 @@ from redline.config.recipe import Recipe
 from redline.errors import MachineError, need
 from redline.model.transformer import Transformer, build_model
 from redline.plan.plan import Plan
-from redline.plan.planner import NEEDED_CAPABILITY
+from redline.plan.values import NEEDED_CAPABILITY
 from redline.train.process import Process, shard
 
 COMPUTE_DTYPE = {

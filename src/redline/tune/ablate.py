@@ -24,9 +24,15 @@ from typing import Literal
 from redline.config.load import to_toml
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError, MachineError, StorageError
-from redline.optimizations.catalogue import find
-from redline.optimizations.entry import Effect, Optimization, Workload
-from redline.optimizations.studies import SAMPLES, Part, Samples, study
+from redline.optimizations.catalogue import (
+    EntryEffect,
+    Optimization,
+    Part,
+    Samples,
+    WorkloadName,
+    find,
+    study,
+)
 from redline.plan.plan import Hardware
 from redline.record.files import write_atomic
 from redline.tune.arms import Arms, State, arms_for, naive
@@ -55,7 +61,7 @@ class Row:
 
     name: str
     stage: Stage
-    workload: Workload
+    workload: WorkloadName
     title: str
     claimed: tuple[float, float] | None
     """Low and high, speed with the change over speed without it."""
@@ -95,7 +101,6 @@ def ablate(
     """Run the study of the recipe `name`, or those of its entries in `only`; finished trials of this
     `machine` in the folder are not repeated."""
     parts = chosen(study(name), only)
-    samples = samples or SAMPLES.get(name)
     rows: list[Row] = []
 
     def write(row: Row) -> None:
@@ -112,7 +117,13 @@ def ablate(
         ) as turns:
             waterfalls = []
             for part in parts:
-                arms = arms_for(part.workload, recipe, hardware, samples=samples, bounds=bounds or Bounds())
+                arms = arms_for(
+                    part.workload,
+                    recipe,
+                    hardware,
+                    samples=samples or part.samples,
+                    bounds=bounds or Bounds(),
+                )
                 waterfalls.append(_Waterfall(part, arms, recipe, hardware, turns, write))
             # every list comes before the first thing is left out: the time may not be enough for all
             for waterfall in waterfalls:
@@ -332,7 +343,7 @@ class _Waterfall:
             source=sources,
         )
 
-    def _numerics(self, effect: Effect, state: State, pair: Pair) -> tuple[bool, str]:
+    def _numerics(self, effect: EntryEffect, state: State, pair: Pair) -> tuple[bool, str]:
         """Whether the numbers are the reference's: `exact` against the state before, `rounding` against the
         naive one."""
         if effect == "changes-training":

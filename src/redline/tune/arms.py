@@ -17,11 +17,11 @@ from typing import Any, Protocol
 from redline.config.load import to_toml
 from redline.config.recipe import PlanPins, Recipe
 from redline.errors import MachineError
-from redline.optimizations.entry import Optimization, Workload
-from redline.optimizations.studies import Samples
+from redline.optimizations.catalogue import Optimization, Samples, WorkloadName
 from redline.optimizations.work import Finetuning, Generating
 from redline.plan.plan import Hardware, Plan, Why
 from redline.plan.planner import make_plan
+from redline.plan.values import why_not
 from redline.tune.trial import Bounds, Trial, train_trial
 
 State = dict[str, Any]
@@ -53,11 +53,12 @@ class TrainArms:
         pins = {**asdict(recipe.plan), **{name: value for name, value in state.items() if name in PIN_NAMES}}
         if pins["micro_batch"] is not None:
             pins["micro_batch"] = _divisor(recipe.train.batch_size, pins["micro_batch"])
-        if pins["precision"] in ("fp32", "tf32") or (
-            pins["precision"] is None and self.hardware.kind == "cpu"
-        ):
-            pins["cross_entropy"] = "torch" if pins["cross_entropy"] == "fused" else pins["cross_entropy"]
-            pins["attention"] = "auto" if pins["attention"] in ("cudnn", "flash") else pins["attention"]
+        for name in (
+            "cross_entropy",
+            "attention",
+        ):  # what cannot be had beside the rest is left to the planner
+            if why_not(name, pins[name], recipe, self.hardware, pins) is not None:
+                pins[name] = None
         pinned = replace(recipe, plan=PlanPins(**pins))
         plan = make_plan(pinned, self.hardware)
         if "allocator" in state:
@@ -106,7 +107,7 @@ class WorkArms:
 
 
 def arms_for(
-    workload: Workload, recipe: Recipe, hardware: Hardware, *, samples: Samples | None, bounds: Bounds
+    workload: WorkloadName, recipe: Recipe, hardware: Hardware, *, samples: Samples | None, bounds: Bounds
 ) -> Arms:
     if workload == "train":
         return TrainArms(recipe=recipe, hardware=hardware, bounds=bounds)

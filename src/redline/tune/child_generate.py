@@ -23,7 +23,7 @@ from redline.engine.local import LocalEngine
 from redline.engine.request import Request, Sampling
 from redline.model.lora import LoraConfig, add_lora, merge
 from redline.model.transformer import Transformer, build_model
-from redline.optimizations.studies import Samples
+from redline.optimizations.catalogue import Samples
 from redline.optimizations.work import Generating
 
 TEMPERATURE = 0.8

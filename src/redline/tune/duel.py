@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from redline.plan.plan import Plan
+from redline.plan.values import VALUES
 from redline.tune.candidates import differing
 from redline.tune.statistics import Comparison, compare, hopeless
 from redline.tune.store import trial_key
@@ -33,10 +34,6 @@ from redline.tune.trial import (
     take_turns,
     was_killed,
 )
-
-SAME_PROCESS = {"micro_batch", "recompute", "cross_entropy", "loss_chunks", "loader_threads", "prefetch"}
-"""Values that a process can change without leaving anything of the plan before it: a loser's child is used
-again, which saves imports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +181,11 @@ class Duels:
         """The plan, started: in the child of the last loser where that can be, else, or where that one
         crashed, in a new one."""
         spare, self._spare = self._spare, None
-        if spare is not None and spare[0].alive and not set(differing(spare[1], plan)) - SAME_PROCESS:
+        if (
+            spare is not None
+            and spare[0].alive
+            and not any(VALUES[name].lasting for name in differing(spare[1], plan))
+        ):
             arm = self._start(self._trial_of(plan), spare[0], until_s)
             if arm.failed is None or arm.failed.outcome != "crashed":
                 return arm

@@ -1,40 +1,24 @@
 """The numerics guard: does a plan compute the same training? Losses and gradient norms of the first steps
 against a reference. No torch.
 
-    effect = effect_of(reference_plan, plan)                   # "exact" or "rounding": the most that any
-                                                               changed value may do
+    effect = effect_of(reference_plan, plan)       # plan/values.py: the most that any changed value may do
     guard(reference, measured, effect, precision=plan.precision).passed
 
 `exact`     the same sums in another order (micro-batch, recomputation, loader): within float reassociation of
             the compute dtype.
 `rounding`  other roundings of the same mathematics (precision, compiled or other kernels): within
             ROUNDING_BAND.
-What changes the training itself is a recipe's matter: a plan cannot, and a workload whose steps have no losses is not passed but
-"not checked". A plan that fails is never chosen.
+
+What changes the training itself is a recipe's matter: a plan cannot. A workload whose steps have no losses is
+"not checked", not passed. A plan that fails is never chosen.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
-from redline.plan.plan import Plan
+from redline.plan.values import Effect
 from redline.tune.trial import Measured
 
-Effect = Literal["exact", "rounding"]
-EFFECTS: dict[str, Effect] = {
-    "micro_batch": "exact",
-    "accumulation": "exact",
-    "recompute": "exact",
-    "loss_chunks": "exact",
-    "loader_threads": "exact",
-    "prefetch": "exact",
-    "allocator": "exact",
-    "precision": "rounding",
-    "compile": "rounding",
-    "attention": "rounding",
-    "cross_entropy": "rounding",
-}
-"""What a plan value may do to the numbers; one that is not named here may only round."""
 EXACT_BAND = {"fp32": 1e-5, "tf32": 1e-3, "fp16": 1e-3, "bf16": 3e-3, "fp8": 1e-2}
 """Relative difference of a loss that another order of sums may bring, by compute dtype: a few units in the
 last place, grown over the first steps (fp32 on a CPU gives 2e-7)."""
@@ -70,12 +54,6 @@ class Guard:
             if self.passed
             else f"refused: outside the {self.effect} band of {self.band:.0e}: {numbers}"
         )
-
-
-def effect_of(reference: Plan, plan: Plan) -> Effect:
-    """The most that the values in which two plans differ may do to the numbers."""
-    changed = [name for name in plan.why if getattr(reference, name) != getattr(plan, name)]
-    return "exact" if all(EFFECTS.get(name, "rounding") == "exact" for name in changed) else "rounding"
 
 
 def guard(reference: Measured, measured: Measured, effect: Effect, *, precision: str) -> Guard:

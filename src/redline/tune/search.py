@@ -23,12 +23,13 @@ from typing import Any
 from redline.config.load import to_toml
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError, MachineError, TrainingError
-from redline.plan.plan import Plan, Why
+from redline.plan.plan import PLANNED, Plan, Why
+from redline.plan.values import VALUES, effect_of
 from redline.record.files import write_atomic
 from redline.record.units import format_duration, format_rate
-from redline.tune.candidates import AUTOTUNED, WORTH, Candidate, candidates, changed, differing
+from redline.tune.candidates import WORTH, Candidate, candidates, changed, differing
 from redline.tune.duel import Duel, Duels
-from redline.tune.guard import effect_of, guard
+from redline.tune.guard import guard
 from redline.tune.memory import Probe, divisors, fit_memory, pick_micro_batch
 from redline.tune.statistics import interval
 from redline.tune.store import Result, Row, TuningFolder, pinned, trial_key
@@ -43,9 +44,6 @@ from redline.tune.trial import (
     was_killed,
 )
 
-COMPILE_S = {"default": 40.0, AUTOTUNED: 200.0}
-"""What a trial costs beyond others when it compiles in a way that was not compiled before (gpt2-124m on an
-H200: 203 s, LOG.md)."""
 RULES = "the rules' plan"
 FINAL = "the winner against"
 STEP = 1.8
@@ -53,8 +51,6 @@ STEP = 1.8
 before."""
 LONG_STEP_S = 0.5
 """An update predicted longer than this is cut short in trials."""
-SHAPE = ("precision", "compile", "recompute", "attention", "cross_entropy", "loss_chunks")
-"""Values on which memory depends, beside the micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +303,7 @@ class _Search:
             return f"not tried: {error}"
         if self.folder.find(self._pair_key(plan)) is not None:
             return None
-        cost_s = self._duel_s(plan) + COMPILE_S.get(candidate.change.get("compile", ""), 0.0)
+        cost_s = self._duel_s(plan) + candidate.compile_s
         left_s = max(0.0, self._until_s(final=False) - time.monotonic())
         if cost_s > left_s:
             self.untried.append(candidate.name)
@@ -547,4 +543,5 @@ def _verdict(measured: Measured | None, duel: Duel | None) -> str:
 
 
 def _shape(plan: Plan) -> tuple[Any, ...]:
-    return tuple(getattr(plan, name) for name in SHAPE)
+    """The values on which the memory of a pass depends, beside the micro-batch."""
+    return tuple(getattr(plan, name) for name in PLANNED if VALUES[name].shapes_memory)
