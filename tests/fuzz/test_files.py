@@ -9,7 +9,8 @@ from hostile import answer, contents, each_crafted, one_line, put, values
 from hypothesis import given
 
 from redline.errors import CheckpointError, DataError
-from redline.record.files import read_json, read_json_lines, read_text
+from redline.record.files import read_json, read_text
+from redline.record.run import read_lines
 
 
 @given(raw=contents)
@@ -25,7 +26,7 @@ def test_a_file_is_a_table_or_one_line(tmp_path, raw):
 @each_crafted
 def test_lines_are_tables_or_one_line(tmp_path, raw):
     path = put(tmp_path / "metrics.jsonl", b'{"step": 1}\n' + raw + b"\n" + b'{"torn')
-    lines = answer(lambda: read_json_lines(path), names=path)
+    lines = answer(lambda: read_lines(path), names=path)
     assert lines is None or (lines[0] == {"step": 1} and all(isinstance(line, dict) for line in lines))
 
 
@@ -43,8 +44,8 @@ def test_every_number_of_64_bits_is_read_exactly(tmp_path, largest):
 
 
 def test_a_line_separator_inside_a_text_does_not_cut_the_line(tmp_path):
-    path = put(tmp_path / "events.jsonl", '{"text": "a\u2028b\\n"}\n'.encode())
-    assert read_json_lines(path) == [{"text": "a\u2028b\n"}]
+    path = put(tmp_path / "events.jsonl", '{"event": "a\u2028b\\n"}\n'.encode())
+    assert read_lines(path) == [{"event": "a\u2028b\n"}]
 
 
 def test_what_is_not_a_plain_file_is_refused_and_not_waited_for(tmp_path):

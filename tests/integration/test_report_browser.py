@@ -18,8 +18,8 @@ from browser import ARGUMENTS, Missing, find_chromium, libraries
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from run_folders import ABLATION, EVALUATIONS, EVENTS, HOSTILE, jsonl, lines, write_run
 
+from redline.record.read import read_runs
 from redline.report.page import write_page
-from redline.report.runs import read_runs
 from redline.report.serve import make_server
 from redline.report.view import view
 

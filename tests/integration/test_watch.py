@@ -26,7 +26,7 @@ from run_folders import EVALUATIONS, EVENTS, jsonl, lines, write_run
 
 from redline.cli.main import main
 from redline.cli.watch import in_order
-from redline.report.runs import read_run
+from redline.record.read import read_run
 from redline.report.serve import Server, make_server
 from redline.rft.store import Sample, Store
 from redline.tasks.task import Question

@@ -20,8 +20,8 @@ from redline.diagnose.finding import Finding
 from redline.diagnose.observed import Facts, Observed, Step
 from redline.plan.hardware import hardware_as
 from redline.plan.planner import make_plan
+from redline.record.read import read_run
 from redline.report.figures import time_parts
-from redline.report.runs import read_run
 from redline.train import instruments as clock
 from redline.train.communication import time_waits, waiting
 from redline.train.instruments import Instruments

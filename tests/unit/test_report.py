@@ -14,13 +14,13 @@ import pytest
 from run_folders import ABLATION, EVALUATIONS, EVENTS, jsonl, lines, plan, write_rft, write_run
 
 from redline.cli.main import main
+from redline.record.follow import Tail
+from redline.record.read import read_run, read_runs
 from redline.report.ablation import ablation, trials
 from redline.report.compare import comparable, ratio
 from redline.report.figures import summarise, time_parts
 from redline.report.numbers import fact
-from redline.report.runs import read_run, read_runs
 from redline.report.series import curves
-from redline.report.tail import Tail
 from redline.report.view import accuracies, last_loss, plan_rows, view
 
 
@@ -492,7 +492,7 @@ class TestCommand:
         ("name", "text", "part"),
         [
             ("plan.json", "{", "plan.json is damaged"),
-            ("plan.json", "[]", "must hold a dict"),
+            ("plan.json", "[]", "must hold a table"),
             ("metrics.jsonl", "{\n", "is damaged"),
         ],
     )

@@ -13,9 +13,9 @@ from random import Random
 import pytest
 from run_folders import ABLATION, EVALUATIONS, EVENTS, HOSTILE, jsonl, lines, write_run
 
+from redline.record.read import read_run, read_runs
 from redline.report.ablation import Trials
 from redline.report.page import ASSETS, page
-from redline.report.runs import read_run, read_runs
 from redline.report.series import CURVES
 from redline.report.view import view
 from redline.rft.store import Sample, Store

@@ -34,18 +34,18 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from dataclasses import asdict
+    from os.path import exists
 
     from redline.cli.options import print_json, status
-    from redline.cli.watch import rounds_of
+    from redline.record.read import metrics_path, read_runs, rounds_of
     from redline.record.units import format_bytes
     from redline.report.compare import comparable
     from redline.report.page import write_page
-    from redline.report.runs import metrics_path, read_runs
     from redline.report.view import view
 
     paths = [path for given in options.runs for path in rounds_of(given) or [given]]
     for path in paths:
-        if (place := metrics_path(path)).exists() and (size := place.stat().st_size) > LONG_BYTES:
+        if exists(place := metrics_path(path)) and (size := place.stat().st_size) > LONG_BYTES:
             status(f"reading {format_bytes(size)} of metrics in {path}")
     runs = [view(run, place) for place, run in enumerate(read_runs(paths))]
     out = options.out or options.runs[0] / "report.html"
@@ -75,7 +75,7 @@ def _figures(shown: "RunView") -> dict[str, Any]:
         "plan": run.plan,
         "events": run.events,
         "evaluations": run.evaluations,
-        "samples": run.samples,
+        "samples": shown.samples,
         "ablation": run.ablation,
         "trials": run.trials,
     }

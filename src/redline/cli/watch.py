@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
     from redline.cli.live import PlainView, Seen
-    from redline.report.runs import Run
+    from redline.record.read import Run
     from redline.report.serve import Watched
     from redline.report.view import RunView
 
@@ -64,20 +64,10 @@ def _serve(folder: Path, port: int) -> None:
             server.serve_forever()
 
 
-def rounds_of(folder: Path) -> list[Path]:
-    """The rounds of an RFT run that has several, in their order."""
-    if (folder / "recipe.toml").exists():
-        return []
-    found = [
-        path
-        for path in folder.glob("round-*")
-        if path.name.removeprefix("round-").isdecimal() and (path / "recipe.toml").exists()
-    ]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("round-")))
-
-
 def latest_round(folder: Path) -> Path:
     """The folder of the round that is under way; the folder itself where a run has none."""
+    from redline.record.read import rounds_of
+
     return (rounds_of(folder) or [folder])[-1]
 
 
@@ -130,6 +120,7 @@ def _follow_one(folder: Path, place: Path, view: "_Screen | _Plain") -> Path | N
 
 def _ended_rounds(folder: Path, place: Path) -> list[str]:
     """`round-1: 63.0 % after RFT` for the rounds before this one."""
+    from redline.record.read import rounds_of
     from redline.record.run import read_lines
     from redline.report.view import accuracies
 
@@ -158,8 +149,8 @@ def _seen(found: "Run") -> "Seen":
     """What the view must know of the run before its first line."""
     from redline.cli.live import Seen
     from redline.cli.watch_screen import title_of
+    from redline.record.read import number, table
     from redline.report.figures import summarise
-    from redline.report.runs import number, table
 
     summary, train = summarise(found), table(found.recipe.get("train"))
     device = number(table(found.plan.get("hardware")).get("memory_bytes"))
@@ -174,7 +165,7 @@ def _seen(found: "Run") -> "Seen":
 
 def _facts(event: dict[str, Any]) -> tuple[str, str, dict[str, Any]]:
     """Time of day, kind and facts of a recorded event."""
-    from redline.report.runs import number
+    from redline.record.read import number
 
     at = number(event.get("at"))
     clock = time.strftime("%H:%M:%S", time.localtime(at)) if at is not None else ""
@@ -214,7 +205,8 @@ class _Plain:
         from redline.cli.live import PLAIN_EVERY_S
         from redline.cli.watch_screen import accuracy_lines, samples_line
 
-        line = samples_line(found.samples) if found.samples else ""
+        samples = watched.shown(found).samples
+        line = samples_line(samples) if samples else ""
         if line != self._sampled and (found.state.over or time.monotonic() - self._said_at >= PLAIN_EVERY_S):
             print(line, flush=True)
             self._sampled, self._said_at = line, time.monotonic()

@@ -17,6 +17,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from redline.cli.live import Seen, progress
+from redline.record.read import Run, number
 from redline.record.units import (
     DASH,
     format_bytes,
@@ -28,7 +29,6 @@ from redline.record.units import (
 )
 from redline.report.figures import Summary, planned
 from redline.report.numbers import exact
-from redline.report.runs import Run, number
 from redline.report.view import RunView, accuracies, last_loss
 
 MOST_COLUMNS, MOST_ROWS = 110, 40
@@ -263,8 +263,8 @@ def _plan(shown: RunView, room: int) -> list[Line]:
 
 
 def _rft(found: Run, shown: RunView, before: Sequence[str], room: int) -> list[Line]:
-    lines = _part("stage", Text(stage_of(found), style="bold"))
-    if (samples := found.samples) is not None:
+    lines = _part("stage", Text(stage_of(found, shown), style="bold"))
+    if (samples := shown.samples) is not None:
         lines += _samples(samples, room)
     if found.metrics:
         lines += _tuning(found, shown, room)
@@ -315,7 +315,7 @@ def _tuning(found: Run, shown: RunView, room: int) -> list[Line]:
     return _part("training", f"update {last['step']:,} · {speed}{memory}") + _part("loss", curve)
 
 
-def stage_of(found: Run) -> str:
+def stage_of(found: Run, shown: RunView) -> str:
     """What an RFT run does now, as far as its record says."""
     if found.state.over:
         return found.state.text
@@ -324,7 +324,7 @@ def stage_of(found: Run) -> str:
         return "testing what was trained"
     if "sampling_end" in ended:
         return "fine-tuning on the samples"
-    return "sampling" if found.samples is not None else "opening the model, testing it before"
+    return "sampling" if shown.samples is not None else "opening the model, testing it before"
 
 
 def title_of(found: Run, summary: Summary) -> str:

@@ -10,7 +10,8 @@ from statistics import fmean, median
 from typing import Any
 
 from redline.diagnose.finding import Evidence, Finding, Gain
-from redline.diagnose.observed import PHASES, WARM_UP, Observed, Step
+from redline.diagnose.observed import PHASES, Observed, Step
+from redline.record.read import WARM_UP
 from redline.record.units import format_duration
 
 WORTH_SAYING = 0.05

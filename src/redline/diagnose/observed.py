@@ -14,11 +14,9 @@ from typing import Any
 
 from redline.config.recipe import Recipe
 from redline.plan.plan import Plan
+from redline.record.read import WARM_UP
 
 PHASES = ("generate_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "communication_s")
-WARM_UP = 5
-"""Updates left out at the start: compiling, allocating, and the loader's queue, which is full then and hides
-a slow loader."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +46,8 @@ class Step:
     """Time the host took to hand the update to the GPU."""
     padding_share: float | None = None
     elapsed_s: float | None = None
+    cold: bool | None = None
+    """Whether it belongs to the warm-up of an attempt, where the reader knows (record/read.py)."""
     parts_s: Mapping[str, float] = field(default_factory=dict)
     """Other named parts of the step, under the trainer's own names."""
 
@@ -152,6 +152,8 @@ class Observed:
     def steady(self) -> tuple[Step, ...]:
         """The steps after the warm-up that have a time."""
         timed = [s for s in self.steps if s.step_s]
+        if any(s.cold is not None for s in timed):
+            return tuple(s for s in timed if not s.cold)
         return tuple(timed[min(WARM_UP, len(timed) // 3) :])
 
     @cached_property

@@ -5,7 +5,6 @@ The folder of a watched loop (observe/) has no recipe: its plan.json holds what 
 machine.
 """
 
-import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,49 +17,48 @@ from redline.errors import ConfigError, DataError
 from redline.machine.specs import match_spec
 from redline.plan import plan as plans
 from redline.plan.plan import Plan
-from redline.record.run import RunFolder, read_lines
+from redline.record import read
+from redline.record.run import RunFolder
 
-_NAMES = {field.name for field in fields(Step)} - {"step", "tokens", "parts_s", "not_a_number", "bad_norm"}
+_NAMES = {field.name for field in fields(Step)} - {
+    "step",
+    "tokens",
+    "parts_s",
+    "not_a_number",
+    "bad_norm",
+    "cold",
+}
 
 
 def read_run(path: Path) -> Observed:
     """A run of any workload; without a pre-training recipe beside it the rules about plans stay silent."""
-    folder = RunFolder(path)
-    lines = next((found for metrics in _metrics(folder) if (found := read_lines(metrics))), [])
-    events = read_lines(folder.events_path)
-    watched = any(event.get("loop") == "watched" for event in events)
-    recipe, plan, notes = (None, None, ()) if watched else _plan_and_recipe(folder)
-    steps, before = [], 0.0
-    for line in lines:
-        step, seen = finite(line.get("step")), finite(line.get("tokens"))
-        if step is None:
-            continue
-        values = {name: value for name in _NAMES & line.keys() if (value := finite(line[name])) is not None}
-        lost = not line.get("skipped") and any(
-            name in line and finite(line[name]) is None for name in ("loss", "grad_norm")
-        )
-        tokens = seen - before if seen is not None else None
-        steps.append(Step(step=int(step), not_a_number=lost, **values, tokens=tokens or None))  # type: ignore[arg-type]
-        before = before if seen is None else seen
+    return observed(read.read_run(path))
+
+
+def observed(run: read.Run) -> Observed:
+    watched = any(event.get("loop") == "watched" for event in run.events)
+    recipe, plan, notes = (None, None, ()) if watched else _plan_and_recipe(RunFolder(run.path))
+    warm = {line["step"] for line in run.warm}
     return Observed(
-        source=str(path),
+        source=str(run.path),
         format="run",
-        steps=tuple(steps),
-        facts=(
-            _watched_facts(folder.plan_path)
-            if watched and folder.plan_path.exists()
-            else _facts(recipe, plan)
-        ),
+        steps=tuple(_step(line, cold=line["step"] not in warm) for line in run.metrics),
+        facts=_watched_facts(run) if watched and run.plan else _facts(recipe, plan),
         repairs=notes,
-        events=tuple(events),
+        events=tuple(run.events),
         recipe=recipe,
         plan=plan,
     )
 
 
-def _metrics(folder: RunFolder) -> list[Path]:
-    """Where the updates of a run are: in the folder itself, or in that of a fine-tuning inside it."""
-    return [folder.metrics_path, *sorted(folder.path.glob("train-*/metrics.jsonl"))]
+def _step(line: dict[str, Any], *, cold: bool) -> Step:
+    known = {name: value for name in _NAMES & line.keys() if (value := finite(line[name])) is not None}
+    lost = not line.get("skipped") and any(
+        name in line and finite(line[name]) is None for name in ("loss", "grad_norm")
+    )
+    speed, step_s = finite(line.get("tokens_per_s")), known.get("step_s")
+    tokens = speed * step_s if speed and step_s else None
+    return Step(step=line["step"], not_a_number=lost, cold=cold, tokens=tokens, **known)  # type: ignore[arg-type]
 
 
 def _plan_and_recipe(folder: RunFolder) -> tuple[Recipe | None, Plan | None, tuple[str, ...]]:
@@ -90,17 +88,11 @@ def _facts(recipe: Recipe | None, plan: Plan | None) -> Facts:
     )
 
 
-def _watched_facts(path: Path) -> Facts:
+def _watched_facts(run: read.Run) -> Facts:
+    seen = run.plan
     try:
-        seen: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        hardware, value = (
-            seen["hardware"],
-            {
-                name: entry["value"]
-                for name, entry in seen.items()
-                if isinstance(entry, dict) and "value" in entry
-            },
-        )
+        hardware = seen["hardware"]
+        value = {name: entry["value"] for name, entry in seen.items() if "value" in read.table(entry)}
         spec, cuda = match_spec(hardware["title"], hardware["memory_bytes"]), hardware["kind"] == "cuda"
         rows, passes = value["micro_batch"], value["accumulation"]
         return Facts(
@@ -117,7 +109,7 @@ def _watched_facts(path: Path) -> Facts:
             compile=value["compile"],
             mfu_peak_tflops=hardware["peak_tflops"].get(value["precision"]),
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise DataError(
-            f"{path} is not what a watched loop writes: {error!r}; move it away to go on without it"
+            f"{run.path / 'plan.json'} is not what a watched loop writes: {error!r}; move it away to go on without it"
         ) from error

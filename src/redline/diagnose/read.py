@@ -8,6 +8,7 @@ To add a format: a function that recognises a text, one that reads it, and a lin
 """
 
 import codecs
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
@@ -111,7 +112,9 @@ def _file(path: Path) -> Path:
     """The file to read in a folder of the Trainer's; our own run folder stays one."""
     if not path.exists():
         raise DataError(f"{path} is not there: give a run folder or a log file")
-    if not path.is_dir() or any((path / name).exists() for name in ("metrics.jsonl", "events.jsonl")):
+    if not path.is_dir() or not os.access(path, os.R_OK | os.X_OK):
+        return path  # a folder that may not be read says so itself
+    if any((path / name).exists() for name in ("metrics.jsonl", "events.jsonl")):
         return path
     states = [
         path / "trainer_state.json",

@@ -13,7 +13,7 @@ import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from redline.errors import DataError, RedlineError, StorageError
 
@@ -21,6 +21,7 @@ T = TypeVar("T")
 # Far over what we write (a month of metrics, the largest tokenizer); well under what would fill a machine.
 LARGEST_BYTES = 1 << 30
 _LONG_NUMBER = re.compile(r"\d{19}")
+WAY_OUT = "restore the file, or move it away"
 _KINDS: dict[type, str] = {dict: "a table", list: "a list"}
 
 REFUSALS = {
@@ -67,9 +68,15 @@ def replacing(path: Path) -> Iterator[Path]:
         sync_path(path.parent)
 
 
-def read_text(path: Path, *, error: type[RedlineError] = DataError, whole_lines: bool = False) -> str:
+def read_text(
+    path: Path,
+    *,
+    error: type[RedlineError] = DataError,
+    whole_lines: bool = False,
+    missing: str | None = None,
+) -> str:
     """The text of a plain file, or `error` in one line. With `whole_lines`, a torn last line (its writer died) is
-    left out. A file that is missing is an error too."""
+    left out. A file that is not there is an error too, unless `missing` stands for it."""
     try:
         # Without O_NONBLOCK, opening a named pipe waits for a writer that may never come.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -81,9 +88,11 @@ def read_text(path: Path, *, error: type[RedlineError] = DataError, whole_lines:
             raw = file.read()
         return (raw[: raw.rfind(b"\n") + 1] if whole_lines else raw).decode("utf-8")
     except OSError as refusal:
+        if missing is not None and isinstance(refusal, FileNotFoundError | NotADirectoryError):
+            return missing
         raise error(f"{path} cannot be read: {refusal.strerror}") from refusal
     except UnicodeDecodeError as damage:
-        raise error(f"{path} is damaged: it is not UTF-8 text (byte {damage.start})") from damage
+        raise error(f"{path} is damaged: it is not UTF-8 text (byte {damage.start}); {WAY_OUT}") from damage
     except ValueError as damage:
         raise error(f"{str(path)!r} cannot be the name of a file: {damage}") from damage
 
@@ -97,9 +106,9 @@ def parse_json(text: str, where: object, kind: type[T], *, error: type[RedlineEr
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as damage:
         reason = "it is nested too deeply" if isinstance(damage, RecursionError) else damage
-        raise error(f"{where} is damaged: {reason}") from damage
+        raise error(f"{where} is damaged: {reason}; {WAY_OUT}") from damage
     if not isinstance(value, kind):
-        raise error(f"{where} is damaged: it must hold {_KINDS[kind]}, not {text.strip()[:40]!r}")
+        raise error(f"{where} is damaged: it must hold {_KINDS[kind]}, not {text.strip()[:40]!r}; {WAY_OUT}")
     return value
 
 
@@ -112,12 +121,6 @@ def _parse_int(digits: str) -> int:
 def read_json(path: Path, kind: type[T], *, error: type[RedlineError] = DataError) -> T:
     """A JSON file as a value of `kind`, or `error` in one line."""
     return parse_json(read_text(path, error=error), path, kind, error=error)
-
-
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a JSONL file as tables, a torn last line left out; a fault names its line."""
-    lines = read_text(path, whole_lines=True).split("\n")  # splitlines would also cut at U+2028 inside a text
-    return [parse_json(line, f"{path} line {n}", dict) for n, line in enumerate(lines, 1) if line.strip()]
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -24,21 +24,32 @@ from types import TracebackType
 from typing import Any, Self
 
 from redline.errors import DataError, RedlineError, StorageError
-from redline.record.files import storage_errors, sync_path, write_atomic
+from redline.record.files import WAY_OUT, parse_json, read_text, storage_errors, sync_path, write_atomic
+
+NEEDED: dict[str, tuple[str, type, str]] = {
+    "metrics.jsonl": ("step", int, "a whole number"),
+    "events.jsonl": ("event", str, "a word"),
+}
+"""What every line of a file must hold for anybody to make sense of it."""
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a JSONL file; a torn last line (the process died while writing it) is left out."""
-    if not path.exists():
-        return []
-    raw = path.read_bytes()
-    lines = raw[: raw.rfind(b"\n") + 1].splitlines()
-    try:
-        found = [json.loads(line) for line in lines if line.strip()]
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is damaged: {error}; move it away to go on without it") from error
-    if wrong := [line for line in found if not isinstance(line, dict)]:
-        raise DataError(f"{path} is damaged: {wrong[0]!r} is no record; move it away to go on without it")
+    """All whole lines of a JSONL file of ours; none where there is no file. A torn last line (the process died
+    while writing it) is left out."""
+    return parse_lines(read_text(path, whole_lines=True, missing=""), path)
+
+
+def parse_lines(text: str, path: Path) -> list[dict[str, Any]]:
+    """Lines of that file as tables; a line that is none, or without what it NEEDED, is an error."""
+    key, kind, words = NEEDED.get(path.name, ("", object, ""))
+    found = []
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines would also cut at U+2028 inside a text
+        if not line.strip():
+            continue
+        record = parse_json(line, f"{path} line {number}", dict)
+        if key and (not isinstance(record.get(key), kind) or isinstance(record[key], bool)):
+            raise DataError(f"{path} line {number} is damaged: it needs `{key}`, {words}; {WAY_OUT}")
+        found.append(record)
     return found
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from redline.record.read import number, table
 from redline.record.units import DASH, format_bytes
 from redline.report.numbers import exact, factor, named
-from redline.report.runs import number, table
 from redline.tune.statistics import FEWEST_BLOCKS
 
 MOST_COLUMNS = 9

@@ -13,8 +13,8 @@ validates or saves, beside its median speed.
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from redline.record.read import Run, table
 from redline.report.figures import Summary
-from redline.report.runs import Run, table
 
 CADENCE = ("train.eval_every", "train.checkpoint_every", "train.keep_checkpoints")
 """What is done between the updates, and changes none of them; but for a run that stops early by its

@@ -6,22 +6,16 @@ convention. No torch.
     summary.time                                                            # parts that add up to the run's
                                                                             training time
 
-A speed is the median over updates. Its interval is that of six consecutive blocks of updates (lowest and
-highest block median, which hold the true median of a steady run in 97 cases of 100). The first
-WARM_UP_UPDATES of a run and after every resume count in no speed: they compile and fill caches. Left out:
-what nobody recorded; a missing figure is None and is shown as a dash.
+What a speed is, its interval and the updates it leaves out are defined in record/read.py. Left out: what nobody
+recorded; a missing figure is None and is shown as a dash.
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import median
 from typing import Any
 
 from redline.record.metrics import METRICS
-from redline.report.runs import Run, State, number, table
+from redline.record.read import WARM_UP, Measured, Run, State, number, table, values
 
-WARM_UP_UPDATES = 5
-BLOCKS = 6
 PHASES = {
     "generate_s": "generation",
     "forward_s": "forward",
@@ -31,17 +25,6 @@ PHASES = {
 }
 NOT_IN_ALL = {"generate_s", "communication_s"}
 """Phases that an update may have: texts drawn in it, other processes waited for."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A median over updates, and the interval of its block medians where there are updates enough for six
-    blocks."""
-
-    value: float
-    low: float | None
-    high: float | None
-    updates: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +114,8 @@ class Summary:
     tokens: float | None
     elapsed_s: float | None
     attempts: int
+    missing: str
+    """Which updates the record has lost, in words."""
     speed: Speed
     time: list[TimePart]
     memory: Memory
@@ -140,7 +125,6 @@ class Summary:
 def summarise(run: Run) -> Summary:
     """Every figure of one run."""
     hardware, prediction = table(run.plan.get("hardware")), table(run.plan.get("prediction"))
-    starts = [event for event in run.events if event.get("event") in ("start", "resume")]
     last = run.metrics[-1] if run.metrics else {}
     steps = number(table(run.recipe.get("train")).get("steps"))
     world_size = number(run.plan.get("world_size"))
@@ -161,8 +145,9 @@ def summarise(run: Run) -> Summary:
         updates=int(last.get("step", 0)),
         planned_updates=None if steps is None else int(steps),
         tokens=number(last.get("tokens")),
-        elapsed_s=elapsed_s(run),
-        attempts=len(starts),
+        elapsed_s=run.elapsed_s,
+        attempts=len(run.attempts),
+        missing=_missing(run),
         speed=speed(run),
         time=time_parts(run),
         memory=memory(run),
@@ -170,44 +155,19 @@ def summarise(run: Run) -> Summary:
     )
 
 
+def _missing(run: Run) -> str:
+    places = [f"{a:,} to {b:,}" if a < b else f"{a:,}" for a, b in run.holes]
+    more = f" and {len(places) - 3} more stretches" if len(places) > 3 else ""
+    return f"updates {', '.join(places[:3])}{more} are missing from metrics.jsonl" if places else ""
+
+
 def planned(run: Run, name: str) -> Any:
     """A value of the plan, without its reason."""
     return table(run.plan.get(name)).get("value")
 
 
-def values(lines: list[dict[str, Any]], name: str) -> list[float]:
-    """What the lines know of a metric, in their order."""
-    return [value for line in lines if (value := number(line.get(name))) is not None]
-
-
-def warm_lines(run: Run) -> list[dict[str, Any]]:
-    """The updates behind the first ones of every attempt; all of them where a run has hardly more."""
-    begun = [
-        int(number(event.get("step")) or 0)
-        for event in run.events
-        if event.get("event") in ("start", "resume")
-    ] or [0]
-    cold = {step + i for step in begun for i in range(1, WARM_UP_UPDATES + 1)}
-    warm = [line for line in run.metrics if line["step"] not in cold]
-    return warm if len(warm) >= BLOCKS else run.metrics
-
-
-def measured(found: list[float]) -> Measured | None:
-    """Median and interval of values that stand in the order of time."""
-    if not found:
-        return None
-    low = high = None
-    if len(found) >= BLOCKS * 2:
-        edges = [len(found) * i // BLOCKS for i in range(BLOCKS + 1)]
-        blocks = [median(found[a:b]) for a, b in pairwise(edges)]
-        low, high = min(blocks), max(blocks)
-    return Measured(median(found), low, high, len(found))
-
-
 def speed(run: Run) -> Speed:
     """How fast, beside what the plan holds possible."""
-    warm = warm_lines(run)
-    name = "tokens_per_s" if values(warm, "tokens_per_s") else "rows_per_s"
     prediction, hardware = table(run.plan.get("prediction")), table(run.plan.get("hardware"))
     precision = planned(run, "precision")
     dtype = "bf16" if precision == "fp8" else precision
@@ -215,13 +175,11 @@ def speed(run: Run) -> Speed:
         number(table(hardware.get("peak_tflops")).get(dtype)),
         number(table(hardware.get("measured_tflops")).get(precision)),
     )
-    tokens, total_s = number(run.metrics[-1].get("tokens")) if run.metrics else None, elapsed_s(run)
-    mfu, share = measured(values(warm, "mfu")), measured(values(warm, "ceiling_share"))
-    step_s = measured(values(warm, "step_s"))
+    mfu, share, step_s = (run.typical(name) for name in ("mfu", "ceiling_share", "step_s"))
     return Speed(
-        unit=METRICS[name].unit,
-        update=measured(values(warm, name)),
-        whole_run=tokens / total_s if name == "tokens_per_s" and tokens and total_s else None,
+        unit=METRICS[run.rate].unit,
+        update=run.speed,
+        whole_run=run.whole_run_speed,
         step_s=step_s.value if step_s else None,
         mfu=mfu.value if mfu else None,
         mfu_note=(
@@ -244,14 +202,6 @@ def _tflops(rate: float) -> str:
     return f"{rate:,.0f} TFLOP/s" if rate >= 10 else f"{rate * 1e3:,.0f} GFLOP/s"
 
 
-def elapsed_s(run: Run) -> float | None:
-    """Training time of the run, validations and checkpoints included."""
-    ends = [number(event.get("elapsed_s")) for event in run.events if event.get("event") == "end"]
-    seen = values(run.metrics[-1:], "elapsed_s")
-    known = [value for value in (*ends[-1:], *seen) if value is not None]
-    return max(known) if known else None
-
-
 def time_parts(run: Run) -> list[TimePart]:
     """Where the time went: parts that add up to the training time, and of an RFT run to that of all its
     recorded stages."""
@@ -271,28 +221,24 @@ def time_parts(run: Run) -> list[TimePart]:
 
 def _spent_s(events: list[dict[str, Any]], stage: str) -> float:
     """All attempts at a stage together."""
-    return sum(values([event for event in events if event.get("event") == stage], "elapsed_s"))
+    return sum(values([event for event in events if event["event"] == stage], "elapsed_s"))
 
 
 def _training_parts(run: Run) -> list[TimePart]:
     """Only for runs whose updates carry their times."""
-    total_s, step_s = elapsed_s(run), sum(values(run.metrics, "step_s"))
+    total_s, step_s = run.elapsed_s, sum(values(run.metrics, "step_s"))
     if total_s is None or not step_s:
         return []
     first_s = _warm_up_s(run)
     wait_s = sum(values(run.metrics, "data_wait_s"))
-    stalled_s = sum(
-        values([event for event in run.events if event.get("event") == "checkpoint"], "stalled_s")
-    )
+    stalled_s = sum(values([event for event in run.events if event["event"] == "checkpoint"], "stalled_s"))
     rest_s = total_s - step_s - stalled_s
-    validations = sum(event.get("event") == "validation" for event in run.events)
+    validations = sum(event["event"] == "validation" for event in run.events)
     parts = [
         *_update_parts(run, step_s - first_s - wait_s),
         TimePart("data wait", wait_s, "waiting for the loader"),
         TimePart(
-            "first updates",
-            first_s,
-            f"compilation and warm-up: first {WARM_UP_UPDATES} updates, beyond the median",
+            "first updates", first_s, f"compilation and warm-up: first {WARM_UP} updates, beyond the median"
         ),
         TimePart("checkpoints", stalled_s, "stalls of the loop; writing goes on beside it"),
         TimePart(
@@ -306,8 +252,8 @@ def _training_parts(run: Run) -> list[TimePart]:
 
 def _warm_up_s(run: Run) -> float:
     """How much longer the first updates of each attempt took than the median of the others."""
-    warm = {line["step"] for line in warm_lines(run)}
-    typical = measured(values([line for line in run.metrics if line["step"] in warm], "step_s"))
+    warm = {line["step"] for line in run.warm}
+    typical = run.typical("step_s")
     cold = values([line for line in run.metrics if line["step"] not in warm], "step_s")
     return max(0.0, sum(cold) - len(cold) * typical.value) if typical else 0.0
 

@@ -3,14 +3,14 @@
 import math
 from dataclasses import dataclass
 
+from redline.diagnose import own
 from redline.diagnose.finding import SLOW_UPDATES, Finding
 from redline.diagnose.observed import Observed
-from redline.diagnose.own import read_run
 from redline.diagnose.rules import diagnose
 from redline.diagnose.summary import nothing_found, too_little
+from redline.record.read import Run
 from redline.record.units import format_amount, format_share
 from redline.report.figures import Quality, Speed
-from redline.report.runs import Run
 
 EXPLAINED = 0.75
 """From this share of the attainable speed on, what is left needs no explanation: the roofline leaves out
@@ -41,7 +41,7 @@ def findings(run: Run, speed: Speed, quality: Quality) -> tuple[list[FindingView
     sampled = any(event.get("event") == "sampling_end" for event in run.events)
     if not run.metrics and not sampled:
         return None, ""
-    observed = read_run(run.path)
+    observed = own.observed(run)
     found = diagnose(observed)
     if not run.metrics:
         return [_view(finding) for finding in found] or None, ""

@@ -3,8 +3,8 @@ digits. No torch."""
 
 from typing import Any
 
+from redline.record.read import number
 from redline.record.units import DASH, format_bytes, format_duration, format_share
-from redline.report.runs import number
 
 
 def exact(value: float | None) -> str:

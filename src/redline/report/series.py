@@ -10,8 +10,8 @@ number; `broken` says where on each axis the loss ceases to be one, if it does s
 
 from typing import Any
 
+from redline.record.read import number
 from redline.report.figures import without_number
-from redline.report.runs import number
 
 AXES = ("step", "tokens", "elapsed_s")
 CURVES = (

@@ -20,65 +20,27 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from redline.errors import MachineError, RedlineError
-from redline.record.run import RunFolder
+from redline.record.follow import Followed
+from redline.record.read import Run
 from redline.report import page
-from redline.report.runs import SAMPLES, Run, metrics_path, read_run, silent_s, with_step
 from redline.report.series import broken, curves
-from redline.report.tail import Tail
 from redline.report.view import RunView, view
 
-SMALL_FILES = (
-    "recipe.toml",
-    "plan.json",
-    "evaluations.jsonl",
-    *SAMPLES,
-    "trials.jsonl",
-    "result.json",
-    "ablation.json",
-)
 
-
-class Watched:
-    """A run folder that is read again and again: the growing files from where they were left, the small ones
-    when they changed."""
+class Watched(Followed):
+    """A followed run with its figures and its page."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock = threading.Lock()
-        self._run = read_run(path)  # refuses what is no run folder
-        self._stamps = self._stamp()
-        self._metrics, self._events = Tail(metrics_path(path)), Tail(RunFolder(path).events_path)
-        self._lines: list[dict[str, Any]] = []
-        self._told: list[dict[str, Any]] = []
+        super().__init__(path)
+        self._figures = threading.Lock()
         self._shown: RunView | None = None
         self._shown_until = 0.0
-        # A page that outlives its server and finds another one on the port must not mix the two.
-        self._generation = time.time_ns() // 1_000_000
-
-    def now(self) -> tuple[Run, int]:
-        """The run as it stands, and its generation: another one means that updates were taken back."""
-        with self._lock:
-            if (stamps := self._stamp()) != self._stamps:
-                self._run, self._stamps = read_run(self.path), stamps
-                if (place := metrics_path(self.path)) != self._metrics.path:
-                    self._metrics, self._lines = Tail(place), []
-                    self._generation += 1
-            before = self._metrics.generation
-            new = with_step(self._metrics.read())
-            if self._metrics.generation != before:
-                self._lines, self._generation = [], self._generation + 1
-            self._lines = [*self._lines, *new]  # a new list: whoever has the old one goes on reading it
-            self._told = [*self._told, *self._events.read()]
-            return (
-                replace(self._run, metrics=self._lines, events=self._told, silent_s=silent_s(self.path)),
-                self._generation,
-            )
 
     def shown(self, run: Run) -> RunView:
         """The figures of the run. They take time in proportion to the run, and a training may share these
         cores: at most a twentieth of the time is spent on them, so those of a long run are some seconds
         old."""
-        with self._lock:
+        with self._figures:
             began_s = time.monotonic()
             ended = self._shown is not None and self._shown.run.state.over != run.state.over
             if self._shown is None or ended or began_s >= self._shown_until:
@@ -111,13 +73,6 @@ class Watched:
             "state": f"{run.state.ending}, {run.state.text}",
             "over": run.state.over,
         }
-
-    def _stamp(self) -> list[int]:
-        paths = [self.path / name for name in SMALL_FILES]
-        return [
-            path.stat().st_mtime_ns if path.exists() else 0
-            for path in (*paths, metrics_path(self.path).parent)
-        ]
 
 
 class Server(ThreadingHTTPServer):

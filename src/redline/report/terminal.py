@@ -5,12 +5,12 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from redline.record.read import State, number
 from redline.record.units import DASH, format_count, format_share, sparkline
 from redline.report.ablation import Ablation, Trials
 from redline.report.compare import comparable
 from redline.report.narrow import WIDE, rows_with_texts
 from redline.report.numbers import exact
-from redline.report.runs import State, number
 from redline.report.view import RunView, bad_gradient, last_loss, side_by_side
 
 BAR_COLUMNS = 20
@@ -74,6 +74,8 @@ def _identity(console: Console, run: RunView) -> None:
         ),
     ]
     console.print(escape(" · ".join(fact for fact in facts if fact)), highlight=False)
+    if s.missing:
+        console.print(f"[yellow]{s.missing}[/yellow]", highlight=False)
 
 
 def _bar(percent: float) -> str:

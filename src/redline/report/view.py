@@ -10,15 +10,16 @@ page and for the terminal.
 import math
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from redline.record.read import Run, number, table
 from redline.record.units import DASH, format_bytes, format_count, format_duration, format_share
 from redline.report.ablation import Ablation, Trials, ablation, trials, tuning
 from redline.report.compare import ratio
 from redline.report.figures import Quality, Summary, summarise
 from redline.report.findings import FindingView, findings
 from redline.report.numbers import exact, fact, factor
-from redline.report.runs import Run, number, table
 
 TESTED = {"base": "before", "answers": "after fine-tuning on the answers", "samples": "after RFT"}
 FIRST_EVENTS, LAST_EVENTS = 20, 80
@@ -115,9 +116,21 @@ def view(run: Run, place: int = 0) -> RunView:
         ablation=ablation(run.ablation),
         trials=trials(tuning(run.tuning) or run.trials),
         tests=accuracies(run.evaluations),
-        samples=run.samples,
+        samples=samples_of(run.path),
         recipe_text=run.recipe_text,
     )  # fmt: skip
+
+
+def samples_of(path: Path) -> dict[str, Any] | None:
+    """What `redline rft stats --json` says of an RFT run; None before anybody has begun to sample."""
+    if not (path / "samples.db").is_file():
+        return None
+    from redline.rft.stats import stats
+    from redline.rft.store import Store
+
+    with Store(path / "samples.db", create=False) as store:
+        begun = store.begun()
+    return stats(path) if begun else None
 
 
 def when(at: float) -> str:

@@ -1,0 +1,90 @@
+"""Following a run folder that a living program writes: the run as it stands now, again and again.
+
+    followed = Followed(Path("runs/nano"))
+    run, generation = followed.now()      # another generation: updates were taken back, begin afresh
+
+Growing files are read on from where they were left, small ones again when they changed. Left out: waiting.
+Whoever follows decides how often to look.
+"""
+
+import os
+import threading
+import time
+from dataclasses import replace
+from os.path import exists
+from pathlib import Path
+
+from redline.errors import DataError
+from redline.record.files import WAY_OUT
+from redline.record.read import Line, Run, metrics_path, read_run, silent_s
+from redline.record.run import RunFolder, parse_lines
+
+SMALL = ("recipe.toml", "plan.json", "evaluations.jsonl", "trials.jsonl", "result.json", "ablation.json")
+
+
+class Tail:
+    """The lines of one JSONL file that a resumed run may cut back."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.generation = 0
+        """Counts up when the file was replaced: what was read before no longer holds."""
+        self._inode: int | None = None
+        self._offset = 0
+
+    def read(self) -> list[Line]:
+        """The whole lines that came since the last call; half a line waits for its rest. None where there is
+        no file yet."""
+        try:
+            with open(self.path, "rb") as file:
+                now = os.fstat(file.fileno())
+                if self._inode is not None and (now.st_ino != self._inode or now.st_size < self._offset):
+                    self.generation += 1
+                    self._offset = 0
+                self._inode = now.st_ino
+                file.seek(self._offset)
+                raw = file.read()
+            whole = raw[: raw.rfind(b"\n") + 1]
+            self._offset += len(whole)
+            return parse_lines(whole.decode("utf-8"), self.path)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.path} is damaged: it is not UTF-8 text; {WAY_OUT}") from error
+
+
+class Followed:
+    """May be asked from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._run = read_run(path)  # refuses what is no run folder
+        self._stamps = self._stamp()
+        self._metrics, self._events = Tail(metrics_path(path)), Tail(RunFolder(path).events_path)
+        self._lines: list[Line] = []
+        self._told: list[Line] = []
+        # A page that outlives its server and finds another one on the port must not mix the two.
+        self._generation = time.time_ns() // 1_000_000
+
+    def now(self) -> tuple[Run, int]:
+        with self._lock:
+            if (stamps := self._stamp()) != self._stamps:
+                self._run, self._stamps = read_run(self.path), stamps
+                if (place := metrics_path(self.path)) != self._metrics.path:
+                    self._metrics, self._lines = Tail(place), []
+                    self._generation += 1
+            before = self._metrics.generation
+            new = self._metrics.read()
+            if self._metrics.generation != before:
+                self._lines, self._generation = [], self._generation + 1
+            self._lines = [*self._lines, *new]  # a new list: whoever has the old one goes on reading it
+            self._told = [*self._told, *self._events.read()]
+            run = replace(self._run, metrics=self._lines, events=self._told, silent_s=silent_s(self.path))
+            return run, self._generation
+
+    def _stamp(self) -> list[int]:
+        paths = [*(self.path / name for name in SMALL), metrics_path(self.path).parent]
+        return [path.stat().st_mtime_ns if exists(path) else 0 for path in paths]

@@ -1,0 +1,333 @@
+"""Reading a run folder: the one reader behind report, watch, diagnose and compare. No torch.
+
+    run = read_run(Path("runs/nano"))
+    run.metrics[-1]["loss"], run.plan["micro_batch"]["reason"], run.state.text
+    run.speed.value, run.whole_run_speed, run.holes
+
+What the figures mean, for everybody who shows them:
+
+- An *attempt* begins with each event `start` or `resume`.
+- *Warm* updates are all but the first WARM_UP of every attempt (of a short attempt, its first third): those
+  compile, allocate, and find the loader's queue full.
+- The *speed* of a run is the median of `tokens_per_s` (`rows_per_s` where there are no tokens) over its warm
+  updates. Its interval is the lowest and highest median of six consecutive blocks of them.
+- The *whole-run speed* is all tokens over all training time: compilation, validations and checkpoints count.
+
+What a folder does not hold is empty; what it holds and cannot be read is an error of one line. The plan stays
+plain JSON: a report also opens the plans of watched loops. Left out: checkpoints, and samples.db (rft/store.py).
+"""
+
+import math
+import time
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby, pairwise
+from os.path import exists  # unlike Path's it never raises; reading the file says why it cannot be read
+from pathlib import Path
+from statistics import median, median_low
+from typing import Any, Literal
+
+from redline.config.load import from_toml, parse
+from redline.config.rft import fingerprint_of
+from redline.errors import ConfigError, DataError
+from redline.record.files import parse_json, read_text
+from redline.record.run import RunFolder, read_lines
+from redline.record.units import format_duration
+
+WARM_UP = 5
+BLOCKS = 6
+SILENT_AFTER_S = 60.0
+"""No line for this long, and for ten updates: the process may be gone. A run that is killed cannot record its
+end."""
+RECORDS = ("recipe.toml", "metrics.jsonl", "events.jsonl", "ablation.json", "trials.jsonl")
+"""One of these makes a folder a run's."""
+GROWING = ("metrics.jsonl", "events.jsonl", "samples.db", "samples.db-wal", "recipe.toml")
+"""What a run writes while it goes on; samples stand in the WAL until SQLite puts them into the database."""
+
+Line = dict[str, Any]
+Ending = Literal[
+    "finished", "stopped", "failed", "between stages", "running", "no end recorded", "no training"
+]
+
+
+@dataclass(frozen=True)
+class State:
+    ending: Ending
+    text: str
+
+    @property
+    def over(self) -> bool:
+        """Whether the record says that the run has ended."""
+        return self.ending in ("finished", "stopped", "failed")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A median over updates, and the interval of its block medians where there are enough for six blocks."""
+
+    value: float
+    low: float | None
+    high: float | None
+    updates: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    path: Path
+    label: str
+    """Names the run among several."""
+    recipe: dict[str, Any]
+    recipe_text: str
+    plan: dict[str, Any]
+    metrics: list[Line]
+    """One line per update, each with a step; of an RFT run those of the fine-tuning on its samples."""
+    events: list[Line]
+    evaluations: list[Line]
+    trials: list[Line]
+    tuning: list[Line]
+    """The table that a finished tuning left."""
+    ablation: list[Line]
+    silent_s: float
+    """Time since the last line was written, when the folder was read."""
+
+    @property
+    def workload(self) -> Literal["pretrain", "rft"]:
+        return "rft" if "task" in self.recipe else "pretrain"
+
+    @property
+    def name(self) -> str:
+        return str(self.recipe.get("name", self.label))
+
+    @cached_property
+    def fingerprint(self) -> str | None:
+        """What was computed; two speeds compare only under the same one."""
+        if isinstance(known := self.plan.get("fingerprint"), str):
+            return known
+        if self.workload == "pretrain":
+            try:
+                return from_toml(self.recipe_text, where="recipe.toml").fingerprint
+            except ConfigError:  # none, or of another version
+                pass
+        decides = {k: v for k, v in self.recipe.items() if k not in ("name", "about", "plan", "test")}
+        return fingerprint_of(decides) if decides else None
+
+    @cached_property
+    def state(self) -> State:
+        if not self.metrics and not self.events and self.workload == "pretrain":
+            return State("no training", "no update and no event is recorded in this folder")
+        known = _rft_state(self.events, self.evaluations) if self.workload == "rft" else _state(self.events)
+        if known is not None and (known.ending != "between stages" or self.silent_s > SILENT_AFTER_S):
+            return known
+        told = f"{known.text}; " if known is not None else ""
+        if self.silent_s <= silence_limit_s(self.metrics):
+            return State("running", f"{told}last line {format_duration(round(self.silent_s))} ago")
+        return State(
+            "no end recorded",
+            f"last line {format_duration(self.silent_s)} ago; killed, or on a machine whose clock differs",
+        )
+
+    # ---- the figures that everybody shares ----
+
+    @property
+    def attempts(self) -> list[Line]:
+        return [event for event in self.events if event["event"] in ("start", "resume")]
+
+    @cached_property
+    def warm(self) -> list[Line]:
+        """The updates that speeds are measured over."""
+        begun = sorted({0, *(int(number(event.get("step")) or 0) for event in self.attempts)})
+        attempts = groupby(self.metrics, key=lambda line: bisect_left(begun, line["step"]))
+        return [line for _, group in attempts for line in without_warm_up(list(group))]
+
+    def typical(self, name: str) -> Measured | None:
+        """Median of a metric over the warm updates."""
+        return measured(values(self.warm, name))
+
+    @property
+    def rate(self) -> str:
+        """The metric that is the run's speed."""
+        return "tokens_per_s" if values(self.warm, "tokens_per_s") else "rows_per_s"
+
+    @cached_property
+    def speed(self) -> Measured | None:
+        return self.typical(self.rate)
+
+    @property
+    def whole_run_speed(self) -> float | None:
+        tokens = values(self.metrics[-1:], "tokens")
+        return tokens[0] / self.elapsed_s if self.elapsed_s and tokens and tokens[0] else None
+
+    @property
+    def elapsed_s(self) -> float | None:
+        """Training time of the run, validations and checkpoints included."""
+        ends = [event for event in self.events if event["event"] == "end"]
+        return max((*values(ends[-1:], "elapsed_s"), *values(self.metrics[-1:], "elapsed_s")), default=None)
+
+    @cached_property
+    def holes(self) -> list[tuple[int, int]]:
+        return holes(self.metrics)
+
+
+def read_run(path: Path) -> Run:
+    """Everything that stands in the folder; refuses a folder that is no run's."""
+    texts = {
+        name: read_text(path / name, missing="") for name in ("recipe.toml", "plan.json", "ablation.json")
+    }
+    if not any(exists(path / name) for name in RECORDS):
+        raise DataError(
+            f"{path} is no run folder: it holds no recipe.toml and no metrics.jsonl; give the folder that"
+            " `redline train --run` or `redline rft run --run` wrote"
+        )
+    return Run(
+        path=path,
+        label=path.resolve().name,
+        recipe=parse(texts["recipe.toml"], where=str(path / "recipe.toml")),
+        recipe_text=texts["recipe.toml"],
+        plan=_json(texts["plan.json"], path / "plan.json", dict) or {},
+        metrics=read_lines(metrics_path(path)),
+        events=read_lines(RunFolder(path).events_path),
+        evaluations=read_lines(path / "evaluations.jsonl"),
+        trials=read_lines(path / "trials.jsonl"),
+        tuning=_tuning(path),
+        ablation=_rows(_json(texts["ablation.json"], path / "ablation.json", list)),
+        silent_s=silent_s(path),
+    )
+
+
+def read_runs(paths: list[Path]) -> list[Run]:
+    """Several runs, told apart by their folders' names, or by their paths where two folders share one."""
+    runs = [read_run(path) for path in paths]
+    if len({run.label for run in runs}) == len(runs):
+        return runs
+    return [replace(run, label=str(run.path)) for run in runs]
+
+
+def rounds_of(folder: Path) -> list[Path]:
+    """The rounds of an RFT run that has several, in their order."""
+    if exists(folder / "recipe.toml"):
+        return []
+    found = [path for path in folder.glob("round-*") if exists(path / "recipe.toml")]
+    numbered = [(int(n), path) for path in found if (n := path.name.removeprefix("round-")).isdecimal()]
+    return [path for _, path in sorted(numbered)]
+
+
+def metrics_path(run: Path) -> Path:
+    """Where the updates of a run stand: in the folder itself, or in that of an RFT run's fine-tuning."""
+    places = [run, run / "train-samples", run / "train-answers"]
+    return next(
+        (place for folder in places if exists(place := folder / "metrics.jsonl")), run / "metrics.jsonl"
+    )
+
+
+# ---- values of a record, whatever stands there ----
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None for anything else that may stand in a record."""
+    plain = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if plain else None
+
+
+def table(value: Any) -> dict[str, Any]:
+    """A table of a record, empty where there is none."""
+    return value if isinstance(value, dict) else {}
+
+
+def values(lines: list[Line], name: str) -> list[float]:
+    """What the lines know of a metric, in their order."""
+    return [value for line in lines if (value := number(line.get(name))) is not None]
+
+
+# ---- definitions ----
+
+
+def without_warm_up(lines: list[Line]) -> list[Line]:
+    """The warm lines of one attempt."""
+    return lines[min(WARM_UP, len(lines) // 3) :]
+
+
+def measured(found: list[float]) -> Measured | None:
+    """Median and interval of values that stand in the order of time."""
+    if not found:
+        return None
+    low = high = None
+    if len(found) >= BLOCKS * 2:
+        edges = [len(found) * i // BLOCKS for i in range(BLOCKS + 1)]
+        blocks = [median(found[a:b]) for a, b in pairwise(edges)]
+        low, high = min(blocks), max(blocks)
+    return Measured(median(found), low, high, len(found))
+
+
+def holes(lines: list[Line], end: int | None = None) -> list[tuple[int, int]]:
+    """Updates that the record should hold and does not, as (first, last): before its lines, between them, and
+    up to `end`, which a checkpoint has reached. A record of every Nth update has no holes."""
+    if not lines:
+        return [(1, end)] if end else []
+    steps = [0, *(line["step"] for line in lines), *(() if end is None else (end + 1,))]
+    usual = median_low([after - before for before, after in pairwise(steps)])
+    return [(before + 1, after - 1) for before, after in pairwise(steps) if after - before > max(1, usual)]
+
+
+def silence_limit_s(metrics: list[Line]) -> float:
+    """How long a run that goes on may write nothing."""
+    recent = values(metrics[-20:], "step_s")
+    return max(SILENT_AFTER_S, 10 * median(recent) if recent else 0.0)
+
+
+def silent_s(path: Path) -> float:
+    """Time since anything was written that a run writes while it goes on."""
+    places = (metrics_path(path), *(path / name for name in GROWING))
+    last = max((place.stat().st_mtime for place in places if exists(place)), default=0.0)
+    return max(0.0, time.time() - last)
+
+
+def _state(events: list[Line]) -> State | None:
+    """From the last event that says how the run stands."""
+    for event in reversed(events):
+        kind, why = event["event"], str(event.get("why", ""))
+        if kind == "end":
+            return State("stopped" if why.startswith("stopped by") else "finished", why)
+        if kind == "failed":
+            return State("failed", str(event.get("error", "failed")))
+        if kind in ("start", "resume"):
+            break
+    return None
+
+
+_STAGES = {
+    "sampling_end": "sampling",
+    "training_on_samples": "fine-tuning on samples",
+    "training_on_answers": "fine-tuning on answers",
+}
+
+
+def _rft_state(events: list[Line], evaluations: list[Line]) -> State | None:
+    """The stages of an RFT run end one by one; the test of what was trained is the last."""
+    last = events[-1] if events else {}
+    if last.get("event") == "failed":
+        return State("failed", str(last.get("error", "failed")))
+    since = number(last.get("at")) or 0
+    tested = [line for line in evaluations if line.get("weights") != "base"]
+    if any((number(line.get("at")) or 0) >= since for line in tested):
+        return State("finished", "tested after fine-tuning")
+    if (stage := _STAGES.get(str(last.get("event")))) is None:
+        return None
+    why = str(last.get("why", ""))
+    return State("between stages" if why == "finished" else "stopped", f"{stage}: {why}")
+
+
+def _tuning(path: Path) -> list[Line]:
+    """A result.json without trials is somebody else's."""
+    if not exists(path / "trials.jsonl"):
+        return []
+    found = _json(read_text(path / "result.json", missing=""), path / "result.json", dict)
+    return _rows((found or {}).get("rows"))
+
+
+def _json(text: str, path: Path, kind: type) -> Any:
+    return parse_json(text, path, kind) if text else None
+
+
+def _rows(value: Any) -> list[Line]:
+    return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
