@@ -1,6 +1,7 @@
 """The build: same bytes whatever the workers, the kills and the order of work; refusals; the cache for
 recipes."""
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from redline.cli.main import main
 from redline.config.recipe import DataConfig
 from redline.data import build as build_module
 from redline.data import encode as encode_module
@@ -197,10 +199,71 @@ def test_bad_corpora_and_options_are_refused(tmp_path: Path, tokenizer_file: str
         build(str(empty), tmp_path / "x")
     with pytest.raises(DataError, match=r"valid_fraction must be .* got 1"):
         build(str(empty), tmp_path / "x", tokenizer=tokenizer_file, valid_fraction=1)
-    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\nnot json\n')
-    with pytest.raises(DataError, match=r"bad\.jsonl, line 2"):
-        build(str(tmp_path / "bad.jsonl"), tmp_path / "bad", tokenizer=tokenizer_file)
     assert not (tmp_path / "x").exists()
+
+
+def test_a_few_rows_without_text_are_left_out_and_counted_however_often_the_build_stops(
+    tmp_path: Path, tokenizer_file: str
+) -> None:
+    rows = [json.dumps({"text": f"document {number} " * 20}) for number in range(300)]
+    for place in (0, 150, 299):
+        rows[place] = "not json"
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    options = {"tokenizer": tokenizer_file, "shard_tokens": 3_000}
+    manifest = build(str(tmp_path / "a.jsonl"), tmp_path / "unbroken", **options)
+    assert manifest.skipped == 3
+    assert sum(shard.documents for shard in (*manifest.train, *manifest.valid)) == 297
+    for stop_at in (40, 60, 80):
+        left = iter(range(stop_at))
+        with pytest.raises(StopIteration):
+            build(
+                str(tmp_path / "a.jsonl"),
+                tmp_path / "stopped",
+                progress=lambda *_, left=left: next(left),
+                **options,
+            )
+    build(str(tmp_path / "a.jsonl"), tmp_path / "stopped", **options)
+    assert digests(tmp_path / "stopped") == digests(tmp_path / "unbroken")
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        ([b'{"text": "x"}', b"no"], None),  # one is always allowed, beside one that is good
+        ([b"no"], "1 of the first 1 rows hold no text"),
+        ([b'{"text": "x"}', b"no", b"no"], "2 of the first 3 rows"),
+        ([b'{"text": "x"}'] * 150 + [b'{"body": "x"}'] * 2, r"2 of the first 152 rows .* no field 'text'"),
+        ([b'{"text": "x"}'] * 298 + [b"[" * 100_000] * 2, None),
+        ([b"no"] * 1000, "11 of the first 11 rows"),  # soon, not at the end of a terabyte
+    ],
+)
+def test_more_rows_without_text_than_their_share_are_an_error(
+    tmp_path: Path, tokenizer_file: str, rows: list[bytes], found: str | None
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(rows))
+    with contextlib.nullcontext() if found is None else pytest.raises(DataError, match=found):
+        build(str(tmp_path / "a.jsonl"), tmp_path / "out", tokenizer=tokenizer_file)
+
+
+def test_another_tokenizer_in_a_data_folder_is_noticed(
+    tmp_path: Path, corpus: Path, tokenizer_file: str
+) -> None:
+    build(str(corpus), tmp_path / "out", tokenizer=tokenizer_file)
+    other = Path(tokenizer_file).read_text().replace("<|endoftext|>", "</s>")
+    (tmp_path / "out" / "tokenizer.json").write_text(other)
+    with pytest.raises(DataError, match="not the tokenizer that the shards were made with"):
+        prepare(DataConfig(source=str(tmp_path / "out"), seq_len=8), 400)
+    assert main(["data", "info", str(tmp_path / "out")]) == 0
+    assert main(["data", "info", str(tmp_path / "out"), "--verify"]) == DataError.exit_code
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "{}", "[" * 100_000])
+def test_a_damaged_state_of_a_build_is_one_line(
+    tmp_path: Path, corpus: Path, tokenizer_file: str, damage: str
+) -> None:
+    (tmp_path / "building.json").write_text(damage)
+    with pytest.raises(DataError, match=r"building\.json is damaged"):
+        build(str(corpus), tmp_path, tokenizer=tokenizer_file)
 
 
 def test_a_disk_that_refuses_is_one_clear_line(

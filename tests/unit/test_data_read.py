@@ -45,8 +45,8 @@ def write_rows(path: Path, texts: list[str]) -> Path:
 @pytest.mark.parametrize("skip", [0, 1, 7, 20, 40, 99])
 def test_rows_come_back_in_order_from_any_offset(tmp_path: Path, name: str, skip: int) -> None:
     path = write_rows(tmp_path / name, ROWS)
-    assert list(documents(path, "text", skip)) == ROWS[skip:]
-    offsets = [offset_bytes for _, offset_bytes in scan(path, "text")]
+    assert [row.text for row in scan(path, "text", skip)] == ROWS[skip:]
+    offsets = [row.offset_bytes for row in scan(path, "text")]
     assert offsets == sorted(offsets)
     assert offsets[-1] == path.stat().st_size
 
@@ -62,7 +62,7 @@ def test_a_large_text_file_is_cut_at_blank_lines() -> None:
     assert "".join(pieces) == path.read_text(encoding="utf-8")
     assert len(pieces) == 68
     assert all(piece.endswith("\n\n") and len(piece) >= PIECE_BYTES for piece in pieces[:-1])
-    assert list(documents(path, "text", skip=30)) == pieces[30:]
+    assert [row.text for row in scan(path, "text", skip=30)] == pieces[30:]
     assert any(split_of(piece.encode(), 0.01) == "valid" for piece in pieces)
 
 
@@ -84,15 +84,29 @@ def test_a_folder_mixes_formats_in_sorted_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (b'{"text": ', "line 3: not a JSON row"),
+        (b'{"body": "x"}', "line 3: no field 'text'; the row has body"),
+        (b'["x"]', "line 3: a row must be a JSON object, got list"),
+        (b'{"text": 3}', "line 3: field 'text' must be text, got int"),
+        (b'{"text": "\\ud800"}', "line 3: field 'text' is not Unicode"),
+        (b'{"text": "\xff"}', "line 3: not a JSON row"),
+        (b"[" * 100_000, "line 3: not a JSON row"),
+        (b'{"text": ' + b"9" * 5000 + b"}", "line 3: not a JSON row"),
+    ],
+)
+def test_a_row_without_text_keeps_its_place_and_says_why(tmp_path: Path, row: bytes, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "first"}\n\n' + row + b'\n{"text": "last"}\n')
+    assert [each.text for each in scan(path, "text")] == ["first", "", "last"]
+    assert message in next(scan(path, "text", skip=1)).wrong
+    assert list(documents(path, "text")) == ["first", "last"]
+
+
+@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"text": "x"}\n\n{"text": \n', "a.jsonl, line 3: not a JSON row"),
-        ("a.jsonl", b'{"body": "x"}\n', "line 1: no field 'text'; the row has body"),
-        ("a.jsonl", b'["x"]\n', "line 1: a row must be a JSON object, got list"),
-        ("a.jsonl", b'{"text": 3}\n', "line 1: field 'text' must be text, got int"),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: field 'text' is not Unicode"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', "line 2: not a JSON row"),
-        ("a.jsonl", b"[" * 100_000, "line 1: not a JSON row"),
         ("a.txt", b"fine\nbad \xff\n", "a.txt, line 2: not UTF-8"),
         ("a.txt", b"fine\ncut \xe4\xb8", "a.txt, line 2: not UTF-8"),
         ("a.jsonl.gz", gzip.compress(jsonl(ROWS))[:-20], "a.jsonl.gz cannot be read.*truncated"),
@@ -101,7 +115,9 @@ def test_a_folder_mixes_formats_in_sorted_order(tmp_path: Path) -> None:
         ("a.parquet", b"PAR1 no", "a.parquet cannot be read"),
     ],
 )
-def test_bad_input_is_refused_with_its_place(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_a_file_that_cannot_be_read_is_refused_with_the_place(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         list(documents(tmp_path / name, "text"))
@@ -111,8 +127,7 @@ def test_parquet_columns_are_checked(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.parquet", ROWS)
     with pytest.raises(DataError, match="no column 'body'; it has id, text"):
         list(documents(path, "body"))
-    with pytest.raises(DataError, match="row 1: field 'id' must be text, got int"):
-        list(documents(path, "id"))
+    assert "row 1: field 'id' must be text, got int" in next(scan(path, "id")).wrong
 
 
 def test_sources_that_are_none(tmp_path: Path) -> None:
@@ -123,6 +138,24 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
         find_sources(str(tmp_path / "a.docx"))
     with pytest.raises(DataError, match="holds no file"):
         find_sources(str(tmp_path))
+    for name in ("a\0b", "~nobody-of-that-name/a.txt"):
+        with pytest.raises(DataError, match="no such corpus"):
+            find_sources(name)
+    with pytest.raises(DataError, match="cannot be read: File name too long"):
+        find_sources("a" * 5000)
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nothing")
+    with pytest.raises(DataError, match=r"gone\.txt is no file that can be read"):
+        find_sources(str(tmp_path))
+
+
+def test_several_sources_make_one_corpus_and_no_file_comes_twice(tmp_path: Path) -> None:
+    for name in ("a/1.txt", "b/2.txt", "3.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    named = [str(tmp_path / name) for name in ("b", "3.txt", "a")]
+    assert [path.name for path in find_sources(*named)] == ["2.txt", "3.txt", "1.txt"]
+    with pytest.raises(DataError, match=r"1\.txt is named 2 times"):
+        find_sources(*named, str(tmp_path / "b" / ".." / "a"))
 
 
 @given(st.text(), st.floats(0, 0.9))

@@ -117,8 +117,8 @@ def test_the_manifest_is_strict(folder: Path, change: object, message: str) -> N
 
 
 def test_a_manifest_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no data folder can be read"):
+    with pytest.raises(DataError, match="is no data folder"):
         Manifest.load(tmp_path)
     (tmp_path / "manifest.json").write_text('{"format": 1')
-    with pytest.raises(DataError, match="no data folder can be read"):
+    with pytest.raises(DataError, match="is damaged"):
         Manifest.load(tmp_path)

@@ -14,7 +14,7 @@ import torch
 from rft_model import CONFIG, letters_recipe, tiny_model
 
 from redline.config.rft import load_rft
-from redline.errors import ConfigError, DataError
+from redline.errors import ConfigError, DataError, RedlineError
 from redline.model.huggingface import write_folder
 from redline.model.lora import LoraLinear
 from redline.model.transformer import build_model
@@ -167,12 +167,23 @@ def test_training_goes_on_to_the_same_adapter(place, finished, run):
     assert all(mine[name].equal(reference[name]) for name in reference)
 
 
-def test_an_adapter_that_was_written_but_not_marked_is_written_again(place, finished, run):
-    (run / "train-samples" / "done.json").unlink()
+@pytest.mark.parametrize("marked", [False, True])
+def test_an_adapter_that_is_not_whole_is_written_again_whether_marked_as_done_or_not(
+    place, finished, run, marked
+):
+    if not marked:
+        (run / "train-samples" / "done.json").unlink()
     (run / "adapter" / "adapter_model.safetensors").write_text("half")
     with session_in(place, run) as session:
         train(session, "samples")
         assert run_test(session, "samples")["accuracy"] == finished[1]["after"]["accuracy"]
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "{}", "[" * 100_000])
+def test_a_damaged_mark_is_one_line(place, run, damage):
+    (run / "train-samples" / "done.json").write_text(damage)
+    with session_in(place, run) as session, pytest.raises(RedlineError, match=r"done\.json"):
+        train(session, "samples")
 
 
 def test_a_training_on_other_samples_is_not_passed_off_as_this_one(place, run):

@@ -9,7 +9,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -280,7 +279,7 @@ with RunFolder(Path(sys.argv[1])) as folder, Store(folder.path / "samples.db") a
     store.put_questions(QUESTIONS)
     source = store.open_source("weights", {})
     have = {(question, sample) for question, sample, _, _ in store.verdicts(source)}
-    todo = [(q.id, i) for i in range(4000) for q in QUESTIONS if (q.id, i) not in have]
+    todo = [(q.id, i) for i in range(7000) for q in QUESTIONS if (q.id, i) not in have]
     print("ready", flush=True)
     for at in range(0, len(todo), 7):
         store.add(source, [made(question, sample, "text " * 40, True) for question, sample in todo[at : at + 7]])
@@ -305,9 +304,9 @@ def test_a_writer_killed_at_any_moment_loses_nothing_it_reported_and_doubles_not
         writer = start(tmp_path / "run")
         assert writer.stdout is not None
         assert writer.stdout.readline() == "ready\n"
-        time.sleep(rng.random() * 0.3)
+        said = [writer.stdout.readline() for _ in range(rng.randrange(100))]
         writer.send_signal(signal.SIGKILL)
-        said = writer.stdout.read().splitlines()
+        said += writer.stdout.read().splitlines()
         writer.wait()
         reported |= {name for line in said for name in line.split()}
         with Store(tmp_path / "run" / "samples.db", create=False) as store:

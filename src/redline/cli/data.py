@@ -21,9 +21,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
     verbs = command.add_subparsers(dest="verb", metavar="VERB", required=True)
     build = verbs.add_parser(
-        "build", help="tokenise a corpus into memory-mapped shards; killed, the same command goes on"
+        "build", help="tokenise a corpus into memory-mapped shards; run it again to resume after a kill"
     )
-    build.add_argument("source", help="a file, a folder, or `tinyshakespeare`")
+    build.add_argument(
+        "source", nargs="+", help="a file, a folder, or `tinyshakespeare`; several make one corpus"
+    )
     build.add_argument("--out", type=Path, required=True, help="the data folder to write")
     build.add_argument(
         "--tokenizer",
@@ -45,7 +47,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add_json(build)
     info = verbs.add_parser("info", help="what a data folder holds")
     info.add_argument("folder", type=Path)
-    info.add_argument("--verify", action="store_true", help="read every shard and compare its hash")
+    info.add_argument(
+        "--verify", action="store_true", help="read every shard and compare its hash and the tokenizer's"
+    )
     add_json(info)
     demo = verbs.add_parser(
         "demo-corpus", help="write the text that the demo's base model learns from, for the recipe demo-base"
@@ -79,7 +83,7 @@ def _write_demo_corpus(options: argparse.Namespace) -> None:
 def _build_or_look(options: argparse.Namespace) -> None:
     from redline.cli.options import byte_progress, status
     from redline.data.build import build
-    from redline.data.shards import Manifest, TokenDataset
+    from redline.data.shards import Manifest, TokenDataset, check_tokenizer
     from redline.errors import ConfigError
 
     if options.verb == "build":
@@ -108,16 +112,19 @@ def _build_or_look(options: argparse.Namespace) -> None:
         manifest = Manifest.load(folder)
         for split in ("train", "valid"):
             TokenDataset.open(folder, split, verify=options.verify)
-    _print(folder, manifest, options.json)
+        if options.verify:
+            check_tokenizer(folder, manifest)
+    _print(folder, manifest, options.json, verified=options.verb == "info" and options.verify)
 
 
-def _print(folder: Path, manifest: "Manifest", as_json: bool) -> None:
-    import json
+def _print(folder: Path, manifest: "Manifest", as_json: bool, *, verified: bool) -> None:
+    from dataclasses import asdict
 
+    from redline.cli.options import print_json
     from redline.record.units import format_bytes
 
     if as_json:
-        print(json.dumps(json.loads(manifest.to_json()), indent=2))
+        print_json(asdict(manifest) | {"verified": verified})
         return
     print(
         f"{folder}: vocabulary {manifest.vocab_size:,} ({manifest.dtype}), tokenizer"
@@ -131,3 +138,7 @@ def _print(folder: Path, manifest: "Manifest", as_json: bool) -> None:
             f"  {split:<5}  {tokens:>14,} tokens  {format_bytes(text):>9} of text  {ratio}  {len(shards)}"
             " shard(s)"
         )
+    if manifest.skipped:
+        print(f"  {manifest.skipped:,} row(s) without text were left out")
+    if verified:
+        print("  verified: every shard and the tokenizer are what was built")

@@ -20,7 +20,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -29,7 +29,16 @@ import numpy as np
 from redline.config.recipe import DataConfig
 from redline.data.encode import Corpus, Document, encoded
 from redline.data.read import SPLITS, documents, find_sources, split_of
-from redline.data.shards import FORMAT, Inputs, Manifest, Shard, SourceFile, check_vocab, parse
+from redline.data.shards import (
+    FORMAT,
+    Inputs,
+    Manifest,
+    Shard,
+    SourceFile,
+    check_tokenizer,
+    check_vocab,
+    read_table,
+)
 from redline.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from redline.errors import DataError
 from redline.record.files import cache_folder, storage_errors, sync_path, write_atomic
@@ -41,10 +50,14 @@ BPE_SAMPLE_BYTES = 64 * 2**20
 """Text that a BPE is trained on; more changes few merges and costs minutes."""
 SHARD_TOKENS = 50_000_000
 STATE = "building.json"
+SKIPPED_SHARE = 0.01
+"""Of a corpus, rows without text (no JSON, no such field) that are left out and counted; more are an error."""
+SKIPPED_EARLY = 10
+"""Rows without text that a build waits for before it holds them to their share."""
 
 
 def build(
-    source: str,
+    source: str | Sequence[str],
     out: Path,
     *,
     tokenizer: str = "bpe",
@@ -57,7 +70,7 @@ def build(
 ) -> Manifest:
     """Build the data folder `out`, or continue or return the one that is there.
 
-    `vocab_size` is the size of the BPE, or the most ids that a given tokenizer may have; `workers` not given:
+    Several sources make one corpus. `vocab_size` is the size of the BPE, or the most ids that a given tokenizer may have; `workers` not given:
     one a core.
     """
     inputs, given = _inputs(source, tokenizer, vocab_size, text_field, valid_fraction, shard_tokens)
@@ -67,14 +80,15 @@ def build(
 def prepare(data: DataConfig, vocab_size: int, *, progress: Progress | None = None) -> Path:
     """The data folder for a recipe: the one it names, or one built once into the cache, keyed by everything
     that decides it."""
-    folder = Path(data.source).expanduser()
-    if (folder / "manifest.json").exists():
+    folder = Path(os.path.expanduser(data.source))
+    if os.path.isfile(folder / "manifest.json"):  # unlike Path.is_file, it takes names that are too long
         manifest = Manifest.load(folder)
+        check_tokenizer(folder, manifest)
         if data.tokenizer != "bpe" and load_tokenizer(data.tokenizer).fingerprint != manifest.tokenizer:
             raise DataError(
                 f"wrong tokenizer: {folder} was built with another than {data.tokenizer}; build it again"
             )
-    elif (folder / STATE).exists():
+    elif os.path.isfile(folder / STATE):
         raise DataError(
             f"{folder} is an unfinished build: run the same redline data build again, it continues where it"
             " stopped"
@@ -100,7 +114,7 @@ def tokenizer_for(data: DataConfig, vocab_size: int) -> Tokenizer:
 
 
 def _inputs(
-    source: str,
+    source: str | Sequence[str],
     tokenizer: str,
     vocab_size: int | None,
     text_field: str,
@@ -116,7 +130,8 @@ def _inputs(
         raise DataError(f"valid_fraction must be at least 0 and below 1, got {valid_fraction}")
     if shard_tokens < 1:
         raise DataError(f"shard_tokens must be at least 1, got {shard_tokens}")
-    files = [(path.resolve(), path.stat()) for path in find_sources(source)]
+    sources = [source] if isinstance(source, str) else source
+    files = [(path.resolve(), path.stat()) for path in find_sources(*sources)]
     inputs = Inputs(
         sources=tuple(SourceFile(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in files),
         tokenizer=given.fingerprint if given else "bpe",
@@ -198,6 +213,7 @@ def _build(
         dtype="uint16" if tokenizer.dtype == np.uint16 else "uint32",
         train=state.train,
         valid=state.valid,
+        skipped=state.skipped,
     )
     write_atomic(out / "manifest.json", manifest.to_json())
     (out / STATE).unlink()
@@ -214,6 +230,7 @@ class _State:
     units: int = 0
     train: tuple[Shard, ...] = ()
     valid: tuple[Shard, ...] = ()
+    skipped: int = 0
 
     def save(self, out: Path) -> None:
         write_atomic(out / STATE, json.dumps(asdict(self)))
@@ -221,6 +238,10 @@ class _State:
     @property
     def tokens(self) -> int:
         return sum(shard.tokens for shard in (*self.train, *self.valid))
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in (*self.train, *self.valid))
 
 
 def _load_state(out: Path, inputs: Inputs) -> _State:
@@ -232,7 +253,7 @@ def _load_state(out: Path, inputs: Inputs) -> _State:
                 f"{out} holds other files ({foreign[0]}): choose a new or empty folder for the build"
             )
         return _State(inputs)
-    state: _State = parse(_State, json.loads(path.read_text(encoding="utf-8")), path)
+    state: _State = read_table(_State, path)
     if not state.tokens:
         return _State(inputs)  # nothing to lose, so other inputs are welcome
     _same_inputs(out, state.inputs, inputs)
@@ -268,6 +289,8 @@ def _write_shards(
     with _one_thread_a_call(), contextlib.closing(reading):
         for document in reading:
             unit.add(document)
+            if document.wrong:
+                _check_skipped(state, unit, SKIPPED_EARLY)
             if unit.tokens >= inputs.shard_tokens:
                 state = unit.finish(state, document.file, document.number + 1)
                 unit, tokens_before = _Unit(out, tokenizer.dtype), state.tokens
@@ -277,7 +300,18 @@ def _write_shards(
                     bytes_before[-1],
                     tokens_before + unit.tokens,
                 )
+    _check_skipped(state, unit, 1 if state.documents + unit.documents else 0)
     return unit.finish(state, len(corpus.paths), 0)
+
+
+def _check_skipped(state: _State, unit: "_Unit", most: int) -> None:
+    """Refuse more rows without text than SKIPPED_SHARE of all so far, where there are more than `most`."""
+    skipped, documents = state.skipped + unit.skipped, state.documents + unit.documents
+    if unit.wrong and skipped > max(most, SKIPPED_SHARE * (skipped + documents)):
+        raise DataError(
+            f"{skipped:,} of the first {skipped + documents:,} rows hold no text, and {SKIPPED_SHARE:.0%} may be"
+            f" left out; the last: {unit.wrong}"
+        )
 
 
 class _Unit:
@@ -286,9 +320,14 @@ class _Unit:
     def __init__(self, out: Path, dtype: np.dtype) -> None:
         self._out = out
         self._writers = {split: _ShardWriter(out / f".{split}.tmp", dtype) for split in SPLITS}
-        self.tokens = 0
+        self.tokens = self.documents = self.skipped = 0
+        self.wrong = ""
 
     def add(self, document: Document) -> None:
+        if document.wrong:
+            self.skipped, self.wrong = self.skipped + 1, document.wrong
+            return
+        self.documents += 1
         self._writers[document.split].add(document)
         self.tokens += len(document.tokens)
 
@@ -305,6 +344,7 @@ class _Unit:
             units=state.units + 1,
             train=state.train + new["train"],
             valid=state.valid + new["valid"],
+            skipped=state.skipped + self.skipped,
         )
         state.save(self._out)
         return state

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from redline.data.read import Split, scan, split_of
+from redline.data.read import Row, Split, scan, split_of
 from redline.data.tokenizer import Tokenizer
 
 BATCH_BYTES = 256 * 1024
@@ -31,10 +31,12 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A document's tokens with the end-of-text token, and where it lies."""
+    """A document's tokens with the end-of-text token, and where it lies. A row that holds no text has no token."""
 
     tokens: np.ndarray
     split: Split
+    wrong: str
+    """Why the row holds no text; empty: it does."""
     bytes_of_text: int
     file: int
     number: int
@@ -45,12 +47,11 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    text: str
+    row: Row
     split: Split
     bytes_of_text: int
     file: int
     number: int
-    offset_bytes: int
 
 
 def encoded(
@@ -62,8 +63,8 @@ def encoded(
     document: int = 0,
     workers: int = 1,
 ) -> Generator[Document, None, None]:
-    """The documents of the given splits, from the given one on. Close the generator to stop its threads at
-    once."""
+    """The documents of the given splits, and the rows that hold no text, from the given one on. Close the
+    generator to stop its threads."""
     in_flight: deque[Future[list[Document]]] = deque()
     with ThreadPoolExecutor(workers, thread_name_prefix="encode") as pool:
         try:
@@ -82,13 +83,11 @@ def _texts(
 ) -> Iterator[_Text]:
     for file in range(first_file, len(corpus.paths)):
         skip = first_document if file == first_file else 0
-        for number, (text, offset_bytes) in enumerate(
-            scan(corpus.paths[file], corpus.text_field, skip), start=skip
-        ):
-            utf8 = text.encode()
+        for number, row in enumerate(scan(corpus.paths[file], corpus.text_field, skip), start=skip):
+            utf8 = row.text.encode()
             split = split_of(utf8, corpus.valid_fraction)
-            if split in splits:
-                yield _Text(text, split, len(utf8), file, number, offset_bytes)
+            if split in splits or row.wrong:
+                yield _Text(row, split, len(utf8), file, number)
 
 
 def _batches(texts: Iterator[_Text]) -> Iterator[list[_Text]]:
@@ -105,8 +104,16 @@ def _batches(texts: Iterator[_Text]) -> Iterator[list[_Text]]:
 
 
 def _encode(batch: list[_Text], tokenizer: Tokenizer) -> list[Document]:
-    tokens = tokenizer.encode_documents([each.text for each in batch])
+    tokens = tokenizer.encode_documents([each.row.text for each in batch])
     return [
-        Document(ids, each.split, each.bytes_of_text, each.file, each.number, each.offset_bytes)
+        Document(
+            ids[:0] if each.row.wrong else ids,
+            each.split,
+            each.row.wrong,
+            each.bytes_of_text,
+            each.file,
+            each.number,
+            each.row.offset_bytes,
+        )
         for each, ids in zip(batch, tokens, strict=True)
     ]

@@ -1,9 +1,9 @@
 """Documents from disk: text, Markdown, JSONL (plain, .gz, .xz), Parquet, or a folder that mixes them.
 
-`find_sources` turns the name of a source into files in a fixed order; `documents` yields the texts of one
-file, and `scan` the same with the bytes of the file read so far, for a progress bar. Memory is bounded by the
-longest document, not by the file. `split_of` decides which split a document belongs to. Left out: cleaning,
-filtering and deduplication of text.
+`find_sources` turns the names of sources into files in a fixed order; `documents` yields the texts of one
+file, and `scan` every row of it, one that has no text as the reason why. Memory is bounded by the longest
+document, not by the file. `split_of` decides which split a document belongs to. Left out: cleaning, filtering
+and deduplication of text.
 """
 
 import codecs
@@ -11,8 +11,11 @@ import gzip
 import hashlib
 import json
 import lzma
+import os
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
@@ -29,38 +32,71 @@ PIECE_BYTES = 16 * 1024
 LONGEST_PIECE_BYTES = 4 * PIECE_BYTES
 
 
-def find_sources(source: str) -> list[Path]:
-    """The files that a source names: a shipped corpus, one file, or every readable file under a folder, in
-    sorted order."""
-    path = SHIPPED.get(source) or Path(source).expanduser()
-    if path.is_dir():
-        inside = (
-            (p.relative_to(path), p)
-            for p in path.rglob("*")
-            if p.is_file() and p.name.endswith(tuple(_FORMATS))
-        )
-        files = [p for name, p in sorted(inside) if not any(part.startswith(".") for part in name.parts)]
-        if not files:
-            raise DataError(f"{path} holds no file that can be read as a corpus; it needs one of {_known()}")
-        return files
-    if not path.exists():
-        raise DataError(
-            f"no such corpus: {source}; give text files, a folder made by `redline data build` "
-            f"(in a recipe: --set data.source=...), or the name of a shipped one ({', '.join(SHIPPED)})"
-        )
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a file."""
+
+    text: str
+    offset_bytes: int
+    """Bytes of the (perhaps compressed) file that were read to get it."""
+    wrong: str = ""
+    """Why it holds no text; empty: it does."""
+
+
+def find_sources(*sources: str) -> list[Path]:
+    """The files that the sources name: shipped corpora, files, or every readable file under a folder, in sorted
+    order."""
+    files = [file for source in sources for file in _files(source)]
+    for file, count in Counter(os.path.abspath(file) for file in files).items():
+        if count > 1:
+            raise DataError(f"{file} is named {count} times by the sources: name every file once")
+    return files
+
+
+def _files(source: str) -> list[Path]:
+    path = SHIPPED.get(source) or Path(os.path.expanduser(source))
+    try:
+        if path.is_dir():
+            return _files_under(path)
+        if not path.exists():
+            raise DataError(
+                f"no such corpus: {source}; give text files, a folder made by `redline data build` "
+                f"(in a recipe: --set data.source=...), or the name of a shipped one ({', '.join(SHIPPED)})"
+            )
+    except OSError as error:
+        raise DataError(f"the corpus {source!r:.100} cannot be read: {error.strerror}") from error
     if not path.name.endswith(tuple(_FORMATS)):
         raise DataError(f"{path} cannot be read as a corpus: the name must end in one of {_known()}")
     return [path]
 
 
-def documents(path: Path, text_field: str, skip: int = 0) -> Iterator[str]:
-    """The texts of one file in order, without the first `skip`."""
-    return (text for text, _ in scan(path, text_field, skip))
+def _files_under(folder: Path) -> list[Path]:
+    """Every file of a known format, but for hidden ones; a folder that cannot be read is an error, because a
+    corpus without it is another corpus."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(
+            f"{error.filename} cannot be read ({error.strerror}): make it readable or move it away"
+        )
+
+    files = []
+    for place, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files += [Path(place, n) for n in names if n.endswith(tuple(_FORMATS)) and not n.startswith(".")]
+    if not files:
+        raise DataError(f"{folder} holds no file that can be read as a corpus; it needs one of {_known()}")
+    if odd := [file for file in files if not file.is_file()]:
+        raise DataError(f"{odd[0]} is no file that can be read (a pipe, or a link to nothing): move it away")
+    return sorted(files)
 
 
-def scan(path: Path, text_field: str, skip: int = 0) -> Iterator[tuple[str, int]]:
-    """`documents`, each with the number of bytes of the (perhaps compressed) file that were read to get
-    it."""
+def documents(path: Path, text_field: str) -> Iterator[str]:
+    """The texts of one file in order."""
+    return (row.text for row in scan(path, text_field) if not row.wrong)
+
+
+def scan(path: Path, text_field: str, skip: int = 0) -> Iterator[Row]:
+    """The rows of one file in order, without the first `skip`."""
     read = next(read for suffix, read in _FORMATS.items() if path.name.endswith(suffix))
     try:
         yield from read(path, text_field, skip)
@@ -80,7 +116,7 @@ def _known() -> str:
     return ", ".join(_FORMATS)
 
 
-def _read_text(path: Path, text_field: str, skip: int) -> Iterator[tuple[str, int]]:
+def _read_text(path: Path, text_field: str, skip: int) -> Iterator[Row]:
     """Pieces that end at a blank line, or at LONGEST_PIECE_BYTES where no blank line comes; joined they are
     the file."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
@@ -98,17 +134,17 @@ def _read_text(path: Path, text_field: str, skip: int) -> Iterator[tuple[str, in
             if size_bytes >= LONGEST_PIECE_BYTES or (size_bytes >= PIECE_BYTES and not line.strip()):
                 pieces += 1
                 if pieces > skip:
-                    yield "".join(piece), file.tell()
+                    yield Row("".join(piece), file.tell())
                 piece, size_bytes = [], 0
         try:
             piece.append(decoder.decode(b"", final=True))
         except UnicodeDecodeError as error:
             raise _not_utf8(path, line_number, error) from error
         if pieces >= skip and any(piece):
-            yield "".join(piece), file.tell()
+            yield Row("".join(piece), file.tell())
 
 
-def _read_jsonl(path: Path, text_field: str, skip: int) -> Iterator[tuple[str, int]]:
+def _read_jsonl(path: Path, text_field: str, skip: int) -> Iterator[Row]:
     with open(path, "rb") as file:
         rows = 0
         for line_number, line in enumerate(_decompressed(path, file), start=1):
@@ -116,7 +152,7 @@ def _read_jsonl(path: Path, text_field: str, skip: int) -> Iterator[tuple[str, i
                 continue
             rows += 1
             if rows > skip:
-                yield _text_of_row(line, text_field, f"{path}, line {line_number}"), file.tell()
+                yield _row_of_json(line, text_field, f"{path}, line {line_number}", file.tell())
 
 
 def _decompressed(path: Path, file: BinaryIO) -> BinaryIO:
@@ -127,31 +163,31 @@ def _decompressed(path: Path, file: BinaryIO) -> BinaryIO:
     return file
 
 
-def _text_of_row(line: bytes, text_field: str, where: str) -> str:
+def _row_of_json(line: bytes, text_field: str, where: str, offset_bytes: int) -> Row:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not a JSON row: {error}") from error
+        return Row("", offset_bytes, f"{where}: not a JSON row: {error}")
     if not isinstance(row, dict):
-        raise DataError(f"{where}: a row must be a JSON object, got {type(row).__name__}")
+        return Row("", offset_bytes, f"{where}: a row must be a JSON object, got {type(row).__name__}")
     if text_field not in row:
-        raise DataError(
-            f"{where}: no field '{text_field}'; the row has {', '.join(row) or 'none'}: set text_field"
-        )
-    return _checked_text(row[text_field], text_field, where)
+        names = f"{', '.join(row) or 'none'!s:.200}"
+        return Row("", offset_bytes, f"{where}: no field '{text_field}'; the row has {names}: set text_field")
+    return _row(row[text_field], text_field, where, offset_bytes)
 
 
-def _checked_text(text: object, text_field: str, where: str) -> str:
+def _row(text: object, text_field: str, where: str, offset_bytes: int) -> Row:
     if not isinstance(text, str):
-        raise DataError(f"{where}: field '{text_field}' must be text, got {type(text).__name__}")
+        wrong = f"{where}: field '{text_field}' must be text, got {type(text).__name__}"
+        return Row("", offset_bytes, wrong)
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which no tokenizer accepts
-        raise DataError(f"{where}: field '{text_field}' is not Unicode text: {error}") from error
-    return text
+        return Row("", offset_bytes, f"{where}: field '{text_field}' is not Unicode text: {error.reason}")
+    return Row(text, offset_bytes)
 
 
-def _read_parquet(path: Path, text_field: str, skip: int) -> Iterator[tuple[str, int]]:
+def _read_parquet(path: Path, text_field: str, skip: int) -> Iterator[Row]:
     parquet = need("pyarrow.parquet", extra="parquet")
     arrow_error = need("pyarrow", extra="parquet").ArrowException
     size_bytes = path.stat().st_size
@@ -173,7 +209,7 @@ def _read_parquet(path: Path, text_field: str, skip: int) -> Iterator[tuple[str,
                         row += 1
                         if row > skip:
                             offset_bytes = size_bytes * row // file.metadata.num_rows
-                            yield _checked_text(text, text_field, f"{path}, row {row}"), offset_bytes
+                            yield _row(text, text_field, f"{path}, row {row}", offset_bytes)
     except arrow_error as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error
 
@@ -184,7 +220,7 @@ def _not_utf8(path: Path, line_number: int, error: UnicodeDecodeError) -> DataEr
     )
 
 
-_FORMATS: dict[str, Callable[[Path, str, int], Iterator[tuple[str, int]]]] = {
+_FORMATS: dict[str, Callable[[Path, str, int], Iterator[Row]]] = {
     ".txt": _read_text,
     ".md": _read_text,
     ".jsonl": _read_jsonl,

@@ -19,13 +19,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 import numpy as np
 
 from redline.config.load import build
 from redline.data.read import Split
+from redline.data.tokenizer import load_tokenizer
 from redline.errors import ConfigError, DataError
+from redline.record.files import read_json
 
 T = TypeVar("T")
 
@@ -89,22 +91,23 @@ class Manifest:
     dtype: Literal["uint16", "uint32"]
     train: tuple[Shard, ...]
     valid: tuple[Shard, ...]
+    skipped: int = 0
+    """Rows that hold no text and were left out."""
 
     @classmethod
     def load(cls, folder: Path) -> Self:
         path = folder / "manifest.json"
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        if not path.exists():
             raise DataError(
-                f"no data folder can be read from {folder}: {error}; make one with redline data build"
-            ) from error
-        if not isinstance(value, dict) or value.get("format") != FORMAT:
+                f"{folder} is no data folder: it has no {path.name}; make one with redline data build"
+            )
+        manifest = read_table(cls, path)
+        if manifest.format != FORMAT:
             raise DataError(
                 f"{path} is not of format {FORMAT}, which this version reads: remove {folder} and build it"
                 " again"
             )
-        return parse(cls, value, path)
+        return manifest
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -127,10 +130,19 @@ def check_vocab(tokenizer_vocab_size: int, model_vocab_size: int) -> None:
         )
 
 
-def parse(kind: type[T], value: Any, path: Path) -> T:
-    """A dataclass made from JSON, if the value has exactly its fields and their types."""
+def check_tokenizer(folder: Path, manifest: Manifest) -> None:
+    """Refuse a data folder whose tokenizer.json is not the one that its tokens were made with."""
+    if load_tokenizer(folder).fingerprint != manifest.tokenizer:
+        raise DataError(
+            f"{folder / 'tokenizer.json'} is not the tokenizer that the shards were made with: put that one back,"
+            f" or remove {folder} and build it again"
+        )
+
+
+def read_table(kind: type[T], path: Path) -> T:
+    """A dataclass from a JSON file that has exactly its fields and their types."""
     try:
-        return build(kind, value, where=path.name)
+        return build(kind, read_json(path, dict), where="its content")
     except ConfigError as error:
         raise DataError(f"{path} is damaged: {error}; remove {path.parent} and build it again") from error
 

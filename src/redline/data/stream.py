@@ -46,6 +46,7 @@ class TokenStream:
         arrays: list[np.ndarray] = []
         bytes_of_text = found = 0
         for document in encoded(self.corpus, self.tokenizer, splits=(split,)):
+            _need_text(document)
             arrays.append(document.tokens)
             bytes_of_text += document.bytes_of_text
             found += len(document.tokens)
@@ -107,6 +108,7 @@ class StreamedWindows:
             document = next(self._documents, None)
             if document is None:
                 return False
+            _need_text(document)
             self._buffer.append(document)
             self._held += len(document.tokens)
         return True
@@ -132,3 +134,11 @@ class StreamedWindows:
         here."""
         head = self._buffer[0]
         return {"epoch": self._epoch, "file": head.file, "document": head.number, "token": self._offset}
+
+
+def _need_text(document: Document) -> None:
+    """Refuse a row without text: nobody counts those of a stream."""
+    if document.wrong:
+        raise DataError(
+            f"{document.wrong}; mend it, or build shards, which leave such rows out and count them"
+        )

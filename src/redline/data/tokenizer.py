@@ -13,6 +13,7 @@ ignored).
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from redline.errors import DataError
-from redline.record.files import write_atomic
+from redline.record.files import read_text, write_atomic
 
 END_OF_TEXT = "<|endoftext|>"
 # In order of preference: where a chat model has several, the one that ends a document comes before the one
@@ -95,16 +96,10 @@ class Tokenizer:
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """A tokenizer.json, or a folder that has one (a Hugging Face folder, a run folder, a data folder)."""
-    file = Path(path).expanduser()
-    if file.is_dir():
+    file = Path(os.path.expanduser(path))
+    if os.path.isdir(file):
         file = file / "tokenizer.json"
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"no tokenizer can be read from {path}: {error}; give a tokenizer.json or a folder with one"
-        ) from error
-    return Tokenizer(text, str(file))
+    return Tokenizer(read_text(file), str(file))
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> Tokenizer:

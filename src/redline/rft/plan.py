@@ -17,7 +17,7 @@ from redline.config.rft import RftRecipe
 from redline.plan.plan import Why
 from redline.plan.planner import positive
 from redline.plan.profiles import Profile
-from redline.record.files import write_atomic
+from redline.record.files import read_json, write_atomic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +106,6 @@ def _outside(
 
 def save_plan(path: Path, decisions: Mapping[str, tuple[Any, Why]]) -> None:
     """Add values with their reasons to plan.json; those of other stages stay."""
-    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    known = read_json(path, dict) if path.is_file() else {}
     known |= {name: {"value": value, **asdict(why)} for name, (value, why) in decisions.items()}
     write_atomic(path, json.dumps(known, indent=2) + "\n")

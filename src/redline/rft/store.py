@@ -17,6 +17,7 @@ trained on).
 import contextlib
 import hashlib
 import json
+import os
 import re
 import sqlite3
 import time
@@ -26,9 +27,20 @@ from typing import Any, NamedTuple, Self
 
 from redline.config.rft import fingerprint_of
 from redline.errors import DataError, StorageError
+from redline.record.files import parse_json
 from redline.tasks.task import Question
 
 SCHEMA_VERSION = 1
+_REFUSALS = (
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_CANTOPEN,
+)
+"""What the operating system refuses; every other error is the file's."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sources (
     model TEXT, sampling TEXT, settings TEXT NOT NULL, opened_at REAL NOT NULL, PRIMARY KEY (model, sampling)
@@ -103,6 +115,8 @@ class Store:
     """A samples.db. Made for one writer; used from one thread at a time."""
 
     def __init__(self, path: Path, *, create: bool = True) -> None:
+        """`create`: for a writer, in a new file where there is none; else for a reader, which needs no more than
+        the right to read."""
         self.path = path
         if not create and not path.is_file():
             rounds = len(list(path.parent.glob("round-*")))
@@ -111,12 +125,16 @@ class Store:
                 way_out = f"name one of its {rounds} rounds, {path.parent / 'round-1'} and so on"
             raise DataError(f"no samples at {path}: {way_out}, or name the folder of another run")
         with _errors(path):
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+            self._db = sqlite3.connect(
+                _address(path, create), uri=True, isolation_level=None, check_same_thread=False, timeout=10.0
+            )
             try:
-                self._db.execute("PRAGMA journal_mode = WAL")
-                # what a commit reports as done survives a power cut too
-                self._db.execute("PRAGMA synchronous = FULL")
-                self._prepare()
+                if create:
+                    self._db.execute("PRAGMA journal_mode = WAL")
+                    # what a commit reports as done survives a power cut too
+                    self._db.execute("PRAGMA synchronous = FULL")
+                self._prepare(create)
+                self._check()
             except BaseException:
                 self._db.close()
                 raise
@@ -130,7 +148,7 @@ class Store:
     def close(self) -> None:
         self._db.close()
 
-    def _prepare(self) -> None:
+    def _prepare(self, create: bool) -> None:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version not in (0, SCHEMA_VERSION):
             raise DataError(
@@ -138,9 +156,20 @@ class Store:
                 " wrote it"
             )
         if version == 0:
-            if self._db.execute("SELECT 1 FROM sqlite_master").fetchone():
+            if not create or self._db.execute("SELECT 1 FROM sqlite_master").fetchone():
                 raise DataError(f"{self.path} is the database of another program: move it away to begin anew")
             self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+
+    def _check(self) -> None:
+        """Refuse rows that hold other kinds of values than they should. SQLite itself takes a damaged file's word
+        for them."""
+        for table in ("sources", "questions", "samples"):
+            wrong = [
+                f"typeof({name}) != '{kind.lower()}'" + ("" if needed else f" AND {name} IS NOT NULL")
+                for _, name, kind, needed, _, _ in self._db.execute(f"PRAGMA table_info({table})")
+            ]
+            if self._db.execute(f"SELECT 1 FROM {table} WHERE {' OR '.join(wrong)} LIMIT 1").fetchone():
+                raise sqlite3.DatabaseError(f"a row of {table} holds values of the wrong kind")
 
     # ---- writing ----
 
@@ -199,7 +228,7 @@ class Store:
             ).fetchone()
         if row is None:
             raise DataError(f"{self.path} holds no samples yet: draw some with `redline rft sample`")
-        return Source(row[0], row[1]), json.loads(row[2])
+        return Source(row[0], row[1]), parse_json(row[2], f"{self.path} (settings)", dict)
 
     def verdicts(self, source: Source) -> list[tuple[str, int, bool, str | None]]:
         """(question, number, correct, reasoning key) of every sample."""
@@ -240,7 +269,12 @@ class Store:
                 "SELECT id, text, answer, meta FROM questions ORDER BY position"
             ).fetchall()
         return [
-            {"id": id_, "text": text, "answer": answer, "meta": json.loads(meta)}
+            {
+                "id": id_,
+                "text": text,
+                "answer": answer,
+                "meta": parse_json(meta, f"{self.path} (question {id_!r:.40})", dict),
+            }
             for id_, text, answer, meta in rows
         ]
 
@@ -274,6 +308,15 @@ class Store:
         self._db.execute("COMMIT")
 
 
+def _address(path: Path, create: bool) -> str:
+    """The file's address with what SQLite may do to it. A store that was closed has no log beside it, and where
+    one cannot be made SQLite reads only a file that is said not to change."""
+    if create:
+        return path.absolute().as_uri()
+    still = not os.access(path.parent, os.W_OK) and not path.with_name(f"{path.name}-wal").exists()
+    return f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if still else ''}"
+
+
 @contextlib.contextmanager
 def _errors(path: Path) -> Iterator[None]:
     """SQLite's refusals as one line; a row that is there already is our own mistake and keeps its
@@ -282,14 +325,16 @@ def _errors(path: Path) -> Iterator[None]:
         yield
     except sqlite3.IntegrityError:
         raise
-    except sqlite3.OperationalError as error:
-        raise StorageError(
-            f"{path} cannot be written or read: {error}; free some space or look at its permissions, and run"
-            " again"
-        ) from error
-    except sqlite3.DatabaseError as error:
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+        # text that is not UTF-8 is found by Python, which gives no code and may quote all of it
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+        if code in _REFUSALS:
+            raise StorageError(
+                f"{path} cannot be written or read: {error}; free some space or look at its permissions, and run"
+                " again"
+            ) from error
         raise DataError(
-            f"{path} is not a sample store, or it is damaged ({error}): move it away to begin anew"
+            f"{path} is not a sample store, or it is damaged ({str(error)[:80]!r}): move it away to begin anew"
         ) from error
 
 

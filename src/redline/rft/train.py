@@ -17,12 +17,13 @@ from typing import Any, Literal
 
 import torch
 
+from redline.config.load import build
 from redline.config.rft import fingerprint_of
 from redline.engine.prompt import answer_text, end_id, render
 from redline.errors import CheckpointError, ConfigError, DataError
 from redline.model.huggingface import architecture, write_folder
 from redline.model.lora import add_lora
-from redline.record.files import write_atomic
+from redline.record.files import read_json, write_atomic
 from redline.record.run import RunFolder, read_lines
 from redline.rft.plan import plan_pass, save_plan
 from redline.rft.session import Session, lora_config
@@ -46,6 +47,22 @@ class Place:
     @property
     def done(self) -> Path:
         return self.record / "done.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """`done.json`: what a finished training says of itself."""
+
+    on: str
+    why: str
+    fingerprint: str
+    examples: int
+    updates: int
+    loss: float | None = None
+    rows_per_s: float | None = None
+    elapsed_s: float
+    files: dict[str, int]
+    """The result's files with their sizes."""
 
 
 def place_of(run: Path, on: On) -> Place:
@@ -101,7 +118,7 @@ def train(session: Session, on: On) -> dict[str, Any]:
     }
     if outcome.why == "finished":
         _write_result(session, place)
-        write_atomic(place.done, json.dumps(result, indent=2) + "\n")
+        write_atomic(place.done, json.dumps(result | {"files": _sizes(place)}, indent=2) + "\n")
     if recipe.method == "full":
         session.forget_model()
     return result
@@ -129,8 +146,21 @@ def _rows_per_s(folder: RunFolder) -> float | None:
 
 
 def read_done(place: Place) -> dict[str, Any] | None:
-    """What a finished training says of itself."""
-    return json.loads(place.done.read_text(encoding="utf-8")) if place.done.is_file() else None
+    """What a finished training says of itself; None where there is none, or its result is gone or emptied: the
+    last checkpoint gives it again."""
+    if not place.done.is_file():
+        return None
+    done = build(Done, read_json(place.done, dict), where=str(place.done))
+    return asdict(done) if done.files.items() <= _sizes(place).items() else None
+
+
+def _sizes(place: Place) -> dict[str, int]:
+    """The files of the result with their sizes."""
+    return {
+        str(path.relative_to(place.record.parent)): path.stat().st_size
+        for folder in (place.adapter, place.model)
+        for path in sorted(folder.glob("*"))
+    }
 
 
 def _spent_s(session: Session, on: On) -> float:
