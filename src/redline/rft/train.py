@@ -104,7 +104,7 @@ def train(session: Session, on: On) -> dict[str, Any]:
     session.folder.event(
         f"training_on_{on}", why=outcome.why, step=outcome.step, elapsed_s=round(elapsed_s, 3)
     )
-    result = {
+    result: dict[str, Any] = {
         "on": on,
         "why": outcome.why,
         "fingerprint": fingerprint,
@@ -118,7 +118,8 @@ def train(session: Session, on: On) -> dict[str, Any]:
     }
     if outcome.why == "finished":
         _write_result(session, place)
-        write_atomic(place.done, json.dumps(result | {"files": _sizes(place)}, indent=2) + "\n")
+        result["files"] = _sizes(place)
+        write_atomic(place.done, json.dumps(result, indent=2) + "\n")
     if recipe.method == "full":
         session.forget_model()
     return result
