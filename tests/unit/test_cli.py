@@ -349,7 +349,7 @@ def test_a_corpus_that_is_missing_empty_or_no_text(capsys, tmp_path):
         capsys,
         ["data", "build", "latin.txt", "--out", "out5", "--tokenizer", "missing.json"],
         3,
-        "no tokenizer can be read",
+        "missing.json cannot be read",
     )
 
 

@@ -99,7 +99,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     file = Path(os.path.expanduser(path))
     if os.path.isdir(file):
         file = file / "tokenizer.json"
-    return Tokenizer(read_text(file), str(file))
+    try:
+        return Tokenizer(read_text(file), str(file))
+    except DataError as error:
+        raise DataError(f"{error}; give a tokenizer.json or a folder with one") from error
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> Tokenizer:
