@@ -26,8 +26,8 @@ from run_folders import EVALUATIONS, EVENTS, jsonl, lines, write_run
 
 from redline.cli.main import main
 from redline.cli.watch import in_order
-from redline.record.read import read_run
 from redline.report.serve import Server, make_server
+from redline.report.view import samples_of
 from redline.rft.store import Sample, Store
 from redline.tasks.task import Question
 
@@ -180,7 +180,7 @@ class TestTerminal:
     def test_lines_and_events_are_told_as_they_happened(self) -> None:
         events = [{"event": "start", "step": 0}, {"event": "odd"}, {"event": "validation", "step": 2}]
         told = in_order([{"step": 1}, {"step": 2}, {"step": 3}], events)
-        assert [record.get("event", record.get("step")) for _, record in told] == [
+        assert [record.get("event", record.get("step")) for record in told] == [
             "start",
             "odd",
             1,
@@ -221,9 +221,9 @@ class TestTerminal:
         for part in (
             "100.0 %  step 40/40", "2,000 tokens/s", "80.0 % of 2,500 attainable by roofline",
             "50.0 % of 4,000 by the matmul ceiling",
-            "MFU 40.0 %", "backward", "data wait", "2.0 GiB seen · 3.0 GiB predicted", "loss",
+            "MFU 40.0 %", "backward", "data wait", "2.0 GiB peak · 3.0 GiB predicted", "loss",
             "3.2500  at update 40",
-            "1. The step waits for data", "×", "loader", "precision bf16 · micro batch 10", "end  step 40",
+            "1. The step waits for data", "×", "loader", "precision bf16 · micro batch 10", "finished at update 40",
             "finished",
         ):  # fmt: skip
             assert part in "\n".join(last), part
@@ -273,14 +273,14 @@ class TestTerminal:
         if not terminal:
             assert main(["watch", str(tmp_path / "run")]) == 0
             shown = capsys.readouterr().out
-            assert "samples 4  correct 75.0 %  asked 1/1  solved 1" in shown
+            assert "1/1 questions  4 samples  75.0 % correct" in shown
             assert "accuracy after RFT 73.0 %" in shown
             return
         shown = in_a_terminal([str(tmp_path / "run")], 80, 24)
         for part in (
             "units, round-2",
             "75.0 % correct",
-            "1 of 1 questions asked, 1 solved",
+            "questions: 1 of 1 asked, 1 solved",
             "after RFT 73.0 %",
             "round-1: 63.0 % after RFT",
         ):
@@ -290,7 +290,7 @@ class TestTerminal:
         write_run(tmp_path / "run")
         with Store(tmp_path / "run" / "samples.db"):
             pass
-        assert read_run(tmp_path / "run").samples is None
+        assert samples_of(tmp_path / "run") is None
 
     def test_it_follows_a_real_run_and_ends_with_it(self, nano: Nano, tmp_path: Path) -> None:
         recipe = nano.recipe(tmp_path, "train.steps=30")
@@ -304,5 +304,5 @@ class TestTerminal:
         steps = [int(step) for step in re.findall(r"^step (\d+)/30", watching.stdout, flags=re.M)]
         assert steps == sorted(set(steps))
         assert steps[-1] == 30
-        assert "event start" in watching.stdout
-        assert re.search(r"event end  step 30  why finished", watching.stdout.splitlines()[-1])
+        assert "training begins" in watching.stdout
+        assert "finished at update 30" in watching.stdout.splitlines()[-1]

@@ -4,17 +4,16 @@ our own."""
 import io
 import math
 import os
-import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from redline.cli.live import LiveView, PlainView, Seen, event_text, make_view, panel
+from redline.cli.live import LiveView, PlainView, Seen, live_panel, make_view, plain_line
+from redline.record.words import WORDS, told
 
 NOTE = "6N+12LdT, of 989 TFLOP/s bf16 datasheet"
 
@@ -35,10 +34,22 @@ def line(step: int, **more: Any) -> dict[str, Any]:
     )
 
 
-def make_seen(
-    total_steps: int = 1000, max_hours: float | None = None, memory_total_bytes: int | None = None
-) -> Seen:
-    return Seen("nano · cpu", total_steps, max_hours, NOTE, memory_total_bytes)
+STAGE = {"title": "nano · cpu", "total_steps": 1000, "mfu_note": NOTE}
+SAMPLED = {
+    "questions": 1000,
+    "questions_done": 120,
+    "samples": 3400,
+    "samples_left": 26_600,
+    "correct": 1401,
+    "tokens_per_s": 139_000.0,
+    "elapsed_s": 3.0,
+    "left_s": 20.0,
+    "memory_bytes": 12 * 2**30,
+}
+
+
+def make_seen(**changes: Any) -> Seen:
+    return Seen.of(STAGE | changes)
 
 
 class PlainRun:
@@ -46,7 +57,8 @@ class PlainRun:
 
     def __init__(self, **options: Any) -> None:
         self.now_s, self.stream = 100.0, io.StringIO()
-        self.view = PlainView(make_seen(**options), self.stream, clock=lambda: self.now_s)
+        self.view = PlainView(self.stream, clock=lambda: self.now_s)
+        self.view.event("stage", STAGE | options)
 
     def steps(self, steps: range, step_s: float) -> None:
         for step in steps:
@@ -65,16 +77,13 @@ class TestPlain:
     def test_whole_output(self) -> None:
         run = PlainRun()
         run.view.metrics(line(120, loss=3.4123))
-        run.view.event("checkpoint", {"step": 120, "took_s": 1.31, "size_bytes": 3 * 2**20})
+        run.view.event("checkpoint", {"step": 120, "stalled_s": 0.009})
         run.view.close()
         assert run.stream.getvalue().splitlines() == [
             "nano · cpu",
             f"MFU: {NOTE}",
-            (
-                "step 120/1000  loss 3.412  lr 3.0e-04  41.2k tok/s  MFU –  mem 1.2 GiB  wait 0.3 %  left 2 m"
-                " 10 s"
-            ),
-            "event checkpoint  step 120  took 1.3 s  size 3.0 MiB",
+            "step 120/1000  loss 3.412  lr 3.0e-04  41.2k tok/s  mem 1.2 GiB  wait 0.3 %  left 2 m 10 s",
+            "checkpoint of update 120, 9 ms of training lost",
         ]
 
     def test_slow_steps_come_every_two_seconds(self) -> None:
@@ -97,16 +106,39 @@ class TestPlain:
     def test_missing_and_broken_numbers(self) -> None:
         run = PlainRun()
         run.view.metrics({"step": 1, "loss": math.nan})
-        assert (
-            run.stream.getvalue().splitlines()[-1]
-            == "step 1/1000  loss nan  lr –  –  MFU –  mem –  wait –  left –"
+        assert run.stream.getvalue().splitlines()[-1] == "step 1/1000  loss nan"
+
+    def test_sampling_is_told_by_the_same_view_and_a_new_stage_ends_the_one_before(self) -> None:
+        run = PlainRun(title="sampling", total_steps=None, mfu_note="", questions=1000)
+        for number in range(1, 45):
+            run.now_s += 0.125
+            run.view.metrics(SAMPLED | {"samples": number})
+        run.view.event("stage", STAGE | {"title": "training"})
+        run.view.metrics(line(1))
+        run.view.close()
+        run.view.close()  # says nothing twice
+        rows = run.stream.getvalue().splitlines()
+        assert [row.split("  ")[1] for row in rows[1:5]] == [f"{n} samples" for n in (1, 17, 33, 44)]
+        assert rows[0] == "sampling"
+        assert rows[5:7] == ["training", f"MFU: {NOTE}"]
+        assert rows[7].startswith("step 1/1000")
+        assert len(rows) == 8
+
+    def test_a_line_of_sampling_says_everything_that_is_known(self) -> None:
+        seen = Seen()
+        seen.add(SAMPLED)
+        assert plain_line(seen) == (
+            "120/1,000 questions  3,400 samples  41.2 % correct  139.0k tok/s  mem 12.0 GiB  left 20 s"
         )
+        seen.add(SAMPLED | {"correct": None, "tokens_per_s": None})
+        assert plain_line(seen) == "120/1,000 questions  3,400 samples  mem 12.0 GiB  left 20 s"
 
     def test_a_reader_that_went_away_does_not_stop_the_run(self) -> None:
         reader, writer = os.pipe()
         os.close(reader)
         with open(writer, "w", buffering=1) as stream:
-            view = make_view(title="t", total_steps=2, max_hours=None, peak_note=NOTE, stream=stream)
+            view = make_view(stream=stream)
+            view.event("stage", STAGE)
             view.metrics(line(1))
             view.event("checkpoint", {})
             view.close()
@@ -116,15 +148,9 @@ class TestPlain:
 
     def test_a_stream_without_the_characters(self) -> None:
         raw = io.BytesIO()
-        view = make_view(
-            title="t",
-            total_steps=2,
-            max_hours=None,
-            peak_note="–",
-            stream=io.TextIOWrapper(raw, encoding="ascii"),
-        )
-        view.metrics(line(1))
-        assert b"MFU ?" in raw.getvalue()
+        view = make_view(stream=io.TextIOWrapper(raw, encoding="ascii"))
+        view.event("stage", STAGE | {"title": "nano · cpu"})
+        assert b"nano ? cpu" in raw.getvalue()
 
 
 class TestSeen:
@@ -159,14 +185,14 @@ class TestSeen:
 
 def render(seen: Seen, columns: int, events: tuple[str, ...] = ()) -> str:
     console = Console(record=True, width=columns, file=io.StringIO(), force_terminal=True)
-    console.print(panel(seen, events, columns))
+    console.print(live_panel(seen, events, columns))
     return console.export_text()
 
 
 @pytest.mark.parametrize("columns", [60, 120])
 class TestPanel:
     def test_content(self, columns: int) -> None:
-        seen = make_seen(max_hours=2.0, memory_total_bytes=12 * 2**30)
+        seen = make_seen(max_hours=2.0, device_bytes=12 * 2**30, on_gpu=True)
         for step in range(1, 501):
             seen.add(
                 line(step, mfu=0.468, ceiling_share=0.601, tokens_per_s=41_234.0 if step == 500 else 40_000.0)
@@ -182,9 +208,9 @@ class TestPanel:
             "nano · cpu",
             "50.2 % step 502/1000 0.02/2 h",
             "loss 3.498 smoothed 3.517 · lr 3.0e-04",
-            "validation 3.510 perplexity 33.45 · 1.210 bits/byte · step 501",
+            "validation 3.510 perplexity 33.45 · 1.210 bits/byte",
             "speed 41.2k tok/s median 40.0k · 148 ms a step",
-            f"MFU 46.8 % ({NOTE})",
+            f"MFU 46.8 % ({NOTE[:30]}",
             "ceiling 60.1 % of the measured matmul rate",
             "memory 1.2 GiB peak, 10.0 % of 12.0 GiB",
             "data wait 0.3 % of the step",
@@ -195,13 +221,28 @@ class TestPanel:
         assert len([c for c in words if c in "▁▂▃▄▅▆▇█"]) == min(60, columns - 15)
 
     def test_before_the_first_step(self, columns: int) -> None:
-        assert "waiting for the first step" in render(make_seen(), columns)
+        assert "waiting for the first news" in render(make_seen(), columns)
+
+    def test_sampling(self, columns: int) -> None:
+        seen = Seen.of({"title": "units · sampling", "questions": 1000, "on_gpu": False})
+        seen.add(SAMPLED)
+        words = " ".join(render(seen, columns).replace("│", " ").split())
+        for part in (
+            "12.0 % 120/1,000 questions",
+            "samples 3,400 at most 26,600 to come",
+            "correct 41.2 %",
+            "speed 139.0k tok/s new tokens",
+            "memory 12.0 GiB of this process",
+            "time left 20 s after 3.0 s",
+        ):
+            assert part in words
+        assert "loss" not in words
 
     def test_nothing_known_and_not_a_number(self, columns: int) -> None:
         seen = make_seen()
         seen.add({"step": 1, "loss": math.nan})
         text = render(seen, columns)
-        assert "nan  smoothed –" in text
+        assert "nan" in text
         assert "×" in text
         assert "validation" not in text
 
@@ -209,24 +250,16 @@ class TestPanel:
 class TestLive:
     def test_draws_and_leaves_the_last_state(self) -> None:
         out = io.StringIO()
-        view = LiveView(make_seen(), Console(file=out, width=80, force_terminal=True))
+        view = LiveView(Console(file=out, width=80, force_terminal=True))
+        view.event("note", {"text": "opening the model"})
+        view.event("stage", STAGE)
         view.metrics(line(1))
-        view.event("oom_recovery", {"micro_batch": 4})
+        view.event("odd_event", {"micro_batch": 4})
         view.close()
         end = out.getvalue()[out.getvalue().rindex("╭") :]
         assert "step 1/1000" in end
-        assert "oom recovery  micro batch 4" in end
-
-    def test_metrics_returns_in_microseconds(self) -> None:
-        view = LiveView(make_seen(), Console(file=io.StringIO(), width=80, force_terminal=True))
-        took_s = []
-        for step in range(1, 501):
-            given = line(step)
-            started = time.perf_counter()
-            view.metrics(given)
-            took_s.append(time.perf_counter() - started)
-        view.close()
-        assert statistics.median(took_s) < 50e-6
+        assert "odd event; micro batch 4" in end
+        assert "opening the model" in out.getvalue()[: out.getvalue().index("╭")]
 
 
 class TestChoice:
@@ -241,32 +274,37 @@ class TestChoice:
             monkeypatch.setenv(name, value)
         ours, theirs = os.openpty()
         with open(theirs, "w") as stream:
-            view = make_view(title="t", total_steps=2, max_hours=None, peak_note=NOTE, stream=stream)
-            view.close()
+            view = make_view(stream=stream)
         os.close(ours)
         assert isinstance(view, LiveView if live else PlainView)
 
     def test_quiet_says_nothing(self, capsys: pytest.CaptureFixture[str]) -> None:
-        view = make_view(title="t", total_steps=2, max_hours=None, peak_note=NOTE, quiet=True)
+        view = make_view(quiet=True)
+        view.event("stage", STAGE)
         view.metrics(line(1))
         view.event("checkpoint", {})
         view.close()
         assert capsys.readouterr() == ("", "")
 
 
-def test_event_text() -> None:
-    facts = {
-        "step": 500,
-        "valid_loss": 3.412345,
-        "wait_s": 0.21,
-        "path": "step-500",
-        "note": None,
-        "micro_batch": 8,
-    }
-    assert (
-        event_text("validation", facts)
-        == "validation  step 500  valid loss 3.412  wait 210 ms  path step-500  micro batch 8"
-    )
+class TestWords:
+    @pytest.mark.parametrize(
+        ("kind", "facts", "words"),
+        [
+            ("validation", {"step": 500, "valid_loss": 3.412345, "best": True}, "validation loss 3.412 at update 500, the best so far"),
+            ("validation", {"step": 500, "stalled_s": 0.21}, "validation at update 500 took 210 ms"),
+            ("end", {"step": 40, "why": "finished", "elapsed_s": 27.75}, "finished at update 40 after 28 s"),
+            ("failed", {"error": "the disk is full", "exit_code": 5}, "failed: the disk is full"),
+            ("strange_thing", {"step": 5, "wait_s": 0.21, "path": "a", "note": None}, "strange thing; step 5; wait 210 ms; path a"),
+            ("checkpoint", {}, "checkpoint"),
+        ],
+    )  # fmt: skip
+    def test_what_is_said(self, kind: str, facts: dict[str, Any], words: str) -> None:
+        assert told(kind, facts) == words
+
+    @pytest.mark.parametrize("kind", WORDS)
+    def test_every_kind_has_a_fallback_for_facts_that_are_missing(self, kind: str) -> None:
+        assert "{" not in told(kind, {})
 
 
 def test_no_torch_is_loaded() -> None:

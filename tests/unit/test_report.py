@@ -16,10 +16,10 @@ from run_folders import ABLATION, EVALUATIONS, EVENTS, jsonl, lines, plan, write
 from redline.cli.main import main
 from redline.record.follow import Tail
 from redline.record.read import read_run, read_runs
+from redline.record.units import fact
 from redline.report.ablation import ablation, trials
 from redline.report.compare import comparable, ratio
 from redline.report.figures import summarise, time_parts
-from redline.report.numbers import fact
 from redline.report.series import curves
 from redline.report.view import accuracies, last_loss, plan_rows, view
 

@@ -12,7 +12,7 @@ from run_folders import jsonl
 
 from redline.config.load import load_recipe, to_toml
 from redline.record.read import read_run
-from redline.report.numbers import factor
+from redline.record.units import factor
 from redline.report.terminal import print_report
 from redline.report.view import view
 

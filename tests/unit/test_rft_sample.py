@@ -21,11 +21,12 @@ from redline.engine.request import Completion, Request
 from redline.errors import ConfigError, DataError, MachineError
 from redline.evaluate import interval_95, shares
 from redline.model.lora import LoraConfig, add_lora, merged
+from redline.record.observe import SAMPLING, Observers
 from redline.record.run import read_lines
 from redline.rft.plan import Bounds
 from redline.rft.run import generate_dataset
 from redline.rft.sample import Outcome, _Drawing, logprob_gap, sample
-from redline.rft.session import Session, Views, open_session
+from redline.rft.session import Session, open_session
 from redline.rft.stats import stats
 from redline.rft.store import Store
 from redline.tasks.registry import load_task
@@ -41,9 +42,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def draw(place: Path, run: Path, *overrides: str, views: Views | None = None, **environment: str) -> Outcome:
+def draw(place: Path, run: Path, *overrides: str, watching: Any = None, **environment: str) -> Outcome:
     recipe = load_rft(str(place / "letters.toml"), overrides)
-    with open_session(recipe, run, Bounds(environment=environment), views=views) as session:
+    with open_session(
+        recipe, run, Bounds(environment=environment), observers=[watching] if watching else ()
+    ) as session:
         return sample(session)
 
 
@@ -128,16 +131,14 @@ def test_a_finished_run_draws_nothing_more(place, unbroken):
     assert stored(unbroken) == before
 
 
-class Stopping(Views):
+class Stopping(Observers):
     """Stops the run like Ctrl-C after some samples, and notes what it was shown."""
 
     def __init__(self, after: int) -> None:
+        super().__init__()
         self.after, self.seen = after, list[dict[str, Any]]()
 
-    def sampling(self, title: str) -> Any:
-        return self
-
-    def progress(self, facts: dict[str, Any]) -> None:
+    def metrics(self, facts: dict[str, Any]) -> None:
         import os
         import signal
 
@@ -146,14 +147,15 @@ class Stopping(Views):
             self.after = 0
             os.kill(os.getpid(), signal.SIGINT)
 
-    def close(self) -> None:
-        self.seen.append({"closed": True})
+    def event(self, kind: str, facts: dict[str, Any]) -> None:
+        if kind == "stage":
+            self.stage = facts
 
 
 def test_stopped_and_resumed_gives_what_an_unbroken_run_gives(place, unbroken, tmp_path):
     drawn = 0
     for after in (100, 250, 400):
-        outcome = draw(place, tmp_path / "run", views=Stopping(after), MICRO_BATCH_SIZE="16")
+        outcome = draw(place, tmp_path / "run", watching=Stopping(after), MICRO_BATCH_SIZE="16")
         assert outcome.why == "stopped by signal"
         drawn += outcome.drawn
         assert outcome.samples == drawn >= after
@@ -166,10 +168,11 @@ def test_stopped_and_resumed_gives_what_an_unbroken_run_gives(place, unbroken, t
 
 
 def test_who_watches_sees_it_grow(place, tmp_path):
-    views = Stopping(0)
-    outcome = draw(place, tmp_path / "run", views=views)
-    *facts, last, closed = views.seen
-    assert closed == {"closed": True}
+    watching = Stopping(0)
+    outcome = draw(place, tmp_path / "run", watching=watching)
+    *facts, last = watching.seen
+    assert (watching.stage["name"], watching.stage["questions"]) == ("sample", 20)
+    assert set(last) == set(SAMPLING)
     assert last["samples"] == outcome.samples
     assert last["correct"] == outcome.correct
     assert last["questions_done"] == last["questions"] == 20

@@ -18,11 +18,12 @@ from redline.errors import ConfigError, DataError, RedlineError
 from redline.model.huggingface import write_folder
 from redline.model.lora import LoraLinear
 from redline.model.transformer import build_model
+from redline.record.observe import Observers
 from redline.record.run import read_lines
 from redline.rft.plan import Bounds
 from redline.rft.run import run_all, run_rounds
 from redline.rft.sample import sample
-from redline.rft.session import Session, Views, open_session, weights_fingerprint
+from redline.rft.session import Session, open_session, weights_fingerprint
 from redline.rft.store import Store
 from redline.rft.test import run_test, trained
 from redline.rft.train import _examples, train
@@ -38,11 +39,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def session_in(
-    place: Path, run: Path, *overrides: str, views: Views | None = None, **environment: str
-) -> Any:
+def session_in(place: Path, run: Path, *overrides: str, watching: Any = None, **environment: str) -> Any:
     return open_session(
-        load_rft(str(place / "letters.toml"), overrides), run, Bounds(environment=environment), views=views
+        load_rft(str(place / "letters.toml"), overrides),
+        run,
+        Bounds(environment=environment),
+        observers=[watching] if watching else (),
     )
 
 
@@ -133,24 +135,18 @@ def test_full_fine_tuning_gives_a_model_that_opens(place, tmp_path):
     assert opened.loaded.eos_ids
 
 
-class Killed(Views):
+class Killed(Observers):
     """Ends a training after some updates, as a kill would: nothing is tidied up."""
 
-    def training(self, title: str, total_steps: int) -> Any:
-        return [self]
-
     def metrics(self, line: dict[str, Any]) -> None:
-        if line["step"] == 10:
+        if line.get("step") == 10:
             raise SystemExit
-
-    def event(self, kind: str, facts: dict[str, Any]) -> None: ...
-    def close(self) -> None: ...
 
 
 def test_training_goes_on_to_the_same_adapter(place, finished, run):
     shutil.rmtree(run / "adapter")
     shutil.rmtree(run / "train-samples")
-    with pytest.raises(SystemExit), session_in(place, run, views=Killed()) as session:
+    with pytest.raises(SystemExit), session_in(place, run, watching=Killed()) as session:
         train(session, "samples")
     with session_in(place, run) as session, pytest.raises(DataError, match="train --on samples"):
         run_test(session, "samples")
@@ -338,12 +334,14 @@ def test_samples_of_a_model_that_was_replaced_are_not_trained_on(place, run, tmp
         assert train(session, "samples")["why"] == "finished"
 
 
-class Noting(Views):
+class Noting(Observers):
     def __init__(self) -> None:
+        super().__init__()
         self.notes: list[str] = []
 
-    def note(self, text: str) -> None:
-        self.notes.append(text)
+    def event(self, kind: str, facts: dict[str, Any]) -> None:
+        if kind == "note":
+            self.notes.append(facts["text"])
 
 
 def test_the_sampler_of_a_later_round_is_compared_and_one_that_is_gone_is_said(place, tmp_path):
@@ -351,11 +349,11 @@ def test_the_sampler_of_a_later_round_is_compared_and_one_that_is_gone_is_said(p
     first, second = (tmp_path / "run" / f"round-{number}" for number in (1, 2))
 
     def train_second() -> list[str]:
-        views = Noting()
+        watching = Noting()
         recipe = load_rft(str(second / "recipe.toml"), ())
-        with open_session(recipe, second, Bounds(environment={}), views=views) as session:
+        with open_session(recipe, second, Bounds(environment={}), observers=[watching]) as session:
             train(session, "samples")
-        return views.notes
+        return watching.notes
 
     assert not any("not checked" in note for note in train_second())
     adapter = first / "adapter" / "adapter_model.safetensors"
@@ -366,16 +364,13 @@ def test_the_sampler_of_a_later_round_is_compared_and_one_that_is_gone_is_said(p
     shutil.rmtree(first)
     (said,) = [note for note in train_second() if "not checked" in note]
     assert "round-1" in said
-    assert read_lines(second / "events.jsonl")[-1]["event"] == "writer_not_checked"
+    assert [e["event"] for e in read_lines(second / "events.jsonl")].count("writer_not_checked") == 1
 
 
-def second_round(run: Path, views: Views | None = None) -> Any:
+def second_round(run: Path) -> Any:
     """The session of a later round, whose sampler is base and adapter merged."""
     return open_session(
-        load_rft(str(run / "round-2" / "recipe.toml"), ()),
-        run / "round-2",
-        Bounds(environment={}),
-        views=views,
+        load_rft(str(run / "round-2" / "recipe.toml"), ()), run / "round-2", Bounds(environment={})
     )
 
 
@@ -434,32 +429,25 @@ def test_the_hash_of_an_adapted_model_is_of_its_base_its_adapter_and_its_scale_a
     assert len(set(seen)) == 4
 
 
-class KilledAt(Views):
+class KilledAt(Observers):
     """Ends a run of rounds when something begins, as a kill would: the second training, say."""
 
     def __init__(self, stage: str, number: int) -> None:
+        super().__init__()
         self.stage, self.left = stage, number
 
-    def _begins(self, stage: str) -> None:
-        self.left -= stage == self.stage
+    def event(self, kind: str, facts: dict[str, Any]) -> None:
+        begun = facts.get("name") if kind == "stage" else ""
+        if kind == "note" and facts["text"].endswith("round-1"):
+            begun = "opening of what the first round trained"
+        self.left -= begun == self.stage
         if not self.left:
             raise SystemExit
-
-    def note(self, text: str) -> None:
-        if text.endswith("round-1"):
-            self._begins("opening of what the first round trained")
-
-    def sampling(self, title: str) -> None:
-        self._begins("sampling" if "sampling" in title else "test")
-
-    def training(self, title: str, total_steps: int) -> Any:
-        self._begins("training")
-        return ()
 
 
 @pytest.mark.parametrize(
     ("stage", "number"),
-    [("opening of what the first round trained", 1), ("sampling", 2), ("training", 2), ("test", 3)],
+    [("opening of what the first round trained", 1), ("sample", 2), ("train", 2), ("test", 3)],
 )
 def test_rounds_killed_after_the_first_go_on_from_another_folder(
     place, two_rounds, tmp_path, monkeypatch, stage, number
@@ -467,7 +455,7 @@ def test_rounds_killed_after_the_first_go_on_from_another_folder(
     monkeypatch.chdir(tmp_path)
     recipe = load_rft(str(place / "letters.toml"), QUICK)
     with pytest.raises(SystemExit):
-        run_rounds(recipe, Path("run"), Bounds(environment={}), 2, views=KilledAt(stage, number))
+        run_rounds(recipe, Path("run"), Bounds(environment={}), 2, observers=[KilledAt(stage, number)])
     assert trained(Path("run/round-1")) == ["base", "samples"]
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -488,26 +476,3 @@ def test_the_base_is_tested_and_sampled_as_it_was_after_a_training_in_the_same_s
         assert run_test(session, "base")["accuracy"] == finished[1]["before"]["accuracy"]
         train(session, "answers")
         assert sample(session).correct == finished[1]["sample"]["correct"]
-
-
-class Watching(Views):
-    """Counts who has not been closed."""
-
-    open = 0
-
-    def sampling(self, title: str) -> Any:
-        self.open += 1
-        return self
-
-    def progress(self, facts: dict[str, Any]) -> None: ...
-
-    def close(self) -> None:
-        self.open -= 1
-
-
-def test_who_watches_a_test_is_told_that_it_failed(place, tmp_path):
-    views = Watching()
-    tested = session_in(place, tmp_path / "run", "sample.max_new_tokens=127", views=views)
-    with pytest.raises(ConfigError, match="too short"), tested as session:
-        run_test(session, "base")
-    assert views.open == 0

@@ -1,13 +1,15 @@
-"""The view of a running training: a panel that redraws itself in a terminal, plain lines anywhere else.
+"""The view of a running program, whatever its stage: a panel that redraws itself in a terminal, plain lines
+anywhere else.
 
-    view = make_view(title="nano · 3.2M parameters · cpu · fp32", total_steps=1000, max_hours=None, peak_note="...")
-    view.metrics(line)                          # every line of metrics.jsonl
-    view.event("checkpoint", {"step": 500})     # every event
+    view = make_view()
+    view.event("stage", {"title": "nano · cpu · fp32", "total_steps": 1000})      # then everything that is told
+    view.metrics(line)
     view.close()
 
-`peak_note` spells out the convention of the MFU, or why there is none. Data wait and time left come from the
-last WINDOW_STEPS steps, because a single step says little about them. Nothing in here may stop a run: output
-that nobody takes is dropped.
+An observer (record/observe.py) of trainings, of sampling and of tests. Beside `total_steps` or `questions` a stage
+may give `max_hours`, `mfu_note` (the convention of the MFU, or why there is none), `device_bytes` and `on_gpu`.
+Data wait and time left come from the last WINDOW_STEPS updates, because a single one says little about them.
+Nothing in here may stop a run: output that nobody takes is dropped.
 """
 
 import contextlib
@@ -18,10 +20,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -30,6 +32,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from redline.record.observe import Observer, Observers
 from redline.record.units import (
     DASH,
     format_bytes,
@@ -39,50 +42,27 @@ from redline.record.units import (
     format_share,
     sparkline,
 )
+from redline.record.words import told
 
 WINDOW_STEPS = 60
 PLAIN_EVERY_S = 2.0
 REFRESHES_PER_S = 4
 PANEL_COLUMNS = 110
-_LABEL_COLUMNS = 11
-_FRAME_COLUMNS = 4
+LABEL, FRAME = 11, 4
+"""Columns of a row's name, and of the panel's two edges."""
+Row = tuple[str, Text]
+"""A name, empty on the later rows of a part, and what stands beside it."""
 
 
-class View(Protocol):
-    """An observer of the training loop that shows what it sees."""
-
-    def metrics(self, line: dict[str, Any]) -> None: ...
-
-    def event(self, kind: str, facts: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def make_view(
-    *,
-    title: str,
-    total_steps: int,
-    max_hours: float | None,
-    peak_note: str,
-    memory_total_bytes: int | None = None,
-    quiet: bool = False,
-    stream: TextIO | None = None,
-) -> View:
-    """The view for a stream (stdout unless given): a live panel in a terminal, else plain lines; nothing at
-    all if quiet."""
+def make_view(*, quiet: bool = False, stream: TextIO | None = None) -> Observer:
+    """The view for a stream (stdout unless given): a live panel in a terminal, else plain lines; nothing if
+    quiet."""
     if quiet:
-        return _Silence()
+        return Observers()
     stream = stream or sys.stdout
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")  # a terminal that cannot show – must not end the run
-    seen = Seen(
-        title=title,
-        total_steps=total_steps,
-        max_hours=max_hours,
-        peak_note=peak_note,
-        memory_total_bytes=memory_total_bytes,
-    )
-    return LiveView(seen, Console(file=stream)) if is_terminal(stream) else PlainView(seen, stream)
+    return LiveView(Console(file=stream)) if is_terminal(stream) else PlainView(stream)
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -93,24 +73,32 @@ def is_terminal(stream: TextIO) -> bool:
 
 @dataclass
 class Seen:
-    """What both views know: the run, its last line, the recent ones, and what follows from them."""
+    """What a view knows of the stage: how much there is to do, the last line, the recent ones."""
 
-    title: str
-    total_steps: int | None
+    title: str = ""
+    total_steps: int | None = None
     """None where nobody planned how many: somebody else's loop that is watched."""
-    max_hours: float | None
-    peak_note: str
-    memory_total_bytes: int | None = None
+    max_hours: float | None = None
+    questions: int | None = None
+    mfu_note: str = ""
+    device_bytes: float | None = None
+    on_gpu: bool = False
     last: dict[str, Any] = field(default_factory=dict)
     loss: float | None = None
     """The last that was recorded: not every loop tells that of every update."""
-    recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
-    validation: dict[str, Any] = field(default_factory=dict)
     smoothed_loss: float | None = None
+    validation: dict[str, Any] = field(default_factory=dict)
+    recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+
+    @classmethod
+    def of(cls, stage: dict[str, Any]) -> "Seen":
+        known = ("title", "total_steps", "max_hours", "questions", "mfu_note", "device_bytes", "on_gpu")
+        return cls(**{name: stage[name] for name in known if stage.get(name) is not None})
 
     def add(self, line: dict[str, Any]) -> None:
         self.last = line
         self.recent.append(line)
+        self.questions = line.get("questions", self.questions)
         if line.get("valid_loss") is not None:
             self.validation = line
         if (loss := line.get("loss")) is None:
@@ -123,10 +111,11 @@ class Seen:
             self.smoothed_loss = before + weight * (loss - before)
 
     def share_done(self) -> float:
-        """By steps or by hours, whichever is further on, since that one ends the run."""
+        """By updates or by hours, whichever is further on, since that one ends the run; or by questions."""
         by_steps = self.last.get("step", 0) / self.total_steps if self.total_steps else 0.0
         by_hours = self.last.get("elapsed_s", 0.0) / (self.max_hours * 3600) if self.max_hours else 0.0
-        return min(1.0, max(by_steps, by_hours))
+        asked = self.last.get("questions_done", 0) / self.questions if self.questions else 0.0
+        return min(1.0, max(by_steps, by_hours, asked))
 
     def median_of(self, name: str) -> float | None:
         known = [line[name] for line in self.recent if line.get(name) is not None]
@@ -134,15 +123,15 @@ class Seen:
 
     def wait_share(self) -> float | None:
         known = [line for line in self.recent if line.get("data_wait_s") is not None and line.get("step_s")]
-        return (
-            sum(line["data_wait_s"] for line in known) / sum(line["step_s"] for line in known)
-            if known
-            else None
-        )
+        total_s = sum(line["step_s"] for line in known)
+        return sum(line["data_wait_s"] for line in known) / total_s if known else None
 
     def left_s(self) -> float | None:
-        """From the median step: a compilation, a validation or a checkpoint among the recent steps does not
+        """From the median update: a compilation, a validation or a checkpoint among the recent ones does not
         move it."""
+        if "step" not in self.last:
+            left_s: float | None = self.last.get("left_s")
+            return left_s
         step_s = self.median_of("step_s")
         if step_s is None or not (self.total_steps or self.max_hours):
             return None
@@ -150,50 +139,57 @@ class Seen:
         by_hours_s = self.max_hours * 3600 - self.last.get("elapsed_s", 0.0) if self.max_hours else math.inf
         return max(0.0, min(by_steps_s, by_hours_s))
 
+    def done(self) -> str:
+        """`step 502/1000  0.02/2 h`, `120/1,000 questions`."""
+        if self.questions:
+            return f"{self.last.get('questions_done', 0):,}/{self.questions:,} questions"
+        steps = f"step {self.last.get('step', 0)}" + (f"/{self.total_steps}" if self.total_steps else "")
+        hours = (
+            f"  {self.last.get('elapsed_s', 0.0) / 3600:.2f}/{self.max_hours:g} h" if self.max_hours else ""
+        )
+        return steps + hours
 
-class _Silence:
-    """The view of a quiet run."""
 
-    def metrics(self, line: dict[str, Any]) -> None: ...
-
-    def event(self, kind: str, facts: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
+def success_rate(line: dict[str, Any]) -> float | None:
+    """Share of the samples so far that are correct; None where they are scored at the end."""
+    return None if line.get("correct") is None or not line["samples"] else line["correct"] / line["samples"]
 
 
 class PlainView:
-    """One line for the first and the last step, for each tenth of the run, and else every PLAIN_EVERY_S; one
+    """A line for the first news of a stage and the last, for each tenth of it, and else every PLAIN_EVERY_S; one
     for each event."""
 
-    def __init__(self, seen: Seen, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        self._seen, self._stream, self._clock = seen, stream, clock
-        self._printed_at, self._printed_tenth, self._printed_step = -math.inf, 0, 0
-        self._print(seen.title)
-        self._print(f"MFU: {seen.peak_note}")
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seen, self._stream, self._clock = Seen(), stream, clock
+        self._printed_at, self._printed_tenth, self._waiting = -math.inf, 0, False
 
     def metrics(self, line: dict[str, Any]) -> None:
         self._seen.add(line)
+        self._waiting = True
         due = self._clock() - self._printed_at >= PLAIN_EVERY_S  # always so for the first line
-        if due or self._tenth() > self._printed_tenth or line["step"] == self._seen.total_steps:
-            self._print_step()
+        if due or self._tenth() > self._printed_tenth or self._seen.share_done() == 1.0:
+            self._flush()
 
     def event(self, kind: str, facts: dict[str, Any]) -> None:
-        self._print(f"event {event_text(kind, facts)}")
+        if kind == "stage":
+            self.close()
+            self._seen, self._printed_at, self._printed_tenth = Seen.of(facts), -math.inf, 0
+            self._print(told(kind, facts))
+            if self._seen.mfu_note:
+                self._print(f"MFU: {self._seen.mfu_note}")
+        else:
+            self._print(told(kind, facts))
 
     def close(self) -> None:
-        """The last step is not always the planned one: a limit in hours, an early stop, Ctrl-C."""
-        if self._seen.last and self._seen.last["step"] != self._printed_step:
-            self._print_step()
+        """The last update is not always the planned one: a limit in hours, an early stop, Ctrl-C."""
+        if self._waiting:
+            self._flush()
 
     def _tenth(self) -> int:
         return int(self._seen.share_done() * 10)
 
-    def _print_step(self) -> None:
-        self._printed_at, self._printed_tenth, self._printed_step = (
-            self._clock(),
-            self._tenth(),
-            self._seen.last["step"],
-        )
+    def _flush(self) -> None:
+        self._printed_at, self._printed_tenth, self._waiting = self._clock(), self._tenth(), False
         self._print(plain_line(self._seen))
 
     def _print(self, text: str) -> None:
@@ -203,147 +199,167 @@ class PlainView:
 
 
 def plain_line(seen: Seen) -> str:
-    """`step 120/1000  loss 3.412  lr 3.0e-04  41.2k tok/s  MFU –  mem 1.2 GiB  wait 0.3 %  left 2 m 10 s`."""
+    """`step 120/1000  loss 3.412  lr 3.0e-04  41.2k tok/s  mem 1.2 GiB  wait 0.3 %  left 2 m 10 s`, or of
+    sampling `120/1,000 questions  3,400 samples  41.2 % correct  139.0k tok/s  ...`; without what is not known."""
     line = seen.last
+    samples = [f"{line['samples']:,} samples"] if "samples" in line else []
     parts = [
-        f"step {line['step']}" + (f"/{seen.total_steps}" if seen.total_steps else ""),
-        f"loss {_number(seen.loss, '.3f')}",
-        f"lr {_number(line.get('lr'), '.1e')}",
-        format_rate(line.get("tokens_per_s"), "tok"),
-        f"MFU {format_share(line.get('mfu'))}",
-        f"mem {format_bytes(line.get('memory_bytes'))}",
-        f"wait {format_share(seen.wait_share())}",
-        f"left {format_duration(seen.left_s())}",
+        *samples,
+        _said(seen.loss, "loss {:.3f}"),
+        _said(line.get("lr"), "lr {:.1e}"),
+        _said(success_rate(line) if samples else None, "{} correct", format_share),
+        _said(line.get("tokens_per_s"), "{} tok/s", format_count),
+        _said(line.get("mfu"), "MFU {}", format_share),
+        _said(line.get("memory_bytes"), "mem {}", format_bytes),
+        _said(seen.wait_share(), "wait {}", format_share),
+        _said(seen.left_s(), "left {}", format_duration),
     ]
-    return "  ".join(parts)
+    return "  ".join([seen.done(), *(part for part in parts if part)])
+
+
+def _said(value: float | None, sentence: str, form: Callable[[float], str] | None = None) -> str:
+    return "" if value is None else sentence.format(form(value) if form else value)
 
 
 class LiveView:
-    """A panel that rich redraws from its own thread; the training only stores lines."""
+    """A panel that rich redraws from its own thread; the program only stores lines. A stage that ends leaves its
+    last picture behind."""
 
-    def __init__(self, seen: Seen, console: Console) -> None:
-        self._seen, self._console = seen, console
+    def __init__(self, console: Console) -> None:
+        self._console, self._lock, self._seen = console, threading.Lock(), Seen()
         self._events: deque[str] = deque(maxlen=4)
-        self._lock = threading.Lock()
-        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=REFRESHES_PER_S)
-        self._live.start()
+        self._live: Live | None = None
 
     def metrics(self, line: dict[str, Any]) -> None:
         with self._lock:
             self._seen.add(line)
 
     def event(self, kind: str, facts: dict[str, Any]) -> None:
-        with self._lock:
-            self._events.append(f"{time.strftime('%H:%M:%S')}  {event_text(kind, facts)}")
+        if kind == "stage":
+            self.close()
+            with self._lock:
+                self._seen = Seen.of(facts)
+                self._events.clear()
+            self._live = Live(
+                console=self._console, get_renderable=self._render, refresh_per_second=REFRESHES_PER_S
+            )
+            self._live.start()
+        elif self._live is None:
+            self._console.print(Text(told(kind, facts), style="dim"))
+        else:
+            with self._lock:
+                self._events.append(f"{time.strftime('%H:%M:%S')}  {told(kind, facts)}")
 
     def close(self) -> None:
+        live, self._live = self._live, None
         with contextlib.suppress(OSError):  # the terminal was closed
-            self._live.stop()
+            if live is not None:
+                live.stop()
 
     def _render(self) -> Panel:
-        with self._lock:  # only for the copy: the training must not wait for the drawing
+        with self._lock:  # only for the copy: the program must not wait for the drawing
             seen, events = replace(self._seen, recent=self._seen.recent.copy()), list(self._events)
-        return panel(seen, events, min(self._console.width, PANEL_COLUMNS))
+        return live_panel(seen, events, min(self._console.width, PANEL_COLUMNS))
 
 
-def panel(seen: Seen, events: Sequence[str], columns: int) -> Panel:
+def live_panel(seen: Seen, events: Sequence[str], columns: int) -> Panel:
     """The whole picture; `columns` must be what the terminal has at least."""
-    body: list[RenderableType] = [Text(seen.title, style="bold"), progress(seen)]
-    if seen.last:
-        body.append(_numbers(seen, room=columns - _FRAME_COLUMNS - _LABEL_COLUMNS))
-    else:
-        body.append(Text("waiting for the first step", style="dim"))
-    body += [Text(event, style="dim", no_wrap=True, overflow="ellipsis") for event in events]
-    return Panel(Group(*body), border_style="cyan", title="redline", title_align="left", width=columns)
+    head: list[RenderableType] = [Text(seen.title, style="bold"), progress(seen)]
+    rows = (
+        numbers(seen, room=columns - FRAME - LABEL) if seen.last else part("", "waiting for the first news")
+    )
+    return panel(head, [*rows, *part("events", *events)], columns)
+
+
+def panel(head: Sequence[RenderableType], rows: Sequence[Row], columns: int, title: str = "redline") -> Panel:
+    """A frame around a head and rows that are cut to the width, so that the picture never grows."""
+    body = [_cut(label, text, columns - FRAME) for label, text in rows]
+    return Panel(Group(*head, *body), border_style="cyan", title=title, title_align="left", width=columns)
+
+
+def _cut(label: str, text: Text, width: int) -> Text:
+    line = Text.assemble((label.ljust(LABEL), "dim"), text)
+    line.truncate(width, overflow="ellipsis")
+    line.no_wrap = True
+    return line
+
+
+def part(label: str, *lines: Text | str) -> list[Row]:
+    """Rows under one name."""
+    texts = (line if isinstance(line, Text) else Text(line) for line in lines)
+    return [(label if place == 0 else "", text) for place, text in enumerate(texts)]
 
 
 def progress(seen: Seen) -> Table:
-    """How far the run is, as a bar where somebody planned its end."""
-    share = seen.share_done()
-    if not (seen.total_steps or seen.max_hours):
-        row = Table.grid()
-        row.add_row(f"step {seen.last.get('step', 0)}")
-        return row
-    done = f"{format_share(share)}  step {seen.last.get('step', 0)}/{seen.total_steps or DASH}"
-    if seen.max_hours:
-        done += f"  {seen.last.get('elapsed_s', 0.0) / 3600:.2f}/{seen.max_hours:g} h"
+    """How far the stage is, as a bar where somebody planned its end."""
     row = Table.grid(expand=True, padding=(0, 2, 0, 0))
+    if not (seen.total_steps or seen.max_hours or seen.questions):
+        row.add_row(seen.done())
+        return row
     row.add_column(ratio=1)
     row.add_column(no_wrap=True)
-    row.add_row(ProgressBar(total=1.0, completed=share), done)
+    share = seen.share_done()
+    row.add_row(ProgressBar(total=1.0, completed=share), f"{format_share(share)}  {seen.done()}")
     return row
 
 
-def _numbers(seen: Seen, room: int) -> Table:
-    line = seen.last
-    smoothed = f"smoothed {_number(seen.smoothed_loss, '.3f')} · lr {_number(line.get('lr'), '.1e')}"
-    typical = (
-        f"median {format_count(seen.median_of('tokens_per_s'))} · {format_duration(seen.median_of('step_s'))}"
-        " a step"
-    )
-    rows = [
-        ("loss", _number(seen.loss, ".3f"), smoothed),
-        (
-            "",
-            sparkline([recent["loss"] for recent in seen.recent if recent.get("loss") is not None][-room:]),
-            "",
-        ),
-        *_validation(seen.validation),
-        ("speed", format_rate(line.get("tokens_per_s"), "tok"), typical),
-        ("MFU", format_share(line.get("mfu")), f"({seen.peak_note})"),
-        ("ceiling", format_share(line.get("ceiling_share")), "of the measured matmul rate"),
-        (
-            "memory",
-            format_bytes(line.get("memory_bytes")),
-            _memory_note(line.get("memory_bytes"), seen.memory_total_bytes),
-        ),
-        ("data wait", format_share(seen.wait_share()), "of the step"),
-        ("time left", format_duration(seen.left_s()), f"after {format_duration(line.get('elapsed_s'))}"),
-    ]
-    table = Table.grid(expand=True)
-    table.add_column(width=_LABEL_COLUMNS, no_wrap=True, style="dim")
-    table.add_column(ratio=1)
-    for label, value, note in rows:
-        table.add_row(
-            label, Text.assemble((value, "bold" if label else "cyan"), "  " if note else "", (note, "dim"))
+def numbers(seen: Seen, room: int) -> list[Row]:
+    """What the last lines say, without what is not known."""
+    line, rows = seen.last, list[Row]()
+
+    def put(label: str, value: str | None, note: str = "") -> None:
+        if value not in (None, DASH):
+            rows.extend(part(label, Text.assemble((value, "bold"), "  ", (note, "dim"))))
+
+    if "samples" in line:
+        left = f"at most {line['samples_left']:,} to come" if line.get("samples_left") else ""
+        put("samples", f"{line['samples']:,}", left)
+        put("correct", format_share(success_rate(line)), "of the samples")
+        put("speed", format_rate(line.get("tokens_per_s"), "tok"), "new tokens")
+    if seen.loss is not None:
+        smoothed = f"smoothed {seen.smoothed_loss:.3f}" if seen.smoothed_loss is not None else ""
+        put("loss", f"{seen.loss:.3f}", f"{smoothed} · lr {line['lr']:.1e}" if line.get("lr") else smoothed)
+        curve = sparkline(
+            [recent["loss"] for recent in seen.recent if recent.get("loss") is not None][-room:]
         )
-    return table
+        rows.extend(part("", Text(curve, style="cyan")))
+    if seen.validation:
+        put("validation", f"{seen.validation['valid_loss']:.3f}", _validation(seen.validation))
+    if "step" in line:
+        median_rate, step_s = seen.median_of("tokens_per_s"), seen.median_of("step_s")
+        typical = f"median {format_count(median_rate)} · {format_duration(step_s)} a step"
+        put("speed", format_rate(line.get("tokens_per_s"), "tok"), typical)
+    put("MFU", format_share(line.get("mfu")), f"({seen.mfu_note})" if seen.mfu_note else "")
+    put("ceiling", format_share(line.get("ceiling_share")), "of the measured matmul rate")
+    put("memory", format_bytes(line.get("memory_bytes")), _memory_note(seen))
+    put("data wait", format_share(seen.wait_share()), "of the step")
+    put("time left", format_duration(seen.left_s()), f"after {format_duration(line.get('elapsed_s'))}")
+    return rows
 
 
-def _validation(line: dict[str, Any]) -> list[tuple[str, str, str]]:
-    if not line:
-        return []
-    perplexity, bits = (
-        _number(line.get("valid_perplexity"), ".4g"),
-        _number(line.get("valid_bits_per_byte"), ".3f"),
+def _validation(line: dict[str, Any]) -> str:
+    known = {
+        "perplexity {:.4g}": "valid_perplexity",
+        "{:.3f} bits/byte": "valid_bits_per_byte",
+        "step {}": "step",
+    }
+    return " · ".join(said for form, name in known.items() if (said := _said(line.get(name), form)))
+
+
+def _memory_note(seen: Seen) -> str:
+    if not seen.on_gpu:
+        return "of this process"
+    used = seen.last["memory_bytes"] if seen.last.get("memory_bytes") else 0
+    share = (
+        f", {format_share(used / seen.device_bytes)} of {format_bytes(seen.device_bytes)}"
+        if seen.device_bytes
+        else ""
     )
-    note = f"perplexity {perplexity} · {bits} bits/byte · step {line['step']}"
-    return [("validation", _number(line["valid_loss"], ".3f"), note)]
+    return f"peak{share}"
 
 
-def _memory_note(used_bytes: int | None, total_bytes: int | None) -> str:
-    if used_bytes is None or total_bytes is None:
-        return "peak"
-    return f"peak, {format_share(used_bytes / total_bytes)} of {format_bytes(total_bytes)}"
-
-
-def event_text(kind: str, facts: dict[str, Any]) -> str:
-    """`checkpoint  step 500  took 1.3 s`: the end of a name gives the unit."""
-    return "  ".join(
-        [kind.replace("_", " "), *(_fact(name, value) for name, value in facts.items() if value is not None)]
-    )
-
-
-def _fact(name: str, value: Any) -> str:
-    numeric = isinstance(value, int | float)
-    if numeric and name.endswith("_bytes"):
-        name, value = name.removesuffix("_bytes"), format_bytes(value)
-    elif numeric and name.endswith("_s"):
-        name, value = name.removesuffix("_s"), format_duration(value)
-    elif isinstance(value, float):
-        value = f"{value:.4g}"
-    return f"{name.replace('_', ' ')} {value}"
-
-
-def _number(value: float | None, form: str) -> str:
-    return DASH if value is None else format(value, form)
+def shortened(values: Sequence[float], room: int) -> str:
+    """A curve of at most `room` blocks: the means of neighbouring values."""
+    each = -(-len(values) // max(1, room)) or 1
+    blocks: Iterable[Sequence[float]] = (values[i : i + each] for i in range(0, len(values), each))
+    return sparkline([sum(block) / len(block) for block in blocks])

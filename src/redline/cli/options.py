@@ -4,7 +4,6 @@ import argparse
 import json
 import math
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -68,30 +67,32 @@ def status(text: str) -> None:
 
 
 def byte_progress(what: str) -> Callable[[int, int, int], None]:
-    """A progress bar for source files read: share, tokens a second, time left. Redrawn in a terminal, else a
-    line every 5 s."""
-    from redline.record.units import format_duration, format_rate
+    """Shows how far source files are read: a bar in a terminal, else a line every 5 s."""
+    import time
 
-    started_s = last_s = time.monotonic()
-    terminal, finished = sys.stderr.isatty(), False
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    from redline.record.units import format_rate
+
+    rate_column = TextColumn("{task.fields[rate]}")
+    columns = (TextColumn(what), BarColumn(24), TaskProgressColumn(), rate_column, TimeRemainingColumn())
+    bar = Progress(*columns, console=Console(stderr=True))
+    task, began_s, told_s, terminal = bar.add_task(what, rate=""), time.monotonic(), 0.0, sys.stderr.isatty()
 
     def show(done: int, total: int, tokens: int) -> None:
-        nonlocal last_s, finished
-        now_s = time.monotonic()
-        if finished or (now_s - last_s < (0.2 if terminal else 5.0) and done < total):
+        nonlocal told_s
+        if bar.finished:
             return
-        last_s, elapsed_s, finished = now_s, max(1e-9, now_s - started_s), done >= total
-        left_s = elapsed_s * (total - done) / done if done else None
-        bar = "█" * (24 * done // max(1, total))
-        text = (
-            f"{what} [{bar:<24}] {done / max(1, total):4.0%}  {format_rate(tokens / elapsed_s, 'tokens')} "
-            f" left {format_duration(left_s)}"
-        )
-        print(
-            f"\r\033[K{text}" if terminal else text,
-            end="" if terminal and not finished else "\n",
-            file=sys.stderr,
-            flush=True,
-        )
+        spent_s = max(1e-9, time.monotonic() - began_s)
+        rate, ended = format_rate(tokens / spent_s, "tokens"), done >= total
+        if terminal:
+            bar.start()
+        bar.update(task, completed=done, total=total, rate=rate)
+        if not terminal and (ended or spent_s - told_s >= 5.0):
+            told_s = spent_s
+            status(f"{what}: {done / max(1, total):.0%}, {rate}")
+        if ended:
+            bar.stop()
 
     return show

@@ -109,7 +109,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _stage(options: argparse.Namespace) -> None:
+    from contextlib import closing
+
     from redline.cli import rft_tables as tables
+    from redline.cli.live import make_view
     from redline.cli.options import print_json, status
     from redline.plan.profiles import find_profile
     from redline.rft.plan import Bounds
@@ -125,7 +128,10 @@ def _stage(options: argparse.Namespace) -> None:
     if options.verb == "run":
         _run_rounds(recipe, folder, bounds, options)
         return
-    with open_session(recipe, folder, bounds, device=options.device, views=_views(options)) as session:
+    with (
+        closing(make_view(quiet=options.quiet or options.json)) as view,
+        open_session(recipe, folder, bounds, device=options.device, observers=[view]) as session,
+    ):
         found = _STAGE_CALLS[options.verb](session, options)
     if options.json:
         print_json(found)
@@ -134,14 +140,18 @@ def _stage(options: argparse.Namespace) -> None:
 
 
 def _run_rounds(recipe: "RftRecipe", folder: Path, bounds: Any, options: argparse.Namespace) -> None:
+    from contextlib import closing
+
     from redline.cli import rft_tables as tables
+    from redline.cli.live import make_view
     from redline.cli.options import print_json
     from redline.errors import ConfigError
     from redline.rft.run import run_rounds
 
     if options.rounds < 1:
         raise ConfigError(f"--rounds must be greater than 0, got {options.rounds}")
-    reports = run_rounds(recipe, folder, bounds, options.rounds, device=options.device, views=_views(options))
+    with closing(make_view(quiet=options.quiet or options.json)) as view:
+        reports = run_rounds(recipe, folder, bounds, options.rounds, device=options.device, observers=[view])
     if options.json:
         print_json(reports[0] if options.rounds == 1 else reports)
         return
@@ -161,34 +171,6 @@ def _recipe(options: argparse.Namespace) -> "RftRecipe":
             raise ConfigError(f"--rows takes a whole number greater than 0, or all; got {rows!r}")
         overrides.append(f"test.rows={0 if rows == 'all' else int(rows)}")
     return load_rft(options.recipe, overrides, preset=options.preset)
-
-
-def _views(options: argparse.Namespace) -> Any:
-    """What the stages show: progress on standard output, notes on standard error; nothing of it with --quiet
-    or --json."""
-    from redline.cli.live import make_view
-    from redline.cli.options import status
-    from redline.cli.sampling_view import make_sampling_view
-    from redline.rft.session import Views
-
-    class Shown(Views):
-        def note(self, text: str) -> None:
-            status(text)
-
-        def sampling(self, title: str) -> Any:
-            return make_sampling_view(title)
-
-        def training(self, title: str, total_steps: int) -> Any:
-            return [
-                make_view(
-                    title=title,
-                    total_steps=total_steps,
-                    max_hours=None,
-                    peak_note="not counted in fine-tuning",
-                )
-            ]
-
-    return Views() if options.quiet or options.json else Shown()
 
 
 def _run_sample(session: Any, options: argparse.Namespace) -> Any:

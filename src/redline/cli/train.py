@@ -117,5 +117,5 @@ def _train(options: argparse.Namespace, recipe, folder: Path) -> int:  # type: i
     if process.is_first and options.json:
         print_json({"run": str(folder), "step": outcome.step, "why": outcome.why, "metrics": outcome.metrics})
     elif process.is_first:
-        print_outcome(outcome, recipe, folder)
+        print_outcome(outcome.why, outcome.step, folder)
     return 0

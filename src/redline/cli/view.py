@@ -1,17 +1,18 @@
-"""What `redline train` says before, during and after a run."""
+"""What a training says before, while and after it runs."""
 
 import argparse
 import shlex
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from redline.cli.live import make_view
 from redline.cli.options import status
 from redline.config.recipe import Recipe
 from redline.plan.plan import Plan
 from redline.record.export import make_exporters
-from redline.record.units import format_bytes, format_count, format_rate
+from redline.record.observe import Observer
+from redline.record.read import Run, number, read_run, table
+from redline.record.units import exact, format_bytes, format_count, format_duration, format_share
 
 
 def describe(recipe: Recipe, plan: Plan, folder: Path) -> str:
@@ -26,7 +27,7 @@ def describe(recipe: Recipe, plan: Plan, folder: Path) -> str:
     )
 
 
-def peak_note(plan: Plan) -> str:
+def mfu_note(plan: Plan) -> str:
     """The MFU's convention in words, or why there is none."""
     dtype = "bf16" if plan.precision == "fp8" else plan.precision
     peak = plan.hardware.peak_tflops.get(dtype)
@@ -37,19 +38,20 @@ def peak_note(plan: Plan) -> str:
 
 def observers_for(
     options: argparse.Namespace, recipe: Recipe, plan: Plan, folder: Path, resume_step: int
-) -> list[Any]:
+) -> list[Observer]:
     """The live view and the exporters that were asked for."""
-    title = (
-        f"{recipe.name} · {format_count(plan.prediction.parameters)} parameters · {plan.hardware.title} ·"
-        f" {plan.precision}"
-    )
-    view = make_view(
-        title=title,
-        total_steps=recipe.train.steps,
-        max_hours=recipe.train.max_hours,
-        peak_note=peak_note(plan),
-        memory_total_bytes=plan.hardware.memory_bytes,
-        quiet=options.quiet or options.json,
+    size = format_count(plan.prediction.parameters)
+    view = make_view(quiet=options.quiet or options.json)
+    view.event(
+        "stage",
+        {
+            "title": f"{recipe.name} · {size} parameters · {plan.hardware.title} · {plan.precision}",
+            "total_steps": recipe.train.steps,
+            "max_hours": recipe.train.max_hours,
+            "mfu_note": mfu_note(plan),
+            "device_bytes": plan.hardware.memory_bytes,
+            "on_gpu": plan.hardware.kind == "cuda",
+        },
     )
     config = {"recipe": asdict(recipe), "fingerprint": recipe.fingerprint}
     exporters = make_exporters(
@@ -58,24 +60,43 @@ def observers_for(
     return [view, *exporters]
 
 
-def print_outcome(outcome: Any, recipe: Recipe, folder: Path) -> None:
-    from redline.train.loop import STOPPED
-
-    line = outcome.metrics
-    print(f"\n{outcome.why} at step {outcome.step:,} of {recipe.train.steps:,}")
-    if "valid_loss" in line:
-        print(
-            f"validation loss {line['valid_loss']:.4f} nats/token, perplexity {line['valid_perplexity']:.2f},"
-            f" {line['valid_bits_per_byte']:.4f} bits/byte"
-        )
-    if "tokens_per_s" in line:
-        print(
-            f"last step {format_rate(line['tokens_per_s'], 'tokens')}, memory"
-            f" {format_bytes(line['memory_bytes'])}"
-        )
-    if outcome.why == STOPPED:
-        print("the same command goes on from here")
+def print_outcome(why: str, step: int, folder: Path) -> None:
+    """How a run ended: the outcome, its median speed, and what to do next."""
+    run = read_run(folder)
+    planned = number(table(run.recipe.get("train")).get("steps"))
+    spent = f" after {format_duration(run.elapsed_s)}" if run.elapsed_s else ""
+    print(f"\n{why} at step {step:,}{f' of {planned:,.0f}' if planned else ''}{spent}")
+    for line in (_loss(run), _speed(run)):
+        if line:
+            print(line)
     name = shlex.quote(str(folder))
-    print(
-        f"run folder: {name}   (redline generate {name}, redline evaluate {name}, redline export {name} OUT)"
-    )
+    if why.startswith("stopped by"):
+        print("To go on, run the same command again.")
+    print(f"run folder: {name}")
+    print(f"  redline report {name}      the outcome, the speed and where the time went, as one page")
+    print(f"  redline diagnose {name}    what would make it faster")
+    print(f"  redline generate {name}    or evaluate, export: use the model")
+
+
+def _loss(run: Run) -> str:
+    tested = [line for line in run.metrics if number(line.get("valid_loss")) is not None]
+    if not tested:
+        return ""
+    last = tested[-1]
+    also = {"perplexity {:.2f}": "valid_perplexity", "{:.4f} bits/byte": "valid_bits_per_byte"}
+    rest = [
+        form.format(value) for form, name in also.items() if (value := number(last.get(name))) is not None
+    ]
+    return ", ".join([f"validation loss {last['valid_loss']:.4f} nats/token", *rest])
+
+
+def _speed(run: Run) -> str:
+    if run.speed is None:
+        return ""
+    unit = "tokens/s" if run.rate == "tokens_per_s" else "rows/s"
+    mfu = run.typical("mfu")
+    memory = max((number(line.get("memory_bytes")) or 0.0 for line in run.metrics), default=0.0)
+    return f"median speed {exact(run.speed.value)} {unit}" + "".join([
+        f", MFU {format_share(mfu.value)}" if mfu else "",
+        f", peak memory {format_bytes(memory)}" if memory else "",
+    ])  # fmt: skip

@@ -120,7 +120,7 @@ class Exporter:
         self._thread.start()
 
     def metrics(self, line: dict[str, Any]) -> None:
-        if self._thread.is_alive():
+        if self._thread.is_alive() and "step" in line:  # how far sampling is has no axis
             self._put((time.time(), line))
 
     def event(self, kind: str, facts: dict[str, Any]) -> None:

@@ -1,12 +1,14 @@
-"""Numbers as people read them: bytes, rates, durations, shares, and a line of values as one row of blocks.
+"""Numbers as people read them: bytes, rates, durations, shares, facts whose names end in their unit, and a line of
+values as one row of blocks.
 
-Used by the live view and the command line. None (not known) is shown as `–`; a number that is not finite is
-shown as what it is, because hiding a nan would hide a fault. Parsing is left out: records hold plain numbers,
-units are only for reading.
+Used by everything that shows a number. None (not known) is shown as `–`; a number that is not finite is shown as
+what it is, because hiding a nan would hide a fault. Parsing is left out: records hold plain numbers, units are
+only for reading.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 DASH = "–"
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -74,6 +76,41 @@ def format_amount(value: float | str, unit: str) -> str:
     else:
         text = f"{value:,.0f}" if abs(value) >= 1000 or float(value).is_integer() else f"{value:.3g}"
     return f"{text} {unit}".strip()
+
+
+def exact(value: float | None) -> str:
+    """`41,234`: all digits before the point; three digits where that would be nothing much."""
+    if value is None:
+        return DASH
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def factor(value: float) -> str:
+    """`1.00`, `0.978`, `768`: what was measured, to three digits."""
+    return f"{value:#.3g}".rstrip(".")
+
+
+def fact(name: str, value: Any) -> str:
+    """`stalled 8.95 ms`: the end of a name gives the unit."""
+    return " ".join(named(name, value))
+
+
+def named(name: str, value: Any) -> tuple[str, str]:
+    """A name without its unit, and the value with it."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return name.replace("_", " "), {"True": "yes", "False": "no"}.get(str(value), str(value))
+    for ending, form in _ENDINGS.items():
+        if name.endswith(ending):
+            return name.removesuffix(ending).replace("_", " "), form(value)
+    return name.replace("_", " "), f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+_ENDINGS: dict[str, Callable[[float], str]] = {
+    "_per_s": lambda rate: f"{exact(rate)}/s",
+    "_bytes": format_bytes,
+    "_share": format_share,
+    "_s": format_duration,
+}
 
 
 def sparkline(values: Sequence[float]) -> str:

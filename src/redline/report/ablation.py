@@ -16,8 +16,7 @@ from statistics import median
 from typing import Any
 
 from redline.record.read import number, table
-from redline.record.units import DASH, format_bytes
-from redline.report.numbers import exact, factor, named
+from redline.record.units import DASH, exact, factor, format_bytes, named
 from redline.tune.statistics import FEWEST_BLOCKS
 
 MOST_COLUMNS = 9

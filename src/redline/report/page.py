@@ -24,9 +24,8 @@ import jinja2
 from redline import __version__
 from redline.record.files import write_atomic
 from redline.record.metrics import METRICS
-from redline.record.units import format_bytes, format_count, format_duration, format_share
+from redline.record.units import exact, format_bytes, format_count, format_duration, format_share
 from redline.report.compare import comparable
-from redline.report.numbers import exact
 from redline.report.series import curves
 from redline.report.view import RunView, bad_gradient, side_by_side, when
 

@@ -6,11 +6,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from redline.record.read import State, number
-from redline.record.units import DASH, format_count, format_share, sparkline
+from redline.record.units import DASH, exact, format_count, format_share, sparkline
 from redline.report.ablation import Ablation, Trials
 from redline.report.compare import comparable
 from redline.report.narrow import WIDE, rows_with_texts
-from redline.report.numbers import exact
 from redline.report.view import RunView, bad_gradient, last_loss, side_by_side
 
 BAR_COLUMNS = 20

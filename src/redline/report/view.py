@@ -14,12 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from redline.record.read import Run, number, table
-from redline.record.units import DASH, format_bytes, format_count, format_duration, format_share
+from redline.record.units import (
+    DASH,
+    exact,
+    factor,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_share,
+)
+from redline.record.words import BAD, told
 from redline.report.ablation import Ablation, Trials, ablation, trials, tuning
 from redline.report.compare import ratio
 from redline.report.figures import Quality, Summary, summarise
 from redline.report.findings import FindingView, findings
-from redline.report.numbers import exact, fact, factor
 
 TESTED = {"base": "before", "answers": "after fine-tuning on the answers", "samples": "after RFT"}
 FIRST_EVENTS, LAST_EVENTS = 20, 80
@@ -51,7 +59,6 @@ class PlanRow:
 @dataclass(frozen=True)
 class EventRow:
     at: str
-    name: str
     text: str
     kind: str
 
@@ -199,25 +206,18 @@ def event_rows(run: Run) -> list[EventRow]:
     first, last = run.events[:FIRST_EVENTS], run.events[FIRST_EVENTS:][-LAST_EVENTS:]
     if not (left_out := len(run.events) - len(first) - len(last)):
         return _event_rows(run.events)
-    return [
-        *_event_rows(first),
-        EventRow("", f"{left_out:,} more", "in events.jsonl", ""),
-        *_event_rows(last),
-    ]
+    return [*_event_rows(first), EventRow("", f"{left_out:,} more in events.jsonl", ""), *_event_rows(last)]
 
 
 def _event_rows(events: list[dict[str, Any]]) -> list[EventRow]:
-    rows = []
-    for event in events:
-        facts = " · ".join(
-            fact(name, value)
-            for name, value in event.items()
-            if name not in ("at", "event") and value is not None
+    return [
+        EventRow(
+            when(number(event.get("at")) or math.inf),
+            told(event["event"], event),
+            "bad" if event["event"] in BAD else "",
         )
-        kind = str(event.get("event", ""))
-        bad = "bad" if kind == "failed" or "out_of_memory" in kind else ""
-        rows.append(EventRow(when(number(event.get("at")) or math.inf), kind.replace("_", " "), facts, bad))
-    return rows
+        for event in events
+    ]
 
 
 def accuracies(evaluations: list[dict[str, Any]]) -> list[Test]:

@@ -10,17 +10,19 @@ finished is not repeated.
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from redline.config.rft import RftRecipe, later_round, load_rft
 from redline.engine.server import ServerEngine
 from redline.errors import ConfigError
+from redline.record.observe import Observer
 from redline.record.run import read_lines
 from redline.rft.export import export
 from redline.rft.plan import Bounds
 from redline.rft.sample import sample
-from redline.rft.session import Session, Views, open_session
+from redline.rft.session import Session, open_session
 from redline.rft.test import run_test
 from redline.rft.train import check_result, train
 
@@ -32,7 +34,7 @@ def run_rounds(
     rounds: int,
     *,
     device: str | None = None,
-    views: Views | None = None,
+    observers: Sequence[Observer] = (),
 ) -> list[dict[str, Any]]:
     """The loop several times, in RUN/round-1 and so on. Every round trains the base model anew, on samples of
     a better sampler."""
@@ -46,7 +48,7 @@ def run_rounds(
     for number in range(1, rounds + 1):
         folder = run / f"round-{number}" if rounds > 1 else run
         own = recipe if number == 1 else later_round(recipe, str((run / f"round-{number - 1}").resolve()))
-        with open_session(own, folder, bounds, device=device, views=views) as session:
+        with open_session(own, folder, bounds, device=device, observers=observers) as session:
             reports.append(run_all(session, test_base=number == 1))
         if reports[-1]["why"] != "finished":
             break
@@ -92,7 +94,7 @@ def generate_dataset(
     recipe: str = "rft/units-smollm2",
     run: Path | None = None,
     overrides: tuple[str, ...] = (),
-    views: Views | None = None,
+    observers: Sequence[Observer] = (),
 ) -> int:
     """Sample `oversample` answers a question, keep the correct ones and write them as [question, answer,
     reasoning]; returns how many.
@@ -106,7 +108,7 @@ def generate_dataset(
     )
     environment = dict(os.environ) | ({"MICRO_BATCH_SIZE": str(batch_size)} if batch_size is not None else {})
     folder = run if run is not None else Path(output_json).with_suffix(".run")
-    with open_session(chosen, folder, Bounds(environment=environment), views=views) as session:
+    with open_session(chosen, folder, Bounds(environment=environment), observers=observers) as session:
         why = sample(session).why
     # the Ctrl-C that sampling took in hand; a part of the samples must not pass for all of them
     if why != "finished":

@@ -25,7 +25,7 @@ from redline.engine.local import LocalEngine
 from redline.engine.request import Completion, Engine
 from redline.model.transformer import Transformer
 from redline.rft.budget import Asked, Budget
-from redline.rft.session import Prompts, Session, Watcher
+from redline.rft.session import Prompts, Session
 from redline.rft.store import Sample, Source, Store, reasoning_key
 from redline.tasks.pool import Pool
 from redline.tasks.task import Question, Verdict
@@ -93,19 +93,16 @@ class _Drawing:
         if self.budget.finished:
             return "finished"
         recipe, began_s = self.session.recipe, time.monotonic()
-        watcher = self.session.views.sampling(f"{recipe.name} · sampling {len(self.questions):,} questions")
+        count = len(self.questions)
+        self.session.stage("sample", f"sampling {count:,} questions", questions=count)
         try:
             with ExitStack() as stack:
-                if watcher is not None:
-                    stack.callback(watcher.close)
                 pool = stack.enter_context(Pool(recipe.task.name, recipe.task.data))
                 engine = self.session.sampling_engine(
                     longest=self.prompts.longest, sequences=self.budget.samples_left()
                 )
                 stack.enter_context(engine)
-                compared = self._draw(
-                    engine, lambda completions: self._keep(completions, pool, watcher, began_s)
-                )
+                compared = self._draw(engine, lambda completions: self._keep(completions, pool, began_s))
             if not self.budget.stopped:
                 self._compare(engine, compared)  # the engine is closed: the forward has its memory
         finally:
@@ -152,9 +149,7 @@ class _Drawing:
                     break
         return compared
 
-    def _keep(
-        self, completions: Sequence[Completion], pool: Pool, watcher: Watcher | None, began_s: float
-    ) -> None:
+    def _keep(self, completions: Sequence[Completion], pool: Pool, began_s: float) -> None:
         """The other thread: score, store, tell the budget and those who watch."""
         rows = score(completions, self.questions, pool, self.session.task.answer_of)
         self.store.add(self.source, rows)
@@ -164,8 +159,7 @@ class _Drawing:
         self.correct += sum(row.correct for row in rows)
         self.tokens += sum(row.tokens for row in rows)
         self.failures += sum(row.reason is not None for row in rows)
-        if watcher is not None:
-            watcher.progress(self._facts(self.spent_s + time.monotonic() - began_s))
+        self.session.observers.metrics(self._facts(self.spent_s + time.monotonic() - began_s))
 
     def _facts(self, elapsed_s: float) -> dict[str, Any]:
         left = self.budget.samples_left()

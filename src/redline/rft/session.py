@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ from redline.model.lora import LoraConfig, lora_layers
 from redline.model.transformer import Transformer
 from redline.plan.plan import Why
 from redline.record.files import write_atomic
-from redline.record.observe import Observer
+from redline.record.observe import Observer, Observers
 from redline.record.run import RunFolder, failures_recorded
 from redline.rft.plan import Bounds, plan_precision, plan_samples, plan_slots, save_plan
 from redline.tasks.registry import load_task
@@ -50,28 +50,6 @@ from redline.train.restore import Opened, open_on, open_weights
 T = TypeVar("T")
 _BEGUN = ("samples.db", "evaluations.jsonl", "train-samples", "train-answers")
 """What there is to lose: a run that failed before the first of these does not hold its folder to a recipe."""
-
-
-class Watcher(Protocol):
-    """Somebody who watches sampling. Calls come from the scoring thread and must return at once."""
-
-    def progress(self, facts: dict[str, Any]) -> None: ...
-    def close(self) -> None: ...
-
-
-class Views:
-    """Who watches the stages; this one, the default, looks away."""
-
-    def note(self, text: str) -> None:
-        """Something is said that a person should know."""
-
-    def sampling(self, title: str) -> Watcher | None:
-        """Called when sampling or a test begins."""
-        return None
-
-    def training(self, title: str, total_steps: int) -> Sequence[Observer]:
-        """Called when fine-tuning begins."""
-        return ()
 
 
 @dataclass(frozen=True)
@@ -138,13 +116,28 @@ class Session:
     folder: RunFolder
     bounds: Bounds
     device: str | None = None
-    views: Views = field(default_factory=Views)
+    observers: Observers = field(default_factory=Observers)
     opening_s: float = 0.0
     """Spent on opening models."""
     slots: int = 0
     """Of the engine that was made last."""
     most_slots: int | None = None
     """Once memory ran out: what the next engine may have at the most."""
+
+    @property
+    def on_gpu(self) -> bool:
+        return torch.cuda.is_available() and self.device != "cpu"
+
+    def note(self, text: str) -> None:
+        """Tell whoever watches something that the record need not keep."""
+        self.observers.event("note", {"text": text})
+
+    def stage(self, name: str, title: str, **size: int) -> None:
+        """A part of the run begins: say so, with how much there is to do, and write it down."""
+        title = f"{self.recipe.name} · {title}"
+        facts = {"name": name, "title": title, "on_gpu": self.on_gpu, **size}
+        self.folder.event("stage", **facts)
+        self.observers.event("stage", facts)
 
     @functools.cached_property
     def task(self) -> Task:
@@ -191,7 +184,7 @@ class Session:
                 torch.cuda.empty_cache()
 
     def _speaker(self, path: str) -> Speaker:
-        self.views.note(f"opening {path}")
+        self.note(f"opening {path}")
         began_s = time.monotonic()
         opened, model = open_on(Path(path), device=self.device)
         self.opening_s += time.monotonic() - began_s
@@ -268,7 +261,7 @@ class Session:
         if place.server is None:
             return self.engine(self.sampler, longest=longest, sequences=sequences, stage="sample")
         return ServerEngine(
-            place.server, place.server_model, tokenizer=self.sampler.tokenizer, progress=self.views.note
+            place.server, place.server_model, tokenizer=self.sampler.tokenizer, progress=self.note
         )
 
     def until_it_fits(self, stage: str, attempt: Callable[[], T]) -> T:
@@ -287,20 +280,24 @@ class Session:
                 self.folder.event(
                     "out_of_memory", stage=stage, slots_before=self.slots, slots=self.most_slots
                 )
-                self.views.note(
+                self.note(
                     f"out of memory with {self.slots:,} sequences at once: going on with {self.most_slots:,}"
                 )
             torch.cuda.empty_cache()
 
     def memory_bytes(self) -> int:
         """Peak on the GPU; on a CPU what this process holds now."""
-        on_gpu = torch.cuda.is_available() and self.device != "cpu"
-        return torch.cuda.max_memory_allocated() if on_gpu else process_rss_bytes()
+        return torch.cuda.max_memory_allocated() if self.on_gpu else process_rss_bytes()
 
 
 @contextlib.contextmanager
 def open_session(
-    recipe: RftRecipe, run: Path, bounds: Bounds, *, device: str | None = None, views: Views | None = None
+    recipe: RftRecipe,
+    run: Path,
+    bounds: Bounds,
+    *,
+    device: str | None = None,
+    observers: Sequence[Observer] = (),
 ) -> Iterator[Session]:
     """Own the run folder and make it this recipe's; a folder that holds another recipe's beginnings is
     refused."""
@@ -325,7 +322,7 @@ def open_session(
         write_atomic(folder.recipe_path, to_toml(recipe))
         save_plan(folder.plan_path, {"samples_per_question": (samples, why)})
         with failures_recorded(run):  # only now: a run of another recipe has not failed when it is left alone
-            yield Session(recipe, folder, bounds, device, views or Views())
+            yield Session(recipe, folder, bounds, device, Observers(observers))
 
 
 def _with_sampler_of(before: RftRecipe, now: RftRecipe, run: Path) -> RftRecipe:

@@ -88,13 +88,10 @@ def _trained_as(session: Session, weights: Weights) -> str | None:
 
 
 def _answer(session: Session, questions: Sequence[Question], weights: Weights) -> tuple[list[Verdict], int]:
-    watcher = session.views.sampling(
-        f"{session.recipe.name} · testing {_SAID[weights]} on {len(questions):,} questions"
-    )
+    count = len(questions)
+    session.stage("test", f"testing {_SAID[weights]} on {count:,} questions", questions=count)
     began_s, tokens, texts = time.monotonic(), 0, [""] * len(questions)
     with ExitStack() as stack:
-        if watcher is not None:
-            stack.callback(watcher.close)
         speaker = stack.enter_context(_speaker(session, weights))
         prompts = session.prompts(questions, speaker, trained=weights != "base")
         engine = stack.enter_context(
@@ -105,10 +102,9 @@ def _answer(session: Session, questions: Sequence[Question], weights: Weights) -
         ):
             texts[place] = completion.text
             tokens += len(completion.tokens)
-            if watcher is not None:
-                watcher.progress(
-                    _facts(done, len(questions), tokens, time.monotonic() - began_s, session.memory_bytes())
-                )
+            session.observers.metrics(
+                _facts(done, count, tokens, time.monotonic() - began_s, session.memory_bytes())
+            )
     with Pool(session.recipe.task.name, session.recipe.task.data) as pool:
         return pool.score(list(zip(questions, texts, strict=True))), tokens
 

@@ -91,15 +91,9 @@ def train(session: Session, on: On) -> dict[str, Any]:
         add_lora(model, lora_config(session.recipe), session.recipe.seed)
     updates = -(-len(examples) // config.batch_size) * config.epochs
     began_s = time.monotonic()
-    observers = session.views.training(
-        f"{session.recipe.name} · fine-tuning on {len(examples):,} {on}", updates
-    )
-    try:
-        with RunFolder(place.record) as folder:
-            outcome = finetune(model, examples, config, folder=folder, observers=observers)
-    finally:
-        for observer in observers:
-            observer.close()
+    session.stage("train", f"fine-tuning on {len(examples):,} {on}", total_steps=updates)
+    with RunFolder(place.record) as folder:
+        outcome = finetune(model, examples, config, folder=folder, observers=[session.observers])
     elapsed_s = time.monotonic() - began_s
     session.folder.event(
         f"training_on_{on}", why=outcome.why, step=outcome.step, elapsed_s=round(elapsed_s, 3)
@@ -248,7 +242,7 @@ def _check_writer(session: Session, source: Source, samples: Path) -> None:
         writer = session.writer
     except CheckpointError as error:
         session.folder.event("writer_not_checked", why=str(error))
-        session.views.note(f"not checked: whether {samples} was written by the recipe's sampler; {error}")
+        session.note(f"not checked: whether {samples} was written by the recipe's sampler; {error}")
         return
     if writer != source.model:
         raise DataError(

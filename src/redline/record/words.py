@@ -1,0 +1,71 @@
+"""Events in words: what a line of events.jsonl says to a person, on every screen and page.
+
+    told("checkpoint", {"step": 500, "stalled_s": 0.009})      # checkpoint of update 500, 9 ms of training lost
+
+A kind has one or more sentences; the first whose facts are all there is used. Kinds that are not listed are told
+by their name and facts. `{name}` is the value with its unit, which the end of the name gives.
+"""
+
+from typing import Any
+
+from redline.record.units import fact, named
+
+WORDS: dict[str, tuple[str, ...]] = {
+    "note": ("{text}",),
+    "stage": ("{title}",),
+    "start": ("{recipe}: training begins", "training begins"),
+    "resume": ("resumed at update {step}",),
+    "end": ("{why} at update {step} after {elapsed_s}", "{why}"),
+    "failed": ("failed: {error}",),
+    "refused": ("refused: {error}",),
+    "validation": (
+        "validation loss {valid_loss} at update {step}",
+        "validation at update {step} took {stalled_s}",
+    ),
+    "checkpoint": (
+        "checkpoint of update {step}, {stalled_s} of training lost",
+        "checkpoint of update {step}",
+    ),
+    "out_of_memory": (
+        "out of memory at update {step} with {micro_batch_before} sequences a pass: going on with {micro_batch}",
+        "out of memory with {slots_before} sequences at once ({stage}): going on with {slots}",
+    ),
+    "validation_out_of_memory": (
+        "out of memory while validating at update {step}: {validation_micro_batch} sequences a pass from now on",
+    ),
+    "updates_not_recorded": ("updates {first} to {last} are missing from metrics.jsonl",),
+    "shards_not_hashed": ("{size_bytes} of token shards were not hashed; `{to_check}` does it",),
+    "communication_not_timed": ("communication is not timed: {why}",),
+    "sampling_end": (
+        "sampling {why}: {correct} of {samples} samples correct, {solved} of {questions} questions solved, {elapsed_s}",
+    ),
+    "engine": ("the engine kept {occupancy_share} of its {slots} slots busy",),
+    "logprob_gap": (
+        "log-probabilities of sampling and training differ by {mean} on average, {max} at most ({tokens} tokens)",
+    ),
+    "training_on_samples": ("fine-tuning on the samples {why} after {step} updates, {elapsed_s}",),
+    "training_on_answers": ("fine-tuning on the answers {why} after {step} updates, {elapsed_s}",),
+    "test": ("accuracy {name} {accuracy_share} ({low_share} to {high_share}), {n} questions",),
+    "writer_not_checked": ("not checked who wrote the samples: {why}",),
+    "generation": ("text generated in update {step}: {tokens} tokens in {calls} calls, {generate_s}",),
+    "waits_for_gpu": ("the host waited for the GPU {times} times in update {step}: {where}",),
+    "logging": ("{times} logs of the trainer took {stalled_s}",),
+}
+BAD = ("failed", "out_of_memory", "validation_out_of_memory", "updates_not_recorded")
+"""Kinds that a page shows in red."""
+_QUIET = ("at", "event", "exit_code")
+
+
+def told(kind: str, facts: dict[str, Any]) -> str:
+    """One event as a sentence."""
+    if kind == "engine" and "occupancy" in facts:
+        facts = facts | {"occupancy_share": facts["occupancy"]}
+    values = {name: named(name, value)[1] for name, value in facts.items() if value is not None}
+    for sentence in WORDS.get(kind, ()):
+        try:
+            more = ", the best so far" if kind == "validation" and facts.get("best") is True else ""
+            return sentence.format_map(values) + more
+        except KeyError:
+            continue
+    rest = [fact(name, value) for name, value in facts.items() if value is not None and name not in _QUIET]
+    return "; ".join([kind.replace("_", " "), *rest]) if rest else kind.replace("_", " ")
