@@ -5,7 +5,7 @@
 # make numerics  the tests of numerics on six instruction sets, as other CPUs would run them
 # make timing    the tests that watch a real clock; wants a quiet machine
 # make gpu-test  the tests that need a CUDA device
-# make claims    the seeds' claims measured on this machine: writes the tables of docs/claims.md
+# make claims    the tuning guides' claims measured on this machine: writes the tables of docs/claims.md
 # make format    rewrite the sources in the house format
 
 PYTHON ?= python3

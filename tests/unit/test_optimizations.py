@@ -59,12 +59,12 @@ def test_every_entry_has_a_source_for_what_it_claims() -> None:
             assert claim.low is None or 0 < claim.low <= (claim.high or 0), entry.name
 
 
-def test_every_seed_is_quoted() -> None:
+def test_every_guide_is_quoted() -> None:
     sources = " ".join(claim.source for entry in CATALOGUE.values() for claim in entry.claims)
-    for seed in ("seed 000", "seed 001", "seed 002", "seed 003", "seed 004"):
-        assert seed in sources
+    for guide in (f"tuning guide 00{n}" for n in range(5)):
+        assert guide in sources
     # The numbered sections of 003, each of which makes one promise.
-    assert {f"seed 003 §{n}" for n in range(1, 11)} <= {
+    assert {f"tuning guide 003 §{n}" for n in range(1, 11)} <= {
         c.source for e in CATALOGUE.values() for c in e.claims
     }
 
@@ -195,19 +195,19 @@ def test_the_arithmetic_of_the_refuted_claims() -> None:
     notes = {name: entry.note for name, entry in CATALOGUE.items() if entry.standing == "refuted"}
     factors = [(2, 3), (1.2, 1.3), (1.5, 2), (1.2, 1.5), (1.2, 1.5)]
     product = [math.prod(bounds) for bounds in zip(*factors, strict=True)]
-    assert f"{product[0]:.1f}-{product[1]:.1f}x" in notes["seed-003-product"]
+    assert f"{product[0]:.1f}-{product[1]:.1f}x" in notes["guide-003-product"]
     size = parameters(load_recipe("seeds/002").model).total
-    assert f"{size / 1e6:.0f}M" in notes["seed-002-500k"]
-    assert f"{6 * size * 500e3 / 1e15:.2f} PFLOP/s" in notes["seed-002-500k"]
+    assert f"{size / 1e6:.0f}M" in notes["guide-002-500k"]
+    assert f"{6 * size * 500e3 / 1e15:.2f} PFLOP/s" in notes["guide-002-500k"]
     assert A100.peak_tflops["bf16"] / A100.peak_tflops["fp32"] == pytest.approx(16)
-    assert f"{8 * 67}-{8 * 83}" in notes["seed-001-units"]
+    assert f"{8 * 67}-{8 * 83}" in notes["guide-001-units"]
     for d_model, layers, heads in ((768, 12, 12), (1024, 12, 16), (1024, 24, 16), (1280, 36, 20)):
         shape = ModelConfig(
             vocab_size=50257, num_layers=layers, hidden_size=d_model, num_heads=heads, ffn_size=3072,
             context_length=1, norm="layernorm",
             positions="learned", activation="gelu", bias=True,
         )  # fmt: skip
-        assert f"{parameters(shape).total / 1e6:.1f}M" in notes["seed-004-parameters"]
+        assert f"{parameters(shape).total / 1e6:.1f}M" in notes["guide-004-parameters"]
 
 
 def test_the_arguments_that_seed_003_names_do_not_exist() -> None:

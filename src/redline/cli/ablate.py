@@ -1,14 +1,14 @@
-"""Measure what every optimisation is worth: one by one from the naive state, then left out of the best,
+"""Measure what every optimisation is worth: one by one from a naive state, then left out of the best,
 claimed beside measured.
 
 redline ablate gpt2-124m                         the catalogue's pre-training list, on your recipe and machine
-redline ablate seeds/003                         a seed document's own list, on a recipe of its shape (000 to
-                                                 004)
+redline ablate seeds/003                         the list of a public tuning guide (docs/claims.md: 000 to 004),
+                                                 from the state it starts in, on a recipe of its shape
 redline ablate nano --only sdpa,fused-optimizer --minutes 5
 redline ablate seeds/002 --markdown > table.md   the table as Markdown, with who claimed what
 
-Killed or out of time, the same command goes on: finished trials are kept in the folder. `redline report
-FOLDER` draws it.
+If it is killed or runs out of time, run the same command again: finished trials are kept in the folder. `redline
+report FOLDER` draws it.
 """
 
 import argparse
@@ -119,7 +119,8 @@ def _where(options, hardware, facts, recipe) -> str:  # type: ignore[no-untyped-
         f"Made by `redline ablate {shlex.join(given)}` on {time.strftime('%Y-%m-%d')}: {hardware.title};"
         f" {versions}; fingerprint {recipe.fingerprint}. Speed with the change over speed without it, on top"
         " of what was kept before it; medians of blocks of steps in turns, with an interval of 95 %. * Four"
-        " rounds, each a fifth apart: 87.5 %. The naive state alone: two blocks."
+        " rounds, each a fifth apart: 87.5 %. The first state alone: two blocks. MFU: of the dense bf16 peak,"
+        " whatever the precision; generation counts the forward pass, LoRA no gradients of frozen weights."
     )
 
 
@@ -143,7 +144,8 @@ def _print(rows, title: str) -> None:  # type: ignore[no-untyped-def]
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     columns = [number for number, column in enumerate(COLUMNS) if column != "by"]
     for number in columns:
-        table.add_column(COLUMNS[number], overflow="fold")
+        heading = len("generate: leave one out") if number == 0 else None
+        table.add_column(COLUMNS[number], overflow="fold", min_width=heading)
     for heading, row in _shown(rows):
         if heading:
             table.add_section()

@@ -12,7 +12,7 @@ that does not exist yet): `ablate`, `optimizations`, the tuner and the diagnosis
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -33,6 +33,8 @@ Standing = Literal["switch", "built in", "recipe", "refuted"]
 `recipe`: said in the recipe, not by a switch. `refuted`: the claim is impossible, or names something that
 does not exist; the note holds the arithmetic."""
 PLANNER = "planner"
+GUIDE = "tuning guide"
+"""How the source of a claim begins that one of the five guides of docs/claims.md makes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +113,7 @@ class Optimization:
 
     @property
     def claimed(self) -> tuple[float, float] | None:
-        """The range that all its claims span; None where none gave a number."""
-        lows = [claim.low for claim in self.claims if claim.low is not None]
-        highs = [claim.high for claim in self.claims if claim.high is not None]
-        return (min(lows), max(highs)) if lows and highs else None
+        return span(self.claims)
 
     def why_not(self, recipe: Recipe, hardware: Hardware) -> str | None:
         """Why it does not apply to a recipe on this hardware; None: it does."""
@@ -122,7 +121,9 @@ class Optimization:
         reasons += [why_not(name, value, recipe, hardware) for name, value in self.on.items()]
         if self.change is not None:
             before, after = self.change.before_and_after(recipe)
-            reasons.append(f"{self.change.field} is {_value(before)} already" if before == after else None)
+            reasons.append(
+                f"{self.change.field} is {value_words(before)} already" if before == after else None
+            )
         return next((reason for reason in reasons if reason), None)
 
 
@@ -155,13 +156,27 @@ CONDITIONS: dict[str, Need] = {
 @dataclass(frozen=True, kw_only=True)
 class Samples:
     """What generation completes: as many prompts, samples of each, and lengths that are drawn evenly from 1
-    to `new_tokens`. Of seed 000 its 30 samples a question, of the task's lengths; of seed 001 its prompts and
-    answers before they were lengthened, and its 4 samples."""
+    to `new_tokens`. Of guide 000 its 30 samples a question, of the task's lengths; of guide 001 its prompts
+    and answers before they were lengthened, and its 4 samples."""
 
     prompts: int
     samples: int
     prompt_tokens: int
     new_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quote:
+    """A claim in the words of the document that a study follows, about speed, memory, utilisation or loss."""
+
+    words: str
+    low: float | None = None
+    high: float | None = None
+    of: str = ""
+    """The row that answers it: an entry's, or `all`."""
+    measures: Literal["speed", "memory"] = "speed"
+    answer: str = ""
+    """What there is to say where no row answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +186,10 @@ class Part:
 
     workload: WorkloadName
     names: tuple[str, ...]
+    start: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the first state, where they are not what the entries switch from."""
     samples: Samples | None = None
+    quotes: tuple[Quote, ...] = ()
 
 
 @cache
@@ -215,16 +233,35 @@ def find(name: str) -> Optimization:
 def study(name: str) -> tuple[Part, ...]:
     """The parts of a recipe's ablation, by the recipe's name, one a workload.
 
-    The order is the document's, but for what would undo what stands before it: bf16 comes before FP8, and FP8
-    after the compiler it needs. What a document leaves out and stands on (adapters, the key/value cache) comes
-    first; what it does not name at all is on from the start (bf16 in seed 001). Any other recipe goes from
-    fp32, eager, explicit attention, small passes, full recomputation and a for-loop optimiser."""
-    studies = _file()["study"]
-    parts = studies.get(name, studies["any other"])
-    return tuple(build(Part, part, f"catalogue.toml: study {name}") for part in parts)
+    A guide's study starts in the state that the guide describes and takes its changes in its order; what it
+    does not name at all comes last. Any other recipe goes from fp32, eager, explicit attention, small passes,
+    full recomputation and a for-loop optimiser."""
+    studies, parts = _file()["study"], []
+    for table in studies.get(name, studies["any other"]):
+        rest = {key: value for key, value in table.items() if key != "start"}
+        part = build(Part, rest, f"catalogue.toml: study {name}")
+        parts.append(replace(part, start=table.get("start", {})))
+    return tuple(parts)
+
+
+def claims_for(entry: Optimization, name: str) -> tuple[Claim, ...]:
+    """What the guide of the study `name` claims of an entry, or papers and projects where it says nothing;
+    all claims where the study is not a guide's."""
+    if not name.startswith("seeds/"):
+        return entry.claims
+    own = f"{GUIDE} {name.removeprefix('seeds/')}"
+    others = tuple(claim for claim in entry.claims if not claim.source.startswith(GUIDE))
+    return tuple(claim for claim in entry.claims if claim.source.startswith(own)) or others
 
 
 # ---- words ----
+
+
+def span(claims: Sequence[Claim | Quote]) -> tuple[float, float] | None:
+    """The range that claims span; None where none gave a number."""
+    lows = [claim.low for claim in claims if claim.low is not None]
+    highs = [claim.high for claim in claims if claim.high is not None]
+    return (min(lows), max(highs)) if lows and highs else None
 
 
 def ratio(claimed: tuple[float, float] | None) -> str:
@@ -241,11 +278,13 @@ def switched(entry: Optimization) -> str:
         return entry.standing
     if entry.change is not None:
         return "another recipe"
-    words = [f"{name}: {_value(entry.off[name])} to {_value(value)}" for name, value in entry.on.items()]
+    words = [
+        f"{name}: {value_words(entry.off[name])} to {value_words(value)}" for name, value in entry.on.items()
+    ]
     return ", ".join(words)
 
 
-def _value(value: object) -> str:
+def value_words(value: object) -> str:
     if isinstance(value, bool):  # 1 == True, and a number of chunks is no switch
         return "on" if value else "off"
     if isinstance(value, int):
@@ -279,7 +318,7 @@ def document() -> str:
     return "\n".join(lines + _table("Plan values", ("value", "may be", "numbers", "switched by", "proved by"), [
         (
             f"`{name}`",
-            ", ".join(map(_value, value.choices)) or "a whole number",
+            ", ".join(map(value_words, value.choices)) or "a whole number",
             value.effect,
             ", ".join(f"`{entry.name}`" for entry in entries if name in entry.on) or "–",
             ", ".join(value.proof) or "its speed",

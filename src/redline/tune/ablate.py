@@ -1,5 +1,5 @@
-"""The ablation: every optimisation of a study applied one by one from the naive state, then left out one by
-one from the best. No torch.
+"""The ablation: every optimisation of a study applied one by one from the study's first state, then left out
+one by one from the best. No torch.
 
     rows = ablate(recipe, "gpt2-124m", hardware, folder, only=(), minutes=30, progress=print)
     # folder/ablation.json: the rows, written after each; folder/trials.jsonl: finished trials, which are not
@@ -30,9 +30,13 @@ from redline.optimizations.catalogue import (
     Part,
     Samples,
     WorkloadName,
+    claims_for,
     find,
+    span,
     study,
+    value_words,
 )
+from redline.plan.arithmetic import flops_per_token
 from redline.plan.plan import Hardware
 from redline.record.files import write_atomic
 from redline.tune.arms import Arms, State, arms_for, naive
@@ -45,7 +49,7 @@ from redline.tune.turns import Pair, Turns
 Stage = Literal["baseline", "one by one", "second try", "all", "leave one out"]
 OUT_OF_TIME = "the time was up; the same command goes on from here"
 BASELINE_BLOCKS = 2
-"""Of the naive state by itself: every comparison measures it again."""
+"""Of the first state alone: every comparison measures it again."""
 RUNS = "runs"
 """The verdict on a change whose state before never did."""
 NOT_COMPARED = "not compared"
@@ -53,6 +57,9 @@ NOT_COMPARED = "not compared"
 LOGPROB_BAND = {"fp32": 1e-3, "bf16": 5e-2}
 """Mean difference of a log-probability from the fp32 model's that generation may show, by precision: 5 % of a
 probability, and 0.1 %."""
+THIRDS_OF_TRAINING = {"train": 3, "finetune": 2, "generate": 1}
+"""Of the FLOPs of training: a third each for the forward pass, the gradients of activations and those of the
+weights, which adapters do without."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +81,8 @@ class Row:
     rounds: int | None = None
     verdict: str = ""
     tokens_per_s: float | None = None
+    mfu: float | None = None
+    """Share of the GPU's dense bf16 peak, whatever the precision: one yardstick for all rows."""
     memory_bytes: int | None = None
     """Peak of the allocated bytes with the change; on a CPU resident bytes."""
     numerics: str = ""
@@ -124,7 +133,7 @@ def ablate(
                     samples=samples or part.samples,
                     bounds=bounds or Bounds(),
                 )
-                waterfalls.append(_Waterfall(part, arms, recipe, hardware, turns, write))
+                waterfalls.append(_Waterfall(name, part, arms, recipe, hardware, turns, write))
             # every list comes before the first thing is left out: the time may not be enough for all
             for waterfall in waterfalls:
                 waterfall.apply()
@@ -134,8 +143,8 @@ def ablate(
 
 
 def chosen(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
-    """The parts with all of their entries, or those in `only`: of the lists in their order, then what else a
-    part could switch."""
+    """The parts with all of their entries, or those in `only` with all else as the planner has it: of the lists
+    in their order, then what else a part could switch."""
     for name in only:
         if not any(_switches(part, name) for part in parts):
             workloads, standing = " or ".join(part.workload for part in parts), find(name).standing
@@ -152,7 +161,9 @@ def chosen(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
         for part in parts
     ]
     return [
-        replace(part, names=tuple(dict.fromkeys(own))) for part, own in zip(parts, names, strict=True) if own
+        replace(part, names=tuple(dict.fromkeys(own)), start={}, quotes=())
+        for part, own in zip(parts, names, strict=True)
+        if own
     ]
 
 
@@ -185,6 +196,7 @@ class _Waterfall:
 
     def __init__(
         self,
+        name: str,
         part: Part,
         arms: Arms,
         recipe: Recipe,
@@ -192,18 +204,15 @@ class _Waterfall:
         turns: Turns,
         write: Callable[[Row], None],
     ) -> None:
-        self.workload, self.arms, self.recipe, self.hardware, self.turns, self.write = (
-            part.workload,
-            arms,
-            recipe,
-            hardware,
-            turns,
-            write,
-        )
+        self.name, self.part, self.workload = name, part, part.workload
+        self.arms, self.recipe, self.hardware = arms, recipe, hardware
+        self.turns, self.write = turns, write
         self.entries = [find(name) for name in part.names]
-        self.state = arms.held(naive(self.entries, hardware))
+        start = {**naive(self.entries, hardware), **part.start}
+        self.start = ", ".join(f"{name} {value_words(value)}" for name, value in start.items())
+        self.state = arms.held(start)
         self.reference: Measured | None = None
-        """What `rounding` is compared with: the naive state, or the first after it that ran."""
+        """What `rounding` is compared with: the first state that ran."""
         self.runs = self.naive_runs = False
         """Whether the state, and the naive one, ever ran."""
         self.kept: list[tuple[Optimization, State]] = []
@@ -215,30 +224,28 @@ class _Waterfall:
         """One by one, what was refused a second time, and all that was kept."""
         first = self.state
         row = Row(
-            name="naive",
-            stage="baseline",
-            workload=self.workload,
-            title="every switch of the list off",
-            claimed=None,
-            source="",
+            name="start", stage="baseline", workload=self.workload, title=self.start, claimed=None, source=""
         )
-        self.write(self._baseline(row))
+        self._write(self._baseline(row))
         for entry in self.entries:
-            self.write(self._one(entry, "one by one"))
+            self._write(self._one(entry, "one by one"))
         for entry, before in list(self.refused):
             # another change took the same switch since
             rivals = [name for name in entry.on if self.state[name] != before[name]]
             if self.state != before and not rivals:
-                self.write(self._one(entry, "second try"))
+                self._write(self._one(entry, "second try"))
         if len(self.kept) > 1:  # with one it is that one's own row
-            self.write(self._all(first))
+            self._write(self._all(first))
 
     def leave_out(self) -> None:
         """Each of those kept, left out of the best."""
         for entry, before in self.kept:
-            self.write(self._without(entry, before))
+            self._write(self._without(entry, before))
 
     # ---- a row ----
+
+    def _write(self, row: Row) -> None:
+        self.write(replace(row, mfu=mfu(row.workload, row.tokens_per_s, self.recipe, self.hardware)))
 
     def _baseline(self, row: Row) -> Row:
         try:
@@ -314,15 +321,16 @@ class _Waterfall:
         )
 
     def _all(self, first: State) -> Row:
-        """All that were kept against the naive state; claimed: the product of their claims."""
-        claims = [entry.claimed for entry, _ in self.kept if entry.claimed]
-        product = (
-            (math.prod(low for low, _ in claims), math.prod(high for _, high in claims)) if claims else None
-        )
-        names = ", ".join(entry.name for entry, _ in self.kept)
-        source = "the product of the claims of those kept"
+        """All that were kept against the first state; claimed: what the guide says of all its changes
+        together. Claims of single changes overlap and are not multiplied."""
+        overall = [quote for quote in self.part.quotes if quote.of == "all"]
         row = Row(
-            name="all kept", stage="all", workload=self.workload, title=names, claimed=product, source=source
+            name="all kept",
+            stage="all",
+            workload=self.workload,
+            title=", ".join(entry.name for entry, _ in self.kept),
+            claimed=span(overall),
+            source="; ".join(quote.words for quote in overall),
         )
         pair = self.turns.pair(f"{self.workload} all", self.arms.trial(first), self.arms.trial(self.state))
         if pair is None:
@@ -333,14 +341,14 @@ class _Waterfall:
         )
 
     def _row(self, entry: Optimization, stage: Stage) -> Row:
-        sources = "; ".join(claim.source for claim in entry.claims)
+        claims = claims_for(entry, self.name)
         return Row(
             name=entry.name,
             stage=stage,
             workload=self.workload,
             title=entry.title,
-            claimed=entry.claimed,
-            source=sources,
+            claimed=span(claims),
+            source="; ".join(claim.source for claim in claims),
         )
 
     def _numerics(self, effect: EntryEffect, state: State, pair: Pair) -> tuple[bool, str]:
@@ -393,6 +401,16 @@ def _compared_row(row: Row, pair: Pair, *, runs: bool) -> Row:
     return replace(
         row, measured_ratio=found.ratio, low=found.low, high=found.high, verdict=found.verdict, rounds=rounds
     )
+
+
+def mfu(
+    workload: WorkloadName, tokens_per_s: float | None, recipe: Recipe, hardware: Hardware
+) -> float | None:
+    peak = hardware.peak_tflops.get("bf16")
+    if tokens_per_s is None or peak is None:
+        return None
+    flops = THIRDS_OF_TRAINING[workload] / 3 * flops_per_token(recipe.model, recipe.data.seq_len)
+    return tokens_per_s * flops / (peak * 1e12)
 
 
 def speed(measured: Measured) -> float:

@@ -3,12 +3,22 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from redline.optimizations.catalogue import ratio
+from redline.optimizations.catalogue import Part, Quote, ratio, study
 from redline.record.units import format_bytes
 from redline.tune.ablate import Row
 from redline.tune.statistics import FEWEST_BLOCKS
 
-COLUMNS = ("change", "claimed", "by", "measured", "interval", "verdict", "tokens/s", "memory", "numerics")
+COLUMNS = (
+    "change",
+    "claimed",
+    "by",
+    "measured",
+    "interval",
+    "verdict",
+    "tokens/s (MFU)",
+    "memory",
+    "numerics",
+)
 BRIEF = ("change", "claimed", "measured", "interval", "verdict")
 WORKLOADS = {"train": "pre-training", "generate": "generation", "finetune": "LoRA fine-tuning"}
 
@@ -20,7 +30,8 @@ def cells(row: Row) -> tuple[str, ...]:
     verdict = row.verdict if row.outcome == "ok" else row.outcome
     verdict = ", ".join(part for part in (verdict, "kept" if row.kept else "", row.note) if part)
     name = {"all": f"all kept: {row.title}", "second try": f"{row.name}, again"}.get(row.stage, row.name)
-    tokens = f"{row.tokens_per_s:,.0f}" if row.tokens_per_s is not None else ""
+    share = f" ({100 * row.mfu:.2g} %)" if row.mfu is not None else ""
+    tokens = f"{row.tokens_per_s:,.0f}{share}" if row.tokens_per_s is not None else ""
     memory = format_bytes(row.memory_bytes) if row.memory_bytes else ""
     return (
         name,
@@ -41,17 +52,23 @@ def brief_cells(row: Row) -> tuple[tuple[str, ...], str]:
         {"change": row.name} if row.stage == "all" else {}
     )
     kept = row.title if row.stage == "all" else ""
-    speed = f"{named['tokens/s']} tokens/s" if named["tokens/s"] else ""
+    speed = f"tokens/s (MFU): {named['tokens/s (MFU)']}" if row.tokens_per_s is not None else ""
     below = (kept, speed, named["memory"], named["numerics"], row.note)
     return tuple(named[column] for column in BRIEF), "; ".join(text for text in below if text)
 
 
 def markdown(rows: Sequence[Row], title: str, where: str) -> str:
-    """One table a workload and stage; what there was no time for is named below it."""
+    """What the guide of the study claims, with the answers; then one table a workload and stage, and what there
+    was no time for below it."""
     lines = [f"## {title}", "", where, ""]
+    answers = [(quote, _answer(quote, part, rows)) for part in study(title) for quote in part.quotes]
+    if answers:
+        lines += ["### What the guide claims", "", "| in its words | measured |", "|---|---|"]
+        lines += [f'| "{quote.words}" | {answer} |' for quote, answer in answers] + [""]
     for workload, stage in dict.fromkeys((row.workload, _stage(row)) for row in rows):
         shown = [row for row in rows if (row.workload, _stage(row)) == (workload, stage)]
         lines += [f"### {WORKLOADS[workload]}, {stage}", ""]
+        lines += [line for row in shown if row.stage == "baseline" for line in (f"Start: {row.title}.", "")]
         if ran := [row for row in shown if row.outcome != "not run"]:
             lines += [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
             lines += [f"| {' | '.join(cell.replace('|', '/') for cell in cells(row))} |" for row in ran]
@@ -61,9 +78,26 @@ def markdown(rows: Sequence[Row], title: str, where: str) -> str:
     return "\n".join(lines)
 
 
+def _answer(quote: Quote, part: Part, rows: Sequence[Row]) -> str:
+    """What a row of the ladder says about a claim, of its speed or of the memory it takes."""
+    before_bytes: int | None = None
+    for row in rows:
+        if row.workload != part.workload or row.stage == "leave one out":
+            continue
+        if quote.of == ("all" if row.stage == "all" else row.name) and row.measured_ratio is not None:
+            if quote.measures == "speed":
+                since = "from the start below" if row.stage == "all" else "on top of those kept before it"
+                return f"{row.measured_ratio:.2f}x in tokens/s ({row.verdict}), {since}"
+            if row.memory_bytes and before_bytes:
+                return f"{row.memory_bytes / before_bytes:.2f}x the memory: {format_bytes(row.memory_bytes)}"
+        if row.kept or row.stage == "baseline":
+            before_bytes = row.memory_bytes
+    return quote.answer or "not run"
+
+
 def _stage(row: Row) -> str:
     return (
         "left out of the best, one at a time"
         if row.stage == "leave one out"
-        else "one by one from the naive state"
+        else "one by one, each on top of those kept before it"
     )
