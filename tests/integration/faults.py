@@ -6,9 +6,11 @@ import os
 import resource
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -29,6 +31,17 @@ def kill_at(call: int) -> None:
 
     for name in ("fsync", "rename", "replace"):
         setattr(os, name, counting(getattr(os, name)))
+
+
+def in_double() -> None:
+    """What is fp32 is computed in double precision, so that two orders of addition differ by 1e-15."""
+    import torch
+
+    from redline.train import execution
+
+    torch.set_default_dtype(torch.float64)
+    torch.float32, torch.Tensor.float = torch.float64, torch.Tensor.double  # type: ignore[method-assign]
+    execution.COMPUTE_DTYPE["fp32"] = torch.float64
 
 
 def small_files(size_bytes: int) -> None:
@@ -132,13 +145,46 @@ def waits_elsewhere() -> None:
     communication.LAST_WAIT = "a method of another version"
 
 
-def terminated_at(update: int) -> None:
-    """SIGTERM to this process during its n-th update."""
+def signalled_at(update: int, number: int = signal.SIGTERM) -> None:
+    """A signal to this process during its n-th update."""
+
+    def hook(at: int, _learner: Any) -> None:
+        if at == update:
+            os.kill(os.getpid(), number)
+
+    _at_each_update(hook)
+
+
+def kill_after(update: int, calls: int) -> None:
+    """SIGKILL when this many Python functions have been called or left since the n-th update: anywhere in the
+    loop, and at the same place every time."""
+
+    def hook(at: int, _learner: Any) -> None:
+        if at == update:
+            sys.setprofile(count)
+
+    def count(*_event: Any) -> None:
+        nonlocal calls
+        calls -= 1
+        if calls < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _at_each_update(hook)
+
+
+def clock_of_updates(update_s: float, killed_at: int = 0) -> None:
+    """The loop's clock advances by this much with every update, and not otherwise. SIGKILL at the n-th."""
+    from redline.train import loop
+
+    now_s = 0.0
 
     def hook(number: int, _learner: Any) -> None:
-        if number == update:
-            os.kill(os.getpid(), signal.SIGTERM)
+        nonlocal now_s
+        now_s += update_s
+        if number == killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
 
+    loop.time = SimpleNamespace(monotonic=lambda: now_s, perf_counter=time.perf_counter)
     _at_each_update(hook)
 
 

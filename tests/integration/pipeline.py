@@ -9,8 +9,8 @@ assert_same_training(run, reference)       # to the last bit
 
 import json
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -59,6 +59,12 @@ checkpoint_every = 7
 class Nano:
     warm: Warm
     cache: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of every command."""
+
+    def in_double(self) -> "Nano":
+        """The same, computing in double precision where the plan says fp32."""
+        return replace(self, environment={"IN_DOUBLE": "1"})
 
     def recipe(self, folder: Path, *overrides: str) -> Path:
         """Write the recipe with overrides into the folder; the corpus is the same for all."""
@@ -74,7 +80,8 @@ class Nano:
         return path
 
     def start(self, recipe: Path, run: Path, *options: str, fault: Fault | None = None) -> Command:
-        return self.warm.start("train", recipe, "--run", run, "--json", *options, fault=fault)
+        arguments = ("train", recipe, "--run", run, "--json", *options)
+        return self.warm.start(*arguments, fault=fault, environment=self.environment)
 
     def train(self, recipe: Path, run: Path, *options: str, fault: Fault | None = None) -> Done:
         return self.start(recipe, run, *options, fault=fault).wait()
@@ -90,7 +97,9 @@ class Nano:
         arguments = ("train", recipe, "--run", run, "--json", *options)
         ranks = [
             self.warm.start(
-                *arguments, fault=fault, environment={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                *arguments,
+                fault=fault,
+                environment={**self.environment, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             for rank, fault in enumerate(faults)
         ]
@@ -134,10 +143,14 @@ def assert_same_training(run: Path, reference: Path) -> None:
     """Equal to the last bit: every line, and every tensor of the last checkpoint and of the best."""
     assert training(run) == training(reference)
     for which in ("last", "best"):
-        found, expected = weights(run, which), weights(reference, which)
         assert resolve(run, which).name == resolve(reference, which).name
-        assert found.keys() == expected.keys()
-        assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+        assert_same_weights(run, reference, which)
+
+
+def assert_same_weights(run: Path, reference: Path, which: str = "last") -> None:
+    found, expected = weights(run, which), weights(reference, which)
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
 
 
 def assert_close_training(run: Path, reference: Path, rel: float) -> None:

@@ -6,15 +6,13 @@ Ctrl-C and SIGTERM. Whatever stopped a run, the same command goes on with it, un
 was left alone ends.
 """
 
-import json
 import random
 import signal
-import time
 from pathlib import Path
 
 import pytest
-from pipeline import Nano, assert_same_training, events, lines_written, steps
-from warm import Command, Fault
+from pipeline import Nano, assert_same_training, events, steps
+from warm import Fault
 
 from redline.train.checkpoint import verify
 from redline.train.checkpoint_files import step_folders
@@ -28,6 +26,11 @@ VARIANTS = {
 }
 
 
+NOTHING_LEARNED = "train.lr=1e-30"
+"""So small beside any weight that fp32 rounds the update away: the validation loss keeps its bits, and is never
+better."""
+
+
 @pytest.fixture(scope="module")
 def references(nano: Nano, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     """Of each variant its recipe and a run that nobody disturbed."""
@@ -37,13 +40,6 @@ def references(nano: Nano, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         made[name] = (nano.recipe(folder, *overrides), folder / "run")
         nano.outcome(*made[name])
     return made
-
-
-def wait_for_lines(command: Command, run: Path, more: int) -> None:
-    """Until the command has written this many lines more than there were, or has ended."""
-    wanted = lines_written(run) + more
-    while command.alive() and lines_written(run) < wanted:
-        time.sleep(0.001)
 
 
 def assert_record_is_true(run: Path) -> None:
@@ -69,14 +65,9 @@ def test_killed_at_random_moments(
     recipe, reference = references[variant]
     run = tmp_path / "run"
     rng = random.Random(variant)
-    kills = 0
-    for _ in range(4):
-        command = nano.start(recipe, run)
-        wait_for_lines(command, run, more=rng.randint(1, 12))
-        time.sleep(rng.random() * 0.02)
-        command.kill()
-        kills += command.code == -signal.SIGKILL
-    assert kills >= 2, "the run was over before it was killed"
+    for _ in range(4):  # an update makes some hundred calls, a checkpoint some thousand
+        fault = Fault("kill_after", update=rng.randint(1, 6), calls=int(10 ** rng.uniform(0, 4)))
+        assert nano.train(recipe, run, fault=fault).code == -signal.SIGKILL
     assert nano.outcome(recipe, run)["why"] == "finished"
     assert_same_training(run, reference)
     assert_record_is_true(run)
@@ -84,19 +75,19 @@ def test_killed_at_random_moments(
 
 @pytest.mark.slow
 def test_killed_at_every_place_of_a_commit(nano: Nano, tmp_path: Path) -> None:
-    """Every fsync and rename of a short run with three checkpoints is once the last thing it does."""
-    # A rate so high that the first validation stays the best: its mark, once lost, would not be made again.
+    """Every fsync and rename of a short run with two checkpoints is once the last thing it does."""
+    # A rate so low that the first validation stays the best: its mark, once lost, would not be made again.
     brief = (
-        "train.steps=6",
+        "train.steps=4",
         "train.checkpoint_every=2",
         "train.eval_every=2",
         "train.eval_sequences=4",
         "train.keep_checkpoints=1",
     )
-    recipe = nano.recipe(tmp_path, *brief, "train.lr=2", "train.warmup_steps=6")
+    recipe = nano.recipe(tmp_path, *brief, NOTHING_LEARNED)
     reference = tmp_path / "reference"
     nano.outcome(recipe, reference)
-    assert [event["best"] for event in events(reference, "validation")] == [True, False, False]
+    assert [event["best"] for event in events(reference, "validation")] == [True, False]
     killed, torn = 0, 0
     for call in range(1, 100):
         run = tmp_path / str(call)
@@ -118,18 +109,12 @@ def test_a_request_to_stop_ends_the_run_cleanly(
 ) -> None:
     recipe, reference = references["adamw"]
     run = tmp_path / "run"
-    command = nano.start(recipe, run)
-    wait_for_lines(command, run, more=9)
-    command.send(number)
-    done = command.wait()
-    assert done.code == 0, done.err
-    said = json.loads(done.out)
-    assert said["why"] == "stopped by signal"
-    assert said["step"] < 40
-    assert len(steps(run)) == said["step"] == max(step_folders(run / "checkpoints"))
+    said = nano.outcome(recipe, run, fault=Fault("signalled_at", update=9, number=int(number)))
+    assert (said["why"], said["step"]) == ("stopped by signal", 9)
+    assert len(steps(run)) == 9 == max(step_folders(run / "checkpoints"))
     assert events(run)[-1]["why"] == "stopped by signal"
     assert nano.outcome(recipe, run)["step"] == 40
-    assert [event["step"] for event in events(run, "start", "resume")] == [0, said["step"]]
+    assert [event["step"] for event in events(run, "start", "resume")] == [0, 9]
     assert_same_training(run, reference)
     assert_record_is_true(run)
 
@@ -147,47 +132,36 @@ def test_a_finished_run_is_left_as_it_is(nano: Nano, references: dict[str, tuple
 
 
 def test_early_stop_is_the_same_after_a_kill(nano: Nano, tmp_path: Path) -> None:
-    diverging = (
-        "train.lr=5",
-        "train.warmup_steps=40",
-        "train.checkpoint_every=2",
-        "train.eval_every=2",
-        "train.early_stop_evals=3",
-    )
-    recipe = nano.recipe(tmp_path, *diverging)
+    """Validations at 2, 4, 6 and 8, of which only the first is better than what was before."""
+    often = ("train.checkpoint_every=2", "train.eval_every=2", "train.early_stop_evals=3")
+    recipe = nano.recipe(tmp_path, *often, NOTHING_LEARNED)
     reference, run = tmp_path / "reference", tmp_path / "run"
     outcome = nano.outcome(recipe, reference)
     assert outcome["why"] == "early stop: 3 validations without a better loss"
-    assert outcome["step"] == 8
-    found = [event["valid_loss"] for event in events(reference, "validation")]
-    assert min(found) == found[0]
-    assert nano.train(recipe, run, fault=Fault("kill_at", call=40)).code == -signal.SIGKILL
-    assert nano.outcome(recipe, run)["step"] == 8
-    assert events(run, "resume")[0]["step"] in (4, 6), (
-        "validations without a gain lie on both sides of the kill"
-    )
+    assert [event["best"] for event in events(reference, "validation")] == [True, False, False, False]
+    assert nano.train(recipe, run, fault=Fault("kill_after", update=7, calls=0)).code == -signal.SIGKILL
+    assert nano.outcome(recipe, run)["step"] == outcome["step"] == 8
+    assert events(run, "resume")[0]["step"] in (4, 6), "validations without a gain on both sides of the kill"
     assert_same_training(run, reference)
     assert nano.outcome(recipe, run)["why"] == "stopped early before"
     assert len(steps(run)) == 8
 
 
 def test_the_clock_ends_the_run_and_the_schedule(nano: Nano, tmp_path: Path) -> None:
-    limit_s = 1.5
-    recipe = nano.recipe(
-        tmp_path, "train.steps=100000", f"train.max_hours={limit_s / 3600}", "train.eval_every=0"
-    )
+    """One hour at three minutes an update, with a kill after the eighth: its time since the checkpoint at 7
+    is lost with it."""
+    recipe = nano.recipe(tmp_path, "train.steps=100000", "train.max_hours=1", "train.eval_every=0")
     run = tmp_path / "run"
-    command = nano.start(recipe, run)
-    wait_for_lines(command, run, more=8)
-    command.kill()
-    done = nano.outcome(recipe, run)
-    assert done["why"].startswith("time limit of ")
+    killed = nano.train(recipe, run, fault=Fault("clock_of_updates", update_s=180.0, killed_at=8))
+    assert killed.code == -signal.SIGKILL
+    done = nano.outcome(recipe, run, fault=Fault("clock_of_updates", update_s=180.0))
+    assert (done["why"], done["step"]) == ("time limit of 1.0 h", 21)
     lines = steps(run)
-    assert limit_s * 0.9 < lines[-1]["elapsed_s"] < limit_s + 2, "time counts over all attempts"
+    assert [line["elapsed_s"] for line in lines] == pytest.approx([180.0 * line["step"] for line in lines])
     assert "valid_loss" in lines[-1]
     rates = [line["lr"] for line in lines[4:]]
     assert rates == sorted(rates, reverse=True)
     assert rates[0] > 0.009
-    assert rates[-1] == pytest.approx(0.001, rel=0.05), "min_lr_ratio of the peak"
+    assert rates[-1] == pytest.approx(0.001), "min_lr_ratio of the peak"
     assert nano.outcome(recipe, run)["metrics"] == {}
     assert len(steps(run)) == len(lines)

@@ -237,7 +237,7 @@ class TestDisk:
     ) -> None:
         """A write that is cut off in the middle: of a checkpoint's shard, and of a line of the metrics."""
         run = tmp_path / "run"
-        assert nano.outcome(recipe, run, fault=Fault("terminated_at", update=12))["step"] == 12
+        assert nano.outcome(recipe, run, fault=Fault("signalled_at", update=12))["step"] == 12
         written = (run / "metrics.jsonl").stat().st_size
         # the next line stands before the next checkpoint
         limit = written + 100 if what == "metrics.jsonl" else 100_000
@@ -281,7 +281,7 @@ class TestFolder:
         corpus = tmp_path / "verses.jsonl"
         shutil.copy(nano.cache / "verses.jsonl", corpus)
         options = ("--set", f"data.source={corpus}", "--set", "train.steps=8")
-        nano.outcome(recipe, tmp_path / "run", *options, fault=Fault("terminated_at", update=5))
+        nano.outcome(recipe, tmp_path / "run", *options, fault=Fault("signalled_at", update=5))
         corpus.write_text("\n".join(reversed(corpus.read_text().splitlines())) + "\n")
         line = refused(nano.train(recipe, tmp_path / "run", *options), code=4)
         assert "was trained on other tokens" in line
@@ -293,7 +293,7 @@ class TestDamagedCheckpoint:
         self, nano: Nano, recipe: Path, reference: Path, tmp_path: Path, damage: str
     ) -> None:
         run = tmp_path / "run"
-        nano.outcome(recipe, run, fault=Fault("terminated_at", update=24))
+        nano.outcome(recipe, run, fault=Fault("signalled_at", update=24))
         assert checkpoints(run) == [20, 21, 24]
         newest = run / "checkpoints" / "step-00000024"
         (shard,) = newest.glob("*.safetensors")

@@ -170,6 +170,8 @@ def _become(request: dict[str, Any]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.update(request["environment"])
     sys.argv = ["redline", *request["arguments"]]
+    if "IN_DOUBLE" in os.environ:
+        faults.in_double()
     if request["fault"] is not None:
         name, given = request["fault"]
         getattr(faults, name)(**given)
