@@ -67,7 +67,7 @@ fuzz: .venv/dev
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/pytest tests/fuzz --timeout 1800
 
 gpu-test: .venv/dev
-	$(BIN)/pytest tests/gpu
+	$(BIN)/pytest tests/gpu --durations=15
 
 claims: .venv/dev
 	@mkdir -p runs

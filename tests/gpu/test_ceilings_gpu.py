@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from redline.machine.ceilings import BOOST_MARGIN
 from redline.machine.facts import read_facts
 from redline.machine.specs import match_spec
 from redline.machine.telemetry import GpuTelemetry
@@ -20,13 +21,12 @@ def measured():
     from redline.machine.ceilings import measure
 
     precision, seed = torch.backends.cuda.matmul.fp32_precision, torch.cuda.get_rng_state()
-    started_s = time.perf_counter()
     ceilings = measure()
-    elapsed_s = time.perf_counter() - started_s
     assert torch.backends.cuda.matmul.fp32_precision == precision
     assert torch.equal(torch.cuda.get_rng_state(), seed)
-    print(f"{elapsed_s:.1f} s: {ceilings}")
-    return ceilings, elapsed_s
+    assert torch.cuda.memory_allocated() < 64 * 2**20
+    print(ceilings)
+    return ceilings
 
 
 @pytest.fixture(scope="module")
@@ -47,46 +47,29 @@ def test_facts_agree_with_torch():
     assert 0.95 * gpus[0].memory_bytes <= seen.total_memory <= gpus[0].memory_bytes
 
 
-@pytest.mark.parametrize(
-    ("dtype", "least_share"), [("bf16", 0.4), ("fp16", 0.4), ("tf32", 0.4), ("fp32", 0.4), ("fp8", 0.35)]
-)
-def test_matmul_reaches_a_fair_share_of_the_datasheet(dtype, least_share, measured, spec):
-    peak_tflops, best_tflops = spec.peak_tflops(dtype), measured[0].matmul_tflops(dtype)
-    if peak_tflops is None:
-        assert best_tflops is None
-        return
-    assert least_share * peak_tflops <= best_tflops <= peak_tflops
+def test_everything_is_measured_and_nothing_beats_the_datasheet(measured, spec):
+    """What a busy host can only lower stays below the board's limits; how near it comes is `timing`."""
+    for dtype in ("bf16", "fp16", "tf32", "fp32", "fp8"):
+        peak_tflops, best_tflops = spec.peak_tflops(dtype), measured.matmul_tflops(dtype)
+        assert (best_tflops is None) == (peak_tflops is None), dtype
+        assert best_tflops is None or 0 < best_tflops <= BOOST_MARGIN * peak_tflops, dtype
+    assert 0 < measured.copy_bytes_per_s <= spec.memory_bandwidth_bytes_per_s
+    for bytes_per_s in (measured.host_to_device_bytes_per_s, measured.device_to_host_bytes_per_s):
+        assert 0 < bytes_per_s < spec.memory_bandwidth_bytes_per_s
+    assert measured.graph_launch_latency_s > 0
+    assert measured.launch_latency_s > 0
+    assert not [note for note in measured.notes if "rejected" in note]
 
 
-def test_lower_precision_is_faster(measured, spec):
-    if spec.bf16_tflops is None:
-        pytest.skip("the GPU has no bf16")
-    ceilings = measured[0]
-    assert ceilings.matmul_tflops("fp32") < ceilings.matmul_tflops("tf32") < ceilings.matmul_tflops("bf16")
-
-
-def test_nothing_was_rejected_and_blocks_agree(measured):
-    ceilings = measured[0]
-    assert not [note for note in ceilings.notes if "rejected" in note]
-    # smaller ones show the CPU's jitter
-    assert all(point.spread < 0.25 for point in ceilings.matmul if point.m >= 4096)
-
-
-def test_copies_and_launches_are_plausible(measured, spec):
-    ceilings = measured[0]
-    assert (
-        0.6 * spec.memory_bandwidth_bytes_per_s
-        < ceilings.copy_bytes_per_s
-        <= spec.memory_bandwidth_bytes_per_s
-    )
-    for bytes_per_s in (ceilings.host_to_device_bytes_per_s, ceilings.device_to_host_bytes_per_s):
-        assert 1e9 < bytes_per_s < ceilings.copy_bytes_per_s
-    assert 0.1e-6 < ceilings.graph_launch_latency_s < ceilings.launch_latency_s < 50e-6
-
-
-def test_measuring_takes_seconds_and_leaves_no_memory_behind(measured):
-    assert measured[1] < 30
-    assert torch.cuda.memory_allocated() < 64 * 2**20
+@pytest.mark.timing
+def test_a_quiet_machine_comes_near_its_datasheet(measured, spec):
+    for dtype in ("bf16", "fp16", "tf32", "fp32", "fp8"):
+        if peak_tflops := spec.peak_tflops(dtype):
+            assert measured.matmul_tflops(dtype) > 0.35 * peak_tflops, dtype
+    assert measured.matmul_tflops("fp32") < measured.matmul_tflops("tf32") < measured.matmul_tflops("bf16")
+    assert measured.copy_bytes_per_s > 0.6 * spec.memory_bandwidth_bytes_per_s
+    assert measured.graph_launch_latency_s < measured.launch_latency_s < 50e-6
+    assert measured.noisy == ()
 
 
 def test_telemetry_sees_the_gpu_at_work():

@@ -185,6 +185,7 @@ def save_ceilings(cache: Path) -> None:
         cpu_threads=1,
         cpu_matmul_gflops=50.0,
         cpu_copy_bytes_per_s=1e10,
+        spread={},
         notes=(),
     )
     with patch.dict("os.environ", REDLINE_CACHE=str(cache)):

@@ -17,6 +17,7 @@ from redline.diagnose.finding import Finding
 from redline.diagnose.observed import PHASES, Facts, Observed, Step
 from redline.diagnose.own import read_run
 from redline.diagnose.pauses import period_of, stalls
+from redline.diagnose.plans import floor_s
 from redline.diagnose.read import read
 from redline.diagnose.rules import diagnose
 from redline.diagnose.summary import too_little
@@ -65,9 +66,9 @@ class Paper:
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.folder, self.recipe = folder, load_recipe("gpt2-124m", list(overrides))
         self.plan: Plan = make_plan(self.recipe, hardware_as("h200-141g", 16))
-        attainable = self.plan.prediction.attainable_tokens_per_s
-        assert attainable
-        self.floor_s = self.recipe.tokens_per_step / attainable
+        floor = floor_s(self.recipe, self.plan)
+        assert floor
+        self.floor_s = floor
 
     def found(self, lines: list[dict[str, Any]], events: list[dict[str, Any]] | None = None) -> list[Finding]:
         (self.folder / "recipe.toml").write_text(to_toml(self.recipe))

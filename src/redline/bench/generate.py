@@ -30,7 +30,7 @@ from redline.machine.facts import MachineFacts
 from redline.machine.store import Ceilings
 from redline.plan.arithmetic import BYTES, parameters
 from redline.record.files import write_atomic
-from redline.record.units import format_bytes, format_duration
+from redline.record.units import format_bytes, format_duration, format_limit_share
 
 ARMS = ("transformers", "redline")
 TEMPERATURE = 0.8
@@ -374,7 +374,9 @@ def _line(row: dict[str, Any], reference: float | None) -> str:
         return f"| {_label(row)} | {row.get('sequences', '')} | failed | {row['failed']} | | | | | |"
     note = f" ({row['note']})" if row.get("note") else ""
     share = (
-        f"{row['share_of_floor']:.0%} ({row['share_of_floor_shared']:.0%})" if "share_of_floor" in row else ""
+        f"{format_limit_share(row['share_of_floor'])} ({format_limit_share(row['share_of_floor_shared'])})"
+        if "share_of_floor" in row
+        else ""
     )
     cells = [
         _label(row) + note,

@@ -24,7 +24,7 @@ from redline.machine.facts import MachineFacts
 from redline.plan.plan import Hardware, Plan, save, to_json
 from redline.plan.planner import make_plan
 from redline.record.files import write_atomic
-from redline.record.units import format_bytes, format_duration
+from redline.record.units import format_bytes, format_duration, format_limit_share
 
 ARMS = ("loop", "plain", "hf")
 ARM_LIMIT_S = 1800
@@ -195,7 +195,7 @@ def _rows(entry: dict[str, Any], hardware: Hardware) -> list[str]:
                 _label(name, entry["plan"]) + fewer,
                 f"{rate:,.0f}",
                 f"{speed['low']:,.0f} – {speed['high']:,.0f}",
-                f"{rate * flops / peak / 1e12:.1%}" if peak else "–",
+                format_limit_share(rate * flops / peak / 1e12 if peak else None),
                 f"{rate / bare - 1:+.2%}" if bare else "–",
                 format_bytes(result["memory"]["allocated_peak_bytes"]) if result["memory"] else "–",
                 format_duration(result["first_step_s"]) if name in ARMS else "",

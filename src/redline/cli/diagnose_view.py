@@ -8,7 +8,7 @@ from rich.table import Table
 from redline.diagnose.finding import Finding
 from redline.diagnose.observed import Observed
 from redline.diagnose.summary import nothing_found, split, too_little
-from redline.record.units import format_amount, format_duration, format_rate
+from redline.record.units import format_amount, format_duration, format_limit_share, format_rate
 
 _CERTAINTY = ((0.85, "high"), (0.6, "medium"), (0.0, "low"))
 
@@ -35,11 +35,8 @@ def _how_far(observed: Observed) -> str:
     attainable = observed.plan.prediction.attainable_tokens_per_s if observed.plan else None
     if not attainable or not observed.tokens_per_s:
         return ""
-    share = observed.tokens_per_s / attainable
-    return (
-        f" The run reaches {share:.0%} of the {format_rate(attainable, 'tokens')} that the roofline allows"
-        " its plan."
-    )
+    limit = f"of the {format_rate(attainable, 'tokens')} that the roofline allows its plan"
+    return f" The run reaches {format_limit_share(observed.tokens_per_s / attainable, limit)}."
 
 
 def _print_split(console: Console, observed: Observed) -> None:

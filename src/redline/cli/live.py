@@ -38,6 +38,7 @@ from redline.record.units import (
     format_bytes,
     format_count,
     format_duration,
+    format_limit_share,
     format_rate,
     format_share,
     sparkline,
@@ -209,7 +210,7 @@ def plain_line(seen: Seen) -> str:
         _said(line.get("lr"), "lr {:.1e}"),
         _said(success_rate(line) if samples else None, "{} correct", format_share),
         _said(line.get("tokens_per_s"), "{} tok/s", format_count),
-        _said(line.get("mfu"), "MFU {}", format_share),
+        _said(line.get("mfu"), "MFU {}", format_limit_share),
         _said(line.get("memory_bytes"), "mem {}", format_bytes),
         _said(seen.wait_share(), "wait {}", format_share),
         _said(seen.left_s(), "left {}", format_duration),
@@ -329,8 +330,8 @@ def numbers(seen: Seen, room: int) -> list[Row]:
         median_rate, step_s = seen.median_of("tokens_per_s"), seen.median_of("step_s")
         typical = f"median {format_count(median_rate)} · {format_duration(step_s)} a step"
         put("speed", format_rate(line.get("tokens_per_s"), "tok"), typical)
-    put("MFU", format_share(line.get("mfu")), f"({seen.mfu_note})" if seen.mfu_note else "")
-    put("ceiling", format_share(line.get("ceiling_share")), "of the measured matmul rate")
+    put("MFU", format_limit_share(line.get("mfu")), f"({seen.mfu_note})" if seen.mfu_note else "")
+    put("ceiling", format_limit_share(line.get("ceiling_share")), "of the measured matmul rate")
     put("memory", format_bytes(line.get("memory_bytes")), _memory_note(seen))
     put("data wait", format_share(seen.wait_share()), "of the step")
     put("time left", format_duration(seen.left_s()), f"after {format_duration(line.get('elapsed_s'))}")

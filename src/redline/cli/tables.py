@@ -9,7 +9,15 @@ from redline.machine.facts import MachineFacts
 from redline.machine.specs import match_spec
 from redline.machine.store import Ceilings
 from redline.plan.plan import PLANNED, Plan
-from redline.record.units import format_bytes, format_count, format_duration, format_rate
+from redline.plan.roofline import launch_bound
+from redline.record.units import (
+    DASH,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_limit_share,
+    format_rate,
+)
 
 
 def print_machine(facts: MachineFacts, ceilings: Ceilings | None) -> None:
@@ -43,8 +51,8 @@ def _print_ceilings(console: Console, facts: MachineFacts, ceilings: Ceilings) -
     table = Table(
         title=f"\nCeilings, measured {ceilings.measured_at}", title_justify="left", box=None, padding=(0, 2)
     )
-    for column in ("what", "measured", "datasheet", "share", "on"):
-        table.add_column(column, justify="right" if column in ("measured", "datasheet", "share") else "left")
+    for column in ("what", "measured", "spread", "datasheet", "share", "on"):
+        table.add_column(column, justify="left" if column in ("what", "on") else "right")
     for dtype in ("bf16", "fp16", "tf32", "fp32", "fp8"):
         if (best := ceilings.matmul_tflops(dtype)) is None:
             continue
@@ -56,35 +64,42 @@ def _print_ceilings(console: Console, facts: MachineFacts, ceilings: Ceilings) -
         table.add_row(
             f"matmul {dtype}",
             f"{best:,.0f} TFLOP/s",
-            f"{peak:,.0f}" if peak else "–",
-            f"{best / peak:.0%}" if peak else "–",
+            f"{point.spread:.0%}",
+            f"{peak:,.0f}" if peak else DASH,
+            format_limit_share(best / peak if peak else None),
             shape,
         )
     rows = (
-        ("GPU memory copy", ceilings.copy_bytes_per_s, "bytes read + written"),
+        ("GPU copy", ceilings.copy_bytes_per_s, "within its memory, read + written"),
         ("host to GPU", ceilings.host_to_device_bytes_per_s, "page-locked memory"),
         ("GPU to host", ceilings.device_to_host_bytes_per_s, "page-locked memory"),
-        ("CPU memory copy", ceilings.cpu_copy_bytes_per_s, "bytes read + written"),
+        ("CPU copy", ceilings.cpu_copy_bytes_per_s, "within its memory, read + written"),
     )
     for name, rate, note in rows:
         if rate is not None:
-            table.add_row(name, f"{rate / 1e9:,.1f} GB/s", "–", "–", note)
+            table.add_row(name, f"{rate / 1e9:,.1f} GB/s", _spread(ceilings, name), DASH, DASH, note)
     for name, latency in (
         ("kernel launch", ceilings.launch_latency_s),
         ("same in a CUDA graph", ceilings.graph_launch_latency_s),
     ):
         if latency is not None:
-            table.add_row(name, f"{latency * 1e6:.2f} µs", "–", "–", "per tiny kernel, many queued")
+            note = "per tiny kernel, many queued"
+            table.add_row(name, f"{latency * 1e6:.2f} µs", DASH, DASH, DASH, note)
     table.add_row(
-        "CPU matmul fp32",
+        "CPU matmul",
         f"{ceilings.cpu_matmul_gflops:,.0f} GFLOP/s",
-        "–",
-        "–",
-        f"threads: {ceilings.cpu_threads}",
+        _spread(ceilings, "CPU matmul"),
+        DASH,
+        DASH,
+        f"fp32, threads: {ceilings.cpu_threads}",
     )
     console.print(table)
     for note in ceilings.notes:
         console.print(f"note: {note}")
+
+
+def _spread(ceilings: Ceilings, name: str) -> str:
+    return f"{ceilings.spread[name]:.0%}" if name in ceilings.spread else DASH
 
 
 def print_plan(plan: Plan, recipe: Recipe) -> None:
@@ -121,6 +136,12 @@ def print_plan(plan: Plan, recipe: Recipe) -> None:
             f"at the attainable speed the run takes {format_duration(run_s)}",
             highlight=False,
         )
+        if launch_bound(recipe, plan):
+            console.print(
+                f"passes of {plan.micro_batch * recipe.data.seq_len:,} tokens are so small that the host's"
+                " kernel launches limit the speed: a larger plan.micro_batch is faster",
+                highlight=False,
+            )
     else:
         console.print(
             "speed: no measured or datasheet rate is known for this hardware; run `redline machine`"

@@ -98,7 +98,11 @@ def _train(options: argparse.Namespace, recipe, folder: Path) -> int:  # type: i
     from redline.cli.view import describe, observers_for, print_outcome
 
     plan = _plan(options, recipe, int(os.environ.get("WORLD_SIZE", 1)))
+    from redline.machine.facts import read_facts
+    from redline.machine.store import forget_if_beaten
     from redline.pretrain import pretrain
+    from redline.record.read import values, without_warm_up
+    from redline.record.run import read_lines
     from redline.train.execution import set_allocator
     from redline.train.process import join
 
@@ -114,6 +118,9 @@ def _train(options: argparse.Namespace, recipe, folder: Path) -> int:  # type: i
             observers=lambda resume_step: observers_for(options, recipe, plan, folder, resume_step),
             progress=byte_progress("tokenising") if process.is_first else None,
         )
+    if process.is_first:
+        updates = without_warm_up(read_lines(folder / "metrics.jsonl"))
+        forget_if_beaten(read_facts(), values(updates, "ceiling_share"), status)
     if process.is_first and options.json:
         print_json({"run": str(folder), "step": outcome.step, "why": outcome.why, "metrics": outcome.metrics})
     elif process.is_first:

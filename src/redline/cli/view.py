@@ -12,7 +12,7 @@ from redline.plan.plan import Plan
 from redline.record.export import make_exporters
 from redline.record.observe import Observer
 from redline.record.read import Run, number, read_run, table
-from redline.record.units import exact, format_bytes, format_count, format_duration, format_share
+from redline.record.units import exact, format_bytes, format_count, format_duration, format_limit_share
 
 
 def describe(recipe: Recipe, plan: Plan, folder: Path) -> str:
@@ -97,6 +97,6 @@ def _speed(run: Run) -> str:
     mfu = run.typical("mfu")
     memory = max((number(line.get("memory_bytes")) or 0.0 for line in run.metrics), default=0.0)
     return f"median speed {exact(run.speed.value)} {unit}" + "".join([
-        f", MFU {format_share(mfu.value)}" if mfu else "",
+        f", MFU {format_limit_share(mfu.value)}" if mfu else "",
         f", peak memory {format_bytes(memory)}" if memory else "",
     ])  # fmt: skip

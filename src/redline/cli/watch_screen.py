@@ -41,6 +41,7 @@ from redline.record.units import (
     format_bytes,
     format_count,
     format_duration,
+    format_limit_share,
     format_rate,
     format_share,
 )
@@ -188,7 +189,7 @@ def _packed(parts: Sequence[str], room: int, most: int) -> list[str]:
 def _gauge(share: float, text: str) -> Text:
     """A bar of sixteen columns before the text."""
     filled = min(16, round(16 * share))
-    return Text(f"{'█' * filled}{'░' * (16 - filled)} {format_share(share)} {text}")
+    return Text(f"{'█' * filled}{'░' * (16 - filled)} {format_limit_share(share, text)}")
 
 
 def _training(seen: Seen, run: Run, shown: RunView, room: int) -> list[Row]:
@@ -211,7 +212,7 @@ def _speed(summary: Summary) -> list[Row]:
     if speed.update is None:
         return []
     each = f" · {format_duration(speed.step_s)} an update" if speed.step_s else ""
-    mfu = f" · MFU {format_share(speed.mfu)}" if speed.mfu is not None else ""
+    mfu = f" · MFU {format_limit_share(speed.mfu)}" if speed.mfu is not None else ""
     lines = [Text.assemble((f"{exact(speed.update.value)} {speed.unit}", "bold"), f"  median{each}{mfu}")]
     limits = ((speed.attainable, "attainable by roofline"), (speed.ceiling, "by the matmul ceiling"))
     lines += [

@@ -15,7 +15,7 @@ from redline.machine.specs import SPECS
 from redline.plan import arithmetic
 from redline.plan.plan import Plan
 from redline.plan.planner import THIN_PASS_TOKENS, make_plan
-from redline.plan.roofline import attainable_tokens_per_s
+from redline.plan.roofline import roofline_tokens_per_s
 
 PASS_S = {"eager": (0.6e-3, 0.6e-3), "compiled": (0.6e-3, 0.15e-3), "cpu": (1.2e-3, 1.3e-3)}
 """Host seconds of one forward and backward pass, and of each layer in it, that do not depend on its tokens:
@@ -57,7 +57,7 @@ def unpinned(recipe: Recipe, plan: Plan) -> Plan:
 def floor_s(recipe: Recipe, plan: Plan, **changed: str) -> float | None:
     """The update's time by the roofline, with some of the plan's values changed."""
     values = {"precision": plan.precision, "recompute": plan.recompute, **changed}
-    speed = attainable_tokens_per_s(recipe, plan.hardware, plan.world_size, values)
+    speed = roofline_tokens_per_s(recipe, plan.hardware, plan.world_size, values)
     return recipe.tokens_per_step / speed if speed else None
 
 

@@ -5,8 +5,9 @@ only to measure.
                                                                 cache
 
 Method: random data (zeros draw less power and run faster than any training), inputs rotated so that they do
-not stay in the L2 cache, warm-up, then the median of seven blocks timed by CUDA events with a synchronise
-only at block edges. Calls are queued one by one as a training step queues them, so the smallest matrices show
+not stay in the L2 cache, warm-up, then the best of seven blocks timed by CUDA events with a synchronise only
+at block edges. Where the median block is much slower than the best, or other programs held the CPU meanwhile,
+up to three series are taken; what is still noisy is shown but not kept. Calls are queued one by one as a training step queues them, so the smallest matrices show
 the launch cost too. Left out: sustained clocks over minutes, several GPUs (the current one is measured),
 NVLink and disk.
 """
@@ -17,15 +18,16 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 
 from redline.errors import MachineError, StorageError
 from redline.machine.facts import MachineFacts
 from redline.machine.specs import GpuSpec, match_spec
-from redline.machine.store import Ceilings, MatmulPoint, Progress, cached, save
+from redline.machine.store import NOISY, Ceilings, MatmulPoint, Progress, cached, save
 
 _SHAPES_MNK = (
     (1024, 1024, 1024),
@@ -42,9 +44,9 @@ _DTYPES = {  # torch's type, and the least compute capability with hardware for 
     "fp32": (torch.float32, (0, 0)),
     "fp8": (torch.float8_e4m3fn, (8, 9)),
 }
-_BLOCKS = 7
+_BLOCKS, _SERIES = 7, 3
 _BLOCK_S = 0.02
-_BOOST_MARGIN = 1.15
+BOOST_MARGIN = 1.15
 """Datasheets quote peaks at one boost clock and boards go up to 15 % beyond it, GeForce most; timing mistakes
 go much further."""
 _COPY_BYTES = 2**30
@@ -54,6 +56,8 @@ _TINY_KERNELS = 1000
 
 Work = Callable[[int], object]
 """Does the measured thing once; takes the number of the call, to rotate its inputs."""
+Clock = Callable[[Work, int], tuple[float, float]]
+"""Seconds that so many calls take, and how many of them went to other programs."""
 
 
 def load_or_measure(facts: MachineFacts, refresh: bool = False, progress: Progress | None = None) -> Ceilings:
@@ -70,6 +74,12 @@ def load_or_measure(facts: MachineFacts, refresh: bool = False, progress: Progre
         return kept
     ceilings = measure(progress)
     ceilings = dataclasses.replace(ceilings, notes=(*unusable, *ceilings.notes))
+    if ceilings.noisy:
+        tell(
+            f"the ceilings are not kept, because this machine was busy: {', '.join(ceilings.noisy)}. The next"
+            " command measures again; `redline machine --refresh` does it when the machine is quiet"
+        )
+        return ceilings
     try:
         save(facts, ceilings)
     except StorageError as error:
@@ -83,6 +93,8 @@ def measure(progress: Progress | None = None) -> Ceilings:
     they were."""
     tell = progress or _silent
     tell("measuring the CPU")
+    cpu_matmul_gflops, matmul_spread = _cpu_matmul_gflops()
+    cpu_copy_bytes_per_s, copy_spread = _cpu_copy_bytes_per_s()
     ceilings = Ceilings(
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         device="cpu",
@@ -93,8 +105,9 @@ def measure(progress: Progress | None = None) -> Ceilings:
         launch_latency_s=None,
         graph_launch_latency_s=None,
         cpu_threads=torch.get_num_threads(),
-        cpu_matmul_gflops=_cpu_matmul_gflops(),
-        cpu_copy_bytes_per_s=_cpu_copy_bytes_per_s(),
+        cpu_matmul_gflops=cpu_matmul_gflops,
+        cpu_copy_bytes_per_s=cpu_copy_bytes_per_s,
+        spread={"CPU matmul": matmul_spread, "CPU copy": copy_spread},
         notes=(),
     )
     return _measure_gpu(ceilings, tell) if torch.cuda.is_available() else ceilings
@@ -113,7 +126,7 @@ def _measure_gpu(ceilings: Ceilings, tell: Progress) -> Ceilings:
     random = torch.Generator(device).manual_seed(0)
     points, notes = _matmul_points(properties, random, tell)
     tell(f"measuring copies and launches on {properties.name}")
-    copy_bytes_per_s = _copy_bytes_per_s(random)
+    copy_bytes_per_s, copy_spread = _copy_bytes_per_s(random)
     host_to_device_bytes_per_s, device_to_host_bytes_per_s = _transfer_bytes_per_s(random)
     launch_latency_s, graph_launch_latency_s = _launch_latencies_s(random)
     torch.cuda.empty_cache()
@@ -126,6 +139,7 @@ def _measure_gpu(ceilings: Ceilings, tell: Progress) -> Ceilings:
         device_to_host_bytes_per_s=device_to_host_bytes_per_s,
         launch_latency_s=launch_latency_s,
         graph_launch_latency_s=graph_launch_latency_s,
+        spread={**ceilings.spread, "GPU copy": copy_spread},
         notes=notes,
     )
     spec = match_spec(properties.name, properties.total_memory)
@@ -158,7 +172,7 @@ def reject_impossible(ceilings: Ceilings, spec: GpuSpec) -> Ceilings:
     possible, notes = [], list(ceilings.notes)
     for point in ceilings.matmul:
         peak_tflops = spec.peak_tflops(point.dtype)
-        if peak_tflops is None or point.tflops > _BOOST_MARGIN * peak_tflops:
+        if peak_tflops is None or point.tflops > BOOST_MARGIN * peak_tflops:
             shape = f"{point.m}x{point.n}x{point.k}"
             notes.append(
                 f"matmul {point.dtype} {shape} was rejected: {point.tflops:.0f} TFLOP/s, the datasheet says"
@@ -199,22 +213,23 @@ def _matmul_point(dtype: str, m: int, n: int, k: int, random: torch.Generator, l
         def work(call: int) -> object:
             return torch.mm(lefts[call % num_sets], rights[call % num_sets])
 
-    seconds, spread = _median_s(work, _time_cuda_s)
+    seconds, spread = _best_s(work, _time_cuda_s)
     return MatmulPoint(dtype=dtype, m=m, n=n, k=k, tflops=2 * m * n * k / seconds / 1e12, spread=spread)
 
 
-def _copy_bytes_per_s(random: torch.Generator) -> float:
+def _copy_bytes_per_s(random: torch.Generator) -> tuple[float, float]:
     source = _randn(random, _COPY_BYTES // 4)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _median_s(lambda _: target.copy_(source), _time_cuda_s)[0]
+    seconds, spread = _best_s(lambda _: target.copy_(source), _time_cuda_s)
+    return 2 * source.nbytes / seconds, spread
 
 
 def _transfer_bytes_per_s(random: torch.Generator) -> tuple[float, float]:
     """Host to device and device to host."""
     on_device = _randn(random, _TRANSFER_BYTES // 4)
     pinned = torch.empty(on_device.shape, pin_memory=True)
-    to_host_s, _ = _median_s(lambda _: pinned.copy_(on_device, non_blocking=True), _time_cuda_s)
-    to_device_s, _ = _median_s(lambda _: on_device.copy_(pinned, non_blocking=True), _time_cuda_s)
+    to_host_s, _ = _best_s(lambda _: pinned.copy_(on_device, non_blocking=True), _time_cuda_s)
+    to_device_s, _ = _best_s(lambda _: on_device.copy_(pinned, non_blocking=True), _time_cuda_s)
     return on_device.nbytes / to_device_s, on_device.nbytes / to_host_s
 
 
@@ -226,62 +241,87 @@ def _launch_latencies_s(random: torch.Generator) -> tuple[float, float]:
         for _ in range(_TINY_KERNELS):
             tiny.mul_(-1.0)
 
-    queued_s, _ = _median_s(burst, _time_cuda_s)
+    queued_s, _ = _best_s(burst, _time_cuda_s)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         burst(0)
-    replayed_s, _ = _median_s(lambda _: graph.replay(), _time_cuda_s)
+    replayed_s, _ = _best_s(lambda _: graph.replay(), _time_cuda_s)
     return queued_s / _TINY_KERNELS, replayed_s / _TINY_KERNELS
 
 
-def _cpu_matmul_gflops() -> float:
+def _cpu_matmul_gflops() -> tuple[float, float]:
     """The better of a small and a large product; the large one only where it takes less than a quarter of a
     second."""
     random = torch.Generator().manual_seed(0)
-    best_gflops = 0.0
+    best_gflops, best_spread = 0.0, 0.0
     for size in (1024, 4096):
         flops = 2 * size**3
         if best_gflops and flops / (best_gflops * 1e9) > 0.25:
             break
         left, right = _randn(random, size, size), _randn(random, size, size)
-        seconds, _ = _median_s(lambda _, a=left, b=right: a @ b, _time_cpu_s)  # type: ignore[misc]
-        best_gflops = max(best_gflops, flops / seconds / 1e9)
-    return best_gflops
+        seconds, spread = _best_s(lambda _, a=left, b=right: a @ b, _time_cpu_s)  # type: ignore[misc]
+        best_gflops, best_spread = max((best_gflops, best_spread), (flops / seconds / 1e9, spread))
+    return best_gflops, best_spread
 
 
-def _cpu_copy_bytes_per_s() -> float:
+def _cpu_copy_bytes_per_s() -> tuple[float, float]:
     random = torch.Generator().manual_seed(0)
     # repeated: drawing so many numbers would take seconds
     source = _randn(random, 2**20).repeat(_TRANSFER_BYTES // 2**22)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _median_s(lambda _: target.copy_(source), _time_cpu_s)[0]
+    seconds, spread = _best_s(lambda _: target.copy_(source), _time_cpu_s)
+    return 2 * source.nbytes / seconds, spread
 
 
-def _median_s(work: Work, time_s: Callable[[Work, int], float]) -> tuple[float, float]:
-    """Seconds per call, the median over the blocks, and the distance between the quartiles as a share of
-    it."""
+def _best_s(work: Work, time_s: Clock) -> tuple[float, float]:
+    """Seconds per call in the best block, and the spread."""
     time_s(work, 1)  # loads kernels and lets the library choose among them
-    calls = max(1, round(_BLOCK_S / time_s(work, 1)))
+    calls = max(1, round(_BLOCK_S / time_s(work, 1)[0]))
     time_s(work, calls)  # brings the clocks to where they stay
-    low, median, high = np.percentile([time_s(work, calls) / calls for _ in range(_BLOCKS)], (25, 50, 75))
-    return float(median), float((high - low) / median)
+    seconds, spread = best_of(lambda: time_s(work, calls))
+    return seconds / calls, spread
 
 
-def _time_cuda_s(work: Work, calls: int) -> float:
+def best_of(block: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+    """Seconds of the best block (seconds, and those lost to other programs), and the spread: how much slower the
+    median block of its series was, or how much of the best one was lost. Ends with the first steady series that
+    holds the best block."""
+    best = math.inf, math.inf
+    for _ in range(_SERIES):
+        blocks = [block() for _ in range(_BLOCKS)]
+        seconds, lost_s = min(blocks)
+        usual_s = median(taken_s for taken_s, _ in blocks)
+        best = min(best, (seconds, max(usual_s / seconds - 1, lost_s / seconds)))
+        if best[1] <= NOISY:
+            break
+    return best
+
+
+def _time_cuda_s(work: Work, calls: int) -> tuple[float, float]:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for call in range(calls):
         work(call)
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1000
+    return start.elapsed_time(end) / 1000, 0.0
 
 
-def _time_cpu_s(work: Work, calls: int) -> float:
-    started_s = time.perf_counter()
+def _time_cpu_s(work: Work, calls: int) -> tuple[float, float]:
+    started_s, waited_s = time.perf_counter(), _waited_s()
     for call in range(calls):
         work(call)
-    return time.perf_counter() - started_s
+    return time.perf_counter() - started_s, _waited_s() - waited_s
+
+
+def _waited_s() -> float:
+    """Seconds that the threads of this process have stood ready without a CPU, by the kernel's count; 0 where it
+    keeps none."""
+    waited_ns = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            waited_ns += int(path.read_text().split()[1])
+    return waited_ns / 1e9
 
 
 @contextlib.contextmanager

@@ -4,20 +4,24 @@ does the measuring.
     ceilings = cached(read_facts())    # None when this machine has not been measured yet
 
 The file is read strictly: one that is broken or was written in another layout counts as absent, and the
-reason is said.
+reason is said. What was measured on a busy machine is not kept (`noisy`), and what a run beats is dropped.
 """
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from redline.config.load import build
 from redline.errors import ConfigError
 from redline.machine.facts import MachineFacts, machine_key
 from redline.record.files import cache_folder, storage_errors, write_atomic
 
+NOISY = 0.15
+"""Spread from which a limit is not kept: the blocks of an H200 differ by up to 7 %, those of a busy CPU by any
+factor."""
 Progress = Callable[[str], None]
 """Receives one line at a time about what is being done."""
 
@@ -31,9 +35,9 @@ class MatmulPoint:
     n: int
     k: int
     tflops: float
-    """Median over the blocks."""
+    """Of the best block."""
     spread: float
-    """Distance between the quartiles, as a share of the median."""
+    """How much slower the median block was than the best, as a share of the best."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +63,21 @@ class Ceilings:
     """fp32 with all of torch's threads."""
     cpu_copy_bytes_per_s: float
     """Within host memory, read and written both counted."""
+    spread: dict[str, float]
+    """The same for what is not a matmul on the GPU, by name; or, where that is more, the share of the best
+    block in which other programs held the CPU."""
     notes: tuple[str, ...]
     """What was skipped or rejected, and why."""
+
+    @property
+    def noisy(self) -> tuple[str, ...]:
+        """The limits that cannot be trusted, in words. A GPU is not measured by its host's rates."""
+        best = {
+            f"matmul {point.dtype}": point.spread
+            for point in sorted(self.matmul, key=lambda point: point.tflops)
+        }
+        spread = best | {name: s for name, s in self.spread.items() if name.startswith("GPU") or not best}
+        return tuple(f"{name} varied by {share:.0%}" for name, share in spread.items() if share > NOISY)
 
     def matmul_tflops(self, dtype: str) -> float | None:
         """The best measured for bf16, fp16, tf32, fp32 or fp8 on the GPU; None when the GPU has no such
@@ -87,6 +104,18 @@ def save(facts: MachineFacts, ceilings: Ceilings) -> None:
     with storage_errors("the measured ceilings", path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps(dataclasses.asdict(ceilings), indent=1) + "\n")
+
+
+def forget_if_beaten(facts: MachineFacts, shares: Sequence[float], say: Progress) -> None:
+    """A run whose updates reach more than the measured matmul rate (`ceiling_share`) shows that the machine was
+    busy when it was measured: drop the ceilings, so that the next command measures again."""
+    if shares and (share := median(shares)) > 1 and (path := cache_path(facts)).exists():
+        with storage_errors("the measured ceilings", path.parent):
+            path.unlink(missing_ok=True)
+        say(
+            f"the run reached {share:.0%} of the matmul rate measured for this machine, so that rate was measured"
+            " too low: it will be measured again"
+        )
 
 
 def cache_path(facts: MachineFacts) -> Path:

@@ -52,6 +52,7 @@ def hardware_here(facts: MachineFacts, ceilings: Ceilings | None) -> Hardware:
         peak_tflops={},
         measured_tflops=_measured(ceilings),
         bandwidth_bytes_per_s=ceilings.copy_bytes_per_s if ceilings else None,
+        launch_latency_s=ceilings.launch_latency_s if ceilings else None,
         source=source,
     )
 
@@ -68,6 +69,7 @@ def _from_spec(
         peak_tflops={dtype: peak for dtype in DTYPES if (peak := spec.peak_tflops(dtype)) is not None},
         measured_tflops=_measured(ceilings),
         bandwidth_bytes_per_s=spec.memory_bandwidth_bytes_per_s,
+        launch_latency_s=ceilings.launch_latency_s if ceilings else None,
         source=source,
     )
 

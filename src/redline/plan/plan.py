@@ -47,6 +47,8 @@ class Hardware:
     measured_tflops: dict[str, float]
     """Best matrix product measured on this machine by dtype; empty when nothing was measured."""
     bandwidth_bytes_per_s: float | None
+    launch_latency_s: float | None = None
+    """Host time to launch one tiny kernel; None for a CPU, or where nothing was measured."""
     source: str
     """Where the figures come from, in words."""
 
@@ -77,7 +79,7 @@ class Prediction:
     """Tokens/s if the GPU did nothing but the model's matrix products at its best rate."""
     attainable_tokens_per_s: float | None
     """Tokens/s by the roofline: matrix products, attention, memory traffic and the update, one after the
-    other."""
+    other, in passes of the plan's size."""
 
 
 @dataclass(frozen=True, kw_only=True)

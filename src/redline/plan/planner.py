@@ -23,8 +23,8 @@ MEMORY_SHARE = 0.92
 """Share of a device's memory that a plan may fill: the rest holds the CUDA context, libraries' workspaces and
 fragmentation."""
 FULL_PASS_TOKENS = {"cuda": 65_536, "cpu": 4_096}
-"""Tokens in one pass where speed levels off (H200: at 124M 32k tokens give 98 % of the speed of 64k and 8k 80
-%; at 1.3B 16k give 97 %)."""
+"""Tokens in one pass where speed levels off (H200: at 124M 32k tokens give 96 to 98 % of the speed of 64k, 8k 80 %
+and 1k 11 %; at 1.3B 16k give 97 %)."""
 THIN_PASS_TOKENS = 4_096
 """Below this a GPU starves, and recomputing activations to fit more tokens pays."""
 COMPILE_PAYS_S = 120.0

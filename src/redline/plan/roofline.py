@@ -1,28 +1,73 @@
-"""How fast a plan could run: the time of one token as a sum of what must be computed and what must be moved.
-No torch.
+"""How fast a plan could run: the time of one pass as a sum of what must be computed and what must be moved, or
+what the host needs to launch it. No torch.
 
 Each term is a floor of one kind of work at the rate this hardware gives it; they add up because a GPU does
-them one after another. Left out: launch gaps, communication that is not hidden, and anything a compiler does
-worse than it could.
+them one after another. The host launches while the GPU computes, so the slower of the two decides: full
+passes are bound by the GPU, passes of one or two sequences by the host. Left out: communication that is not
+hidden, and anything a compiler does worse than it could.
 """
 
 from typing import Any
 
 from redline.config.recipe import ModelConfig, Recipe
 from redline.plan import arithmetic
-from redline.plan.plan import Hardware
+from redline.plan.plan import Hardware, Plan
 
-ATTENTION_SHARE = 0.28
-"""Rate of causal attention, forward and backward, against the best matrix product (H200, cuDNN: 0.26 at head
-width 64, 0.32 at 128)."""
-COPY_SHARE = 0.6
-"""What element-wise kernels reach of the datasheet bandwidth (H200; a plain copy reaches 0.89)."""
+ATTENTION_SHARE = {"cuda": (0.28, 0.32), "cpu": (1.0, 1.0)}
+"""Rate of causal attention, forward and backward, against the best matrix product, for heads narrower than 128
+and the others (H200, cuDNN). Nobody measured it on a CPU: as fast as a product, at best."""
+COPY_SHARE = {"cuda": 0.6, "cpu": 1.0}
+"""What element-wise kernels reach of the bandwidth: of the datasheet's on an H200, where a plain copy reaches
+0.89; on a CPU, whose caches serve much of it, all of a measured copy's."""
+LAUNCHES_A_LAYER = 125
+"""Launches of tiny kernels that cost the host as much as one layer in one pass, forward and backward, with
+what surrounds them (guards, autograd, views). From passes of one sequence: 124M on an H200, compiled, 16 ms a
+pass where a launch took 10.3 us (benchmarks/closed-loop). Eager, the same layer dispatches 132 operations."""
+LAUNCH_S = 10e-6
+"""One launch where none was measured: the host of the H200 above."""
+FILL_S, RATED_TOKENS = 0.31e-3, 65_536
+"""GPU seconds of a layer that a small pass loses whatever its tokens: kernels that start and drain, a last wave
+of tiles that leaves most of the GPU idle. The rates above were measured in passes of RATED_TOKENS and contain
+it. Fitted on an H200 to 124M at micro-batch 8, 32 and 128 against 64; 1.3B at 16 against 64 gives 0.40
+(LOG.md)."""
+CPU_PASS_S = (1.2e-3, 1.3e-3)
+"""Seconds that torch takes on a CPU to dispatch one pass, and each layer in it, whatever the tokens (measured
+with one and with four layers on a Xeon)."""
 
 
 def attainable_tokens_per_s(
     recipe: Recipe, hardware: Hardware, world_size: int, values: dict[str, Any]
 ) -> float | None:
-    """Tokens/s of all processes together, or None where the hardware's rates are not known."""
+    """Tokens/s of all processes together in passes of `micro_batch` sequences, or None where the hardware's
+    rates are not known."""
+    full = roofline_tokens_per_s(recipe, hardware, world_size, values)
+    if full is None:
+        return None
+    tokens = values["micro_batch"] * recipe.data.seq_len
+    work_s, layers = tokens * world_size / full, recipe.model.num_layers
+    if hardware.kind == "cpu":
+        return world_size * tokens / (work_s + CPU_PASS_S[0] + CPU_PASS_S[1] * layers)
+    fill_s = FILL_S * layers * max(0.0, 1 - tokens / RATED_TOKENS)
+    return world_size * tokens / max(work_s + fill_s, launch_s(recipe, hardware))
+
+
+def launch_s(recipe: Recipe, hardware: Hardware) -> float:
+    """What the host of a GPU needs to launch one pass: no pass is faster, however few its tokens."""
+    return LAUNCHES_A_LAYER * recipe.model.num_layers * (hardware.launch_latency_s or LAUNCH_S)
+
+
+def launch_bound(recipe: Recipe, plan: Plan) -> bool:
+    """Whether the host, and not the GPU, sets the speed that is predicted for the plan."""
+    speed, tokens = plan.prediction.attainable_tokens_per_s, plan.micro_batch * recipe.data.seq_len
+    if plan.hardware.kind == "cpu" or speed is None:
+        return False
+    return tokens * plan.world_size / speed <= 1.001 * launch_s(recipe, plan.hardware)
+
+
+def roofline_tokens_per_s(
+    recipe: Recipe, hardware: Hardware, world_size: int, values: dict[str, Any]
+) -> float | None:
+    """The same if passes were so large that neither launches nor the edges of kernels counted."""
     rate, bandwidth = hardware.rate_tflops(values["precision"]), hardware.bandwidth_bytes_per_s
     dense = hardware.rate_tflops("bf16" if values["precision"] == "fp8" else values["precision"])
     if rate is None or dense is None or bandwidth is None:
@@ -33,10 +78,10 @@ def attainable_tokens_per_s(
     once_more = 2 * arithmetic.recomputed_weights(model) if values["recompute"] == "full" else 0
     products = ((6 * count.hidden + once_more) / rate + 6 * (count.matmul - count.hidden) / dense) / 1e12
     pairs = 6 * model.num_layers * model.num_heads * model.head_size * T  # half of the square: causal
-    attention = again * pairs / (ATTENTION_SHARE * dense * 1e12)
+    attention = again * pairs / (ATTENTION_SHARE[hardware.kind][model.head_size >= 128] * dense * 1e12)
     moved = again * _moved_bytes(model, values["precision"])
     update = 40 * count.total / recipe.tokens_per_step  # clip, AdamW: 10 passes of 4 bytes
-    traffic = (moved + update) / (COPY_SHARE * bandwidth)
+    traffic = (moved + update) / (COPY_SHARE[hardware.kind] * bandwidth)
     return world_size / (products + attention + traffic)
 
 

@@ -40,6 +40,13 @@ def format_share(share: float | None) -> str:
     return DASH if share is None else f"{_decimal(share * 100)} %"
 
 
+def format_limit_share(share: float | None, of: str = "") -> str:
+    """`46.8 % of the ceiling`: a share of what the hardware can do. Nothing does more than that, so a share over
+    100 % says which of the two is wrong."""
+    text = f"{format_share(share)} {of}".rstrip()
+    return f"{text} (the limit was measured too low)" if share is not None and share > 1 else text
+
+
 def format_duration(duration_s: float | None) -> str:
     """`210 ms`, `3.4 s`, `42 s`, `2 m 10 s`, `3 h 5 m`, `2 d 4 h`: two units at most, rounded before they are
     split."""

@@ -24,7 +24,14 @@ import jinja2
 from redline import __version__
 from redline.record.files import write_atomic
 from redline.record.metrics import METRICS
-from redline.record.units import exact, format_bytes, format_count, format_duration, format_share
+from redline.record.units import (
+    exact,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_limit_share,
+    format_share,
+)
 from redline.report.compare import comparable
 from redline.report.series import curves
 from redline.report.view import RunView, bad_gradient, side_by_side, when
@@ -149,7 +156,7 @@ def _templates() -> jinja2.Environment:
     )
     environment.filters |= {
         "bytes": format_bytes, "count": format_count, "duration": format_duration, "share": format_share,
-        "exact": exact, "when": when,
+        "limit_share": format_limit_share,         "exact": exact, "when": when,
     }  # fmt: skip
     environment.globals |= {"side_by_side": side_by_side, "bad_gradient": bad_gradient}
     return environment

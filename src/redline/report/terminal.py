@@ -6,7 +6,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from redline.record.read import State, number
-from redline.record.units import DASH, exact, format_count, format_share, sparkline
+from redline.record.units import DASH, exact, format_count, format_limit_share, format_share, sparkline
 from redline.report.ablation import Ablation, Trials
 from redline.report.compare import comparable
 from redline.report.narrow import WIDE, rows_with_texts
@@ -91,10 +91,10 @@ def _speed(console: Console, run: RunView) -> None:
     console.print("\n[bold]How fast[/bold]", highlight=False)
     console.print(table, highlight=False)
     if speed.attained_share:
-        console.print(f"{format_share(speed.attained_share)} of the attainable speed", highlight=False)
-    console.print(f"MFU {format_share(speed.mfu)} [dim]({escape(speed.mfu_note)})[/dim]", highlight=False)
+        console.print(format_limit_share(speed.attained_share, "of the attainable speed"), highlight=False)
+    console.print(f"MFU {format_limit_share(speed.mfu)} [dim]({escape(speed.mfu_note)})[/dim]", highlight=False)
     console.print(
-        f"{format_share(speed.ceiling_share)} of the ceiling [dim]({escape(speed.ceiling_note)})[/dim]",
+        f"{format_limit_share(speed.ceiling_share, 'of the ceiling')} [dim]({escape(speed.ceiling_note)})[/dim]",
         highlight=False,
     )
 

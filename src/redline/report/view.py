@@ -21,7 +21,7 @@ from redline.record.units import (
     format_bytes,
     format_count,
     format_duration,
-    format_share,
+    format_limit_share,
 )
 from redline.record.words import BAD, told
 from redline.report.ablation import Ablation, Trials, ablation, trials, tuning
@@ -259,9 +259,9 @@ def side_by_side(runs: list[RunView]) -> list[tuple[str, list[str]]]:
         ("speed, median update", [f"{exact(s.speed.update.value)} {s.speed.unit}" if s.speed.update else DASH for s in all_]),
         ("against the first", ["1×"] + [_factor(all_[0], s) for s in all_[1:]]),
         (f"speed, {whole}", [f"{exact(s.speed.whole_run)} tokens/s" if s.speed.whole_run else DASH for s in all_]),
-        ("of the attainable", [format_share(s.speed.attained_share) for s in all_]),
-        ("MFU", [format_share(s.speed.mfu) for s in all_]),
-        ("of the matmul ceiling", [format_share(s.speed.ceiling_share) for s in all_]),
+        ("of the attainable", [format_limit_share(s.speed.attained_share) for s in all_]),
+        ("MFU", [format_limit_share(s.speed.mfu) for s in all_]),
+        ("of the matmul ceiling", [format_limit_share(s.speed.ceiling_share) for s in all_]),
         ("peak memory", [format_bytes(s.memory.seen_bytes) for s in all_]),
         (f"{covered} time", [format_duration(s.elapsed_s) for s in all_]),
         ("tokens", [format_count(s.tokens) for s in all_]),
