@@ -101,8 +101,7 @@ def _train(options: argparse.Namespace, recipe, folder: Path) -> int:  # type: i
     from redline.machine.facts import read_facts
     from redline.machine.store import forget_if_beaten
     from redline.pretrain import pretrain
-    from redline.record.read import values, without_warm_up
-    from redline.record.run import read_lines
+    from redline.record.read import read_run
     from redline.train.execution import set_allocator
     from redline.train.process import join
 
@@ -119,8 +118,8 @@ def _train(options: argparse.Namespace, recipe, folder: Path) -> int:  # type: i
             progress=byte_progress("tokenising") if process.is_first else None,
         )
     if process.is_first:
-        updates = without_warm_up(read_lines(folder / "metrics.jsonl"))
-        forget_if_beaten(read_facts(), values(updates, "ceiling_share"), status)
+        share = read_run(folder).typical("ceiling_share")
+        forget_if_beaten(read_facts(), share.value if share else 0.0, status)
     if process.is_first and options.json:
         print_json({"run": str(folder), "step": outcome.step, "why": outcome.why, "metrics": outcome.metrics})
     elif process.is_first:

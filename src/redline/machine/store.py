@@ -9,10 +9,9 @@ reason is said. What was measured on a busy machine is not kept (`noisy`), and w
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from redline.config.load import build
 from redline.errors import ConfigError
@@ -106,10 +105,10 @@ def save(facts: MachineFacts, ceilings: Ceilings) -> None:
     write_atomic(path, json.dumps(dataclasses.asdict(ceilings), indent=1) + "\n")
 
 
-def forget_if_beaten(facts: MachineFacts, shares: Sequence[float], say: Progress) -> None:
-    """A run whose updates reach more than the measured matmul rate (`ceiling_share`) shows that the machine was
+def forget_if_beaten(facts: MachineFacts, share: float, say: Progress) -> None:
+    """A run whose usual update reaches more than all of the measured matmul rate (`ceiling_share`) shows that the machine was
     busy when it was measured: drop the ceilings, so that the next command measures again."""
-    if shares and (share := median(shares)) > 1 and (path := cache_path(facts)).exists():
+    if share > 1 and (path := cache_path(facts)).exists():
         with storage_errors("the measured ceilings", path.parent):
             path.unlink(missing_ok=True)
         say(

@@ -92,7 +92,9 @@ def _speed(console: Console, run: RunView) -> None:
     console.print(table, highlight=False)
     if speed.attained_share:
         console.print(format_limit_share(speed.attained_share, "of the attainable speed"), highlight=False)
-    console.print(f"MFU {format_limit_share(speed.mfu)} [dim]({escape(speed.mfu_note)})[/dim]", highlight=False)
+    console.print(
+        f"MFU {format_limit_share(speed.mfu)} [dim]({escape(speed.mfu_note)})[/dim]", highlight=False
+    )
     console.print(
         f"{format_limit_share(speed.ceiling_share, 'of the ceiling')} [dim]({escape(speed.ceiling_note)})[/dim]",
         highlight=False,
