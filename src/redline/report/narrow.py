@@ -2,7 +2,7 @@
 over the whole width.
 
     if console.width < WIDE:
-        console.print(rows_with_texts(("name", "claimed"), [(("bf16", "2-3x"), "by seed 003 §1"), (("a heading",), "")]))
+        console.print(rows_with_texts(("name", "claimed"), [(("bf16", "2-3x"), "by tuning guide 003 §1"), (("a heading",), "")]))
 
 A row of one cell is a heading. Left out: widths under about 70 columns, where cells fold as rich folds them.
 """
