@@ -386,7 +386,7 @@ def test_a_data_folder_that_is_missing_truncated_or_altered(made, capsys, tmp_pa
     shard.unlink()
     refused(capsys, ["data", "info", str(tmp_path)], 3, "train-00000.bin", "cannot be read")
     (tmp_path / "manifest.json").write_text("{")
-    refused(capsys, ["data", "info", str(tmp_path)], 3, "no data folder can be read")
+    refused(capsys, ["data", "info", str(tmp_path)], 3, "manifest.json is damaged")
 
 
 def train_with(capsys, overrides: list[str], code: int, *parts: str, more: tuple[str, ...] = ()) -> None:
