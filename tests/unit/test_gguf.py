@@ -182,7 +182,7 @@ def test_what_cannot_be_read_exactly_is_refused(tmp_path):
     model, path = reference("llama"), tmp_path / "model.gguf"
     _, about = a_tokenizer("gpt-2")
     write(path, model, "llama", tokenizer=about | {"pre": "deepseek-llm"})
-    with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.pre must be one of .* got deepseek-llm"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.pre must be one of .* got 'deepseek-llm'"):
         read_gguf(path)
     write(path, model, "llama", tokenizer=about | {"merges": ["a nosuchtoken"]})
     with pytest.raises(CheckpointError, match="every merge"):
@@ -197,7 +197,7 @@ def test_what_cannot_be_read_exactly_is_refused(tmp_path):
 
 def test_broken_files_are_refused(tmp_path):
     path = tmp_path / "model.gguf"
-    with pytest.raises(CheckpointError, match="not there"):
+    with pytest.raises(CheckpointError, match="No such file"):
         read_gguf(path)
     write(path, reference("smollm2"), "llama", tokenizer=a_tokenizer("smollm")[1])
     whole = path.read_bytes()

@@ -78,7 +78,7 @@ def read_facts() -> MachineFacts:
         cuda_driver=cuda_driver,
         cpu_name=cpu_name(),
         cpu_cores=_cpu_cores(),
-        memory_bytes=_memory_bytes(),
+        memory_bytes=memory_bytes(),
         disk_free_bytes=shutil.disk_usage(Path.cwd()).free,
         os=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),
@@ -159,7 +159,8 @@ def _cpu_quotas() -> Iterator[float]:
             yield int(quota) / int(period)
 
 
-def _memory_bytes() -> int:
+def memory_bytes() -> int:
+    """Memory that this process may use: the machine's, or its control group's."""
     total = psutil.virtual_memory().total
     files = [
         folder / name

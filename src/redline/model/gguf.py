@@ -9,6 +9,7 @@ its splitting rule is known there only by name, so a name that we cannot match e
 writing, SentencePiece tokenizers, rope scaling, mixtures of experts.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from redline.config.recipe import ModelConfig
 from redline.errors import CheckpointError, need
-from redline.model.weights import Loaded, Table, checked, join
+from redline.model.weights import Loaded, Table, check_sizes, join, read_facts
 
 _TABLE: Table = {
     "embed": ("token_embd",),
@@ -44,99 +45,146 @@ _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 # kinds of token; the others (unknown, unused, byte) are no part of a byte-level BPE
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Facts:
+    """What a file says of its model; its keys have dots where these have underscores."""
+
+    embedding_length: int
+    block_count: int
+    attention_head_count: int
+    attention_head_count_kv: int | None = None
+    attention_key_length: int | None = None
+    attention_layer_norm_epsilon: float | None = None
+    attention_layer_norm_rms_epsilon: float | None = None
+    feed_forward_length: int
+    context_length: int
+    rope_freq_base: float = 10_000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TokenizerFacts:
+    ggml_model: str
+    ggml_pre: str = "gpt-2"
+    ggml_add_bos_token: bool = False
+    ggml_tokens: tuple[str, ...]
+    ggml_token_type: tuple[int, ...]
+    ggml_merges: tuple[str, ...]
+    ggml_eos_token_id: int | None = None
+    ggml_eot_token_id: int | None = None
+    chat_template: str | None = None
 
 
 def read_gguf(path: Path) -> Loaded:
     """Everything that a GGUF file says about a model; weights in fp32."""
     gguf = need("gguf", extra="gguf")
-    try:
-        reader = gguf.GGUFReader(path)
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path} must be a GGUF file, and it is not there; give another path"
-        ) from error
-    except (ValueError, IndexError, KeyError) as error:
-        raise CheckpointError(
-            f"{path} is not a GGUF file, or it is truncated ({error}); fetch it again"
-        ) from error
-    about = {name: field.contents() for name, field in reader.fields.items()}
-    stored = {tensor.name: tensor for tensor in reader.tensors}
-    config = _config(path, about, {name: tensor.shape for name, tensor in stored.items()})
-    tensors = {name: _unpacked(path, gguf, tensor) for name, tensor in stored.items()}
-    if about["general.architecture"] == "llama":
-        for name in tensors:
-            if name.endswith((".attn_q.weight", ".attn_k.weight")):
-                tensors[name] = _half_rotation(tensors[name], config.head_size)
-    return Loaded(
-        config=config,
-        weights=join(
-            config, _GPT2_TABLE if config.positions == "learned" else _TABLE, tensors, where=str(path)
-        ),
-        tokenizer_json=_tokenizer_json(path, about) if "tokenizer.ggml.model" in about else None,
-        chat_template=about.get("tokenizer.chat_template"),
-        eos_ids=tuple(dict.fromkeys(about[key] for key in _EOS_KEYS if key in about)),
-    )
-
-
-def _config(path: Path, about: dict[str, Any], shapes: dict[str, Any]) -> ModelConfig:
+    about, stored = _read_file(path, gguf)
     name = about.get("general.architecture")
     if name not in ("llama", "qwen2", "qwen3", "gpt2"):
-        raise CheckpointError(f"{path}: general.architecture must be llama, qwen2, qwen3 or gpt2, got {name}")
-    known = {
-        key.removeprefix(f"{name}."): value for key, value in about.items() if key.startswith(f"{name}.")
+        raise CheckpointError(
+            f"{path}: general.architecture must be llama, qwen2, qwen3 or gpt2, got {name!r:.80}"
+        )
+    sizes = {each: [int(size) for size in tensor.shape] for each, tensor in stored.items()}
+    config = _config(path, name, _named(about, name), sizes)
+    spoken = _named(about, "tokenizer")
+    facts = read_facts(_TokenizerFacts, spoken, where=str(path)) if "ggml_model" in spoken else None
+    ends = tuple(
+        end
+        for end in dict.fromkeys((facts.ggml_eos_token_id, facts.ggml_eot_token_id) if facts else ())
+        if end is not None
+    )
+    check_sizes(config, sizes, ends, where=str(path))
+    tensors = {each: _unpacked(path, gguf, tensor) for each, tensor in stored.items()}
+    if name == "llama":
+        for each in tensors:
+            if each.endswith((".attn_q.weight", ".attn_k.weight")):
+                tensors[each] = _half_rotation(tensors[each], config.head_size)
+    table = _GPT2_TABLE if config.positions == "learned" else _TABLE
+    return Loaded(
+        config=config,
+        weights=join(config, table, tensors, where=str(path)),
+        tokenizer_json=_tokenizer_json(path, facts) if facts else None,
+        chat_template=facts.chat_template if facts else None,
+        eos_ids=ends,
+    )
+
+
+def _read_file(path: Path, gguf: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The facts and the tensors of a file, by name."""
+
+    class Reader(gguf.GGUFReader):
+        def _get(self, offset: int, dtype: Any, count: int = 1, **rest: Any) -> Any:
+            """Refuse what lies beyond the file; numpy would give an empty array, and a list of 2^60 numbers that
+            are not there would be gone through one by one."""
+            if int(offset) + int(count) * numpy.dtype(dtype).itemsize > len(self.data):
+                raise ValueError("the file ends too soon")
+            return super()._get(offset, dtype, count, **rest)
+
+    try:
+        reader = Reader(path)
+        about = {name: field.contents() for name, field in reader.fields.items()}
+        return about, {tensor.name: tensor for tensor in reader.tensors}
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); give another path") from error
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        raise CheckpointError(
+            f"{path} is not a GGUF file, or it is truncated ({error!r:.200}); fetch it again"
+        ) from error
+
+
+def _named(about: dict[str, Any], first: str) -> dict[str, Any]:
+    """The facts whose names begin with `first.`, by the rest of the name."""
+    return {
+        key.removeprefix(f"{first}.").replace(".", "_"): value
+        for key, value in about.items()
+        if key.startswith(f"{first}.")
     }
-    gpt2 = name == "gpt2"
-    eps = "attention.layer_norm_epsilon" if gpt2 else "attention.layer_norm_rms_epsilon"
-    needed = (
-        "embedding_length",
-        "block_count",
-        "attention.head_count",
-        "feed_forward_length",
-        "context_length",
-        eps,
-    )
-    absent = [f"{name}.{key}" for key in needed if key not in known] + ["token_embd.weight"] * (
-        "token_embd.weight" not in shapes
-    )
-    if absent:
-        raise CheckpointError(f"{path} must say {', '.join(absent)}, and it does not; fetch it again")
-    hidden, heads = known["embedding_length"], known["attention.head_count"]
-    head_dim = known.get("attention.key_length", hidden // heads)
-    kv_heads = known.get("attention.head_count_kv", heads)
+
+
+def _config(path: Path, name: str, known: dict[str, Any], sizes: dict[str, list[int]]) -> ModelConfig:
+    facts, gpt2 = read_facts(_Facts, known, where=str(path)), name == "gpt2"
+    eps = facts.attention_layer_norm_epsilon if gpt2 else facts.attention_layer_norm_rms_epsilon
+    embedding = sizes.get("token_embd.weight", [])
+    hidden, heads = facts.embedding_length, facts.attention_head_count
+    if eps is None or len(embedding) != 2 or heads < 1:
+        raise CheckpointError(
+            f"{path} must say its layer norm's epsilon and its number of heads and hold token_embd.weight, and it"
+            " does not; fetch it again"
+        )
+    head_dim, kv_heads = facts.attention_key_length or hidden // heads, facts.attention_head_count_kv or heads
     for key, values in {
-        "attention.value_length": (None, head_dim),
-        "rope.dimension_count": (None, head_dim),
-        "rope.scaling.type": (None, "none"),
-        "attention.sliding_window": (None, 0),
+        "attention_value_length": (None, head_dim),
+        "rope_dimension_count": (None, head_dim),
+        "rope_scaling_type": (None, "none"),
+        "attention_sliding_window": (None, 0),
         "expert_count": (None, 0),
     }.items():
         if (got := known.get(key)) not in values:
             raise CheckpointError(
-                f"{path}: {name}.{key} must be {values[1]} for a model that we compute exactly, got {got}"
+                f"{path}: {name}.{key} must be {values[1]} for a model that we compute exactly, got {got!r:.80}"
             )
-    config = ModelConfig(
-        vocab_size=int(shapes["token_embd.weight"][1]),
-        num_layers=known["block_count"],
+    return ModelConfig(
+        vocab_size=embedding[1],
+        num_layers=facts.block_count,
         hidden_size=hidden,
         num_heads=heads,
-        ffn_size=known["feed_forward_length"],
-        context_length=known["context_length"],
+        ffn_size=facts.feed_forward_length,
+        context_length=facts.context_length,
         num_kv_heads=None if kv_heads == heads else kv_heads,
         head_dim=None if head_dim * heads == hidden else head_dim,
         norm="layernorm" if gpt2 else "rmsnorm",
-        norm_eps=_decimal(known[eps]),
+        norm_eps=_decimal(eps),
         positions="learned" if gpt2 else "rope",
-        rope_theta=_decimal(known.get("rope.freq_base", 10_000.0)),
+        rope_theta=_decimal(facts.rope_freq_base),
         activation="gelu" if gpt2 else "swiglu",
         bias=gpt2,
         qkv_bias=name == "qwen2",
         qk_norm=name == "qwen3",
-        tie_embeddings="output.weight" not in shapes,
+        tie_embeddings="output.weight" not in sizes,
     )
-    return checked(config, where=str(path))
 
 
 def _decimal(value: float) -> float:
@@ -158,23 +206,27 @@ def _unpacked(path: Path, gguf: Any, tensor: Any) -> Tensor:
 def _half_rotation(rows: Tensor, head_size: int) -> Tensor:
     """Llama's files pair neighbours (2i, 2i+1) of a head for the rotation; we, as Hugging Face does, pair (i,
     i + C/2)."""
+    if rows.dim() != 2 or rows.shape[0] % head_size:
+        return rows  # of another shape than it should be, which `join` tells
     return rows.view(-1, head_size // 2, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
 
 
-def _tokenizer_json(path: Path, about: dict[str, Any]) -> str:
-    kind, rule = about["tokenizer.ggml.model"], about.get("tokenizer.ggml.pre", "gpt-2")
-    if kind != "gpt2" or about.get("tokenizer.ggml.add_bos_token"):
+def _tokenizer_json(path: Path, facts: _TokenizerFacts) -> str:
+    if facts.ggml_model != "gpt2" or facts.ggml_add_bos_token:
         raise CheckpointError(
-            f"{path}: the tokenizer must be a byte-level BPE (gpt2) without a token at the start, got {kind}"
+            f"{path}: the tokenizer must be a byte-level BPE (gpt2) without a token at the start, got"
+            f" {facts.ggml_model!r:.80}"
         )
-    kinds = about["tokenizer.ggml.token_type"]
-    listed = [
-        (token, i, of)
-        for i, (token, of) in enumerate(zip(about["tokenizer.ggml.tokens"], kinds, strict=True))
-    ]
+    if len(facts.ggml_tokens) != len(facts.ggml_token_type):
+        raise CheckpointError(
+            f"{path}: every token of the tokenizer must have a type, and some have not; fetch it again"
+        )
+    listed = list(zip(facts.ggml_tokens, range(len(facts.ggml_tokens)), facts.ggml_token_type, strict=True))
     vocab = {token: i for token, i, of in listed if of in (_NORMAL, _CONTROL, _USER_DEFINED)}
-    merges = [tuple(merge.split(" ")) for merge in about["tokenizer.ggml.merges"]]
-    if any(token not in vocab for merge in merges for token in (*merge, "".join(merge))):
+    merges = [tuple(merge.split(" ")) for merge in facts.ggml_merges]
+    if any(
+        len(merge) != 2 or any(token not in vocab for token in (*merge, "".join(merge))) for merge in merges
+    ):
         raise CheckpointError(
             f"{path}: every merge of the tokenizer must join two of its tokens, and some do not; fetch it"
             " again"
@@ -191,10 +243,11 @@ def _tokenizer_json(path: Path, about: dict[str, Any]) -> str:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ],
     }
+    rule = facts.ggml_pre
     if rule not in splits:
         raise CheckpointError(
             f"{path}: tokenizer.ggml.pre must be one of {', '.join(splits)}, whose splitting we know, got"
-            f" {rule}"
+            f" {rule!r:.80}"
         )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits[rule])
     if rule == "qwen2":

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from torch import Tensor
 
 from redline.config.recipe import ModelConfig
 from redline.errors import CheckpointError, ConfigError, StorageError
-from redline.model.weights import Loaded, Table, checked, join, split
-from redline.record.files import storage_errors, sync_path
+from redline.model.weights import Loaded, Table, check_sizes, join, read_facts, split
+from redline.record.files import read_json, read_text, storage_errors, sync_path
 
 SHARD_BYTES = 5_000_000_000
 """Largest weight file; a bigger model is written in several, with an index."""
@@ -61,31 +62,80 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Gpt2:
+    """What GPT-2's config.json says, with the defaults of transformers."""
+
+    vocab_size: int
+    n_layer: int
+    n_embd: int
+    n_head: int
+    n_inner: int | None = None
+    n_positions: int
+    layer_norm_epsilon: float
+    tie_word_embeddings: bool = True
+    initializer_range: float = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rope:
+    rope_theta: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Llama:
+    """What the config.json of Llama, Qwen2 and Qwen3 says, with the defaults of transformers; where those differ by
+    family, the value must be given."""
+
+    vocab_size: int
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    intermediate_size: int
+    max_position_embeddings: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 28
+    layer_types: tuple[str, ...] = ()
+
+
 def read_folder(folder: Path) -> Loaded:
     """Everything that a Hugging Face folder says about a model."""
-    config = read_config(folder)
+    config, tensors = read_config(folder), _map_tensors(_files(folder))
     tokenizer, template = folder / "tokenizer.json", folder / "chat_template.jinja"
-    in_config = (
-        _json(folder / "tokenizer_config.json").get("chat_template")
-        if (folder / "tokenizer_config.json").is_file()
-        else None
-    )
-    generation = folder / "generation_config.json"
+    about, generation = folder / "tokenizer_config.json", folder / "generation_config.json"
+    in_config = _json(about).get("chat_template") if about.is_file() else None
     eos = _json(generation if generation.is_file() else folder / "config.json").get("eos_token_id")
+    ends = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    if not all(type(end) is int for end in ends):
+        raise CheckpointError(
+            f"{folder}: eos_token_id must be a whole number or a list of them, got {eos!r:.80}"
+        )
+    check_sizes(config, {name: tensor.shape for name, tensor in tensors.items()}, ends, where=str(folder))
     return Loaded(
         config=config,
-        weights=read_weights(folder, config),
-        tokenizer_json=_text(tokenizer) if tokenizer.is_file() else None,
+        weights=from_huggingface(config, tensors, where=str(folder)),
+        tokenizer_json=read_text(tokenizer, error=CheckpointError) if tokenizer.is_file() else None,
         chat_template=(
-            _text(template) if template.is_file() else in_config if isinstance(in_config, str) else None
+            read_text(template, error=CheckpointError)
+            if template.is_file()
+            else in_config
+            if isinstance(in_config, str)
+            else None
         ),
-        eos_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        eos_ids=ends,
     )
 
 
 def read_config(folder: Path) -> ModelConfig:
     """The model that `config.json` describes; one that we would compute otherwise than transformers does is
-    refused."""
+    refused. Its sizes are not yet checked."""
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(
@@ -98,16 +148,14 @@ def read_config(folder: Path) -> ModelConfig:
         "Qwen2ForCausalLM": _read_llama,
         "Qwen3ForCausalLM": _read_llama,
     }
-    name = next(iter(raw.get("architectures") or []), None)
-    if name not in readers:
-        raise CheckpointError(f"{path}: architectures must name one of {', '.join(readers)}, got {name}")
-    _accept(path, raw, "quantization_config", None)
-    try:
-        return checked(readers[name](path, name, raw), where=str(path))
-    except KeyError as error:
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names else names
+    if not isinstance(name, str) or name not in readers:
         raise CheckpointError(
-            f"{path}: {error} must be given for {name}, and it is not; the folder is not complete"
-        ) from error
+            f"{path}: architectures must name one of {', '.join(readers)}, got {name!r:.80}"
+        )
+    _accept(path, raw, "quantization_config", None)
+    return readers[name](path, name, raw)
 
 
 def _read_gpt2(path: Path, name: str, raw: dict[str, Any]) -> ModelConfig:
@@ -115,73 +163,92 @@ def _read_gpt2(path: Path, name: str, raw: dict[str, Any]) -> ModelConfig:
     _accept(path, raw, "scale_attn_weights", None, True)
     for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         _accept(path, raw, key, None, False)
+    facts = read_facts(_Gpt2, raw, where=str(path))
     return ModelConfig(
-        vocab_size=raw["vocab_size"],
-        num_layers=raw["n_layer"],
-        hidden_size=raw["n_embd"],
-        num_heads=raw["n_head"],
-        ffn_size=raw.get("n_inner") or 4 * raw["n_embd"],
-        context_length=raw["n_positions"],
+        vocab_size=facts.vocab_size,
+        num_layers=facts.n_layer,
+        hidden_size=facts.n_embd,
+        num_heads=facts.n_head,
+        ffn_size=facts.n_inner or 4 * facts.n_embd,
+        context_length=facts.n_positions,
         norm="layernorm",
-        norm_eps=raw["layer_norm_epsilon"],
+        norm_eps=facts.layer_norm_epsilon,
         positions="learned",
         activation="gelu",
         bias=True,
-        tie_embeddings=raw.get("tie_word_embeddings", True),
-        init_std=raw.get("initializer_range", 0.02),
+        tie_embeddings=facts.tie_word_embeddings,
+        init_std=facts.initializer_range,
     )
 
 
 def _read_llama(path: Path, name: str, raw: dict[str, Any]) -> ModelConfig:
     _accept(path, raw, "hidden_act", "silu")
-    ropes = [raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}, raw]
-    for rope in ropes:
+    facts, ropes = read_facts(_Llama, raw, where=str(path)), []
+    for rope in (raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}, raw):
+        if not isinstance(rope, dict):
+            raise CheckpointError(
+                f"{path}: rope_scaling and rope_parameters must be tables, got {rope!r:.80}"
+            )
         _accept(path, rope, "rope_type" if "rope_type" in rope else "type", None, "default")
         _accept(path, rope, "partial_rotary_factor", None, 1.0)
-    windows = raw.get("use_sliding_window") and raw.get("sliding_window", 4096) is not None
-    windowed = bool(windows) and raw.get("max_window_layers", 28) < raw["num_hidden_layers"]
-    kinds = raw.get("layer_types") or (["sliding_attention"] if windowed else [])
+        ropes.append(read_facts(_Rope, rope, where=str(path)).rope_theta)
+    windows = facts.use_sliding_window and raw.get("sliding_window", 4096) is not None
+    windowed = windows and facts.max_window_layers < facts.num_hidden_layers
+    kinds = facts.layer_types or (("sliding_attention",) if windowed else ())
     if any(kind != "full_attention" for kind in kinds):
         raise CheckpointError(
             f"{path}: every layer must attend to the whole context, and some have a sliding window"
         )
     if name == "LlamaForCausalLM":
         # Only the agreement of its two switches is a model of ours: all biases, or none.
-        _accept(path, raw, "mlp_bias", *((True,) if raw.get("attention_bias") else (None, False)))
+        _accept(path, raw, "mlp_bias", *((True,) if facts.attention_bias else (None, False)))
     else:
         _accept(path, raw, "attention_bias", None, False)
-    heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
-    # The defaults are those of transformers; where its families differ, the value must be given.
-    kv_heads = raw.get("num_key_value_heads") if name == "LlamaForCausalLM" else raw["num_key_value_heads"]
-    head_dim = raw["head_dim"] if name == "Qwen3ForCausalLM" else raw.get("head_dim")
+    for key, needed in (
+        ("num_key_value_heads", name != "LlamaForCausalLM"),
+        ("head_dim", name == "Qwen3ForCausalLM"),
+    ):
+        if needed and getattr(facts, key) is None:
+            raise CheckpointError(
+                f"{path}: {key} must be given for {name}, and it is not; the folder is not complete"
+            )
+    heads, hidden, kv_heads, head_dim = (
+        facts.num_attention_heads,
+        facts.hidden_size,
+        facts.num_key_value_heads,
+        facts.head_dim,
+    )
     return ModelConfig(
-        vocab_size=raw["vocab_size"],
-        num_layers=raw["num_hidden_layers"],
+        vocab_size=facts.vocab_size,
+        num_layers=facts.num_hidden_layers,
         hidden_size=hidden,
         num_heads=heads,
-        ffn_size=raw["intermediate_size"],
-        context_length=raw["max_position_embeddings"],
+        ffn_size=facts.intermediate_size,
+        context_length=facts.max_position_embeddings,
         num_kv_heads=None if kv_heads == heads else kv_heads,
         head_dim=None if head_dim is None or head_dim * heads == hidden else head_dim,
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
-        rope_theta=float(next((rope["rope_theta"] for rope in ropes if "rope_theta" in rope), 10_000.0)),
-        bias=bool(raw.get("attention_bias")),
+        norm_eps=facts.rms_norm_eps,
+        rope_theta=next((theta for theta in ropes if theta is not None), 10_000.0),
+        bias=facts.attention_bias,
         qkv_bias=name == "Qwen2ForCausalLM",
         qk_norm=name == "Qwen3ForCausalLM",
-        tie_embeddings=raw.get("tie_word_embeddings", False),
-        init_std=raw.get("initializer_range", 0.02),
+        tie_embeddings=facts.tie_word_embeddings,
+        init_std=facts.initializer_range,
     )
 
 
-def read_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
-    """Our parameters, in the dtype they are stored in, mapped from the files where a matrix is one of
-    theirs."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    files = (
-        sorted({folder / name for name in _json(index)["weight_map"].values()})
-        if index.is_file()
-        else [single]
-    )
+def _files(folder: Path) -> list[Path]:
+    """The files that hold the weights, all of them there."""
+    index = folder / "model.safetensors.index.json"
+    names: set[str] = {"model.safetensors"}
+    if index.is_file():
+        named = _json(index).get("weight_map")
+        if not isinstance(named, dict) or not all(
+            isinstance(name, str) and Path(name).name == name for name in named.values()
+        ):
+            raise CheckpointError(f"{index} must map tensors to files beside it (weight_map); fetch it again")
+        names = set(named.values())
+    files = [folder / name for name in sorted(names)]
     if absent := [file.name for file in files if not file.is_file()]:
         pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
         way_out = (
@@ -193,13 +260,18 @@ def read_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
             f"{folder} must hold its weights as safetensors, and {', '.join(absent[:3])} is not there;"
             f" {way_out}"
         )
+    return files
+
+
+def _map_tensors(files: Sequence[Path]) -> dict[str, Tensor]:
+    """Tensors in the dtype they are stored in, mapped from the files."""
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
             tensors |= safetensors.torch.load_file(file)
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} is truncated or altered ({error}); fetch it again") from error
-    return from_huggingface(config, tensors, where=str(folder))
+    return tensors
 
 
 def from_huggingface(config: ModelConfig, tensors: Mapping[str, Tensor], *, where: str) -> dict[str, Tensor]:
@@ -217,7 +289,8 @@ def from_huggingface(config: ModelConfig, tensors: Mapping[str, Tensor], *, wher
                 " read"
             )
         full = f"transformer.{name}" if bare and name != "lm_head.weight" else name
-        theirs[full] = tensor.t() if family == "GPT2LMHeadModel" and full.endswith(_CONV1D) else tensor
+        turned = family == "GPT2LMHeadModel" and full.endswith(_CONV1D) and tensor.dim() == 2
+        theirs[full] = tensor.t() if turned else tensor
     embedding, head = theirs.get(_table(config)["embed"][0] + ".weight"), theirs.get("lm_head.weight")
     if config.tie_embeddings and embedding is not None and head is not None:
         if not torch.equal(embedding, head):
@@ -407,23 +480,10 @@ def _accept(path: Path, raw: dict[str, Any], key: str, *values: object) -> None:
     if (got := raw.get(key)) not in values:
         wanted = " or ".join("absent" if value is None else str(value) for value in values)
         raise CheckpointError(
-            f"{path}: {key} must be {wanted} for a model that we compute exactly, got {got}; it cannot be"
-            " loaded"
+            f"{path}: {key} must be {wanted} for a model that we compute exactly, got {got!r:.80}; it cannot"
+            " be loaded"
         )
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} must be UTF-8 text ({error}); fetch it again") from error
-
-
 def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(_text(path))
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path} must be JSON ({error}); fetch it again") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}; fetch it again")
-    return value
+    return read_json(path, dict, error=CheckpointError)

@@ -46,8 +46,8 @@ class LoraConfig:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ConfigError(f"lora.rank must be at least 1, got {self.rank}")
-        if not 0 < self.alpha < math.inf:
-            raise ConfigError(f"lora.alpha must be a number greater than 0, got {self.alpha}")
+        if not 0 < self.alpha < 1e30:  # it is held in fp32
+            raise ConfigError(f"lora.alpha must be greater than 0 and below 1e30, got {self.alpha}")
         for name in self.targets:
             if name not in TARGETS:
                 raise ConfigError(

@@ -32,8 +32,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from redline.config.recipe import CrossEntropy, ModelConfig, Recompute
+from redline.errors import MachineError
+from redline.machine.facts import memory_bytes
 from redline.model import kernels
 from redline.model.cross_entropy import linear_cross_entropy
+from redline.plan.arithmetic import parameters
+from redline.record.units import format_bytes
 
 
 class Linear(nn.Linear):
@@ -315,6 +319,7 @@ def build_model(
     """A model with fp32 weights on the device. Every weight is drawn from the seed and its own name, so
     neither the order nor the number of processes that hold it matters. `shape(model)` may shard or convert
     layers while the model has no memory yet."""
+    _check_memory(config, torch.device(device))
     with torch.device("meta"):
         model = Transformer(config)
     if shape is not None:
@@ -323,6 +328,24 @@ def build_model(
     model.tie()
     fill(model, seed)
     return model
+
+
+def _check_memory(config: ModelConfig, device: torch.device) -> None:
+    """Refuse a model that this machine cannot hold, before anything is built: a million layers take minutes and two
+    billion positions all memory."""
+    processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    weights_bytes = 4 * parameters(config).total // processes
+    table_bytes = 2 * 4 * config.context_length * config.head_size
+    host_bytes = memory_bytes()
+    there_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_bytes
+    # the table of positions is made on the host, with intermediate results as large again
+    if weights_bytes + table_bytes > there_bytes or 2 * table_bytes > host_bytes:
+        raise MachineError(
+            f"a model of {config.num_layers:,} layers, {parameters(config).total:,} parameters and"
+            f" {config.context_length:,} positions needs {format_bytes(weights_bytes + 2 * table_bytes)}, and this"
+            f" machine has {format_bytes(min(there_bytes, host_bytes))}: make it smaller (num_layers, hidden_size,"
+            " context_length)"
+        )
 
 
 @torch.no_grad()

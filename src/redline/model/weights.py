@@ -12,15 +12,22 @@ makes a layout special (GPT-2's transposed matrices, the permuted heads of Llama
 before `join`.
 """
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from redline.config.load import build
 from redline.config.recipe import ModelConfig
-from redline.errors import CheckpointError
+from redline.errors import CheckpointError, ConfigError
 from redline.model.transformer import Transformer, write_part
+from redline.plan.arithmetic import parameters
+
+T = TypeVar("T")
 
 Table = Mapping[str, tuple[str, ...]]
 
@@ -40,9 +47,23 @@ class Loaded:
     """Tokens that end a generation."""
 
 
-def checked(config: ModelConfig, *, where: str) -> ModelConfig:
-    """Return the configuration, or refuse sizes that no model has: a foreign file may say anything."""
-    sizes = (
+def read_facts(kind: type[T], table: Mapping[str, Any], *, where: str) -> T:
+    """The facts of a foreign file that `kind` names, each of the type that it says; other keys and values of null
+    are left out."""
+    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    given = {key: value for key, value in table.items() if key in known and value is not None}
+    try:
+        return build(kind, given, where=where)
+    except ConfigError as error:
+        raise CheckpointError(f"{error}; fetch the file again, or correct it") from error
+
+
+def check_sizes(
+    config: ModelConfig, sizes: Mapping[str, Sequence[int]], eos_ids: Sequence[int], *, where: str
+) -> None:
+    """Refuse a configuration that no model has or that is not that of these tensors, given by their
+    sizes: a foreign file may say anything, and what it says is allocated."""
+    for name in (
         "vocab_size",
         "num_layers",
         "hidden_size",
@@ -51,19 +72,42 @@ def checked(config: ModelConfig, *, where: str) -> ModelConfig:
         "context_length",
         "kv_heads",
         "head_size",
-    )
-    for name in sizes:
-        if not isinstance(size := getattr(config, name), int) or size < 1:
-            raise CheckpointError(f"{where}: {name} must be a whole number greater than 0, got {size}")
-    if config.num_heads % config.kv_heads:
-        raise CheckpointError(
-            f"{where}: {config.num_heads} heads must be a multiple of {config.kv_heads} key/value heads"
-        )
-    if config.head_dim is None and config.hidden_size % config.num_heads:
-        raise CheckpointError(
-            f"{where}: hidden_size {config.hidden_size} must be a multiple of {config.num_heads} heads"
-        )
-    return config
+    ):
+        if not 0 < (size := getattr(config, name)) < 2**31:
+            raise CheckpointError(f"{where}: {name} must be greater than 0 and below 2^31, got {size}")
+    described, held = parameters(config).total, sum(math.prod(size) for size in sizes.values())
+    for holds, rule in (
+        (
+            config.num_heads % config.kv_heads == 0,
+            f"{config.num_heads} heads must be a multiple of {config.kv_heads} key/value heads",
+        ),
+        (
+            config.head_dim is not None or config.hidden_size % config.num_heads == 0,
+            f"hidden_size {config.hidden_size} must be a multiple of {config.num_heads} heads",
+        ),
+        (
+            config.positions == "learned" or config.head_size % 2 == 0,
+            f"a head must have an even width for rope, got {config.head_size}",
+        ),
+        (
+            0 < config.norm_eps < 1 and 0 < config.rope_theta < math.inf and 0 <= config.init_std < math.inf,
+            f"norm_eps {config.norm_eps}, rope_theta {config.rope_theta} and init_std {config.init_std} must be"
+            " greater than 0 and finite",
+        ),
+        (
+            # transformers writes GPT-2's, 50256, for smaller vocabularies too
+            all(0 <= eos < 2**31 for eos in eos_ids),
+            f"tokens that end a text must be numbers from 0 to below 2^31, got {list(eos_ids)}",
+        ),
+        # Tensors that are merely missing are named later, by `join`.
+        (
+            described <= 2 * held and config.num_layers <= len(sizes),
+            f"it describes a model of {config.num_layers:,} layers and {described:,} parameters, and its weights"
+            f" are {len(sizes):,} tensors of {held:,}",
+        ),
+    ):
+        if not holds:
+            raise CheckpointError(f"{where}: {rule}; fetch it again")
 
 
 def shapes(config: ModelConfig) -> dict[str, torch.Size]:

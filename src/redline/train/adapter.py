@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from redline.errors import CheckpointError, ConfigError, StorageError
 from redline.model.huggingface import architecture
 from redline.model.lora import LoraConfig, LoraLinear, add_lora, lora_layers
 from redline.model.transformer import Transformer
-from redline.record.files import storage_errors, sync_path
+from redline.model.weights import read_facts
+from redline.record.files import read_json, storage_errors, sync_path
 
 MODULES = {
     "q": "self_attn.q_proj",
@@ -98,6 +100,17 @@ def read_adapter(folder: Path, model: Transformer) -> LoraConfig:
         raise CheckpointError(
             f"{folder / _WEIGHTS} cannot be read ({error}); write the adapter again"
         ) from error
+    # before adapters of that rank are put on the model, which takes memory
+    ranks = {
+        tensor.shape[0]
+        for name, tensor in tensors.items()
+        if name.endswith(".lora_A.weight") and tensor.dim()
+    }
+    if ranks != {config.rank}:
+        raise CheckpointError(
+            f"{folder} says rank r = {config.rank}, and its weights have {', '.join(map(str, ranks)) or 'none'};"
+            " write the adapter again"
+        )
     present = next((layer.config for layer in lora_layers(model).values()), None)
     if present is None:
         add_lora(model, config, seed=0)
@@ -162,14 +175,16 @@ def _config_json(layers: list[LoraLinear], base: str | None) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Facts:
+    r: int
+    lora_alpha: float
+    target_modules: tuple[str, ...]
+
+
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error}); give a folder that `write_adapter` or PEFT wrote"
-        ) from error
-    if not isinstance(raw, dict) or raw.get("peft_type") != "LORA":
+    raw = read_json(path, dict, error=CheckpointError)
+    if raw.get("peft_type") != "LORA":
         raise CheckpointError(f"{path} must describe a LoRA adapter (peft_type LORA)")
     return raw
 
@@ -179,19 +194,14 @@ def _read_config(path: Path) -> LoraConfig:
     for name in (*_PLAIN, "rank_pattern", "alpha_pattern", "layers_to_transform"):
         if raw.get(name) not in _UNSET:
             raise CheckpointError(
-                f"{path}: {name} must not be set, got {raw[name]!r}; merge this adapter with PEFT and use the"
+                f"{path}: {name} must not be set, got {raw[name]!r:.80}; merge this adapter with PEFT and use the"
                 " merged model"
             )
+    facts = read_facts(_Facts, raw, where=str(path))
     names = {module.split(".")[1]: target for target, module in MODULES.items()}
-    modules = raw.get("target_modules")
-    if not isinstance(modules, list) or (unknown := [module for module in modules if module not in names]):
-        known = ", ".join(names)
+    if unknown := [module for module in facts.target_modules if module not in names]:
         raise CheckpointError(
-            f"{path}: target_modules must be a list of {known}, got"
-            f" {unknown if isinstance(modules, list) else modules!r}"
+            f"{path}: target_modules must be a list of {', '.join(names)}, got {unknown[0]!r:.80}"
         )
-    try:
-        targets = tuple(target for target in MODULES if MODULES[target].split(".")[1] in modules)
-        return LoraConfig(rank=raw["r"], alpha=raw["lora_alpha"], targets=targets)
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: r and lora_alpha must be numbers ({error})") from error
+    targets = tuple(target for name, target in names.items() if name in facts.target_modules)
+    return LoraConfig(rank=facts.r, alpha=facts.lora_alpha, targets=targets)

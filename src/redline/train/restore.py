@@ -21,6 +21,7 @@ from redline.model.huggingface import read_folder
 from redline.model.lora import merged_weights
 from redline.model.transformer import Transformer, build_model
 from redline.model.weights import Loaded, load_weights
+from redline.record.files import read_text
 from redline.record.run import RunFolder
 from redline.train.adapter import adapter_base, peft_tensors, read_adapter
 from redline.train.checkpoint import read_tensors, resolve
@@ -86,14 +87,15 @@ def shipped_models() -> dict[str, Path]:
     return {path.parent.name: path.parent for path in sorted(root.glob("*/config.json"))}
 
 
-def open_weights(path: Path, which: str = "last") -> Opened:
-    """Read weights and tokenizer; `which` is last, best or step-N, for a run."""
+def open_weights(path: Path, which: str = "last", *, above: tuple[Path, ...] = ()) -> Opened:
+    """Read weights and tokenizer; `which` is last, best or step-N, for a run. `above`: the adapters that are to be
+    merged into them."""
     if not path.exists():  # Path("./demo") is Path("demo"), so a folder of the user's must come first
         path = shipped_models().get(str(path), path)
     if path.suffix == ".gguf":
         return Opened(loaded=read_gguf(path), recipe=None, source=path)
     if (path / "adapter_config.json").is_file():
-        return _open_adapted(path)
+        return _open_adapted(path, above)
     if (path / "config.json").is_file():
         return Opened(loaded=read_folder(path), recipe=None, source=path)
     if not path.exists():
@@ -104,17 +106,17 @@ def open_weights(path: Path, which: str = "last") -> Opened:
     if rounds := sorted(
         path.glob("round-*/adapter"), key=lambda adapter: int(adapter.parent.name.removeprefix("round-"))
     ):
-        return _open_adapted(rounds[-1])  # of an RFT run in rounds, the last
+        return _open_adapted(rounds[-1], above)  # of an RFT run in rounds, the last
     if (path / "adapter" / "adapter_config.json").is_file():
-        return _open_adapted(path / "adapter")
+        return _open_adapted(path / "adapter", above)
     if (path / "model" / "config.json").is_file():  # an RFT run that trained the whole model
         return Opened(loaded=read_folder(path / "model"), recipe=None, source=path / "model")
     step = resolve(path, which)
     run = RunFolder(step.parent.parent)
     if not run.recipe_path.is_file():
         raise CheckpointError(f"{step} belongs to no run: {run.recipe_path} is missing")
-    recipe = from_toml(run.recipe_path.read_text(encoding="utf-8"), where=str(run.recipe_path))
-    tokenizer_json = run.tokenizer_path.read_text(encoding="utf-8") if run.tokenizer_path.is_file() else None
+    recipe = from_toml(read_text(run.recipe_path), where=str(run.recipe_path))
+    tokenizer_json = read_text(run.tokenizer_path) if run.tokenizer_path.is_file() else None
     eos = (Tokenizer(tokenizer_json, name=str(run.tokenizer_path)).eot_id,) if tokenizer_json else ()
     loaded = Loaded(
         config=recipe.model,
@@ -126,7 +128,7 @@ def open_weights(path: Path, which: str = "last") -> Opened:
     return Opened(loaded=loaded, recipe=recipe, source=step)
 
 
-def _open_adapted(folder: Path) -> Opened:
+def _open_adapted(folder: Path, above: tuple[Path, ...]) -> Opened:
     """A base model with an adapter merged into its weights; the adapter's own file names the base."""
     base = adapter_base(folder)
     if base is None:
@@ -134,7 +136,11 @@ def _open_adapted(folder: Path) -> Opened:
             f"{folder / 'adapter_config.json'} names no base model: merge the adapter with the program that"
             " made it"
         )
-    opened = open_weights(Path(base))
+    if folder.resolve() in above:
+        raise CheckpointError(
+            f"{folder / 'adapter_config.json'} names itself as its base model: name the model below"
+        )
+    opened = open_weights(Path(base), above=(*above, folder.resolve()))
     model = opened.build("cpu")
     config = read_adapter(folder, model)
     adapter = Adapter(
