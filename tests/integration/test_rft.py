@@ -116,7 +116,7 @@ def test_a_request_to_stop_keeps_what_is_there(
     assert said["samples"] == len(samples(run)) > 50
     rest = warm.run(*arguments)
     assert rest.code == 0, rest.err
-    assert "questions 20/20" in rest.out
+    assert "20/20 questions" in rest.out
     assert "questions solved" in rest.out
 
 

@@ -137,6 +137,27 @@ class TestTensorBoard:
         assert "TensorBoard export stopped (FileExistsError" in said[0]
 
 
+class TestMLflow:
+    @pytest.fixture
+    def client(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+        mlflow = pytest.importorskip("mlflow")
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # without its server and its database
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path / 'mlruns'}")
+        return mlflow.MlflowClient()
+
+    def test_round_trip_and_resume(self, tmp_path: Path, client: Any) -> None:
+        said: list[str] = []
+        for step, resume_step in ((1, 0), (2, 1)):
+            exporter = make("mlflow", tmp_path, said, resume_step=resume_step)
+            exporter.metrics(line(step))
+            exporter.close()
+        assert said == []
+        run = client.get_run((tmp_path / "mlflow_id").read_text())
+        assert (run.info.run_name, run.info.status) == ("nano", "FINISHED")
+        history = client.get_metric_history(run.info.run_id, "train/loss")
+        assert [(m.step, m.value) for m in history] == [(1, 10.0), (2, 5.0)]
+
+
 class TestWandb:
     @pytest.fixture(autouse=True)
     def _alone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

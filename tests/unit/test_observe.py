@@ -27,6 +27,7 @@ from redline.observe import facts, run, sync
 from redline.plan import arithmetic
 from redline.plan.hardware import hardware_as
 from redline.record.metrics import METRICS
+from redline.record.observe import Observers
 
 ROOT = Path(__file__).parents[2]
 MOST_COST_S = 50e-6
@@ -194,14 +195,63 @@ def test_a_step_outside_the_block_is_said(tmp_path: Path, capsys: pytest.Capture
     assert read(tmp_path / "run").repairs == (), "a loop has no recipe that could be missed"
 
 
-def test_a_folder_in_use_is_said_without_an_option_of_the_command_line(tmp_path: Path) -> None:
-    with (
-        redline.watch(tmp_path / "run", model=model_of(), quiet=True),
-        pytest.raises(StorageError) as refused,
-    ):
-        redline.watch(tmp_path / "run", model=model_of()).__enter__()
-    assert "another run of this one" in str(refused.value)
-    assert "--run" not in str(refused.value)
+def test_a_folder_in_use_or_used_is_left_alone_and_the_next_number_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def begin(**options: Any) -> Any:
+        return redline.watch(tmp_path / "run", model=model_of(), **options)
+
+    with begin(quiet=True) as first, begin(quiet=True) as second:
+        first.step(loss=1.0)
+        second.step(loss=2.0)
+    with begin() as third:
+        third.step(loss=3.0)
+    assert [run.path.name for run in (first, second, third)] == ["run", "run-2", "run-3"]
+    assert [lines_of(run.path)[0]["loss"] for run in (first, second, third)] == [1.0, 2.0, 3.0]
+    assert "run holds a run already; this one is recorded in" in capsys.readouterr().err.splitlines()[0]
+    with begin(quiet=True, start_step=1) as resumed:
+        resumed.step(loss=4.0)
+    assert [line["loss"] for line in lines_of(tmp_path / "run-3")] == [3.0, 4.0], "the last goes on"
+
+
+def test_a_loop_logs_whatever_it_likes(tmp_path: Path) -> None:
+    with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
+        watched.log({"reward": 0.5, "loss": 3.0})
+        watched.log({"kl": torch.tensor(0.25), "lr": 1e-3})
+        watched.step()
+        watched.step(loss=2.0)
+        for name in ("step_s", "tokens", "memory_bytes", 3):
+            with pytest.raises(ConfigError, match="names that Redline does not measure"):
+                watched.log({name: 1.0})
+        watched.log({"reward": "much"})
+        with pytest.raises(ConfigError, match="reward must be one number an update, got 'much'"):
+            watched.step()
+    first, second = lines_of(tmp_path / "run")
+    assert {name: first[name] for name in ("reward", "loss", "kl", "lr")} == {
+        "reward": 0.5, "loss": 3.0, "kl": 0.25, "lr": 1e-3,
+    }  # fmt: skip
+    assert "reward" not in second
+
+
+def test_observers_are_told_what_the_folder_holds(tmp_path: Path) -> None:
+    class Kept(Observers):
+        lines, kinds, closed = list[Any](), list[str](), 0
+
+        def metrics(self, line: dict[str, Any]) -> None:
+            self.lines.append(line)
+
+        def event(self, kind: str, facts: dict[str, Any]) -> None:
+            self.kinds.append(kind)
+
+        def close(self) -> None:
+            self.closed += 1
+
+    kept = Kept()
+    with redline.watch(tmp_path / "run", model=model_of(), quiet=True, observers=[kept]) as watched:
+        watched.step(loss=1.0)
+    assert kept.lines == lines_of(tmp_path / "run")
+    assert kept.kinds == [event["event"] for event in events_of(tmp_path / "run")] == ["start", "end"]
+    assert kept.closed == 1
 
 
 def test_numbers_are_copied_before_the_moment_behind_which_they_are_read(
@@ -330,7 +380,7 @@ def test_what_is_watched_is_one_model(tmp_path: Path, model: Any) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_second_run_needs_its_own_folder_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
     def loop(updates: int, **options: Any) -> None:
         with redline.watch(
             tmp_path / "run", model=model_of(), tokens_per_step=10, quiet=True, **options
@@ -339,8 +389,6 @@ def test_a_second_run_needs_its_own_folder_and_a_resumed_one_goes_on(tmp_path: P
                 watched.step()
 
     loop(5)
-    with pytest.raises(StorageError, match="holds a run of 5 updates"):
-        loop(5)
     elapsed_s = lines_of(tmp_path / "run")[2]["elapsed_s"]
     loop(2, start_step=3)
     lines = lines_of(tmp_path / "run")
@@ -788,8 +836,9 @@ class TestTrainer:
         assert trainer.callback_handler.train_dataloader.__iter__.__qualname__.startswith(
             "DataLoaderShard"
         ), "the loader is as it was"
-        with pytest.raises(StorageError, match=r"holds a run of 10 updates: .*resume_from_checkpoint"):
+        with pytest.raises(ZeroDivisionError):
             trainer.train()
+        assert len(lines_of(tmp_path / "run-2")) == 10, "a second training has its own record"
 
     def test_an_error_of_the_loader_is_recorded_by_its_name(self, tmp_path: Path) -> None:
         with pytest.raises(OSError, match="row 30"):

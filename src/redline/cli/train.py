@@ -35,7 +35,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="also send metrics to: tensorboard, wandb",
+        help="also send metrics to: tensorboard, wandb, mlflow",
     )
     command.add_argument("--quiet", action="store_true", help="no live view")
     add_json(command)

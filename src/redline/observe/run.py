@@ -20,7 +20,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +34,7 @@ from redline.diagnose.finding import Finding
 from redline.diagnose.own import read_run
 from redline.diagnose.rules import diagnose
 from redline.diagnose.summary import nothing_found
-from redline.errors import ConfigError, StorageError, nearest
+from redline.errors import ConfigError, nearest
 from redline.machine.telemetry import GpuTelemetry, process_rss_bytes
 from redline.observe.batch import Number, Seen
 from redline.observe.clock import Clock, Moment
@@ -42,6 +42,8 @@ from redline.observe.facts import Described, Told
 from redline.observe.generation import Calls, CallTimes
 from redline.observe.sync import SyncWatch
 from redline.record.files import write_atomic
+from redline.record.metrics import METRICS
+from redline.record.observe import Observer, Observers
 from redline.record.run import LineWriter, RunFolder, read_lines
 from redline.record.units import format_duration, format_rate
 
@@ -56,6 +58,12 @@ SYNCS_AFTER = 3
 GENERATING = "phase('generate')"
 PAUSED = "paused_s"
 """Spans of this name are taken off the update; no line has it."""
+MEASURED = (
+    METRICS.keys()
+    - {"loss", "lr", "grad_norm", "loss_scale", "skipped", "padding_share"}
+    - {name for name in METRICS if name.startswith("valid_")}
+)
+"""Names whose values are this module's own."""
 SHOWN = 3
 """Findings printed at the end; the rest stands in the report."""
 Batch = TypeVar("Batch")
@@ -102,12 +110,19 @@ def watch(
     tokens_per_step: float | None = None,
     start_step: int = 0,
     quiet: bool = False,
+    observers: Sequence[Observer] = (),
 ) -> "WatchedRun":
-    """Instruments for the loop inside the `with` block. `tokens_per_step` (of this process) is needed only
-    where batches do not show it; `start_step` is the number of updates that a resumed loop has behind it;
-    `quiet` prints nothing at the end."""
+    """Instruments for the loop inside the `with` block. A folder that holds a run already is left alone: this one
+    goes to FOLDER-2, and so on. `tokens_per_step` (of this process) is needed only where batches do not show it;
+    `start_step` is the number of updates that a resumed loop has behind it, and goes on in the last of these
+    folders; `quiet` prints nothing; `observers` are told every line and event (record/observe.py)."""
     return WatchedRun(
-        Path(folder), model, tokens_per_step=tokens_per_step, start_step=start_step, quiet=quiet
+        Path(folder),
+        model,
+        tokens_per_step=tokens_per_step,
+        start_step=start_step,
+        quiet=quiet,
+        observers=observers,
     )
 
 
@@ -121,19 +136,16 @@ class WatchedRun:
         start_step: int,
         quiet: bool,
         told: Told | None = None,
-        resumed_by: str = "a loop that resumes gives start_step",
+        observers: Sequence[Observer] = (),
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 f"model must be one torch.nn.Module, got {type(model).__name__}: give the one that is trained"
             )
-        self.path, self.quiet, self._tokens_per_step, self._told, self._resumed_by = (
-            path,
-            quiet,
-            tokens_per_step,
-            told or {},
-            resumed_by,
-        )
+        self.path, self.quiet, self._tokens_per_step, self._told = path, quiet, tokens_per_step, told or {}
+        self._observers = Observers(observers)
+        self._logged: dict[str, Any] = {}
+        """What the loop tells of the update in hand."""
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         joined = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._rank, self._world_size = (
@@ -175,25 +187,18 @@ class WatchedRun:
         return self
 
     def _open(self) -> None:
-        self._folder.__enter__()
-        before, step = read_lines(self._folder.metrics_path), self._first_step
-        if before and step == 0:
-            self._folder.__exit__(None, None, None)
-            raise StorageError(
-                f"{self.path} holds a run of {before[-1]['step']} updates: give another folder or remove this"
-                f" one; {self._resumed_by}"
-            )
+        asked, step = self.path, self._first_step
+        self._folder = RunFolder.last(asked) if step else RunFolder.free(asked)
+        self.path = self._folder.path
+        if self.path != asked and not self.quiet:
+            sys.stderr.write(f"redline: {asked} holds a run already; this one is recorded in {self.path}\n")
+        before = read_lines(self._folder.metrics_path)
         dropped = self._folder.cut_metrics(step)
         if kept := before[: len(before) - dropped]:
             self._tokens, self._elapsed_s = kept[-1].get("tokens", 0.0), kept[-1].get("elapsed_s", 0.0)
-        self._folder.event(
-            "resume" if step else "start",
-            step=step,
-            loop="watched",
-            world_size=self._world_size,
-            metrics_dropped=dropped,
-        )
         self._lines = LineWriter(self._folder.metrics_path)
+        facts = {"loop": "watched", "world_size": self._world_size, "metrics_dropped": dropped}
+        self.event("resume" if step else "start", **facts)
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -223,11 +228,10 @@ class WatchedRun:
             self._lines.close()
             if kind is None or issubclass(kind, KeyboardInterrupt | SystemExit | GeneratorExit):
                 why = "finished" if kind is None else f"stopped by {kind.__name__}"
-                self._folder.event("end", step=self._step, why=why, elapsed_s=elapsed_s)
+                self.event("end", why=why, elapsed_s=elapsed_s)
             else:
-                self._folder.event(
-                    "failed", step=self._step, error=f"{kind.__name__}: {value}", elapsed_s=elapsed_s
-                )
+                self.event("failed", error=f"{kind.__name__}: {value}", elapsed_s=elapsed_s)
+            self._observers.close()
         finally:
             self._lines = None
             self._folder.__exit__(None, None, None)
@@ -304,8 +308,8 @@ class WatchedRun:
         if self._inside is not None:
             self._refuse("step()")
         seen = self._seen
-        numbers = {
-            "loss": loss,
+        numbers = self._logged | {
+            "loss": self._logged.get("loss") if loss is None else loss,
             "tokens": tokens,
             "padding_share": padding_share,
             "counted": seen.tokens if seen.positions else None,
@@ -332,7 +336,7 @@ class WatchedRun:
             if len(self._flying) > MOST_HELD or ended_at - self._written_at > WRITE_EVERY_S:
                 self._write(leave=1)
         self._generations += any(metric == "generate_s" for metric, _, _ in self.spans)
-        self.spans, self._calls, self._seen, self._waited_s = [], None, Seen(), 0.0
+        self.spans, self._calls, self._seen, self._waited_s, self._logged = [], None, Seen(), 0.0, {}
         self._begin, self._began_at = end, ended_at
         if not self._plan and self._lines is not None:
             self._plan = self._described.plan(seen, self._tokens_per_step, self._world_size, self._told)
@@ -341,6 +345,16 @@ class WatchedRun:
             self._begin, self._began_at = self.clock.now(), time.perf_counter()
         if self._device.type == "cuda" and self._lines is not None:
             self._look_for_waits()
+
+    def log(self, numbers: Mapping[str, Number]) -> None:
+        """Any numbers of the update in hand, under names of your own; they stand in the line that the next `step`
+        writes, and in the report. Tensors are not read back here."""
+        for name in numbers:
+            if not isinstance(name, str) or name in MEASURED:
+                raise ConfigError(
+                    f"log() takes names that Redline does not measure, got {name!r}: choose another name"
+                )
+        self._logged |= numbers
 
     def fetched(self) -> None:
         """The update has its batches. If `batches` did not give them, all since the last update or pause was
@@ -402,7 +416,9 @@ class WatchedRun:
 
     def event(self, kind: str, **facts: Any) -> None:
         if self._lines is not None:
-            self._folder.event(kind, step=self._step, **facts)
+            facts = {"step": self._step, **facts}
+            self._folder.event(kind, **facts)
+            self._observers.event(kind, facts)
 
     # ---- what came of it ----
 
@@ -437,7 +453,9 @@ class WatchedRun:
         self._written_at = time.perf_counter()
         self._gauges = self._read_gauges()
         while len(self._flying) > leave and (leave == 0 or self.clock.passed(self._flying[0].end)):
-            self._lines.append(self._line(self._flying.popleft()))
+            line = self._line(self._flying.popleft())
+            self._lines.append(line)
+            self._observers.metrics(line)
 
     def _line(self, update: _Update) -> dict[str, Any]:
         # first: it waits for the copies too
@@ -452,9 +470,8 @@ class WatchedRun:
             found[metric] = found.get(metric, 0.0) + self.clock.seconds(begin, end)
         step_s = whole_s - found.pop(PAUSED, 0.0)
         if update.calls is not None and update.calls.made:
-            self._folder.event(
-                "generation", step=update.step, **update.calls.facts(found["generate_s"], self._call_times)
-            )
+            made = update.calls.facts(found["generate_s"], self._call_times)
+            self.event("generation", **{"step": update.step, **made})
         counted, tokens, padding_share = (
             numbers.pop("counted"),
             numbers.pop("tokens"),

@@ -198,7 +198,6 @@ class RedlineCallback(TrainerCallback):
             start_step=state.global_step,
             quiet=self.quiet,
             told=told_by(args),
-            resumed_by="train(resume_from_checkpoint=...) goes on in it",
         )
         self._training = Training(run, train_dataloader)
         self._leave = weakref.finalize(self, self._training.abandon)

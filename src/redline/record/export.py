@@ -1,4 +1,4 @@
-"""Exporters: every line of metrics.jsonl also to TensorBoard or Weights & Biases, off the hot path.
+"""Exporters: every line of metrics.jsonl also to TensorBoard, Weights & Biases or MLflow, off the hot path.
 
     exporters = make_exporters(["tensorboard"], run_folder, run_name="nano", config=..., warn=say, resume_step=0)
     exporters[0].metrics(line)  # microseconds: the line goes into a queue, a daemon thread does the work
@@ -284,4 +284,40 @@ class WandB:
         return mode
 
 
-_SINKS: dict[str, Callable[[ExportedRun], Sink]] = {"tensorboard": TensorBoard, "wandb": WandB}
+class MLflow:
+    """An MLflow run on the server that MLFLOW_TRACKING_URI names; its id stands in <run>/mlflow_id, so a resumed run
+    goes on with it. MLflow keeps every value of a step: those from before a crash stay beside the new ones."""
+
+    title = "MLflow"
+
+    def __init__(self, run: ExportedRun) -> None:
+        self._run, self._mlflow = run, need("mlflow", extra="mlflow")
+
+    def open(self) -> None:
+        client, id_path = self._mlflow.MlflowClient(), self._run.folder / "mlflow_id"
+        if id_path.exists():
+            self._id = id_path.read_text(encoding="utf-8")
+        else:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "redline")
+            known = client.get_experiment_by_name(name)
+            place = known.experiment_id if known else client.create_experiment(name)
+            self._id = client.create_run(place, run_name=self._run.name).info.run_id
+            client.log_dict(self._id, self._run.config, "config.json")
+            write_atomic(id_path, self._id)
+        client.update_run(self._id, status="RUNNING")
+        self._client = client
+
+    def write(self, at: float, line: dict[str, Any]) -> None:
+        metric, at_ms = self._mlflow.entities.Metric, round(at * 1000)
+        values = [metric(name, value, at_ms, line["step"]) for name, value in exported_values(line).items()]
+        self._client.log_batch(self._id, metrics=values)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+_SINKS: dict[str, Callable[[ExportedRun], Sink]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "mlflow": MLflow,
+}

@@ -19,6 +19,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from itertools import chain, count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -91,6 +92,10 @@ def failures_recorded(path: Path, kind: str = "failed") -> Iterator[None]:
         raise
 
 
+class FolderInUse(StorageError):
+    """Another run owns the folder."""
+
+
 class RunFolder:
     """A run folder that this process owns until it leaves the `with` block; a second owner is refused.
     `option` is what the user names folders with; a program that is called from Python has none."""
@@ -117,13 +122,39 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = "another process" if self._option else "another process or another run of this one"
-            raise StorageError(
-                f"{self.path} is in use by {owner}: wait for it, or give another folder{named}"
+            self._lock.close()
+            raise FolderInUse(
+                f"{self.path} is in use by another process: wait for it, or give another folder{named}"
             ) from None
         with storage_errors("the run folder", self.path):
             self._tidy()
         return self
+
+    @classmethod
+    def free(cls, path: Path) -> "RunFolder":
+        """The folder, opened and ours; where a run is in it already, the first free one of PATH-2, PATH-3, ..."""
+        for place in chain([path], (path.with_name(f"{path.name}-{number}") for number in count(2))):
+            folder = cls(place, option=None)
+            try:
+                folder.__enter__()
+            except FolderInUse:
+                continue
+            if not folder.has_begun():
+                return folder
+            folder.__exit__(None, None, None)
+        raise AssertionError("the numbers do not end")
+
+    @classmethod
+    def last(cls, path: Path) -> "RunFolder":
+        """The folder that `free` gave last, opened and ours again."""
+        later = path
+        for number in count(2):
+            if not (place := path.with_name(f"{path.name}-{number}")).is_dir():
+                break
+            later = place
+        folder = cls(later, option=None)
+        folder.__enter__()
+        return folder
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
