@@ -247,6 +247,13 @@ def test_a_guide_starts_where_it_starts_and_is_quoted_alone(
         "tuning guide 002 §2",
     )
     assert rows["one by one", "sdpa"].claimed is None, "the guide gives no number for it"
+    assert (
+        "precision bf16" in run(tmp_path / "only", name="seeds/002", only=("fp8",))["baseline", "start"].title
+    )
+    from_fp32 = run(tmp_path / "added", name="seeds/002", only=("bf16",))
+    assert "precision fp32" in from_fp32["baseline", "start"].title, (
+        "an entry of another list brings its own start"
+    )
     by_others = run(tmp_path / "others")
     assert by_others["one by one", "sdpa"].claimed == (1.7, 3)
     assert by_others["all", "all kept"].claimed is None

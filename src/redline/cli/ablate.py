@@ -25,7 +25,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--only",
         metavar="NAME,NAME",
         default="",
-        help="only these entries of `redline optimizations`; all else is the planner's",
+        help="only these entries of `redline optimizations`; all else as the study starts",
     )
     command.add_argument(
         "--minutes", type=float, default=30.0, metavar="N", help="time for all of it (default 30)"

@@ -143,8 +143,8 @@ def ablate(
 
 
 def chosen(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
-    """The parts with all of their entries, or those in `only` with all else as the planner has it: of the lists
-    in their order, then what else a part could switch."""
+    """The parts with all of their entries, or those in `only`: of the lists in their order, then what else a part
+    could switch, from where that switches from."""
     for name in only:
         if not any(_switches(part, name) for part in parts):
             workloads, standing = " or ".join(part.workload for part in parts), find(name).standing
@@ -156,15 +156,15 @@ def chosen(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
             raise ConfigError(f"--only {name}: {why}; `redline optimizations` lists them")
     if not only:
         return list(parts)
-    names = [
-        [n for n in part.names if n in only] + [n for n in only if n not in part.names and _switches(part, n)]
-        for part in parts
-    ]
-    return [
-        replace(part, names=tuple(dict.fromkeys(own)), start={}, quotes=())
-        for part, own in zip(parts, names, strict=True)
-        if own
-    ]
+    narrowed = []
+    for part in parts:
+        listed = [name for name in part.names if name in only]
+        added = [name for name in dict.fromkeys(only) if name not in part.names and _switches(part, name)]
+        switched = {value for name in added for value in find(name).off}
+        start = {value: at for value, at in part.start.items() if value not in switched}
+        if listed or added:
+            narrowed.append(replace(part, names=(*listed, *added), start=start, quotes=()))
+    return narrowed
 
 
 def _check_list(path: Path, parts: Sequence[Part]) -> None:
