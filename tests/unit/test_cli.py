@@ -119,23 +119,27 @@ assert not heavy, f"imported {heavy}"
 """
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_a_command_that_needs_no_torch_answers_at_once_and_does_not_import_it(made, name):
+def answered(made, name):
     arguments = [str(made / "data") if word == "DATA" else word for word in QUICK[name]]
-    times_s = []
-    for _ in range(3):
-        started_s = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-c", WITHOUT_TORCH, *arguments], capture_output=True, text=True, check=False
-        )
-        times_s.append(time.perf_counter() - started_s)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.strip()
-        if times_s[-1] < 0.5:
-            break
-    assert min(times_s) < 0.8, (
-        f"best of three {min(times_s):.2f} s; 0.5 s is the promise, the rest is for a loaded machine"
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *arguments], capture_output=True, text=True, check=False
     )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_command_that_needs_no_torch_does_not_import_it(made, name):
+    answered(made, name)
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("name", QUICK)
+def test_a_command_that_needs_no_torch_answers_within_half_a_second(made, name):
+    started_s = time.perf_counter()
+    for _ in range(5):
+        answered(made, name)
+    assert (time.perf_counter() - started_s) / 5 < 0.5
 
 
 def test_importing_the_package_warns_of_nothing_and_loads_nothing():

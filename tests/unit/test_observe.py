@@ -2,8 +2,6 @@
 docs/api.md says."""
 
 import json
-import math
-import re
 import subprocess
 import sys
 import time
@@ -29,7 +27,11 @@ from redline.plan.hardware import hardware_as
 from redline.record.metrics import METRICS
 from redline.record.observe import Observers
 
+pytestmark = pytest.mark.usefixtures("clock")
+
 ROOT = Path(__file__).parents[2]
+READINGS_S = 1e-4
+"""More than what a hundred readings of the tests' clock add to the time that was slept."""
 MOST_COST_S = 50e-6
 """0.5 % of an update of 10 ms."""
 
@@ -71,7 +73,7 @@ def slowly(batches: list[Any], wait_s: float) -> Iterator[Any]:
 
 
 def test_times_are_those_of_the_loop(tmp_path: Path) -> None:
-    """Sleeps of known length against what is written; the first update is not looked at, it starts cold."""
+    """Sleeps of known length against what is written."""
     with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
         for _ in watched.batches(slowly([batch_of()] * 6, 0.02)):
             for _ in range(2):
@@ -81,17 +83,11 @@ def test_times_are_those_of_the_loop(tmp_path: Path) -> None:
                 time.sleep(0.015)
             time.sleep(0.01)
             watched.step()
-    lines = lines_of(tmp_path / "run")[1:]
-    for metric, expected_s in {
-        "data_wait_s": 0.02,
-        "forward_s": 0.01,
-        "backward_s": 0.015,
-        "step_s": 0.055,
-        "issue_s": 0.035,
-    }.items():
-        assert median(line[metric] for line in lines) == pytest.approx(expected_s, rel=0.25), metric
-        assert min(line[metric] for line in lines) >= 0.99 * expected_s, metric
-    assert lines[-1]["elapsed_s"] == pytest.approx(6 * 0.055, rel=0.3)
+    lines = lines_of(tmp_path / "run")
+    slept_s = {"data_wait_s": 0.02, "forward_s": 0.01, "backward_s": 0.015, "step_s": 0.055, "issue_s": 0.035}
+    for line in lines:
+        assert {metric: line[metric] for metric in slept_s} == pytest.approx(slept_s, abs=READINGS_S)
+    assert lines[-1]["elapsed_s"] == pytest.approx(6 * 0.055, abs=READINGS_S)
     assert not set(lines[0]) - set(METRICS), "only names that docs/metrics.md lists"
     assert [event["event"] for event in events_of(tmp_path / "run")] == ["start", "end"]
 
@@ -324,10 +320,10 @@ def test_a_pause_is_no_part_of_an_update(tmp_path: Path) -> None:
                 with watched.pause("validation"):
                     time.sleep(0.03)
     lines = lines_of(tmp_path / "run")
-    assert max(line["step_s"] for line in lines[1:]) < 0.02
+    assert [line["step_s"] for line in lines] == pytest.approx([0.004] * 12, abs=READINGS_S)
     pauses = [event for event in events_of(tmp_path / "run") if event["event"] == "validation"]
     assert [event["step"] for event in pauses] == [4, 8, 12]
-    assert all(event["stalled_s"] >= 0.03 for event in pauses)
+    assert [event["stalled_s"] for event in pauses] == pytest.approx([0.03] * 3, abs=READINGS_S)
     top = watched.findings()[0]
     assert top.cause == "validation-pause"
     assert "plan." not in top.fix
@@ -345,15 +341,15 @@ def test_a_pause_in_the_middle_of_an_update_is_taken_out_of_it(tmp_path: Path) -
             with watched.phase("forward"):
                 time.sleep(0.005)
             watched.step()
-    for line in lines_of(tmp_path / "run")[1:]:
-        assert 0.03 <= line["data_wait_s"] < 0.045
-        assert 0.035 <= line["step_s"] < 0.05
-        assert 0.005 <= line["issue_s"] < 0.02
+    expected_s = {"data_wait_s": 0.03, "step_s": 0.035, "issue_s": 0.005}
+    for line in lines_of(tmp_path / "run"):
+        assert {name: line[name] for name in expected_s} == pytest.approx(expected_s, abs=READINGS_S)
         assert "paused_s" not in line
     assert lines_of(tmp_path / "run")[-1]["tokens"] == 5 * 48, "the validation's tokens are not trained on"
-    assert all(
-        event["stalled_s"] >= 0.04 for event in events_of(tmp_path / "run") if event["event"] == "validation"
-    )
+    stalled_s = [
+        event["stalled_s"] for event in events_of(tmp_path / "run") if event["event"] == "validation"
+    ]
+    assert stalled_s == pytest.approx([0.04] * 5, abs=READINGS_S)
 
 
 def test_a_restart_forgets_the_wait_before_it(tmp_path: Path) -> None:
@@ -362,9 +358,8 @@ def test_a_restart_forgets_the_wait_before_it(tmp_path: Path) -> None:
             watched.restart()
             time.sleep(0.005)
             watched.step()
-    for line in lines_of(tmp_path / "run")[1:]:
-        assert 0.005 <= line["issue_s"] < 0.02
-        assert line["step_s"] == pytest.approx(line["issue_s"], abs=1e-3)
+    for line in lines_of(tmp_path / "run"):
+        assert (line["issue_s"], line["step_s"]) == pytest.approx((0.005, 0.005), abs=READINGS_S)
         assert "data_wait_s" not in line
 
 
@@ -502,8 +497,7 @@ def test_a_loader_that_sleeps_is_the_first_finding(
     assert planted(tmp_path / "run", slowly([batch_of()] * 30, 0.01))[0] == "slow-loader"
     found = diagnose(read(tmp_path / "run"))[0]
     assert found.gain is not None
-    assert found.gain.low < 14 / 4 * 1.1
-    assert found.gain.high > 14 / 4 * 0.8
+    assert found.gain.low < 14 / 4 < found.gain.high * 1.01
     assert "plan." not in found.fix, "a loop that has no plan is not told to change it"
 
 
@@ -512,20 +506,17 @@ def test_rows_three_times_as_long_as_their_text_are_the_first_finding(tmp_path: 
 
 
 def test_a_loop_without_a_fault_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On two cores that others use too, one try in three must be quiet."""
-    for attempt in range(3):
-        if (found := planted(tmp_path / str(attempt), [batch_of()] * 30)) == []:
-            break
-    assert found == []
+    assert planted(tmp_path / "run", [batch_of()] * 30) == []
 
 
 def test_the_end_of_the_block_says_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with redline.watch(tmp_path / "run", model=model_of()) as watched:
         for _ in watched.batches(slowly([batch_of(length=36)] * 20, 0.01)):
+            time.sleep(0.0025)
             watched.step()
     shown = capsys.readouterr().err
     assert "redline: 20 updates" in shown
-    assert re.search(r"1\. The step waits for data [89]\d%", shown), shown
+    assert "1. The step waits for data 80% of its time" in shown
     assert "2. 67% of the positions computed are padding" in shown
     assert f"redline report {tmp_path / 'run'}" in shown
     assert shown.count("\n") <= 9
@@ -590,15 +581,15 @@ def test_attention_is_not_counted_for_the_reason_that_is_given() -> None:
 # ---- what it costs, and what it does not load ----
 
 
+@pytest.mark.timing
 def test_it_costs_less_than_half_a_percent_of_ten_milliseconds(tmp_path: Path) -> None:
-    """Three phases, a tensor for a loss and a batch of 4 x 128 with a mask. What all threads compute, in
-    blocks until one is fast enough, for 15 seconds at most: others use the machine, and only add to it."""
-    batch, loss, blocks = batch_of(length=128), torch.tensor(1.0), [math.inf]
+    """Three phases, a tensor for a loss and a batch of 4 x 128 with a mask; what all threads compute."""
+    batch, loss, costs_s = batch_of(length=128), torch.tensor(1.0), []
     with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
-        batches = watched.batches([batch] * 20_001)
+        batches = watched.batches([batch] * 4001)
         next(batches)
         watched.step(loss=loss)
-        while min(blocks) >= MOST_COST_S and len(blocks) <= 100:
+        for _ in range(20):
             began_s = time.process_time()
             for _ in range(200):
                 next(batches)
@@ -606,9 +597,8 @@ def test_it_costs_less_than_half_a_percent_of_ten_milliseconds(tmp_path: Path) -
                     with watched.phase(phase):
                         pass
                 watched.step(loss=loss)
-            blocks.append((time.process_time() - began_s) / 200)
-            time.sleep(0.1)  # for a quieter moment
-    assert min(blocks) < MOST_COST_S
+            costs_s.append((time.process_time() - began_s) / 200)
+    assert median(costs_s) < MOST_COST_S
 
 
 def test_redline_itself_loads_no_torch() -> None:
@@ -630,6 +620,10 @@ def test_the_page_shows_the_examples_as_they_are(name: str) -> None:
 
 
 # ---- Hugging Face's Trainer ----
+
+
+FORWARD_S = 0.01
+"""What a pass of the small GPT-2 takes by the tests' clock."""
 
 
 class Rows(torch.utils.data.Dataset):
@@ -663,6 +657,7 @@ def trainer_of(
             vocab_size=32, n_positions=64, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
         )
     )
+    model.register_forward_pre_hook(lambda *_: time.sleep(FORWARD_S) if torch.is_grad_enabled() else None)
     callback = RedlineCallback(folder / "run", quiet=True)
     settings = {
         "per_device_train_batch_size": 4,
@@ -767,7 +762,7 @@ class TestTrainer:
         assert found.title.startswith("Logging takes")
         assert "logging_steps" in found.fix
         logged = next(event for event in events_of(tmp_path / "run") if event["event"] == "logging")
-        assert logged["stalled_s"] == pytest.approx(24 * 0.04, rel=0.25)
+        assert logged["stalled_s"] == pytest.approx(24 * 0.04, abs=READINGS_S)
         assert found.gain is not None
         assert found.gain.high > 1.3
 
@@ -810,9 +805,8 @@ class TestTrainer:
         ]
         theirs = {entry["step"]: entry["eval_loss"] for entry in saved if "eval_loss" in entry}
         assert {line["step"]: line["valid_loss"] for line in lines if "valid_loss" in line} == theirs
-        # 96 rows of four milliseconds: an evaluation takes longer than six updates, and none of it is an
-        # update's.
-        assert max(line["step_s"] for line in lines[1:]) < 0.3
+        # an evaluation reads 96 rows of four milliseconds, and none of that is an update's
+        assert [line["step_s"] for line in lines] == pytest.approx([FORWARD_S] * 24, abs=READINGS_S)
         assert callback.findings()[0].cause == "validation-pause"
 
     def test_an_epoch_that_is_resumed_is_timed_without_its_loader(self, tmp_path: Path) -> None:
@@ -823,7 +817,9 @@ class TestTrainer:
         trained(tmp_path, Rows(wait_s=0.01), max_steps=12, resume_from_checkpoint=checkpoint)
         lines = lines_of(tmp_path / "run")
         assert [line["step"] for line in lines] == list(range(1, 13))
-        assert median(line["data_wait_s"] for line in lines[6:]) == pytest.approx(0.04, rel=0.4)
+        waits_s = [line["data_wait_s"] for line in lines[6:]]
+        # it reads one batch ahead, so two before the first update
+        assert waits_s == pytest.approx([0.08] + [0.04] * 5, abs=READINGS_S)
 
     def test_an_error_is_recorded_and_the_folder_let_go(self, tmp_path: Path) -> None:
         """The Trainer calls nobody when an error ends it."""
