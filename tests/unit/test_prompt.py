@@ -9,6 +9,7 @@ from rft_model import CHAT_TEMPLATE, CONFIG
 
 from redline.data.tokenizer import Tokenizer, train_bpe
 from redline.engine.prompt import answer_text, end_id, render, stop_ids
+from redline.engine.template import fill
 from redline.errors import ConfigError, DataError
 from redline.model.weights import Loaded
 from redline.tasks.registry import load_task
@@ -88,6 +89,12 @@ def test_an_answer_ends_as_a_turn_ends_or_as_a_document(tokenizer, loaded):
         ("{% for m in messages %}", "chat template"),
         ("{{ raise_exception('only tools here') }}", "only tools here"),
         ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "chat template"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ '%s %s' % 1 }}", "TypeError"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+        ("{{ '\ud800' }}", "surrogates not allowed"),
+        ("{{ 'a' * 5000000 }}", "5,000,000 characters"),
+        ("{{ 'a' * 10 ** 10 }}", "MemoryError"),
     ],
 )
 def test_a_template_that_cannot_be_used_is_refused(loaded, template, message):
@@ -95,3 +102,18 @@ def test_a_template_that_cannot_be_used_is_refused(loaded, template, message):
     with pytest.raises(DataError, match=message) as caught:
         render(task, task.questions("valid", 1, 0)[0], replace(loaded, chat_template=template), "chat", 0)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 10 ** (10 ** 10) }}",
+    ],
+)
+def test_a_template_that_does_not_end_is_ended_and_the_next_one_is_rendered(monkeypatch, template):
+    monkeypatch.setattr("redline.engine.template.PROCESSOR_S", 1)
+    monkeypatch.setattr("redline.engine.template._process", None)
+    with pytest.raises(DataError, match="it took more than 1 s"):
+        fill(template)
+    assert fill("{{ a }}", a="next") == "next"

@@ -6,21 +6,13 @@
                                                                            that a template writes
     answer = [*tokenizer.encode([answer_text(reasoning, mode)])[0], end_id(loaded, tokenizer, mode)]     # to train on
 
-Templates are Jinja, run in Jinja's sandbox as transformers runs them: they come with foreign weights. Left
-out: tools and documents.
+Templates are rendered by `template`.
 """
-
-import functools
-import json
-from typing import Any
-
-import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from redline.config.rft import PromptMode
 from redline.data.tokenizer import Tokenizer
-from redline.errors import ConfigError, DataError
+from redline.engine.template import fill
+from redline.errors import ConfigError
 from redline.model.weights import Loaded
 from redline.tasks.task import STOP, Question, Task, prompt_messages, prompt_text
 
@@ -66,32 +58,6 @@ def _filled(loaded: Loaded, messages: list[dict[str, str]], *, add_generation_pr
             "a chat prompt needs a model with a chat template, and this one has none: set prompt.mode=text,"
             " or leave out --chat"
         )
-    try:
-        return _compiled(loaded.chat_template).render(
-            messages=messages, add_generation_prompt=add_generation_prompt, tools=None
-        )
-    except jinja2.TemplateError as error:
-        raise DataError(
-            f"the model's chat template does not take this prompt: {error}; try prompt.shots=0 or"
-            " prompt.mode=text"
-        ) from error
-
-
-@functools.cache
-def _compiled(template: str) -> jinja2.Template:
-    for name in ("bos_token", "eos_token"):
-        if name in template:
-            raise DataError(
-                f"the model's chat template asks for its {name}, which is not known here: write the token"
-                " itself into it"
-            )
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    return fill(
+        loaded.chat_template, messages=messages, add_generation_prompt=add_generation_prompt, tools=None
     )
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    environment.globals["raise_exception"] = _raise
-    return environment.from_string(template)
-
-
-def _raise(message: str) -> Any:
-    raise jinja2.TemplateError(message)
