@@ -61,6 +61,24 @@ def score(question, completion):
             return Verdict(True, True, float("nan"), None)
         case "raise":
             raise RuntimeError("not today")
+        case "unsendable":
+            return Verdict(True, True, 1.0, "x", object)
+        case "unprintable":
+            class Odd(Exception):
+                def __str__(self):
+                    raise self
+            raise Odd
+        case "surrogate":
+            return Verdict(False, False, 0.0, None, "\\ud800 is the reason")
+        case "long":
+            return Verdict(True, True, 1.0, "x" * 40_000_000)
+        case "garbage":
+            for fd in range(3, 32):
+                try:
+                    os.write(fd, b'[[1]]\\n\\xff{"half": ')
+                except OSError:
+                    pass
+            return Verdict(False, False, 0.0, None, "garbage was written")
         case "slow":
             with open(question.text, "a") as file:
                 file.write("x")
@@ -118,6 +136,10 @@ def pool(odd: str) -> Pool:
         ("none", "returned NoneType, not a Verdict"),
         ("nan", "reward of nan"),
         ("raise", "RuntimeError: not today"),
+        ("unprintable", "a Odd that cannot be printed"),
+        ("surrogate", "? is the reason"),
+        ("long", "40,000,000 characters"),
+        ("garbage", "garbage was written"),
     ],
 )
 def test_a_bad_scorer_costs_its_own_completion_and_nothing_else(pool, completion, reason):
@@ -132,6 +154,10 @@ def test_a_bad_scorer_costs_its_own_completion_and_nothing_else(pool, completion
     items.pop(17)
     assert verdicts == [Verdict(said == q.answer, True, float(said == q.answer), said) for q, said in items]
     assert len(workers()) == 1
+
+
+def test_what_a_verdict_may_not_hold_becomes_text(pool):
+    assert pool.score([(question("x"), "unsendable")]) == [Verdict(True, True, 1.0, "x", "<class 'object'>")]
 
 
 def test_slow_but_honest_scorers_are_left_alone_and_hardly_scored_twice(pool, tmp_path):
@@ -239,6 +265,11 @@ def test_a_task_that_cannot_be_loaded_is_one_clear_error(tmp_path: Path):
     before = workers()
     with pytest.raises(ConfigError, match="no task 'unitz'"):
         Pool("unitz", workers=2)
+    for code in ("import sys\nsys.exit(0)", "import sys\ndef make(data):\n    sys.exit(0)"):
+        (tmp_path / "ends.py").write_text(code)
+        for load in (load_task, Pool):
+            with pytest.raises(ConfigError, match=r"it ends the program \(sys\.exit\(0\)\)"):
+                load(f"{tmp_path / 'ends.py'}:make")
     with pytest.raises(ConfigError, match="at least 1 worker"):
         Pool("units", workers=0)
     assert workers() == before

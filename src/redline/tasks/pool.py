@@ -15,6 +15,7 @@ import json
 import mmap
 import os
 import queue
+import secrets
 import select
 import signal
 import subprocess
@@ -109,6 +110,7 @@ class _Child:
         self._arguments = arguments
         self._budget_s = budget_s
         self._stopped = False
+        self._half, self._mark = bytearray(), b""
         self._lock = threading.Lock()  # between `stop` and the thread that scores
         self._progress_fd = os.memfd_create("redline-progress")
         os.ftruncate(self._progress_fd, 8)
@@ -136,9 +138,9 @@ class _Child:
         """Wait for the worker's first line: it has its task, or says why not."""
         poller = select.poll()
         poller.register(self._out, select.POLLIN)
-        line = b""
         end_s = time.monotonic() + START_S
-        while not line.endswith(b"\n"):
+        replies: list[Any] = []
+        while not replies:
             data = (
                 os.read(self._out, 1 << 16) if poller.poll(max(0, end_s - time.monotonic()) * 1000) else b""
             )
@@ -147,8 +149,8 @@ class _Child:
                     f"a scoring process for task {self._arguments[0]} did not get ready (limit {START_S:.0f}"
                     f" s): {self._end()}"
                 )
-            line += data
-        if error := json.loads(line).get("error"):
+            replies = self._replies(data)
+        if error := replies[0].get("error"):
             raise ConfigError(error)
 
     def stop(self) -> None:
@@ -168,7 +170,7 @@ class _Child:
         self._progress[:] = bytes(8)
         message = memoryview(json.dumps(items).encode() + b"\n")
         verdicts: list[Verdict] = []
-        line, at, since_s = b"", 0, time.monotonic()
+        at, since_s = 0, time.monotonic()
         poller = select.poll()
         poller.register(self._out, select.POLLIN)
         poller.register(self._in, select.POLLOUT)
@@ -179,8 +181,11 @@ class _Child:
                 if fd == self._out:
                     if not (data := os.read(fd, 1 << 20)):
                         return verdicts, self._end()
-                    *lines, line = (line + data).split(b"\n")
-                    verdicts += [Verdict(*fields) for one in lines for fields in json.loads(one)]
+                    try:
+                        verdicts += [Verdict(*fields) for reply in self._replies(data) for fields in reply]
+                    except (ValueError, TypeError):
+                        self._end()
+                        return verdicts, "the scorer wrote into its own verdict"
                     continue
                 with contextlib.suppress(BrokenPipeError):  # its end shows on the other pipe
                     message = message[os.write(fd, message) :]
@@ -194,19 +199,26 @@ class _Child:
                 return verdicts, f"the scorer took more than {self._budget_s:g} s and was killed"
         return verdicts, None
 
+    def _replies(self, data: bytes) -> list[Any]:
+        """The replies that are complete with this piece of the pipe's content. What has no mark was written by a
+        scorer."""
+        self._half += data
+        if b"\n" not in data:
+            return []
+        *lines, rest = bytes(self._half).split(b"\n")
+        self._half = bytearray(rest)
+        marked = (line.rpartition(self._mark) for line in lines)
+        return [json.loads(reply) for _, mark, reply in marked if mark]
+
     def _at(self) -> int:
         """The item that the process is at, counted from 1; 0 before the first."""
         return int.from_bytes(self._progress[:], "little")
 
     def _start(self) -> None:
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "redline.tasks.worker",
-            *self._arguments,
-            str(self._progress_fd),
-        ]
+        self._half = bytearray()
+        self._mark = secrets.token_hex(8).encode()
+        worker = [*self._arguments, self._mark.decode(), str(self._progress_fd)]
+        command = [sys.executable, "-P", "-m", "redline.tasks.worker", *worker]
         # The same modules as here, also where sys.path was changed by hand; one core a worker, so no threads
         # in numeric libraries.
         environment = {

@@ -29,7 +29,12 @@ def load_task(spec: str, data: str | None = None) -> Task:
             f"no task {spec!r}{nearest(spec, TASKS)}; known: {', '.join(TASKS)}, or a file of your own and"
             " its function: my_task.py:make"
         )
-    task = _function(Path(path), function)(data)
+    try:
+        task = _function(Path(path), function)(data)
+    except SystemExit as error:  # exit code 0 would pass for success
+        raise ConfigError(
+            f"{spec} must return a Task, and it ends the program (sys.exit({error.code!r}))"
+        ) from error
     if not isinstance(task, Task):
         raise ConfigError(f"{spec} must return a redline.tasks.task.Task, got {type(task).__name__}")
     return task

@@ -1,9 +1,9 @@
 """The scoring process behind `redline.tasks.pool`: reads batches of (question, completion) as JSON lines,
 writes back verdicts.
 
-    python -m redline.tasks.worker SPEC DATA BUDGET_S MEMORY_BYTES PROGRESS_FD
+    python -m redline.tasks.worker SPEC DATA BUDGET_S MEMORY_BYTES MARK PROGRESS_FD
 
-It writes the number of the item it is at into shared memory, so that the pool knows whom to blame when it has
+Every reply begins with MARK, so that the pool knows it from what a scorer writes to the same pipe. It writes the number of the item it is at into shared memory, so that the pool knows whom to blame when it has
 to kill. Its memory is limited, each item's processor time too (a backstop: should the pool die, a loop does
 not go on for ever), and it may start no processes. This guards against accidents in scorers that somebody
 wrote in good faith; it is no sandbox for hostile code.
@@ -32,11 +32,14 @@ PROCESS_EVENTS = frozenset(
     {"os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "subprocess.Popen"}
 )
 
+LONGEST_ANSWER = 100_000
+"""Characters of an answer; what is longer is no answer, and is not sent."""
+
 Score = Callable[[Question, str], Verdict]
 
 
-def main(spec: str, data: str, budget_s: float, memory_bytes: int, progress_fd: int) -> None:
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+def main(spec: str, data: str, budget_s: float, memory_bytes: int, mark: str, progress_fd: int) -> None:
+    requests, replies = os.fdopen(os.dup(0), "rb"), _Replies(os.fdopen(os.dup(1), "wb"), mark)
     # A scorer that prints or asks for input must not touch the two pipes.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -49,18 +52,27 @@ def main(spec: str, data: str, budget_s: float, memory_bytes: int, progress_fd: 
     try:
         score = load_task(spec, data or None).score
     except RedlineError as error:
-        _send(replies, {"error": str(error)})
+        replies.send({"error": str(error)})
         return
     sys.addaudithook(_forbid_processes)
-    _send(replies, {})
+    replies.send({})
     batches: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(requests, batches), daemon=True).start()
     while True:
         _score_batch(score, json.loads(batches.get()), replies, progress, budget_s)
 
 
+class _Replies:
+    def __init__(self, pipe: BinaryIO, mark: str) -> None:
+        self._pipe, self._mark = pipe, mark.encode()
+
+    def send(self, message: Any) -> None:
+        self._pipe.write(self._mark + json.dumps(message).encode() + b"\n")
+        self._pipe.flush()
+
+
 def _score_batch(
-    score: Score, batch: list[Any], replies: BinaryIO, progress: mmap.mmap, budget_s: float
+    score: Score, batch: list[Any], replies: _Replies, progress: mmap.mmap, budget_s: float
 ) -> None:
     verdicts: list[Verdict] = []
     sent_s = -math.inf
@@ -68,12 +80,12 @@ def _score_batch(
         now_s = time.monotonic()
         if now_s - sent_s > FLUSH_S:
             if verdicts:
-                _send(replies, verdicts)
+                replies.send(verdicts)
             verdicts, sent_s = [], now_s
             _allow_cpu(budget_s)
         progress[:] = number.to_bytes(8, "little")
         verdicts.append(_score_one(score, Question(*question), completion))
-    _send(replies, verdicts)
+    replies.send(verdicts)
 
 
 def _score_one(score: Score, question: Question, completion: str) -> Verdict:
@@ -86,11 +98,21 @@ def _score_one(score: Score, question: Question, completion: str) -> Verdict:
         correct, parsed, reward, answer, reason = found
         if not math.isfinite(reward):
             return failed(f"the scorer gave a reward of {reward}, not a finite number")
-        return Verdict(
-            bool(correct), bool(parsed), float(reward), None if answer is None else str(answer), reason
-        )
+        said = None if answer is None else _text(answer)
+        if said is not None and len(said) > LONGEST_ANSWER:
+            return failed(f"the scorer gave an answer of {len(said):,} characters, over {LONGEST_ANSWER:,}")
+        why = None if reason is None else _text(reason)[:200]
+        return Verdict(bool(correct), bool(parsed), float(reward), said, why)
     except BaseException as error:  # noqa: BLE001 - whatever foreign code raises, sys.exit() too, the run must go on
-        return failed(f"the scorer raised {type(error).__name__}: {str(error)[:200]}")
+        return failed(f"the scorer raised {type(error).__name__}: {_text(error)[:200]}")
+
+
+def _text(value: object) -> str:
+    """Text that can be sent and stored: half a surrogate pair can not."""
+    try:
+        return str(value).encode("utf-8", "replace").decode()
+    except Exception:  # noqa: BLE001 - a foreign object may raise anything when it is printed
+        return f"a {type(value).__name__} that cannot be printed"
 
 
 def failed(reason: str) -> Verdict:
@@ -119,10 +141,5 @@ def _receive(requests: BinaryIO, batches: "queue.SimpleQueue[bytes]") -> None:
     os._exit(0)
 
 
-def _send(replies: BinaryIO, message: Any) -> None:
-    replies.write(json.dumps(message).encode() + b"\n")
-    replies.flush()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]), sys.argv[5], int(sys.argv[6]))
