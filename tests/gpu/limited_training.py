@@ -1,14 +1,14 @@
-"""A training workload in a part of the GPU's memory, so that a device of 24 or 40 GiB can be played on a
+"""A training in a part of the GPU's memory, so that a device of 24 or 40 GiB can be played on a
 larger one."""
 
 from typing import Any
 
 import torch
 
-from redline.tune.child import Training
+from redline.measure.training import TrainingSubject
 
 
-class Limited(Training):
+class Limited(TrainingSubject):
     """`memory_limit_bytes` of the setting is all that torch's allocator may take; beyond it, it runs out of
     memory."""
 

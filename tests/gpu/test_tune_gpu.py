@@ -19,16 +19,17 @@ from redline.config.load import load_recipe
 from redline.config.recipe import Recipe
 from redline.machine.facts import read_facts
 from redline.machine.store import cached
+from redline.measure.folder import TrialFolder
+from redline.measure.process import Child, Children
+from redline.measure.statistics import compare
+from redline.measure.trial import Measured, Timing, Trial, train_trial, trial_key
+from redline.measure.turns import Arm, measure, take_turns
 from redline.plan.hardware import hardware_here
 from redline.plan.plan import Plan
 from redline.plan.planner import make_plan
-from redline.tune import memory as room
 from redline.tune.candidates import changed
-from redline.tune.memory import pick_micro_batch
+from redline.tune.memory import pick_micro_batch, probe
 from redline.tune.search import shorten, tune
-from redline.tune.statistics import compare, interval
-from redline.tune.store import TuningFolder, trial_key
-from redline.tune.trial import Arm, Bounds, Child, Measured, Trial, measure, take_turns, train_trial
 
 GiB = 2**30
 DATA = ['data.source="tinyshakespeare"', 'data.tokenizer="bpe"', "data.valid_fraction=0.05"]
@@ -54,29 +55,30 @@ CASES = [
 costs a second, not ten."""
 
 
-@pytest.fixture
-def limits(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """What the probes may take; set before each pick. A reading far below its limit is the same below a
+class Limited:
+    """Probes in a part of the GPU's memory, all in one child. A reading far below its limit is the same below a
     larger one, and is not taken twice; near it, torch gives cached blocks back before it fails."""
-    given: dict[str, int] = {}
-    taken: dict[str, Measured] = {}
 
-    def limited(trial: Trial, **more: Any) -> Measured:
-        if (key := trial_key(trial)) in taken:
-            return taken[key]
-        setting = {**trial.setting, "memory_limit_bytes": given["bytes"]}
-        found = measure(replace(trial, workload="limited_training:Limited", setting=setting), **more)
-        if found.memory is not None and found.memory.reserved_bytes < 0.6 * given["bytes"]:
-            taken[key] = found
+    def __init__(self) -> None:
+        self.limit_bytes, self.child = 0, Child("expandable_segments:True")
+        self.taken: dict[str, Measured] = {}
+
+    def __call__(self, trial: Trial) -> Measured:
+        if (key := trial_key(trial)) in self.taken:
+            return self.taken[key]
+        if not self.child.alive:
+            self.child = Child("expandable_segments:True")
+        setting = {**trial.setting, "memory_limit_bytes": self.limit_bytes}
+        limited = replace(trial, subject="limited_training:Limited", setting=setting)
+        found = measure(limited, Children(), self.child)
+        if found.memory is not None and found.memory.reserved_bytes < 0.6 * self.limit_bytes:
+            self.taken[key] = found
         return found
 
-    monkeypatch.setattr(room, "measure", limited)
+
+def test_picks_do_not_run_out_of_memory_and_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-    return given
-
-
-def test_picks_do_not_run_out_of_memory_and_are_predicted(limits: dict[str, int]) -> None:
-    problems, child = [], Child("expandable_segments:True")
+    problems, limited = [], Limited()
     try:
         for name, length, gib, mode in CASES:
             sets = [
@@ -88,34 +90,33 @@ def test_picks_do_not_run_out_of_memory_and_are_predicted(limits: dict[str, int]
             recipe, plan = planned(
                 name, *sets, "plan.micro_batch=1", "plan.recompute=none", "plan.loss_chunks=1"
             )
-            if not child.alive:
-                child = Child("expandable_segments:True")
-            problems += pick_one(recipe, plan, child, limits, gib)
+            problems += pick_one(recipe, plan, limited, gib)
     finally:
-        child.close()
+        limited.child.close()
     assert not problems, "\n".join(problems)
 
 
-def pick_one(recipe: Recipe, plan: Plan, child: Child, limits: dict[str, int], gib: int) -> list[str]:
+def pick_one(recipe: Recipe, plan: Plan, limited: Limited, gib: int) -> list[str]:
     """Pick within the limit, run the pick, and say what was wrong. What stands beside torch's allocator is
     left to the fit: the limit is torch's alone, so the capacity is the limit and what was seen beside it."""
-    limits["bytes"] = gib * GiB
-    beside = room.probe(recipe, plan, 1, child)
+    limited.limit_bytes = gib * GiB
+    beside = probe(recipe, plan, 1, limited)
     what = f"{recipe.name} T={recipe.data.seq_len} compile={plan.compile} in {gib} GiB"
     if beside.memory is None:
         return [f"{what}: micro-batch 1: {beside.outcome} {beside.error}"]
-    pick = pick_micro_batch(recipe, plan, child, capacity_bytes=limits["bytes"] + beside.memory.other_bytes)
+    capacity_bytes = limited.limit_bytes + beside.memory.other_bytes
+    pick = pick_micro_batch(recipe, plan, limited, capacity_bytes=capacity_bytes)
     if pick is None:
         return [f"{what}: no pick"]
-    seen = room.probe(recipe, plan, pick.micro_batch, child)
+    seen = probe(recipe, plan, pick.micro_batch, limited)
     if seen.memory is None:
         return [f"{what}: pick {pick.micro_batch}: {seen.outcome} {seen.error}"]
     active = pick.fit.active_bytes(pick.micro_batch) / seen.memory.active_bytes - 1
     reserved = pick.fit.reserved_bytes(pick.micro_batch) / seen.memory.reserved_bytes - 1
     arithmetic = pick.arithmetic_bytes / seen.memory.active_bytes - 1
-    probes = ",".join(str(probe.micro_batch) for probe in pick.probes)
+    probes = ",".join(str(each.micro_batch) for each in pick.probes)
     print(
-        f"{what}: probes {probes} -> {pick.micro_batch}, {seen.memory.reserved_bytes / limits['bytes']:.0%}"
+        f"{what}: probes {probes} -> {pick.micro_batch}, {seen.memory.reserved_bytes / limited.limit_bytes:.0%}"
         f" of the limit; active {active:+.2%}, reserved {reserved:+.2%}, arithmetic {arithmetic:+.2%}",
         flush=True,
     )
@@ -135,8 +136,8 @@ def pick_one(recipe: Recipe, plan: Plan, child: Child, limits: dict[str, int], g
 def test_the_tuners_plan_is_near_that_of_an_exhaustive_search(tmp_path: Path) -> None:
     recipe, rules = planned("gpt2-124m")
     began_s = time.monotonic()
-    with TuningFolder(tmp_path) as folder:
-        tuned = tune(recipe, rules, folder, minutes=6, progress=lambda text: print(text, flush=True))
+    with TrialFolder(tmp_path) as folder:
+        tuned, result = tune(recipe, rules, folder, minutes=6, progress=lambda text: print(text, flush=True))
     assert time.monotonic() - began_s < 360
     short = shorten(recipe, rules)
     speeds: dict[tuple[Any, ...], float] = {}
@@ -149,39 +150,34 @@ def test_the_tuners_plan_is_near_that_of_an_exhaustive_search(tmp_path: Path) ->
                     {"micro_batch": micro_batch, "attention": attention, "cross_entropy": cross_entropy},
                 )
                 trial = train_trial(short, replace(plan, accumulation=short.train.batch_size // micro_batch))
-                measured = measure(trial, child=child if child.alive else None)
+                measured = measure(trial, Children(), child if child.alive else None)
                 if measured.outcome == "ok":
-                    speeds[micro_batch, attention, cross_entropy] = (
-                        measured.tokens_per_step / interval(measured.blocks_s).median
-                    )
+                    speeds[micro_batch, attention, cross_entropy] = measured.tokens_per_s
                 print(
                     f"{micro_batch} {attention} {cross_entropy}: {measured.outcome},"
                     f" {measured.tokens_per_step} in {measured.blocks_s}",
                     flush=True,
                 )
-    best, picked = (
-        max(speeds.values()),
-        (tuned.plan.micro_batch, tuned.plan.attention, tuned.plan.cross_entropy),
-    )
+    best, picked = (max(speeds.values()), (tuned.micro_batch, tuned.attention, tuned.cross_entropy))
     print(
-        f"tuned to {picked} in {tuned.result.elapsed_s:.0f} s:"
-        f" {speeds.get(picked, tuned.result.tokens_per_s) / best:.3f} of the best"
+        f"tuned to {picked} in {result.elapsed_s:.0f} s:"
+        f" {speeds.get(picked, result.tokens_per_s) / best:.3f} of the best"
     )
-    assert speeds.get(picked, tuned.result.tokens_per_s) >= 0.97 * best
+    assert speeds.get(picked, result.tokens_per_s) >= 0.97 * best
 
 
 @pytest.mark.timing
 def test_the_same_plan_against_itself_shows_no_change() -> None:
     """Ten times over; one in twenty may be mistaken."""
     recipe, plan = planned("gpt2-124m", "train.batch_size=64", "plan.micro_batch=32")
-    trial = train_trial(recipe, plan, Bounds(block_s=0.25))
+    trial = train_trial(recipe, plan, Timing(block_s=0.25))
     with Child(plan.allocator) as one, Child(plan.allocator) as other:
-        arms = [Arm(trial, one), Arm(trial, other)]
+        arms = [Arm(trial, child, time.monotonic) for child in (one, other)]
         for arm in arms:
             arm.start()
         found = []
         for _ in range(10):
-            take_turns(arms, trial.bounds.blocks)
+            take_turns(arms, trial.timing.blocks, block_s=trial.timing.block_s, clock=time.monotonic)
             found.append(compare(arms[0].blocks_s, arms[1].blocks_s, paired=True))
     print(*found, sep="\n")
     assert sum(comparison.verdict == "not resolved" for comparison in found) >= 9

@@ -8,16 +8,16 @@ import pytest
 from redline.cli.main import main
 from redline.config.load import load_recipe
 from redline.machine.facts import read_facts
+from redline.measure.trial import Timing
 from redline.plan.hardware import hardware_here
-from redline.tune.ablate import Row, ablate
-from redline.tune.trial import Bounds
+from redline.tune.ablate import AblationRow, ablate
 
 TINY = [
     "model.num_layers=2", "model.hidden_size=64", "model.num_heads=2", "model.ffn_size=128",
     "model.context_length=128", "data.seq_len=64",
     "train.batch_size=8", "model.vocab_size=512",
 ]  # fmt: skip
-QUICK = Bounds(blocks=6, block_s=0.05, guard_steps=2, warmup_s=0.2, limit_s=120)
+QUICK = Timing(blocks=6, block_s=0.05, guard_steps=2, warmup_s=0.2, limit_s=120)
 
 
 @pytest.fixture(autouse=True)
@@ -26,11 +26,13 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def run(folder: Path, study: str, only: tuple[str, ...], said: list[str]) -> dict[tuple[str, str], Row]:
+def run(
+    folder: Path, study: str, only: tuple[str, ...], said: list[str]
+) -> dict[tuple[str, str], AblationRow]:
     rows = ablate(
         load_recipe("nano", TINY), study, hardware_here(read_facts(), None), folder, only=only, minutes=5,
         progress=said.append,
-        bounds=QUICK,
+        timing=QUICK,
     )  # fmt: skip
     return {(row.stage, row.name): row for row in rows}
 

@@ -1,6 +1,5 @@
 """Tuning with real training in real child processes, at nano size on a CPU: planted slow values are found and
-undone, a plan that changes the numbers is seen, the same code against itself shows no change, and `redline
-train --plan auto` uses what was found."""
+undone, a plan that changes the numbers is seen, and `redline train --plan auto` uses what was found."""
 
 import json
 from dataclasses import replace
@@ -13,16 +12,18 @@ from redline.config.load import load_recipe
 from redline.config.recipe import Recipe
 from redline.machine.facts import read_facts
 from redline.machine.store import cached
+from redline.measure.folder import TrialFolder
+from redline.measure.process import Child, Children
+from redline.measure.trial import Measured, Timing, train_trial
+from redline.measure.turns import measure
 from redline.plan.hardware import hardware_here
 from redline.plan.plan import Plan, check_fit, save
 from redline.plan.planner import make_plan
 from redline.tune.guard import guard
 from redline.tune.search import tune
-from redline.tune.statistics import compare
-from redline.tune.store import Result, TuningFolder, tuned_plan, tuning_folder
-from redline.tune.trial import Arm, Bounds, Child, measure, take_turns, train_trial
+from redline.tune.store import TuningResult, keep, tuned_plan, tuning_folder
 
-SHORT = Bounds(block_s=0.03, guard_steps=3, warmup_s=0.5, limit_s=100)
+SHORT = Timing(block_s=0.03, guard_steps=3, warmup_s=0.5, limit_s=100)
 
 
 @pytest.fixture
@@ -34,20 +35,21 @@ def small(nano: Nano, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[
     return recipe, make_plan(recipe, hardware_here(facts, cached(facts)))
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_a_planted_slow_plan_is_found_out(small: tuple[Recipe, Plan], tmp_path: Path) -> None:
     """Passes of half the batch with every block computed twice: several times slower than need be, and the
     same training."""
     recipe, rules = small
     planted = replace(rules, micro_batch=4, accumulation=2, recompute="full")
-    with TuningFolder(tmp_path / "tuning") as folder:
-        tuned = tune(recipe, planted, folder, minutes=3, progress=print, bounds=SHORT)
-    assert tuned.plan.micro_batch == 8
-    assert tuned.plan.recompute != "full"
-    assert tuned.result.ratio > 1.5
-    assert tuned.result.low > 1
-    check_fit(tuned.plan, recipe, 1)
-    assert tuned_plan(tmp_path / "tuning", recipe) == (tuned.plan, tuned.result)
+    with TrialFolder(tmp_path / "tuning") as folder:
+        plan, result = tune(recipe, planted, folder, minutes=3, progress=print, timing=SHORT)
+    assert plan.micro_batch == 8
+    assert plan.recompute != "full"
+    assert result.ratio > 1.5
+    assert result.low > 1
+    check_fit(plan, recipe, 1)
+    assert tuned_plan(tmp_path / "tuning", recipe) == (plan, result)
     lines = [json.loads(line) for line in (tmp_path / "tuning" / "trials.jsonl").read_text().splitlines()]
     assert all(line["measured"]["outcome"] == "ok" for line in lines)
     assert len({tuple(round(loss, 3) for loss in line["measured"]["losses"]) for line in lines}) == 1, (
@@ -56,32 +58,44 @@ def test_a_planted_slow_plan_is_found_out(small: tuple[Recipe, Plan], tmp_path: 
 
 
 @pytest.mark.slow
-def test_one_child_measures_a_plan_against_itself_and_sees_numbers_that_differ(
+def test_the_search_runs_real_trials_that_are_one_training(
+    small: tuple[Recipe, Plan], tmp_path: Path
+) -> None:
+    """Whatever is faster here today: every trial ends well, and all have the same losses."""
+    recipe, rules = small
+    pinned = replace(recipe, plan=replace(recipe.plan, micro_batch=4))
+    rules = make_plan(pinned, rules.hardware)
+    with TrialFolder(tmp_path) as folder:
+        planted = replace(rules, recompute="full", why=rules.why)
+        plan, _ = tune(pinned, planted, folder, minutes=3, progress=print, timing=SHORT)
+    assert plan.micro_batch == 4
+    lines = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
+    assert {"the rules' plan", "recompute none"} <= {line["name"] for line in lines}
+    arms = [arm for line in lines for arm in (line["measured"], line["beside"]) if arm]
+    assert all(arm["outcome"] == "ok" for arm in arms)
+    assert len({tuple(round(loss, 3) for loss in arm["losses"]) for arm in arms}) == 1
+
+
+@pytest.mark.slow
+def test_one_child_measures_several_plans_and_the_guard_sees_numbers_that_differ(
     small: tuple[Recipe, Plan],
 ) -> None:
     recipe, plan = small
-    with Child() as one, Child() as other:
-        arms = [Arm(train_trial(recipe, plan, SHORT), child) for child in (one, other)]
-        for arm in arms:
-            arm.start()
-        verdicts = []
-        for _ in range(3):
-            take_turns(arms, 6)
-            verdicts.append(compare(arms[0].blocks_s, arms[1].blocks_s, paired=True).verdict)
-        # Not two of three: on a busy machine one process may be the slower one for as long as it lives
-        # (test_tune_statistics has the rate).
-        assert "not resolved" in verdicts, verdicts
-        reference = arms[0].end()
+    with Child() as child:
+
+        def measured(recipe: Recipe, plan: Plan) -> Measured:
+            return measure(train_trial(recipe, plan, SHORT), Children(), child)
+
+        reference = measured(recipe, plan)
         assert reference.memory is not None
         assert reference.memory.reserved_bytes > 0
         assert reference.tokens_per_step == recipe.tokens_per_step
-        again = measure(train_trial(recipe, replace(plan, micro_batch=2, accumulation=4), SHORT), child=one)
+        again = measured(recipe, replace(plan, micro_batch=2, accumulation=4))
         assert guard(reference, again, "exact", precision="fp32").passed
-        half = measure(train_trial(recipe, replace(plan, precision="bf16"), SHORT), child=one)
+        half = measured(recipe, replace(plan, precision="bf16"))
         assert not guard(reference, half, "exact", precision="fp32").passed
         assert guard(reference, half, "rounding", precision="bf16").passed
-        diverging = replace(recipe, train=replace(recipe.train, lr=3.0, warmup_steps=0))
-        wild = measure(train_trial(diverging, plan, SHORT), child=other)
+        wild = measured(replace(recipe, train=replace(recipe.train, lr=3.0, warmup_steps=0)), plan)
         assert wild.outcome == "crashed" or not guard(reference, wild, "rounding", precision="fp32").passed
 
 
@@ -98,7 +112,7 @@ def test_train_uses_a_tuned_plan_and_says_which(
     facts = read_facts()
     rules = make_plan(recipe, hardware_here(facts, cached(facts)))
     found = replace(rules, micro_batch=2, accumulation=4)
-    result = Result(
+    result = TuningResult(
         tuned_at="2026-01-01T00:00:00Z",
         ratio=1.5,
         low=1.4,
@@ -108,13 +122,15 @@ def test_train_uses_a_tuned_plan_and_says_which(
         trials=3,
         elapsed_s=1.0,
         untried=(),
+        rows=(),
     )
-    with TuningFolder(tuning_folder(facts, rules)) as folder:
-        folder.finish(found, result)
-    pins = nano.warm.start("tune", path, "--out", folder.path, "--set", "plan.micro_batch=4", *brief).wait()
+    folder = tuning_folder(facts, rules)
+    folder.mkdir(parents=True)
+    keep(folder, found, result)
+    pins = nano.warm.start("tune", path, "--out", folder, "--set", "plan.micro_batch=4", *brief).wait()
     assert (pins.code, pins.out) == (5, "")
     assert "holds a tuning with other pins (micro_batch free before, 4 now)" in pins.err
-    assert tuned_plan(folder.path, recipe) == (found, result), "it stays as it was"
+    assert tuned_plan(folder, recipe) == (found, result), "it stays as it was"
     done = nano.train(path, tmp_path / "tuned", "--plan", "auto", *brief)
     assert done.code == 0, done.err
     assert "tuned 2026-01-01T00:00:00Z, 1.50x the rules' plan" in done.err
@@ -122,7 +138,7 @@ def test_train_uses_a_tuned_plan_and_says_which(
     assert start["micro_batch"] == 2
     pinned = nano.train(path, tmp_path / "pinned", "--plan", "auto", "--set", "plan.micro_batch=4", *brief)
     assert "was not tuned on this machine" in pinned.err, "other pins are another tuning"
-    save(replace(found, fingerprint="0" * 16), folder.path / "plan.json")
+    save(replace(found, fingerprint="0" * 16), folder / "plan.json")
     other = nano.train(path, tmp_path / "other", "--plan", "auto", *brief)
     assert (other.code, other.out) == (2, "")
     assert "fingerprint 0000000000000000" in other.err.splitlines()[-1]

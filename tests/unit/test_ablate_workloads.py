@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from redline.config.load import load_recipe, to_toml
+from redline.measure.finetuning import FinetuningSubject, examples
+from redline.measure.generation import MOST_UNCACHED, GenerationSubject, spread
 from redline.optimizations.catalogue import Samples
 from redline.optimizations.work import Finetuning, Generating
 from redline.train.packing import exact
-from redline.tune.child_finetune import Finetuned, examples
-from redline.tune.child_generate import MOST_UNCACHED, Generation, spread
 
 RECIPE = load_recipe(
     "nano",
@@ -25,14 +25,14 @@ RECIPE = load_recipe(
 WORK = Samples(prompts=4, samples=3, prompt_tokens=12, new_tokens=9)
 
 
-def generation(**how: Any) -> Generation:
+def generation(**how: Any) -> GenerationSubject:
     setting = {
         "recipe": to_toml(RECIPE),
         "device": "cpu",
         "samples": asdict(WORK),
         "how": asdict(Generating(precision="fp32", **how).in_force()),
     }
-    return Generation(setting)
+    return GenerationSubject(setting)
 
 
 @pytest.mark.parametrize(
@@ -101,12 +101,12 @@ def test_the_engine_does_the_work_it_is_timed_for() -> None:
 # ---- fine-tuning ----
 
 
-def finetuned(**how: Any) -> Finetuned:
+def finetuned(**how: Any) -> FinetuningSubject:
     setting = {"recipe": to_toml(RECIPE), "device": "cpu", "how": asdict(Finetuning(precision="fp32", **how))}
-    return Finetuned(setting)
+    return FinetuningSubject(setting)
 
 
-def losses(arm: Finetuned) -> list[float]:
+def losses(arm: FinetuningSubject) -> list[float]:
     for _ in range(3):
         arm.step()
     arm.drain()

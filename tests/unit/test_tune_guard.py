@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from redline.measure.trial import Measured
 from redline.tune.guard import guard
-from redline.tune.trial import Measured
 
 REFERENCE = Measured(outcome="ok", losses=(10.0, 9.0, 8.0), grad_norms=(2.0, 1.5, 1.0))
 

@@ -1,28 +1,25 @@
 """Memory from small probes: exact on straight lines, safe on bent ones, and no pick runs out of a synthetic
 allocator's memory."""
 
-import json
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 
-from redline.config.load import build, from_toml, load_recipe
+from redline.config.load import from_toml, load_recipe
+from redline.measure.trial import Measured, PeakMemory, Trial
 from redline.plan.arithmetic import fuses, kept_bytes
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import from_json
 from redline.plan.planner import make_plan
-from redline.tune import child
 from redline.tune import memory as room
 from redline.tune.memory import Probe, arithmetic_memory, fit_memory, pick_micro_batch
-from redline.tune.trial import Measured, Memory, Trial
 
 GiB = 2**30
 
 
 def probe(micro_batch: int, active: float, ratio: float = 1.0, other: float = 0.6 * GiB) -> Probe:
-    memory = Memory(
+    memory = PeakMemory(
         allocated_bytes=int(active),
         active_bytes=int(active),
         reserved_bytes=int(active * ratio),
@@ -97,7 +94,7 @@ class Allocator:
         self.scale, self.ratio = self.generator.uniform(0.8, 1.25), self.generator.uniform(1.0, 1.08)
         self.runs: list[tuple[int, str]] = []
 
-    def __call__(self, trial: Trial, **_: Any) -> Measured:
+    def __call__(self, trial: Trial) -> Measured:
         recipe, plan = (
             from_toml(trial.setting["recipe"], where="t"),
             from_json(trial.setting["plan"], where="t"),
@@ -113,7 +110,7 @@ class Allocator:
             return Measured(outcome="out_of_memory")
         return Measured(
             outcome="ok",
-            memory=Memory(
+            memory=PeakMemory(
                 allocated_bytes=active, active_bytes=active, reserved_bytes=reserved, other_bytes=other
             ),
         )
@@ -128,41 +125,35 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "length", "gigabytes"), CASES)
-def test_picks_do_not_run_out_of_memory_and_are_predicted(
-    name: str, length: int, gigabytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_picks_do_not_run_out_of_memory_and_are_predicted(name: str, length: int, gigabytes: int) -> None:
     recipe = load_recipe(
         name, [f"data.seq_len={length}", f"model.context_length={max(length, 1024)}", "train.batch_size=4096"]
     )
     plan = make_plan(recipe, hardware_as("h200-141g", 16))
     limit_bytes = gigabytes * GiB
     allocator = Allocator(limit_bytes, seed=length + gigabytes)
-    monkeypatch.setattr(room, "measure", allocator)
-    pick = pick_micro_batch(recipe, plan, None, capacity_bytes=limit_bytes)  # type: ignore[arg-type]
+    pick = pick_micro_batch(recipe, plan, allocator, capacity_bytes=limit_bytes)
     assert pick is not None
     sizes = [size for size, _ in allocator.runs]
     assert sizes == sorted(set(sizes)), "probes grow"
     assert all(outcome == "ok" for _, outcome in allocator.runs), "no probe runs out of memory"
-    seen = room.probe(recipe, plan, pick.micro_batch, None)  # type: ignore[arg-type]
+    seen = room.probe(recipe, plan, pick.micro_batch, allocator)
     assert seen.outcome == "ok"
     assert seen.memory is not None
     assert pick.fit.active_bytes(pick.micro_batch) == pytest.approx(seen.memory.active_bytes, rel=0.015)
     assert pick.fit.reserved_bytes(pick.micro_batch) == pytest.approx(seen.memory.reserved_bytes, rel=0.05)
     # not timid either: twice as many would fill more than 93 %
     if 2 * pick.micro_batch <= recipe.train.batch_size // 2:
-        twice = room.probe(recipe, plan, 2 * pick.micro_batch, None).memory  # type: ignore[arg-type]
+        twice = room.probe(recipe, plan, 2 * pick.micro_batch, allocator).memory
         assert twice is None or twice.reserved_bytes + twice.other_bytes > 0.93 * limit_bytes
 
 
 @pytest.mark.parametrize("batch", [27, 45, 75, 125, 225])
-def test_divisors_that_lie_far_apart_do_not_make_the_pick_timid(
-    batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_divisors_that_lie_far_apart_do_not_make_the_pick_timid(batch: int) -> None:
     recipe = load_recipe("gpt2-124m", [f"train.batch_size={batch}", "data.seq_len=256"])
     plan = make_plan(recipe, hardware_as("h200-141g", 16))
     allocator = Allocator(140 * GiB, seed=batch)
-    monkeypatch.setattr(room, "measure", allocator)
-    pick = pick_micro_batch(recipe, plan, None, capacity_bytes=140 * GiB)  # type: ignore[arg-type]
+    pick = pick_micro_batch(recipe, plan, allocator, capacity_bytes=140 * GiB)
     assert pick is not None
     assert pick.micro_batch == batch
     assert all(outcome == "ok" for _, outcome in allocator.runs)
@@ -178,73 +169,7 @@ def test_on_a_cpu_eager_half_precision_keeps_more_than_on_a_gpu() -> None:
     assert kept == [pytest.approx(61_012, rel=0.15), pytest.approx(34_368, rel=0.01)]
 
 
-def test_a_device_too_small_for_the_first_probe_gives_no_pick(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_too_small_for_the_first_probe_gives_no_pick() -> None:
     recipe = load_recipe("gpt-1.3b", ["train.batch_size=64"])
     plan = make_plan(recipe, hardware_as("h200-141g", 16))
-    monkeypatch.setattr(room, "measure", Allocator(8 * GiB, seed=0))
-    assert pick_micro_batch(recipe, plan, None, capacity_bytes=8 * GiB) is None  # type: ignore[arg-type]
-
-
-class Nothing:
-    """A workload that does nothing."""
-
-    tokens_per_step, waited_s, losses, grad_norms = 1, 0.0, (), ()
-
-    def __init__(self, setting: object) -> None: ...
-    def step(self) -> None: ...
-    def drain(self) -> None: ...
-    def close(self) -> None: ...
-
-
-def test_memory_beside_torch_is_this_process_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others that take turns fill and clear the same GPU between two requests; what they do there is not
-    counted."""
-    # Free or its own, before and after each start: 0.5 GiB of context, then a neighbour takes 60, then 0.1
-    # GiB of a library.
-    readings = iter([140.0, 139.5, 79.5, 79.4])
-    monkeypatch.setattr(child, "reachable_bytes", lambda: round(next(readings) * GiB))
-    monkeypatch.setattr(child, "cuda_peaks", dict)
-    session, request = (
-        child.Session(),
-        {"workload": f"{__name__}:Nothing", "setting": {}, "block_s": 0, "guard_steps": 2, "warmup_s": 0},
-    )
-    for expected in (0.5, 0.6):
-        session.start(request)
-        with monkeypatch.context() as patch:
-            patch.setattr(child.torch.cuda, "is_initialized", lambda: True)
-            assert session.memory({})["other_bytes"] / GiB == pytest.approx(expected, abs=1e-6)
-    session._clear()
-
-
-class Skipping(Nothing):
-    """fp16: its first updates have no norm."""
-
-    losses, grad_norms = (11.0, math.nan), (math.inf, 2.0)
-
-
-def test_numbers_that_are_none_come_through_the_pipe_as_none() -> None:
-    request = {
-        "workload": f"{__name__}:Skipping",
-        "setting": {},
-        "block_s": 0,
-        "guard_steps": 2,
-        "warmup_s": 0,
-    }
-    session = child.Session()
-    started = json.loads(json.dumps(session.start(request), allow_nan=False))
-    assert (started["losses"], started["grad_norms"]) == ([11.0, None], [None, 2.0])
-    assert build(Measured, {"outcome": "ok", **started}, where="trial").grad_norms == (None, 2.0)
-    session._clear()
-
-
-@pytest.mark.parametrize("guard_steps", [1, 5])
-def test_warm_up_is_as_long_as_the_guard_needs_and_long_steps_need_two(
-    monkeypatch: pytest.MonkeyPatch, guard_steps: int
-) -> None:
-    monkeypatch.setattr(child, "timed", lambda *_: 2.0)
-    session, request = (
-        child.Session(),
-        {"workload": f"{__name__}:Nothing", "setting": {}, "block_s": 0, "warmup_s": 100},
-    )
-    assert session.start(request | {"guard_steps": guard_steps})["warmup_steps"] == max(3, guard_steps)
-    session._clear()
+    assert pick_micro_batch(recipe, plan, Allocator(8 * GiB, seed=0), capacity_bytes=8 * GiB) is None

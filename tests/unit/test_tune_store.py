@@ -1,8 +1,6 @@
-"""Folders of trials: whose they are, what stands in them after a crash or a hand's edit, and what the command
-says of them."""
+"""Where a tuning lives: whose folder it is, and what the command says."""
 
 import argparse
-import json
 from pathlib import Path
 
 import pytest
@@ -10,15 +8,13 @@ import pytest
 from redline.cli.main import main
 from redline.cli.options import check_positive
 from redline.cli.tune import _print, train_command
-from redline.config.load import build, load_recipe, to_toml
-from redline.errors import ConfigError, DataError, StorageError
+from redline.config.load import load_recipe, to_toml
+from redline.errors import ConfigError, StorageError
+from redline.measure.statistics import Comparison
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import save
 from redline.plan.planner import make_plan
-from redline.tune.search import Tuned
-from redline.tune.statistics import Comparison
-from redline.tune.store import Result, Row, TuningFolder, check_folder
-from redline.tune.trial import Measured
+from redline.tune.store import TrialRow, TuningResult, check_folder
 
 RECIPE = load_recipe("gpt2-124m")
 PLAN = make_plan(RECIPE, hardware_as("h200-141g", 16))
@@ -47,7 +43,7 @@ def test_the_folder_of_a_run_is_refused_and_left_as_it_was(
 def test_trials_of_another_recipe_are_refused_and_those_of_the_same_go_on(tmp_path: Path) -> None:
     check_folder(tmp_path / "new", RECIPE)
     check_folder(tmp_path, RECIPE)
-    save(PLAN, tmp_path / "plan.json")  # what tunings of earlier versions say of themselves
+    save(PLAN, tmp_path / "plan.json")
     check_folder(tmp_path, RECIPE)
     with pytest.raises(
         StorageError,
@@ -67,70 +63,13 @@ def test_trials_of_another_recipe_are_refused_and_those_of_the_same_go_on(tmp_pa
         check_folder(tmp_path, RECIPE)
 
 
-OK = {"outcome": "ok", "blocks_s": [0.5, 0.5], "tokens_per_step": 8}
-TOO_MUCH = {"outcome": "out_of_memory", "error": "out of memory"}
-
-
-@pytest.mark.parametrize(
-    ("line", "part"),
-    [
-        ({}, "a trial has a key"),
-        ({"key": "a"}, "measured must be a table"),
-        ({"key": "a", "measured": 3}, "measured must be a table, got 3"),
-        ({"key": "a", "measured": {"outcome": "fine"}}, "must be one of ok"),
-        ({"key": "a", "measured": {"outcome": "ok"}}, "times of blocks above 0"),
-        ({"key": "a", "measured": OK | {"blocks_s": [0.5, 0.0]}}, "times of blocks above 0"),
-        ({"key": "a", "measured": OK, "beside": {"outcome": "ok"}}, "times of blocks above 0"),
-        ({"key": "a", "measured": OK, "beside": 3}, "beside must be a table"),
-    ],
-)
-def test_a_damaged_trial_is_one_line_that_says_which(
-    tmp_path: Path, line: dict[str, object], part: str
-) -> None:
-    good = json.dumps({"key": "b", "measured": OK}) + "\n"
-    (tmp_path / "trials.jsonl").write_text(good + json.dumps(line) + "\n")
-    with (
-        pytest.raises(DataError, match=rf"trials.jsonl is damaged: .*{part}.*; delete that line") as caught,
-        TuningFolder(tmp_path),
-    ):
-        pass
-    assert json.dumps(line)[:100] in str(caught.value)
-    (tmp_path / "trials.jsonl").write_text(good)
-    with TuningFolder(tmp_path) as folder:  # it was let go
-        assert folder.find("b") is not None
-
-
-@pytest.mark.parametrize(
-    ("line", "stands"),
-    [
-        ({"measured": OK}, True),
-        ({"measured": OK, "beside": OK}, True),
-        ({"measured": OK, "beside": {"outcome": "crashed"}}, False),
-        ({"measured": {"outcome": "crashed"}}, False),
-        ({"measured": {"outcome": "timed_out"}, "beside": {"outcome": "ok"}}, False),
-        ({"measured": TOO_MUCH}, True),
-        ({"measured": TOO_MUCH, "beside": OK, "paired": False}, True),
-        ({"measured": TOO_MUCH, "beside": OK, "paired": True}, False),
-        ({"measured": TOO_MUCH, "paired": True}, False),
-        # of an earlier version, which did not try it alone
-        ({"measured": TOO_MUCH, "beside": {"outcome": "ok"}}, False),
-    ],
-)
-def test_what_ended_well_or_did_not_fit_alone_is_not_run_again(
-    tmp_path: Path, line: dict[str, object], stands: bool
-) -> None:
-    (tmp_path / "trials.jsonl").write_text(json.dumps({"key": "a", **line}) + "\n")
-    with TuningFolder(tmp_path) as folder:
-        assert (folder.find("a") is not None) == stands
-
-
 def test_the_table_has_a_star_where_the_interval_has_less_than_95_per_cent(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     slower = Comparison(ratio=0.8, low=0.75, high=0.85, verdict="slower", paired=True)
     rows = (
-        Row(
+        TrialRow(
             name="the rules' plan",
             predicted=None,
             outcome="ok",
@@ -138,7 +77,7 @@ def test_the_table_has_a_star_where_the_interval_has_less_than_95_per_cent(
             verdict="kept",
             kept=True,
         ),
-        Row(
+        TrialRow(
             name="whole",
             predicted=1.0,
             outcome="ok",
@@ -147,7 +86,7 @@ def test_the_table_has_a_star_where_the_interval_has_less_than_95_per_cent(
             rounds=6,
             verdict="slower",
         ),
-        Row(
+        TrialRow(
             name="brief",
             predicted=1.0,
             outcome="ok",
@@ -156,43 +95,28 @@ def test_the_table_has_a_star_where_the_interval_has_less_than_95_per_cent(
             rounds=4,
             verdict="slower",
         ),
-        Row(
+        TrialRow(
             name="lost",
             predicted=1.0,
             outcome="ok",
             verdict="not compared",
             note="the plan it is compared with crashed: [/x]",
         ),
-        Row(name="left", predicted=0.5, verdict="not tried", note="not tried: predicted 0.50x"),
+        TrialRow(name="left", predicted=0.5, verdict="not tried", note="not tried: predicted 0.50x"),
     )
     for shown, star in ((rows, True), ((*rows[:2], *rows[3:]), False)):
-        result = Result(
+        result = TuningResult(
             tuned_at="2026-01-01T00:00:00Z", ratio=1.0, low=1.0, high=1.0, paired=True, tokens_per_s=1e3,
             trials=3, elapsed_s=1.0,
             untried=(), rows=shown,
         )  # fmt: skip
-        _print(Tuned(plan=PLAN, result=result), Path("folder"))
+        _print(PLAN, result, Path("folder"))
         said = " ".join(capsys.readouterr().out.split())
         assert "0.800x [0.750, 0.850] slower 1.00x" in said
         assert ("0.800x [0.750, 0.850]* slower" in said) == ("* given up after fewer rounds" in said) == star
         assert "lost – – not compared 1.00x" in said
         assert "lost: the plan it is compared with crashed: [/x]" in said
         assert "left: not tried: predicted 0.50x" in said
-
-
-def test_what_both_commands_say_of_a_folder_speaks_of_trials(tmp_path: Path) -> None:
-    with (
-        TuningFolder(tmp_path),
-        pytest.raises(StorageError, match="is in use by another process"),
-        TuningFolder(tmp_path),
-    ):
-        pass
-    (tmp_path / "file").touch()
-    with (
-        pytest.raises(StorageError, match="the trials cannot be written to"),
-        TuningFolder(tmp_path / "file" / "below"),
-    ):
-        pass
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
@@ -214,17 +138,3 @@ def test_the_command_that_trains_can_be_pasted() -> None:
     )
     options.out = None
     assert train_command(options).endswith("--set plan.compile=off --plan auto")
-
-
-def test_trials_of_another_machine_stay_in_the_file_and_are_not_found(tmp_path: Path) -> None:
-    for machine, step_s in (("a100", 1.0), ("h200", 0.5)):
-        with TuningFolder(tmp_path, machine) as folder:
-            assert folder.find("key") is None
-            folder.add("key", "rules", build(Measured, {**OK, "blocks_s": [step_s]}, where="trial"))
-    for machine, step_s in (("a100", 1.0), ("h200", 0.5)):
-        with TuningFolder(tmp_path, machine) as folder:
-            found = folder.find("key")
-            assert found is not None
-            assert found.blocks_s == (step_s,)
-    with TuningFolder(tmp_path, "h200 with another torch") as folder:
-        assert folder.find("key") is None

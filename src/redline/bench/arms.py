@@ -30,6 +30,7 @@ from redline.config.load import from_toml
 from redline.config.recipe import Recipe
 from redline.data.shards import TokenDataset
 from redline.errors import need
+from redline.measure.child import cuda_peaks, synchronize, timed
 from redline.plan.plan import Plan, load
 from redline.pretrain import open_corpus
 from redline.record.run import RunFolder
@@ -38,7 +39,6 @@ from redline.train.loop import Job, Trainer
 from redline.train.optimizer import make_optimizers
 from redline.train.process import Process, join
 from redline.train.step import Learner, Update, take_step
-from redline.tune.child import cuda_peaks, synchronize, timed
 
 
 @dataclass(frozen=True, kw_only=True)

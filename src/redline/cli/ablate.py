@@ -55,11 +55,11 @@ def run(options: argparse.Namespace) -> None:
     from redline.errors import ConfigError
     from redline.machine.facts import read_facts, software_key
     from redline.machine.store import cached
+    from redline.measure.trial import Timing
     from redline.optimizations.catalogue import study
     from redline.plan.hardware import hardware_here
     from redline.tune.ablate import ablate, chosen
     from redline.tune.store import check_folder
-    from redline.tune.trial import Bounds
 
     check_positive("--minutes", options.minutes)
     check_positive("--block-seconds", options.block_seconds)
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
         only=only,
         minutes=options.minutes,
         progress=status,
-        bounds=Bounds(block_s=options.block_seconds),
+        timing=Timing(block_s=options.block_seconds),
         machine=software_key(facts),
     )
     if options.json:
@@ -141,17 +141,14 @@ def _print(rows, title: str) -> None:  # type: ignore[no-untyped-def]
         ]
         console.print(rows_with_texts(BRIEF, lines, title=title))
         return
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    columns = [number for number, column in enumerate(COLUMNS) if column != "by"]
-    for number in columns:
-        heading = len("generate: leave one out") if number == 0 else None
-        table.add_column(COLUMNS[number], overflow="fold", min_width=heading)
+    columns, tables = [number for number, column in enumerate(COLUMNS) if column != "by"], []
     for heading, row in _shown(rows):
         if heading:
-            table.add_section()
-            table.add_row(f"[bold]{heading}[/bold]")
-        table.add_row(*(escape(cells(row)[number]) for number in columns))
-    console.print(table)
+            tables.append(Table(title=heading, title_justify="left", box=None, padding=(0, 2, 0, 0)))
+            for number in columns:
+                tables[-1].add_column(COLUMNS[number], overflow="fold")
+        tables[-1].add_row(*(escape(cells(row)[number]) for number in columns))
+    console.print(escape(title), *tables, sep="\n")
 
 
 def _shown(rows):  # type: ignore[no-untyped-def]

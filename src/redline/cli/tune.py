@@ -36,9 +36,10 @@ def run(options: argparse.Namespace) -> None:
     from redline.cli.plan import make
     from redline.machine.facts import read_facts, software_key
     from redline.machine.store import cached
+    from redline.measure.folder import TrialFolder
     from redline.plan.plan import to_json
     from redline.tune.search import tune
-    from redline.tune.store import TuningFolder, check_folder, tuning_folder
+    from redline.tune.store import check_folder, tuning_folder
 
     check_positive("--minutes", options.minutes)
     recipe, facts = recipe_of(options), read_facts()
@@ -53,20 +54,20 @@ def run(options: argparse.Namespace) -> None:
     rules = make(options, recipe, nproc=1)
     if options.out:  # and after the pins
         _check_pins(options.out, rules)
-    with TuningFolder(options.out or tuning_folder(facts, rules), software_key(facts)) as folder:
-        tuned = tune(recipe, rules, folder, minutes=options.minutes, progress=status)
+    with TrialFolder(options.out or tuning_folder(facts, rules), software_key(facts)) as folder:
+        plan, found = tune(recipe, rules, folder, minutes=options.minutes, progress=status)
     if options.json:
-        result = asdict(tuned.result)
+        result = asdict(found)
         print_json(
             {
                 "folder": str(folder.path),
-                "plan": to_json(tuned.plan),
+                "plan": to_json(plan),
                 "trials": result.pop("rows"),
                 "result": result,
             }
         )
         return
-    _print(tuned, folder.path)
+    _print(plan, found, folder.path)
     print(f"use it: {train_command(options)}")
 
 
@@ -113,13 +114,13 @@ def train_command(options: argparse.Namespace) -> str:
     )
 
 
-def _print(tuned, folder: Path) -> None:  # type: ignore[no-untyped-def]
+def _print(plan, result, folder: Path) -> None:  # type: ignore[no-untyped-def]
     from rich.console import Console
 
     from redline.plan.plan import PLANNED
     from redline.record.units import format_duration
 
-    console, result = Console(), tuned.result
+    console = Console()
     console.print(_table(result.rows))
     for row in result.rows:
         if (
@@ -139,10 +140,8 @@ def _print(tuned, folder: Path) -> None:  # type: ignore[no-untyped-def]
         )
     console.print(f"\n{_gain(result)}", style="bold", highlight=False, markup=False)
     for name in PLANNED:
-        if (why := tuned.plan.why[name]).source == "measurement":
-            console.print(
-                f"  {name} {getattr(tuned.plan, name)}: {why.reason}", highlight=False, markup=False
-            )
+        if (why := plan.why[name]).source == "measurement":
+            console.print(f"  {name} {getattr(plan, name)}: {why.reason}", highlight=False, markup=False)
     if result.untried:
         console.print(
             f"no time left for: {', '.join(result.untried)}; the same command with more --minutes goes on",
@@ -176,7 +175,7 @@ def _table(rows):  # type: ignore[no-untyped-def]
 
 def _brief(row) -> bool:  # type: ignore[no-untyped-def]
     """Whether the interval of a row has less than 95 %."""
-    from redline.tune.statistics import FEWEST_BLOCKS
+    from redline.measure.statistics import FEWEST_BLOCKS
 
     return row.comparison is not None and row.rounds < FEWEST_BLOCKS
 

@@ -180,7 +180,7 @@ class Quote:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class StudyPart:
     """Entries of one workload in the order in which they are applied; those that are no switches are rows
     without a measurement."""
 
@@ -230,7 +230,7 @@ def find(name: str) -> Optimization:
     return catalogue()[name]
 
 
-def study(name: str) -> tuple[Part, ...]:
+def study(name: str) -> tuple[StudyPart, ...]:
     """The parts of a recipe's ablation, by the recipe's name, one a workload.
 
     A guide's study starts in the state that the guide describes and takes its changes in its order; what it
@@ -239,7 +239,7 @@ def study(name: str) -> tuple[Part, ...]:
     studies, parts = _file()["study"], []
     for table in studies.get(name, studies["any other"]):
         rest = {key: value for key, value in table.items() if key != "start"}
-        part = build(Part, rest, f"catalogue.toml: study {name}")
+        part = build(StudyPart, rest, f"catalogue.toml: study {name}")
         parts.append(replace(part, start=table.get("start", {})))
     return tuple(parts)
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from redline.measure.statistics import FEWEST_BLOCKS
 from redline.record.read import number, table
 from redline.record.units import DASH, exact, factor, format_bytes, named
-from redline.tune.statistics import FEWEST_BLOCKS
 
 MOST_COLUMNS = 9
 TICKS = (0.1, 0.25, 0.5, 0.8, 1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100)

@@ -8,27 +8,28 @@ one by one from the best. No torch.
 A change is kept when it measures faster and the numerics guard passes it; what is slower, not resolved, or
 another training leaves the state as it was, so every row says what its change is worth on top of those kept
 before it. What was slower, or could not be had, is tried once more on top of what was kept after it: bf16
-costs time while attention is not one kernel. A change and the state before it take turns, each in a process
-of its own, so a drift of the clocks falls on both. Left out: interactions of more than two changes.
+costs time while attention is not one kernel. A change and the state before it take turns (measure/turns.py).
+Left out: interactions of more than two changes.
 """
 
 import json
-import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Literal
 
 from redline.config.load import to_toml
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError, MachineError, StorageError
+from redline.measure.folder import TrialFolder
+from redline.measure.process import Children
+from redline.measure.trial import Measured, Pair, Timing, trial_key
+from redline.measure.turns import Turns
 from redline.optimizations.catalogue import (
     EntryEffect,
     Optimization,
-    Part,
     Samples,
+    StudyPart,
     WorkloadName,
     claims_for,
     find,
@@ -39,31 +40,24 @@ from redline.optimizations.catalogue import (
 from redline.plan.arithmetic import flops_per_token
 from redline.plan.plan import Hardware
 from redline.record.files import write_atomic
-from redline.tune.arms import Arms, State, arms_for, naive
-from redline.tune.guard import guard
-from redline.tune.statistics import Comparison, compare
-from redline.tune.store import TuningFolder, trial_key
-from redline.tune.trial import Bounds, Children, Measured
-from redline.tune.turns import Pair, Turns
+from redline.tune.arms import Arms, Switches, arms_for, naive
+from redline.tune.guard import guard, guard_logprobs
 
 Stage = Literal["baseline", "one by one", "second try", "all", "leave one out"]
-OUT_OF_TIME = "the time was up; the same command goes on from here"
+OUT_OF_TIME = "the time was up; run the same command again to continue"
 BASELINE_BLOCKS = 2
 """Of the first state alone: every comparison measures it again."""
 RUNS = "runs"
 """The verdict on a change whose state before never did."""
 NOT_COMPARED = "not compared"
 """That on a change whose state before failed now, though it had run."""
-LOGPROB_BAND = {"fp32": 1e-3, "bf16": 5e-2}
-"""Mean difference of a log-probability from the fp32 model's that generation may show, by precision: 5 % of a
-probability, and 0.1 %."""
 THIRDS_OF_TRAINING = {"train": 3, "finetune": 2, "generate": 1}
 """Of the FLOPs of training: a third each for the forward pass, the gradients of activations and those of the
 weights, which adapters do without."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class AblationRow:
     """A line of ablation.json."""
 
     name: str
@@ -103,36 +97,31 @@ def ablate(
     only: Sequence[str] = (),
     minutes: float,
     progress: Callable[[str], None],
-    bounds: Bounds | None = None,
+    timing: Timing | None = None,
     samples: Samples | None = None,
     machine: str = "",
-) -> list[Row]:
+    children: Children | None = None,
+) -> list[AblationRow]:
     """Run the study of the recipe `name`, or those of its entries in `only`; finished trials of this
     `machine` in the folder are not repeated."""
     parts = chosen(study(name), only)
-    rows: list[Row] = []
-
-    def write(row: Row) -> None:
-        rows.append(row)
-        write_atomic(folder / "ablation.json", json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-        progress(brief(row))
-
-    with TuningFolder(folder, machine) as trials:
+    rows: list[AblationRow] = []
+    with TrialFolder(folder, machine) as trials:
         _check_list(folder / "ablation.json", parts)
         write_atomic(folder / "recipe.toml", to_toml(recipe))
-        deadline_s, children = time.monotonic() + 60 * minutes, Children.on(hardware)
-        with Turns(
-            trials, beside=hardware.title, deadline_s=deadline_s, progress=progress, children=children
-        ) as turns:
+        children = children or Children.on(hardware)
+        with Turns(trials, children, minutes=minutes, progress=progress, beside=hardware.title) as turns:
+
+            def write(row: AblationRow) -> None:
+                rows.append(row)
+                text = json.dumps([asdict(row) for row in rows], indent=1)
+                write_atomic(folder / "ablation.json", text + "\n")
+                turns.say(brief(row))
+
             waterfalls = []
             for part in parts:
-                arms = arms_for(
-                    part.workload,
-                    recipe,
-                    hardware,
-                    samples=samples or part.samples,
-                    bounds=bounds or Bounds(),
-                )
+                work, timed = samples or part.samples, timing or Timing()
+                arms = arms_for(part.workload, recipe, hardware, samples=work, timing=timed)
                 waterfalls.append(_Waterfall(name, part, arms, recipe, hardware, turns, write))
             # every list comes before the first thing is left out: the time may not be enough for all
             for waterfall in waterfalls:
@@ -142,7 +131,7 @@ def ablate(
     return rows
 
 
-def chosen(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
+def chosen(parts: Sequence[StudyPart], only: Sequence[str]) -> list[StudyPart]:
     """The parts with all of their entries, or those in `only`: of the lists in their order, then what else a part
     could switch, from where that switches from."""
     for name in only:
@@ -167,7 +156,7 @@ def chosen(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
     return narrowed
 
 
-def _check_list(path: Path, parts: Sequence[Part]) -> None:
+def _check_list(path: Path, parts: Sequence[StudyPart]) -> None:
     """Refuse a folder that holds the rows of another list, which these would write over."""
     if not path.exists():
         return
@@ -186,7 +175,7 @@ def _check_list(path: Path, parts: Sequence[Part]) -> None:
         )
 
 
-def _switches(part: Part, name: str) -> bool:
+def _switches(part: StudyPart, name: str) -> bool:
     entry = find(name)
     return name in part.names or (entry.standing == "switch" and part.workload in entry.workloads)
 
@@ -197,12 +186,12 @@ class _Waterfall:
     def __init__(
         self,
         name: str,
-        part: Part,
+        part: StudyPart,
         arms: Arms,
         recipe: Recipe,
         hardware: Hardware,
         turns: Turns,
-        write: Callable[[Row], None],
+        write: Callable[[AblationRow], None],
     ) -> None:
         self.name, self.part, self.workload = name, part, part.workload
         self.arms, self.recipe, self.hardware = arms, recipe, hardware
@@ -210,23 +199,19 @@ class _Waterfall:
         self.entries = [find(name) for name in part.names]
         start = {**naive(self.entries, hardware), **part.start}
         self.start = ", ".join(f"{name} {value_words(value)}" for name, value in start.items())
-        self.state = arms.held(start)
+        self.state = self.first = arms.held(start)
         self.reference: Measured | None = None
         """What `rounding` is compared with: the first state that ran."""
         self.runs = self.naive_runs = False
         """Whether the state, and the naive one, ever ran."""
-        self.kept: list[tuple[Optimization, State]] = []
+        self.kept: list[tuple[Optimization, Switches]] = []
         """Entries that were kept, each with the values that it replaced."""
-        self.refused: list[tuple[Optimization, State]] = []
+        self.refused: list[tuple[Optimization, Switches]] = []
         """Entries that were slower or could not be had, each with the state on which they were tried."""
 
     def apply(self) -> None:
         """One by one, what was refused a second time, and all that was kept."""
-        first = self.state
-        row = Row(
-            name="start", stage="baseline", workload=self.workload, title=self.start, claimed=None, source=""
-        )
-        self._write(self._baseline(row))
+        self._write(self._baseline())
         for entry in self.entries:
             self._write(self._one(entry, "one by one"))
         for entry, before in list(self.refused):
@@ -235,7 +220,7 @@ class _Waterfall:
             if self.state != before and not rivals:
                 self._write(self._one(entry, "second try"))
         if len(self.kept) > 1:  # with one it is that one's own row
-            self._write(self._all(first))
+            self._write(self._all())
 
     def leave_out(self) -> None:
         """Each of those kept, left out of the best."""
@@ -244,16 +229,18 @@ class _Waterfall:
 
     # ---- a row ----
 
-    def _write(self, row: Row) -> None:
+    def _write(self, row: AblationRow) -> None:
         self.write(replace(row, mfu=mfu(row.workload, row.tokens_per_s, self.recipe, self.hardware)))
 
-    def _baseline(self, row: Row) -> Row:
+    def _baseline(self) -> AblationRow:
+        row = AblationRow(
+            name="start", stage="baseline", workload=self.workload, title=self.start, claimed=None, source=""
+        )  # fmt: skip
         try:
-            measured = self.turns.alone(
-                f"{self.workload} naive", self.arms.trial(self.state), blocks=BASELINE_BLOCKS
-            )
+            trial = self.arms.trial(self.state)
         except MachineError as error:  # by arithmetic alone it does not fit
             return replace(row, outcome="out_of_memory", note=str(error))
+        measured = self.turns.alone(f"{self.workload} naive", trial, blocks=BASELINE_BLOCKS)
         if measured is None:
             return replace(row, outcome="not run", note=OUT_OF_TIME)
         if measured.outcome != "ok":
@@ -261,7 +248,7 @@ class _Waterfall:
         self.reference, self.runs, self.naive_runs = measured, True, True
         return _with_speed(row, measured)
 
-    def _one(self, entry: Optimization, stage: Stage) -> Row:
+    def _one(self, entry: Optimization, stage: Stage) -> AblationRow:
         """Apply an entry to the state, and keep it if it pays."""
         row = self._row(entry, stage)
         if entry.standing != "switch":
@@ -280,25 +267,19 @@ class _Waterfall:
         if pair is None:
             return replace(row, outcome="not run", note=OUT_OF_TIME)
         if pair.before.outcome == "ok":
-            self.reference, self.runs, self.naive_runs = (
-                self.reference or pair.before,
-                True,
-                self.naive_runs or not self.kept,
-            )
-        row = _compared_row(row, pair, runs=self.runs)
+            self.reference, self.runs = self.reference or pair.before, True
+            self.naive_runs = self.naive_runs or not self.kept
         passed, numerics = self._numerics(entry.effect, candidate, pair)
-        row = replace(row, numerics=numerics)
+        row = replace(_compared_row(row, pair, runs=self.runs), numerics=numerics)
         if row.verdict == "slower" or row.outcome != "ok":
             self.refused.append((entry, self.state))
-        if entry.effect == "changes-training" or not passed:
-            return row
-        if row.verdict not in ("faster", RUNS):
+        if not passed or row.verdict not in ("faster", RUNS):
             return row
         self.kept.append((entry, {name: self.state[name] for name in entry.on}))
         self.state, self.reference, self.runs = candidate, self.reference or pair.after, True
         return replace(row, kept=True)
 
-    def _without(self, entry: Optimization, before: State) -> Row:
+    def _without(self, entry: Optimization, before: Switches) -> AblationRow:
         """The best state against the same without one entry."""
         row = self._row(entry, "leave one out")
         if any(self.state[name] != value for name, value in entry.on.items()):
@@ -314,44 +295,34 @@ class _Waterfall:
             return replace(row, outcome="not run", note=OUT_OF_TIME)
         if pair.after.outcome != "ok":
             return replace(row, outcome=pair.after.outcome, note=f"without it: {pair.after.error}")
-        turned = Pair(pair.after, pair.before, pair.paired)
-        return replace(
-            _compared_row(row, turned, runs=True),
-            numerics=self._numerics(entry.effect, self.state, turned)[1],
-        )
+        turned = Pair(before=pair.after, after=pair.before, paired=pair.paired)
+        numerics = self._numerics(entry.effect, self.state, turned)[1]
+        return replace(_compared_row(row, turned, runs=True), numerics=numerics)
 
-    def _all(self, first: State) -> Row:
+    def _all(self) -> AblationRow:
         """All that were kept against the first state; claimed: what the guide says of all its changes
         together. Claims of single changes overlap and are not multiplied."""
         overall = [quote for quote in self.part.quotes if quote.of == "all"]
-        row = Row(
-            name="all kept",
-            stage="all",
-            workload=self.workload,
-            title=", ".join(entry.name for entry, _ in self.kept),
-            claimed=span(overall),
+        row = AblationRow(
+            name="all kept", stage="all", workload=self.workload,
+            title=", ".join(entry.name for entry, _ in self.kept), claimed=span(overall),
             source="; ".join(quote.words for quote in overall),
-        )
-        pair = self.turns.pair(f"{self.workload} all", self.arms.trial(first), self.arms.trial(self.state))
+        )  # fmt: skip
+        trials = self.arms.trial(self.first), self.arms.trial(self.state)
+        pair = self.turns.pair(f"{self.workload} all", *trials)
         if pair is None:
             return replace(row, outcome="not run", note=OUT_OF_TIME)
-        return replace(
-            _compared_row(row, pair, runs=self.naive_runs),
-            numerics=self._numerics("rounding", self.state, pair)[1],
-        )
+        numerics = self._numerics("rounding", self.state, pair)[1]
+        return replace(_compared_row(row, pair, runs=self.naive_runs), numerics=numerics)
 
-    def _row(self, entry: Optimization, stage: Stage) -> Row:
+    def _row(self, entry: Optimization, stage: Stage) -> AblationRow:
         claims = claims_for(entry, self.name)
-        return Row(
-            name=entry.name,
-            stage=stage,
-            workload=self.workload,
-            title=entry.title,
-            claimed=span(claims),
+        return AblationRow(
+            name=entry.name, stage=stage, workload=self.workload, title=entry.title, claimed=span(claims),
             source="; ".join(claim.source for claim in claims),
-        )
+        )  # fmt: skip
 
-    def _numerics(self, effect: EntryEffect, state: State, pair: Pair) -> tuple[bool, str]:
+    def _numerics(self, effect: EntryEffect, state: Switches, pair: Pair) -> tuple[bool, str]:
         """Whether the numbers are the reference's: `exact` against the state before, `rounding` against the
         naive one."""
         if effect == "changes-training":
@@ -360,15 +331,7 @@ class _Waterfall:
             return False, ""
         precision = self.arms.precision(state)
         if self.workload == "generate":
-            worst = max(math.inf if difference is None else difference for difference in pair.after.losses)
-            band = LOGPROB_BAND[precision]
-            return (
-                worst <= band,
-                (
-                    f"{'within' if worst <= band else 'OUTSIDE'} {band:g}: log-probabilities differ from fp32"
-                    f" by {worst:.1e}"
-                ),
-            )
+            return guard_logprobs(pair.after, precision)
         against = pair.before if effect == "exact" or self.reference is None else self.reference
         if against.outcome != "ok":
             return True, "no reference ran"
@@ -376,30 +339,27 @@ class _Waterfall:
         return verdict.passed, str(verdict)
 
 
-def _with_speed(row: Row, measured: Measured) -> Row:
-    return replace(
-        row,
-        tokens_per_s=speed(measured),
-        memory_bytes=measured.memory.allocated_bytes if measured.memory else None,
-    )
+def _with_speed(row: AblationRow, measured: Measured) -> AblationRow:
+    memory_bytes = measured.memory.allocated_bytes if measured.memory else None
+    return replace(row, tokens_per_s=measured.tokens_per_s, memory_bytes=memory_bytes)
 
 
-def _compared_row(row: Row, pair: Pair, *, runs: bool) -> Row:
+def _compared_row(row: AblationRow, pair: Pair, *, runs: bool) -> AblationRow:
     """The row with what the pair says. `runs`: the state before is known to run, so its failing now is
     chance."""
     if pair.after.outcome != "ok":
         return replace(row, outcome=pair.after.outcome, note=pair.after.error or "")
     row = _with_speed(row, pair.after)
-    if pair.before.outcome != "ok":
-        return replace(
-            row,
-            verdict=NOT_COMPARED if runs else RUNS,
-            note=f"the state before did not: {pair.before.outcome}",
-        )
-    found = compared(pair)
-    rounds = min(len(pair.before.blocks_s), len(pair.after.blocks_s))
+    if (found := pair.comparison) is None:
+        why = f"the state before did not: {pair.before.outcome}"
+        return replace(row, verdict=NOT_COMPARED if runs else RUNS, note=why)
     return replace(
-        row, measured_ratio=found.ratio, low=found.low, high=found.high, verdict=found.verdict, rounds=rounds
+        row,
+        measured_ratio=found.ratio,
+        low=found.low,
+        high=found.high,
+        verdict=found.verdict,
+        rounds=pair.rounds,
     )
 
 
@@ -413,20 +373,7 @@ def mfu(
     return tokens_per_s * flops / (peak * 1e12)
 
 
-def speed(measured: Measured) -> float:
-    """Tokens a second, from the median block."""
-    return measured.tokens_per_step / median(measured.blocks_s)
-
-
-def compared(pair: Pair) -> Comparison:
-    """By seconds a token: a changed batch has other tokens in a step."""
-    first, second = (
-        [block_s / arm.tokens_per_step for block_s in arm.blocks_s] for arm in (pair.before, pair.after)
-    )
-    return compare(first, second, paired=pair.paired)
-
-
-def brief(row: Row) -> str:
+def brief(row: AblationRow) -> str:
     """A row in a line, for progress."""
     if row.measured_ratio is None:
         said = f"{row.tokens_per_s:,.0f} tokens/s" if row.tokens_per_s else f"{row.outcome}: {row.note}"

@@ -1,7 +1,7 @@
 """From the switches of an ablation to a trial: a plan for pre-training, an engine's or a fine-tuning's
 setting for the others. No torch.
 
-    arms = arms_for("train", recipe, hardware, samples=None, bounds=Bounds())
+    arms = arms_for("train", recipe, hardware, samples=None, timing=Timing())
     state = naive(entries)                     # every switch off
     arms.trial(state)                          # what to measure
     arms.trial(state, entry.change)            # the same on a changed recipe
@@ -10,34 +10,33 @@ A state maps the name of a switch to its value. A value that a kernel cannot tak
 loss in fp32) falls back to the planner's choice, so that one switch can be turned without the rest.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol
 
 from redline.config.load import to_toml
 from redline.config.recipe import PlanPins, Recipe
 from redline.errors import MachineError
-from redline.optimizations.catalogue import Optimization, Samples, WorkloadName
+from redline.measure.trial import Timing, Trial, train_trial
+from redline.optimizations.catalogue import Change, Optimization, Samples, WorkloadName
 from redline.optimizations.work import Finetuning, Generating
 from redline.plan.plan import Hardware, Plan, Why
 from redline.plan.planner import make_plan
 from redline.plan.values import why_not
-from redline.tune.trial import Bounds, Trial, train_trial
 
-State = dict[str, Any]
-Change = Callable[[Recipe], Recipe] | None
-GENERATION = "redline.tune.child_generate:Generation"
-FINETUNING = "redline.tune.child_finetune:Finetuned"
+Switches = dict[str, Any]
+GENERATION = "redline.measure.generation:GenerationSubject"
+FINETUNING = "redline.measure.finetuning:FinetuningSubject"
 PIN_NAMES = tuple(field.name for field in fields(PlanPins))
 
 
 class Arms(Protocol):
-    def held(self, state: State) -> State:
+    def held(self, state: Switches) -> Switches:
         """The state with every value that it leaves to a rule held at what the rule says now: one change at a
         time."""
 
-    def trial(self, state: State, change: Change = None) -> Trial: ...
-    def precision(self, state: State) -> str:
+    def trial(self, state: Switches, change: Change | None = None) -> Trial: ...
+    def precision(self, state: Switches) -> str:
         """In which a state computes; the guard's band depends on it."""
 
 
@@ -45,9 +44,9 @@ class Arms(Protocol):
 class TrainArms:
     recipe: Recipe
     hardware: Hardware
-    bounds: Bounds
+    timing: Timing
 
-    def plan(self, state: State, change: Change = None) -> tuple[Recipe, Plan]:
+    def plan(self, state: Switches, change: Change | None = None) -> tuple[Recipe, Plan]:
         """The recipe with the state's pins over its own, and the plan that follows."""
         recipe = change(self.recipe) if change else self.recipe
         pins = {**asdict(recipe.plan), **{name: value for name, value in state.items() if name in PIN_NAMES}}
@@ -66,71 +65,71 @@ class TrainArms:
             plan = replace(plan, allocator=state["allocator"], why=why)
         return pinned, plan
 
-    def held(self, state: State) -> State:
+    def held(self, state: Switches) -> Switches:
         try:
             plan = self.plan(state)[1]
         except MachineError:  # the first state does not fit; a later one may, and is held by its own rules
             return state
         return {name: getattr(plan, name) for name in PIN_NAMES} | state
 
-    def trial(self, state: State, change: Change = None) -> Trial:
-        return train_trial(*self.plan(state, change), self.bounds)
+    def trial(self, state: Switches, change: Change | None = None) -> Trial:
+        return train_trial(*self.plan(state, change), self.timing)
 
-    def precision(self, state: State) -> str:
+    def precision(self, state: Switches) -> str:
         return self.plan(state)[1].precision
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkArms:
-    """Generation or fine-tuning: the workload's class is made from the recipe and its switches."""
+    """Generation or fine-tuning: the subject's class is made from the recipe and its switches."""
 
-    workload: str
+    subject: str
     switches: type[Generating] | type[Finetuning]
     recipe: Recipe
     beside: dict[str, Any]
-    bounds: Bounds
+    timing: Timing
 
-    def held(self, state: State) -> State:
+    def held(self, state: Switches) -> Switches:
         return state  # nothing here is left to a rule
 
-    def trial(self, state: State, change: Change = None) -> Trial:
+    def trial(self, state: Switches, change: Change | None = None) -> Trial:
         recipe = change(self.recipe) if change else self.recipe
         how = asdict(self.switches(**state).in_force())
         return Trial(
-            workload=self.workload,
+            subject=self.subject,
             setting={"recipe": to_toml(recipe), "how": how, **self.beside},
-            bounds=self.bounds,
+            timing=self.timing,
         )
 
-    def precision(self, state: State) -> str:
+    def precision(self, state: Switches) -> str:
         return self.switches(**state).precision
 
 
 def arms_for(
-    workload: WorkloadName, recipe: Recipe, hardware: Hardware, *, samples: Samples | None, bounds: Bounds
+    workload: WorkloadName, recipe: Recipe, hardware: Hardware, *, samples: Samples | None, timing: Timing
 ) -> Arms:
     if workload == "train":
-        return TrainArms(recipe=recipe, hardware=hardware, bounds=bounds)
+        return TrainArms(recipe=recipe, hardware=hardware, timing=timing)
     device = {"device": hardware.kind}
     if workload == "finetune":
-        return WorkArms(workload=FINETUNING, switches=Finetuning, recipe=recipe, beside=device, bounds=bounds)
+        return WorkArms(subject=FINETUNING, switches=Finetuning, recipe=recipe, beside=device, timing=timing)
     assert samples is not None, "a study that generates says what"
     beside = {**device, "samples": asdict(samples)}
     # A step is a whole batch of samples, up to some 20 s of them without a cache: the guard's numbers come
     # with the first.
     return WorkArms(
-        workload=GENERATION,
+        subject=GENERATION,
         switches=Generating,
         recipe=recipe,
         beside=beside,
-        bounds=replace(bounds, guard_steps=1),
+        timing=replace(timing, guard_steps=1),
     )
 
 
-def naive(entries: Sequence[Optimization], hardware: Hardware) -> State:
+def naive(entries: Sequence[Optimization], hardware: Hardware) -> Switches:
     """Every switch off; of several that turn the same value the first one's. A CPU only emulates half
     precision: there fp32 for all."""
-    state: State = {"precision": "fp32"} if hardware.kind == "cpu" else {}
+    state: Switches = {"precision": "fp32"} if hardware.kind == "cpu" else {}
     for entry in entries:
         for name, value in entry.off.items():
             state.setdefault(name, value)

@@ -16,14 +16,17 @@ What changes the training itself is a recipe's matter: a plan cannot. A workload
 import math
 from dataclasses import dataclass
 
+from redline.measure.trial import Measured
 from redline.plan.values import Effect
-from redline.tune.trial import Measured
 
 EXACT_BAND = {"fp32": 1e-5, "tf32": 1e-3, "fp16": 1e-3, "bf16": 3e-3, "fp8": 1e-2}
 """Relative difference of a loss that another order of sums may bring, by compute dtype: a few units in the
 last place, grown over the first steps (fp32 on a CPU gives 2e-7)."""
 ROUNDING_BAND = 1e-2
 """Relative difference of a loss: TF32, bf16 and fp16 stay within it of fp32 over 30 updates (LOG.md)."""
+LOGPROB_BAND = {"fp32": 1e-3, "bf16": 5e-2}
+"""Mean difference of a log-probability from the fp32 model's that generation may show, by precision: 5 % of a
+probability, and 0.1 %."""
 NORM_FACTOR = 10.0
 """A gradient norm may differ by this many times the band of the loss: it is a sum of squares that no mean
 smooths."""
@@ -71,6 +74,15 @@ def guard(reference: Measured, measured: Measured, effect: Effect, *, precision:
         grad_norm_difference=norm,
         band=band,
     )
+
+
+def guard_logprobs(measured: Measured, precision: str) -> tuple[bool, str]:
+    """Of generation, which has no losses: the differences of log-probabilities from the fp32 model's that its
+    subject keeps in their place."""
+    worst = max(math.inf if difference is None else difference for difference in measured.losses)
+    band = LOGPROB_BAND[precision]
+    where = "within" if worst <= band else "OUTSIDE"
+    return worst <= band, f"{where} {band:g}: log-probabilities differ from fp32 by {worst:.1e}"
 
 
 def _difference(reference: float | None, value: float | None) -> float:

@@ -5,7 +5,7 @@ No torch here.
     fit.active_bytes(64), fit.reserved_bytes(64)
     fit.fits(64, capacity_bytes)                 # with a margin, beside what the CUDA context and libraries
                                                  were seen to take
-    pick_micro_batch(recipe, plan, child, capacity_bytes=...)
+    pick_micro_batch(recipe, plan, measure, capacity_bytes=...)      # measure: a trial -> Measured
 
 At one sequence length and one code path, active bytes are a straight line in the micro-batch (bookkeeping,
 not noise), above a floor that small passes do not leave (the update's own peak). What torch reserves is more,
@@ -13,13 +13,13 @@ and a line of its own: holes grow with the passes, not with the weights. Reading
 on: gradients and optimiser state exist then. Left out: lengths that vary within a run, mixtures of experts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from redline.config.recipe import Recipe
+from redline.measure.trial import Measured, PeakMemory, Timing, Trial, train_trial
 from redline.plan import arithmetic
 from redline.plan.plan import Plan
-from redline.tune.trial import Bounds, Child, Measured, Memory, measure, train_trial
 
 MARGIN = 0.03
 """Added to predicted reserved bytes before they are held against the device."""
@@ -31,7 +31,7 @@ floor."""
 STEEPEST = 1.5
 """Memory is taken to grow at most this many times as fast as arithmetic says; it was seen to say too much,
 never too little (LOG.md)."""
-PROBE = Bounds(blocks=0, guard_steps=2, warmup_s=0.0)
+PROBE = Timing(blocks=0, guard_steps=2, warmup_s=0.0)
 """Two steps, nothing timed."""
 
 
@@ -40,7 +40,7 @@ class Probe:
     """What one micro-batch was seen to take."""
 
     micro_batch: int
-    memory: Memory
+    memory: PeakMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,43 +129,40 @@ def with_micro_batch(
     return short, replace(plan, micro_batch=micro_batch, accumulation=accumulation)
 
 
-def probe(recipe: Recipe, plan: Plan, micro_batch: int, child: Child) -> Measured:
-    """Two steps of two passes in the child; two, because gradients that accumulate take memory of their
+def probe(recipe: Recipe, plan: Plan, micro_batch: int, measure: Callable[[Trial], Measured]) -> Measured:
+    """Two steps of two passes; two, because gradients that accumulate take memory of their
     own."""
     share = recipe.train.batch_size // plan.world_size
-    return measure(
-        train_trial(*with_micro_batch(recipe, plan, micro_batch, min(2, share // micro_batch)), PROBE),
-        child=child,
-    )
+    passes = min(2, share // micro_batch)
+    trial = train_trial(*with_micro_batch(recipe, plan, micro_batch, passes), PROBE)
+    return measure(trial)
 
 
-def pick_micro_batch(recipe: Recipe, plan: Plan, child: Child, *, capacity_bytes: int) -> Pick | None:
+def pick_micro_batch(
+    recipe: Recipe, plan: Plan, measure: Callable[[Trial], Measured], *, capacity_bytes: int
+) -> Pick | None:
     """Probe, fit, and pick the largest micro-batch that fits; None where not even the first could be
     probed."""
     sizes = divisors(recipe.train.batch_size // plan.world_size)
     probes: list[Probe] = []
     size: int | None = _first_probe(recipe, plan, sizes)
     while size is not None:
-        measured = probe(recipe, plan, size, child)
+        measured = probe(recipe, plan, size, measure)
         if measured.outcome != "ok" or measured.memory is None:
             break
         probes.append(Probe(micro_batch=size, memory=measured.memory))
         size = _next_probe(probes, sizes, capacity_bytes)
         # nothing is known of the slope yet but what arithmetic says
         if size is not None and len(probes) == 1:
-            growth = (
-                arithmetic_memory(recipe, plan, size).total
-                - arithmetic_memory(recipe, plan, probes[0].micro_batch).total
-            )
+            small, large = (arithmetic_memory(recipe, plan, s).total for s in (probes[0].micro_batch, size))
             taken = measured.memory.reserved_bytes + measured.memory.other_bytes
-            size = size if taken + STEEPEST * growth <= capacity_bytes else None
+            size = size if taken + STEEPEST * (large - small) <= capacity_bytes else None
     if not probes:
         return None
     fit = fit_memory(probes)
     reach = CLOSE * fit.largest_probe if len(probes) > 1 else fit.largest_probe
-    best = max(
-        (s for s in sizes if s <= reach and fit.fits(s, capacity_bytes)), default=probes[0].micro_batch
-    )
+    fitting = (s for s in sizes if s <= reach and fit.fits(s, capacity_bytes))
+    best = max(fitting, default=probes[0].micro_batch)
     return Pick(
         micro_batch=best,
         fit=fit,

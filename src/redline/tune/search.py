@@ -1,48 +1,43 @@
 """The search for the fastest plan: one value at a time, the most promising first, each measured and kept only
 if it is faster. No torch.
 
-    with TuningFolder(path) as folder:
-        tuned = tune(recipe, rules_plan, folder, minutes=6, progress=print)
+    with TrialFolder(path) as folder:
+        plan, result = tune(recipe, rules_plan, folder, minutes=6, progress=print)
 
 It starts from the rules' plan, walks the micro-batch down and up, tries the other candidates, walks the
 micro-batch again if one of them was kept, and ends with the winner against the rules' plan. Every candidate
-takes turns with the best plan so far (duel.py): on a machine whose speed drifts nothing else can be believed.
-A candidate wins when its interval lies above 1, its numbers pass the guard, and, if it compiles, the run is
-long enough to earn that back. Trials use the recipe's own data and step, with updates cut to a few passes
-where the recipe's are long: a plan changes the time of a pass, and the update's own cost is the same for all.
-The rules' plan is measured whatever it takes; everything after it keeps to the time, that of the last
+takes turns with the best plan so far (measure/turns.py): on a machine whose speed drifts nothing else can be
+believed. A candidate wins when its interval lies above 1, its numbers pass the guard, and, if it compiles, the
+run is long enough to earn that back. Trials use the recipe's own data and step, with updates cut to a few
+passes where the recipe's are long: a plan changes the time of a pass, and the update's own cost is the same
+for all. The rules' plan is measured whatever it takes; everything after it keeps to the time, that of the last
 comparison set aside. Left out: several processes, and values that interact in ways that a walk along the axes
 cannot see.
 """
 
+import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from redline.config.load import to_toml
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError, MachineError, TrainingError
+from redline.measure.folder import TrialFolder
+from redline.measure.process import Children
+from redline.measure.statistics import hopeless
+from redline.measure.trial import Measured, Pair, Timing, Trial, train_trial
+from redline.measure.turns import Turns, measure
 from redline.plan.plan import PLANNED, Plan, Why
 from redline.plan.values import VALUES, effect_of
 from redline.record.files import write_atomic
 from redline.record.units import format_duration, format_rate
 from redline.tune.candidates import WORTH, Candidate, candidates, changed, differing
-from redline.tune.duel import Duel, Duels
 from redline.tune.guard import guard
 from redline.tune.memory import Probe, divisors, fit_memory, pick_micro_batch
-from redline.tune.statistics import interval
-from redline.tune.store import Result, Row, TuningFolder, pinned, trial_key
-from redline.tune.trial import (
-    Bounds,
-    Child,
-    Children,
-    Measured,
-    Trial,
-    lacked_memory,
-    train_trial,
-    was_killed,
-)
+from redline.tune.store import TrialRow, TuningResult, keep, pinned
 
 RULES = "the rules' plan"
 FINAL = "the winner against"
@@ -51,23 +46,19 @@ STEP = 1.8
 before."""
 LONG_STEP_S = 0.5
 """An update predicted longer than this is cut short in trials."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tuned:
-    plan: Plan
-    result: Result
+NO_GAIN = (1.0, 1.0, 1.0)
 
 
 def tune(
     recipe: Recipe,
     rules: Plan,
-    folder: TuningFolder,
+    folder: TrialFolder,
     *,
     minutes: float,
     progress: Callable[[str], None],
-    bounds: Bounds | None = None,
-) -> Tuned:
+    timing: Timing | None = None,
+    children: Children | None = None,
+) -> tuple[Plan, TuningResult]:
     """Find the fastest plan within the time, write it into the folder, and return it with the table of
     trials."""
     if rules.world_size != 1:
@@ -76,8 +67,9 @@ def tune(
             " recipe"
         )
     write_atomic(folder.path / "recipe.toml", to_toml(recipe))
-    search = _Search(recipe, rules, folder, minutes, progress, bounds or Bounds())
-    try:
+    children = children or Children.on(rules.hardware)
+    with Turns(folder, children, minutes=minutes, progress=progress) as turns:
+        search = _Search(recipe, rules, turns, timing or Timing())
         search.begin()
         search.walk_micro_batch()
         walked = search.best
@@ -85,44 +77,28 @@ def tune(
         if differing(walked, search.best):
             search.walk_micro_batch()
         return search.finish()
-    finally:
-        search.duels.close()
-        search.children.close()
 
 
 class _Search:
     """One search: the best plan so far, and what it was seen to do."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        rules: Plan,
-        folder: TuningFolder,
-        minutes: float,
-        progress: Callable[[str], None],
-        bounds: Bounds,
-    ) -> None:
-        self.recipe, self.asked, self.folder, self.bounds = recipe, rules, folder, bounds
-        self.rules = rules
-        """What the search starts from, and what its gain is against: the plan that was asked for, or that one
-        with smaller passes."""
-        self.began_s, self.budget_s, self._progress = time.monotonic(), 60 * minutes, progress
+    def __init__(self, recipe: Recipe, rules: Plan, turns: Turns, timing: Timing) -> None:
+        self.recipe, self.asked, self.turns, self.timing = recipe, rules, turns, timing
+        self.rules = self.best = rules
+        """What the search starts from and its gain is against: the plan that was asked for, or that one with
+        smaller passes; and the best plan."""
         self.fixed = set(pinned(rules))
-        self.best = rules
         self.best_measured = self.rules_measured = self.alone = Measured(outcome="ok")
         """What the best plan gave, what the rules' plan gave, and what that gave when it was measured by
         itself at the start."""
-        self.children = Children.on(rules.hardware)
-        self.duels = Duels(self.children, self._trial, deadline_s=self.began_s + self.budget_s, say=self.say)
-        self.gain = (1.0, 1.0, 1.0)
-        """What the duels say the best plan is worth, with the ends of its interval: the product of those that
+        self.gain = NO_GAIN
+        """What the pairs say the best plan is worth, with the ends of its interval: the product of those that
         were kept."""
-        self.rows: list[Row] = []
+        self.rows: list[TrialRow] = []
         self.untried: list[str] = []
         self.why: dict[str, Why] = {}
         self.probes: dict[tuple[Any, ...], dict[int, Probe]] = {}
         """Readings by what memory depends on, and by micro-batch."""
-        self.tried: set[str] = set()
         self.short = shorten(recipe, rules)
 
     # ---- the parts of a search ----
@@ -134,48 +110,38 @@ class _Search:
             if self.short is not self.recipe
             else ""
         )
-        most = f"{format_duration(self.budget_s)} at most, or what the rules' plan takes"
-        self.say(f"tuning {self.recipe.name} on {self.rules.hardware.title}: {most}{cut}")
+        title = f"tuning {self.recipe.name} on {self.rules.hardware.title}{cut}"
+        self.turns.say(f"{title}; the rules' plan takes the time it takes")
         failures: list[str] = []
         while True:
-            measured = self._measure_alone(RULES, self.best)
-            if not lacked_memory(measured) or "micro_batch" in self.fixed:
+            measured = self.turns.alone(RULES, self._trial(self.best), until_s=math.inf)
+            assert measured is not None, "no time bounds it"
+            if not measured.lacked_memory or "micro_batch" in self.fixed:
                 break
-            what = (
-                "was killed twice, perhaps for want of memory"
-                if was_killed(measured)
-                else "ran out of memory"
-            )
+            killed = "was killed twice, perhaps for want of memory"
+            what = killed if measured.was_killed else "ran out of memory"
             failures.append(f"micro-batch {self.best.micro_batch} {what}")
             smaller = self._smaller_size(failures[-1])
             if smaller is None:
                 break
-            self._row(RULES, None, measured, note=f"{failures[-1]}: {measured.error}")
+            self._row(RULES, measured=measured, note=f"{failures[-1]}: {measured.error}")
             self.best = changed(self.recipe, self.best, {"micro_batch": smaller})
         if measured.outcome != "ok":
             raise TrainingError(f"the rules' plan does not run here ({measured.outcome}): {measured.error}")
         if failures:
-            why = {
-                "micro_batch": Why(reason="; ".join(failures), source="measurement"),
-                "accumulation": self._accumulation(self.best),
-            }
-            self.best = replace(self.best, why={**self.best.why, **why})
-        self.rules, self.best_measured, self.rules_measured, self.alone = (
-            self.best,
-            measured,
-            measured,
-            measured,
-        )
-        self._row(self.against, None, measured, note="where the search starts", kept=True)
+            why = {"micro_batch": Why(reason="; ".join(failures), source="measurement")}
+            self.best = replace(self.best, why=self.best.why | why | self._accumulation(self.best))
+        self.rules, self.best_measured, self.rules_measured, self.alone = self.best, *[measured] * 3
+        self._remember_memory(self.best, measured)
+        self._row(self.against, measured=measured, note="where the search starts", kept=True)
 
     def walk_micro_batch(self) -> None:
         """Down and up from the best size, further as long as it gets faster; down first, so that two readings
         show what up would take."""
         for up in (False, True):
             while "micro_batch" not in self.fixed and (size := self._next_size(up)) is not None:
-                if not self._try(
-                    Candidate(change={"micro_batch": size}, predicted=1.0, reason="passes of another size")
-                ):
+                change = {"micro_batch": size}
+                if not self._try(Candidate(change=change, predicted=1.0, reason="passes of another size")):
                     break
 
     def try_candidates(self) -> None:
@@ -184,114 +150,90 @@ class _Search:
         done: set[str] = set()
         while True:
             share = self.best_measured.data_wait_share
-            todo = [
-                c
-                for c in candidates(self.recipe, self.best, fixed=self.fixed, data_wait_share=share)
-                if c.name not in done
-            ]
+            found = candidates(self.recipe, self.best, fixed=self.fixed, data_wait_share=share)
+            todo = [candidate for candidate in found if candidate.name not in done]
             if not todo:
                 return
             done.add(todo[0].name)
             self._try(todo[0])
 
-    def finish(self) -> Tuned:
+    def finish(self) -> tuple[Plan, TuningResult]:
         """The winner once more against the rules' plan: a choice among many flatters the chosen, and this
         measurement had no part in it."""
-        ratio, low, high, paired, unconfirmed = 1.0, 1.0, 1.0, True, ""
+        gain, paired, unconfirmed = NO_GAIN, True, ""
         if differing(self.rules, self.best):
-            name = f"{FINAL} {self.against}"
-            found = self._measure_against(f"{self.against}, again", self.rules, final=True)
-            duel = replace(found, measured=found.best, best=found.measured)  # what was best is what is judged
-            if (comparison := duel.comparison) is None:
-                unconfirmed = (
-                    "the time was over" if found.cut else str(found.measured.error or found.best.error)
-                )
-                self._row(
-                    name, None, duel.measured, note=f"failed: {unconfirmed}; the same command makes it again"
-                )
-                ratio, low, high = self.gain
+            pair = self._last_pair()
+            if pair is None or (comparison := pair.comparison) is None:
+                gain, unconfirmed = self.gain, "the time was over"
+                if pair is not None:
+                    unconfirmed = str(pair.before.error or pair.after.error)
+                note = f"failed: {unconfirmed}; run the same command to make it again"
+                after = pair.after if pair else None
+                self._row(f"{FINAL} {self.against}", measured=after, note=note, verdict="not compared")
             else:
-                self._row(name, None, duel.measured, duel, kept=comparison.verdict == "faster")
-                if comparison.verdict == "faster":
-                    self.best_measured = duel.measured
-                    ratio, low, high, paired = (
-                        comparison.ratio,
-                        comparison.low,
-                        comparison.high,
-                        comparison.paired,
-                    )
+                faster = comparison.verdict == "faster"
+                self._row(f"{FINAL} {self.against}", pair=pair, kept=faster)
+                if faster:
+                    self.best_measured, paired = pair.after, comparison.paired
+                    gain = comparison.ratio, comparison.low, comparison.high
                 else:
-                    self.say(f"{self.against} stays")
-                    self.best, self.best_measured, self.why = self.rules, duel.best, {}
-        plan = self._explained()
-        result = Result(
-            tuned_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            against=self.against,
-            ratio=ratio,
-            low=low,
-            high=high,
-            paired=paired,
-            tokens_per_s=_tokens_per_s(self.best_measured),
-            trials=len(self.tried),
-            elapsed_s=time.monotonic() - self.began_s,
-            untried=tuple(dict.fromkeys(self.untried)),
-            unconfirmed=unconfirmed,
-            rows=tuple(self.rows),
-        )
-        self.folder.finish(plan, result)
-        return Tuned(plan=plan, result=result)
+                    self.turns.say(f"{self.against} stays")
+                    self.best, self.best_measured, self.why = self.rules, pair.before, {}
+        plan, result = self._explained(), self._result(gain, paired, unconfirmed)
+        keep(self.turns.folder.path, plan, result)
+        return plan, result
 
     # ---- one candidate ----
 
     def _try(self, candidate: Candidate) -> bool:
         """Measure a candidate against the best plan; True if it is the best now."""
-        refused = self._refusal(candidate)
-        if refused is not None:
-            self._row(candidate.name, candidate.predicted, note=refused)
+        name, predicted = candidate.name, candidate.predicted
+        if (refused := self._refusal(candidate)) is not None:
+            self._row(name, predicted, note=refused)
             return False
         plan = changed(self.recipe, self.best, candidate.change)
-        duel = self._measure_against(candidate.name, plan)
-        measured, comparison = duel.measured, duel.comparison
-        if duel.cut:
-            self.untried.append(candidate.name)
-            self._row(candidate.name, candidate.predicted, note="not tried to its end: the time was over")
+        pair = self._measure_against(name, plan)
+        if pair is None:
+            self.untried.append(name)
+            self._row(name, predicted, note="not tried to its end: the time was over")
             return False
-        if comparison is None:
-            failed, who = (
-                (measured, "") if measured.outcome != "ok" else (duel.best, "the plan it is compared with ")
-            )
-            self._row(
-                candidate.name, candidate.predicted, measured, note=f"{who}{failed.outcome}: {failed.error}"
-            )
+        self._remember_memory(plan, pair.after)
+        if pair.comparison is None:
+            who = "" if pair.after.outcome != "ok" else "the plan it is compared with "
+            failed = pair.after if pair.after.outcome != "ok" else pair.before
+            self._row(name, predicted, pair=pair, note=f"{who}{failed.outcome}: {failed.error}")
             return False
-        numbers = guard(self.rules_measured, measured, effect_of(self.rules, plan), precision=plan.precision)
-        payback = self._payback_steps(candidate, duel)
-        kept = comparison.verdict == "faster" and numbers.passed and payback <= self.recipe.train.steps
-        note = str(numbers)
-        if numbers.passed and comparison.verdict == "faster" and not kept:
-            note = (
-                f"compiling pays back after {payback:,.0f} updates, the run has {self.recipe.train.steps:,}"
-            )
-        self._row(candidate.name, candidate.predicted, measured, duel, note, kept=kept)
+        kept, note, same_training = self._judge(candidate, plan, pair)
+        self._row(name, predicted, pair=pair, note=note, kept=kept)
+        self._explain(candidate, pair, kept)
+        if kept:
+            self.best, self.best_measured = plan, pair.after
+            self.gain = _times(self.gain, pair)
+        if same_training and differing(self.asked, self.rules) and not differing(self.asked, plan):
+            self.turns.say("the rules' plan runs after all: what is found is held against that")
+            self.rules, self.rules_measured = self.asked, pair.after
+            turned = Pair(before=pair.after, after=pair.before, paired=pair.paired)
+            self.gain = NO_GAIN if kept else _times(NO_GAIN, turned)
+        return kept
+
+    def _judge(self, candidate: Candidate, plan: Plan, pair: Pair) -> tuple[bool, str, bool]:
+        """Whether it is kept, what to say about it, and whether it is the same training."""
+        assert pair.comparison is not None
+        effect = effect_of(self.rules, plan)
+        numbers = guard(self.rules_measured, pair.after, effect, precision=plan.precision)
+        wins = pair.comparison.verdict == "faster" and numbers.passed
+        payback, steps = self._payback_steps(candidate, pair), self.recipe.train.steps
+        if wins and payback > steps:
+            return False, f"compiling pays back after {payback:,.0f} updates, the run has {steps:,}", True
+        return wins, str(numbers), numbers.passed
+
+    def _explain(self, candidate: Candidate, pair: Pair, kept: bool) -> None:
+        """What was measured becomes the reason of the value that was tried."""
         for name, value in candidate.change.items():
             before = self.why.get(name, self.rules.why[name]).reason
-            reason = (
-                f"measured {comparison} against {getattr(self.best, name)}"
-                if kept
-                else f"{before}; {value} measured {comparison}"
-            )
-            self.why[name] = Why(reason=reason, source="measurement")
-        if kept:
-            self.best, self.best_measured = plan, measured
-            ratio, low, high = self.gain
-            self.gain = ratio * comparison.ratio, low * comparison.low, high * comparison.high
-        if numbers.passed and differing(self.asked, self.rules) and not differing(self.asked, plan):
-            self.say("the rules' plan runs after all: what is found is held against that")
-            self.rules, self.rules_measured = self.asked, measured
-            self.gain = (
-                (1.0, 1.0, 1.0) if kept else (1 / comparison.ratio, 1 / comparison.high, 1 / comparison.low)
-            )
-        return kept
+            won = f"measured {pair.comparison} against {getattr(self.best, name)}"
+            lost = f"{before}; {value} measured {pair.comparison}"
+            self.why[name] = Why(reason=won if kept else lost, source="measurement")
 
     def _refusal(self, candidate: Candidate) -> str | None:
         """Why a candidate is not tried: it cannot pay, cannot fit, or there is no time for it."""
@@ -301,86 +243,55 @@ class _Search:
             plan = changed(self.recipe, self.best, candidate.change)
         except (MachineError, ConfigError) as error:
             return f"not tried: {error}"
-        if self.folder.find(self._pair_key(plan)) is not None:
+        if self.turns.knows(self._trial(self.best), self._trial(plan)):
             return None
-        cost_s = self._duel_s(plan) + candidate.compile_s
-        left_s = max(0.0, self._until_s(final=False) - time.monotonic())
-        if cost_s > left_s:
-            self.untried.append(candidate.name)
-            return (
-                f"not tried: it takes about {format_duration(cost_s)}, and {format_duration(left_s)} are left"
-                " before the last comparison"
-            )
-        return None
+        cost_s = self._pair_s(plan) + candidate.compile_s
+        left_s = max(0.0, self._until_s() - self.turns.clock())
+        if cost_s <= left_s:
+            return None
+        self.untried.append(candidate.name)
+        return (
+            f"not tried: it takes about {format_duration(cost_s)}, and {format_duration(left_s)} are left"
+            " before the last comparison"
+        )
 
-    def _duel_s(self, plan: Plan) -> float:
-        """What a duel takes, by what the rules' plan took: a start and the rounds of two, or two starts where
+    def _measure_against(self, name: str, plan: Plan) -> Pair | None:
+        """A plan and the best one, in turns where both fit at once."""
+        return self.turns.pair(
+            name, self._trial(self.best), self._trial(plan), enough=hopeless,
+            together=self._fit_at_once(plan), until_s=self._until_s(),
+        )  # fmt: skip
+
+    def _last_pair(self) -> Pair | None:
+        """The rules' plan before the best one. Both have run, and no blocks are saved."""
+        pair = self.turns.pair(
+            f"{self.against}, again", self._trial(self.best), self._trial(self.rules), enough=_never,
+            together=self._fit_at_once(self.rules), again=" final",
+        )  # fmt: skip
+        return pair and Pair(before=pair.after, after=pair.before, paired=pair.paired)
+
+    # ---- time and memory ----
+
+    def _pair_s(self, plan: Plan) -> float:
+        """What a pair takes, by what the rules' plan took: a start and the rounds of two, or two starts where
         both do not fit at once."""
-        rounds_s = (
-            (self.bounds.blocks + 1) * self.alone.steps_per_block * interval(self.alone.blocks_s).median
-        )
-        return self.alone.elapsed_s + (rounds_s if self._fit_at_once(plan) else self.alone.elapsed_s)
+        alone = self.alone
+        step_s = alone.tokens_per_step / alone.tokens_per_s
+        rounds_s = (self.timing.blocks + 1) * alone.steps_per_block * step_s
+        return alone.elapsed_s + (rounds_s if self._fit_at_once(plan) else alone.elapsed_s)
 
-    def _until_s(self, *, final: bool) -> float:
-        """When a duel has to end: the time of the last one is set aside for it."""
-        return self.began_s + self.budget_s - (0.0 if final else self._duel_s(self.rules))
-
-    def _measure_alone(self, name: str, plan: Plan) -> Measured:
-        """Measure a plan by itself."""
-        key = trial_key(self._trial(plan))
-        measured = self.folder.find(key)
-        if measured is None:
-            measured = self.duels.alone(plan)
-            self._keep(key, name, plan, measured)
-        self._note(plan, key, measured)
-        return measured
-
-    def _measure_against(self, name: str, plan: Plan, *, final: bool = False) -> Duel:
-        """Measure a plan and the best one, in turns where both fit at once."""
-        key = self._pair_key(plan) + ("-final" if final else "")
-        duel = self._known(key, plan)
-        if duel is None:
-            self.say(f"  measuring {name}, about {format_duration(self._duel_s(plan))}")
-            together, until_s = self._fit_at_once(plan), self._until_s(final=final)
-            duel = self.duels.against(self.best, plan, together=together, final=final, until_s=until_s)
-            # a winner is not refused for ever by what went wrong once
-            if not duel.cut and (not final or duel.comparison is not None):
-                self._keep(key, name, plan, duel.measured, beside=duel.best, paired=duel.paired)
-        self._note(plan, key, duel.measured)
-        return duel
-
-    def _known(self, key: str, plan: Plan) -> Duel | None:
-        """A duel that was finished before."""
-        measured, best, paired = (
-            self.folder.find(key),
-            self.folder.find_beside(key),
-            self.folder.find_paired(key),
-        )
-        if measured is None or best is None:
-            return None
-        return Duel(
-            measured=measured, best=best, paired=self._fit_at_once(plan) if paired is None else paired
-        )
+    def _until_s(self) -> float:
+        """When the pair of a candidate has to end: the time of the last one is set aside for it."""
+        return self.turns.deadline_s - self._pair_s(self.rules)
 
     def _fit_at_once(self, plan: Plan) -> bool:
         """Whether a plan and the best one fit the device together, by what the best was seen to take, and the
         planner's arithmetic scaled by how far it was off there."""
-        if plan.hardware.kind == "cpu" or self.best_measured.memory is None:
-            return True
         seen = self.best_measured.memory
+        if plan.hardware.kind == "cpu" or seen is None:
+            return True
         needed = 1.1 * plan.prediction.memory_bytes * seen.reserved_bytes / self.best.prediction.memory_bytes
         return seen.reserved_bytes + 2 * seen.other_bytes + needed <= plan.hardware.memory_bytes
-
-    # ---- small things ----
-
-    @property
-    def against(self) -> str:
-        """What the gain is against, in words."""
-        return (
-            f"{RULES} cut to micro-batch {self.rules.micro_batch}"
-            if differing(self.asked, self.rules)
-            else RULES
-        )
 
     def _smaller_size(self, failure: str) -> int | None:
         """For a plan that ran out of memory: what small probes say that fits, or the next smaller divisor
@@ -389,12 +300,12 @@ class _Search:
         sizes = [size for size in divisors(now) if size < now]
         if not sizes or self.best is not self.rules:
             return sizes[-1] if sizes else None
-        self.duels.close()
-        self.say(f"  {failure}: probing smaller ones")
-        with Child(self.best.allocator) as child:
-            pick = pick_micro_batch(
-                self.recipe, self.best, child, capacity_bytes=self.best.hardware.memory_bytes
-            )
+        self.turns.close()
+        self.turns.say(f"{failure}: probing smaller ones")
+        children, capacity_bytes = self.turns.children, self.best.hardware.memory_bytes
+        with children.take(self.best.allocator) as child:
+            probe = partial(measure, children=children, child=child)
+            pick = pick_micro_batch(self.recipe, self.best, probe, capacity_bytes=capacity_bytes)
         return max((size for size in sizes if pick and size <= pick.micro_batch), default=sizes[-1])
 
     def _next_size(self, up: bool) -> int | None:
@@ -409,137 +320,129 @@ class _Search:
         probes, capacity = self.probes.get(_shape(self.best), {}), self.best.hardware.memory_bytes
         if size is None or size in probes:
             return None
-        if (
-            up
-            and self.best.hardware.kind == "cuda"
-            and len(probes) > 1
-            and not (fit := fit_memory([*probes.values()])).fits(size, capacity)
-        ):
-            needs = (
-                f"{(fit.reserved_bytes(size) + fit.other_bytes) / 2**30:.1f} of {capacity / 2**30:.1f} GiB"
-            )
-            self._row(
-                f"micro_batch {size}", None, note=f"not tried: it would take {needs}, by {len(probes)} probes"
-            )
-            return None
+        if up and self.best.hardware.kind == "cuda" and len(probes) > 1:
+            fit = fit_memory([*probes.values()])
+            if not fit.fits(size, capacity):
+                needs = (fit.reserved_bytes(size) + fit.other_bytes) / 2**30
+                note = f"it would take {needs:.1f} of {capacity / 2**30:.1f} GiB, by {len(probes)} probes"
+                self._row(f"micro_batch {size}", note=f"not tried: {note}")
+                return None
         return size
 
-    def _payback_steps(self, candidate: Candidate, duel: Duel) -> float:
+    def _remember_memory(self, plan: Plan, measured: Measured) -> None:
+        if measured.outcome == "ok" and measured.memory is not None:
+            probe = Probe(micro_batch=plan.micro_batch, memory=measured.memory)
+            self.probes.setdefault(_shape(plan), {})[plan.micro_batch] = probe
+
+    def _payback_steps(self, candidate: Candidate, pair: Pair) -> float:
         """Updates of the recipe after which a longer start has paid; 0 for what does not compile
         differently."""
         if "compile" not in candidate.change:
             return 0.0
-        longer_s = (duel.measured.first_step_s or 0.0) - (duel.best.first_step_s or 0.0)
-        scale = self.recipe.train.batch_size / self.short.train.batch_size
-        won_s = scale * (interval(duel.best.blocks_s).median - interval(duel.measured.blocks_s).median)
-        return max(0.0, longer_s) / won_s if won_s > 0 else float("inf")
+        longer_s = (pair.after.first_step_s or 0.0) - (pair.before.first_step_s or 0.0)
+        tokens = self.recipe.tokens_per_step
+        won_s = tokens / pair.before.tokens_per_s - tokens / pair.after.tokens_per_s
+        return max(0.0, longer_s) / won_s if won_s > 0 else math.inf
+
+    # ---- what is said ----
+
+    @property
+    def against(self) -> str:
+        """What the gain is against, in words."""
+        cut = f"{RULES} cut to micro-batch {self.rules.micro_batch}"
+        return cut if differing(self.asked, self.rules) else RULES
 
     def _explained(self) -> Plan:
         """The best plan, with what was measured as the reason of each value that a trial decided."""
-        why = {**self.rules.why, **self.why}
-        if self.best.accumulation != self.rules.accumulation:
-            why["accumulation"] = self._accumulation(self.best)
+        moved = self.best.accumulation != self.rules.accumulation
+        why = self.rules.why | self.why | (self._accumulation(self.best) if moved else {})
         return replace(self.best, why=why)
 
-    def _accumulation(self, plan: Plan) -> Why:
-        reason = (
-            f"{self.recipe.train.batch_size} sequences an update / ({plan.micro_batch} a pass x"
-            f" {plan.world_size} process(es))"
-        )
-        return Why(reason=reason, source="rule")
+    def _accumulation(self, plan: Plan) -> dict[str, Why]:
+        passes = f"({plan.micro_batch} a pass x {plan.world_size} process(es))"
+        reason = f"{self.recipe.train.batch_size} sequences an update / {passes}"
+        return {"accumulation": Why(reason=reason, source="rule")}
 
     def _trial(self, plan: Plan) -> Trial:
-        return train_trial(
-            self.short,
-            replace(plan, accumulation=self.short.train.batch_size // plan.micro_batch),
-            self.bounds,
-        )
-
-    def _pair_key(self, plan: Plan) -> str:
-        return trial_key(self._trial(plan), trial_key(self._trial(self.best)))
-
-    def _keep(self, key: str, name: str, plan: Plan, measured: Measured, **facts: Any) -> None:
-        self.folder.add(
-            key,
-            name,
-            measured,
-            change=differing(self.rules, plan),
-            best=differing(self.rules, self.best),
-            **facts,
-        )
-
-    def _note(self, plan: Plan, key: str, measured: Measured) -> None:
-        """Remember that a plan was tried, and what it took."""
-        self.tried.add(key)
-        if measured.outcome == "ok" and measured.memory is not None:
-            self.probes.setdefault(_shape(plan), {})[plan.micro_batch] = Probe(
-                micro_batch=plan.micro_batch, memory=measured.memory
-            )
+        accumulation = self.short.train.batch_size // plan.micro_batch
+        return train_trial(self.short, replace(plan, accumulation=accumulation), self.timing)
 
     def _row(
         self,
         name: str,
-        predicted: float | None,
+        predicted: float | None = None,
+        *,
         measured: Measured | None = None,
-        duel: Duel | None = None,
+        pair: Pair | None = None,
         note: str = "",
+        verdict: str = "",
         kept: bool = False,
     ) -> None:
-        """Add a line to the table and say it; one without a duel has nothing to compare with, one that was
+        """Add a line to the table and say it; one without a pair has nothing to compare with, one that was
         not measured was not tried."""
-        row = Row(
+        measured = pair.after if pair else measured
+        comparison = pair.comparison if pair else None
+        row = TrialRow(
             name=name,
             predicted=predicted,
             outcome=measured.outcome if measured else None,
-            tokens_per_s=_tokens_per_s(measured) if measured and measured.blocks_s else None,
+            tokens_per_s=measured.tokens_per_s if measured and measured.blocks_s else None,
             memory_bytes=measured.memory.reserved_bytes if measured and measured.memory else None,
-            comparison=duel.comparison if duel else None,
-            rounds=duel.rounds if duel else None,
-            verdict="kept" if kept else _verdict(measured, duel),
+            comparison=comparison,
+            rounds=pair.rounds if comparison and pair else None,
+            verdict="kept" if kept else verdict or _verdict(measured, pair),
             note=note,
             kept=kept,
         )
         self.rows.append(row)
         speed = f" {format_rate(row.tokens_per_s, 'tokens')}" if row.tokens_per_s is not None else ""
         against = f" {row.comparison}" if row.comparison else ""
-        self.say(f"{'+' if kept else ' '} {name}:{speed}{against}  {note}")
+        self.turns.say(f"{'+' if kept else ' '} {name}:{speed}{against}  {note}")
 
-    def say(self, text: str) -> None:
-        elapsed_s = float(round(time.monotonic() - self.began_s))
-        self._progress(
-            f"[{format_duration(elapsed_s)}, {format_duration(max(0.0, self.budget_s - elapsed_s))} left]"
-            f" {text}"
+    def _result(self, gain: tuple[float, float, float], paired: bool, unconfirmed: str) -> TuningResult:
+        ratio, low, high = gain
+        return TuningResult(
+            tuned_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            against=self.against,
+            ratio=ratio,
+            low=low,
+            high=high,
+            paired=paired,
+            tokens_per_s=self.best_measured.tokens_per_s,
+            trials=sum(row.outcome is not None for row in self.rows),
+            elapsed_s=self.turns.clock() - self.turns.began_s,
+            untried=tuple(dict.fromkeys(self.untried)),
+            unconfirmed=unconfirmed,
+            rows=tuple(self.rows),
         )
 
 
 def shorten(recipe: Recipe, plan: Plan) -> Recipe:
     """The recipe with an update of a few passes, where its own is predicted to take longer than LONG_STEP_S;
     else the recipe itself."""
-    rate = plan.prediction.attainable_tokens_per_s
+    rate, batch, micro = plan.prediction.attainable_tokens_per_s, recipe.train.batch_size, plan.micro_batch
     if rate is None or recipe.tokens_per_step / rate < LONG_STEP_S:
         return recipe
     # Four passes of the rules' size: twice that size still runs in two passes, whose gradients accumulate as
     # the recipe's do.
-    batch = next(
-        d
-        for d in divisors(recipe.train.batch_size)
-        if d >= min(4 * plan.micro_batch, recipe.train.batch_size) and d % plan.micro_batch == 0
-    )
-    return (
-        recipe
-        if batch == recipe.train.batch_size
-        else replace(recipe, train=replace(recipe.train, batch_size=batch))
-    )
+    few = next(d for d in divisors(batch) if d >= min(4 * micro, batch) and d % micro == 0)
+    return recipe if few == batch else replace(recipe, train=replace(recipe.train, batch_size=few))
 
 
-def _tokens_per_s(measured: Measured) -> float:
-    return measured.tokens_per_step / interval(measured.blocks_s).median
+def _never(_first_s: Sequence[float], _second_s: Sequence[float]) -> bool:
+    return False
 
 
-def _verdict(measured: Measured | None, duel: Duel | None) -> str:
+def _times(gain: tuple[float, float, float], pair: Pair) -> tuple[float, float, float]:
+    found = pair.comparison
+    assert found is not None
+    return gain[0] * found.ratio, gain[1] * found.low, gain[2] * found.high
+
+
+def _verdict(measured: Measured | None, pair: Pair | None) -> str:
     if measured is None or measured.outcome != "ok":
         return measured.outcome if measured else "not tried"
-    return duel.comparison.verdict if duel and duel.comparison else "not compared"
+    return pair.comparison.verdict if pair and pair.comparison else "not compared"
 
 
 def _shape(plan: Plan) -> tuple[Any, ...]:

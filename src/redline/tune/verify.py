@@ -29,10 +29,11 @@ from redline.config.load import to_toml
 from redline.config.recipe import IGNORED, Recipe
 from redline.engine.decoder import Decoder, Start
 from redline.engine.request import Sampling
+from redline.measure.child import synchronize
+from redline.measure.training import TrainingSubject
 from redline.model.transformer import Transformer, build_model
 from redline.plan.plan import Plan, to_json
 from redline.train.step import LossScale
-from redline.tune.child import Training, synchronize
 from redline.tune.evidence import Check, Seen, absent, checked, profiled, unseen
 
 MOST_PASSES = 2
@@ -87,7 +88,7 @@ class _Case:
 
     recipe: Recipe
     plan: Plan
-    training: Training
+    training: TrainingSubject
     inputs_BT: Tensor
     targets_BT: Tensor
     in_pass: Seen
@@ -110,7 +111,7 @@ def verify(recipe: Recipe, plan: Plan, *, progress: Callable[[str], None]) -> li
     passes = min(MOST_PASSES, plan.accumulation)
     few = replace(recipe, train=replace(recipe.train, batch_size=passes * plan.micro_batch))
     progress(f"building the model and {WARM_UP + WATCHED} updates of {passes} x {plan.micro_batch} sequences")
-    training = Training({"recipe": to_toml(few), "plan": to_json(replace(plan, accumulation=passes))})
+    training = TrainingSubject({"recipe": to_toml(few), "plan": to_json(replace(plan, accumulation=passes))})
     try:
         batch = training.trainer.loader.next()
         device = training.trainer.process.device
@@ -127,7 +128,7 @@ def verify(recipe: Recipe, plan: Plan, *, progress: Callable[[str], None]) -> li
 def _watch(
     recipe: Recipe,
     plan: Plan,
-    training: Training,
+    training: TrainingSubject,
     inputs_BT: Tensor,
     targets_BT: Tensor,
     progress: Callable[[str], None],
@@ -159,7 +160,9 @@ def _watch(
 # ---- numbers ----
 
 
-def _numerics(recipe: Recipe, plan: Plan, training: Training, inputs_BT: Tensor, targets_BT: Tensor) -> Check:
+def _numerics(
+    recipe: Recipe, plan: Plan, training: TrainingSubject, inputs_BT: Tensor, targets_BT: Tensor
+) -> Check:
     """Loss and gradients of one pass against the reference, from the same weights."""
     model = training.trainer.learner.model
     loss = model(inputs_BT, targets_BT)

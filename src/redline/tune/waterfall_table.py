@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from redline.optimizations.catalogue import Part, Quote, ratio, study
+from redline.measure.statistics import FEWEST_BLOCKS
+from redline.optimizations.catalogue import Quote, StudyPart, ratio, study
 from redline.record.units import format_bytes
-from redline.tune.ablate import Row
-from redline.tune.statistics import FEWEST_BLOCKS
+from redline.tune.ablate import AblationRow
 
 COLUMNS = (
     "change",
@@ -23,7 +23,7 @@ BRIEF = ("change", "claimed", "measured", "interval", "verdict")
 WORKLOADS = {"train": "pre-training", "generate": "generation", "finetune": "LoRA fine-tuning"}
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: AblationRow) -> tuple[str, ...]:
     measured = f"{row.measured_ratio:.2f}x" if row.measured_ratio is not None else ""
     brief = "*" if row.rounds is not None and row.rounds < FEWEST_BLOCKS else ""
     interval = f"{row.low:.2f}-{row.high:.2f}x{brief}" if row.low is not None and row.high is not None else ""
@@ -46,7 +46,7 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def brief_cells(row: Row) -> tuple[tuple[str, ...], str]:
+def brief_cells(row: AblationRow) -> tuple[tuple[str, ...], str]:
     """The cells of a narrow terminal (`BRIEF`), and what the other columns say as a text below them."""
     named = dict(zip(COLUMNS, cells(replace(row, note="")), strict=True)) | (
         {"change": row.name} if row.stage == "all" else {}
@@ -57,7 +57,7 @@ def brief_cells(row: Row) -> tuple[tuple[str, ...], str]:
     return tuple(named[column] for column in BRIEF), "; ".join(text for text in below if text)
 
 
-def markdown(rows: Sequence[Row], title: str, where: str) -> str:
+def markdown(rows: Sequence[AblationRow], title: str, where: str) -> str:
     """What the guide of the study claims, with the answers; then one table a workload and stage, and what there
     was no time for below it."""
     lines = [f"## {title}", "", where, ""]
@@ -78,7 +78,7 @@ def markdown(rows: Sequence[Row], title: str, where: str) -> str:
     return "\n".join(lines)
 
 
-def _answer(quote: Quote, part: Part, rows: Sequence[Row]) -> str:
+def _answer(quote: Quote, part: StudyPart, rows: Sequence[AblationRow]) -> str:
     """What a row of the ladder says about a claim, of its speed or of the memory it takes."""
     before_bytes: int | None = None
     for row in rows:
@@ -95,7 +95,7 @@ def _answer(quote: Quote, part: Part, rows: Sequence[Row]) -> str:
     return quote.answer or "not run"
 
 
-def _stage(row: Row) -> str:
+def _stage(row: AblationRow) -> str:
     return (
         "left out of the best, one at a time"
         if row.stage == "leave one out"

@@ -34,7 +34,7 @@ CHECKED, CHECKED_TOKENS = 4, 8
 """Completions whose log-probabilities are compared with the reference's, and tokens of each."""
 
 
-class Generation:
+class GenerationSubject:
     def __init__(self, setting: dict[str, Any]) -> None:
         recipe, self.how, self.work = (
             from_toml(setting["recipe"], where="trial"),

@@ -28,7 +28,7 @@ ANSWER_WORDS = 64
 """Different tokens in the answers, so that there is something to learn."""
 
 
-class Finetuned:
+class FinetuningSubject:
     def __init__(self, setting: dict[str, Any]) -> None:
         recipe, how = from_toml(setting["recipe"], where="trial"), Finetuning(**setting["how"])
         torch.set_float32_matmul_precision("high" if how.tf32 else "highest")

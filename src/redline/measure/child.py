@@ -1,10 +1,13 @@
-"""What runs in the process of a trial: makes a workload, warms it up, and times a block of its steps whenever
+"""What runs in the process of a trial: makes a subject, warms it up, and times a block of its steps whenever
 it is told to.
 
-    {"do": "start", "workload": "redline.tune.child:Training", "setting": {...}, "block_s": 0.5, "guard_steps": 5, "warmup_s": 10}
+    {"do": "start", "subject": "redline.measure.training:TrainingSubject", "setting": {...}, "block_s": 0.5,
+     "guard_steps": 5, "warmup_s": 10}
         -> {"first_step_s", "warmup_steps", "steps_per_block", "tokens_per_step", "losses", "grad_norms"}
     {"do": "block"}  -> {"step_s", "data_wait_s"}, both per step
-    {"do": "memory"} -> the fields of trial.Memory
+    {"do": "memory"} -> the fields of trial.PeakMemory
+    {"do": "rows", "function": "redline.bench.train_arms:plain", "setting": {...}}
+        -> {"row": ...} for each that the function yields, then {}
 
 One line of JSON a request, one a reply; a second `start` puts another setting in the place of the first. A
 block is timed between two synchronisations and has none inside. What fails in a way that has a name is a
@@ -19,10 +22,8 @@ import json
 import math
 import os
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -30,28 +31,21 @@ from typing import Any, Protocol
 import psutil
 import torch
 
-from redline.config.load import from_toml
 from redline.errors import RedlineError
 from redline.machine.facts import read_facts
-from redline.plan.plan import from_json
-from redline.pretrain import open_corpus
-from redline.record.run import RunFolder
-from redline.train.execution import check_device
-from redline.train.loop import Job, Trainer
-from redline.train.process import join
-from redline.tune.scratch import SCRATCH
-from redline.tune.statistics import stationary
+from redline.measure.statistics import stationary
 
 
-class Workload(Protocol):
-    """What a trial measures; made from the trial's setting."""
+class Subject(Protocol):
+    """What a trial measures; made from the trial's setting. A workload that offers this can be tuned, ablated
+    and benched."""
 
     tokens_per_step: int
     waited_s: float
     """Time that all steps so far waited for data."""
     losses: list[float]
     grad_norms: list[float]
-    """Of the steps so far; empty where the workload has none."""
+    """Of the steps so far; empty where the subject has none."""
 
     def __init__(self, setting: dict[str, Any]) -> None: ...
     def step(self) -> None:
@@ -61,61 +55,6 @@ class Workload(Protocol):
         """Do what is still to do for the steps so far; a block ends with it."""
 
     def close(self) -> None: ...
-
-
-class Training:
-    """The real training loop: loader, clipping, record and instruments. Starts from random weights, validates
-    and saves nothing."""
-
-    def __init__(self, setting: dict[str, Any]) -> None:
-        recipe, plan = from_toml(setting["recipe"], where="trial"), from_json(setting["plan"], where="trial")
-        endless = replace(
-            recipe.train, steps=10**9, max_hours=None, eval_every=0, checkpoint_every=0, early_stop_evals=0
-        )
-        self.tokens_per_step = recipe.tokens_per_step
-        self.losses: list[float] = []
-        self.grad_norms: list[float] = []
-        with contextlib.ExitStack() as stack:
-            process = stack.enter_context(join(plan.hardware.kind))
-            check_device(plan)
-            run = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=os.environ.get(SCRATCH))))
-            folder = stack.enter_context(RunFolder(run))
-            corpus = open_corpus(recipe, run, process, None)
-            self.trainer = Trainer(
-                Job(
-                    recipe=replace(recipe, train=endless),
-                    plan=plan,
-                    source=corpus.train,
-                    data_fingerprint=corpus.fingerprint,
-                    run=run,
-                    folder=folder,
-                    observers=[self],
-                ),
-                process,
-            )
-            stack.callback(self.trainer.close)
-            self._stack = stack.pop_all()
-
-    @property
-    def waited_s(self) -> float:
-        return self.trainer.loader.waited_s
-
-    def step(self) -> None:
-        self.trainer.turn()
-
-    def drain(self) -> None:
-        self.trainer.drain()
-
-    def close(self) -> None:
-        self._stack.close()
-
-    def metrics(self, line: dict[str, Any]) -> None:
-        self.losses.append(line["loss"])
-        self.grad_norms.append(line["grad_norm"])
-
-    def event(self, kind: str, facts: dict[str, Any]) -> None:
-        if kind == "out_of_memory":  # the loop would go on with smaller passes; a trial is about these
-            raise torch.OutOfMemoryError(f"out of memory with micro-batch {facts['micro_batch_before']}")
 
 
 def finite(numbers: Sequence[float]) -> list[float | None]:
@@ -153,29 +92,28 @@ def reachable_bytes() -> int:
     return next((gpu.free_bytes for gpu in read_facts().gpus), 0)
 
 
-class Session:
+class TrialServer:
     """What the process holds between requests."""
 
     def __init__(self) -> None:
         self.other_bytes = 0
-        self.workload: Workload | None = None
+        self.subject: Subject | None = None
         self.steps_per_block = 1
         self.resident_before_bytes = psutil.Process().memory_info().rss
 
     def start(self, request: dict[str, Any]) -> dict[str, Any]:
         self._clear()
         reached_bytes = reachable_bytes()
-        module, _, name = request["workload"].partition(":")
         began_s = time.perf_counter()
-        workload: Workload = getattr(importlib.import_module(module), name)(request["setting"])
-        self.workload = workload
-        timed(1, workload.step, workload.drain)
+        subject: Subject = named(request["subject"])(request["setting"])
+        self.subject = subject
+        timed(1, subject.step, subject.drain)
         first_step_s = time.perf_counter() - began_s
         steps_s: list[float] = []
         while len(steps_s) + 1 < request["guard_steps"] or not (
             stationary(steps_s) or sum(steps_s) > request["warmup_s"]
         ):
-            steps_s.append(timed(1, workload.step, workload.drain))
+            steps_s.append(timed(1, subject.step, subject.drain))
         self.steps_per_block = max(1, round(request["block_s"] / median(steps_s[-3:])))
         gc.collect()
         # a collection must not fall into one block and not into another; between blocks it is cheap once all
@@ -189,20 +127,26 @@ class Session:
             "first_step_s": first_step_s,
             "warmup_steps": 1 + len(steps_s),
             "steps_per_block": self.steps_per_block,
-            "tokens_per_step": workload.tokens_per_step,
-            "losses": finite(workload.losses[: request["guard_steps"]]),
-            "grad_norms": finite(workload.grad_norms[: request["guard_steps"]]),
+            "tokens_per_step": subject.tokens_per_step,
+            "losses": finite(subject.losses[: request["guard_steps"]]),
+            "grad_norms": finite(subject.grad_norms[: request["guard_steps"]]),
         }
 
     def block(self, _request: dict[str, Any]) -> dict[str, Any]:
-        assert self.workload is not None
+        assert self.subject is not None
         gc.collect()
-        waited_s = self.workload.waited_s
-        seconds = timed(self.steps_per_block, self.workload.step, self.workload.drain)
+        waited_s = self.subject.waited_s
+        seconds = timed(self.steps_per_block, self.subject.step, self.subject.drain)
         return {
             "step_s": seconds / self.steps_per_block,
-            "data_wait_s": (self.workload.waited_s - waited_s) / self.steps_per_block,
+            "data_wait_s": (self.subject.waited_s - waited_s) / self.steps_per_block,
         }
+
+    def rows(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        self._clear()
+        for row in named(request["function"])(request["setting"]):
+            yield {"row": row}
+        yield {}
 
     def memory(self, _request: dict[str, Any]) -> dict[str, Any]:
         if not torch.cuda.is_initialized():
@@ -212,9 +156,9 @@ class Session:
         return {**cuda_peaks(), "other_bytes": max(0, self.other_bytes)}
 
     def close(self) -> None:
-        if self.workload is not None:
-            self.workload.close()
-            self.workload = None
+        if self.subject is not None:
+            self.subject.close()
+            self.subject = None
 
     def _clear(self) -> None:
         """Make room for another setting: nothing of the one before it may count or be reused."""
@@ -245,23 +189,33 @@ def ran_out_of_memory(error: BaseException | None) -> bool:
     )
 
 
+def named(place: str) -> Any:
+    """What stands at `module:name`."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def serve() -> None:
     """Answer requests until there are no more, and end the process."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print what they like; the replies stay clean
-    session = Session()
+    server = TrialServer()
     for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            reply = {"start": session.start, "block": session.block, "memory": session.memory}[request["do"]](
+        for reply in _answers(server, json.loads(line)):
+            replies.write(json.dumps(reply) + "\n")
+            replies.flush()
+    server.close()
+    os._exit(0)  # tearing down torch takes a second, and nothing is left to save
+
+
+def _answers(server: TrialServer, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    try:
+        if request["do"] == "rows":
+            yield from server.rows(request)
+        else:
+            yield {"start": server.start, "block": server.block, "memory": server.memory}[request["do"]](
                 request
             )
-        except (RedlineError, torch.OutOfMemoryError) as error:
-            reply = {
-                "failed": "out_of_memory" if ran_out_of_memory(error) else "crashed",
-                "error": str(error).splitlines()[0][:300],
-            }
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
-    session.close()
-    os._exit(0)  # tearing down torch takes a second, and nothing is left to save
+    except (RedlineError, torch.OutOfMemoryError) as error:
+        failed = "out_of_memory" if ran_out_of_memory(error) else "crashed"
+        yield {"failed": failed, "error": str(error).splitlines()[0][:300]}

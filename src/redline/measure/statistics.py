@@ -41,7 +41,7 @@ blocks."""
 PLAIN = 1.2
 """Arms whose blocks lie this far apart need no more of them."""
 
-Verdict = Literal["faster", "slower", "not resolved"]
+SpeedVerdict = Literal["faster", "slower", "not resolved"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Comparison:
     ratio: float
     low: float
     high: float
-    verdict: Verdict
+    verdict: SpeedVerdict
     paired: bool
     """Whether the arms took turns."""
 
@@ -102,7 +102,7 @@ def compare(first_s: Sequence[float], second_s: Sequence[float], *, paired: bool
         )
     spread = TOGETHER_SPREAD if paired else APART_SPREAD
     low, high = low * (1 - spread), high * (1 + spread)
-    verdict: Verdict = "not resolved"
+    verdict: SpeedVerdict = "not resolved"
     if sure and low > 1:
         verdict = "faster"
     elif sure and high < 1:

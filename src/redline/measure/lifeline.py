@@ -1,7 +1,7 @@
 """The process of a trial, before anything else: it ends when its parent does. Only then torch is imported,
 which takes seconds. No torch.
 
-python -m redline.tune.lifeline PARENT      # then child.py reads requests
+python -m redline.measure.lifeline PARENT      # then child.py reads requests
 """
 
 import ctypes
@@ -41,7 +41,7 @@ def _watch(parent: int) -> None:
 
 def main() -> None:
     end_with(int(sys.argv[1]))
-    from redline.tune.child import serve
+    from redline.measure.child import serve
 
     serve()
 

@@ -1,13 +1,16 @@
 """Whatever a child does is a result: it answers, says that it failed, dies, is killed, hangs, or prints what
-it likes."""
+it likes. And what runs inside it."""
 
+import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +18,16 @@ import psutil
 import pytest
 
 from redline.config.load import build, load_recipe
+from redline.errors import ConfigError
 from redline.machine.facts import read_facts
+from redline.measure import child as inside
+from redline.measure import process as room
+from redline.measure.process import Child, ChildFailed, Children
+from redline.measure.scratch import SCRATCH, Scratch
+from redline.measure.trial import Measured, Timing, Trial, train_trial
+from redline.measure.turns import measure
 from redline.plan.hardware import hardware_as, hardware_here
 from redline.plan.planner import make_plan
-from redline.tune import trial as room
-from redline.tune.scratch import SCRATCH, Scratch
-from redline.tune.trial import (
-    Arm,
-    Bounds,
-    Child,
-    Children,
-    Measured,
-    Trial,
-    measure,
-    measure_together,
-    take_turns,
-    train_trial,
-)
 
 SCRIPT = """
 import json, os, signal, sys, time
@@ -85,21 +81,17 @@ def _no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trial(tmp_path: Path, kind: str = "well", name: str = "a", limit_s: float = 20.0, **more: Any) -> Trial:
     setting = {"kind": kind, "name": name, "log": str(tmp_path / "log"), **more}
-    return Trial(workload="", setting=setting, bounds=Bounds(blocks=6, limit_s=limit_s))
+    return Trial(subject="", setting=setting, timing=Timing(blocks=6, limit_s=limit_s))
 
 
 def test_a_trial_that_ends_well_gives_all_it_measured(tmp_path: Path) -> None:
-    measured = measure(trial(tmp_path, step_s=0.5))
+    measured = measure(trial(tmp_path, step_s=0.5), Children())
     assert measured.outcome == "ok"
     assert measured.blocks_s == (0.5,) * 6
     assert measured.losses == (2.0, 1.0)
     assert measured.data_wait_share == pytest.approx(0.5)
     assert measured.memory is not None
     assert measured.memory.active_bytes == 2
-
-
-def test_a_trial_is_cut_short_when_enough_is_known(tmp_path: Path) -> None:
-    assert len(measure(trial(tmp_path), enough=lambda blocks_s: len(blocks_s) == 2).blocks_s) == 2
 
 
 @pytest.mark.parametrize(
@@ -127,7 +119,7 @@ def test_a_trial_is_cut_short_when_enough_is_known(tmp_path: Path) -> None:
 def test_a_failure_is_a_result_with_what_came_before_it(
     tmp_path: Path, behaviour: dict[str, Any], outcome: str, words: str, blocks: int
 ) -> None:
-    measured = measure(trial(tmp_path, **behaviour))
+    measured = measure(trial(tmp_path, **behaviour), Children())
     assert measured.outcome == outcome
     assert words in (measured.error or "")
     assert len(measured.blocks_s) == blocks
@@ -135,62 +127,21 @@ def test_a_failure_is_a_result_with_what_came_before_it(
 
 def test_a_hang_is_killed_with_everything_it_started(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    began_s = time.monotonic()
-    measured = measure(trial(tmp_path, "hangs", at=2, limit_s=1.0, pid_file=str(pid_file)))
-    assert measured.outcome == "timed_out"
-    assert len(measured.blocks_s) == 1
-    assert time.monotonic() - began_s < 10
-    grandchild = int(pid_file.read_text())
-    deadline_s = time.monotonic() + 5
-    while psutil.pid_exists(grandchild) and psutil.Process(grandchild).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline_s, "the process group was not killed"
-        time.sleep(0.02)
-
-
-def test_arms_take_turns_in_turned_order_and_a_dead_one_leaves_the_other(tmp_path: Path) -> None:
-    first, second = measure_together([trial(tmp_path, name="a"), trial(tmp_path, "dies", "b", at=4)])
-    assert first.outcome == "ok"
-    assert len(first.blocks_s) == 6
-    assert second.outcome == "out_of_memory"
-    assert len(second.blocks_s) == 2  # the first of its three was warm-up
-    assert (tmp_path / "log").read_text() == "ab" + "ab" + "ba" + "aaaa"
+    with Child() as child:
+        child.start(trial(tmp_path, "hangs", at=1, pid_file=str(pid_file)), limit_s=60)
+        with pytest.raises(ChildFailed, match="no answer within 2 s; killed") as caught:
+            child.block(limit_s=2)
+        assert caught.value.outcome == "timed_out"
+    _wait_until_gone(int(pid_file.read_text()))
 
 
 def test_one_child_measures_several_settings_and_dies_with_its_parent_block(tmp_path: Path) -> None:
     with Child() as child:
-        results = [measure(trial(tmp_path, name=name), child=child) for name in "ab"]
+        results = [measure(trial(tmp_path, name=name), Children(), child) for name in "ab"]
         assert [measured.outcome for measured in results] == ["ok", "ok"]
         pid = child._process.pid
         assert psutil.pid_exists(pid)
     assert not psutil.pid_exists(pid)
-
-
-def test_an_arm_forgets_the_blocks_of_an_earlier_duel(tmp_path: Path) -> None:
-    with Child() as one, Child() as other:
-        holder, challenger = Arm(trial(tmp_path), one), Arm(trial(tmp_path, name="b"), other)
-        for arm in (holder, challenger):
-            arm.start()
-        take_turns([holder, challenger], 6, lambda: len(challenger.blocks_s) == 4)
-        assert [len(arm.end().blocks_s) for arm in (holder, challenger)] == [4, 4]
-        take_turns([holder, challenger], 2)
-        assert len(holder.blocks_s) == 2
-
-
-@pytest.mark.parametrize(("block_s", "rounds"), [(60.0, 24), (0.0, 7)])
-def test_noise_gets_more_rounds_within_the_time_that_they_were_meant_to_take(
-    tmp_path: Path, block_s: float, rounds: int
-) -> None:
-    """Blocks of whole steps may be longer than asked for: generation's are."""
-    bounds = Bounds(blocks=6, block_s=block_s, limit_s=20.0)
-    with Child() as one, Child() as other:
-        arms = [
-            Arm(replace(trial(tmp_path), bounds=bounds), one),
-            Arm(replace(trial(tmp_path, noise=0.5), bounds=bounds), other),
-        ]
-        for arm in arms:
-            arm.start()
-        take_turns(arms, 6)
-        assert [len(arm.blocks_s) for arm in arms] == [rounds, rounds]
 
 
 def test_the_next_child_is_ready_before_it_is_asked_for_and_leaves_with_the_search(
@@ -220,15 +171,6 @@ def test_nothing_is_started_ahead_where_it_would_be_felt(
     children.close()
 
 
-def test_long_steps_need_no_round_that_is_not_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(room, "UNMOVED_S", 0.0)
-    measured = measure_together([trial(tmp_path, name="a"), trial(tmp_path, name="b")])
-    assert [len(each.blocks_s) for each in measured] == [6, 6]
-    assert (tmp_path / "log").read_text() == "ab" + "baab" * 2 + "ba"
-
-
 def test_the_allocator_is_set_before_the_child_starts_and_a_users_own_wins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -247,25 +189,26 @@ def test_the_allocator_is_set_before_the_child_starts_and_a_users_own_wins(
 
 
 IDLE = "child = room.Child(); print(child._process.pid, flush=True); time.sleep(600)"
-BUSY = """room.Child().ask({"do": "start", "workload": "builtins:exec", "setting": sys.argv[2]}, 600)"""
+BUSY = """room.Child().ask({"do": "start", "subject": "builtins:exec", "setting": sys.argv[2]}, 600)"""
 AT_WORK = "import os; open({path!r}, 'w').write(str(os.getpid()))\nwhile True: pass"
-WITHOUT_LINUX = (
-    "from redline.tune import lifeline; lifeline._signalled_when_parent_ends = lambda: False; lifeline.main()"
-)
+WITHOUT_LINUX = "from redline.measure import lifeline; lifeline._signalled_when_parent_ends = lambda: False; lifeline.main()"
 
 
-def _gone(pid: int, within_s: float) -> bool:
-    deadline_s = time.monotonic() + within_s
+def _wait_until_gone(pid: int) -> None:
+    """For as long as the test may take."""
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        if time.monotonic() > deadline_s:
-            return False
         time.sleep(0.02)
-    return True
+
+
+def _wait_for(path: Path) -> str:
+    while not (text := path.read_text() if path.exists() else ""):
+        time.sleep(0.02)
+    return text
 
 
 def _parent(then: str, *arguments: str) -> list[str]:
     begin = (
-        "import sys, time\nfrom redline.tune import trial as room\nroom.COMMAND = (sys.executable,"
+        "import sys, time\nfrom redline.measure import process as room\nroom.COMMAND = (sys.executable,"
         " *sys.argv[1].split(' ', 1))\n"
     )
     return [sys.executable, "-c", begin + then, *arguments]
@@ -276,20 +219,17 @@ def test_a_child_that_waits_ends_when_its_parent_is_killed() -> None:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
         process.kill()
-    assert _gone(pid, 5), "an orphan goes on"
+    _wait_until_gone(pid)
 
 
-@pytest.mark.parametrize("command", ["-m redline.tune.lifeline", f"-c {WITHOUT_LINUX}"])
+@pytest.mark.parametrize("command", ["-m redline.measure.lifeline", f"-c {WITHOUT_LINUX}"])
 def test_a_child_at_work_ends_when_its_parent_is_killed(tmp_path: Path, command: str) -> None:
     """Where Linux says that the parent is gone, and where the child has to look."""
-    pid_file, pid = tmp_path / "pid", ""
+    pid_file = tmp_path / "pid"
     with subprocess.Popen(_parent(BUSY, command, AT_WORK.format(path=str(pid_file)))) as process:
-        deadline_s = time.monotonic() + 120
-        while not (pid := pid_file.read_text() if pid_file.exists() else ""):
-            assert time.monotonic() < deadline_s, "the child did not begin"
-            time.sleep(0.05)
+        pid = int(_wait_for(pid_file))
         process.kill()
-    assert _gone(int(pid), 10), "an orphan goes on"
+    _wait_until_gone(pid)
 
 
 def test_a_child_ends_with_its_parent_also_while_it_imports_torch(tmp_path: Path) -> None:
@@ -297,27 +237,25 @@ def test_a_child_ends_with_its_parent_also_while_it_imports_torch(tmp_path: Path
     (tmp_path / "torch.py").write_text(
         f"import os, time\nopen({str(pid_file)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
     )
-    environment = dict(os.environ, PYTHONPATH=str(tmp_path))
+    paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths)))
     with subprocess.Popen(
-        _parent(IDLE, "-m redline.tune.lifeline"), env=environment, stdout=subprocess.DEVNULL
+        _parent(IDLE, "-m redline.measure.lifeline"), env=environment, stdout=subprocess.DEVNULL
     ) as process:
-        deadline_s = time.monotonic() + 60
-        while not (pid_file.exists() and pid_file.read_text()):
-            assert time.monotonic() < deadline_s, "torch was not imported"
-            time.sleep(0.05)
+        pid = int(_wait_for(pid_file))
         process.kill()
-    assert _gone(int(pid_file.read_text()), 5), "an orphan goes on importing"
+    _wait_until_gone(pid)
 
 
 def test_a_child_whose_parent_was_killed_before_it_could_look_does_not_begin(tmp_path: Path) -> None:
     request = {
         "do": "start",
-        "workload": "builtins:exec",
+        "subject": "builtins:exec",
         "setting": AT_WORK.format(path=str(tmp_path / "pid")),
     }
     nobody = subprocess.Popen([sys.executable, "-c", ""])
     nobody.wait()
-    command = [sys.executable, "-m", "redline.tune.lifeline", str(nobody.pid)]
+    command = [sys.executable, "-m", "redline.measure.lifeline", str(nobody.pid)]
     ended = subprocess.run(command, input=json.dumps(request), text=True, timeout=120, check=False)
     assert ended.returncode == 1
     assert not (tmp_path / "pid").exists()
@@ -329,10 +267,14 @@ def test_what_a_child_wrote_goes_with_it(tmp_path: Path, monkeypatch: pytest.Mon
     writes = "import os, tempfile\ntempfile.mkdtemp(dir=os.environ['REDLINE_TRIAL_FOLDER'])\n"
     monkeypatch.setattr(room, "COMMAND", (sys.executable, "-c", writes + SCRIPT))
     with Child() as child:
-        measured = measure(
-            trial(tmp_path, kind, at=2, limit_s=2.0, pid_file=str(tmp_path / "pid")), child=child
-        )
-        assert bool(list(tmp_path.glob("redline-trial-*/*"))) == (measured.outcome == "ok")
+        child.start(trial(tmp_path, kind, at=1, pid_file=str(tmp_path / "pid")), limit_s=60)
+        assert list(tmp_path.glob("redline-trial-*/*"))
+        if kind == "well":
+            child.block(limit_s=60)
+        else:
+            with pytest.raises(ChildFailed):
+                child.block(limit_s=2)
+            assert not list(tmp_path.glob("redline-trial-*"))
     assert not list(tmp_path.glob("redline-trial-*"))
 
 
@@ -360,14 +302,16 @@ def test_the_next_trial_removes_what_a_killed_parent_left_and_nothing_else(
 def test_a_training_writes_its_run_where_its_parent_cleans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from redline.tune.child import Training
+    from redline.measure.training import TrainingSubject
 
     monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv(SCRATCH, str(tmp_path))
     recipe = load_recipe(
         "nano", ["model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.ffn_size=64"]
     )
-    training = Training(train_trial(recipe, make_plan(recipe, hardware_here(read_facts(), None))).setting)
+    training = TrainingSubject(
+        train_trial(recipe, make_plan(recipe, hardware_here(read_facts(), None))).setting
+    )
     try:
         assert list(tmp_path.glob("*/checkpoints"))
     finally:
@@ -375,6 +319,105 @@ def test_a_training_writes_its_run_where_its_parent_cleans(
     assert not list(tmp_path.glob("*/checkpoints"))
 
 
+def three_rows(setting: dict[str, Any]) -> Iterator[dict[str, int]]:
+    for n in range(3):
+        if n == setting["fails_at"]:
+            raise ConfigError("no such thing\nand why")
+        yield {"n": n}
+
+
+def test_rows_come_as_they_are_made_and_what_came_before_a_failure_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for fails_at, last in ((None, {}), (1, {"failed": "crashed", "error": "no such thing"})):
+        request = {"do": "rows", "function": f"{__name__}:three_rows", "setting": {"fails_at": fails_at}}
+        said = list(inside._answers(inside.TrialServer(), request))
+        rows = [{"row": {"n": n}} for n in range(3 if fails_at is None else fails_at)]
+        assert said == [*rows, last]
+        speaks = (
+            f"import sys; sys.stdin.readline(); print({chr(10).join(map(json.dumps, said))!r}, flush=True)"
+        )
+        monkeypatch.setattr(room, "COMMAND", (sys.executable, "-c", speaks))
+        found: list[dict[str, Any]] = []
+        how = (
+            contextlib.nullcontext()
+            if fails_at is None
+            else pytest.raises(ChildFailed, match="no such thing")
+        )
+        with Child() as child, how:
+            for row in child.rows("", {}, 60):
+                found.append(row)  # noqa: PERF402 - those before a failure stay
+        assert found == [row["row"] for row in rows]
+
+
 def test_what_was_measured_survives_json() -> None:
     measured = Measured(outcome="ok", blocks_s=(0.1, 0.2), losses=(1.0,), tokens_per_step=7)
     assert build(Measured, json.loads(json.dumps(asdict(measured))), where="test") == measured
+
+
+# ---- inside the child ----
+
+
+class Nothing:
+    """A subject that does nothing."""
+
+    tokens_per_step, waited_s, losses, grad_norms = 1, 0.0, (), ()
+
+    def __init__(self, setting: object) -> None: ...
+    def step(self) -> None: ...
+    def drain(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def test_memory_beside_torch_is_this_process_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others that take turns fill and clear the same GPU between two requests; what they do there is not
+    counted."""
+    # Free or its own, before and after each start: 0.5 GiB of context, then a neighbour takes 60, then 0.1
+    # GiB of a library.
+    readings = iter([140.0, 139.5, 79.5, 79.4])
+    monkeypatch.setattr(inside, "reachable_bytes", lambda: round(next(readings) * 2**30))
+    monkeypatch.setattr(inside, "cuda_peaks", dict)
+    server, request = (
+        inside.TrialServer(),
+        {"subject": f"{__name__}:Nothing", "setting": {}, "block_s": 0, "guard_steps": 2, "warmup_s": 0},
+    )
+    for expected in (0.5, 0.6):
+        server.start(request)
+        with monkeypatch.context() as patch:
+            patch.setattr(inside.torch.cuda, "is_initialized", lambda: True)
+            assert server.memory({})["other_bytes"] / 2**30 == pytest.approx(expected, abs=1e-6)
+    server._clear()
+
+
+class Skipping(Nothing):
+    """fp16: its first updates have no norm."""
+
+    losses, grad_norms = (11.0, math.nan), (math.inf, 2.0)
+
+
+def test_numbers_that_are_none_come_through_the_pipe_as_none() -> None:
+    request = {
+        "subject": f"{__name__}:Skipping",
+        "setting": {},
+        "block_s": 0,
+        "guard_steps": 2,
+        "warmup_s": 0,
+    }
+    server = inside.TrialServer()
+    started = json.loads(json.dumps(server.start(request), allow_nan=False))
+    assert (started["losses"], started["grad_norms"]) == ([11.0, None], [None, 2.0])
+    assert build(Measured, {"outcome": "ok", **started}, where="trial").grad_norms == (None, 2.0)
+    server._clear()
+
+
+@pytest.mark.parametrize("guard_steps", [1, 5])
+def test_warm_up_is_as_long_as_the_guard_needs_and_long_steps_need_two(
+    monkeypatch: pytest.MonkeyPatch, guard_steps: int
+) -> None:
+    monkeypatch.setattr(inside, "timed", lambda *_: 2.0)
+    server, request = (
+        inside.TrialServer(),
+        {"subject": f"{__name__}:Nothing", "setting": {}, "block_s": 0, "warmup_s": 100},
+    )
+    assert server.start(request | {"guard_steps": guard_steps})["warmup_steps"] == max(3, guard_steps)
+    server._clear()

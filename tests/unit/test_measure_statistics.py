@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from redline.tune.statistics import CONFIDENCE, compare, hopeless, interval, plain, stationary
+from redline.measure.statistics import CONFIDENCE, compare, hopeless, interval, plain, stationary
 
 SIMULATIONS = 3000
 

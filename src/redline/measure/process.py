@@ -1,0 +1,198 @@
+"""The process of a trial, seen from its parent: a crash, a lack of memory or a hang is a result. No torch.
+
+    with Child() as child:
+        child.start(trial, limit_s=60); child.block(limit_s=60); child.memory(limit_s=60)
+        for row in child.rows("redline.bench.generate_arms:ours", {"name": "full"}, limit_s=1800): ...
+
+The child (`python -m redline.measure.lifeline`) is spoken to in lines of JSON and does nothing between two of
+them, so several can be alive and take turns. It ends when its standard input does, and in the middle of its
+work when its parent is killed; a child that does not answer is killed with its whole process group, and what
+it wrote goes with it. Left out: trials on several processes or machines.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+from redline.config.load import build
+from redline.measure.scratch import SCRATCH, Scratch
+from redline.measure.trial import PeakMemory, Trial, TrialOutcome
+from redline.plan.plan import Hardware
+
+COMMAND = (sys.executable, "-m", "redline.measure.lifeline")
+"""Called with the number of the parent process behind it."""
+LEAVE_S = 5.0
+"""How long a child may take to tidy up when it is told to end."""
+OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
+"""How a process that died says that memory was the reason: torch on a GPU, CUDA itself, torch on a CPU,
+cuBLAS and cuDNN."""
+MANY_CORES = 8
+"""With fewer, a process that starts would slow down the one that is measured."""
+LAST_WORDS = 6
+"""Lines of an error that are looked at: CUDA's own has advice behind it."""
+
+
+class ChildFailed(Exception):
+    """A child did not answer as it should; callers turn it into a result."""
+
+    def __init__(self, outcome: TrialOutcome, error: str) -> None:
+        super().__init__(error)
+        self.outcome, self.error = outcome, error
+
+
+class Child:
+    """A child process. Ends with the `with` block, whatever it is doing, or with the thread that started it:
+    on Linux its end is what the child is told of (lifeline.end_with)."""
+
+    def __init__(self, allocator: str = "") -> None:
+        environment = dict(os.environ)
+        if allocator and not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(environment):
+            environment["PYTORCH_CUDA_ALLOC_CONF"] = allocator
+        self._scratch = Scratch()
+        environment[SCRATCH] = str(self._scratch.path)
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
+        self._process = subprocess.Popen(
+            [*COMMAND, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=environment,
+            start_new_session=True,
+        )
+        self._unread = b""
+        self._busy = False
+        self.alive = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self, trial: Trial, limit_s: float) -> dict[str, Any]:
+        """Make the subject (instead of the one before, if any) and warm it up."""
+        timing = {name: getattr(trial.timing, name) for name in ("block_s", "guard_steps", "warmup_s")}
+        return self.ask(
+            {"do": "start", "subject": trial.subject, "setting": trial.setting, **timing}, limit_s
+        )
+
+    def block(self, limit_s: float) -> dict[str, Any]:
+        """Run a block: its seconds per step, and how long it waited for data."""
+        return self.ask({"do": "block"}, limit_s)
+
+    def memory(self, limit_s: float) -> PeakMemory:
+        return build(PeakMemory, self.ask({"do": "memory"}, limit_s), where="memory")
+
+    def rows(self, function: str, setting: dict[str, Any], limit_s: float) -> Iterator[dict[str, Any]]:
+        """What a function of the child (`module:name`) yields, as it comes; `limit_s` is for each."""
+        reply = self.ask({"do": "rows", "function": function, "setting": setting}, limit_s)
+        while "row" in reply:
+            yield reply["row"]
+            reply = self._reply(limit_s)
+
+    def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        """One line there, one line back; raises ChildFailed, and ends the child, where none comes that says
+        ok."""
+        assert self._process.stdin is not None
+        self._busy = True
+        with contextlib.suppress(BrokenPipeError):  # it is dead: reading says of what
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        return self._reply(limit_s)
+
+    def close(self) -> None:
+        """End it. One that waits for a request tidies up and leaves; one that is busy is killed with all it
+        started."""
+        if not self.alive:
+            return
+        self.alive = False
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=0 if self._busy else LEAVE_S)
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the whole group has gone already
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._errors.close()
+        self._scratch.close()
+
+    def _reply(self, limit_s: float) -> dict[str, Any]:
+        line = self._read_line(limit_s)
+        if line is None:
+            self.close()
+            raise ChildFailed("timed_out", f"no answer within {limit_s:.0f} s; killed")
+        if not line:
+            raise self._died()
+        reply: dict[str, Any] = json.loads(line)
+        self._busy = "row" in reply
+        if "failed" in reply:
+            self.close()
+            raise ChildFailed(reply["failed"], reply["error"])
+        return reply
+
+    def _read_line(self, limit_s: float) -> bytes | None:
+        """The next line; empty when the child has closed its output, None when there is none in time."""
+        assert self._process.stdout is not None
+        handle, deadline_s = self._process.stdout.fileno(), time.monotonic() + limit_s
+        while b"\n" not in self._unread:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 or not select.select([handle], [], [], left_s)[0]:
+                return None
+            if not (more := os.read(handle, 65536)):
+                return b""
+            self._unread += more
+        line, self._unread = self._unread.split(b"\n", 1)
+        return line
+
+    def _died(self) -> ChildFailed:
+        # it closed its output and still lives: what it said so far counts
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=10)
+        code = self._process.returncode
+        self._errors.seek(0)
+        said = [line for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
+        self.close()
+        ended = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        if code == -signal.SIGKILL:
+            ended += " (the system does so when memory runs out)"
+        memory = [line for line in said[-LAST_WORDS:] if any(text in line for text in OUT_OF_MEMORY)]
+        error = f"{ended}: {(memory or said)[-1].strip()[:300]}" if said else ended
+        return ChildFailed("out_of_memory" if memory else "crashed", error)
+
+
+class Children:
+    """New children for one search, and the clock by which it keeps time. Beside a GPU, where cores are
+    plenty, the next child is started `ahead`, so that it imports torch, which takes seconds, while the one
+    before it builds and compiles."""
+
+    def __init__(self, *, ahead: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ahead, self.clock = ahead, clock
+        self._ready: dict[str, Child] = {}
+
+    @classmethod
+    def on(cls, hardware: Hardware) -> Self:
+        return cls(ahead=hardware.kind == "cuda" and hardware.cores >= MANY_CORES)
+
+    def take(self, allocator: str) -> Child:
+        child = self._ready.pop(allocator, None) or Child(allocator)
+        if self._ahead:
+            self._ready[allocator] = Child(allocator)
+        return child
+
+    def close(self) -> None:
+        while self._ready:
+            self._ready.popitem()[1].close()

@@ -1,0 +1,153 @@
+"""What a trial is and what it gave. No torch.
+
+    Trial(subject="redline.measure.training:TrainingSubject", setting={...}, timing=Timing())
+    Measured(outcome="ok", blocks_s=(0.51, 0.50, ...), tokens_per_step=65536, ...)
+
+process.py runs trials in children, turns.py lets them take turns, folder.py keeps what they gave.
+"""
+
+import hashlib
+import json
+import signal
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any, Literal
+
+from redline.config.load import to_toml
+from redline.config.recipe import Recipe
+from redline.measure.statistics import FEWEST_BLOCKS, Comparison, compare
+from redline.plan.plan import PLANNED, Plan, to_json
+from redline.plan.values import VALUES
+
+TrialOutcome = Literal["ok", "out_of_memory", "crashed", "timed_out"]
+TRAINING = "redline.measure.training:TrainingSubject"
+KILLED = f"killed by signal {signal.SIGKILL.value}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """How long an arm is looked at."""
+
+    blocks: int = FEWEST_BLOCKS
+    block_s: float = 0.5
+    """A block holds as many whole steps as fill this time, at least one."""
+    guard_steps: int = 5
+    """Steps whose losses and gradient norms are kept; warm-up is at least as long."""
+    warmup_s: float = 10.0
+    """Warm-up ends after this time though the steps may not be stationary yet; the first step, which
+    compiles, does not count."""
+    limit_s: float = 300.0
+    """A child that does not answer for this long hangs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A subject and its setting."""
+
+    subject: str
+    """Where its class stands, as `module:name`; child.py says what it must offer."""
+    setting: dict[str, Any]
+    """What the class is made from; plain JSON."""
+    allocator: str = ""
+    """torch's allocator setting, in force before torch is imported; a user's own wins."""
+    process: str = ""
+    """Trials that agree in this can be measured by one process, one after the other; empty: each needs a
+    fresh one."""
+    timing: Timing = field(default_factory=Timing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakMemory:
+    """Peak bytes of a process since its setting was made. On a CPU resident bytes beyond those of the
+    imports, in the first three."""
+
+    allocated_bytes: int
+    active_bytes: int
+    reserved_bytes: int
+    other_bytes: int
+    """Beside torch's allocator: CUDA context, libraries; on a CPU what the imports take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a trial gave. Of a trial that failed, what it gave before."""
+
+    outcome: TrialOutcome
+    error: str | None = None
+    blocks_s: tuple[float, ...] = ()
+    """Seconds per step, one a block."""
+    steps_per_block: int = 0
+    tokens_per_step: int = 0
+    memory: PeakMemory | None = None
+    first_step_s: float | None = None
+    """From making the setting to the end of its first step: building, compiling."""
+    warmup_steps: int = 0
+    data_wait_share: float = 0.0
+    """Of the time of the blocks, what the steps waited for data."""
+    losses: tuple[float | None, ...] = ()
+    grad_norms: tuple[float | None, ...] = ()
+    """None: not a number."""
+    elapsed_s: float = 0.0
+    """What the trial cost."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """From the median block."""
+        return self.tokens_per_step / median(self.blocks_s)
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a SIGKILL ended it: the system's, where on a CPU memory runs out, or anybody's."""
+        return self.outcome == "crashed" and KILLED in (self.error or "")
+
+    @property
+    def lacked_memory(self) -> bool:
+        """Whether memory was, or may have been, the reason."""
+        return self.outcome == "out_of_memory" or self.was_killed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A trial and what it is compared with."""
+
+    before: Measured
+    after: Measured
+    paired: bool
+    """Whether they took turns."""
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """How much faster the second is, by seconds a token, because a changed batch has other tokens in a
+        step; None where one failed."""
+        if self.before.outcome != "ok" or self.after.outcome != "ok":
+            return None
+        first, second = (
+            [block_s / arm.tokens_per_step for block_s in arm.blocks_s] for arm in (self.before, self.after)
+        )
+        return compare(first, second, paired=self.paired)
+
+    @property
+    def rounds(self) -> int:
+        return min(len(self.before.blocks_s), len(self.after.blocks_s))
+
+
+def train_trial(recipe: Recipe, plan: Plan, timing: Timing | None = None) -> Trial:
+    """The real training loop of a recipe under a plan."""
+    lasting = [getattr(plan, name) for name in PLANNED if VALUES[name].lasting]
+    return Trial(
+        subject=TRAINING,
+        setting={"recipe": to_toml(recipe), "plan": to_json(plan)},
+        allocator=plan.allocator,
+        process=json.dumps(lasting),
+        timing=timing or Timing(),
+    )
+
+
+def trial_key(trial: Trial, *beside: str) -> str:
+    """Names a trial: what decides its outcome, not the reasons that stand in its plan."""
+    setting = dict(trial.setting)
+    if "plan" in setting:
+        plan = setting["plan"]
+        setting["plan"] = {name: plan[name]["value"] for name in PLANNED} | {"world_size": plan["world_size"]}
+    what = [trial.subject, setting, trial.allocator, asdict(trial.timing), *beside]
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]

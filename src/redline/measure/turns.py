@@ -1,0 +1,380 @@
+"""Turn-taking: arms that run block by block in rounds, so that a drift of the machine falls on all of them.
+No torch.
+
+    take_turns(arms, rounds=6, block_s=0.5, clock=time.monotonic)          # whatever has blocks
+    with Turns(folder, Children.on(hardware), minutes=6, progress=print) as turns:
+        naive = turns.alone("naive", trial)
+        pair = turns.pair("bf16", trial, other)          # None when the time is over
+        pair.comparison
+
+An arm stays warm in its child as long as the next pair needs it, which saves its start, compiling included.
+What fails by chance says nothing: an arm that ran before, or that others are compared with, is started once
+more. What fails beside another for want of memory is measured again, both alone, one after the other, and
+`paired` says so. A finished pair is in the folder and is not repeated.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from redline.config.load import build
+from redline.measure.folder import TrialFolder
+from redline.measure.process import Child, ChildFailed, Children
+from redline.measure.statistics import NOISY_ROUNDS, noisy, plain
+from redline.measure.trial import Measured, Pair, PeakMemory, Trial, trial_key
+from redline.record.units import format_duration
+
+UNMOVED_S = 2.0
+"""A step this long is not moved by what its process did before it."""
+SHORTEST_LIMIT_S = 5.0
+"""By this the end of the time may be passed, so that a child can say what it has."""
+
+Enough = Callable[[Sequence[float], Sequence[float]], bool]
+"""Whether the blocks of two arms say it all before the last round; seconds a token."""
+
+
+class HasBlocks(Protocol):
+    blocks_s: list[float]
+    """Seconds per step, one a block."""
+
+    @property
+    def failed(self) -> object | None: ...
+    def block(self) -> None: ...
+    def forget(self) -> None:
+        """Leave out the blocks so far."""
+
+
+def take_turns(
+    arms: Sequence[HasBlocks],
+    rounds: int,
+    *,
+    block_s: float,
+    clock: Callable[[], float],
+    enough: Callable[[], bool] = lambda: False,
+) -> None:
+    """A block of each arm in every round, in turned order every other round; more rounds where the machine is
+    noisy, within the time that so many blocks were meant to take; fewer when `enough`. A round before them is
+    not counted, because who waited has cold caches and a slow clock; steps that are long by themselves do not
+    show it."""
+    until_s = clock() + NOISY_ROUNDS * rounds * block_s * len(arms)
+    for arm in arms:
+        arm.forget()
+        arm.block()
+    counted = all(step_s > UNMOVED_S for arm in arms for step_s in arm.blocks_s)
+    for arm in arms if not counted else ():
+        arm.forget()
+    for round_ in range(int(counted), rounds * NOISY_ROUNDS):
+        if round_ == rounds and not any(noisy(arms[0].blocks_s, arm.blocks_s) for arm in arms[1:]):
+            return
+        if round_ > rounds and clock() > until_s:
+            return
+        for arm in arms if round_ % 2 == 0 else reversed(arms):
+            arm.block()
+        if enough() or all(arm.failed for arm in arms):
+            return
+
+
+class Arm:
+    """A trial on its way in a child; a failure is remembered and ends it."""
+
+    def __init__(self, trial: Trial, child: Child, clock: Callable[[], float]) -> None:
+        self.trial, self.child, self.clock = trial, child, clock
+        self.until_s = math.inf
+        """A child that has not answered when the time is over is not waited for."""
+        self.started: dict[str, Any] = {}
+        self.blocks_s: list[float] = []
+        self.waited_s: list[float] = []
+        self.memory: PeakMemory | None = None
+        self.failed: ChildFailed | None = None
+        self.began_s = clock()
+
+    def start(self) -> None:
+        self._attempt(lambda: self.started.update(self.child.start(self.trial, self._limit_s())))
+
+    def block(self) -> None:
+        def run() -> None:
+            reply = self.child.block(self._limit_s())
+            self.blocks_s.append(reply["step_s"])
+            self.waited_s.append(reply["data_wait_s"])
+
+        self._attempt(run)
+
+    def forget(self) -> None:
+        self.blocks_s, self.waited_s = [], []
+
+    def end(self) -> Measured:
+        """What it gave; the child stays as it is."""
+        self._attempt(lambda: setattr(self, "memory", self.child.memory(self._limit_s())))
+        found = {
+            "outcome": self.failed.outcome if self.failed else "ok",
+            "error": self.failed.error if self.failed else None,
+            "blocks_s": self.blocks_s,
+            "memory": vars(self.memory) if self.memory else None,
+            "data_wait_share": sum(self.waited_s) / sum(self.blocks_s) if self.blocks_s else 0.0,
+            "elapsed_s": self.clock() - self.began_s,
+        }
+        return build(Measured, {**found, **self.started}, where="trial")
+
+    def _limit_s(self) -> float:
+        return min(self.trial.timing.limit_s, max(SHORTEST_LIMIT_S, self.until_s - self.clock()))
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        if self.failed is None:
+            try:
+                action()
+            except ChildFailed as failed:
+                self.failed = failed
+
+
+def measure(trial: Trial, children: Children, child: Child | None = None) -> Measured:
+    """A trial in a child of its own, or in the one given; exactly its blocks."""
+    with contextlib.ExitStack() as stack:
+        if child is None:
+            child = stack.enter_context(children.take(trial.allocator))
+        arm = Arm(trial, child, children.clock)
+        arm.start()
+        for _ in range(trial.timing.blocks):
+            arm.block()
+        return arm.end()
+
+
+class Turns:
+    def __init__(
+        self,
+        folder: TrialFolder,
+        children: Children,
+        *,
+        minutes: float,
+        progress: Callable[[str], None],
+        beside: str = "",
+    ) -> None:
+        self.folder, self.children, self.clock = folder, children, children.clock
+        self.began_s = self.clock()
+        self.deadline_s = self.began_s + 60 * minutes
+        self._progress, self._beside = progress, beside
+        self._alive: dict[str, Arm] = {}
+        self._spare: dict[str, Child] = {}
+        """Children of arms that nobody needs any more, by what they can still measure."""
+        self._ran: set[str] = set()
+        """Trials that ended well once: their failing later is chance."""
+        self._shortest_s = math.inf
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+        self.children.close()
+
+    def close(self) -> None:
+        """End the arms: what comes next needs their memory."""
+        self._make_room()
+
+    def say(self, text: str) -> None:
+        elapsed_s = float(round(self.clock() - self.began_s))
+        left_s = max(0.0, self.deadline_s - self.began_s - elapsed_s)
+        self._progress(f"[{format_duration(elapsed_s)}, {format_duration(left_s)} left] {text}")
+
+    def alone(
+        self, name: str, trial: Trial, *, blocks: int | None = None, until_s: float | None = None
+    ) -> Measured | None:
+        """A trial by itself; None when there is no time for it. With fewer `blocks` than it asks for it says
+        how fast it is, and is not taken for one of a pair."""
+        key = self._key(trial) + (f" {blocks} blocks" if blocks else "")
+        until_s = self.deadline_s if until_s is None else until_s
+        if (measured := self.folder.find(key)) is None:
+            if not self._time_for(name, until_s):
+                return None
+            began_s = self.clock()
+            self._make_room(trial)
+            measured = self._by_itself(name, trial, blocks or trial.timing.blocks, until_s)
+            self._spent(began_s)
+            if measured.outcome == "timed_out" and self._over(until_s):
+                return None
+            self.folder.add(key, name, measured)
+        self._remember((trial, measured))
+        return measured
+
+    def pair(
+        self,
+        name: str,
+        before: Trial,
+        after: Trial,
+        *,
+        enough: Enough = plain,
+        together: bool = True,
+        until_s: float | None = None,
+        again: str = "",
+    ) -> Pair | None:
+        """Two trials in turns, or, where both are known not to fit `together`, one after the other; None when
+        the time is over before it is known which is faster. A pair that was measured before is measured
+        `again` under another name."""
+        key = self._pair_key(before, after, again)
+        until_s = self.deadline_s if until_s is None else until_s
+        if (pair := self.folder.find_pair(key)) is None:
+            if not self._time_for(name, until_s):
+                return None
+            began_s = self.clock()
+            self._make_room(before, after)
+            pair = self._in_turns(name, before, after, until_s, enough) if together else None
+            if pair is None or (_apart_may_help(pair) and not self._over(until_s)):
+                self.say(f"{name}: {_why_apart(pair)}: one after the other")
+                pair = self._apart(name, before, after, until_s, enough)
+            self._spent(began_s)
+            done = pair.rounds >= after.timing.blocks or _enough(enough, pair.before, pair.after)
+            if self._over(until_s) and not (pair.comparison and done):
+                return None
+            found = ((before, pair.before), (after, pair.after))
+            if not any(m.outcome != "ok" and self._key(trial) in self._ran for trial, m in found):
+                self.folder.add(key, name, pair.after, beside=pair.before, paired=pair.paired)
+        self._remember((before, pair.before), (after, pair.after))
+        return pair
+
+    def knows(self, before: Trial, after: Trial) -> bool:
+        """Whether a pair is in the folder and costs nothing."""
+        return self.folder.find_pair(self._pair_key(before, after)) is not None
+
+    # ---- parts ----
+
+    def _in_turns(self, name: str, before: Trial, after: Trial, until_s: float, enough: Enough) -> Pair:
+        for last in (False, True):
+            arms = [self._arm(before, self.deadline_s), self._arm(after, until_s)]
+            if not any(arm.failed for arm in arms):
+                self._rounds(arms, after.timing.blocks, until_s, enough)
+            pair = Pair(before=arms[0].end(), after=arms[1].end(), paired=True)
+            ran = [pair.before] + [pair.after] * (self._key(after) in self._ran)
+            chance = next((m for m in ran if m.outcome not in ("ok", "out_of_memory")), None)
+            if last or chance is None or self._over(until_s):
+                break
+            self.say(f"{name}: what should run {chance.outcome} ({chance.error}); once more")
+        return pair
+
+    def _apart(self, name: str, before: Trial, after: Trial, until_s: float, enough: Enough) -> Pair:
+        """One after the other, each alone: what failed beside the other may run by itself."""
+        self._make_room()
+        first = self._by_itself(f"{name}: before", before, before.timing.blocks, until_s)
+        self._make_room(after)
+
+        def settled(arm: Arm) -> bool:
+            return first.outcome == "ok" and bool(arm.blocks_s) and _enough(enough, first, arm)
+
+        second = self._by_itself(name, after, after.timing.blocks, until_s, settled)
+        return Pair(before=first, after=second, paired=False)
+
+    def _by_itself(
+        self,
+        name: str,
+        trial: Trial,
+        blocks: int,
+        until_s: float,
+        settled: Callable[[Arm], bool] = lambda arm: False,
+    ) -> Measured:
+        """A trial alone; once more where it crashed."""
+        for last in (False, True):
+            arm = self._arm(trial, until_s)
+            take_turns(
+                [arm],
+                blocks,
+                block_s=trial.timing.block_s,
+                clock=self.clock,
+                enough=partial(self._settled, arm, until_s, settled),
+            )
+            measured = arm.end()
+            if last or measured.outcome != "crashed" or self._over(until_s):
+                break
+            self.say(f"{name}: crashed ({measured.error}); once more")
+        return measured
+
+    def _settled(self, arm: Arm, until_s: float, settled: Callable[[Arm], bool]) -> bool:
+        return self._over(until_s) or settled(arm)
+
+    def _rounds(self, arms: list[Arm], rounds: int, until_s: float, enough: Enough) -> None:
+        """Rounds of both, until one fails, all is known, or the time is over."""
+
+        def over() -> bool:
+            return any(arm.failed for arm in arms) or self._over(until_s) or _enough(enough, *arms)
+
+        take_turns(arms, rounds, block_s=arms[0].trial.timing.block_s, clock=self.clock, enough=over)
+
+    def _arm(self, trial: Trial, until_s: float) -> Arm:
+        """The trial's arm: the one that is warm, else one in a spare child that can measure it, else, or where
+        that crashed, in a new one."""
+        arm = self._alive.get(self._key(trial))
+        if arm is None or arm.failed is not None:
+            spare = self._spare.pop(trial.process, None)
+            arm = self._start(trial, spare or self.children.take(trial.allocator), until_s)
+            if spare is not None and arm.failed and arm.failed.outcome == "crashed":
+                arm = self._start(trial, self.children.take(trial.allocator), until_s)
+        arm.forget()
+        arm.until_s = until_s
+        return arm
+
+    def _start(self, trial: Trial, child: Child, until_s: float) -> Arm:
+        arm = self._alive[self._key(trial)] = Arm(trial, child, self.clock)
+        arm.until_s = until_s
+        arm.start()
+        return arm
+
+    def _make_room(self, *needed: Trial) -> None:
+        """End every arm but those of the trials; keep the child of one that could measure a trial which is
+        not warm."""
+        keys = [self._key(trial) for trial in needed]
+        wanted = {t.process for t, key in zip(needed, keys, strict=True) if key not in self._alive} - {""}
+        for key in [key for key in self._alive if key not in keys]:
+            arm = self._alive.pop(key)
+            if arm.failed is None and arm.trial.process in wanted - self._spare.keys():
+                self._spare[arm.trial.process] = arm.child
+            else:
+                arm.child.close()
+        for process in self._spare.keys() - wanted:
+            self._spare.pop(process).close()
+
+    def _remember(self, *found: tuple[Trial, Measured]) -> None:
+        self._ran |= {self._key(trial) for trial, measured in found if measured.outcome == "ok"}
+
+    def _time_for(self, name: str, until_s: float) -> bool:
+        # the naive state of an ablation is the slowest by far, so longer ones say little about the next
+        shortest_s = self._shortest_s if math.isfinite(self._shortest_s) else 0.0
+        if until_s - self.clock() < max(1.0, shortest_s):
+            return False
+        self.say(f"{name}: measuring")
+        return True
+
+    def _over(self, until_s: float) -> bool:
+        return self.clock() >= until_s
+
+    def _spent(self, began_s: float) -> None:
+        self._shortest_s = min(self._shortest_s, self.clock() - began_s)
+
+    def _key(self, trial: Trial) -> str:
+        return trial_key(trial, self._beside)
+
+    def _pair_key(self, before: Trial, after: Trial, again: str = "") -> str:
+        return f"{self._key(before)}>{self._key(after)}{again}"
+
+
+def _apart_may_help(pair: Pair) -> bool:
+    """Whether one failed beside the other in a way that it need not alone."""
+    return pair.before.outcome != "ok" or pair.after.lacked_memory
+
+
+def _why_apart(pair: Pair | None) -> str:
+    if pair is None or "out_of_memory" in (pair.before.outcome, pair.after.outcome):
+        return "both at once do not fit in memory"
+    failed = pair.before if pair.before.outcome != "ok" else pair.after
+    how = "was killed, perhaps for want of memory" if failed.was_killed else failed.outcome
+    return f"one {how} beside the other"
+
+
+def _enough(enough: Enough, *arms: Arm | Measured) -> bool:
+    each_s = [[block_s / _tokens(arm) for block_s in arm.blocks_s] for arm in arms]
+    return all(each_s) and enough(*each_s)
+
+
+def _tokens(arm: Arm | Measured) -> int:
+    return arm.tokens_per_step if isinstance(arm, Measured) else int(arm.started["tokens_per_step"])
