@@ -3,7 +3,7 @@ are all on.
 
     Generating(**{**entry.off})      # the switch of one entry off, all others on
 
-Left out: how each is carried out, which is `redline.tune.child_generate` and `child_finetune`.
+Left out: how each is carried out, which is `redline.measure.generation` and `finetuning`.
 """
 
 from dataclasses import dataclass, replace
