@@ -53,48 +53,36 @@ def only(run: Path, lines: list[dict[str, Any]]) -> Path:
     return folder
 
 
+@pytest.mark.timing
 def test_a_slow_network_is_seen_named_and_predicted(nano: Nano, tmp_path: Path) -> None:
-    """Each within 25 %. Three tries, because another program on the same cores changes the one block and not
-    the other."""
-    tries = []
-    for attempt in range(3):
-        usual = run_on_two(
-            nano, nano.recipe(tmp_path, *ENOUGH, "train.steps=15"), tmp_path / f"usual {attempt}", 0.0
-        )
-        planted_s = SLOWER * mean(line["step_s"] for line in usual[BLOCK:])
-        run = tmp_path / f"slow {attempt}"
-        lines = run_on_two(
-            nano, nano.recipe(tmp_path, *ENOUGH, "train.steps=70"), run, planted_s / COLLECTIVES
-        )[2 * BLOCK :]
-        clean, slow = ([line for line in lines if (line["step"] - 1) // BLOCK % 2 == odd] for odd in (0, 1))
-        seen_s = mean(line["communication_s"] for line in slow) - mean(
-            line["communication_s"] for line in clean
-        )
-        measured = mean(line["step_s"] for line in slow) / mean(line["step_s"] for line in clean)
-        top = diagnose(read_run(only(run, slow)))[0]
-        assert top.gain is not None
-        tries.append(
-            {
-                "seen": seen_s / planted_s,
-                "cause": top.cause,
-                "predicted": top.gain.middle,
-                "measured": measured,
-            }
-        )
-        if (
-            abs(seen_s / planted_s - 1) <= 0.25
-            and top.cause == "communication"
-            and abs(top.gain.middle / measured - 1) <= 0.25
-        ):
-            break
-    else:
-        pytest.fail(f"not within 25 %: {tries}")
+    """Each within 25 %."""
+    usual = run_on_two(nano, nano.recipe(tmp_path, *ENOUGH, "train.steps=15"), tmp_path / "usual", 0.0)
+    planted_s = SLOWER * mean(line["step_s"] for line in usual[BLOCK:])
+    run, recipe = tmp_path / "slow", nano.recipe(tmp_path, *ENOUGH, "train.steps=70")
+    lines = run_on_two(nano, recipe, run, planted_s / COLLECTIVES)[2 * BLOCK :]
+    clean, slow = ([line for line in lines if (line["step"] - 1) // BLOCK % 2 == odd] for odd in (0, 1))
+    seen_s = mean(line["communication_s"] for line in slow) - mean(line["communication_s"] for line in clean)
+    measured = mean(line["step_s"] for line in slow) / mean(line["step_s"] for line in clean)
+    top = diagnose(read_run(only(run, slow)))[0]
+    assert top.gain is not None
+    assert seen_s == pytest.approx(planted_s, rel=0.25)
+    assert top.cause == "communication"
+    assert top.gain.middle == pytest.approx(measured, rel=0.25)
+    for of in (clean, slow):
+        assert median(sum(line.get(phase, 0.0) for phase in PHASES) / line["issue_s"] for line in of) > 0.9
+
+
+def test_waits_are_a_part_of_every_update_and_a_slow_network_makes_them_longer(
+    nano: Nano, tmp_path: Path
+) -> None:
+    """A sleep is never shorter than it was meant to be, whatever else the machine does."""
+    delay_s = 0.01
+    recipe = nano.recipe(tmp_path, "train.steps=10", "train.eval_every=0", "train.checkpoint_every=0")
+    lines = run_on_two(nano, recipe, tmp_path / "run", delay_s)
     for line in lines:
         assert {"forward_s", "backward_s", "optimizer_s", "communication_s"} <= line.keys()
         assert sum(line.get(phase, 0.0) for phase in PHASES) <= line["issue_s"] <= line["step_s"] + 1e-4
-    # the median: a busy machine may take the process away between two phases of an update
-    for of in (clean, slow):
-        assert median(sum(line.get(phase, 0.0) for phase in PHASES) / line["issue_s"] for line in of) > 0.9
+    assert all(line["communication_s"] >= COLLECTIVES * delay_s for line in lines[BLOCK:])
 
 
 def test_what_a_process_receives_is_what_the_arithmetic_says(nano: Nano, tmp_path: Path) -> None:

@@ -198,24 +198,28 @@ def test_an_error_in_the_thread_is_raised_by_next_after_the_good_batches() -> No
 
 
 def test_waiting_is_counted_and_close_ends_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = counting(1_000)
+    """By a clock that advances while the first batch is read; reading begins when somebody waits for it."""
+    dataset, now_s, asked = counting(1_000), 0.0, threading.Event()
     read = dataset.read_windows
 
+    def clock() -> float:
+        asked.set()
+        return now_s
+
     def slow(indices: np.ndarray, seq_len: int) -> np.ndarray:
-        time.sleep(0.1)
+        nonlocal now_s
+        asked.wait()
+        now_s = 5.0
         return read(indices, seq_len)
 
     monkeypatch.setattr(dataset, "read_windows", slow)
+    monkeypatch.setattr(time, "perf_counter", clock)
     loader = Loader(dataset, batch_size=2, seq_len=4, seed=0, prefetch=2)
     loader.next()
-    assert 0.05 < loader.waited_s < 0.5
-    time.sleep(0.4)
-    before_s = loader.waited_s
+    assert loader.waited_s == 5.0
     loader.next()
-    assert loader.waited_s - before_s < 0.05  # it was prepared ahead
-    started_s = time.monotonic()
+    assert loader.waited_s == 5.0, "what is there is not waited for"
     loader.close()
-    assert time.monotonic() - started_s < 1
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
 
 

@@ -245,25 +245,24 @@ def test_none_means_later(fake: Fake) -> None:
 
 
 def test_a_reader_that_stops_early_does_not_wait_for_the_rest(fake: Fake) -> None:
-    release = threading.Event()
+    release, others = threading.Event(), list[int]()
 
     def answer(body: dict[str, Any], call: int) -> tuple[int, Any]:
         if call > 1:
-            release.wait(10)
+            release.wait()
+            others.append(call)
         return 200, completion("x")
 
     fake.answer = answer
-    started_s = time.monotonic()
     with fake.engine(concurrency=4) as engine:
         stream = engine.run([Request(prompt="a", sampling=GREEDY, samples=4)])
         next(stream)
         stream.close()
     names = [thread for thread in threading.enumerate() if thread.name.startswith("redline-server")]
     for thread in names:
-        thread.join(2)
+        thread.join()
+    assert others == []
     release.set()
-    assert time.monotonic() - started_s < 2
-    assert not any(thread.is_alive() for thread in names)
 
 
 # ---- faults ----
@@ -275,11 +274,9 @@ def test_a_busy_server_is_tried_again_after_the_time_it_asks_for(fake: Fake) -> 
     fake.answer = lambda body, call: (
         (429, {"error": {"message": "slow down"}}) if call == 1 else (200, completion("x"))
     )
-    started_s = time.monotonic()
     [found] = run(fake.engine(progress=told.append), Request(prompt="a", sampling=GREEDY))
     assert found.text == "x"
-    assert 1 <= time.monotonic() - started_s < 3
-    assert "429 slow down" in told[0]
+    assert "429 slow down; trying again in 1.0 s" in told[0]
     assert fake.bodies[0] == fake.bodies[1]
 
 
@@ -314,7 +311,7 @@ def test_a_slow_server_is_given_up_with_the_limit_named(fake: Fake) -> None:
     error = refused(lambda: fake.engine(timeout_s=0.1))
     assert isinstance(error, MachineError)
     assert "within 0.1 s" in str(error)
-    assert len(fake.bodies) == 1
+    assert len(fake.bodies) <= 1, "it is not asked again"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -166,24 +165,15 @@ def test_the_command_scores_by_id_and_by_question(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [[], ["units", "--count", "5"], ["--help"]], ids=" ".join)
-def test_the_command_answers_at_once_and_without_torch(arguments):
+def test_the_command_answers_without_torch(arguments):
     program = (
         "import sys; sys.modules['torch'] = None; from redline.cli.main import main; sys.exit(main(['tasks',"
         " *sys.argv[1:]]))"
     )
-    times_s = []
-    for _ in range(3):
-        started_s = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True
-        )
-        times_s.append(time.perf_counter() - started_s)
-        assert done.stdout
-        if times_s[-1] < 0.5:
-            break
-    assert min(times_s) < 0.8, (
-        f"best of three {min(times_s):.2f} s; 0.5 s is the promise, the rest is for a loaded machine"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True
     )
+    assert done.stdout
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -25,6 +26,7 @@ def score(question, completion):
     print("scorers may print")
     match completion:
         case "loop":
+            open(question.text, "w").close()
             while True:
                 pass
         case "stubborn":
@@ -98,8 +100,14 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{path}:make"
 
 
-def question(answer: str) -> Question:
-    return Question(answer, "?", answer)
+def question(answer: str, text: str = os.devnull) -> Question:
+    return Question(answer, text, answer)
+
+
+def wait_until(met: Callable[[], bool]) -> None:
+    """Hangs, and is ended by pytest, where it is not met."""
+    while not met():
+        time.sleep(0.01)
 
 
 def workers() -> set[int]:
@@ -145,9 +153,7 @@ def pool(odd: str) -> Pool:
 def test_a_bad_scorer_costs_its_own_completion_and_nothing_else(pool, completion, reason):
     items = [(question(str(i)), str(i) if i % 3 else "wrong") for i in range(40)]
     items[17] = (question("x"), completion)
-    started_s = time.monotonic()
     verdicts = pool.score(items)
-    assert time.monotonic() - started_s < 10
     bad = verdicts.pop(17)
     assert (bad.correct, bad.parsed, bad.reward, bad.answer) == (False, False, 0.0, None)
     assert reason in bad.reason
@@ -191,18 +197,15 @@ def test_verdicts_equal_those_of_the_scorer_itself_and_come_in_order():
     assert found == {n: expected[n::4] for n in range(4)}
 
 
+@pytest.mark.timing
 def test_cheap_scorers_are_fast():
-    """20,000 a second and core, counted in processor time of both sides, so that a loaded machine does not
-    matter much."""
+    """20,000 a second and core, counted in processor time of both sides."""
     items = [(question("1"), "so it is <answer>1</answer>")] * 20_000
     with Pool("units", workers=1) as pool:
         worker = psutil.Process(pool._children[0]._process.pid)
-        rates = []
-        for _ in range(3):
-            before_s = time.process_time() + sum(worker.cpu_times()[:2])
-            assert all(verdict.correct for verdict in pool.score(items))
-            rates.append(len(items) / (time.process_time() + sum(worker.cpu_times()[:2]) - before_s))
-    assert max(rates) > 20_000
+        before_s = time.process_time() + sum(worker.cpu_times()[:2])
+        assert all(verdict.correct for verdict in pool.score(items))
+        assert len(items) / (time.process_time() + sum(worker.cpu_times()[:2]) - before_s) > 20_000
 
 
 def test_large_completions_do_not_block():
@@ -212,23 +215,22 @@ def test_large_completions_do_not_block():
     assert all(v.correct for v in verdicts)
 
 
-def test_nothing_is_left_when_the_pool_closes_in_the_middle(odd):
+def test_nothing_is_left_when_the_pool_closes_in_the_middle(odd, tmp_path):
     before, files = workers(), len(os.listdir("/proc/self/fd"))
     pool = Pool(odd, workers=2, budget_s=60)
     failures = []
 
     def score() -> None:
         try:
-            pool.score([(question("x"), "loop")] * 4)
+            pool.score([(question("x", str(tmp_path / "begun")), "loop")] * 4)
         except ConfigError as error:
             failures.append(str(error))
 
     thread = threading.Thread(target=score)
     thread.start()
-    time.sleep(0.3)
+    wait_until((tmp_path / "begun").exists)
     pool.close()
-    thread.join(timeout=5)
-    assert not thread.is_alive()
+    thread.join()
     assert failures == ["the scoring pool was closed while it scored"]
     assert workers() == before
     assert len(os.listdir("/proc/self/fd")) == files
@@ -239,26 +241,28 @@ def test_nothing_is_left_when_the_pool_closes_in_the_middle(odd):
 def test_a_worker_that_died_while_idle_is_no_items_fault(odd):
     before = workers()
     with Pool(odd, workers=1) as pool:
-        psutil.Process(pool._children[0]._process.pid).kill()
-        time.sleep(0.1)
+        (worker := psutil.Process(pool._children[0]._process.pid)).kill()
+        wait_until(lambda: worker.status() == psutil.STATUS_ZOMBIE)
         assert [v.reason for v in pool.score([(question("x"), "x")])] == [None]
     assert workers() == before
 
 
-def test_workers_end_with_the_process_that_started_them(odd):
+def test_workers_end_with_the_process_that_started_them(odd, tmp_path):
     """Killed, the parent cannot tell them; a scorer in the middle of a loop must not outlive it."""
     program = (
         "import sys, threading; from redline.tasks.pool import Pool; from redline.tasks.task import"
         " Question\npool = Pool(sys.argv[1], workers=1, budget_s=60)\nprint(pool._children[0]._process.pid,"
-        " flush=True)\npool.score([(Question('x', '?', 'x'), 'loop')])"
+        " flush=True)\npool.score([(Question('x', sys.argv[2], 'x'), 'loop')])"
     )
-    parent = subprocess.Popen([sys.executable, "-c", program, odd], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, odd, str(tmp_path / "begun")], stdout=subprocess.PIPE, text=True
+    )
     assert parent.stdout is not None
     worker = psutil.Process(int(parent.stdout.readline()))
-    time.sleep(0.2)
+    wait_until((tmp_path / "begun").exists)
     parent.kill()
     parent.communicate()
-    worker.wait(timeout=5)
+    worker.wait()
 
 
 def test_a_task_that_cannot_be_loaded_is_one_clear_error(tmp_path: Path):

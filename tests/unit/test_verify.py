@@ -366,18 +366,20 @@ def test_what_a_plan_switches_for_the_whole_process_ends_with_its_run() -> None:
     assert switches() == before
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_slow_loader_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
     from redline.data.loader import Loader
 
-    prepare = Loader._prepare
+    take = Loader.next
 
-    def slow(self: Any, job: Any) -> Any:
+    def slow(self: Any) -> Any:
         time.sleep(0.3)
-        return prepare(self, job)
+        self.waited_s += 0.3
+        return take(self)
 
-    monkeypatch.setattr(Loader, "_prepare", slow)
+    monkeypatch.setattr(Loader, "next", slow)
     assert checks(plan_for())["loader ahead of the step"].status == "failed"
 
 
