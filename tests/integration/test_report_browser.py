@@ -146,6 +146,36 @@ def test_pointing_at_a_curve_tells_its_numbers_and_the_axis_can_be_changed(
     opened.page.close()
 
 
+def test_pointing_at_an_update_tells_the_validation_before_it_and_when_it_was(
+    chromium: Any, tmp_path: Path
+) -> None:
+    made = [
+        {name: value for name, value in line.items() if name != "valid_loss"}
+        | ({"valid_loss": line["step"] / 10} if line["step"] in (20, 40) else {})
+        for line in lines()
+    ]
+    short = write_run(tmp_path / "short", metrics=made[:10])
+    paths = [write_run(tmp_path / "whole", metrics=made), short]
+    write_page([view(run) for run in read_runs(paths[:1])], tmp_path / "one.html")
+    write_page([view(run, place) for place, run in enumerate(read_runs(paths))], tmp_path / "two.html")
+
+    def told(step: int, page: str) -> list[str]:
+        opened = Opened(chromium, (tmp_path / page).as_uri())
+        over = opened.page.locator("figure[data-chart=loss] .u-over")
+        over.hover(position={"x": (over.bounding_box()["width"] - 2) * (step - 1) / 39, "y": 40})
+        lines = opened.page.inner_text("figure[data-chart=loss] .tip").splitlines()
+        opened.page.close()
+        assert lines[0] == f"update {step}"
+        return [line for line in lines if "validation" in line or "short" in line]
+
+    assert told(10, "one.html") == []  # not that of update 20, which nobody knew yet
+    assert told(20, "one.html") == ["validation 2"]
+    assert told(31, "one.html") == ["validation 2, update 20"]  # nearer to 40
+    assert told(40, "one.html") == ["validation 4"]
+    assert "whole validation 2, update 20" in told(30, "two.html")
+    assert not [line for line in told(30, "two.html") if "short" in line]  # it ended at 10
+
+
 def test_every_line_of_a_comparison_is_in_its_key(chromium: Any, pages: dict[str, Path]) -> None:
     opened = Opened(chromium, pages["two"].as_uri())
     keys = {

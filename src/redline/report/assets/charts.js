@@ -71,6 +71,7 @@ function nearest(xs, x) {
   return xs.length && Math.abs(xs[high] - x) < Math.abs(xs[low] - x) ? high : low;
 }
 
+/* The numbers at one point of the axis. A validation holds until the next one, and says of when it is; a run that has ended says nothing. */
 function tooltip(state) {
   let box = null;
   return { hooks: {
@@ -81,14 +82,14 @@ function tooltip(state) {
       const x = u.posToVal(left, "x"), [name, form] = AXES[axis];
       const named = state.content.curves.filter(c => !c.quiet && c.xs.length);
       if (!named.length) { box.hidden = true; return; }
-      const first = named[0];
+      const at = named.map(c => c.xs[nearest(c.xs, x)]).reduce((a, b) => Math.abs(b - x) < Math.abs(a - x) ? b : a);
       box.replaceChildren();
-      const head = document.createElement("b"); head.textContent = name + " " + form(first.xs[nearest(first.xs, x)]); box.appendChild(head);
+      const head = document.createElement("b"); head.textContent = name + " " + form(at); box.appendChild(head);
       for (const c of named) {
-        const y = c.ys[nearest(c.xs, x)];
+        const i = c.points ? c.xs.findLastIndex(own => own <= at) : at > c.xs[c.xs.length - 1] ? -1 : nearest(c.xs, at), y = c.ys[i];
         if (y === null || y === undefined) continue;
-        const row = document.createElement("div"), dot = document.createElement("i");
-        dot.style.background = c.stroke; row.append(dot, c.label + " " + state.form(y)); box.appendChild(row);
+        const row = document.createElement("div"), dot = document.createElement("i"), when = c.points && c.xs[i] < at ? ", " + name + " " + form(c.xs[i]) : "";
+        dot.style.background = c.stroke; row.append(dot, c.label + " " + state.form(y) + when); box.appendChild(row);
       }
       box.hidden = false;
       const right = left > u.over.clientWidth / 2;
