@@ -42,8 +42,15 @@ def score(question, completion):
     correct = "a" in completion or "e" in completion
     return Verdict(correct, bool(completion.strip()), float(correct), completion[:1] or None)
 
+class Letters(Task):
+    def finished(self, completion, finish):
+        return True  # two letters are all that is asked for
+
 def make(data):
-    return Task(name="letters", about="letters", questions=questions, score=score)
+    return Letters(name="letters", about="letters", questions=questions, score=score)
+
+def make_ending(data):
+    return Task(name="letters", about="letters", questions=questions, score=score, end="a")
 """
 RECIPE = """
 seed = 3

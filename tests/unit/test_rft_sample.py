@@ -15,6 +15,7 @@ import torch
 from rft_model import letters_recipe, tiny_model
 from test_server_engine import Fake, completion
 
+from redline.cli.main import main
 from redline.config.rft import load_rft
 from redline.engine.local import LocalEngine
 from redline.engine.request import Completion, Request
@@ -23,6 +24,7 @@ from redline.evaluate import interval_95, shares
 from redline.model.lora import LoraConfig, add_lora, merged
 from redline.record.observe import SAMPLING, Observers
 from redline.record.run import read_lines
+from redline.rft.export import export
 from redline.rft.plan import Bounds
 from redline.rft.run import generate_dataset
 from redline.rft.sample import Outcome, _Drawing, logprob_gap, sample
@@ -254,10 +256,11 @@ def test_no_memory_for_one_sequence_is_said(place, tmp_path, monkeypatch):
 def test_a_server_can_write_the_samples(place, tmp_path):
     fake = Fake()
     try:
-        fake.owner = "sglang"  # which tells no tokens
+        fake.owner = "sglang"  # which counts tokens and does not tell them
         fake.answer = lambda body, call: (
             200,
-            completion("a" if body["seed"] % 2 else "\ud83d", finish_reason="stop"),
+            completion("a" if body["seed"] % 2 else "\ud83d", finish_reason="stop")
+            | {"usage": {"prompt_tokens": 9, "completion_tokens": 7, "total_tokens": 16}},
         )
         outcome = draw(place, tmp_path / "run", f"model.server={fake.url}", "sample.samples_per_question=6")
     finally:
@@ -266,7 +269,8 @@ def test_a_server_can_write_the_samples(place, tmp_path):
     assert (outcome.why, outcome.samples) == ("finished", 120)
     assert 0 < outcome.correct < 120
     rows = stored(tmp_path / "run")
-    assert {row["tokens"] for row in rows.values()} == {0}
+    assert {row["tokens"] for row in rows.values()} == {7}
+    assert outcome.tokens == stats(tmp_path / "run")["tokens"] == 7 * 120
     assert {row["logprob_mean"] for row in rows.values()} == {None}
     prompts = {body["prompt"] for body in fake.bodies}
     assert len(prompts) == 20
@@ -275,6 +279,28 @@ def test_a_server_can_write_the_samples(place, tmp_path):
     )
     events = [event["event"] for event in read_lines(tmp_path / "run" / "events.jsonl")]
     assert "logprob_gap" not in events
+
+
+def test_answers_that_were_cut_are_not_correct_are_not_kept_and_are_counted(place, tmp_path, capsys):
+    """The scorer takes an a or an e; the task says that an answer ends with its first a. Two tokens are seldom
+    enough for a model to end it otherwise."""
+    watching = Stopping(0)
+    outcome = draw(place, tmp_path / "run", f"task.name={place}/letters.py:make_ending", watching=watching)
+    rows = stored(tmp_path / "run").values()
+    cut = [row for row in rows if row["finish"] == "length"]
+    assert [row for row in cut if "e" in row["text"]], "some would have scored as correct"
+    assert not [row for row in cut if row["correct"] or row["reasoning_key"] or row["text"].endswith("a")]
+    assert all(row["tokens"] < 2 or "a" in row["text"] for row in rows if row["correct"])
+    assert outcome.correct == sum(row["correct"] for row in rows) > 0
+    assert outcome.cut == len(cut) == stats(tmp_path / "run")["cut"] == watching.seen[-1]["cut"]
+    (end,) = [e for e in read_lines(tmp_path / "run" / "events.jsonl") if e["event"] == "sampling_end"]
+    assert end["cut"] == len(cut)
+    assert main(["rft", "stats", str(tmp_path / "run")]) == 0
+    assert f"{len(cut):,} ran out of tokens" in capsys.readouterr().out
+    export(tmp_path / "run", tmp_path / "rft.json", per_question=0)
+    kept = {reasoning for _, _, reasoning in json.loads((tmp_path / "rft.json").read_text())}
+    assert kept
+    assert kept <= {row["text"].strip() for row in rows if row["finish"] == "stop"}
 
 
 def test_generate_dataset_writes_triples(place, tmp_path):

@@ -221,4 +221,9 @@ def test_an_answer_ends_where_the_task_says():
     task = Task(name="t", about="", questions=no_questions, score=wrong, end="</answer>")
     assert task.answer_of("so <answer>3</answer> is it. <answer>4</answer>") == "so <answer>3</answer>"
     assert task.answer_of("so <answer>3") == "so <answer>3"
-    assert Task(name="t", about="", questions=no_questions, score=wrong).answer_of("all of it") == "all of it"
+    plain = Task(name="t", about="", questions=no_questions, score=wrong)
+    assert plain.answer_of("all of it") == "all of it"
+    whole, part = "so <answer>3</answer>", "so <answer>3"
+    assert [task.finished(text, "stop") for text in (whole, part)] == [True, True]
+    assert [task.finished(text, "length") for text in (whole, part)] == [True, False]
+    assert [plain.finished(whole, finish) for finish in ("stop", "length")] == [True, False]

@@ -316,6 +316,8 @@ def numbers(seen: Seen, room: int) -> list[Row]:
         left = f"at most {line['samples_left']:,} to come" if line.get("samples_left") else ""
         put("samples", f"{line['samples']:,}", left)
         put("correct", format_share(success_rate(line)), "of the samples")
+        if line.get("cut"):
+            put("cut off", f"{line['cut']:,}", "by sample.max_new_tokens, counted as wrong")
         put("speed", format_rate(line.get("tokens_per_s"), "tok"), "new tokens")
     if seen.loss is not None:
         smoothed = f"smoothed {seen.smoothed_loss:.3f}" if seen.smoothed_loss is not None else ""

@@ -64,6 +64,11 @@ def _print_sampled(found: dict[str, Any]) -> None:
         f" {found['solved']:,} of {found['questions']:,} questions solved; {rate}"
     )
 
+    if found["cut"]:
+        print(
+            f"{found['cut']:,} of them ran out of tokens before the answer was complete, counted as wrong: a larger"
+            " sample.max_new_tokens lets them end"
+        )
     if found["scorer_failures"]:
         print(
             f"the scorer failed on {found['scorer_failures']:,} of them, counted as wrong (`redline rft"
@@ -92,6 +97,8 @@ def print_accuracies(lines: list[dict[str, Any]]) -> None:
                 table.add_row(f"  {text}", *_shares(line[name]))
     Console().print(table, highlight=False)
     for line in lines:
+        if line["cut"]:
+            print(f"{_NAMES[line['weights']]}: {line['cut']:,} answers ran out of tokens, counted as wrong")
         if line["scorer_failures"]:
             print(
                 f"{_NAMES[line['weights']]}: the scorer failed on {line['scorer_failures']:,} answers,"
@@ -120,6 +127,7 @@ def print_stats(found: dict[str, Any]) -> None:
             "samples",
             f"{found['samples']:,}, {found['correct']:,} correct ({format_share(found['success_rate'])})",
         ),
+        ("cut off", f"{found['cut']:,} ran out of tokens (sample.max_new_tokens), counted as wrong"),
         ("distinct", f"{found['distinct_correct']:,} correct answers that differ in more than spelling"),
         (
             "tokens",

@@ -94,6 +94,12 @@ class Completion:
     """Natural log-probability of each token under the model as it is: temperature 1, nothing filtered. Empty
     like `tokens`."""
     finish: Finish
+    told_tokens: int = 0
+    """How many new tokens a server says there were, without telling which."""
+
+    @property
+    def new_tokens(self) -> int:
+        return len(self.tokens) or self.told_tokens
 
 
 class Engine(Protocol):

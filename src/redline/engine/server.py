@@ -10,7 +10,7 @@ read the prompt once all the same. What a server would otherwise take from the m
 penalties) is sent as neutral, so that `Sampling` means what it says. What it cannot do is refused: an option
 that is silently passed over would be a different experiment.
 
-vLLM and llama.cpp tell tokens and log-probabilities; the others leave them empty. `transformers serve` seeds
+vLLM and llama.cpp tell tokens and log-probabilities; of the others only the number of tokens is known. `transformers serve` seeds
 a generator that all its requests share: its samples repeat only with concurrency=1. Left out: chat endpoints
 (render the template and complete the text), answers in parts, redirects and proxies.
 """
@@ -210,7 +210,8 @@ class ServerEngine:
                 raise TypeError("the text is none")
             known: dict[str, Finish] = {"stop": "stop", "length": "length"}
             finish = known[reason]
-        except (KeyError, TypeError, ValueError) as error:
+            told_tokens = int((answer.get("usage") or {}).get("completion_tokens") or 0)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{self._site.url} must answer with one completion that ended by stop or length, got"
                 f" {shown(json.dumps(answer))}"
@@ -219,7 +220,13 @@ class ServerEngine:
         if ends:  # some servers leave the text that ended it in place
             text, finish = text[: min(ends)], "stop"
         return Completion(
-            request=request, sample=sample, text=text, tokens=tokens, logprobs=logprobs, finish=finish
+            request=request,
+            sample=sample,
+            text=text,
+            tokens=tokens,
+            logprobs=logprobs,
+            finish=finish,
+            told_tokens=told_tokens,
         )
 
     def _recognise(self) -> Dialect:

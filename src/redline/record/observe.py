@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from typing import Any, Protocol
 
 SAMPLING = (
-    "questions", "questions_done", "samples", "samples_left", "correct", "tokens_per_s", "elapsed_s", "left_s",
+    "questions", "questions_done", "samples", "samples_left", "correct", "cut", "tokens_per_s", "elapsed_s", "left_s",
     "memory_bytes",
 )  # fmt: skip
 """Keys of a line that tells how far sampling is; None where something is not known yet."""

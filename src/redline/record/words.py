@@ -37,7 +37,8 @@ WORDS: dict[str, tuple[str, ...]] = {
     "shards_not_hashed": ("{size_bytes} of token shards were not hashed; `{to_check}` does it",),
     "communication_not_timed": ("communication is not timed: {why}",),
     "sampling_end": (
-        "sampling {why}: {correct} of {samples} samples correct, {solved} of {questions} questions solved, {elapsed_s}",
+        "sampling {why}: {correct} of {samples} samples correct ({cut} cut off at sample.max_new_tokens),"
+        " {solved} of {questions} questions solved, {elapsed_s}",
     ),
     "engine": ("the engine kept {occupancy_share} of its {slots} slots busy",),
     "logprob_gap": (

@@ -248,7 +248,8 @@ def _rft(console: Console, run: RunView) -> None:
     if run.samples:
         a = run.samples
         console.print(
-            f"{a['samples']:,} samples, {format_share(a['success_rate'])} correct; {a['solved']:,} of"
+            f"{a['samples']:,} samples, {format_share(a['success_rate'])} correct, {a['cut']:,} cut off by"
+            f" max_new_tokens and counted as wrong; {a['solved']:,} of"
             f" {a['asked']:,} questions solved; {exact(a['tokens_per_s'])} tokens/s while sampling",
             highlight=False,
         )

@@ -28,7 +28,7 @@ from redline.rft.budget import Asked, Budget
 from redline.rft.session import Prompts, Session
 from redline.rft.store import Sample, Source, Store, reasoning_key
 from redline.tasks.pool import Pool
-from redline.tasks.task import Question, Verdict
+from redline.tasks.task import Question, Task, Verdict
 from redline.train.loop import STOPPED, stop_on_signal
 
 Keep = Callable[[Sequence[Completion]], None]
@@ -48,6 +48,8 @@ class Outcome:
     solved: int
     samples: int
     correct: int
+    cut: int
+    """Samples whose tokens ran out before the answer was complete; they count as wrong."""
     drawn: int
     """Samples of this call."""
     tokens: int
@@ -84,7 +86,7 @@ class _Drawing:
         self.questions = {question.id: question for question in questions}
         self.drawn = self.tokens = self.failures = 0
         self.spent_s = 0.0
-        self.samples = self.correct = 0
+        self.samples = self.correct = self.cut = 0
         self.budget = self._budget()
 
     def run(self) -> str:
@@ -117,6 +119,7 @@ class _Drawing:
             solved=len({question for question, _, correct, _ in verdicts if correct}),
             samples=len(verdicts),
             correct=sum(correct for _, _, correct, _ in verdicts),
+            cut=self.store.cut(self.source),
             drawn=self.drawn,
             tokens=self.tokens,
             elapsed_s=round(self.spent_s, 3),
@@ -127,6 +130,7 @@ class _Drawing:
         """A budget that begins where the store ends."""
         recipe, done = self.session.recipe, self.store.verdicts(self.source)
         self.samples, self.correct = len(done), sum(correct for _, _, correct, _ in done)
+        self.cut = self.store.cut(self.source)
         # A server has a tokenizer of its own.
         prompts: Sequence[str | tuple[int, ...]] = (
             self.prompts.texts if recipe.model.server else self.prompts.ids
@@ -151,12 +155,13 @@ class _Drawing:
 
     def _keep(self, completions: Sequence[Completion], pool: Pool, began_s: float) -> None:
         """The other thread: score, store, tell the budget and those who watch."""
-        rows = score(completions, self.questions, pool, self.session.task.answer_of)
+        rows = score(completions, self.questions, pool, self.session.task)
         self.store.add(self.source, rows)
         self.budget.record((row.question, row.sample, row.correct, row.reasoning_key) for row in rows)
         self.drawn += len(rows)
         self.samples += len(rows)
         self.correct += sum(row.correct for row in rows)
+        self.cut += sum(row.finish == "length" for row in rows)
         self.tokens += sum(row.tokens for row in rows)
         self.failures += sum(row.reason is not None for row in rows)
         self.session.observers.metrics(self._facts(self.spent_s + time.monotonic() - began_s))
@@ -169,6 +174,7 @@ class _Drawing:
             "samples": self.samples,
             "samples_left": left,
             "correct": self.correct,
+            "cut": self.cut,
             "tokens_per_s": self.tokens / elapsed_s if self.tokens else None,
             "elapsed_s": elapsed_s,
             "left_s": left * elapsed_s / self.drawn,
@@ -220,14 +226,13 @@ def _in_background(keep: Keep, stop: Callable[[], None]) -> Iterator[Callable[[C
 
 
 def score(
-    completions: Sequence[Completion],
-    questions: dict[str, Question],
-    pool: Pool,
-    answer_of: Callable[[str], str],
+    completions: Sequence[Completion], questions: dict[str, Question], pool: Pool, task: Task
 ) -> list[Sample]:
     """Completions, up to where their answers are complete, with their verdicts, as rows of the store."""
     # A server may cut a character in two, and half of one cannot be stored.
-    texts = [answer_of(completion.text.encode("utf-8", "replace").decode()) for completion in completions]
+    texts = [
+        task.answer_of(completion.text.encode("utf-8", "replace").decode()) for completion in completions
+    ]
     verdicts = pool.score(
         [
             (questions[completion.request.tag], text)
@@ -236,27 +241,27 @@ def score(
     )
     now_s = time.time()
     return [
-        _row(completion, text, verdict, now_s)
+        _row(completion, text, verdict, task.finished(text, completion.finish), now_s)
         for completion, text, verdict in zip(completions, texts, verdicts, strict=True)
     ]
 
 
-def _row(completion: Completion, text: str, verdict: Verdict, at: float) -> Sample:
-    logprobs = completion.logprobs
+def _row(completion: Completion, text: str, verdict: Verdict, finished: bool, at: float) -> Sample:
+    logprobs, correct = completion.logprobs, verdict.correct and finished
     return Sample(
         question=completion.request.tag,
         sample=completion.sample,
         text=text,
-        tokens=len(completion.tokens),
+        tokens=completion.new_tokens,
         logprob_sum=sum(logprobs) if logprobs else None,
         logprob_min=min(logprobs) if logprobs else None,
-        finish=completion.finish,
-        correct=verdict.correct,
+        finish="stop" if finished else "length",
+        correct=correct,
         parsed=verdict.parsed,
         reward=verdict.reward,
         answer=verdict.answer,
         reason=verdict.reason,
-        reasoning_key=reasoning_key(text) if verdict.correct else None,
+        reasoning_key=reasoning_key(text) if correct else None,
         seed=completion.request.seed,
         at=at,
     )

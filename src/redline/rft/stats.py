@@ -33,6 +33,7 @@ def stats(run: Path) -> dict[str, Any]:
     with Store(run / "samples.db", create=False) as store:
         source, settings = store.latest()
         questions, verdicts, tokens = store.questions(), store.verdicts(source), store.tokens(source)
+        cut = store.cut(source)
     drawn: dict[str, list[tuple[int, bool]]] = defaultdict(list)
     keys: dict[str, set[str | None]] = defaultdict(set)
     for question, sample, correct, key in verdicts:
@@ -54,6 +55,7 @@ def stats(run: Path) -> dict[str, Any]:
         "samples": len(verdicts),
         "correct": sum(correct_count.values()),
         "success_rate": _share(sum(correct_count.values()), len(verdicts)),
+        "cut": cut,
         "distinct_correct": sum(map(len, keys.values())),
         "tokens": tokens,
         "tokens_per_sample": _share(tokens, len(verdicts)),

@@ -75,11 +75,13 @@ class Sample(NamedTuple):
     """Up to where the task says that the answer is complete; tokens and log-probabilities are those of the
     whole completion."""
     tokens: int
-    """0 where a server does not tell them."""
+    """0 where a server does not count them."""
     logprob_sum: float | None
     logprob_min: float | None
     finish: str
+    """`length` where the tokens ran out before the answer was complete, else `stop`."""
     correct: bool
+    """Scored as correct, and finished."""
     parsed: bool
     reward: float
     answer: str | None
@@ -247,6 +249,14 @@ class Store:
         with _errors(self.path):
             (count,) = self._db.execute(
                 "SELECT coalesce(sum(tokens), 0) FROM samples WHERE model = ? AND sampling = ?", source
+            ).fetchone()
+        return int(count)
+
+    def cut(self, source: Source) -> int:
+        """Samples whose tokens ran out before the answer was complete."""
+        with _errors(self.path):
+            (count,) = self._db.execute(
+                "SELECT count(*) FROM samples WHERE model = ? AND sampling = ? AND finish = 'length'", source
             ).fetchone()
         return int(count)
 

@@ -59,7 +59,7 @@ def run_test(session: Session, weights: Weights) -> dict[str, Any]:
             return line
     questions = session.questions(recipe.test.split, recipe.test.rows or None)
     began_s = time.monotonic()
-    verdicts, tokens = session.until_it_fits("test", lambda: _answer(session, questions, weights))
+    verdicts, tokens, cut = session.until_it_fits("test", lambda: _answer(session, questions, weights))
     line = {
         "at": round(time.time(), 3),
         "key": key,
@@ -67,6 +67,7 @@ def run_test(session: Session, weights: Weights) -> dict[str, Any]:
         "split": recipe.test.split,
         **shares(verdicts),
         "tokens": tokens,
+        "cut": cut,
         "elapsed_s": round(time.monotonic() - began_s, 3),
         **_groups(session, questions, verdicts),
         "scorer_failures": sum(verdict.reason is not None for verdict in verdicts),
@@ -87,10 +88,13 @@ def _trained_as(session: Session, weights: Weights) -> str | None:
     return str(done["fingerprint"])
 
 
-def _answer(session: Session, questions: Sequence[Question], weights: Weights) -> tuple[list[Verdict], int]:
+def _answer(
+    session: Session, questions: Sequence[Question], weights: Weights
+) -> tuple[list[Verdict], int, int]:
+    """Verdicts, tokens, and how many answers were cut: those count as wrong."""
     count = len(questions)
     session.stage("test", f"testing {_SAID[weights]} on {count:,} questions", questions=count)
-    began_s, tokens, texts = time.monotonic(), 0, [""] * len(questions)
+    began_s, tokens, texts, cut = time.monotonic(), 0, [""] * count, [False] * count
     with ExitStack() as stack:
         speaker = stack.enter_context(_speaker(session, weights))
         prompts = session.prompts(questions, speaker, trained=weights != "base")
@@ -101,12 +105,18 @@ def _answer(session: Session, questions: Sequence[Question], weights: Weights) -
             answer_greedily(engine, prompts.ids, session.settings(prompts.stops, greedy=True)), start=1
         ):
             texts[place] = completion.text
-            tokens += len(completion.tokens)
+            tokens += completion.new_tokens
+            cut[place] = not session.task.finished(completion.text, completion.finish)
             session.observers.metrics(
                 _facts(done, count, tokens, time.monotonic() - began_s, session.memory_bytes())
             )
     with Pool(session.recipe.task.name, session.recipe.task.data) as pool:
-        return pool.score(list(zip(questions, texts, strict=True))), tokens
+        verdicts = pool.score(list(zip(questions, texts, strict=True)))
+    whole = [
+        verdict._replace(correct=False) if was_cut else verdict
+        for verdict, was_cut in zip(verdicts, cut, strict=True)
+    ]
+    return whole, tokens, sum(cut)
 
 
 def _facts(done: int, questions: int, tokens: int, elapsed_s: float, memory_bytes: int) -> dict[str, Any]:

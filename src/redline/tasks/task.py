@@ -75,6 +75,11 @@ class Task:
         before, found, _ = completion.partition(self.end) if self.end else (completion, "", "")
         return before + found
 
+    def finished(self, completion: str, finish: str) -> bool:
+        """Whether the answer is whole: the model ended it, or it reached `end`, before its tokens ran out (finish
+        `length`). What was cut may read as a correct answer and teaches a model never to end one."""
+        return finish != "length" or bool(self.end and self.end in completion)
+
 
 def prompt_text(task: Task, question: Question, shots: int | None = None) -> str:
     """The question for a model that continues text, after the first `shots` examples (None: all)."""
