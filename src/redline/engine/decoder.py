@@ -11,16 +11,19 @@ operation by operation. Nothing but `wait` waits for the device.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from redline.engine import reference
 from redline.engine.forward import Forward
 from redline.engine.request import Sampling
 from redline.engine.state import STOP_IDS, make_slots
 from redline.engine.uniform import uniforms
+from redline.model.attention.state import Room
 from redline.model.transformer import Transformer
 
 _INTEGERS = ("prompt", "prompt_len", "count", "limit", "last", "open", "top_k")
@@ -73,16 +76,15 @@ class Decoder:
         use."""
         self.device, self.vocab_size = model.embed.weight.device, model.config.vocab_size
         self.capacity, self.max_new_tokens, self.whole_batch = slots, max_new_tokens, whole_batch
-        self.slots = make_slots(
-            model.config,
-            slots=slots,
+        room = Room(
+            slots=slots + 1,  # and the spare one
             prompts=prompts,
             max_prompt_tokens=max_prompt_tokens,
             max_new_tokens=max_new_tokens,
-            device=self.device,
-            dtype=model.compute_dtype,
         )
-        self.forward = Forward(model, self.slots)
+        self.slots = make_slots(model.config, room, self.device)
+        self.forward = Forward(model, self.slots, room)
+        self.ops = _operations(self.device)
         self.graphs = self.device.type == "cuda"
         """Whether a decode step is a CUDA graph; off only to measure what that is worth."""
         self._rows = torch.full((slots,), self.slots.spare, dtype=torch.int32, device=self.device)
@@ -130,7 +132,9 @@ class Decoder:
             getattr(slots, name)[at] = column
         slots.stop_ids[at] = ints[:, len(_INTEGERS) :]
         slots.temperature[at], slots.top_p[at], slots.uniform[at] = reals[:, 0], reals[:, 1], reals[:, 2:]
-        self._pick(slots.prompt_logits_PV[ints[:, 0].long()], rows, any(one.filtered for one in starts))
+        prompts = ints[:, 0].long()
+        self.forward.state.start(at, prompts)
+        self._pick(slots.prompt_logits_PV[prompts], rows, any(one.filtered for one in starts))
 
     def stop(self, slots: Sequence[int]) -> None:
         """No more tokens for these slots."""
@@ -179,8 +183,8 @@ class Decoder:
         self._pick(self.forward.decode(rows), rows, filtered)
 
     def _pick(self, logits_BV: Tensor, rows: Tensor, filtered: bool) -> None:
-        ops = self.forward.ops
-        ops.pick(logits_BV, self.slots, rows, ops.cutoff(logits_BV, self.slots, rows) if filtered else None)
+        cutoff = self.ops.cutoff(logits_BV, self.slots, rows) if filtered else None
+        self.ops.pick(logits_BV, self.slots, rows, cutoff)
 
     def _capture(self, batch: int, filtered: bool) -> Any:
         """Record a step. The rehearsal, which compiles kernels, runs on nobody's slot."""
@@ -204,6 +208,14 @@ class Decoder:
         return (
             tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
         )
+
+
+def _operations(device: torch.device) -> ModuleType:
+    if device.type != "cuda":
+        return reference
+    from redline.engine import kernels  # Triton exists only where CUDA does
+
+    return kernels
 
 
 def filters(sampling: Sampling) -> bool:

@@ -28,8 +28,9 @@ import torch
 from redline.data.tokenizer import Tokenizer
 from redline.engine.decoder import Decoder, Round, Start, filters
 from redline.engine.request import Completion, Finish, Request
-from redline.engine.state import STOP_IDS, slot_bytes
+from redline.engine.state import STOP_IDS
 from redline.errors import ConfigError, MachineError
+from redline.model.attention.state import Room
 from redline.model.lora import lora_layers
 from redline.model.transformer import Transformer
 
@@ -433,12 +434,9 @@ class LocalEngine:
 def fitting_slots(model: Transformer, *, max_prompt_tokens: int, max_new_tokens: int) -> int:
     """Sequences that the memory free at this moment can hold, each with a prompt of its own."""
     device = model.embed.weight.device
-    each = slot_bytes(
-        model.config,
-        max_prompt_tokens=max_prompt_tokens,
-        max_new_tokens=max_new_tokens,
-        dtype=model.compute_dtype,
-    )
+    room = Room(slots=1, prompts=1, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens)
+    kept = model.variant.state.sequence_bytes(model.config, room, model.compute_dtype)
+    each = kept + 2 * model.config.vocab_size * 4  # with the logits of a row: the pool's and the step's
     if device.type == "cuda":
         free_bytes = (
             torch.cuda.mem_get_info(device)[0]

@@ -1,9 +1,9 @@
-"""What an engine keeps on the device: keys and values, and where every slot stands.
+"""Where every slot of an engine stands: its prompt, its tokens so far, how the next one is chosen.
 
-A prompt is kept once in a pool and shared by all of its samples; a slot keeps only the new tokens of one
-sample. One slot more than asked for, the last, is nobody's: rows that pad a batch read and write it.
+What attention keeps of the tokens is apart from this (`model.attention.state`). The last slot is a spare one that no
+sample gets: rows that pad a batch read and write it.
 
-Shapes: L layers, P prompts, N slots, K key/value heads, S positions, C head width, V vocabulary.
+Shapes: P prompts, N slots, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from redline.config.recipe import ModelConfig
+from redline.model.attention.state import Room
 
 STOP_IDS = 8
 """Stop tokens that a slot can hold, the engine's own included."""
@@ -21,12 +22,8 @@ STOP_IDS = 8
 class Slots:
     """Tensors of fixed address, changed in place: CUDA graphs read and write them."""
 
-    prompt_kv: Tensor
-    """(L, 2, P, K, S, C)"""
     prompt_logits_PV: Tensor
     """Logits after the last token of each prompt, in fp32: further samples of it can start at any time."""
-    kv: Tensor
-    """(L, 2, N, K, S, C)"""
     prompt: Tensor
     """The slot's prompt in the pool."""
     prompt_len: Tensor
@@ -54,18 +51,8 @@ class Slots:
         return self.count.shape[0] - 1
 
 
-def make_slots(
-    config: ModelConfig,
-    *,
-    slots: int,
-    prompts: int,
-    max_prompt_tokens: int,
-    max_new_tokens: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Slots:
-    heads, width = config.kv_heads, config.head_size
-    n = slots + 1
+def make_slots(config: ModelConfig, room: Room, device: torch.device) -> Slots:
+    n, new = room.slots, room.max_new_tokens
 
     def integers(*shape: int, value: int = 0) -> Tensor:
         return torch.full(shape, value, dtype=torch.int32, device=device)
@@ -74,11 +61,7 @@ def make_slots(
         return torch.full(shape, value, dtype=torch.float32, device=device)
 
     return Slots(
-        prompt_kv=torch.zeros(
-            (config.num_layers, 2, prompts, heads, max_prompt_tokens, width), device=device, dtype=dtype
-        ),
-        prompt_logits_PV=floats(prompts, config.vocab_size),
-        kv=torch.zeros((config.num_layers, 2, n, heads, max_new_tokens, width), device=device, dtype=dtype),
+        prompt_logits_PV=floats(room.prompts, config.vocab_size),
         prompt=integers(n),
         prompt_len=integers(n),
         count=integers(n, value=1),
@@ -89,16 +72,7 @@ def make_slots(
         top_k=integers(n, value=config.vocab_size),
         top_p=floats(n, value=1.0),
         stop_ids=integers(n, STOP_IDS, value=-1),
-        uniform=floats(n, max_new_tokens),
-        tokens=integers(n, max_new_tokens),
-        logprobs=floats(n, max_new_tokens),
+        uniform=floats(n, new),
+        tokens=integers(n, new),
+        logprobs=floats(n, new),
     )
-
-
-def slot_bytes(
-    config: ModelConfig, *, max_prompt_tokens: int, max_new_tokens: int, dtype: torch.dtype
-) -> int:
-    """What one more slot with a prompt of its own takes, the logits of its row included (twice: the pool's
-    and the step's)."""
-    token_bytes = config.num_layers * 2 * config.kv_heads * config.head_size * dtype.itemsize
-    return (max_prompt_tokens + max_new_tokens) * token_bytes + 2 * config.vocab_size * 4

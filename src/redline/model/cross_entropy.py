@@ -1,17 +1,19 @@
-"""The output head and its loss in one differentiable step: `linear_cross_entropy(x_ND, weight_VD, targets_N)
--> sum of losses`.
+"""The output head and its loss in one differentiable step.
 
-Two ways to the same number. `torch`: logits, then torch's cross entropy in fp32. `fused` (CUDA, half
-precision): logits by cuBLAS, then one Triton kernel that reads each row, takes its loss and overwrites it by
-its gradient. It exists because at 65,536 x 50,304 the compiler's kernels for softmax and loss took 9.3 of a
-pass's 118 ms on an H200, three times what one read and one write cost (LOG.md), and because the logits are
-then held once. What it alone gains was not measured. Left out: chunks (the caller's), label smoothing,
-z-loss.
+    loss_sum = linear_cross_entropy(x_ND, weight_VD, targets_N, fused=True)
+    losses_N = linear_cross_entropy(x_ND, weight_VD, targets_N, fused=True, reduction="none")
+
+There are two ways to the same number. `torch`: logits, then torch's cross entropy in fp32. `fused` (CUDA, half
+precision): logits by cuBLAS, then one Triton kernel that reads each row, takes its loss and overwrites the row
+with its gradient. It exists because at 65,536 x 50,304 the compiler's kernels for softmax and loss took 9.3 of
+a pass's 118 ms on an H200, three times what one read and one write cost (LOG.md), and because the logits are
+then held once. What it alone gains was not measured. The gradient of a row is a multiple of what the kernel
+wrote, so weights for each token cost nothing more. Left out: chunks (the caller's), label smoothing, z-loss.
 
 Shapes: N tokens, D hidden, V vocabulary.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,19 +28,36 @@ except ImportError:  # torch for CPUs comes without it; the fused way needs CUDA
     triton = None
 
 
-def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, fused: bool) -> Tensor:
-    """Sum over the targets that are not IGNORED of the cross entropy of `x @ weight.T`, in fp32."""
+Reduction = Literal["sum", "none"]
+
+
+def linear_cross_entropy(
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    weights_N: Tensor | None = None,
+    *,
+    fused: bool,
+    reduction: Reduction = "sum",
+) -> Tensor:
+    """The cross entropy of `x @ weight.T`, in fp32: the (weighted) losses, or their sum. It is 0 where the
+    target is IGNORED."""
     weight_VD = weight_VD.to(x_ND.dtype)
+    plain = weights_N is None and reduction == "sum"
     if fused:
-        return _Fused.apply(x_ND, weight_VD, targets_N)
-    return F.cross_entropy(
-        F.linear(x_ND, weight_VD).float(), targets_N, ignore_index=IGNORED, reduction="sum"
-    )
+        loss = _Fused.apply(x_ND, weight_VD, targets_N, plain)
+    else:
+        logits_NV = F.linear(x_ND, weight_VD).float()
+        each: Reduction = "sum" if plain else "none"
+        loss = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction=each)
+    if weights_N is not None:
+        loss = loss * weights_N
+    return loss.sum() if reduction == "sum" and not plain else loss
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, summed: bool) -> Tensor:
         logits_NV = F.linear(x_ND, weight_VD)
         losses_N = torch.empty(len(x_ND), device=x_ND.device, dtype=torch.float32)
         vocab_size = logits_NV.shape[1]
@@ -46,17 +65,18 @@ class _Fused(torch.autograd.Function):
             logits_NV, targets_N, losses_N, vocab_size, logits_NV.stride(0), IGNORED, BLOCK=4096, num_warps=8
         )
         ctx.save_for_backward(x_ND, weight_VD, logits_NV)
-        return losses_N.sum()
+        return losses_N.sum() if summed else losses_N
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weight_VD, dlogits_NV = ctx.saved_tensors
-        dx_ND = (dlogits_NV @ weight_VD) * grad
+        factor = grad[:, None] if grad.ndim else grad
+        dx_ND = ((dlogits_NV @ weight_VD) * factor).to(x_ND.dtype)
         if not ctx.needs_input_grad[1]:  # a frozen head: a third of the head's work
-            return dx_ND, None, None
+            return dx_ND, None, None, None
         # The factor goes onto the small operand before the sum over tokens, which could overflow fp16 without
         # it.
-        return dx_ND, dlogits_NV.T @ (x_ND * grad).to(x_ND.dtype), None
+        return dx_ND, dlogits_NV.T @ (x_ND * factor).to(x_ND.dtype), None, None
 
 
 if triton is not None:

@@ -1,18 +1,10 @@
-"""Triton kernels for fine-tuning on short packed sequences: attention with its rotation, and SwiGLU, both
-ways.
+"""Triton kernels for what stands between the matrix products of a block, where no compiler fuses it.
 
-    y = short_attention(qkv_THC, cos, sin, bounds, q_heads=15, longest=64)      # causal within each sequence,
-                                                                                (T, q_heads * C)
-    y = swiglu(gate_up)                                                         # silu(gate) * up
+    y = swiglu(gate_up)                                # silu(gate) * up, with its backward
+    normed = add_rms_norm(x, y, weight, eps)           # x += y, in place, and x normalised; no backward
 
-An update on some 1,500 tokens in sequences of 45 is bound by the number of its kernels: torch's attention for
-sequences of several lengths took 2.5 of its 16 ms on an H200 (blocks of 128 for 45 tokens, six kernels both
-ways), and splitting, rotating and joining the heads as much again. Here a sequence and a key/value head are
-one program: everything fits into one block, so nothing but its input is kept for the backward. CUDA and half
-precision only; longer sequences take torch's kernel (`transformer`).
-
-Shapes: T tokens of a row, H query heads and twice the key/value heads, C head width, L the block that holds a
-sequence, S sequences.
+A fine-tuning update on some 1,500 tokens, and a decode step of a small model, are bound by the number of their
+kernels. CUDA only.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -28,69 +20,15 @@ try:
 except ImportError:  # torch for CPUs comes without it
     triton = None
 
-LONGEST = 128
-"""Tokens in a sequence: the scores of a head, 128 x 128 in fp32, are what a program's registers hold."""
-WIDTHS = (32, 64, 128)
-BYTES = 16
-"""Shared memory for each number of a sequence's head that the backward takes, as compiled for sm_90."""
 
-
-def fits(device: torch.device, *, longest: int, head_size: int) -> bool:
-    """Whether the kernel takes sequences of this length on this GPU."""
-    if triton is None or longest > LONGEST or head_size not in WIDTHS:
-        return False
-    shared_bytes: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return BYTES * _block(longest) * head_size <= shared_bytes
-
-
-def _block(longest: int) -> int:
-    return max(16, triton.next_power_of_2(longest))
-
-
-def short_attention(
-    qkv_THC: Tensor, cos_TC: Tensor, sin_TC: Tensor, bounds_S: Tensor, *, q_heads: int, longest: int
-) -> Tensor:
-    """Rotate queries and keys by the angles of their tokens, and attend causally within each sequence."""
-    return _ShortAttention.apply(qkv_THC, cos_TC, sin_TC, bounds_S, q_heads, longest)
-
-
-class _ShortAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, bounds: Tensor, q_heads: int, longest: int
-    ) -> Tensor:
-        T, heads, width = qkv.shape
-        y = torch.empty((T, q_heads * width), dtype=qkv.dtype, device=qkv.device)
-        ctx.save_for_backward(qkv, cos, sin, bounds)
-        ctx.q_heads, ctx.longest = q_heads, longest
-        kv_heads, block = (heads - q_heads) // 2, _block(longest)
-        _attend[(len(bounds) - 1, kv_heads)](
-            qkv,
-            cos,
-            sin,
-            bounds,
-            y,
-            width**-0.5,
-            Q_HEADS=q_heads,
-            KV_HEADS=kv_heads,
-            C=width,
-            L=block,
-            num_warps=4 if block <= 64 else 8,
-        )
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        qkv, cos, sin, bounds = ctx.saved_tensors
-        dqkv, dy = torch.empty_like(qkv), dy.contiguous()
-        kv_heads, block = (qkv.shape[1] - ctx.q_heads) // 2, _block(ctx.longest)
-        width = qkv.shape[2]
-        sizes = {"Q_HEADS": ctx.q_heads, "KV_HEADS": kv_heads, "C": width, "L": block}
-        warps = 4 if block <= 64 else 8
-        _attend_backward[(len(bounds) - 1, kv_heads)](
-            qkv, cos, sin, bounds, dy, dqkv, width**-0.5, **sizes, num_warps=warps
-        )
-        return dqkv, None, None, None, None, None
+def add_rms_norm(x: Tensor, y: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
+    """Add y to x in place (None: nothing), and return x normalised."""
+    width, out = x.shape[-1], torch.empty_like(x)
+    _add_rms_norm[(x.numel() // width,)](
+        x, x if y is None else y, weight_D, out, width, eps,
+        ADD=y is not None, BLOCK=triton.next_power_of_2(width), num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -120,87 +58,21 @@ class _SwiGlu(torch.autograd.Function):
 if triton is not None:
 
     @triton.jit
-    def _turned(row_ptrs, half, cos, sin, inside, C: tl.constexpr):
-        """A head's two halves, rotated, in the dtype they came in."""
-        a = tl.load(row_ptrs + half[None, :], mask=inside, other=0.0)
-        b = tl.load(row_ptrs + C // 2 + half[None, :], mask=inside, other=0.0)
-        x, y = a.to(tl.float32), b.to(tl.float32)
-        return (x * cos - y * sin).to(a.dtype), (y * cos + x * sin).to(a.dtype)
-
-    @triton.jit
-    def _store_turned_back(row_ptrs, half, d1, d2, cos, sin, inside, C: tl.constexpr):
-        """The gradient of a head before its rotation, from that of its rotated halves."""
-        dtype = row_ptrs.dtype.element_ty
-        tl.store(row_ptrs + half[None, :], (d1 * cos + d2 * sin).to(dtype), mask=inside)
-        tl.store(row_ptrs + C // 2 + half[None, :], (d2 * cos - d1 * sin).to(dtype), mask=inside)
-
-    @triton.jit
-    def _weights(q1, q2, k1, k2, visible, scale):
-        """Softmax of the scores, in fp32."""
-        scores = (tl.dot(q1, tl.trans(k1)) + tl.dot(q2, tl.trans(k2))) * scale
-        scores = tl.where(visible, scores, -float("inf"))
-        p = tl.exp(scores - tl.max(scores, axis=1)[:, None])
-        return p / tl.sum(p, axis=1)[:, None]
-
-    @triton.jit
-    def _attend(
-        qkv_ptr, cos_ptr, sin_ptr, bounds_ptr, y_ptr, scale,
-        Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
-    ):  # fmt: skip
-        sequence, head = tl.program_id(0), tl.program_id(1)
-        start = tl.load(bounds_ptr + sequence)
-        length = tl.load(bounds_ptr + sequence + 1) - start
-        t, c, half = tl.arange(0, L), tl.arange(0, C), tl.arange(0, C // 2)
-        inside = (t < length)[:, None]
-        rows = (start + t).to(tl.int64)[:, None]
-        cos = tl.load(cos_ptr + rows * C + half[None, :], mask=inside, other=0.0)
-        sin = tl.load(sin_ptr + rows * C + half[None, :], mask=inside, other=0.0)
-        base = qkv_ptr + rows * ((Q_HEADS + 2 * KV_HEADS) * C)
-        k1, k2 = _turned(base + (Q_HEADS + head) * C, half, cos, sin, inside, C)
-        v = tl.load(base + (Q_HEADS + KV_HEADS + head) * C + c[None, :], mask=inside, other=0.0)
-        visible = (t[:, None] >= t[None, :]) & (t < length)[None, :]
-        group: tl.constexpr = Q_HEADS // KV_HEADS
-        for g in range(group):
-            q_head = head * group + g
-            q1, q2 = _turned(base + q_head * C, half, cos, sin, inside, C)
-            y = tl.dot(_weights(q1, q2, k1, k2, visible, scale).to(v.dtype), v)
-            tl.store(y_ptr + rows * (Q_HEADS * C) + q_head * C + c[None, :], y.to(v.dtype), mask=inside)
-
-    @triton.jit
-    def _attend_backward(
-        qkv_ptr, cos_ptr, sin_ptr, bounds_ptr, dy_ptr, dqkv_ptr, scale,
-        Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
-    ):  # fmt: skip
-        sequence, head = tl.program_id(0), tl.program_id(1)
-        start = tl.load(bounds_ptr + sequence)
-        length = tl.load(bounds_ptr + sequence + 1) - start
-        t, c, half = tl.arange(0, L), tl.arange(0, C), tl.arange(0, C // 2)
-        inside = (t < length)[:, None]
-        rows = (start + t).to(tl.int64)[:, None]
-        cos = tl.load(cos_ptr + rows * C + half[None, :], mask=inside, other=0.0)
-        sin = tl.load(sin_ptr + rows * C + half[None, :], mask=inside, other=0.0)
-        stride: tl.constexpr = (Q_HEADS + 2 * KV_HEADS) * C
-        base, out = qkv_ptr + rows * stride, dqkv_ptr + rows * stride
-        k1, k2 = _turned(base + (Q_HEADS + head) * C, half, cos, sin, inside, C)
-        v = tl.load(base + (Q_HEADS + KV_HEADS + head) * C + c[None, :], mask=inside, other=0.0)
-        visible = (t[:, None] >= t[None, :]) & (t < length)[None, :]
-        dk1, dk2 = tl.zeros((L, C // 2), tl.float32), tl.zeros((L, C // 2), tl.float32)
-        dv = tl.zeros((L, C), tl.float32)
-        group: tl.constexpr = Q_HEADS // KV_HEADS
-        for g in range(group):
-            q_head = head * group + g
-            q1, q2 = _turned(base + q_head * C, half, cos, sin, inside, C)
-            dy = tl.load(dy_ptr + rows * (Q_HEADS * C) + q_head * C + c[None, :], mask=inside, other=0.0)
-            p = _weights(q1, q2, k1, k2, visible, scale)
-            dv += tl.dot(tl.trans(p.to(v.dtype)), dy)
-            dp = tl.dot(dy, tl.trans(v))
-            ds = (p * (dp - tl.sum(p * dp, axis=1)[:, None]) * scale).to(v.dtype)
-            _store_turned_back(out + q_head * C, half, tl.dot(ds, k1), tl.dot(ds, k2), cos, sin, inside, C)
-            turned = tl.trans(ds)
-            dk1 += tl.dot(turned, q1)
-            dk2 += tl.dot(turned, q2)
-        _store_turned_back(out + (Q_HEADS + head) * C, half, dk1, dk2, cos, sin, inside, C)
-        tl.store(out + (Q_HEADS + KV_HEADS + head) * C + c[None, :], dv.to(v.dtype), mask=inside)
+    def _add_rms_norm(x_ptr, y_ptr, weight_ptr, out_ptr, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64)
+        at = tl.arange(0, BLOCK)
+        inside = at < width
+        x = tl.load(x_ptr + row * width + at, mask=inside, other=0.0)
+        if ADD:
+            y = tl.load(y_ptr + row * width + at, mask=inside, other=0.0)
+            x = (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
+            tl.store(x_ptr + row * width + at, x, mask=inside)
+        full = x.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(full * full) / width + eps)
+        weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(
+            out_ptr + row * width + at, (full * scale * weight).to(out_ptr.dtype.element_ty), mask=inside
+        )
 
     @triton.jit
     def _swiglu(in_ptr, out_ptr, width, BLOCK: tl.constexpr):

@@ -19,11 +19,10 @@ vocabulary. Of packed rows: S sequences, L the longest of them, A positions whos
 """
 
 import functools
-import inspect
 import math
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +34,10 @@ from redline.config.recipe import CrossEntropy, ModelConfig, Recompute
 from redline.errors import MachineError
 from redline.machine.facts import memory_bytes
 from redline.model import kernels
-from redline.model.cross_entropy import linear_cross_entropy
+from redline.model.attention.packed import Packing
+from redline.model.attention.rope import rope_table
+from redline.model.attention.variants import VARIANTS, Attend
+from redline.model.cross_entropy import Reduction, linear_cross_entropy
 from redline.plan.arithmetic import parameters
 from redline.record.units import format_bytes
 
@@ -53,6 +55,8 @@ class Norm(nn.Module):
     def __init__(self, size: int, config: ModelConfig, *, kind: str | None = None) -> None:
         super().__init__()
         self.kind, self.eps = kind or config.norm, config.norm_eps
+        self.fused = False
+        """Whether `add` is one kernel that overwrites x and has no backward: for generation on a GPU."""
         self.weight = nn.Parameter(torch.empty(size))
         self.bias = nn.Parameter(torch.empty(size)) if self.kind == "layernorm" and config.bias else None
 
@@ -60,74 +64,16 @@ class Norm(nn.Module):
         weight = self.weight.to(x.dtype)
         if self.kind == "rmsnorm":
             return F.rms_norm(x, weight.shape, weight, self.eps)
-        return F.layer_norm(
-            x, weight.shape, weight, None if self.bias is None else self.bias.to(x.dtype), self.eps
-        )
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.layer_norm(x, weight.shape, weight, bias, self.eps)
 
-
-class Packing(NamedTuple):
-    """How one row holds several sequences: each attends to itself alone, and its positions count from 0."""
-
-    positions_T: Tensor
-    bounds_S: Tensor
-    """int32: where each sequence begins, and the end of the last; the sequences cover the row, and some may
-    be empty."""
-    longest: int
-    """No sequence is longer."""
-    read_A: Tensor | None = None
-    """Positions that a target follows; None: all."""
-    grid_SL: Tensor | None = None
-    """For attention over a padded grid: which position of the row stands in each place."""
-    places_T: Tensor | None = None
-    """And where in the flattened grid each position of the row stands."""
-    short: bool = False
-    """Short sequences on a GPU: the kernel that also rotates."""
-
-    def with_grid(self) -> "Packing":
-        starts_S, ends_S = self.bounds_S[:-1], self.bounds_S[1:]
-        T, device = len(self.positions_T), self.bounds_S.device
-        # Places behind the end of a sequence read what comes next in the row: no query of the sequence looks
-        # so far ahead.
-        grid_SL = (starts_S[:, None] + torch.arange(self.longest, device=device)).clamp(max=T - 1)
-        sequence_T = torch.searchsorted(
-            ends_S, torch.arange(T, device=device, dtype=ends_S.dtype), right=True
-        )
-        return self._replace(grid_SL=grid_SL, places_T=sequence_T * self.longest + self.positions_T)
-
-
-_varlen: Callable[..., Any] | None = None
-
-
-def _load_varlen() -> None:
-    """torch's attention over sequences of several lengths; importing it takes a second, which only packed
-    rows on a GPU need."""
-    global _varlen
-    if _varlen is None:
-        from torch.nn.attention.varlen import varlen_attn
-
-        # Before torch 2.13 it has no such argument and takes fewer key/value heads as they are.
-        grouped: dict[str, Any] = (
-            {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-        )
-        _varlen = functools.partial(varlen_attn, window_size=(-1, 0), **grouped)
-
-
-def packed_attention(q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor, packing: Packing) -> Tensor:
-    """Causal attention within each sequence of a row: one kernel on CUDA in half precision, elsewhere over a
-    padded grid."""
-    if packing.grid_SL is None or packing.places_T is None:
-        bounds, longest = packing.bounds_S, packing.longest
-        assert _varlen is not None
-        y = _varlen(q_THC, k_TKC, v_TKC, bounds, bounds, longest, longest)
-        assert isinstance(y, Tensor)
-        return y
-    S, L = packing.grid_SL.shape
-    q, k, v = (
-        x.index_select(0, packing.grid_SL.flatten()).unflatten(0, (S, L)).transpose(1, 2)
-        for x in (q_THC, k_TKC, v_TKC)
-    )
-    y_SHLC = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return y_SHLC.transpose(1, 2).flatten(0, 1).index_select(0, packing.places_T)
+    def add(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x + y (None: x), and that normalised."""
+        if self.fused and self.kind == "rmsnorm":
+            return x, kernels.add_rms_norm(x, y, self.weight, self.eps)
+        if y is not None:
+            x = x + y
+        return x, self(x)
 
 
 class Attention(nn.Module):
@@ -140,31 +86,17 @@ class Attention(nn.Module):
         self.q_norm = Norm(self.head_size, config, kind="rmsnorm") if config.qk_norm else None
         self.k_norm = Norm(self.head_size, config, kind="rmsnorm") if config.qk_norm else None
 
-    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, packing: Packing | None) -> Tensor:
-        B, T, _ = x_BTD.shape
-        qkv = self.qkv(x_BTD).view(B, T, self.heads + 2 * self.kv_heads, self.head_size)
-        if packing is not None and packing.short and rope is not None:
-            y = kernels.short_attention(
-                qkv[0], *rope, packing.bounds_S, q_heads=self.heads, longest=packing.longest
-            )
-            return self.out(y[None])
-        if packing is not None and rope is not None and self.q_norm is None:
-            # Both in one rotation: without a compiler that halves its dozen small kernels.
-            qk, v_BTKC = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
-            q_BTHC, k_BTKC = rotate(qk, rope).split([self.heads, self.kv_heads], dim=2)
-        else:
-            q_BTHC, k_BTKC, v_BTKC = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
-            if self.q_norm is not None and self.k_norm is not None:
-                q_BTHC, k_BTKC = self.q_norm(q_BTHC), self.k_norm(k_BTKC)
-            if rope is not None:
-                q_BTHC, k_BTKC = rotate(q_BTHC, rope), rotate(k_BTKC, rope)
-        if packing is not None:
-            # Not [0], whose backward fills a tensor with zeros first.
-            q, k, v = (x.flatten(0, 1) for x in (q_BTHC, k_BTKC, v_BTKC))
-            return self.out(packed_attention(q, k, v, packing).reshape(B, T, -1))
-        q, k, v = q_BTHC.transpose(1, 2), k_BTKC.transpose(1, 2), v_BTKC.transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
-        return self.out(y.transpose(1, 2).reshape(B, T, -1))
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_size))
+        return self.out(attend(self, qkv))
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the fused projection; the first two normalised, where the model does
+        that."""
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=-2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
 
 
 class FeedForward(nn.Module):
@@ -183,13 +115,9 @@ class FeedForward(nn.Module):
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:
-    if (
-        gate_up.is_cuda
-        and gate_up.dtype != torch.float32
-        and torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-    ):
-        # two kernels both ways instead of eight; a compiler does as well by itself
+    eager = gate_up.is_cuda and not torch.compiler.is_compiling()
+    if eager and (gate_up.dtype != torch.float32 or not torch.is_grad_enabled()):
+        # One kernel each way instead of several; a compiler does as well.
         return kernels.swiglu(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
@@ -202,17 +130,22 @@ class Block(nn.Module):
         self.ffn_norm, self.ffn = Norm(config.hidden_size, config), FeedForward(config)
         self.recompute: Recompute = "none"
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, packing: Packing | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
         if self.recompute == "none" or not torch.is_grad_enabled():
-            return self._residuals(x, rope, packing)
+            return self._whole(x, attend)
         # Inside the block, so that a compiler that sees the block sees what may be recomputed.
-        return checkpoint(self._residuals, x, rope, packing, use_reentrant=False, **_context(self.recompute))
+        return checkpoint(self._whole, x, attend, use_reentrant=False, **_context(self.recompute))
 
-    def _residuals(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, packing: Packing | None) -> Tensor:
-        x = x + self.attn(self.attn_norm(x), rope, packing)
-        return x + self.ffn(self.ffn_norm(x))
+    def _whole(self, x: Tensor, attend: Attend) -> Tensor:
+        x, y = self.parts(x, None, attend)
+        return x + y
+
+    def parts(self, x: Tensor, y: Tensor | None, attend: Attend) -> tuple[Tensor, Tensor]:
+        """The block for an input x + y, as two tensors whose sum is the output: generation leaves the addition
+        to the next norm, which does both in one kernel."""
+        x, h = self.attn_norm.add(x, y)
+        x, h = self.ffn_norm.add(x, self.attn(h, attend))
+        return x, self.ffn(h)
 
 
 class Transformer(nn.Module):
@@ -221,7 +154,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.variant = config, VARIANTS["softmax"]
         self.compute_dtype = torch.float32
         self.cross_entropy: CrossEntropy = "torch"
         self.loss_chunks = 1
@@ -242,75 +175,56 @@ class Transformer(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(
-        self, tokens_BT: Tensor, targets_BT: Tensor | None = None, *, packing: Packing | None = None
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        *,
+        packing: Packing | None = None,
+        weights_BT: Tensor | None = None,
+        reduction: Reduction = "sum",
     ) -> Tensor:
-        """Logits, or with targets the sum of the losses over the targets that are not IGNORED. With a packing
-        the batch is one row."""
+        """Logits; or with targets their losses, summed or one by one ("none"), in fp32 and shaped like the
+        targets. An IGNORED target's loss is 0. With weights each loss counts that many times. With a packing
+        the batch is one row, and targets and weights belong to the positions that it reads."""
         x = self.hidden(tokens_BT, packing)
         if packing is not None and packing.read_A is not None:
             x = x.index_select(1, packing.read_A)
         if targets_BT is None:
             return self.head(x)
-        x_ND, targets_N = x.flatten(0, 1), targets_BT.flatten()
+        work = [x.flatten(0, 1), targets_BT.flatten()] + (
+            [] if weights_BT is None else [weights_BT.flatten()]
+        )
         if self.loss_chunks == 1:
-            return self._loss_sum(x_ND, targets_N)
-        chunks = zip(x_ND.chunk(self.loss_chunks), targets_N.chunk(self.loss_chunks), strict=True)
-        losses = [checkpoint(self._loss_sum, x, t, use_reentrant=False) for x, t in chunks]
-        return torch.stack(losses).sum()
+            losses = self._loss(reduction, *work)
+        else:
+            chunks = zip(*(part.chunk(self.loss_chunks) for part in work), strict=True)
+            each = [checkpoint(self._loss, reduction, *chunk, use_reentrant=False) for chunk in chunks]
+            losses = torch.stack(each).sum() if reduction == "sum" else torch.cat(each)
+        return losses if reduction == "sum" else losses.view_as(targets_BT)
 
     def hidden(self, tokens_BT: Tensor, packing: Packing | None = None) -> Tensor:
         """What the head reads at every position: B x T x hidden size, normalised."""
         assert packing is None or len(tokens_BT) == 1, "a packed batch is one row"
         at = slice(tokens_BT.shape[1]) if packing is None else packing.positions_T
-        x = self.embed(tokens_BT)
-        rope = None
-        if self.positions is not None:
-            x = x + self.positions.weight[at]
-        else:
-            rope = self.rope_cos[at], self.rope_sin[at]
-        x = x.to(self.compute_dtype)
-        if packing is not None:
-            packing = self._with_kernel(packing, x)
+        x = self.embedded(tokens_BT, at)
+        rope = None if self.positions is not None else (self.rope_cos[at], self.rope_sin[at])
+        attend = self.variant.over(self.config, packing, rope, x)
         for block in self.blocks:
-            x = block(x, rope, packing)
+            x = block(x, attend)
         return self.norm(x)
 
-    def _with_kernel(self, packing: Packing, x: Tensor) -> Packing:
-        """The packing with what its attention needs: the kernels for sequences of several lengths are CUDA's,
-        in half precision."""
-        config = self.config
-        if not x.is_cuda or x.dtype == torch.float32:
-            return packing.with_grid()
-        if (
-            config.positions == "rope"
-            and not config.qk_norm
-            and kernels.fits(x.device, longest=packing.longest, head_size=config.head_size)
-        ):
-            return packing._replace(short=True)
-        _load_varlen()
-        return packing
+    def embedded(self, tokens: Tensor, at: slice | Tensor | None) -> Tensor:
+        """What the first block reads, for tokens at these positions (not needed where they are rotated)."""
+        x = self.embed(tokens)
+        if self.positions is not None:
+            x = x + self.positions.weight[at]
+        return x.to(self.compute_dtype)
 
-    def _loss_sum(self, x_ND: Tensor, targets_N: Tensor) -> Tensor:
-        return linear_cross_entropy(x_ND, self.head.weight, targets_N, fused=self.cross_entropy == "fused")
-
-
-def rope_table(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position, each (context_length, head_size): the half-rotation layout of
-    Hugging Face."""
-    half = torch.arange(0, config.head_size, 2, dtype=torch.float32) / config.head_size
-    angles = torch.outer(
-        torch.arange(config.context_length, dtype=torch.float32), 1.0 / config.rope_theta**half
-    )
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos(), angles.sin()
-
-
-def rotate(x_BTHC: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate each pair (i, i + C/2) of a head by its position's angle; in fp32, since bf16 angles blur
-    distant positions."""
-    cos, sin = (table[:, None, :] for table in rope)
-    a, b = x_BTHC.chunk(2, dim=-1)
-    return (x_BTHC * cos + torch.cat([-b, a], dim=-1) * sin).to(x_BTHC.dtype)
+    def _loss(
+        self, reduction: Reduction, x_ND: Tensor, targets_N: Tensor, weights_N: Tensor | None = None
+    ) -> Tensor:
+        how: dict[str, Any] = {"fused": self.cross_entropy == "fused", "reduction": reduction}
+        return linear_cross_entropy(x_ND, self.head.weight, targets_N, weights_N, **how)
 
 
 def build_model(

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from redline.config.recipe import IGNORED
 from redline.errors import DataError
-from redline.model.transformer import Packing
+from redline.model.attention.packed import Packing
 
 TOKENS_STEP = 128
 """Sizes of static rows: wider steps pad more, narrower ones make more graphs, each captured in about a
