@@ -2,20 +2,27 @@
 against the batch."""
 
 import random
-from dataclasses import fields, replace
+from copy import deepcopy
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from redline.config.recipe import ModelConfig
 from redline.engine import reference
 from redline.engine.local import LocalEngine
 from redline.engine.request import Request, Sampling
 from redline.engine.state import Slots, make_slots
-from redline.model.transformer import Transformer, build_model
+from redline.model import kernels as model_kernels
+from redline.model.attention import cache
+from redline.model.attention.cache import KeysAndValues
+from redline.model.attention.rope import rope_table
+from redline.model.attention.state import Room, Rows
+from redline.model.transformer import Norm, Transformer, build_model
 
 # torch for CPUs comes without Triton
 kernels = pytest.importorskip("redline.engine.kernels", exc_type=ImportError)
+cache_kernels = pytest.importorskip("redline.model.attention.cache_kernels", exc_type=ImportError)
 
 DEVICE = torch.device("cuda")
 SMOL = ModelConfig(
@@ -46,13 +53,11 @@ GPT2 = ModelConfig(
 BANDS = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 
 
-def random_slots(config: ModelConfig, dtype: torch.dtype) -> Slots:
-    slots = make_slots(
-        config, slots=40, prompts=10, max_prompt_tokens=100, max_new_tokens=90, device=DEVICE, dtype=dtype
-    )
-    n = slots.count.shape[0]
-    for tensor in (slots.prompt_kv, slots.kv):
-        tensor.normal_()
+ROOM = Room(slots=40, prompts=10, max_prompt_tokens=100, max_new_tokens=90)
+
+
+def random_slots(config: ModelConfig) -> Slots:
+    slots, n = make_slots(config, ROOM, DEVICE), ROOM.slots
     for tensor, low, high in (
         (slots.prompt, 0, 10),
         (slots.prompt_len, 1, 101),
@@ -70,9 +75,16 @@ def random_slots(config: ModelConfig, dtype: torch.dtype) -> Slots:
     return slots
 
 
-def twice(slots: Slots) -> tuple[Slots, Slots]:
-    a, b = (Slots(**{f.name: getattr(slots, f.name).clone() for f in fields(Slots)}) for _ in range(2))
-    return a, b
+def caches(config: ModelConfig, dtype: torch.dtype, rotated: bool) -> tuple[KeysAndValues, KeysAndValues]:
+    """The same random keys and values in fp32 and in the dtype."""
+    cos, sin = rope_table(config)
+    rope = (cos.to(DEVICE), sin.to(DEVICE)) if rotated else None
+    exact, rounded = (
+        KeysAndValues(config, rope, ROOM, device=DEVICE, dtype=each) for each in (torch.float32, dtype)
+    )
+    for wide, narrow in ((exact.prompt_kv, rounded.prompt_kv), (exact.kv, rounded.kv)):
+        wide.copy_(narrow.normal_())
+    return exact, rounded
 
 
 def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -84,32 +96,28 @@ def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
 @pytest.mark.parametrize("rotated", [True, False])
 def test_attention_and_the_caches(config, dtype, rotated):
     torch.manual_seed(0)
-    slots, heads = random_slots(config, dtype), config.num_heads + 2 * config.kv_heads
-    model = build_model(config, device=DEVICE, seed=0)
-    rope = (model.rope_cos, model.rope_sin) if rotated else None
-    rows = torch.randperm(40, device=DEVICE)[:33].int()
+    slots, heads = random_slots(config), config.num_heads + 2 * config.kv_heads
+    exact, rounded = caches(config, dtype, rotated)
+    slot_B = torch.randperm(ROOM.slots, device=DEVICE)[:33].int()
+    rows = Rows(slot_B, slots.prompt, slots.prompt_len, slots.count)
     qkv = torch.randn(33, heads, config.head_size, device=DEVICE, dtype=dtype)
-    a, b = twice(slots)
-    exact = replace(a, prompt_kv=a.prompt_kv.float(), kv=a.kv.float())
-    want, got = reference.attend(exact, 1, qkv.float(), rows, rope), kernels.attend(b, 1, qkv, rows, rope)
-    assert close(got, want, dtype)
-    assert close(b.kv, exact.kv, dtype)
+    assert close(
+        cache_kernels.attend(rounded, 1, qkv, rows), cache.attend(exact, 1, qkv.float(), rows), dtype
+    )
+    assert close(rounded.kv, exact.kv, dtype)
     qkv = torch.randn(7, 50, heads, config.head_size, device=DEVICE, dtype=dtype)
-    prompts, lengths = (
-        torch.randperm(10, device=DEVICE)[:7].int(),
-        torch.full((7,), 50, dtype=torch.int32, device=DEVICE),
-    )
-    wants, gots = (
-        ops.store_prompt(s, 1, qkv, prompts, lengths, rope) for ops, s in ((reference, a), (kernels, b))
-    )
+    prompts = torch.randperm(10, device=DEVICE)[:7].int()
+    lengths = torch.full((7,), 50, dtype=torch.int32, device=DEVICE)
+    gots = cache_kernels.store_prompt(rounded, 1, qkv, prompts, lengths)
+    wants = cache.store_prompt(exact, 1, qkv.float(), prompts, lengths)
     assert all(close(got, want, dtype) for got, want in zip(gots, wants, strict=True))
-    assert close(b.prompt_kv, a.prompt_kv, dtype)
+    assert close(rounded.prompt_kv, exact.prompt_kv, dtype)
 
 
 @pytest.mark.parametrize("config", [SMOL, ODD], ids=["smol", "odd"])
 def test_the_choice_of_tokens(config):
     torch.manual_seed(0)
-    slots, rows = random_slots(config, torch.float32), torch.randperm(40, device=DEVICE)[:33].int()
+    slots, rows = random_slots(config), torch.randperm(ROOM.slots, device=DEVICE)[:33].int()
     logits = 3 * torch.randn(33, config.vocab_size, device=DEVICE)
     want, got = reference.cutoff(logits, slots, rows), kernels.cutoff(logits, slots, rows)
     of = rows.long()
@@ -117,7 +125,7 @@ def test_the_choice_of_tokens(config):
     assert filtered.sum() > 10
     assert torch.equal((logits >= got[:, None]).sum(1)[filtered], (logits >= want[:, None]).sum(1)[filtered])
     for cutoff in (None, want):
-        a, b = twice(slots)
+        a, b = deepcopy(slots), deepcopy(slots)
         reference.pick(logits, a, rows, cutoff)
         kernels.pick(logits, b, rows, cutoff)
         assert torch.equal(a.tokens, b.tokens)
@@ -128,16 +136,19 @@ def test_the_choice_of_tokens(config):
 
 @pytest.mark.parametrize("dtype", BANDS, ids=str)
 def test_norm_and_activation(dtype):
-    x, y, w = (
-        torch.randn(33, 960, device=DEVICE, dtype=dtype),
-        torch.randn(33, 960, device=DEVICE, dtype=dtype),
-        torch.randn(960).to(DEVICE, dtype),
-    )
-    x2 = x.clone()
-    assert close(kernels.add_rms_norm(x2, y, w, 1e-5), reference.add_rms_norm(x, y, w, 1e-5), dtype)
-    assert torch.equal(x, x2)
-    assert close(kernels.add_rms_norm(x2, None, w, 1e-5), reference.add_rms_norm(x, None, w, 1e-5), dtype)
-    assert close(kernels.swiglu(x), reference.swiglu(x), dtype)
+    x, y = torch.randn(2, 33, 960, device=DEVICE, dtype=dtype).unbind()
+    norm = Norm(960, SMOL).to(DEVICE, dtype)
+    torch.nn.init.normal_(norm.weight)
+    found = []
+    for fused in (False, True):
+        norm.fused = fused
+        with torch.no_grad():
+            found.append([norm.add(x.clone(), other) for other in (None, y)])
+    for want, got in zip(*found, strict=True):
+        assert torch.equal(got[0], want[0])
+        assert close(got[1], want[1], dtype)
+    gate, up = x.double().chunk(2, dim=-1)
+    assert close(model_kernels.swiglu(x), F.silu(gate) * up, dtype)
 
 
 class Count:

@@ -2,15 +2,18 @@
 merging is exact."""
 
 import random
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from redline.config.recipe import ModelConfig
-from redline.model import kernels, transformer
+from redline.model import kernels
+from redline.model.attention import packed, short
 from redline.model.lora import LoraConfig, adapters, add_lora, lora_layers, merged
-from redline.model.transformer import Transformer, build_model, packed_attention
+from redline.model.transformer import Attention, Transformer, build_model
 from redline.record.run import RunFolder
 from redline.train.finetune import Example, FinetuneConfig, finetune
 from redline.train.packing import exact, pack, unpack
@@ -96,36 +99,33 @@ def test_bf16_stays_in_the_band_of_fp32_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("heads", [(6, 2), (4, 4)], ids=["grouped", "plain"])
-def test_the_kinds_of_attention_agree_and_so_do_their_gradients(heads: tuple[int, int]) -> None:
-    transformer._load_varlen()
-    batch = examples(9)
+@pytest.mark.parametrize("kernel", ["short", "varlen"])
+def test_the_kinds_of_attention_agree_and_so_do_their_gradients(heads: tuple[int, int], kernel: str) -> None:
+    """Both kernels against the padded grid in float64, with and without rotation."""
+    config = replace(CONFIG, num_heads=heads[0], num_kv_heads=heads[1], head_dim=64)
+    attn, batch = Attention(config), examples(9)
     shape = exact(batch)
     _, _, packing = unpack(torch.from_numpy(pack(batch, shape)).cuda(), shape)
     torch.manual_seed(0)
-    # Values are a view of the fused projection, with a stride that is not their own.
-    qkv = torch.randn(
-        shape.tokens, heads[0] + 2 * heads[1], 64, device="cuda", dtype=torch.bfloat16, requires_grad=True
-    )
-    out = torch.randn(shape.tokens, heads[0], 64, device="cuda", dtype=torch.bfloat16)
-    results = []
-    for how in (packing, packing.with_grid()):
-        y = packed_attention(*qkv.split([heads[0], heads[1], heads[1]], dim=1), how)
-        results.append((y, *torch.autograd.grad(y, qkv, out)))
-    for kernel, grid in zip(*results, strict=True):
-        torch.testing.assert_close(kernel, grid, rtol=2e-2, atol=2e-2)
+    qkv = torch.randn(1, shape.tokens, heads[0] + 2 * heads[1], 64, device="cuda", dtype=torch.bfloat16)
+    out = torch.randn(1, shape.tokens, heads[0] * 64, device="cuda", dtype=torch.bfloat16)
     angles = torch.outer(packing.positions_T.float(), torch.rand(32, device="cuda")).repeat(1, 2)
     rope = angles.cos(), angles.sin()
-    q, k, v = qkv.split([heads[0], heads[1], heads[1]], dim=1)
-    y = packed_attention(
-        transformer.rotate(q[None], rope)[0], transformer.rotate(k[None], rope)[0], v, packing.with_grid()
-    ).flatten(1)
-    short = kernels.short_attention(qkv, *rope, packing.bounds_S, q_heads=heads[0], longest=packing.longest)
-    assert kernels.fits(qkv.device, longest=packing.longest, head_size=64)
-    for kernel, grid in (
-        (short, y),
-        (torch.autograd.grad(short, qkv, out.flatten(1))[0], torch.autograd.grad(y, qkv, out.flatten(1))[0]),
-    ):
-        torch.testing.assert_close(kernel, grid, rtol=2e-2, atol=2e-2)
+    assert short.fits(qkv.device, longest=packing.longest, head_size=64)
+    for turn in (rope,) if kernel == "short" else (rope, None):
+        ways = {"short": packed.with_short_kernel, "varlen": packed.with_varlen_kernel}
+        extra = {"varlen": packed.varlen_kernel()} if kernel == "varlen" else {}
+        grid = packed.grid_of(packing)
+        results = []
+        for attend, dtype in (
+            (partial(ways[kernel], rope=turn, packing=packing, **extra), torch.bfloat16),
+            (partial(packed.on_grid, rope=turn, grid=grid), torch.float64),
+        ):
+            x = qkv.to(dtype).requires_grad_()
+            y = attend(attn, x)
+            results.append((y, *torch.autograd.grad(y, x, out.to(dtype))))
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=2e-2)
 
 
 def test_swiglu_and_its_gradient() -> None:

@@ -15,9 +15,10 @@ from redline.config.recipe import ModelConfig
 from redline.engine import reference
 from redline.engine.local import STEPS, LocalEngine, fitting_slots
 from redline.engine.request import Completion, Request, Sampling
-from redline.engine.state import STOP_IDS, make_slots, slot_bytes
+from redline.engine.state import STOP_IDS, make_slots
 from redline.engine.uniform import uniforms
 from redline.errors import ConfigError, MachineError
+from redline.model.attention.state import Room
 from redline.model.transformer import Transformer, build_model
 
 CONFIG = ModelConfig(
@@ -136,9 +137,9 @@ def exact(*, temperature: float = 1.0, top_k: int | None = None, top_p: float = 
     ],
 )
 def test_samples_follow_the_exact_distribution(how):
-    sizes = {"slots": DRAWS, "prompts": 1, "max_prompt_tokens": 1, "max_new_tokens": 1}
     tiny = ModelConfig(vocab_size=8, num_layers=1, hidden_size=2, num_heads=1, ffn_size=2, context_length=8)
-    slots = make_slots(tiny, **sizes, device=torch.device("cpu"), dtype=torch.float32)
+    room = Room(slots=DRAWS, prompts=1, max_prompt_tokens=1, max_new_tokens=1)
+    slots = make_slots(tiny, room, torch.device("cpu"))
     slots.count.zero_()
     slots.open.fill_(1)
     slots.temperature.fill_(how.get("temperature", 1.0))
@@ -406,7 +407,8 @@ def test_half_precision_copies_what_it_must(model):
 
 def test_the_number_of_slots_follows_the_memory(model, monkeypatch):
     room = {"max_prompt_tokens": 20, "max_new_tokens": 20}
-    each = slot_bytes(model.config, **room, dtype=torch.float32)
+    # keys and values of 40 tokens in 2 layers of 2 heads of width 6, and two rows of 37 logits, all in fp32
+    each = 4 * (40 * 2 * 2 * 2 * 6 + 2 * 37)
     for free_bytes, slots in ((each * 10, 8), (each * 10**6, 64)):
         monkeypatch.setattr(psutil, "virtual_memory", lambda free=free_bytes: SimpleNamespace(available=free))
         assert fitting_slots(model, **room) == slots

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.nn.functional as F
 from rft_model import letters_recipe, tiny_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -20,6 +19,7 @@ from redline.config.rft import load_rft
 from redline.engine.local import LocalEngine
 from redline.engine.request import Completion
 from redline.model import lora, transformer
+from redline.model.attention import packed, softmax
 from redline.plan.plan import Why
 from redline.rft import session
 from redline.rft.plan import Bounds
@@ -66,11 +66,10 @@ def test_an_honest_recipe_passes(
 def test_sequences_of_a_row_that_see_each_other_are_found(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def as_one(q_THC: Any, k_TKC: Any, v_TKC: Any, packing: Any) -> Any:
-        q, k, v = (x.transpose(0, 1)[None] for x in (q_THC, k_TKC, v_TKC))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+    def as_one(attn: Any, qkv_1THC: Any, *, rope: Any, grid: Any) -> Any:
+        return softmax.attend(attn, qkv_1THC, rope=rope)
 
-    monkeypatch.setattr(transformer, "packed_attention", as_one)
+    monkeypatch.setattr(packed, "on_grid", as_one)
     assert failed(checks(recipe)) == {"packed rows"}
 
 
