@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def examples(count: int, seed: int = 0, longest: int = 40) -> list[Example]:
     return [Example(draw(longest), draw(longest)) for _ in range(count)]
 
 
-def padded_loss(model: Transformer, batch: list[Example]) -> torch.Tensor:
+def padded_loss(model: Transformer, batch: list[Example], **how: Any) -> torch.Tensor:
     """The truth: every example in a row of its own, padded at the right, the loss on its answer."""
     longest = max(example.length for example in batch)
     tokens_BT = torch.full((len(batch), longest), 7)
@@ -50,12 +51,14 @@ def padded_loss(model: Transformer, batch: list[Example]) -> torch.Tensor:
         whole = torch.tensor((*example.prompt, *example.answer))
         tokens_BT[i, : example.length] = whole[:-1]
         targets_BT[i, len(example.prompt) - 1 : example.length] = whole[len(example.prompt) :]
-    return model(tokens_BT, targets_BT)
+    losses: torch.Tensor = model(tokens_BT, targets_BT, **how)
+    return losses[targets_BT != IGNORED] if losses.ndim else losses
 
 
-def packed_loss(model: Transformer, batch: list[Example], shape: Shape) -> torch.Tensor:
+def packed_loss(model: Transformer, batch: list[Example], shape: Shape, **how: Any) -> torch.Tensor:
     tokens_1T, targets_1A, packing = unpack(torch.from_numpy(pack(batch, shape)), shape)
-    return model(tokens_1T, targets_1A, packing=packing)
+    losses: torch.Tensor = model(tokens_1T, targets_1A, packing=packing, **how)
+    return losses[targets_1A != IGNORED] if losses.ndim else losses
 
 
 def gradients(model: Transformer, loss: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -80,6 +83,8 @@ def test_a_packed_row_has_the_loss_and_gradients_of_a_padded_batch(
         shape = Shape(shape.tokens + 101, shape.answers + 5, shape.sequences + 4, shape.longest)
     packed, padded = packed_loss(model, batch, shape), padded_loss(model, batch)
     torch.testing.assert_close(packed, padded, rtol=1e-5, atol=0.0)
+    each = (packed_loss(model, batch, shape, reduction="none"), padded_loss(model, batch, reduction="none"))
+    torch.testing.assert_close(*each, rtol=1e-5, atol=1e-5)
     found, truth = gradients(model, packed), gradients(model, padded)
     for name, gradient in truth.items():
         torch.testing.assert_close(
