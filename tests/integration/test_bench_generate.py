@@ -2,6 +2,7 @@
 counted by hand."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ import pytest
 import torch
 
 from redline.bench import generate, generate_arms
-from redline.bench.generate import SETTINGS, Work, floor_s
+from redline.bench.generate import WORKS, Sequences, floor_s
 from redline.cli.main import main
 from redline.config.recipe import ModelConfig
 from redline.machine.facts import read_facts
 from redline.machine.store import cached
+from redline.measure.child import named
 
-QUICK = SETTINGS["quick"]
+QUICK = WORKS["quick"]
 
 
 Capture = pytest.CaptureFixture[str]
@@ -27,17 +29,10 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def rows_of(arm: str, capfd: Capture) -> list[dict[str, Any]]:
-    """What an arm's process would print; in this process, which has torch already."""
-    generate_arms.main(arm, "quick")
-    return [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith('{"row"')]
-
-
-def test_our_side_and_its_table(
-    cache: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_side_and_its_table(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, which has torch already."""
     monkeypatch.setenv("REDLINE_CACHE", str(cache))
-    monkeypatch.setattr(generate, "_run", lambda arm, name: rows_of(arm, capfd))
+    monkeypatch.setattr(generate, "rows_of", lambda function, setting: named(function)(setting))
     facts, told = read_facts(), []
     ceilings = cached(facts)
     assert ceilings is not None
@@ -67,8 +62,8 @@ def test_our_side_and_its_table(
     assert f"slot occupancy {mixed['occupancy']:.1%}" in table
 
 
-def test_the_other_side_runs_the_same_work(capfd: Capture) -> None:
-    rows = rows_of("transformers", capfd)
+def test_the_other_side_runs_the_same_work() -> None:
+    rows = list(generate_arms.transformers({"name": "quick"}))
     assert [(row["row"], row["prompts"], row["samples"]) for row in rows] == [
         ("generate", 1, 2),
         ("generate", 2, 2),
@@ -80,19 +75,11 @@ def test_the_other_side_runs_the_same_work(capfd: Capture) -> None:
         assert row.get("note", "") == ""
 
 
-def test_an_arm_that_dies_keeps_its_rows_and_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dying = tmp_path / "python"
-    dying.write_text(
-        """#!/bin/sh\necho noise\necho "{\\"row\\": \\"$*\\"}"\necho 'RuntimeError: boom' >&2\nexit 3\n"""
-    )
-    dying.chmod(0o755)
-    monkeypatch.setattr(generate.sys, "executable", str(dying))
-    assert list(generate._run("transformers", "quick")) == [
-        {"row": f"-m {generate_arms.__name__} transformers quick"},
-        {"row": "transformers", "failed": "RuntimeError: boom"},
-    ]
+def test_an_arm_that_dies_keeps_its_rows_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    dying = "import sys; sys.stdin.readline(); print('{\"row\": {\"row\": 1}}', flush=True); sys.exit('boom')"
+    monkeypatch.setattr("redline.measure.process.COMMAND", (sys.executable, "-c", dying))
+    rows = list(generate.rows_of("redline.bench.generate_arms:redline", {"name": "quick"}))
+    assert rows == [{"row": 1}, {"failed": "exit code 1: boom", "outcome": "crashed"}]
 
 
 def test_the_full_benchmark_on_a_cpu_is_refused_and_so_is_an_unknown_arm(
@@ -113,7 +100,7 @@ def test_the_floor_counted_by_hand() -> None:
     model = ModelConfig(
         vocab_size=10, num_layers=1, hidden_size=4, num_heads=2, num_kv_heads=1, ffn_size=8, context_length=16
     )
-    work = Work(prompts=2, prompt_tokens=3, new_tokens=[3, 3, 3, 3], slots=4)
+    work = Sequences(prompts=2, prompt_tokens=3, new_tokens=[3, 3, 3, 3], slots=4)
 
     def seconds(*, bytes_per_s: float = 1e30, flops_per_s: float = 1e30, shared: bool = False) -> float:
         return floor_s(
@@ -133,8 +120,8 @@ def test_the_floor_counted_by_hand() -> None:
 
 def test_the_floor_of_mixed_lengths_fills_every_slot() -> None:
     model = QUICK.model
-    even = Work(prompts=8, prompt_tokens=4, new_tokens=[5] * 8, slots=4)
-    uneven = Work(prompts=8, prompt_tokens=4, new_tokens=[2, 8] * 4, slots=4)
+    even = Sequences(prompts=8, prompt_tokens=4, new_tokens=[5] * 8, slots=4)
+    uneven = Sequences(prompts=8, prompt_tokens=4, new_tokens=[2, 8] * 4, slots=4)
     options = {"bytes_per_value": 4, "bytes_per_s": 1.0, "flops_per_s": 1e30, "shared": False}
     weights = generate.parameters(model).matmul * 4
     kv = 4 * 2 * model.num_layers * model.kv_heads * model.head_size

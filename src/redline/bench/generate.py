@@ -1,36 +1,39 @@
 """`redline bench generate`: our engine beside `transformers` on the same model and the same work, in one run.
 No torch here.
 
-    path = bench_generate("full", ceilings, facts, out=Path("benchmarks"))      # writes generate_<hardware>_<
-                                                                                date>.{json,md}
+    path = bench_generate("full", ceilings, facts, Path("benchmarks"))       # generate_<hardware>_<date>.{json,md}
 
-Each side runs in a process of its own (generate_arms.py) that prints a line of JSON per measurement, so what
-was measured before a crash stays. The floor of a row is what the machine would need for the least work: the
+Each side runs in its own process (generate_arms.py) and hands over a row per measurement, so what was measured
+before a crash stays. The floor of a row is what the machine would need for the least work: the
 weights read once a step and the keys and values of every token read at the measured copy bandwidth, then the
 multiplications at the measured rate, one after the other. Left out of the floor, so that it stays one:
 logits, activations, writes, sampling.
 """
 
 import heapq
-import json
 import random
-import re
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
+from redline.bench.results import (
+    MEANINGLESS,
+    Row,
+    machine_title,
+    made_by,
+    rows_of,
+    shape,
+    spread,
+    table,
+    write,
+)
 from redline.config.recipe import ModelConfig
 from redline.machine.facts import MachineFacts
 from redline.machine.store import Ceilings
 from redline.plan.arithmetic import BYTES, parameters
-from redline.record.files import write_atomic
-from redline.record.units import format_bytes, format_duration, format_limit_share
+from redline.record.units import format_bytes, format_duration
 
 ARMS = ("transformers", "redline")
 TEMPERATURE = 0.8
@@ -38,7 +41,7 @@ TEMPERATURE = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class GenerationWork:
     """The model and the work."""
 
     model: ModelConfig
@@ -65,8 +68,8 @@ class Setting:
     patience_s: float
 
 
-SETTINGS = {
-    "full": Setting(
+WORKS = {
+    "full": GenerationWork(
         model=ModelConfig(
             vocab_size=49152, num_layers=32, hidden_size=960, num_heads=15, num_kv_heads=5, ffn_size=2560,
             context_length=2048,
@@ -78,7 +81,7 @@ SETTINGS = {
         greedy=(16, 64), repeats=3,
         patience_s=10.0,
     ),
-    "quick": Setting(
+    "quick": GenerationWork(
         model=ModelConfig(
             vocab_size=320, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=64,
             context_length=64, init_std=0.2
@@ -98,19 +101,19 @@ MIXED_WAVES = 8
 perfect engine under 77 %."""
 
 
-def mixed_lengths(setting: Setting) -> list[int]:
+def mixed_lengths(work: GenerationWork) -> list[int]:
     """New tokens of each sequence where lengths are mixed; the same in every run."""
     draw = random.Random(0)
-    return [draw.randint(*setting.mixed_lengths) for _ in range(MIXED_WAVES * setting.mixed_slots)]
+    return [draw.randint(*work.mixed_lengths) for _ in range(MIXED_WAVES * work.mixed_slots)]
 
 
-def most_occupancy(setting: Setting) -> float:
+def most_occupancy(work: GenerationWork) -> float:
     """Slot occupancy of an engine that refills a slot in the very step after its sequence ends: less than 1,
     for the last to end."""
-    decoded, slots = [length - 1 for length in mixed_lengths(setting)], [0] * setting.mixed_slots
+    decoded, slots = [length - 1 for length in mixed_lengths(work)], [0] * work.mixed_slots
     for steps in decoded:
         heapq.heapreplace(slots, slots[0] + steps)
-    return sum(decoded) / (setting.mixed_slots * max(slots))
+    return sum(decoded) / (work.mixed_slots * max(slots))
 
 
 def bench_generate(
@@ -123,48 +126,23 @@ def bench_generate(
     progress: Callable[[str], None],
 ) -> Path:
     """Run the arms and write the results; returns the path of the table."""
-    rows: list[dict[str, Any]] = []
+    work, rows = WORKS[name], list[Row]()
     for arm in arms:
         started_s = time.monotonic()
-        for row in _run(arm, name):
-            rows.append(_summary(row, SETTINGS[name], ceilings))
+        for row in rows_of(f"redline.bench.generate_arms:{arm}", {"name": name}):
+            rows.append(_summary({"row": arm, **row}, work, ceilings))
             progress(_brief(rows[-1]))
         progress(f"{arm} took {time.monotonic() - started_s:.0f} s in all")
-    title = facts.gpus[0].name if facts.gpus else f"{facts.cpu_name}, {facts.cpu_cores} cores"
-    results = {
-        "machine": asdict(facts),
-        "ceilings": asdict(ceilings),
-        "setting": {"name": name, **asdict(SETTINGS[name])},
-        "rows": rows,
-    }
+    results = {"ceilings": asdict(ceilings), "setting": {"name": name, **asdict(work)}, "rows": rows}
     what = "generate" if name == "full" else f"generate-{name}"
-    base = out / f"{what}_{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')}_{time.strftime('%Y%m%d')}"
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomic(base.with_suffix(".json"), json.dumps(results, indent=1) + "\n")
-    write_atomic(base.with_suffix(".md"), table(title, facts, SETTINGS[name], rows))
-    return base.with_suffix(".md")
-
-
-def _run(arm: str, name: str) -> Iterator[dict[str, Any]]:
-    """Rows of an arm as they come; where its process dies, a last one that says so."""
-    with tempfile.TemporaryFile("w+") as errors:
-        command = [sys.executable, "-m", "redline.bench.generate_arms", arm, name]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith('{"row"'):  # libraries print too
-                    yield json.loads(line)
-        if process.returncode != 0:
-            errors.seek(0)
-            said = [line for line in errors.read().splitlines() if line.strip()]
-            yield {"row": arm, "failed": said[-1][:300] if said else f"exit code {process.returncode}"}
+    return write(out, what, facts, results, page(facts, work, rows))
 
 
 # ---- the floor ----
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class Sequences:
     """What a row generates: sequences of `prompt_tokens` + their new tokens, at most `slots` at a time."""
 
     prompts: int
@@ -176,7 +154,7 @@ class Work:
 
 def floor_s(
     model: ModelConfig,
-    work: Work,
+    work: Sequences,
     *,
     bytes_per_value: int,
     bytes_per_s: float,
@@ -206,55 +184,38 @@ def floor_s(
     return read_bytes / bytes_per_s + flops / flops_per_s
 
 
-def _floors(row: dict[str, Any], setting: Setting, ceilings: Ceilings) -> dict[str, float]:
+def _floors(row: Row, work: GenerationWork, ceilings: Ceilings) -> dict[str, float]:
     cuda = ceilings.device != "cpu"
     dtype = "bf16" if cuda else "fp32"
     rate = (ceilings.matmul_tflops("bf16") or 0.0) * 1e12 if cuda else ceilings.cpu_matmul_gflops * 1e9
     bandwidth = ceilings.copy_bytes_per_s if cuda else ceilings.cpu_copy_bytes_per_s
     if not bandwidth or not rate:
         return {}
-    lengths = (
-        mixed_lengths(setting) if row["row"] == "redline_mixed" else [setting.new_tokens] * row["sequences"]
+    lengths = mixed_lengths(work) if row["row"] == "redline_mixed" else [work.new_tokens] * row["sequences"]
+    asked = Sequences(
+        prompts=row["prompts"], prompt_tokens=work.prompt_tokens, new_tokens=lengths, slots=row["slots"]
     )
-    work = Work(
-        prompts=row["prompts"], prompt_tokens=setting.prompt_tokens, new_tokens=lengths, slots=row["slots"]
-    )
-    best = {
-        name: floor_s(
-            setting.model,
-            work,
-            bytes_per_value=BYTES[dtype],
-            bytes_per_s=bandwidth,
-            flops_per_s=rate,
+    found: dict[str, float] = {}
+    for name, shared in (("floor", False), ("floor_shared", True)):
+        seconds = floor_s(
+            work.model, asked, bytes_per_value=BYTES[dtype], bytes_per_s=bandwidth, flops_per_s=rate,
             shared=shared,
-        )
-        for name, shared in (("floor_s", False), ("floor_shared_s", True))
-    }
-    return best | {
-        f"share_of_{name[:-2]}": seconds / median(row["seconds"]) for name, seconds in best.items()
-    }
+        )  # fmt: skip
+        found |= {f"{name}_s": seconds, f"share_of_{name}": seconds / median(row["seconds"])}
+    return found
 
 
-def _summary(row: dict[str, Any], setting: Setting, ceilings: Ceilings) -> dict[str, Any]:
+def _summary(row: Row, work: GenerationWork, ceilings: Ceilings) -> Row:
     """The row with what follows from it."""
-    if "failed" in row or "seconds" not in row:
+    if "seconds" not in row:
         return row
-    seconds = row["seconds"]
-    speeds = {
-        "tokens_per_s": row["tokens"] / median(seconds),
-        "low": row["tokens"] / max(seconds),
-        "high": row["tokens"] / min(seconds),
-    }
-    bound = {"most_occupancy": most_occupancy(setting)} if row["row"] == "redline_mixed" else {}
-    return (
-        row
-        | speeds
-        | bound
-        | (_floors(row, setting, ceilings) if row["row"] in ("redline", "redline_mixed") else {})
-    )
+    row = row | spread([row["tokens"] / seconds for seconds in row["seconds"]], "tokens_per_s")
+    if row["row"] == "redline_mixed":
+        row |= {"most_occupancy": most_occupancy(work)}
+    return row | (_floors(row, work, ceilings) if row["row"].startswith("redline") else {})
 
 
-# ---- the table ----
+# ---- the page ----
 
 LABELS = {
     "generate": "transformers `generate`",
@@ -267,119 +228,65 @@ LABELS = {
 }
 
 
-def _label(row: dict[str, Any]) -> str:
+def _label(row: Row) -> str:
     if row["row"] in ("generate", "continuous"):
         return f"{LABELS[row['row']]} {row['prompts']}x{row['samples']}"
-    if row["row"] in ("redline", "redline_mixed"):
+    if "prompts" in row and row["row"].startswith("redline"):
         shared = "distinct prompts" if row["prompts"] == row["sequences"] else f"{row['prompts']} prompts"
         return f"{LABELS[row['row']]}, {shared}"
     return LABELS[row["row"]]
 
 
-def _brief(row: dict[str, Any]) -> str:
+def _brief(row: Row) -> str:
     if "failed" in row:
         return f"{_label(row)}: failed: {row['failed']}"
     if "tokens_per_s" in row:
-        return (
-            f"{_label(row)}, at most {row.get('slots', row['sequences']):,} at a time:"
-            f" {row['tokens_per_s']:,.0f} tokens/s"
-        )
+        at_once = row.get("slots", row["sequences"])
+        return f"{_label(row)}, at most {at_once:,} at a time: {row['tokens_per_s']:,.0f} tokens/s"
     return _finding(row) or _label(row)
 
 
-def table(title: str, facts: MachineFacts, setting: Setting, rows: Sequence[dict[str, Any]]) -> str:
-    """The Markdown table: speeds, then the small findings."""
-    model = setting.model
-    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version)
-    timed = [row for row in rows if "tokens_per_s" in row or "failed" in row]
-    lines = [
-        f"# Generation on {title}",
+def page(facts: MachineFacts, work: GenerationWork, rows: Sequence[Row]) -> list[str]:
+    """Markdown: speeds, then the small findings."""
+    batch = work.batches[HEADLINE - 1]
+    reference = next(
+        (
+            r.get("tokens_per_s")
+            for r in rows
+            if r["row"] == "generate" and (r["prompts"], r["samples"]) == batch
+        ),
+        None,
+    )
+    columns = (
+        "arm", "sequences", "tokens/s", "interval", "runs", f"against {batch[0]}x{batch[1]}",
+        "share of the floor", "peak memory", "first run",
+    )  # fmt: skip
+    return [
+        f"# Generation on {machine_title(facts)}",
         "",
-        (
-            f"Made by `redline bench generate` on {time.strftime('%Y-%m-%d')}; {versions}; Python"
-            f" {facts.python}."
-        ),
-        *(
-            ["A tiny model, to see that everything runs: **its speeds mean nothing.**"]
-            if setting is SETTINGS["quick"]
-            else []
-        ),
-        (
-            f"{parameters(model).total:,} parameters ({model.num_layers} layers, width {model.hidden_size},"
-            f" {model.num_heads} heads, {model.kv_heads} key/value heads, vocabulary {model.vocab_size:,}),"
-            f" random weights; prompts of {setting.prompt_tokens} tokens, {setting.new_tokens} new tokens"
-            f" each, temperature {TEMPERATURE}. Median of the timed runs; interval: slowest to fastest."
-        ),
-        (
-            "Floor: weights once a step, keys and values once a token, at the measured copy bandwidth, and"
-            " the multiplications at the measured rate; in brackets with the keys and values of a prompt read"
-            " once for all of its samples."
-        ),
+        made_by("generate", facts),
+        *([MEANINGLESS] if work is WORKS["quick"] else []),
+        f"{shape(work.model)}; prompts of {work.prompt_tokens} tokens, {work.new_tokens} new tokens each,"
+        f" temperature {TEMPERATURE}. Median of the timed runs; interval: slowest to fastest.",
+        "Floor: weights once a step, keys and values once a token, at the measured copy bandwidth, and the"
+        " multiplications at the measured rate; in brackets with the keys and values of a prompt read once for all"
+        " of its samples.",
         "",
-        (
-            f"| arm | sequences | tokens/s | interval | runs | against {_times(_reference(setting))} | share"
-            " of the floor | peak memory | first run |"
-        ),
-        "|---|---|---|---|---|---|---|---|---|",
-        *(_line(row, _speed(rows, _reference(setting))) for row in timed),
+        *table(columns, [_cells(r, reference) for r in rows if "tokens_per_s" in r or "failed" in r]),
         "",
         *_compared(rows),
         *(found for row in rows if (found := _finding(row)) is not None),
     ]
-    return "\n".join(lines) + "\n"
 
 
-def _reference(setting: Setting) -> tuple[int, int]:
-    """The batch that the others are compared with: the best setting of the public recipes."""
-    return setting.batches[HEADLINE - 1]
-
-
-def _times(batch: tuple[int, int]) -> str:
-    return f"{batch[0]}x{batch[1]}"
-
-
-def _speed(rows: Sequence[dict[str, Any]], batch: tuple[int, int]) -> float | None:
-    """Tokens/s of a batch of `transformers`; None where it was not measured."""
-    speeds = (
-        row.get("tokens_per_s")
-        for row in rows
-        if row["row"] == "generate" and (row["prompts"], row["samples"]) == batch
-    )
-    return next(speeds, None)
-
-
-def _compared(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The best of each side in one sentence."""
-    best = {
-        name: max(
-            (row for row in rows if row["row"] == name and "tokens_per_s" in row),
-            key=lambda row: row["tokens_per_s"],
-            default=None,
-        )
-        for name in ("generate", "redline")
-    }
-    theirs, ours = best["generate"], best["redline"]
-    if theirs is None or ours is None:
-        return []
-    return [
-        f"Best of transformers: {_times((theirs['prompts'], theirs['samples']))},"
-        f" {theirs['tokens_per_s']:,.0f} tokens/s. Best of redline: {ours['sequences']:,} sequences,"
-        f" {ours['tokens_per_s']:,.0f} tokens/s, {ours['tokens_per_s'] / theirs['tokens_per_s']:.1f} times as"
-        " many."
-    ]
-
-
-def _line(row: dict[str, Any], reference: float | None) -> str:
+def _cells(row: Row, reference: float | None) -> list[str]:
     if "failed" in row:
-        return f"| {_label(row)} | {row.get('sequences', '')} | failed | {row['failed']} | | | | | |"
-    note = f" ({row['note']})" if row.get("note") else ""
-    share = (
-        f"{format_limit_share(row['share_of_floor'])} ({format_limit_share(row['share_of_floor_shared'])})"
-        if "share_of_floor" in row
-        else ""
-    )
-    cells = [
-        _label(row) + note,
+        return [_label(row), str(row.get("sequences", "")), "failed", row["failed"]]
+    share = ""
+    if "share_of_floor" in row:
+        share = f"{row['share_of_floor']:.0%} ({row['share_of_floor_shared']:.0%})"
+    return [
+        _label(row) + (f" ({row['note']})" if row.get("note") else ""),
         f"{row['sequences']:,}" + (f" in {row['slots']:,} slots" if row["row"] == "redline_mixed" else ""),
         f"{row['tokens_per_s']:,.0f}",
         f"{row['low']:,.0f} – {row['high']:,.0f}",
@@ -389,18 +296,33 @@ def _line(row: dict[str, Any], reference: float | None) -> str:
         format_bytes(row["memory_bytes"]) if row.get("memory_bytes") else "–",
         format_duration(row["first_run_s"]),
     ]
-    return f"| {' | '.join(cells)} |"
 
 
-def _finding(row: dict[str, Any]) -> str | None:
+def _compared(rows: Sequence[Row]) -> list[str]:
+    """The best of each side in one sentence."""
+
+    def best(name: str) -> Row | None:
+        timed = [row for row in rows if row["row"] == name and "tokens_per_s" in row]
+        return max(timed, key=lambda row: row["tokens_per_s"], default=None)
+
+    theirs, ours = best("generate"), best("redline")
+    if theirs is None or ours is None:
+        return []
+    return [
+        f"Best of transformers: {theirs['prompts']}x{theirs['samples']},"
+        f" {theirs['tokens_per_s']:,.0f} tokens/s. Best of redline: {ours['sequences']:,} sequences,"
+        f" {ours['tokens_per_s']:,.0f} tokens/s, {ours['tokens_per_s'] / theirs['tokens_per_s']:.1f} times as"
+        " many."
+    ]
+
+
+def _finding(row: Row) -> str | None:
     """What a row says beside its speed, as a sentence."""
     if "failed" in row:
         return None
     if row["row"] == "first_token":
-        return (
-            f"Time to the first token with {row['sequences']} at a time:"
-            f" {1e3 * median(row['first_token_s']):.1f} ms."
-        )
+        first_ms = 1e3 * median(row["first_token_s"])
+        return f"Time to the first token with {row['sequences']} at a time: {first_ms:.1f} ms."
     if row["row"] == "redline_mixed":
         return (
             f"Mixed lengths, {MIXED_WAVES} sequences a slot: slot occupancy {row['occupancy']:.1%} (decoded"

@@ -62,7 +62,7 @@ def finite(numbers: Sequence[float]) -> list[float | None]:
     return [number if math.isfinite(number) else None for number in numbers]
 
 
-def timed(steps: int, step: Callable[[], None], drain: Callable[[], None]) -> float:
+def timed(steps: int, step: Callable[[], Any], drain: Callable[[], None] = lambda: None) -> float:
     """Seconds of a block of steps, between two synchronisations; what `drain` does belongs to the block."""
     synchronize()
     started_s = time.perf_counter()

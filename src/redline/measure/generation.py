@@ -9,6 +9,7 @@ log-probabilities from those that the same weights give in fp32, all at once.
 Shapes: B sequences, T tokens, V vocabulary.
 """
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -103,7 +104,7 @@ class GenerationSubject:
 
     def _engine(self) -> LocalEngine:
         room = max(self.work.new_tokens, CHECKED_TOKENS)
-        tokenizer, prompt_tokens = _tokenizer(self.model.config.vocab_size), self.work.prompt_tokens
+        tokenizer, prompt_tokens = letters_tokenizer(self.model.config.vocab_size), self.work.prompt_tokens
         engine = LocalEngine(
             self.model, tokenizer, slots=self.sequences, max_prompt_tokens=prompt_tokens, max_new_tokens=room
         )
@@ -181,7 +182,8 @@ def reference_logprobs(model: Transformer, prompts_BT: Tensor, chosen_BT: Tensor
     return logits_BTV.log_softmax(-1).gather(-1, chosen_BT[..., None])[..., 0]
 
 
-def _tokenizer(vocab_size: int) -> Tokenizer:
+@cache
+def letters_tokenizer(vocab_size: int) -> Tokenizer:
     """Every id has a text of a few letters; turning tokens into text is part of generating."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     words = ["".join(letters[i // 26**place % 26] for place in range(4)) for i in range(vocab_size - 1)]

@@ -1,0 +1,78 @@
+"""What the benchmarks share: an arm in its process, and the two files that a benchmark writes. No torch.
+
+    for row in rows_of("redline.bench.generate_arms:ours", {"name": "full"}): ...
+    path = write(out, "generate", facts, results, lines)           # generate_<hardware>_<date>.{json,md}
+
+What an arm measured before it died stays; its last row then says how it failed.
+"""
+
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from redline.config.recipe import ModelConfig
+from redline.machine.facts import MachineFacts
+from redline.measure.process import Child, ChildFailed
+from redline.plan.arithmetic import parameters
+from redline.record.files import write_atomic
+
+Row = dict[str, Any]
+ROW_LIMIT_S = 1800.0
+"""A row that takes longer hangs."""
+MEANINGLESS = "A tiny model, to see that everything runs: **its speeds mean nothing.**"
+
+
+def rows_of(function: str, setting: dict[str, Any], allocator: str = "") -> Iterator[Row]:
+    """The rows of an arm as they come; where it fails, a last one with `failed` and `outcome`."""
+    with Child(allocator) as child:
+        try:
+            yield from child.rows(function, setting, ROW_LIMIT_S)
+        except ChildFailed as failed:
+            yield {"failed": failed.error, "outcome": failed.outcome}
+
+
+def spread(rates: Sequence[float], name: str) -> dict[str, float]:
+    """The median under its name, and the slowest and fastest."""
+    return {name: median(rates), "low": min(rates), "high": max(rates)}
+
+
+def machine_title(facts: MachineFacts) -> str:
+    return facts.gpus[0].name if facts.gpus else f"{facts.cpu_name}, {facts.cpu_cores} cores"
+
+
+def made_by(verb: str, facts: MachineFacts) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version)
+    today = time.strftime("%Y-%m-%d")
+    return f"Made by `redline bench {verb}` on {today}; {versions}; Python {facts.python}."
+
+
+def shape(model: ModelConfig) -> str:
+    return (
+        f"{parameters(model).total:,} parameters ({model.num_layers} layers, width {model.hidden_size},"
+        f" {model.num_heads} heads, {model.kv_heads} key/value heads, vocabulary {model.vocab_size:,}),"
+        " random weights"
+    )
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """As Markdown; short rows are filled up."""
+    filled = [[*row, *[""] * (len(columns) - len(row))] for row in rows]
+    return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *filled)]
+
+
+def write(
+    out: Path, what: str, facts: MachineFacts, results: dict[str, Any], lines: Sequence[str], title: str = ""
+) -> Path:
+    """The results as JSON, with the machine, and as a page; the page's path."""
+    name = re.sub(r"[^a-z0-9]+", "-", (title or machine_title(facts)).lower()).strip("-")
+    base = out / f"{what}_{name}_{time.strftime('%Y%m%d')}"
+    out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"machine": asdict(facts), **results}, indent=1)
+    write_atomic(base.with_suffix(".json"), text + "\n")
+    write_atomic(base.with_suffix(".md"), "\n".join(lines) + "\n")
+    return base.with_suffix(".md")
