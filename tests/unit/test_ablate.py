@@ -4,7 +4,7 @@ left out, and that nothing finished is measured again."""
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from redline.optimizations.work import Generating
 from redline.plan.arithmetic import flops_per_token
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import Hardware
+from redline.record.units import exact
 from redline.report.ablation import ablation
 from redline.tune.ablate import AblationRow, ablate, mfu
 from redline.tune.arms import TrainArms, arms_for, naive
@@ -108,6 +109,28 @@ def test_what_pays_is_kept_and_the_rest_leaves_the_state_alone(tmp_path: Path) -
     assert rows["leave one out", "tf32"].outcome == "no change"
     assert rows["leave one out", "bf16"].measured_ratio == pytest.approx(2.0)
     assert rows["leave one out", "compile"].measured_ratio == pytest.approx(1.5)
+
+
+def test_a_row_shows_both_speeds_of_its_ratio(tmp_path: Path) -> None:
+    """On a machine that gets slower from one comparison to the next, the speed in the row above is another."""
+
+    def drifting(trial: Trial) -> Behaviour:
+        found = by_the_book(trial)
+        return replace(found, step_s=found.step_s * (1 + len(lab.started)))
+
+    lab = Lab(drifting)
+    rows = [row for row in run(tmp_path, lab=lab).values() if row.measured_ratio is not None]
+    assert {row.stage for row in rows} == {"one by one", "all", "leave one out"}
+    for row in rows:
+        assert row.before_tokens_per_s
+        assert row.tokens_per_s
+        assert row.tokens_per_s / row.before_tokens_per_s == pytest.approx(row.measured_ratio), row
+        both = f"{row.before_tokens_per_s:,.0f} → {row.tokens_per_s:,.0f} ("
+        assert dict(zip(COLUMNS, cells(row), strict=True))["tokens/s (MFU)"].startswith(both)
+    page = [row for chart in ablation([asdict(row) for row in rows]) for row in chart.rows]
+    assert [row.speed for row in page] == [
+        f"{exact(row.before_tokens_per_s)} to {exact(row.tokens_per_s)} tokens/s" for row in rows
+    ]
 
 
 def test_every_list_is_measured_before_anything_is_left_out(tmp_path: Path) -> None:

@@ -146,7 +146,9 @@ def _print(rows, title: str) -> None:  # type: ignore[no-untyped-def]
         if heading:
             tables.append(Table(title=heading, title_justify="left", box=None, padding=(0, 2, 0, 0)))
             for number in columns:
-                tables[-1].add_column(COLUMNS[number], overflow="fold")
+                words = COLUMNS[number] in ("change", "verdict", "numerics")
+                whole = max(len(each.name) for each in rows) if number == 0 else None
+                tables[-1].add_column(COLUMNS[number], overflow="fold", no_wrap=not words, min_width=whole)
         tables[-1].add_row(*(escape(cells(row)[number]) for number in columns))
     console.print(escape(title), *tables, sep="\n")
 

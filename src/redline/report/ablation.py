@@ -150,11 +150,8 @@ def _row(row: dict[str, Any], place: Callable[[float], float]) -> Row:
         _pair([row.get("low"), row.get("high")]),
         _pair(row.get("claimed")),
     )
-    size, speed, outcome = (
-        number(row.get("memory_bytes")),
-        number(row.get("tokens_per_s")),
-        str(row.get("outcome") or "ok"),
-    )
+    size, outcome = number(row.get("memory_bytes")), str(row.get("outcome") or "ok")
+    before, speed = number(row.get("before_tokens_per_s")), number(row.get("tokens_per_s"))
     verdict = str(row.get("verdict") or "") if outcome == "ok" else outcome.replace("_", " ")
     return Row(
         name=str(row.get("name", "")) + (", again" if row.get("stage") == "second try" else ""),
@@ -171,7 +168,7 @@ def _row(row: dict[str, Any], place: Callable[[float], float]) -> Row:
         interval=f"{factor(interval[0])} to {factor(interval[1])}×" if interval else "",
         judged=", ".join(part for part in (verdict, "kept" if row.get("kept") is True else "") if part),
         note=str(row.get("note") or ""),
-        speed=f"{exact(speed)} tokens/s" if speed else "",
+        speed=f"{f'{exact(before)} to ' if before else ''}{exact(speed)} tokens/s" if speed else "",
         memory=format_bytes(size) if size else "",
         numerics=str(row.get("numerics") or ""),
         at=place(value) if value and value > 0 else None,

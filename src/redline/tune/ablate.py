@@ -74,6 +74,9 @@ class AblationRow:
     """Where the ratio lies: with 95 % confidence from six rounds on, with 87.5 % where four were plain."""
     rounds: int | None = None
     verdict: str = ""
+    before_tokens_per_s: float | None = None
+    """Without the change, in the same rounds: the speed that the ratio is against. A state runs faster or slower
+    from one comparison to the next, so that of the row above is not it."""
     tokens_per_s: float | None = None
     mfu: float | None = None
     """Share of the GPU's dense bf16 peak, whatever the precision: one yardstick for all rows."""
@@ -355,6 +358,7 @@ def _compared_row(row: AblationRow, pair: Pair, *, runs: bool) -> AblationRow:
         return replace(row, verdict=NOT_COMPARED if runs else RUNS, note=why)
     return replace(
         row,
+        before_tokens_per_s=pair.before.tokens_per_s,
         measured_ratio=found.ratio,
         low=found.low,
         high=found.high,
