@@ -3,20 +3,19 @@
     with join(plan.hardware.kind) as process:
         outcome = pretrain(recipe, plan, Path("runs/nano"), process)
 
-Run again with the same arguments it goes on where it stopped. The first process owns the folder; the others
+Run again with the same arguments it resumes where it stopped. The first process owns the folder; the others
 follow it.
 """
 
-import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from redline.config.load import from_toml, to_toml
-from redline.config.recipe import ModelConfig, Recipe, differences
+from redline.config.recipe import ModelConfig, Recipe
 from redline.data.build import Progress, prepare, tokenizer_for
+from redline.data.loader import Loader
 from redline.data.shards import Manifest, TokenDataset, check_vocab
 from redline.data.stream import TokenStream
 from redline.data.tokenizer import Tokenizer, load_tokenizer
@@ -24,13 +23,12 @@ from redline.errors import ConfigError
 from redline.evaluate import held_out_loss
 from redline.model.transformer import Transformer
 from redline.model.weights import load_weights
-from redline.plan.plan import Plan, save
-from redline.record.files import write_atomic
-from redline.record.observe import Observer
-from redline.record.run import RunFolder, failures_recorded
-from redline.train.checkpoint_files import step_folders
-from redline.train.execution import check_device
+from redline.plan.plan import Plan
+from redline.record.run import RunFolder
+from redline.train.execution import build, check_device
 from redline.train.loop import Job, Outcome, Trainer
+from redline.train.objective import Position, Sequences
+from redline.train.open_run import OpenRun, Watching, open_run
 from redline.train.process import Process
 from redline.train.restore import open_weights
 
@@ -59,67 +57,58 @@ def pretrain(
     run: Path,
     process: Process,
     *,
-    observers: Callable[[int], Sequence[Observer]] = lambda resume_step: (),
+    observers: Watching = lambda resume_step: (),
     progress: Progress | None = None,
+    fork: Path | None = None,
 ) -> Outcome:
-    """Train the recipe in the run folder. `observers(resume_step)` is called once on the first process, when
-    the folder is open."""
+    """Train the recipe in the run folder. `observers(resume_step)` is called once on the first process, when the
+    folder is open."""
     check_device(plan)
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(RunFolder(run)) if process.is_first else None
-        if folder is not None:
-            with failures_recorded(run, "refused"):  # the run that the folder holds has not failed
-                _adopt(folder, recipe)
-        stack.enter_context(failures_recorded(run))  # once the folder is ours
+    with open_run(recipe, plan, run, process, observers=observers, fork=fork) as opened:
         corpus = open_corpus(recipe, run, process, progress)
-        watching: Sequence[Observer] = ()
-        if folder is not None:
-            save(plan, folder.plan_path)
-            if not folder.tokenizer_path.exists():
-                corpus.tokenizer.save(folder.tokenizer_path)
-            watching = observers(max(step_folders(folder.checkpoints_path), default=0))
-            for observer in watching:
-                stack.callback(observer.close)
-            if corpus.unhashed_bytes:
-                folder.event(
-                    "shards_not_hashed",
-                    size_bytes=corpus.unhashed_bytes,
-                    to_check="redline data info --verify",
-                )
-                for observer in watching:
-                    observer.event(
-                        "shards_not_hashed",
-                        {"size_bytes": corpus.unhashed_bytes, "to_check": "redline data info --verify"},
-                    )
-        job = Job(
-            recipe=recipe,
-            plan=plan,
-            source=corpus.train,
-            data_fingerprint=corpus.fingerprint,
-            run=run,
-            folder=folder,
-            validate=_validation(recipe, corpus.valid, process),
-            initial_weights=_initial_weights(recipe.model),
-            observers=watching,
-        )
-        return Trainer(job, process).run()
+        if opened.folder is not None and not opened.folder.tokenizer_path.exists():
+            corpus.tokenizer.save(opened.folder.tokenizer_path)
+        if corpus.unhashed_bytes:
+            facts = {"size_bytes": corpus.unhashed_bytes, "to_check": "redline data info --verify"}
+            opened.event("shards_not_hashed", **facts)
+        return Trainer(job_of(recipe, plan, corpus, process, run=run, opened=opened), process).run()
 
 
-def _adopt(folder: RunFolder, recipe: Recipe) -> None:
-    """Make the folder this recipe's, unless it holds the beginnings of another run."""
-    if any((folder.path / name).exists() for name in ("samples.db", "evaluations.jsonl")):
-        raise ConfigError(
-            f"{folder.path} holds an RFT run, whose recipe would be lost: give another folder with --run"
+def job_of(
+    recipe: Recipe, plan: Plan, corpus: Corpus, process: Process, *, run: Path | None, opened: OpenRun | None
+) -> Job:
+    """What the loop needs to pre-train; without a run folder nothing is kept."""
+    train, seq_len = recipe.train, recipe.data.seq_len
+
+    def source(position: Position | None) -> Loader:
+        return Loader(
+            corpus.train,
+            batch_size=train.batch_size,
+            seq_len=seq_len,
+            seed=train.seed,
+            rank=process.rank,
+            world_size=process.world_size,
+            position=position,
+            threads=plan.loader_threads,
+            prefetch=plan.prefetch,
+            pin_memory=process.device.type == "cuda",
         )
-    if folder.has_begun() and folder.recipe_path.exists():
-        before = from_toml(folder.recipe_path.read_text(encoding="utf-8"), where=str(folder.recipe_path))
-        if changed := differences(before, recipe):
-            more = f" and {len(changed) - 2} more" if len(changed) > 2 else ""
-            raise ConfigError(
-                f"{folder.path} holds a run of another recipe: {', '.join(changed[:2])}{more}; give another"
-                " folder with --run, or the recipe it was made with"
-            )
-    write_atomic(folder.recipe_path, to_toml(recipe))
+
+    return Job(
+        recipe=recipe,
+        plan=plan,
+        steps=train.steps,
+        model=build(recipe, plan, process),
+        source=source,
+        objective=Sequences(pass_size=plan.micro_batch, share=train.batch_size // process.world_size),
+        data_fingerprint=corpus.fingerprint,
+        run=run,
+        folder=opened.folder if opened else None,
+        validate=_validation(recipe, corpus.valid, process),
+        initial_weights=_initial_weights(recipe.model),
+        fork=opened.fork if opened else None,
+        observers=opened.observers if opened else (),
+    )
 
 
 def open_corpus(recipe: Recipe, run: Path, process: Process, progress: Progress | None) -> Corpus:

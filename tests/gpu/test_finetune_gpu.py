@@ -9,14 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from redline.config.recipe import ModelConfig
+from redline.config.recipe import DEFAULTS, LoraConfig, ModelConfig, Recipe, TrainConfig
+from redline.finetune import job_of, train
+from redline.machine.facts import read_facts
 from redline.model import kernels
 from redline.model.attention import packed, short
-from redline.model.lora import LoraConfig, adapters, add_lora, lora_layers, merged
+from redline.model.lora import adapters, add_lora, lora_layers, merged
 from redline.model.transformer import Attention, Transformer, build_model
+from redline.plan.hardware import hardware_here
+from redline.plan.planner import make_plan
 from redline.record.run import RunFolder
-from redline.train.finetune import Example, FinetuneConfig, finetune
-from redline.train.packing import exact, pack, unpack
+from redline.train.packing import Example, exact, pack, unpack
+from redline.train.process import Process
 
 CONFIG = ModelConfig(
     vocab_size=2048,
@@ -57,9 +61,35 @@ class Seen:
     def close(self) -> None: ...
 
 
+def finetune(
+    model: Transformer,
+    data: list[Example],
+    *,
+    checkpoint_every: int = 0,
+    folder: RunFolder | None = None,
+    observers: list[Any],
+    **how: Any,
+) -> None:
+    """Two epochs through the real job and loop; `how` are values of the plan."""
+    given = {"epochs": 2, "batch_size": 16, "lr": 2e-3, "checkpoint_every": checkpoint_every}
+    config = TrainConfig(**DEFAULTS["finetune"]["train"] | given)
+    lora = next((layer.config for layer in lora_layers(model).values()), None)
+    recipe = Recipe(name="test", workload="finetune", model=CONFIG, train=config, lora=lora)
+    device = model.embed.weight.device
+    plan = make_plan(
+        recipe, hardware_here(read_facts() if device.type == "cuda" else replace(read_facts(), gpus=()), None)
+    )
+    half = model.compute_dtype == torch.bfloat16
+    plan = replace(
+        plan, precision="bf16" if half else "fp32", cross_entropy="fused" if half else "torch", **how
+    )
+    process, run = Process(0, 1, device), folder.path if folder else None
+    train(job_of(model, data, recipe, plan, process, run=run, folder=folder, observers=observers), process)
+
+
 def losses(method: str, dtype: torch.dtype, **how: Any) -> tuple[list[float], Seen, Transformer]:
     seen, model = Seen(), model_of(method, dtype)
-    finetune(model, examples(75), FinetuneConfig(epochs=2, batch_size=16, lr=2e-3, **how), observers=[seen])
+    finetune(model, examples(75), observers=[seen], **how)
     return [line["loss"] for line in seen.lines], seen, model
 
 
@@ -75,7 +105,7 @@ def test_a_graph_computes_what_the_eager_update_does(method: str, dtype: torch.d
 
 
 @pytest.mark.parametrize(
-    "how", [{"compile": True}, {"examples_per_pass": 6}, {"compile": True, "graph": False}], ids=str
+    "how", [{"compile": "default"}, {"micro_batch": 6}, {"compile": "default", "graph": False}], ids=str
 )
 def test_other_ways_to_compute_it_change_only_rounding(how: dict[str, Any]) -> None:
     eager, _, _ = losses("lora", torch.bfloat16, graph=False)
@@ -94,7 +124,7 @@ def test_bf16_stays_in_the_band_of_fp32_on_the_cpu() -> None:
     reference = model_of("lora", torch.float32)
     for name, p in adapters(reference).items():
         adapters(model)[name].data.copy_(p)
-    finetune(model, examples(75), FinetuneConfig(epochs=2, batch_size=16, lr=2e-3), observers=[seen])
+    finetune(model, examples(75), observers=[seen])
     assert graph == pytest.approx([line["loss"] for line in seen.lines], rel=1e-2)
 
 
@@ -188,9 +218,8 @@ def test_memory_that_runs_out_halves_the_passes() -> None:
 
 
 def test_a_run_resumes(tmp_path: Any) -> None:
-    config = FinetuneConfig(epochs=2, batch_size=16, lr=2e-3, checkpoint_every=2)
     unbroken, first, second = Seen(), Seen(), Seen()
-    finetune(model_of("lora", torch.bfloat16), examples(75), config, observers=[unbroken])
+    finetune(model_of("lora", torch.bfloat16), examples(75), checkpoint_every=2, observers=[unbroken])
 
     def interrupt(line: dict[str, Any]) -> None:
         if line["step"] == 5:
@@ -199,8 +228,20 @@ def test_a_run_resumes(tmp_path: Any) -> None:
     first.metrics = interrupt  # type: ignore[method-assign]
     with RunFolder(tmp_path) as folder:
         with pytest.raises(KeyboardInterrupt):
-            finetune(model_of("lora", torch.bfloat16), examples(75), config, folder=folder, observers=[first])
-        finetune(model_of("lora", torch.bfloat16), examples(75), config, folder=folder, observers=[second])
+            finetune(
+                model_of("lora", torch.bfloat16),
+                examples(75),
+                checkpoint_every=2,
+                folder=folder,
+                observers=[first],
+            )
+        finetune(
+            model_of("lora", torch.bfloat16),
+            examples(75),
+            checkpoint_every=2,
+            folder=folder,
+            observers=[second],
+        )
     assert second.lines[0]["step"] in (5, 7)
     by_step = {line["step"]: line["loss"] for line in unbroken.lines}
     assert [line["loss"] for line in second.lines] == pytest.approx(

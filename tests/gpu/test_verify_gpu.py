@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from redline.config.load import load_recipe
-from redline.config.rft import load_rft
 from redline.machine.facts import read_facts
 from redline.model import transformer
 from redline.plan.hardware import hardware_here
 from redline.plan.planner import make_plan
-from redline.rft.plan import Bounds
 from redline.train import execution, loop
+from redline.train.restore import with_shape
 from redline.tune.verify import Check, verify
 from redline.tune.verify_rft import verify_rft
 
@@ -112,10 +111,9 @@ def test_a_sync_in_the_loop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_an_honest_fine_tuning_passes(method: str) -> None:
-    recipe = load_rft("rft/demo", [f"train.method={method}"])
-    found = {
-        check.name: check for check in verify_rft(recipe, Bounds(environment={}), progress=lambda text: None)
-    }
+    recipe = with_shape(load_recipe("rft/demo", ["lora=none"] if method == "full" else []))
+    plan = make_plan(recipe, hardware_here(read_facts(), None))
+    found = {check.name: check for check in verify_rft(recipe, plan, progress=lambda text: None)}
     assert failed(found) == {}
     assert found["CUDA graph of the update"].status == found["CUDA graphs of generation"].status == "passed"
 

@@ -164,7 +164,7 @@ def test_every_verb(warm: Warm, place: Path, unbroken: Path, tmp_path: Path) -> 
 
 def test_a_failed_start_does_not_claim_the_folder(warm: Warm, place: Path, tmp_path: Path) -> None:
     arguments = ("rft", "test", place / "letters.toml", "--run", tmp_path / "run", "--json")
-    assert warm.run(*arguments, "--set", "model.path=nowhere").code != 0
+    assert warm.run(*arguments, "--set", "model.init_from=nowhere").code != 0
     done = warm.run(*arguments)
     assert done.code == 0, done.err
     refused = warm.run(*arguments, "--set", "train.lr=1")
@@ -175,7 +175,7 @@ def test_a_failed_start_does_not_claim_the_folder(warm: Warm, place: Path, tmp_p
     ("arguments", "message"),
     [
         (("run", "rft/no-such"), "no recipe 'rft/no-such'"),
-        (("run", "rft/units-smollm2", "--set", "model.path=nowhere.gguf"), "nowhere.gguf"),
+        (("run", "rft/units-smollm2", "--set", "model.init_from=nowhere.gguf"), "nowhere.gguf"),
         (("run", "rft/units-smollm2", "--preset", "fast"), "no preset 'fast'"),
         (("run", "rft/units-smollm2", "--profile", "a100"), "no profile 'a100'"),
         (("test", "rft/units-smollm2", "--rows", "some"), "--rows takes a whole number"),
@@ -209,7 +209,7 @@ def test_a_run_is_a_model_for_generation_and_for_the_next_round(
         for model in (unbroken, unbroken / "adapter", place / "model")
     ]
     assert texts[0] == texts[1] != texts[2]
-    second_run = ("--run", tmp_path / "second", "--set", f'model.sampler="{unbroken}"', *LONGER)
+    second_run = ("--run", tmp_path / "second", "--set", f'sample.sampler="{unbroken}"', *LONGER)
     done = warm.run("rft", "sample", place / "letters.toml", "--json", *second_run)
     assert done.code == 0, done.err
     first, second = (
@@ -279,7 +279,7 @@ def test_a_run_of_rounds_is_told_from_a_run_of_one(
 @pytest.mark.slow
 def test_the_demo_really_gets_better_on_held_out_questions(warm: Warm, tmp_path: Path) -> None:
     """The shipped model and recipe, with a quarter of the questions: 0.18 to 0.94 when this was written."""
-    small = ("--set", "task.rows=60", "--set", "test.rows=80", "--set", "seed=4")
+    small = ("--set", "task.rows=60", "--set", "test.rows=80", "--set", "train.seed=4")
     done = warm.run("rft", "run", "rft/demo", "--run", tmp_path / "run", "--json", *small)
     assert done.code == 0, done.err
     report = json.loads(done.out)

@@ -45,7 +45,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
     micro = draw(st.none() | st.integers(1, 8))
     steps = draw(st.integers(1, 10**6))
     data = DataConfig(
-        source=draw(_words),
+        source=draw(_words.filter(bool)),
         seq_len=draw(st.integers(1, model.context_length)),
         tokenizer=draw(_words),
         text_field=draw(_words),

@@ -6,14 +6,25 @@ come from random weights, and fine-tuning on the right ones makes the model bett
 questions are in the training split too.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from redline.config.recipe import ModelConfig
+from redline.config.load import load_recipe
+from redline.config.recipe import ModelConfig, Recipe
 from redline.data.tokenizer import train_bpe
+from redline.machine.facts import read_facts
 from redline.model.huggingface import write_folder
 from redline.model.transformer import build_model
+from redline.plan.bounds import Outside
+from redline.plan.hardware import hardware_here
+from redline.plan.plan import Plan
+from redline.plan.planner import make_plan
+from redline.rft.session import open_session
+from redline.train.restore import with_shape
 
 CONFIG = ModelConfig(
     vocab_size=300,
@@ -53,12 +64,12 @@ def make_ending(data):
     return Task(name="letters", about="letters", questions=questions, score=score, end="a")
 """
 RECIPE = """
-seed = 3
+workload = "rft"
 [task]
 name = "{task}:make"
 rows = 20
 [model]
-path = "{model}"
+init_from = "{model}"
 [prompt]
 mode = "text"
 [sample]
@@ -66,9 +77,11 @@ samples_per_question = 40
 temperature = 1.0
 max_new_tokens = 2
 distinct_correct = 3
-[train]
+[lora]
 rank = 4
 alpha = 16
+[train]
+seed = 3
 epochs = 8
 batch_size = 8
 lr = 1e-2
@@ -101,3 +114,27 @@ def letters_recipe(folder: Path, model: Path) -> Path:
     task.write_text(TASK)
     recipe.write_text(RECIPE.format(task=task, model=model))
     return recipe
+
+
+def planned(
+    recipe: str | Path, overrides: Sequence[str] = (), **environment: str
+) -> tuple[Recipe, Plan, Outside]:
+    """The recipe with its model's shape, its plan on this CPU, and what bounds that from outside."""
+    shaped, outside = with_shape(load_recipe(str(recipe), overrides)), Outside(environment=environment)
+    return (
+        shaped,
+        make_plan(shaped, hardware_here(replace(read_facts(), gpus=()), None), outside=outside),
+        outside,
+    )
+
+
+def session_of(
+    recipe: str | Path,
+    run: Path,
+    overrides: Sequence[str] = (),
+    observers: Sequence[Any] = (),
+    **environment: str,
+) -> Any:
+    """An open session of the recipe on this CPU."""
+    shaped, plan, outside = planned(recipe, overrides, **environment)
+    return open_session(shaped, plan, run, outside, observers=observers)

@@ -13,6 +13,8 @@ from redline.config.recipe import ModelConfig
 from redline.model.transformer import Transformer
 from redline.plan.arithmetic import flops_per_token, parameters
 
+PRETRAINING = [name for name in shipped() if load_recipe(name).workload == "pretrain"]
+
 
 def on_meta(config: ModelConfig) -> Transformer:
     with torch.device("meta"):
@@ -28,7 +30,7 @@ def check_parameters(config: ModelConfig) -> None:
     assert counted.hidden == sum(p.numel() for p in inside)
 
 
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", PRETRAINING)
 def test_parameters_of_every_shipped_recipe_equal_the_model(name):
     check_parameters(load_recipe(name).model)
 
@@ -48,7 +50,7 @@ def counted_flops(config: ModelConfig, seq_len: int) -> float:
     return 3 * counter.get_total_flops()
 
 
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", PRETRAINING)
 def test_flops_of_every_shipped_recipe_equal_torchs_count(name):
     recipe = load_recipe(name)
     seq_len = recipe.data.seq_len

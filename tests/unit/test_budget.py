@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from redline.config.rft import SampleTable
+from redline.config.recipe import SampleConfig
 from redline.engine.request import Request, Sampling
 from redline.rft.budget import Asked, Budget
 
@@ -20,7 +20,7 @@ def verdict(question: str, sample: int) -> tuple[bool, str | None]:
     return correct, str(draw.randrange(6)) if correct else None
 
 
-def make(settings: SampleTable, done: dict[Key, tuple[bool, str | None]] | None = None) -> Budget:
+def make(settings: SampleConfig, done: dict[Key, tuple[bool, str | None]] | None = None) -> Budget:
     questions = [Asked(name, f"prompt of {name}") for name in HARDNESS]
     known = [(*key, *value) for key, value in (done or {}).items()]
     return Budget(questions, settings, Sampling(), seed=7, done=known)
@@ -52,7 +52,7 @@ def play(
     return found
 
 
-def expected(settings: SampleTable) -> set[Key]:
+def expected(settings: SampleConfig) -> set[Key]:
     """The rule, written plainly: rounds of a quarter, then waves over the unsolved."""
     own, enough = settings.samples_per_question, settings.distinct_correct
     drawn = dict.fromkeys(HARDNESS, 0)
@@ -80,11 +80,11 @@ def expected(settings: SampleTable) -> set[Key]:
 
 
 SETTINGS = [
-    SampleTable(samples_per_question=10),
-    SampleTable(samples_per_question=10, distinct_correct=2),
-    SampleTable(samples_per_question=30, distinct_correct=3, max_factor=2.5),
-    SampleTable(samples_per_question=7, distinct_correct=1, spend_rest=False),
-    SampleTable(samples_per_question=1, distinct_correct=1, max_factor=20),
+    SampleConfig(samples_per_question=10),
+    SampleConfig(samples_per_question=10, distinct_correct=2),
+    SampleConfig(samples_per_question=30, distinct_correct=3, max_factor=2.5),
+    SampleConfig(samples_per_question=7, distinct_correct=1, spend_rest=False),
+    SampleConfig(samples_per_question=1, distinct_correct=1, max_factor=20),
 ]
 
 
@@ -119,12 +119,12 @@ def test_what_is_saved_on_easy_questions_is_spent_on_hard_ones():
 
 def test_a_sample_has_its_own_seed_whatever_the_other_questions():
 
-    alone = Budget([Asked("q3", "p")], SampleTable(), Sampling(), seed=7)
+    alone = Budget([Asked("q3", "p")], SampleConfig(), Sampling(), seed=7)
     request = next(r for r in make(SETTINGS[0]).requests() if r is not None and r.tag == "q3")
     first = next(alone.requests())
     assert first is not None
     assert request.seed == first.seed
-    assert next(Budget([Asked("q3", "p")], SampleTable(), Sampling(), seed=8).requests()).seed != first.seed
+    assert next(Budget([Asked("q3", "p")], SampleConfig(), Sampling(), seed=8).requests()).seed != first.seed
 
 
 def test_progress_counts_down_to_nothing():
@@ -137,7 +137,7 @@ def test_progress_counts_down_to_nothing():
 
 
 def test_what_is_left_is_never_more_than_was_said():
-    settings = SampleTable(samples_per_question=8, distinct_correct=1)
+    settings = SampleConfig(samples_per_question=8, distinct_correct=1)
     budget = Budget([Asked("easy", "p"), Asked("hard", "p")], settings, Sampling(), seed=0)
     said, drawn = [], 0
     for request in budget.requests():

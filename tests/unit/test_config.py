@@ -9,8 +9,24 @@ import pytest
 from generated import recipes
 from hypothesis import given, settings
 
-from redline.config.load import from_toml, load_recipe, read_table, shipped, to_toml
-from redline.config.recipe import DataConfig, ModelConfig, PlanPins, Recipe, TrainConfig, check
+from redline.config.load import from_toml, load_recipe, shipped, to_toml
+from redline.config.recipe import (
+    CADENCE,
+    ENDS,
+    DataConfig,
+    LoraConfig,
+    ModelConfig,
+    PlanPins,
+    PromptConfig,
+    Recipe,
+    SampleConfig,
+    TaskConfig,
+    TestConfig,
+    TrainConfig,
+    differences,
+    extends,
+)
+from redline.config.rules import check
 from redline.errors import ConfigError
 
 MINIMAL = """
@@ -78,10 +94,48 @@ def test_a_name_that_is_not_known_gets_the_nearest():
     assert all(name in message for name in shipped())
 
 
-def test_a_recipe_of_the_other_workload_names_its_command():
-    assert refusal("rft/demo").endswith("use `redline rft run rft/demo`")
-    with pytest.raises(ConfigError, match="use `redline train nano`"):
-        read_table(Recipe, "nano", workload="rft")
+def test_a_table_that_the_workload_does_not_read_is_refused(minimal):
+    assert "[lora] has no part in workload 'pretrain'" in refusal(minimal, "lora.rank=4")
+    assert "workload must be one of pretrain, finetune, rft" in refusal(minimal, "workload=rl")
+
+
+def test_a_model_to_start_from_brings_its_own_shape(minimal):
+    shape = [f"model.{name}=none" for name in ("vocab_size", "num_layers", "hidden_size", "num_heads")]
+    assert "model.vocab_size must be greater than 0, got 0" in refusal(minimal, *shape)
+    recipe = load_recipe(
+        minimal, ["model.init_from=m", *shape, "model.ffn_size=none", "model.context_length=none"]
+    )
+    assert not recipe.model.is_shaped
+    assert "model.ffn_size must be greater than 0, got 0" in refusal(
+        minimal, "model.init_from=m", "model.ffn_size=none"
+    )
+
+
+def test_a_warm_up_longer_than_the_run_is_clipped_and_said(minimal):
+    said: list[str] = []
+    recipe = load_recipe(minimal, ["train.warmup_steps=200", "train.steps=50"], say=said.append)
+    assert (recipe.train.warmup_steps, recipe.train.steps) == (5, 50)
+    assert said == ["train.warmup_steps 200 exceeds the 50 steps of the run: using 5"]
+    assert load_recipe(minimal, ["train.warmup_steps=100"]).train.warmup_steps == 100
+
+
+def test_finetuning_has_its_own_defaults(minimal):
+    start = ["workload=finetune", "model.init_from=m", "train.steps=none"]
+    tuned = load_recipe(minimal, [*start, "train.batch_size=none", "train.lr=none"]).train
+    assert (tuned.batch_size, tuned.lr, tuned.epochs, tuned.beta2, tuned.weight_decay) == (
+        32,
+        2e-4,
+        3,
+        0.999,
+        0.0,
+    )
+    by_steps = load_recipe(minimal, [*start[:2], "train.warmup_steps=7"]).train
+    assert (by_steps.steps, by_steps.epochs, by_steps.warmup_steps, by_steps.warmup_fraction) == (
+        100,
+        0,
+        7,
+        0.0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,7 +187,8 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
         ("train.lr=inf", "lr must be a finite number, got inf"),
         ("train.lr=1" + "0" * 400, "lr must be a number of at most 64 bits"),
         ("train.steps=1" + "0" * 400, "steps must be a number of at most 64 bits"),
-        ("model.vocab_size=none", "'vocab_size' is missing"),
+        ("model.vocab_size=none", "model.vocab_size must be greater than 0, got 0"),
+        ("data.source=none", "data.source is missing"),
         ("steps", "--set takes table.key=value, got 'steps'"),
         ("=3", "--set takes table.key=value, got '=3'"),
     ],
@@ -190,8 +245,7 @@ POSITIVE = {
         "vocab_size num_layers hidden_size num_heads num_kv_heads head_dim ffn_size context_length norm_eps"
         " rope_theta init_std"
     ),
-    "data": "seq_len",
-    "train": "batch_size steps lr muon_lr eps max_hours eval_sequences keep_checkpoints",
+    "train": "batch_size lr muon_lr eps max_hours eval_sequences keep_checkpoints",
     "plan": "micro_batch loss_chunks loader_threads prefetch",
 }
 NOT_NEGATIVE = [
@@ -217,6 +271,12 @@ def test_what_must_be_positive_refuses_zero_and_less(minimal, name, value):
 def test_what_must_not_be_negative_takes_zero_and_refuses_less(minimal, name):
     load_recipe(minimal, [f"train.{name}=0"])
     assert f"train.{name} must not be negative, got -1" in refusal(minimal, f"train.{name}=-1")
+
+
+@pytest.mark.parametrize("name", ["data.seq_len", "train.steps"])
+def test_what_pre_training_needs_is_greater_than_zero(minimal, name):
+    assert f"{name} must be greater than 0, got 0" in refusal(minimal, f"{name}=0")
+    assert f"{name} must not be negative, got -1" in refusal(minimal, f"{name}=-1")
 
 
 @pytest.mark.parametrize(
@@ -245,7 +305,12 @@ def test_shares_stay_in_range(minimal, name, value):
         ),
         (["model.head_dim=15"], "model.head_dim must be even for rope, got 15"),
         (["data.seq_len=65"], "data.seq_len (65) must not exceed model.context_length (64)"),
-        (["train.warmup_steps=101"], "train.warmup_steps (101) must not exceed train.steps (100)"),
+        (["train.epochs=2"], "pre-training counts train.steps, not train.epochs"),
+        (
+            ["train.warmup_steps=2", "train.warmup_fraction=0.5"],
+            "give train.warmup_steps or train.warmup_fraction, not both",
+        ),
+        (["plan.prefetch=65"], "plan.prefetch must lie between 1 and 64, got 65"),
         (["train.early_stop_evals=2"], "train.early_stop_evals (2) needs train.eval_every greater than 0"),
         (["train.eval_every=5", "data.valid_fraction=0"], "train.eval_every needs a validation split"),
         (["plan.micro_batch=3"], "train.batch_size (8) must be a multiple of plan.micro_batch (3)"),
@@ -288,6 +353,7 @@ def _changed(value: Any) -> Any:
         (table, f.name)
         for table, kind in (("model", ModelConfig), ("data", DataConfig), ("train", TrainConfig))
         for f in dataclasses.fields(kind)
+        if f.name not in CADENCE
     ],
 )
 def test_the_fingerprint_changes_with_everything_that_defines_the_training(minimal, table, key):
@@ -297,6 +363,30 @@ def test_the_fingerprint_changes_with_everything_that_defines_the_training(minim
         recipe, **{table: dataclasses.replace(part, **{key: _changed(getattr(part, key))})}
     )
     assert other.fingerprint != recipe.fingerprint
+    assert (other.identity != recipe.identity) == (key not in ENDS)
+    assert extends(differences(recipe, other)) == (key in ENDS)
+
+
+@pytest.mark.parametrize("key", CADENCE)
+def test_a_cadence_is_no_part_of_the_training(minimal, key):
+    recipe, other = load_recipe(minimal), load_recipe(minimal, [f"train.{key}=9"])
+    assert (other.fingerprint, other.identity, other.work) == (
+        recipe.fingerprint,
+        recipe.identity,
+        recipe.work,
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "same"),
+    [
+        ("train.steps=7", True), ("train.seed=3", True), ("train.lr=2", True), ("train.checkpoint_every=3", True),
+        ("train.batch_size=16", False), ("data.seq_len=16", False), ("model.num_layers=3", False),
+        ("train.optimizer=muon", False), ("train.clip_norm=0", False), ("data.stream=true", False),
+    ],
+)  # fmt: skip
+def test_the_work_is_what_an_update_computes(minimal, override, same):
+    assert (load_recipe(minimal, [override]).work == load_recipe(minimal).work) == same
 
 
 def test_the_fingerprint_ignores_how_a_run_is_named_and_executed(minimal):
@@ -304,7 +394,7 @@ def test_the_fingerprint_ignores_how_a_run_is_named_and_executed(minimal):
     pins = PlanPins(
         precision="fp16", micro_batch=2, compile="off", recompute="full", attention="math",
         cross_entropy="torch", update="loop",
-        loss_chunks=2, loader_threads=3, prefetch=4,
+        loss_chunks=2, loader_threads=3, prefetch=4, graph=True, slots=5,
     )  # fmt: skip
     assert None not in dataclasses.asdict(pins).values(), "a new pin belongs in this test"
     assert (
@@ -315,20 +405,28 @@ def test_the_fingerprint_ignores_how_a_run_is_named_and_executed(minimal):
 # ---- the list of options ----
 
 OPTIONS = {
-    Recipe: "name about model data train plan",
+    Recipe: "name about workload model data train lora task prompt sample test plan",
     ModelConfig: (
         "vocab_size num_layers hidden_size num_heads ffn_size context_length num_kv_heads head_dim norm"
         " norm_eps positions rope_theta activation bias qkv_bias qk_norm tie_embeddings init_std init_from"
     ),
     DataConfig: "source seq_len tokenizer text_field valid_fraction stream",
     TrainConfig: (
-        "batch_size steps lr max_hours optimizer muon_lr weight_decay beta1 beta2 eps schedule warmup_steps"
-        " decay_fraction min_lr_ratio clip_norm seed eval_every eval_sequences early_stop_evals"
+        "batch_size lr steps epochs max_hours optimizer muon_lr weight_decay beta1 beta2 eps schedule warmup_steps"
+        " warmup_fraction decay_fraction min_lr_ratio clip_norm seed eval_every eval_sequences early_stop_evals"
         " checkpoint_every keep_checkpoints"
     ),
+    LoraConfig: "rank alpha targets",
+    TaskConfig: "name data split rows",
+    PromptConfig: "mode shots trained_shots",
+    SampleConfig: (
+        "sampler server server_model samples_per_question temperature later_temperature top_p top_k"
+        " max_new_tokens distinct_correct spend_rest max_factor keep_per_question"
+    ),
+    TestConfig: "split rows",
     PlanPins: (
-        "precision micro_batch compile recompute attention cross_entropy update loss_chunks loader_threads"
-        " prefetch"
+        "precision micro_batch compile graph recompute attention cross_entropy update loss_chunks loader_threads"
+        " prefetch slots"
     ),
 }
 

@@ -22,7 +22,7 @@ COMMANDS = [line.split("#")[0].strip() for line in README.splitlines() if line.s
 def test_every_command_of_the_readme_parses(command: str) -> None:
     options = parser().parse_args(shlex.split(command)[1:])
     recipe = getattr(options, "recipe", None)
-    assert recipe is None or isinstance(recipe, list) or recipe in {**shipped(), **shipped("rft")}
+    assert recipe is None or isinstance(recipe, list) or recipe in shipped()
 
 
 def test_the_readme_has_commands_and_its_make_targets_exist() -> None:

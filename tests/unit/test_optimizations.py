@@ -11,7 +11,8 @@ import pytest
 
 from redline.cli.main import main
 from redline.config.load import load_recipe, shipped
-from redline.config.recipe import ModelConfig, Recipe, check
+from redline.config.recipe import ModelConfig, Recipe
+from redline.config.rules import check
 from redline.optimizations.catalogue import (
     CONDITIONS,
     Optimization,

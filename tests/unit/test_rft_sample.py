@@ -12,23 +12,23 @@ from typing import Any
 
 import pytest
 import torch
-from rft_model import letters_recipe, tiny_model
+from rft_model import letters_recipe, session_of, tiny_model
 from test_server_engine import Fake, completion
 
 from redline.cli.main import main
-from redline.config.rft import load_rft
+from redline.config.load import load_recipe
+from redline.config.recipe import LoraConfig
 from redline.engine.local import LocalEngine
 from redline.engine.request import Completion, Request
 from redline.errors import ConfigError, DataError, MachineError
 from redline.evaluate import interval_95, shares
-from redline.model.lora import LoraConfig, add_lora, merged
+from redline.model.lora import add_lora, merged
 from redline.record.observe import SAMPLING, Observers
 from redline.record.run import read_lines
 from redline.rft.export import export
-from redline.rft.plan import Bounds
 from redline.rft.run import generate_dataset
 from redline.rft.sample import Outcome, _Drawing, logprob_gap, sample
-from redline.rft.session import Session, open_session
+from redline.rft.session import Session
 from redline.rft.stats import stats
 from redline.rft.store import Store
 from redline.tasks.registry import load_task
@@ -45,10 +45,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def draw(place: Path, run: Path, *overrides: str, watching: Any = None, **environment: str) -> Outcome:
-    recipe = load_rft(str(place / "letters.toml"), overrides)
-    with open_session(
-        recipe, run, Bounds(environment=environment), observers=[watching] if watching else ()
-    ) as session:
+    watchers = [watching] if watching else ()
+    with session_of(place / "letters.toml", run, overrides, watchers, **environment) as session:
         return sample(session)
 
 
@@ -107,9 +105,7 @@ def test_the_record_says_how_far_engine_and_training_disagree(unbroken):
 
 
 def test_the_disagreement_is_measured_right(place):
-    with open_session(
-        load_rft(str(place / "letters.toml")), place / "gap", Bounds(environment={})
-    ) as session:
+    with session_of(place / "letters.toml", place / "gap") as session:
         speaker = session.sampler
         request = Request(prompt=(5, 6, 7), sampling=session.settings(()), samples=3)
         with LocalEngine(
@@ -183,7 +179,7 @@ def test_who_watches_sees_it_grow(place, tmp_path):
 
 
 def test_another_seed_draws_other_texts_and_another_recipe_is_refused(place, unbroken, tmp_path):
-    draw(place, tmp_path / "other", "seed=4")
+    draw(place, tmp_path / "other", "train.seed=4")
     mine, theirs = stored(tmp_path / "other"), stored(unbroken)
     shared = mine.keys() & theirs.keys()
     assert sum(mine[key]["text"] == theirs[key]["text"] for key in shared) < len(shared) / 2
@@ -262,7 +258,7 @@ def test_a_server_can_write_the_samples(place, tmp_path):
             completion("a" if body["seed"] % 2 else "\ud83d", finish_reason="stop")
             | {"usage": {"prompt_tokens": 9, "completion_tokens": 7, "total_tokens": 16}},
         )
-        outcome = draw(place, tmp_path / "run", f"model.server={fake.url}", "sample.samples_per_question=6")
+        outcome = draw(place, tmp_path / "run", f"sample.server={fake.url}", "sample.samples_per_question=6")
     finally:
         fake.server.shutdown()
         fake.server.server_close()
@@ -368,11 +364,12 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(truth):
 
 
 def test_what_is_trained_may_show_fewer_examples_than_the_sampler_saw(place: Path, tmp_path: Path) -> None:
-    recipe = load_rft(str(place / "letters.toml"), ["prompt.shots=1", "prompt.trained_shots=0"])
-    same = load_rft(str(place / "letters.toml"), ["prompt.shots=1"])
+    recipe = load_recipe(str(place / "letters.toml"), ["prompt.shots=1", "prompt.trained_shots=0"])
+    same = load_recipe(str(place / "letters.toml"), ["prompt.shots=1"])
     assert recipe.sampling == same.sampling, "the samples are the same ones"
     examples = (("Write 1", "a"), ("Write 2", "e"))
-    with open_session(recipe, tmp_path / "run", Bounds(environment={})) as session:
+    shots = ["prompt.shots=1", "prompt.trained_shots=0"]
+    with session_of(place / "letters.toml", tmp_path / "run", shots) as session:
         session.task = replace(session.task, examples=examples)
         questions = session.train_questions()[:1]
         assert "Write 1" in session.prompts(questions, session.model).texts[0]
@@ -381,9 +378,7 @@ def test_what_is_trained_may_show_fewer_examples_than_the_sampler_saw(place: Pat
 
 
 def test_an_engine_refuses_adapters_that_are_not_merged(place: Path, tmp_path: Path) -> None:
-    with open_session(
-        load_rft(str(place / "letters.toml")), tmp_path / "run", Bounds(environment={})
-    ) as session:
+    with session_of(place / "letters.toml", tmp_path / "run") as session:
         model = session.model.model
         add_lora(model, LoraConfig(rank=2), seed=0)
         with LocalEngine(

@@ -11,19 +11,17 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from rft_model import CONFIG, letters_recipe, tiny_model
+from rft_model import CONFIG, letters_recipe, planned, session_of, tiny_model
 
-from redline.config.rft import load_rft
 from redline.errors import ConfigError, DataError, RedlineError
 from redline.model.huggingface import write_folder
 from redline.model.lora import LoraLinear
 from redline.model.transformer import build_model
 from redline.record.observe import Observers
 from redline.record.run import read_lines
-from redline.rft.plan import Bounds
 from redline.rft.run import run_all, run_rounds
 from redline.rft.sample import sample
-from redline.rft.session import Session, open_session, weights_fingerprint
+from redline.rft.session import Session, weights_fingerprint
 from redline.rft.store import Store
 from redline.rft.test import run_test, trained
 from redline.rft.train import _examples, train
@@ -40,12 +38,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def session_in(place: Path, run: Path, *overrides: str, watching: Any = None, **environment: str) -> Any:
-    return open_session(
-        load_rft(str(place / "letters.toml"), overrides),
-        run,
-        Bounds(environment=environment),
-        observers=[watching] if watching else (),
-    )
+    watchers = [watching] if watching else ()
+    return session_of(place / "letters.toml", run, overrides, watchers, **environment)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +120,7 @@ def test_the_baseline_on_the_answers_stands_beside(place, run):
 
 
 def test_full_fine_tuning_gives_a_model_that_opens(place, tmp_path):
-    with session_in(place, tmp_path / "run", "train.method=full", "train.lr=3e-3") as session:
+    with session_in(place, tmp_path / "run", "lora=none", "train.lr=3e-3") as session:
         done, line, base = train(session, "answers"), run_test(session, "answers"), run_test(session, "base")
     assert done["why"] == "finished"
     assert line["accuracy"] > 0.9
@@ -243,7 +237,7 @@ def test_a_model_whose_adapters_cannot_be_written_is_refused_before_anything_is_
         tokenizer,
         torch.float32,
     )
-    with session_in(place, tmp_path / "run", f"model.path={tmp_path / 'gpt2'}") as session:
+    with session_in(place, tmp_path / "run", f"model.init_from={tmp_path / 'gpt2'}") as session:
         for attempt in (lambda: run_all(session), lambda: train(session, "answers")):
             with pytest.raises(ConfigError, match=r"train\.method=full"):
                 attempt()
@@ -260,9 +254,9 @@ def test_rows_a_second_are_those_of_the_whole_training(place, tmp_path):
 
 
 def test_a_run_that_trained_the_whole_model_opens_by_its_folder(place, tmp_path):
-    quick = ("train.method=full", "train.epochs=1", "sample.samples_per_question=8", "test.rows=2")
-    recipe = load_rft(str(place / "letters.toml"), quick)
-    reports = run_rounds(recipe, tmp_path / "run", Bounds(environment={}), 2)
+    quick = ("lora=none", "train.epochs=1", "sample.samples_per_question=8", "test.rows=2")
+    recipe, plan, outside = planned(place / "letters.toml", quick)
+    reports = run_rounds(recipe, plan, tmp_path / "run", outside, 2)
     assert [report["why"] for report in reports] == ["finished"] * 2
     assert open_weights(tmp_path / "run" / "round-2").source == tmp_path / "run" / "round-2" / "model"
 
@@ -271,13 +265,12 @@ QUICK = ("train.epochs=1", "sample.samples_per_question=8", "test.rows=2")
 
 
 def in_rounds(place: Path, run: Path, *overrides: str) -> list[dict[str, Any]]:
-    return run_rounds(
-        load_rft(str(place / "letters.toml"), (*QUICK, *overrides)), run, Bounds(environment={}), 2
-    )
+    recipe, plan, outside = planned(place / "letters.toml", (*QUICK, *overrides))
+    return run_rounds(recipe, plan, run, outside, 2)
 
 
 def sampler_in(recipe: Path) -> str:
-    return tomllib.loads(recipe.read_text())["model"]["sampler"]
+    return tomllib.loads(recipe.read_text())["sample"]["sampler"]
 
 
 def test_a_run_of_rounds_goes_on_from_another_folder_and_after_a_move(place, tmp_path, monkeypatch):
@@ -301,7 +294,7 @@ def test_a_run_of_rounds_goes_on_from_another_folder_and_after_a_move(place, tmp
 def test_another_sampler_is_another_recipe_whatever_its_folder_is_called(place, finished, tmp_path):
     for name in ("one", "other"):
         shutil.copytree(finished[0], tmp_path / name / "round-1")
-    one, other = (f"model.sampler={tmp_path / name / 'round-1'}" for name in ("one", "other"))
+    one, other = (f"sample.sampler={tmp_path / name / 'round-1'}" for name in ("one", "other"))
     with session_in(place, tmp_path / "run", one, "task.rows=2") as session:
         sample(session)
     with (
@@ -316,7 +309,7 @@ def test_samples_of_a_model_that_was_replaced_are_not_trained_on(place, run, tmp
     model = Path(shutil.copytree(place / "model", tmp_path / "model"))
     recipe = run / "recipe.toml"
     recipe.write_text(recipe.read_text().replace(str(place / "model"), str(model)))
-    own = f"model.path={model}"
+    own = f"model.init_from={model}"
     shutil.rmtree(run / "train-samples")
     shutil.copy(model / "model.safetensors", tmp_path / "kept")
     weights = safetensors.torch.load_file(model / "model.safetensors")
@@ -350,8 +343,7 @@ def test_the_sampler_of_a_later_round_is_compared_and_one_that_is_gone_is_said(p
 
     def train_second() -> list[str]:
         watching = Noting()
-        recipe = load_rft(str(second / "recipe.toml"), ())
-        with open_session(recipe, second, Bounds(environment={}), observers=[watching]) as session:
+        with session_of(second / "recipe.toml", second, (), [watching]) as session:
             train(session, "samples")
         return watching.notes
 
@@ -369,9 +361,7 @@ def test_the_sampler_of_a_later_round_is_compared_and_one_that_is_gone_is_said(p
 
 def second_round(run: Path) -> Any:
     """The session of a later round, whose sampler is base and adapter merged."""
-    return open_session(
-        load_rft(str(run / "round-2" / "recipe.toml"), ()), run / "round-2", Bounds(environment={})
-    )
+    return session_of(run / "round-2" / "recipe.toml", run / "round-2")
 
 
 @pytest.fixture(scope="module")
@@ -453,9 +443,9 @@ def test_rounds_killed_after_the_first_go_on_from_another_folder(
     place, two_rounds, tmp_path, monkeypatch, stage, number
 ):
     monkeypatch.chdir(tmp_path)
-    recipe = load_rft(str(place / "letters.toml"), QUICK)
+    recipe, plan, outside = planned(place / "letters.toml", QUICK)
     with pytest.raises(SystemExit):
-        run_rounds(recipe, Path("run"), Bounds(environment={}), 2, observers=[KilledAt(stage, number)])
+        run_rounds(recipe, plan, Path("run"), outside, 2, observers=[KilledAt(stage, number)])
     assert trained(Path("run/round-1")) == ["base", "samples"]
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")

@@ -12,14 +12,16 @@ from torch import Tensor
 
 from redline.config.load import load_recipe
 from redline.config.recipe import IGNORED, ModelConfig, TrainConfig
+from redline.data.loader import Batch
 from redline.model.transformer import Transformer, build_model
 from redline.plan.plan import Hardware
 from redline.plan.planner import make_plan
 from redline.record.metrics import METRICS
-from redline.train.instruments import Instruments, training_rates
+from redline.train.instruments import Instruments, Work, training_rates
+from redline.train.objective import Eager, Sequences
 from redline.train.optimizer import make_optimizers
 from redline.train.process import Process
-from redline.train.step import Learner, LossScale, Update, take_step
+from redline.train.step import Learner, LossScale, Update
 
 CONFIG = ModelConfig(vocab_size=61, num_layers=2, hidden_size=16, num_heads=2, ffn_size=24, context_length=12)
 ALONE = Process(0, 1, torch.device("cpu"))
@@ -34,6 +36,19 @@ def learner_of(
     model: Transformer, *, clip_norm: float = 0.0, scale: LossScale | None = None, **changes: Any
 ) -> Learner:
     return Learner(model, make_optimizers(model, train(**changes)), ALONE, clip_norm, scale)
+
+
+def take_step(
+    learner: Learner,
+    inputs_BT: Tensor,
+    targets_BT: Tensor,
+    *,
+    micro_batch: int,
+    tokens: float,
+    lr_factor: float,
+) -> Update:
+    executor = Eager(learner, Sequences(pass_size=micro_batch, share=len(inputs_BT)))
+    return executor.take(Batch(inputs_BT, targets_BT, {}), targets=tokens, lr_factor=lr_factor)
 
 
 def batch(ignored: str) -> tuple[Tensor, Tensor]:
@@ -69,9 +84,12 @@ def test_any_split_gives_the_gradient_of_the_whole_batch(micro_batch, ignored):
     )
     tokens = float((targets_BT != IGNORED).sum())
     update = take_step(learner, inputs_BT, targets_BT, micro_batch=micro_batch, tokens=tokens, lr_factor=1.0)
-    torch.testing.assert_close(update.loss, expected_loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(update.numbers["loss"], expected_loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(
-        update.grad_norm, torch.stack([g.norm() for g in expected.values()]).norm(), rtol=1e-5, atol=1e-6
+        update.numbers["grad_norm"],
+        torch.stack([g.norm() for g in expected.values()]).norm(),
+        rtol=1e-5,
+        atol=1e-6,
     )
     assert seen.keys() == expected.keys()
     for name, gradient in expected.items():
@@ -114,7 +132,7 @@ def test_clipping_equals_torchs(clip_norm):
     (reference(inputs_BT, targets_BT) / 96.0).backward()
     norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), clip_norm or float("inf"))
     optimizer.step()
-    torch.testing.assert_close(update.grad_norm, norm, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(update.numbers["grad_norm"], norm, rtol=1e-5, atol=0.0)
     assert float(norm) > 0.05, "the smallest bound must bite"
     for (name, p), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p, expected, rtol=1e-4, atol=1e-5, msg=name)
@@ -150,8 +168,8 @@ def test_a_real_fp16_overflow_skips_the_update_and_halves_the_scale():
     inputs_BT, targets_BT = batch("none")
     update = take_step(learner, inputs_BT, targets_BT, micro_batch=4, tokens=96.0, lr_factor=1.0)
     assert update.skipped
-    assert not bool(update.grad_norm.isfinite())
-    assert bool(update.loss.isfinite()), "the forward itself is sound"
+    assert not bool(update.numbers["grad_norm"].isfinite())
+    assert bool(update.numbers["loss"].isfinite()), "the forward itself is sound"
     assert scale.value == 2.0**29
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     state = [slot for o in learner.optimizers for slots in o.state.values() for slot in slots.values()]
@@ -195,13 +213,12 @@ CPU = Hardware(
 def test_instrument_lines_come_in_order_and_complete_and_their_numbers_agree(clock):
     recipe = load_recipe("nano")
     plan = make_plan(recipe, CPU)
-    instruments = Instruments(torch.device("cpu"), training_rates(recipe, plan))
+    instruments = Instruments(torch.device("cpu"), training_rates(plan))
     lines = []
     for step in range(1, 6):
         time.sleep(0.002)
-        instruments.push(
-            {"step": step, "lr": 0.1 * step}, Update(torch.tensor(float(step)), torch.tensor(2.0 * step))
-        )
+        numbers = {"loss": torch.tensor(float(step)), "grad_norm": torch.tensor(2.0 * step)}
+        instruments.push({"step": step, "lr": 0.1 * step}, Update(numbers), Work(recipe.tokens_per_step, 16))
         if step == 3:
             lines += instruments.ready()
     lines += instruments.ready(drain=True)
@@ -222,10 +239,10 @@ def test_instrument_lines_come_in_order_and_complete_and_their_numbers_agree(clo
 
 def test_a_restart_leaves_the_pause_out_of_the_next_step(clock):
     recipe = load_recipe("nano")
-    instruments = Instruments(torch.device("cpu"), training_rates(recipe, make_plan(recipe, CPU)))
+    instruments = Instruments(torch.device("cpu"), training_rates(make_plan(recipe, CPU)))
     time.sleep(0.2)
     instruments.restart()
-    instruments.push({"step": 1}, Update(torch.tensor(1.0), torch.tensor(1.0)))
+    instruments.push({"step": 1}, Update({"loss": torch.tensor(1.0)}), Work(1, 1))
     with pytest.raises(AssertionError, match="in flight"):
         instruments.restart()
     assert instruments.ready()[0]["step_s"] < 1e-4

@@ -31,13 +31,13 @@ TORCH_FREE = (
 TORCH_FREE_MODULES = {
     "machine": ("facts", "specs", "store", "telemetry", "nvml"),
     "engine": ("request", "server", "calls"),
-    "rft": ("store", "budget", "stats", "export", "plan"),
+    "rft": ("store", "budget", "stats", "export"),
     "tune": (
         "statistics", "trial", "guard", "memory", "candidates", "search", "duel", "store", "ablate", "arms",
         "turns", "waterfall_table",
         "lifeline", "scratch",
     ),
-    "data": ("read", "tokenizer", "shards", "build", "stream", "encode"),
+    "data": ("read", "tokenizer", "shards", "build", "stream", "encode", "examples"),
 }  # fmt: skip
 
 

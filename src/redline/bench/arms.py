@@ -28,17 +28,21 @@ import torch
 
 from redline.config.load import from_toml
 from redline.config.recipe import Recipe
+from redline.data.loader import Batch
 from redline.data.shards import TokenDataset
 from redline.errors import need
 from redline.measure.child import cuda_peaks, synchronize, timed
 from redline.plan.plan import Plan, load
-from redline.pretrain import open_corpus
+from redline.pretrain import job_of, open_corpus
 from redline.record.run import RunFolder
 from redline.train.execution import build, set_allocator
-from redline.train.loop import Job, Trainer
+from redline.train.instruments import Work
+from redline.train.loop import Trainer
+from redline.train.objective import Eager, Sequences
+from redline.train.open_run import OpenRun
 from redline.train.optimizer import make_optimizers
 from redline.train.process import Process, join
-from redline.train.step import Learner, Update, take_step
+from redline.train.step import Learner, Update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,17 +75,12 @@ def _loop(task: Task, recipe: Recipe, plan: Plan, process: Process) -> dict[str,
     endless = replace(recipe, train=replace(recipe.train, steps=10**9, eval_every=0, checkpoint_every=0))
     with tempfile.TemporaryDirectory() as run, RunFolder(Path(run)) as folder:
         corpus = open_corpus(recipe, Path(run), process, None)
-        job = Job(
-            recipe=endless,
-            plan=plan,
-            source=corpus.train,
-            data_fingerprint=corpus.fingerprint,
-            run=Path(run),
-            folder=folder,
-        )
-        trainer = Trainer(job, process)
+        job = job_of(endless, plan, corpus, process, run=Path(run), opened=OpenRun(folder, (), None))
+        trainer = Trainer(replace(job, validate=None, initial_weights=None), process)
         seeing, blind = trainer.instruments, _Blind()
-        inputs, targets = (t.to(process.device) for t in _first_batch(trainer))
+        first = trainer.source.next()
+        inputs, targets = (t.to(process.device) for t in (first.inputs_BT, first.targets_BT))
+        batch = replace(first, inputs_BT=inputs, targets_BT=targets)
 
         def turn_blind() -> None:
             trainer.instruments = blind  # type: ignore[assignment]
@@ -89,10 +88,7 @@ def _loop(task: Task, recipe: Recipe, plan: Plan, process: Process) -> dict[str,
             trainer.instruments = seeing
 
         def bare_step() -> None:
-            tokens = float(recipe.tokens_per_step)
-            take_step(
-                trainer.learner, inputs, targets, micro_batch=plan.micro_batch, tokens=tokens, lr_factor=1.0
-            )
+            trainer.executor.take(batch, targets=float(recipe.tokens_per_step), lr_factor=1.0)
 
         trainer.turn()
         synchronize()
@@ -112,11 +108,6 @@ def _loop(task: Task, recipe: Recipe, plan: Plan, process: Process) -> dict[str,
         }
 
 
-def _first_batch(trainer: Trainer) -> tuple[torch.Tensor, torch.Tensor]:
-    batch = trainer.loader.next()
-    return batch.inputs_BT, batch.targets_BT
-
-
 class _Blind:
     """Instruments that look at nothing."""
 
@@ -126,7 +117,7 @@ class _Blind:
     def mark(self, phase: str) -> None:
         pass
 
-    def push(self, facts: dict[str, Any], update: Update) -> None:
+    def push(self, facts: dict[str, Any], update: Update, work: Work) -> None:
         pass
 
     def ready(self) -> list[dict[str, Any]]:
@@ -155,15 +146,11 @@ def _plain(task: Task, recipe: Recipe, plan: Plan, process: Process) -> dict[str
         torch.randint(0, recipe.model.vocab_size, shape, device=process.device) for _ in range(2)
     )
 
+    executor = Eager(learner, Sequences(pass_size=plan.micro_batch, share=recipe.train.batch_size))
+    batch = Batch(inputs, targets, {})
+
     def step() -> None:
-        take_step(
-            learner,
-            inputs,
-            targets,
-            micro_batch=plan.micro_batch,
-            tokens=float(recipe.tokens_per_step),
-            lr_factor=1.0,
-        )
+        executor.take(batch, targets=float(recipe.tokens_per_step), lr_factor=1.0)
 
     step()
     synchronize()

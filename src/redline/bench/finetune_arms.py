@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,19 @@ import torch
 from torch import Tensor
 
 from redline.bench.finetune import SETTINGS, Setting
+from redline.config.recipe import LoraConfig, Recipe, TrainConfig
 from redline.errors import RedlineError, need
+from redline.finetune import job_of, prepare, train
+from redline.machine.facts import read_facts
 from redline.model.huggingface import config_json, to_huggingface
-from redline.model.lora import LoraConfig, add_lora
 from redline.model.transformer import Transformer, build_model
+from redline.plan.hardware import hardware_here
+from redline.plan.planner import make_plan
 from redline.record.run import RunFolder
 from redline.train.adapter import MODULES, peft_tensors
-from redline.train.finetune import Example, FinetuneConfig, finetune
-from redline.train.packing import batches
+from redline.train.execution import COMPUTE_DTYPE
+from redline.train.packing import Example, batches
+from redline.train.process import Process
 
 BLOCKS = 3
 """Timed blocks of an arm, after the first updates."""
@@ -89,10 +95,23 @@ def _blocks(setting: Setting, arm: str, ends_s: list[float]) -> list[dict[str, A
     return found
 
 
+def tuned_recipe(setting: Setting, epochs: int = 1) -> Recipe:
+    train = TrainConfig(
+        batch_size=setting.batch_size,
+        lr=setting.lr,
+        epochs=epochs,
+        schedule="constant",
+        weight_decay=0.0,
+        beta2=0.999,
+    )
+    lora, name = LoraConfig(rank=setting.rank, alpha=setting.alpha), "bench"
+    return Recipe(name=name, workload="finetune", model=setting.model, train=train, lora=lora)
+
+
 def adapted(setting: Setting, dtype: torch.dtype) -> Transformer:
     model = build_model(setting.model, device=DEVICE, seed=0)
     model.compute_dtype = dtype
-    add_lora(model, LoraConfig(rank=setting.rank, alpha=setting.alpha), seed=0)
+    prepare(model, tuned_recipe(setting), Process(0, 1, torch.device(DEVICE)))
     return model
 
 
@@ -126,20 +145,21 @@ class _Watch:
 
 
 def _ours(arm: str, setting: Setting) -> dict[str, Any]:
-    half = DEVICE == "cuda" and arm != "fp32"
-    model = adapted(setting, torch.bfloat16 if half else torch.float32)
-    updates = setting.updates[arm]
-    config = FinetuneConfig(
-        epochs=-(-updates * setting.batch_size // setting.rows),
-        batch_size=setting.batch_size,
-        lr=setting.lr,
-        schedule="constant",
-        warmup_fraction=0.0,
-        compile=arm == "compiled",
-    )
+    updates, process = setting.updates[arm], Process(0, 1, torch.device(DEVICE))
+    recipe = tuned_recipe(setting, epochs=-(-updates * setting.batch_size // setting.rows))
+    plan = make_plan(recipe, hardware_here(read_facts(), None))
+    if arm == "fp32":
+        plan = replace(plan, precision="fp32", cross_entropy="torch")
+    if arm == "compiled":
+        plan = replace(plan, compile="default")
+    model = adapted(setting, COMPUTE_DTYPE[plan.precision])
     watch = _Watch(updates)
     with tempfile.TemporaryDirectory() as run, RunFolder(Path(run)) as folder, suppress(_Stop):
-        finetune(model, examples(setting), config, folder=folder, observers=[watch])
+        rows = examples(setting)
+        train(
+            job_of(model, rows, recipe, plan, process, run=Path(run), folder=folder, observers=[watch]),
+            process,
+        )
     return {
         "losses": watch.losses,
         "blocks": _blocks(setting, arm, watch.ends_s),

@@ -5,7 +5,6 @@ redline generate runs/nano --prompt "ROMEO:" --samples 2
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -68,7 +67,8 @@ def run(options: argparse.Namespace) -> None:
     from redline.engine.local import LocalEngine, fitting_slots
     from redline.engine.prompt import stop_ids
     from redline.engine.request import Request, Sampling
-    from redline.plan.planner import samples_bound
+    from redline.plan.bounds import Outside, bounded_slots
+    from redline.plan.plan import Why
     from redline.train.restore import open_on
 
     sampling = Sampling(
@@ -92,7 +92,8 @@ def run(options: argparse.Namespace) -> None:
         status(f"note: the model's context of {context} leaves room for {context - longest} new tokens")
     longest, stops = min(longest, context), stop_ids(opened.loaded, opened.tokenizer)
     fitting = fitting_slots(model, max_prompt_tokens=longest, max_new_tokens=new)
-    slots = min(fitting, samples_bound(os.environ) or sys.maxsize, len(prompts) * options.samples)
+    wanted = min(fitting, len(prompts) * options.samples), Why(reason="", source="rule")
+    slots, _ = bounded_slots(wanted, Outside(environment=os.environ))
     ready: dict[tuple[int, int], str] = {}
     texts: list[dict[str, str | int]] = []
     with LocalEngine(

@@ -29,8 +29,16 @@ def add_json(command: argparse.ArgumentParser) -> None:
     )
 
 
-def recipe_of(options: argparse.Namespace) -> Recipe:
-    return load_recipe(options.recipe, options.set)
+def recipe_of(options: argparse.Namespace, *more: str) -> Recipe:
+    """The recipe with what the user set; a shape that it leaves out is read from the weights it starts from."""
+    recipe = load_recipe(
+        options.recipe, [*options.set, *more], preset=getattr(options, "preset", None), say=status
+    )
+    if recipe.model.is_shaped:
+        return recipe
+    from redline.train.restore import with_shape
+
+    return with_shape(recipe)
 
 
 def typed_pins(options: argparse.Namespace) -> frozenset[str]:

@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
     from redline.plan.plan import save, to_json
 
     recipe = recipe_of(options)
-    plan = make(options, recipe, as_gpu=options.as_gpu, nproc=options.nproc, profile=options.profile)
+    plan = make(options, recipe, nproc=options.nproc)
     if options.save:
         save(plan, options.save)
         status(f"plan written to {options.save}")
@@ -50,27 +50,38 @@ def run(options: argparse.Namespace) -> None:
     print_plan(plan, recipe)
 
 
-def make(  # type: ignore[no-untyped-def]
-    options: argparse.Namespace, recipe, *, as_gpu: str | None = None, nproc: int, profile: str | None = None
-):
+def outside_of(options: argparse.Namespace):  # type: ignore[no-untyped-def]
+    """What bounds the plan from outside the recipe: the environment, a profile, what the user typed."""
+    from redline.cli.options import typed_pins
+    from redline.plan.bounds import Outside
+    from redline.plan.profiles import find_profile
+
+    profile = getattr(options, "profile", None)
+    return Outside(
+        environment=os.environ, profile=find_profile(profile) if profile else None, typed=typed_pins(options)
+    )
+
+
+def make(options: argparse.Namespace, recipe, *, nproc: int):  # type: ignore[no-untyped-def]
     """The plan for this machine, or for the one named."""
-    from redline.cli.options import status, typed_pins
+    from dataclasses import replace
+
+    from redline.cli.options import status
+    from redline.errors import MachineError
     from redline.machine.facts import read_facts
     from redline.machine.store import cached
     from redline.plan.hardware import hardware_as, hardware_here
-    from redline.plan.planner import Outside, make_plan
-    from redline.plan.profiles import find_profile
+    from redline.plan.planner import make_plan
 
-    facts = read_facts()
-    hardware = (
-        hardware_as(as_gpu, facts.cpu_cores)
-        if as_gpu
-        else hardware_here(facts, cached(facts, progress=status))
-    )
-    outside = Outside(
-        environment=os.environ, profile=find_profile(profile) if profile else None, typed=typed_pins(options)
-    )
-    return make_plan(recipe, hardware, world_size=nproc, outside=outside)
+    facts, as_gpu, device = read_facts(), getattr(options, "as_gpu", None), getattr(options, "device", None)
+    if device == "cuda" and not facts.gpus:
+        raise MachineError("--device cuda: this machine shows no GPU; use --device cpu, or check the driver")
+    if as_gpu:
+        hardware = hardware_as(as_gpu, facts.cpu_cores)
+    else:
+        here = replace(facts, gpus=()) if device == "cpu" else facts
+        hardware = hardware_here(here, cached(facts, progress=status))
+    return make_plan(recipe, hardware, world_size=nproc, outside=outside_of(options))
 
 
 def chosen(options: argparse.Namespace, recipe, world_size: int, *, say: Callable[[str], None]):  # type: ignore[no-untyped-def]

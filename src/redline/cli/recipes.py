@@ -19,14 +19,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from redline.cli.options import print_json
     from redline.config.load import load_recipe, shipped, to_toml
-    from redline.config.rft import load_rft
     from redline.plan.arithmetic import parameters
     from redline.record.units import format_count
 
-    if options.recipe is not None and options.recipe in shipped("rft"):
-        rft = load_rft(options.recipe, options.set)
-        print_json(asdict(rft)) if options.json else print(to_toml(rft), end="")
-        return
     if options.recipe is not None:
         recipe = load_recipe(options.recipe, options.set)
         if options.json:
@@ -34,24 +29,14 @@ def run(options: argparse.Namespace) -> None:
         else:
             print(f"# fingerprint {recipe.fingerprint}\n{to_toml(recipe)}", end="")
         return
-    sizes = {name: (parameters(r.model).total, r.about) for name in shipped() for r in [load_recipe(name)]}
-    tuned = {name: load_rft(name).about for name in shipped("rft")}
+    recipes = {name: load_recipe(name) for name in shipped()}
+    sizes = {name: parameters(r.model).total if r.model.is_shaped else None for name, r in recipes.items()}
     if options.json:
+        rows = recipes.items()
         print_json(
-            [
-                *(
-                    {"name": name, "workload": "pretrain", "about": about, "parameters": size}
-                    for name, (size, about) in sizes.items()
-                ),
-                *(
-                    {"name": name, "workload": "rft", "about": about, "parameters": None}
-                    for name, about in tuned.items()
-                ),
-            ]
+            [{"name": n, "workload": r.workload, "about": r.about, "parameters": sizes[n]} for n, r in rows]
         )
         return
-    width = max(map(len, [*sizes, *tuned]))
-    for name, (size, about) in sizes.items():
-        print(f"{name:<{width}}  {format_count(size):>7} parameters  {about}")
-    for name, about in tuned.items():
-        print(f"{name:<{width}}  {'redline rft':>18}  {about}")
+    width = max(map(len, recipes))
+    for name, recipe in recipes.items():
+        print(f"{name:<{width}}  {recipe.workload:<8}  {format_count(sizes[name]):>6}  {recipe.about}")

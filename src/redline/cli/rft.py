@@ -1,26 +1,22 @@
 """Rejection-sampling fine-tuning: sample many answers a question, keep the correct ones, train on them, test
 before and after.
 
-redline rft run rft/units-smollm2 --set model.path=SmolLM2.gguf --set task.data=units/    test, sample, train, test
+redline rft run rft/units-smollm2 --set model.init_from=SmolLM2.gguf --set task.data=units/    test, sample, train, test
 redline rft run rft/units-smollm2 --rounds 4               the loop again, each round sampled by what the last
                                                            one trained
-redline rft sample rft/units-smollm2 --preset quality      one stage; killed or stopped, the same command goes
-                                                           on
+redline rft sample rft/units-smollm2 --preset quality      one stage; if it is killed, run it again and it
+                                                           resumes
 redline rft train rft/units-smollm2 --on answers           plain fine-tuning on the reference solutions, for
                                                            comparison
-redline rft test rft/units-smollm2 --rows all              every weights of the run that have not been tested
+redline rft test rft/units-smollm2 --rows all              all weights of the run that have not been tested
                                                            yet
 redline rft stats runs/units-smollm2
 redline rft export runs/units-smollm2 rft.json             or .jsonl, .parquet
 """
 
 import argparse
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from redline.config.rft import RftRecipe
+from typing import Any
 
 HELP = "rejection-sampling fine-tuning: sample, train, test"
 
@@ -48,7 +44,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         stage.add_argument(
             "--profile", metavar="NAME", help="upper bounds of a known GPU, as in `redline plan`"
         )
-        stage.add_argument("--device", default=None, help="cuda or cpu (default: cuda where there is one)")
+        stage.add_argument(
+            "--device", choices=("cuda", "cpu"), help="compute there (default: cuda where there is one)"
+        )
+        stage.add_argument("--plan", metavar="FILE|auto", help="as in `redline train`")
         stage.add_argument("--quiet", action="store_true", help="no live view")
         if name == "train":
             stage.add_argument(
@@ -113,64 +112,56 @@ def _stage(options: argparse.Namespace) -> None:
 
     from redline.cli import rft_tables as tables
     from redline.cli.live import make_view
-    from redline.cli.options import print_json, status
-    from redline.plan.profiles import find_profile
-    from redline.rft.plan import Bounds
+    from redline.cli.options import print_json, recipe_of, status
+    from redline.cli.plan import chosen, outside_of
+    from redline.errors import ConfigError
+    from redline.plan.profiles import fewer_samples
 
-    recipe = _recipe(options)
-    bounds = Bounds(
-        environment=os.environ, profile=find_profile(options.profile) if options.profile else None
-    )
+    _check(options)
+    recipe = recipe_of(options, *_rows(options))
+    if recipe.workload != "rft":
+        raise ConfigError(f"{options.recipe} is a recipe of workload {recipe.workload}: use `redline train`")
+    outside = outside_of(options)
+    recipe = fewer_samples(recipe, outside.profile, say=status)
+    plan = chosen(options, recipe, 1, say=status)
     folder = options.run or Path("runs") / recipe.name
     status(tables.describe(recipe, folder))
-    from redline.rft.session import open_session
-
-    if options.verb == "run":
-        _run_rounds(recipe, folder, bounds, options)
-        return
-    with (
-        closing(make_view(quiet=options.quiet or options.json)) as view,
-        open_session(recipe, folder, bounds, device=options.device, observers=[view]) as session,
-    ):
-        found = _STAGE_CALLS[options.verb](session, options)
-    if options.json:
-        print_json(found)
-    else:
-        tables.print_stage(options.verb, found, folder)
-
-
-def _run_rounds(recipe: "RftRecipe", folder: Path, bounds: Any, options: argparse.Namespace) -> None:
-    from contextlib import closing
-
-    from redline.cli import rft_tables as tables
-    from redline.cli.live import make_view
-    from redline.cli.options import print_json
-    from redline.errors import ConfigError
-    from redline.rft.run import run_rounds
-
-    if options.rounds < 1:
-        raise ConfigError(f"--rounds must be greater than 0, got {options.rounds}")
     with closing(make_view(quiet=options.quiet or options.json)) as view:
-        reports = run_rounds(recipe, folder, bounds, options.rounds, device=options.device, observers=[view])
+        if options.verb == "run":
+            from redline.rft.run import run_rounds
+
+            found: Any = run_rounds(recipe, plan, folder, outside, options.rounds, observers=[view])
+        else:
+            from redline.rft.session import open_session
+
+            with open_session(recipe, plan, folder, outside, observers=[view]) as session:
+                found = _STAGE_CALLS[options.verb](session, options)
     if options.json:
-        print_json(reports[0] if options.rounds == 1 else reports)
-        return
-    for number, report in enumerate(reports, start=1):
-        if options.rounds > 1:
-            print(f"\nround {number} of {options.rounds}")
-        tables.print_stage("run", report, Path(report["run"]))
+        print_json(found[0] if options.verb == "run" and options.rounds == 1 else found)
+    elif options.verb != "run":
+        tables.print_stage(options.verb, found, folder)
+    else:
+        for number, report in enumerate(found, start=1):
+            if options.rounds > 1:
+                print(f"\nround {number} of {options.rounds}")
+            tables.print_stage("run", report, Path(report["run"]))
 
 
-def _recipe(options: argparse.Namespace) -> "RftRecipe":
-    from redline.config.rft import load_rft
+def _check(options: argparse.Namespace) -> None:
     from redline.errors import ConfigError
 
-    overrides = list(options.set)
-    if (rows := getattr(options, "rows", None)) is not None:
-        if rows != "all" and not (rows.isdecimal() and int(rows) > 0):
-            raise ConfigError(f"--rows takes a whole number greater than 0, or all; got {rows!r}")
-        overrides.append(f"test.rows={0 if rows == 'all' else int(rows)}")
-    return load_rft(options.recipe, overrides, preset=options.preset)
+    if options.verb == "run" and options.rounds < 1:
+        raise ConfigError(f"--rounds must be greater than 0, got {options.rounds}")
+
+
+def _rows(options: argparse.Namespace) -> list[str]:
+    from redline.errors import ConfigError
+
+    if (rows := getattr(options, "rows", None)) is None:
+        return []
+    if rows != "all" and not (rows.isdecimal() and int(rows) > 0):
+        raise ConfigError(f"--rows takes a whole number greater than 0, or all; got {rows!r}")
+    return [f"test.rows={0 if rows == 'all' else int(rows)}"]
 
 
 def _run_sample(session: Any, options: argparse.Namespace) -> Any:

@@ -8,18 +8,19 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from redline.config.rft import RftRecipe
+from redline.config.recipe import Recipe
 from redline.record.units import format_count, format_duration, format_rate, format_share
 
 _NAMES = {"base": "before", "answers": "after plain fine-tuning on the answers", "samples": "after RFT"}
 _APART = {"in_train": "in the training data too", "unseen": "not in training data"}
 
 
-def describe(recipe: RftRecipe, folder: Path) -> str:
+def describe(recipe: Recipe, folder: Path) -> str:
     """One line: what is run where."""
-    sampler = recipe.model.server or recipe.model.sampler or "itself"
+    sampler = recipe.sample.server or recipe.sample.sampler or "itself"
+    assert recipe.task is not None
     return (
-        f"{recipe.name}: {recipe.model.path} on task {recipe.task.name}, {recipe.sample.samples_per_question}"
+        f"{recipe.name}: {recipe.model.init_from} on task {recipe.task.name}, {recipe.sample.samples_per_question}"
         f" samples a question at {recipe.sample.temperature} by {sampler}, run folder {folder}"
     )
 

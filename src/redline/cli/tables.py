@@ -107,7 +107,7 @@ def print_plan(plan: Plan, recipe: Recipe) -> None:
     p = plan.prediction
     console.print(
         f"[bold]{escape(plan.recipe)}[/bold] on {plan.hardware.title}, {plan.world_size} process(es);"
-        f" fingerprint {plan.fingerprint}"
+        f" work {plan.work}"
     )
     console.print(f"hardware figures: {plan.hardware.source}", highlight=False)
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -115,6 +115,8 @@ def print_plan(plan: Plan, recipe: Recipe) -> None:
         table.add_column(column)
     for name in PLANNED:
         why = plan.why[name]
+        if name == "slots" and not plan.slots:
+            continue
         table.add_row(name, str(getattr(plan, name)), why.source, escape(why.reason))
     console.print(table)
     console.print(
@@ -145,4 +147,6 @@ def print_plan(plan: Plan, recipe: Recipe) -> None:
     else:
         console.print(
             "speed: no measured or datasheet rate is known for this hardware; run `redline machine`"
+            if recipe.workload == "pretrain"
+            else "speed: depends on the lengths of the examples, which are known when they are read"
         )

@@ -1,23 +1,32 @@
-"""Pre-train a recipe. The same command goes on with a run that was stopped or killed; Ctrl-C stops it with a
-checkpoint.
+"""Train a recipe: pre-training, or fine-tuning (`redline finetune` is the short way). If the run is stopped or
+killed, run the same command again and it resumes; Ctrl-C stops it with a checkpoint. More steps or hours extend a
+finished run.
 
 redline train nano
 redline train gpt2-124m --set data.source=data/wiki --run runs/wiki --nproc 2
+redline train nano --fork runs/nano --run runs/rescued --set train.lr=1e-3
 torchrun --nproc-per-node 2 --no-python -- redline train gpt2-124m     the `--` keeps torchrun from reading
                                                                        our options
 """
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 
-HELP = "pre-train a recipe, or go on with its run"
+HELP = "train a recipe, or resume, extend or fork its run"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     from redline.cli.options import add_json, add_recipe
 
     add_recipe(command)
+    add_run_options(command)
+    add_json(command)
+
+
+def add_run_options(command: argparse.ArgumentParser) -> None:
+    """What every training takes."""
     command.add_argument("--run", type=Path, metavar="DIR", help="the run folder (default runs/RECIPE)")
     command.add_argument(
         "--plan",
@@ -26,6 +35,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
             "a plan written by `redline plan --save`; auto: the one that `redline tune` found here, else plan"
             " now (default: plan now)"
         ),
+    )
+    command.add_argument(
+        "--fork",
+        type=Path,
+        metavar="RUN",
+        help="begin with the last checkpoint of this run (or with this checkpoint), under other values; needs --run",
     )
     command.add_argument(
         "--nproc", type=int, default=1, metavar="N", help="processes on this machine, one a GPU (default 1)"
@@ -38,20 +53,37 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="also send metrics to: tensorboard, wandb, mlflow",
     )
     command.add_argument("--quiet", action="store_true", help="no live view")
-    add_json(command)
 
 
 def run(options: argparse.Namespace) -> int:
     from redline.cli.options import recipe_of
-    from redline.launch import under_torchrun
+    from redline.errors import ConfigError
+
+    check_options(options)
+    recipe = recipe_of(options)
+    if recipe.workload == "rft":
+        raise ConfigError(f"{options.recipe} is an RFT recipe: use `redline rft run {options.recipe}`")
+    return train(options, recipe)
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """What can be said before torch is imported."""
+    from redline.errors import ConfigError
     from redline.record.export import check_names
 
     if options.nproc < 1:
-        from redline.errors import ConfigError
-
         raise ConfigError(f"--nproc must be at least 1, got {options.nproc}")
     check_names(options.export)
-    recipe = recipe_of(options)
+    if options.fork is not None and options.run is None:
+        raise ConfigError("--fork begins a new run: name its folder with --run")
+    if options.fork is not None and not options.fork.exists():
+        raise ConfigError(f"--fork: no such run: {options.fork}")
+
+
+def train(options: argparse.Namespace, recipe) -> int:  # type: ignore[no-untyped-def]
+    """Train the recipe here, or on several processes."""
+    from redline.launch import under_torchrun
+
     folder = options.run or Path("runs") / recipe.name
     if options.nproc > 1 and not under_torchrun():
         return _launch(options, recipe, folder)
@@ -98,6 +130,7 @@ def _train(options: argparse.Namespace, recipe, folder: Path) -> int:  # type: i
     from redline.cli.view import describe, observers_for, print_outcome
 
     plan = _plan(options, recipe, int(os.environ.get("WORLD_SIZE", 1)))
+    from redline.finetune import finetune
     from redline.machine.facts import read_facts
     from redline.machine.store import forget_if_beaten
     from redline.pretrain import pretrain
@@ -109,14 +142,14 @@ def _train(options: argparse.Namespace, recipe, folder: Path) -> int:  # type: i
     with join(plan.hardware.kind) as process:
         if process.is_first:
             status(describe(recipe, plan, folder))
-        outcome = pretrain(
-            recipe,
-            plan,
-            folder,
-            process,
-            observers=lambda resume_step: observers_for(options, recipe, plan, folder, resume_step),
-            progress=byte_progress("tokenising") if process.is_first else None,
-        )
+        watching = partial(observers_for, options, recipe, plan, folder)
+        if recipe.workload == "finetune":
+            outcome = finetune(recipe, plan, folder, process, observers=watching, fork=options.fork)
+        else:
+            progress = byte_progress("tokenising") if process.is_first else None
+            outcome = pretrain(
+                recipe, plan, folder, process, observers=watching, progress=progress, fork=options.fork
+            )
     if process.is_first:
         share = read_run(folder).typical("ceiling_share")
         forget_if_beaten(read_facts(), share.value if share else 0.0, status)

@@ -11,7 +11,6 @@ A few updates are run and profiled, nothing is written. Exit code 1 when a check
 """
 
 import argparse
-import os
 
 HELP = "prove that what a plan says is really on"
 
@@ -34,10 +33,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from redline.cli.options import print_json
-    from redline.config.load import workload_of
+    from redline.cli.options import print_json, recipe_of
 
-    title, checks = (_finetuning if workload_of(options.recipe) == "rft" else _pretraining)(options)
+    recipe = recipe_of(options)
+    title, checks = (_of_rft if recipe.workload == "rft" else _of_pretraining)(options, recipe)
     failed, blind = (
         [check for check in checks if check.status == status] for status in ("failed", "not checked")
     )
@@ -51,11 +50,10 @@ def run(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _pretraining(options: argparse.Namespace):  # type: ignore[no-untyped-def]
-    from redline.cli.options import recipe_of, status, tokenise
+def _of_pretraining(options: argparse.Namespace, recipe):  # type: ignore[no-untyped-def]
+    from redline.cli.options import status, tokenise
     from redline.cli.plan import chosen
 
-    recipe = recipe_of(options)
     plan = chosen(options, recipe, 1, say=status)
     tokenise(recipe)
     from redline.train.execution import set_allocator
@@ -66,23 +64,13 @@ def _pretraining(options: argparse.Namespace):  # type: ignore[no-untyped-def]
     return f"{recipe.name} on {plan.hardware.title}", verify(recipe, plan, progress=status)
 
 
-def _finetuning(options: argparse.Namespace):  # type: ignore[no-untyped-def]
+def _of_rft(options: argparse.Namespace, recipe):  # type: ignore[no-untyped-def]
     from redline.cli.options import status
-    from redline.config.rft import load_rft
-    from redline.errors import ConfigError
-    from redline.machine.facts import read_facts
-    from redline.plan.hardware import hardware_here
-    from redline.rft.plan import Bounds
-
-    if options.plan is not None:
-        raise ConfigError(
-            f"--plan {options.plan}: an RFT recipe has no plan file; it is planned when it runs"
-        )
-    recipe = load_rft(options.recipe, options.set)
+    from redline.cli.plan import chosen
     from redline.tune.verify_rft import verify_rft
 
-    checks = verify_rft(recipe, Bounds(environment=os.environ), progress=status)
-    return f"{recipe.name} on {hardware_here(read_facts(), None).title}", checks
+    plan = chosen(options, recipe, 1, say=status)
+    return f"{recipe.name} on {plan.hardware.title}", verify_rft(recipe, plan, progress=status)
 
 
 def _print(checks, title: str) -> None:  # type: ignore[no-untyped-def]

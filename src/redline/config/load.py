@@ -2,8 +2,7 @@
 TOML.
 
 An unknown key, a wrong type or an impossible combination is an error that names the nearest right thing. No
-aliases and no silent defaults: what a recipe does not say is the default written in `recipe.py` (or `rft.py`,
-which reads its recipes through here). `--set table.key=none` takes a value back; where `none` is itself a
+aliases and no silent defaults: what a recipe does not say is the default written in `recipe.py`. `--set table.key=none` takes a value back; where `none` is itself a
 value of the field (`plan.recompute`) it is that value.
 """
 
@@ -13,52 +12,86 @@ import math
 import tomllib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from redline.config.recipe import Recipe, check
+from redline.config.recipe import DEFAULTS, PRESETS, TABLES, Recipe
+from redline.config.rules import check
 from redline.errors import ConfigError, nearest
 
 T = TypeVar("T")
-Workload = Literal["pretrain", "rft"]
 
 
-def shipped(workload: Workload = "pretrain") -> dict[str, Path]:
-    """Names of the workload's recipes that come with the package, in alphabetical order; those of RFT lie in
-    a folder of their own."""
+def shipped() -> dict[str, Path]:
+    """Names of the recipes that come with the package, in alphabetical order."""
     root = Path(str(resources.files("redline"))) / "recipes"
-    names = {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.toml"))}
-    return {name: path for name, path in names.items() if name.startswith("rft/") == (workload == "rft")}
+    return {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.toml"))}
 
 
-def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe by its shipped name or its path, apply `table.key=value` overrides, and check every
-    rule."""
-    return check(build(Recipe, read_table(Recipe, name_or_path, overrides), where=str(name_or_path)))
-
-
-def read_table(
-    kind: type, name_or_path: str, overrides: Sequence[str] = (), workload: Workload = "pretrain"
-) -> dict[str, Any]:
-    """The table of a recipe of this kind with the overrides put in, named after its file unless it has a
-    name; nothing in it is checked yet."""
-    path = _find(name_or_path, workload)
+def load_recipe(
+    name_or_path: str,
+    overrides: Sequence[str] = (),
+    *,
+    preset: str | None = None,
+    say: Callable[[str], None] = lambda note: None,
+) -> Recipe:
+    """Read a recipe by its shipped name or its path, apply the preset's values and then `table.key=value`
+    overrides, and check every rule. `say` is told what had to be adjusted."""
+    if preset is not None and preset not in PRESETS:
+        raise ConfigError(f"no preset {preset!r}{nearest(preset, PRESETS)}: known are {', '.join(PRESETS)}")
+    path = _find(name_or_path)
     table = _parse_file(path)
-    for override in overrides:
-        _apply(kind, table, override)
+    first = [f"sample.{key}={value}" for key, value in PRESETS[preset].items()] if preset else []
+    for override in (*first, *overrides):
+        _apply(Recipe, table, override)
     table.setdefault("name", path.stem)
-    return table
+    recipe = _from_table(table, str(name_or_path))
+    train = recipe.train
+    if train.steps and train.warmup_steps > train.steps:
+        clipped = max(1, train.steps // 10)
+        say(
+            f"train.warmup_steps {train.warmup_steps} exceeds the {train.steps} steps of the run: using {clipped}"
+        )
+        recipe = replace(recipe, train=replace(train, warmup_steps=clipped))
+    return recipe
 
 
-def workload_of(name_or_path: str) -> Workload:
-    """Whose recipe it is, for a command that takes either: by its shipped name, or by whether the file has a
-    task."""
-    if name_or_path in shipped("rft"):
-        return "rft"
-    is_file = name_or_path not in shipped() and Path(name_or_path).is_file()
-    return "rft" if is_file and "task" in _parse_file(Path(name_or_path)) else "pretrain"
+def tables_of(workload: str) -> tuple[str, ...]:
+    """The tables that a recipe of this workload may have."""
+    return (*TABLES[workload], *(("test",) if workload == "rft" else ()), "plan")
+
+
+def from_toml(text: str, where: str) -> Recipe:
+    """Read back what `to_toml` wrote."""
+    return _from_table(parse(text, where), where)
+
+
+def _from_table(table: dict[str, Any], where: str) -> Recipe:
+    """The checked recipe, its workload's defaults under what the table says. A table that the workload does not
+    read is an error: it would have no effect."""
+    workload = table.get("workload", "pretrain")
+    if isinstance(workload, str) and workload in TABLES:
+        for name, value in table.items():
+            unread = name in Recipe.__dataclass_fields__ and name not in tables_of(workload)
+            if isinstance(value, dict) and unread:
+                raise ConfigError(
+                    f"{where}: [{name}] has no part in workload {workload!r}: remove it, or correct workload"
+                )
+        for name, values in DEFAULTS.get(workload, {}).items():
+            given = table.setdefault(name, {})
+            if isinstance(given, dict):
+                table[name] = _under(values, given)
+    return check(build(Recipe, table, where))
+
+
+def _under(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The defaults with the given values over them; of two ways to say one thing the given one counts."""
+    either = {"steps": "epochs", "warmup_steps": "warmup_fraction"}
+    dropped = {other for name, other in either.items() if given.get(name)}
+    return {key: value for key, value in defaults.items() if key not in dropped} | given
 
 
 def _parse_file(path: Path) -> dict[str, Any]:
@@ -68,20 +101,13 @@ def _parse_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read as a text file: {error}") from error
 
 
-def _find(name_or_path: str, workload: Workload) -> Path:
-    recipes = shipped(workload)
+def _find(name_or_path: str) -> Path:
+    recipes = shipped()
     if name_or_path in recipes:
         return recipes[name_or_path]
     path = Path(name_or_path)
     if path.is_file():
         return path
-    if name_or_path in shipped("pretrain" if workload == "rft" else "rft"):
-        kind, use = (
-            ("pre-training", "redline train") if workload == "rft" else ("fine-tuning", "redline rft run")
-        )
-        raise ConfigError(
-            f"{name_or_path} is a {kind} recipe, which this command does not take: use `{use} {name_or_path}`"
-        )
     raise ConfigError(
         f"no recipe {name_or_path!r}: give a path or one of"
         f" {', '.join(recipes)}{nearest(name_or_path, recipes)}"
@@ -185,24 +211,15 @@ def _taken_back(names: Sequence[str], kind: Any) -> bool:
     )
 
 
-def to_toml(recipe: Any) -> str:
-    """A recipe's dataclass as TOML that reads back to an equal one; values that are not given are left
-    out."""
-    lines: list[str] = []
-
-    def table(obj: Any, prefix: str) -> None:
-        nested = []
-        for f in dataclasses.fields(obj):
-            value = getattr(obj, f.name)
-            if dataclasses.is_dataclass(value):
-                nested.append((f.name, value))
-            elif value is not None:
-                lines.append(f"{f.name} = {_toml_value(value)}")
-        for name, value in nested:
-            lines.extend(["", f"[{prefix}{name}]"])
-            table(value, f"{prefix}{name}.")
-
-    table(recipe, "")
+def to_toml(recipe: Recipe) -> str:
+    """The recipe as TOML that reads back to an equal one: the tables of its workload, without values that are not
+    given."""
+    lines = [f"{name} = {_toml_value(getattr(recipe, name))}" for name in ("name", "about", "workload")]
+    for name in tables_of(recipe.workload):
+        if (table := getattr(recipe, name)) is not None:
+            given = {f.name: getattr(table, f.name) for f in dataclasses.fields(table)}
+            lines += ["", f"[{name}]"]
+            lines += [f"{key} = {_toml_value(value)}" for key, value in given.items() if value is not None]
     return "\n".join(lines) + "\n"
 
 
@@ -214,8 +231,3 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml_value, value))}]"
     return repr(value)
-
-
-def from_toml(text: str, where: str) -> Recipe:
-    """Read back what `to_toml` wrote."""
-    return check(build(Recipe, parse(text, where), where))

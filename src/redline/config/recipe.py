@@ -1,18 +1,20 @@
-"""The Recipe: what a run computes. Five frozen tables, every field with its meaning, unit and default.
+"""The Recipe: what a run computes. Frozen tables, every field with its meaning, unit and default.
 
-A recipe is read from TOML by `redline.config.load`. The tables `model`, `data` and `train` define the
-training and make up the fingerprint; `plan` pins execution values (how, not what) and never enters it: two
-speeds compare only under one fingerprint. Left out on purpose: anything that a plan derives, and anything
-that a run measures.
+`workload` says which tables count: pre-training reads `model`, `data` and `train`; fine-tuning adds `lora` and
+`prompt`; rejection-sampling fine-tuning (RFT) adds `task`, `sample` and `test`. A recipe is read from TOML by
+`redline.config.load` and checked by `redline.config.rules`. Everything that defines the training makes up the fingerprint. What only sets a cadence
+(CADENCE), what is tested (`test`) and how it is executed (`plan`) stay outside it.
+Left out on purpose: anything that a plan derives, and anything that a run measures.
 """
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
-from redline.errors import ConfigError
+from redline.errors import ConfigError, nearest
 
+Workload = Literal["pretrain", "finetune", "rft"]
 Norm = Literal["rmsnorm", "layernorm"]
 Positions = Literal["rope", "learned"]
 Activation = Literal["swiglu", "gelu", "relu2"]
@@ -24,24 +26,26 @@ Recompute = Literal["none", "selective", "full"]
 Attention = Literal["auto", "flash", "cudnn", "efficient", "math"]
 CrossEntropy = Literal["torch", "fused"]
 UpdateKernels = Literal["fused", "foreach", "loop"]
+PromptMode = Literal["chat", "text"]
 
 IGNORED = -100
 """A target that counts for nothing; the value that torch's cross entropy takes by default."""
+LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A dense decoder-only transformer."""
+    """A dense decoder-only transformer. With `init_from` the shape is read from the weights and may be left out."""
 
-    vocab_size: int
+    vocab_size: int = 0
     """Rows of the embedding; at least the tokenizer's vocabulary. Multiples of 64 run faster and are part of
     the model."""
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    ffn_size: int
+    num_layers: int = 0
+    hidden_size: int = 0
+    num_heads: int = 0
+    ffn_size: int = 0
     """Inner width of the feed-forward part (each of the two halves, for SwiGLU)."""
-    context_length: int
+    context_length: int = 0
     """Longest sequence the model accepts; the size of the table when positions are learned."""
     num_kv_heads: int | None = None
     """Key/value heads, fewer than `num_heads` for grouped-query attention; not given: as many as
@@ -63,8 +67,8 @@ class ModelConfig:
     """The output head is the embedding matrix."""
     init_std: float = 0.02
     init_from: str | None = None
-    """A Hugging Face folder or GGUF file whose weights the run starts from; the other model fields must agree
-    with it."""
+    """The weights that the run starts from: a run folder, a checkpoint, a Hugging Face or PEFT folder, a .gguf
+    file, a shipped model (`demo`), or a name on the Hugging Face Hub (org/name, org/name@revision)."""
 
     @property
     def kv_heads(self) -> int:
@@ -74,19 +78,25 @@ class ModelConfig:
     def head_size(self) -> int:
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
+    @property
+    def is_shaped(self) -> bool:
+        """Whether the shape is known, from the recipe or from the weights."""
+        return self.num_layers > 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Where the tokens come from."""
 
-    source: str
-    """`tinyshakespeare` (ships with the package), a folder made by `redline data build`, or text / JSONL /
-    Parquet files."""
-    seq_len: int
-    """Tokens that the model reads in one sequence."""
+    source: str = ""
+    """Pre-training: `tinyshakespeare` (ships with the package), a folder made by `redline data build`, or text /
+    JSONL / Parquet files. Fine-tuning: a JSON, JSONL or Parquet file of examples (docs/finetune.md)."""
+    seq_len: int = 0
+    """Tokens that the model reads in one sequence. Fine-tuning: longer examples are left out; 0: the model's
+    context."""
     tokenizer: str = "bpe"
-    """`bpe` trains a byte-level BPE of `model.vocab_size` on the source; otherwise a `tokenizer.json` or a
-    folder with one."""
+    """`bpe` trains a byte-level BPE of `model.vocab_size` on the source; otherwise a `tokenizer.json` or a folder
+    with one. Fine-tuning uses the model's own."""
     text_field: str = "text"
     """The field of a JSONL or Parquet row that holds the text."""
     valid_fraction: float = 0.01
@@ -97,18 +107,20 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How the weights move. Steps are optimiser updates; a batch is counted in sequences over all
-    processes."""
+    """How the weights move. Steps are optimiser updates; a batch counts sequences (in fine-tuning: examples) over
+    all processes."""
 
     batch_size: int
-    """Sequences in one update, over all micro-batches and processes."""
-    steps: int
-    """Updates in the run."""
+    """Sequences or examples in one update, over all micro-batches and processes."""
     lr: float
     """Peak learning rate (of AdamW's parameters under Muon)."""
+    steps: int = 0
+    """Updates in the run; fine-tuning may give `epochs` instead."""
+    epochs: int = 0
+    """Times that fine-tuning goes through its examples."""
     max_hours: float | None = None
-    """Wall-clock bound of the run, in hours of training; the schedule follows whichever of steps and hours
-    ends first."""
+    """Wall-clock bound of the run, in hours of training; the schedule follows whichever of steps and hours ends
+    first."""
     optimizer: Optimizer = "adamw"
     muon_lr: float = 0.02
     """Peak learning rate of the hidden matrices under Muon."""
@@ -118,6 +130,8 @@ class TrainConfig:
     eps: float = 1e-8
     schedule: Schedule = "cosine"
     warmup_steps: int = 0
+    warmup_fraction: float = 0.0
+    """Share of the updates in which the learning rate rises; give this or `warmup_steps`."""
     decay_fraction: float = 0.2
     """Share of the run after its warm-up that is spent decaying, for the warm-up-stable-decay schedule
     (`wsd`)."""
@@ -126,7 +140,7 @@ class TrainConfig:
     clip_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0: no clipping."""
     seed: int = 0
-    """Seeds the weights and the order of the data."""
+    """Seeds the weights or adapters, the order of the data, and what is sampled."""
     eval_every: int = 0
     """Updates between validations; 0: only at the end."""
     eval_sequences: int = 64
@@ -140,180 +154,264 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters: only they learn. A recipe without this table trains all weights."""
+
+    rank: int = 16
+    alpha: float = 64.0
+    """The adapter's output is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = LORA_TARGETS
+    """Of q, k, v, o, gate, up, down; `gate` is passed over in a model that has none."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"lora.rank must be at least 1, got {self.rank}")
+        if not 0 < self.alpha < 1e30:  # it is held in fp32
+            raise ConfigError(f"lora.alpha must be greater than 0 and below 1e30, got {self.alpha}")
+        for name in self.targets:
+            if name not in LORA_TARGETS:
+                known = ", ".join(LORA_TARGETS)
+                raise ConfigError(
+                    f"lora.targets must be among {known}, got {name!r}{nearest(name, LORA_TARGETS)}"
+                )
+        if not self.targets or len(set(self.targets)) < len(self.targets):
+            raise ConfigError(
+                f"lora.targets must name at least one layer, and none twice; got {list(self.targets)}"
+            )
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """The questions that are sampled."""
+
+    name: str
+    """A task's name (`redline tasks`), or a file of your own and its function: my_task.py:make."""
+    data: str | None = None
+    """Folder with the split's file; not given: the task generates its questions."""
+    split: str = "train"
+    rows: int | None = None
+    """The first rows of the split; not given: all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptConfig:
+    mode: PromptMode = "text"
+    """`chat`: through the model's chat template; `text`: for models that continue text."""
+    shots: int | None = None
+    """Examples of the task before the question, for whoever writes the samples and for the test before
+    training; not given: all."""
+    trained_shots: int | None = None
+    """The same in what is trained on, and in the test of what was trained; not given: as `shots`."""
+
+    def shots_of(self, *, trained: bool) -> int | None:
+        return self.trained_shots if trained and self.trained_shots is not None else self.shots
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """Who writes the samples, how, and how many are kept."""
+
+    sampler: str | None = None
+    """Another model that writes the samples; not given: the model itself."""
+    server: str | None = None
+    """URL of an OpenAI-compatible server that writes the samples."""
+    server_model: str | None = None
+    """The model's name on that server."""
+    samples_per_question: int = 30
+    temperature: float = 0.7
+    later_temperature: float = 1.0
+    """Of rounds after the first, whose sampler has been trained and would repeat itself."""
+    top_p: float = 1.0
+    top_k: int | None = None
+    max_new_tokens: int = 128
+    distinct_correct: int | None = None
+    """A question with this many different correct answers is asked no more; not given: every question gets all
+    of its samples."""
+    spend_rest: bool = True
+    """Samples saved by `distinct_correct` go to the questions that have no correct answer yet."""
+    max_factor: float = 4.0
+    """Samples that a hard question may get in all, as a multiple of `samples_per_question`."""
+    keep_per_question: int = 4
+    """Different correct answers of a question that are trained on, the first ones drawn; 0: all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestConfig:
+    """The questions that are answered greedily, before and after."""
+
+    split: str = "valid"
+    rows: int = 100
+    """The first rows of the split; 0: all."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanPins:
     """Execution values that the planner must take as given. Not given: the planner decides and says why."""
 
     precision: Precision | None = None
     micro_batch: int | None = None
-    """Sequences in one forward and backward pass on one process."""
+    """Sequences or examples in one forward and backward pass on one process."""
     compile: Compile | None = None
+    graph: bool | None = None
+    """The whole update as one CUDA graph (fine-tuning)."""
     recompute: Recompute | None = None
     """Activation checkpointing."""
     attention: Attention | None = None
     cross_entropy: CrossEntropy | None = None
     update: UpdateKernels | None = None
-    """How AdamW changes the weights: one kernel for many tensors, an operation at a time over lists of them,
-    or tensor by tensor."""
+    """How AdamW changes the weights: one kernel for many tensors, an operation at a time over lists of them, or
+    tensor by tensor."""
     loss_chunks: int | None = None
     """Pieces in which the output head and the loss are computed; more pieces, less memory."""
     loader_threads: int | None = None
     prefetch: int | None = None
     """Batches prepared ahead of the step."""
+    slots: int | None = None
+    """Sequences generated together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A complete run: model, data, training, and the execution values that its author pinned."""
+    """A complete run: what it computes, and the execution values that its author pinned."""
 
     name: str
     about: str = ""
+    workload: Workload = "pretrain"
     model: ModelConfig
-    data: DataConfig
+    data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig
+    lora: LoraConfig | None = None
+    task: TaskConfig | None = None
+    prompt: PromptConfig = field(default_factory=PromptConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    test: TestConfig = field(default_factory=TestConfig)
     plan: PlanPins = field(default_factory=PlanPins)
 
     @property
     def tokens_per_step(self) -> int:
+        """Of pre-training, whose sequences all have one length."""
         return self.train.batch_size * self.data.seq_len
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything that defines the training; equal fingerprints mean that speeds may be
-        compared."""
-        what = {"model": asdict(self.model), "data": asdict(self.data), "train": asdict(self.train)}
-        return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+        """Hash of everything that defines the training: equal fingerprints compute the same thing."""
+        return fingerprint_of(self._defining())
+
+    @property
+    def identity(self) -> str:
+        """Hash of what a run may not change when it is resumed: the fingerprint but for when the run ends."""
+        tables = self._defining()
+        tables["train"] = {name: value for name, value in tables["train"].items() if name not in ENDS}
+        return fingerprint_of(tables)
+
+    @property
+    def work(self) -> str:
+        """Hash of what decides the work of one update: speeds compare, and a tuned plan holds, where it is
+        equal."""
+        model = {
+            k: v for k, v in asdict(self.model).items() if k not in ("init_from", "init_std", "norm_eps")
+        }
+        update = {"batch_size": self.train.batch_size, "optimizer": self.train.optimizer}
+        clips, lora = self.train.clip_norm > 0, asdict(self.lora) if self.lora else None
+        data = {"seq_len": self.data.seq_len, "stream": self.data.stream}
+        return fingerprint_of([self.workload, model, data, update, clips, lora])
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """What decides the text of sample n of a question, beside the weights."""
+        drawn = ("temperature", "top_p", "top_k", "max_new_tokens")
+        task = {name: getattr(self.task, name) for name in ("name", "data", "split")}
+        prompt = {"mode": self.prompt.mode, "shots": self.prompt.shots}
+        drawing = {name: getattr(self.sample, name) for name in drawn}
+        return {"seed": self.train.seed, **task, **prompt, **drawing}
+
+    def _defining(self) -> dict[str, Any]:
+        tables = {name: asdict(getattr(self, name) or LoraConfig()) for name in TABLES[self.workload]}
+        if self.lora is None:
+            tables.pop("lora", None)
+        for name in CADENCE:
+            tables["train"].pop(name)
+        return {"workload": self.workload, **tables}
 
 
-def differences(before: Recipe, now: Recipe) -> list[str]:
-    """What makes two fingerprints differ, as `table.key (value before, value now)`."""
-    found = []
-    for table in ("model", "data", "train"):
-        old, new = asdict(getattr(before, table)), asdict(getattr(now, table))
-        found += [f"{table}.{key} ({old[key]} before, {new[key]} now)" for key in new if old[key] != new[key]]
-    return found
+TABLES: dict[str, tuple[str, ...]] = {
+    "pretrain": ("model", "data", "train"),
+    "finetune": ("model", "data", "train", "lora", "prompt"),
+    "rft": ("model", "train", "lora", "task", "prompt", "sample"),
+}
+"""The tables that define a workload's training. `plan` goes with every workload, `test` with RFT."""
+CADENCE = ("eval_every", "eval_sequences", "checkpoint_every", "keep_checkpoints")
+"""Fields of `train` that say how often something is looked at or kept: they may change when a run is resumed."""
+ENDS = ("steps", "epochs", "max_hours", "early_stop_evals")
+"""Fields of `train` that say when a run ends: a run that is resumed with others is extended, and says so."""
+FINETUNING: dict[str, Any] = {
+    "batch_size": 32, "lr": 2e-4, "epochs": 3, "warmup_fraction": 0.1, "min_lr_ratio": 0.0, "weight_decay": 0.0,
+    "beta2": 0.999, "checkpoint_every": 50, "keep_checkpoints": 1,
+}  # fmt: skip
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "finetune": {"train": FINETUNING, "data": {"valid_fraction": 0.05}, "prompt": {"mode": "chat"}},
+    "rft": {"train": FINETUNING},
+}
+"""Where a workload's defaults differ from those written above."""
+PRESETS: dict[str, dict[str, Any]] = {
+    "quality": {"samples_per_question": 50, "temperature": 0.5},
+    "balanced": {"samples_per_question": 30, "temperature": 0.7},
+    "speed": {"samples_per_question": 20, "temperature": 0.9},
+}
+"""Named values of the sample table, as the systems Redline grew out of shipped them."""
 
 
-def check(recipe: Recipe) -> Recipe:
-    """Return the recipe, or raise the first rule it breaks."""
-    for holds, rule in _rules(recipe):
-        if not holds:
-            raise ConfigError(f"recipe {recipe.name}: {rule}")
-    return recipe
+def fingerprint_of(what: Any) -> str:
+    """A short hash of JSON values."""
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _rules(recipe: Recipe) -> list[tuple[bool, str]]:
-    m, d, t, p = recipe.model, recipe.data, recipe.train, recipe.plan
-    positive = [
-        ("model.vocab_size", m.vocab_size),
-        ("model.num_layers", m.num_layers),
-        ("model.hidden_size", m.hidden_size),
-        ("model.num_heads", m.num_heads),
-        ("model.num_kv_heads", m.num_kv_heads),
-        ("model.head_dim", m.head_dim),
-        ("model.ffn_size", m.ffn_size),
-        ("model.context_length", m.context_length),
-        ("model.norm_eps", m.norm_eps),
-        ("model.rope_theta", m.rope_theta),
-        ("model.init_std", m.init_std),
-        ("data.seq_len", d.seq_len),
-        ("train.batch_size", t.batch_size),
-        ("train.steps", t.steps),
-        ("train.lr", t.lr),
-        ("train.muon_lr", t.muon_lr),
-        ("train.eps", t.eps),
-        ("train.max_hours", t.max_hours),
-        ("train.eval_sequences", t.eval_sequences),
-        ("train.keep_checkpoints", t.keep_checkpoints),
-        ("plan.micro_batch", p.micro_batch),
-        ("plan.loss_chunks", p.loss_chunks),
-        ("plan.loader_threads", p.loader_threads),
-        ("plan.prefetch", p.prefetch),
-    ]
-    not_negative = [
-        ("train.weight_decay", t.weight_decay),
-        ("train.clip_norm", t.clip_norm),
-        ("train.warmup_steps", t.warmup_steps),
-        ("train.eval_every", t.eval_every),
-        ("train.early_stop_evals", t.early_stop_evals),
-        ("train.checkpoint_every", t.checkpoint_every),
-        ("train.seed", t.seed),
-    ]
-    fractions = [
-        ("train.beta1", t.beta1, 0.0, 1.0),
-        ("train.beta2", t.beta2, 0.0, 1.0),
-        ("train.min_lr_ratio", t.min_lr_ratio, 0.0, 1.0),
-        ("train.decay_fraction", t.decay_fraction, 0.0, 1.0),
-        ("data.valid_fraction", d.valid_fraction, 0.0, 0.9),
-    ]
-    rules = [(v is None or v > 0, f"{k} must be greater than 0, got {v}") for k, v in positive]
-    rules += [(v >= 0, f"{k} must not be negative, got {v}") for k, v in not_negative]
-    rules += [
-        (low <= v <= high, f"{k} must lie between {low} and {high}, got {v}") for k, v, low, high in fractions
-    ]
-    rules += [
-        (v < 1, f"{k} must be less than 1, got {v}")
-        for k, v in [("train.beta1", t.beta1), ("train.beta2", t.beta2)]
-    ]
-    return rules if not all(holds for holds, _ in rules) else rules + _relations(recipe)
+def differences(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
+    """What makes two fingerprints differ: `table.key` -> (value before, value now)."""
+    old, new = _flat(before._defining()), _flat(now._defining())
+    keys = [*new, *(key for key in old if key not in new)]
+    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
-def _relations(recipe: Recipe) -> list[tuple[bool, str]]:
-    """Rules between values that are each in range."""
-    m, d, t, p = recipe.model, recipe.data, recipe.train, recipe.plan
-    return [
-        (
-            m.num_heads % m.kv_heads == 0,
-            f"model.num_heads ({m.num_heads}) must be a multiple of model.num_kv_heads ({m.kv_heads})",
-        ),
-        (
-            m.head_dim is not None or m.hidden_size % m.num_heads == 0,
-            (
-                f"model.hidden_size ({m.hidden_size}) must be a multiple of model.num_heads ({m.num_heads});"
-                " or give model.head_dim"
-            ),
-        ),
-        (
-            m.positions == "learned" or m.head_size % 2 == 0,
-            f"model.head_dim must be even for rope, got {m.head_size}",
-        ),
-        (
-            d.seq_len <= m.context_length,
-            f"data.seq_len ({d.seq_len}) must not exceed model.context_length ({m.context_length})",
-        ),
-        (
-            t.warmup_steps <= t.steps,
-            f"train.warmup_steps ({t.warmup_steps}) must not exceed train.steps ({t.steps})",
-        ),
-        (
-            not t.early_stop_evals or bool(t.eval_every),
-            f"train.early_stop_evals ({t.early_stop_evals}) needs train.eval_every greater than 0",
-        ),
-        (
-            t.eval_every == 0 or d.valid_fraction > 0,
-            "train.eval_every needs a validation split: give data.valid_fraction greater than 0",
-        ),
-        (
-            p.micro_batch is None or t.batch_size % p.micro_batch == 0,
-            f"train.batch_size ({t.batch_size}) must be a multiple of plan.micro_batch ({p.micro_batch})",
-        ),
-        (
-            p.precision != "fp8"
-            or all(s % 16 == 0 for s in (m.hidden_size, m.ffn_size, m.head_size * m.kv_heads)),
-            (
-                "plan.precision fp8 needs matrix sides that are multiples of 16: hidden_size"
-                f" {m.hidden_size}, ffn_size {m.ffn_size}, key/value width {m.head_size * m.kv_heads}"
-            ),
-        ),
-        (
-            p.precision != "fp8" or d.seq_len % 16 == 0,
-            f"plan.precision fp8 needs data.seq_len to be a multiple of 16, got {d.seq_len}",
-        ),
-        (
-            t.batch_size * d.seq_len <= 2**27,
-            (
-                "train.batch_size x data.seq_len must not exceed 2^27 tokens (the host holds several"
-                f" batches), got {t.batch_size * d.seq_len}"
-            ),
-        ),
-        (m.vocab_size < 2**31, f"model.vocab_size must be below 2^31, got {m.vocab_size}"),
-    ]
+def _flat(tables: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, table in tables.items():
+        flat |= (
+            {f"{name}.{key}": value for key, value in table.items()}
+            if isinstance(table, dict)
+            else {name: table}
+        )
+    return flat
+
+
+def extends(changed: dict[str, tuple[Any, Any]]) -> bool:
+    """Whether these differences leave the training as it is and only let it end at another time."""
+    return all(key in {f"train.{name}" for name in ENDS} for key in changed)
+
+
+def refusal(where: str, changed: dict[str, tuple[Any, Any]]) -> str:
+    """The line for a folder that holds another recipe's run."""
+    shown = [f"{key} ({old} before, {new} now)" for key, (old, new) in changed.items()]
+    more = f" and {len(shown) - 2} more" if len(shown) > 2 else ""
+    return (
+        f"{where} holds a run of another recipe: {', '.join(shown[:2])}{more}; give another folder with --run, "
+        f"go on from its weights with --fork {where}, or give the recipe it was made with"
+    )
+
+
+def later_round(recipe: Recipe, before: str) -> Recipe:
+    """The recipe of a round after the one in that folder: what was trained there writes the samples, asked as it
+    was trained."""
+    sample = replace(
+        recipe.sample,
+        temperature=recipe.sample.later_temperature,
+        sampler=before,
+        server=None,
+        server_model=None,
+    )
+    prompt = replace(recipe.prompt, shots=recipe.prompt.shots_of(trained=True))
+    return replace(recipe, sample=sample, prompt=prompt)

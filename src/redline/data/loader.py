@@ -33,6 +33,19 @@ class Batch:
     position: Position
     """Where the next batch starts: what a checkpoint after this batch must hold."""
 
+    @property
+    def rows(self) -> int:
+        return len(self.inputs_BT)
+
+    @property
+    def tokens(self) -> int:
+        return self.inputs_BT.numel()
+
+    @property
+    def targets(self) -> int:
+        """Those that count in the loss."""
+        return int((self.targets_BT != IGNORED).sum())
+
 
 class Loader:
     """Prepares batches ahead; `next` gives them in order. A failed read is raised by the `next` that would

@@ -9,7 +9,9 @@
 Templates are rendered by `template`.
 """
 
-from redline.config.rft import PromptMode
+from collections.abc import Sequence
+
+from redline.config.recipe import PromptMode
 from redline.data.tokenizer import Tokenizer
 from redline.engine.template import fill
 from redline.errors import ConfigError
@@ -45,6 +47,25 @@ def end_id(loaded: Loaded, tokenizer: Tokenizer, mode: PromptMode) -> int:
     turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
     after = tokenizer.encode_prompt(_filled(loaded, turn, add_generation_prompt=False).rpartition(mark)[2])
     return after[0] if after and after[0] in loaded.eos_ids else tokenizer.eot_id
+
+
+def tokenized(
+    loaded: Loaded, tokenizer: Tokenizer, mode: PromptMode, chats: Sequence[list[dict[str, str]]]
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Prompt and answer of each conversation as token ids, the answer being its last message. `text`: the messages
+    before it one below the other, and the answer as it is written."""
+    end = end_id(loaded, tokenizer, mode)
+    if mode == "chat":
+        prompts = [_filled(loaded, chat[:-1], add_generation_prompt=True) for chat in chats]
+        answers = [chat[-1]["content"].strip() for chat in chats]
+    else:
+        prompts = ["\n".join(message["content"] for message in chat[:-1]) for chat in chats]
+        answers = [chat[-1]["content"] for chat in chats]
+    ids = tokenizer.encode(answers)
+    return [
+        (tuple(tokenizer.encode_prompt(prompt)), (*answer, end))
+        for prompt, answer in zip(prompts, ids, strict=True)
+    ]
 
 
 def stop_ids(loaded: Loaded, tokenizer: Tokenizer) -> tuple[int, ...]:

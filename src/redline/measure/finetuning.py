@@ -1,4 +1,4 @@
-"""LoRA fine-tuning as a trial: the real updates of `train.finetune` on random rows of the unit-conversion
+"""LoRA fine-tuning as a trial: the real updates of `redline.finetune` on random rows of the unit-conversion
 task's lengths, switch by switch.
 
 A step is one update. Speed and the first losses depend on lengths and not on meaning, so no data set is
@@ -7,17 +7,24 @@ on the disk (`redline bench finetune` has it).
 """
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from redline.config.load import from_toml
-from redline.config.recipe import Recipe
-from redline.model.lora import LoraConfig, add_lora
-from redline.model.transformer import Transformer, build_model
+from redline.config.recipe import LoraConfig, PlanPins, Recipe
+from redline.finetune import job_of, prepare
+from redline.machine.facts import read_facts
+from redline.model.transformer import build_model
 from redline.optimizations.work import Finetuning
-from redline.train.finetune import Example, FinetuneConfig, Finetuner
-from redline.train.packing import Shape, exact
+from redline.plan.hardware import hardware_here
+from redline.plan.planner import make_plan
+from redline.train.execution import COMPUTE_DTYPE
+from redline.train.loop import Trainer
+from redline.train.packed import ExampleBatch, Examples, Packed, Updates
+from redline.train.packing import Example, Shape, exact
+from redline.train.process import Process
 
 ROWS = 1000
 PROMPT_SHARE, ANSWER_SHARE = (0.14, 0.28), (0.08, 0.20)
@@ -31,39 +38,45 @@ ANSWER_WORDS = 64
 class FinetuningSubject:
     def __init__(self, setting: dict[str, Any]) -> None:
         recipe, how = from_toml(setting["recipe"], where="trial"), Finetuning(**setting["how"])
-        torch.set_float32_matmul_precision("high" if how.tf32 else "highest")
-        model = _adapted(recipe, how, setting["device"])
-        train = recipe.train
-        config = FinetuneConfig(
-            epochs=4, batch_size=train.batch_size, lr=train.lr, schedule="constant", warmup_fraction=0.0,
-            graph=how.graph,
-            compile=how.compile != "off",
-        )  # fmt: skip
-        rows = examples(recipe)
-        self.tuner = Finetuner(model, rows, config, None, [self])
-        # a short last one would be another step
-        whole = [batch for batch in self.tuner.batches if len(batch) == train.batch_size]
-        self.tuner.batches, self.tuner.shapes = whole, self.tuner.shapes[: len(whole)]
+        size = recipe.train.batch_size
+        # A constant rate, and no short last batch: it would be another step.
+        train = replace(recipe.train, steps=0, epochs=4, schedule="constant", warmup_steps=0)
+        recipe = replace(recipe, workload="finetune", lora=LoraConfig(rank=RANK, alpha=ALPHA), train=train)
+        rows = examples(recipe)[: ROWS // size * size]
+        facts = read_facts()
+        hardware = hardware_here(facts if setting["device"] == "cuda" else replace(facts, gpus=()), None)
+        plan = replace(
+            make_plan(replace(recipe, plan=PlanPins()), hardware),
+            precision="tf32" if how.tf32 and how.precision == "fp32" else how.precision,
+            recompute=how.recompute,
+            graph=how.graph and setting["device"] == "cuda",
+            compile=how.compile,
+        )
+        process = Process(0, 1, torch.device(setting["device"]))
+        model = build_model(recipe.model, device=process.device, seed=train.seed)
+        model.compute_dtype = COMPUTE_DTYPE[plan.precision]
+        prepare(model, recipe, process)
+        job = job_of(model, rows, recipe, plan, process, observers=[self])
+        objective = job.objective
+        assert isinstance(objective, Packed)
+        updates = objective.updates
         if how.padded:
-            self.tuner.shapes = [_padded(whole, train.batch_size, recipe.data.seq_len)] * len(whole)
-        if config.compile:
-            for block in model.blocks:
-                block.compile(fullgraph=True, dynamic=False)
-        self.tokens_per_step = round(sum(exact(batch).tokens for batch in whole) / len(whole))
+            objective.static = objective.even = True
+            objective.shapes = [_padded(updates, size, recipe.data.seq_len)] * len(updates)
+        self.trainer = Trainer(replace(job, steps=10**9, source=lambda position: _Endless(updates)), process)
+        self.tokens_per_step = round(sum(exact(batch).tokens for batch in updates) / len(updates))
         self.waited_s = 0.0
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
 
     def step(self) -> None:
-        self.tuner.progress.step %= len(self.tuner.batches)  # round and round: a trial has no last update
-        self.tuner.update()
-        self.tuner.write_ready()
+        self.trainer.turn()
 
     def drain(self) -> None:
-        self.tuner.drain()
+        self.trainer.drain()
 
     def close(self) -> None:
-        self.tuner.close()
+        self.trainer.close()
 
     def metrics(self, line: dict[str, Any]) -> None:
         self.losses.append(line["loss"])
@@ -71,9 +84,15 @@ class FinetuningSubject:
 
     def event(self, kind: str, facts: dict[str, Any]) -> None:
         if kind == "out_of_memory":  # it would go on with smaller passes; a trial is about these
-            raise torch.OutOfMemoryError(
-                f"out of memory with {facts['examples_per_pass_before']} examples a pass"
-            )
+            raise torch.OutOfMemoryError(f"out of memory with {facts['micro_batch_before']} examples a pass")
+
+
+class _Endless(Examples):
+    """Round and round: a trial has no last update."""
+
+    def next(self) -> ExampleBatch:
+        self.done %= len(self.updates)
+        return super().next()
 
 
 def examples(recipe: Recipe) -> list[Example]:
@@ -91,16 +110,7 @@ def examples(recipe: Recipe) -> list[Example]:
     ]
 
 
-def _adapted(recipe: Recipe, how: Finetuning, device: str) -> Transformer:
-    model = build_model(recipe.model, device=device, seed=recipe.train.seed)
-    model.compute_dtype = torch.bfloat16 if how.precision == "bf16" else torch.float32
-    add_lora(model, LoraConfig(rank=RANK, alpha=ALPHA), seed=recipe.train.seed)
-    for block in model.blocks:
-        block.recompute = how.recompute
-    return model
-
-
-def _padded(batches: list[list[Example]], batch_size: int, length: int) -> Shape:
+def _padded(batches: Updates, batch_size: int, length: int) -> Shape:
     """A shape that computes as many positions as rows of `length` would: what is left is filled with
     sequences that nobody reads."""
     exacts = [exact(batch) for batch in batches]

@@ -19,10 +19,11 @@ from tokenizers import decoders, models
 from torch import Tensor
 
 from redline.config.load import from_toml
+from redline.config.recipe import LoraConfig
 from redline.data.tokenizer import END_OF_TEXT, Tokenizer
 from redline.engine.local import LocalEngine
 from redline.engine.request import Request, Sampling
-from redline.model.lora import LoraConfig, add_lora, merge
+from redline.model.lora import add_lora, merge
 from redline.model.transformer import Transformer, build_model
 from redline.optimizations.catalogue import Samples
 from redline.optimizations.work import Generating

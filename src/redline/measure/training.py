@@ -18,10 +18,11 @@ import torch
 from redline.config.load import from_toml
 from redline.measure.scratch import SCRATCH
 from redline.plan.plan import from_json
-from redline.pretrain import open_corpus
+from redline.pretrain import job_of, open_corpus
 from redline.record.run import RunFolder
 from redline.train.execution import check_device
-from redline.train.loop import Job, Trainer
+from redline.train.loop import Trainer
+from redline.train.open_run import OpenRun
 from redline.train.process import join
 
 
@@ -43,24 +44,15 @@ class TrainingSubject:
             run = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=os.environ.get(SCRATCH))))
             folder = stack.enter_context(RunFolder(run))
             corpus = open_corpus(recipe, run, process, None)
-            self.trainer = Trainer(
-                Job(
-                    recipe=replace(recipe, train=endless),
-                    plan=plan,
-                    source=corpus.train,
-                    data_fingerprint=corpus.fingerprint,
-                    run=run,
-                    folder=folder,
-                    observers=[self],
-                ),
-                process,
-            )
+            opened = OpenRun(folder, [self], None)
+            job = job_of(replace(recipe, train=endless), plan, corpus, process, run=run, opened=opened)
+            self.trainer = Trainer(replace(job, validate=None, initial_weights=None), process)
             stack.callback(self.trainer.close)
             self._stack = stack.pop_all()
 
     @property
     def waited_s(self) -> float:
-        return self.trainer.loader.waited_s
+        return self.trainer.source.waited_s
 
     def step(self) -> None:
         self.trainer.turn()

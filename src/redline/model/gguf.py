@@ -82,13 +82,7 @@ def read_gguf(path: Path) -> Loaded:
     """Everything that a GGUF file says about a model; weights in fp32."""
     gguf = need("gguf", extra="gguf")
     about, stored = _read_file(path, gguf)
-    name = about.get("general.architecture")
-    if name not in ("llama", "qwen2", "qwen3", "gpt2"):
-        raise CheckpointError(
-            f"{path}: general.architecture must be llama, qwen2, qwen3 or gpt2, got {name!r:.80}"
-        )
-    sizes = {each: [int(size) for size in tensor.shape] for each, tensor in stored.items()}
-    config = _config(path, name, _named(about, name), sizes)
+    name, config, sizes = _shape(path, about, stored)
     spoken = _named(about, "tokenizer")
     facts = read_facts(_TokenizerFacts, spoken, where=str(path)) if "ggml_model" in spoken else None
     ends = tuple(
@@ -110,6 +104,25 @@ def read_gguf(path: Path) -> Loaded:
         chat_template=facts.chat_template if facts else None,
         eos_ids=ends,
     )
+
+
+def read_gguf_config(path: Path) -> ModelConfig:
+    """The shape of the model in a GGUF file; its weights are not read."""
+    about, stored = _read_file(path, need("gguf", extra="gguf"))
+    return _shape(path, about, stored)[1]
+
+
+def _shape(
+    path: Path, about: dict[str, Any], stored: dict[str, Any]
+) -> tuple[str, ModelConfig, dict[str, list[int]]]:
+    """The architecture, its shape, and the sizes of the tensors by name."""
+    name = about.get("general.architecture")
+    if name not in ("llama", "qwen2", "qwen3", "gpt2"):
+        raise CheckpointError(
+            f"{path}: general.architecture must be llama, qwen2, qwen3 or gpt2, got {name!r:.80}"
+        )
+    sizes = {each: [int(size) for size in tensor.shape] for each, tensor in stored.items()}
+    return name, _config(path, name, _named(about, name), sizes), sizes
 
 
 def _read_file(path: Path, gguf: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -26,41 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from redline.config.recipe import ModelConfig
-from redline.errors import ConfigError, nearest
+from redline.config.recipe import LoraConfig, ModelConfig
+from redline.errors import ConfigError
 from redline.model.transformer import Linear, Transformer
-
-TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraConfig:
-    """Which layers get adapters, and how large they are."""
-
-    rank: int = 16
-    alpha: float = 64
-    """The adapter's output is multiplied by alpha / rank."""
-    targets: tuple[str, ...] = TARGETS
-    """Of q, k, v, o, gate, up, down; `gate` is passed over in a model that has none."""
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ConfigError(f"lora.rank must be at least 1, got {self.rank}")
-        if not 0 < self.alpha < 1e30:  # it is held in fp32
-            raise ConfigError(f"lora.alpha must be greater than 0 and below 1e30, got {self.alpha}")
-        for name in self.targets:
-            if name not in TARGETS:
-                raise ConfigError(
-                    f"lora.targets must be among {', '.join(TARGETS)}, got {name!r}{nearest(name, TARGETS)}"
-                )
-        if not self.targets or len(set(self.targets)) < len(self.targets):
-            raise ConfigError(
-                f"lora.targets must name at least one layer, and none twice; got {list(self.targets)}"
-            )
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
 
 
 @dataclass(frozen=True)
@@ -186,17 +154,20 @@ def _add_product(y: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return y.addmm_(left, right)
 
 
-def add_lora(model: Transformer, config: LoraConfig, seed: int) -> None:
+def add_lora(model: Transformer, config: LoraConfig, seed: int, *, cast: bool = True) -> None:
     """Put adapters on the model's layers in place and freeze the rest. A is drawn as PEFT does, from the seed
     and its own name; B is 0.
 
-    Weights that are cast move to other memory: CUDA graphs that read them are to be captured after this.
+    The frozen weights are cast to the compute dtype, unless they are to be spread over several processes, where
+    all weights of a block have one dtype. They move to other memory: CUDA graphs that read them are to be captured
+    after this.
     """
     if lora_layers(model):
         raise ConfigError("this model has adapters already: merge them into a new model, or open it again")
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-        parameter.data = parameter.data.to(model.compute_dtype)
+        if cast:
+            parameter.data = parameter.data.to(model.compute_dtype)
     for i, block in enumerate(model.blocks):
         for name, parts in parts_of(model.config).items():
             if chosen := tuple(part for part in parts if part.target in config.targets):

@@ -7,7 +7,7 @@ were seen to hold.
 
 from dataclasses import dataclass
 
-from redline.config.recipe import ModelConfig, Recompute, TrainConfig
+from redline.config.recipe import LoraConfig, ModelConfig, Recompute, TrainConfig
 
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of one activation in each precision; FP8 holds its activations in bf16 and converts at the matrix
@@ -41,10 +41,33 @@ def parameters(model: ModelConfig) -> Parameters:
     return Parameters(total=total, matmul=hidden + embedding, hidden=hidden, blocks=blocks)
 
 
-def flops_per_token(model: ModelConfig, seq_len: int) -> int:
-    """Training FLOPs of one token, PaLM convention: 6 per matmul weight, and 12 L d T for attention, causal
-    or not."""
-    return 6 * parameters(model).matmul + 12 * model.num_layers * model.num_heads * model.head_size * seq_len
+def adapter_parameters(model: ModelConfig, lora: LoraConfig) -> int:
+    """Weights of the adapters: rank x (inputs + outputs) of every matrix that has one."""
+    D, F, C = model.hidden_size, model.ffn_size, model.head_size
+    width, kv_width = model.num_heads * C, model.kv_heads * C
+    sides = {
+        "q": D + width, "k": D + kv_width, "v": D + kv_width, "o": width + D, "gate": D + F, "up": D + F,
+        "down": F + D,
+    }  # fmt: skip
+    if model.activation != "swiglu":
+        sides.pop("gate")
+    return model.num_layers * lora.rank * sum(sides[name] for name in lora.targets if name in sides)
+
+
+def flops_per_token(model: ModelConfig, seq_len: int, lora: LoraConfig | None = None) -> int:
+    """Training FLOPs of one token, PaLM convention: 6 per matmul weight, and 12 L d T for attention, causal or
+    not. A weight that does not learn has no gradient of its own: with adapters it counts 4."""
+    attention = 12 * model.num_layers * model.num_heads * model.head_size * seq_len
+    if lora is None:
+        return 6 * parameters(model).matmul + attention
+    return 4 * parameters(model).matmul + 6 * adapter_parameters(model, lora) + attention
+
+
+def slot_bytes(model: ModelConfig, *, tokens: int, precision: str) -> int:
+    """Bytes of one sequence in generation: keys and values of its prompt and its new tokens, and the logits of
+    its row in fp32 (twice: the pool's and the step's)."""
+    each = model.num_layers * 2 * model.kv_heads * model.head_size * BYTES[precision]
+    return tokens * each + 2 * model.vocab_size * 4
 
 
 def recomputed_weights(model: ModelConfig) -> int:
@@ -88,6 +111,7 @@ def memory(
     model: ModelConfig,
     train: TrainConfig,
     *,
+    lora: LoraConfig | None = None,
     seq_len: int,
     micro_batch: int,
     accumulation: int,
@@ -106,15 +130,14 @@ def memory(
     whether norms, gates and rotations keep no copies (`fuses`).
     """
     count, tokens = parameters(model), micro_batch * seq_len
-    states = (
-        8 * (count.total - count.hidden) + 4 * count.hidden if train.optimizer == "muon" else 8 * count.total
-    )
+    learning = count.total if lora is None else adapter_parameters(model, lora)
+    states = 8 * learning - (4 * count.hidden if train.optimizer == "muon" and lora is None else 0)
     head = _head_bytes(model, tokens, precision, loss_chunks, fused_loss)
     block = tokens * _block_temporaries(model, precision, recompute, fused)
     activations = tokens * model.num_layers * kept_bytes(model, precision, recompute, fused)
-    gradients = 4 * count.total // world_size
+    gradients = 4 * learning // world_size
     return Memory(
-        weights=4 * count.total // world_size,
+        weights=4 * (count.total + (learning if lora else 0)) // world_size,
         gradients=gradients if accumulation > 1 else max(0, gradients - activations - head),
         optimizer=states // world_size,
         activations=activations,

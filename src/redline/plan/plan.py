@@ -84,14 +84,19 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
+    """`work` names what it is a plan for: any recipe whose update does the same work."""
+
     recipe: str
-    fingerprint: str
+    work: str
     hardware: Hardware
     world_size: int
     precision: Precision
     micro_batch: int
+    """Sequences or examples in one pass on one process."""
     accumulation: int
     compile: Compile
+    graph: bool
+    """The whole update as one CUDA graph."""
     recompute: Recompute
     attention: Attention
     cross_entropy: CrossEntropy
@@ -100,6 +105,8 @@ class Plan:
     loader_threads: int
     prefetch: int
     allocator: str
+    slots: int
+    """Sequences generated together; 0 where the workload generates none."""
     prediction: Prediction
     why: dict[str, Why]
 
@@ -107,15 +114,9 @@ class Plan:
 PLANNED = tuple(
     f.name
     for f in fields(Plan)
-    if f.name not in ("recipe", "fingerprint", "hardware", "world_size", "prediction", "why")
+    if f.name not in ("recipe", "work", "hardware", "world_size", "prediction", "why")
 )
 """The names of the execution values, each with an entry in `why`."""
-
-
-_BEFORE = {"update": {"value": "fused", "reason": "the only way when this plan was made", "source": "rule"}}
-"""Values that plans of earlier versions do not name, as they then were: a record stays readable."""
-_GONE = ("sample_batch", "sample_chunk")
-"""Values that plans of earlier versions name and nothing ever read: the engine sizes its slots itself."""
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
@@ -146,14 +147,14 @@ def from_json(table: Any, where: str) -> Plan:
     """The plan that `to_json` wrote."""
     if not isinstance(table, dict):
         raise ConfigError(f"{where}: not a plan: a table is needed, got {type(table).__name__}")
-    values, why = {name: value for name, value in table.items() if name not in _GONE}, {}
+    values, why = dict(table), {}
     for name in PLANNED:
-        entry = table.get(name, _BEFORE.get(name))
+        entry = table.get(name)
         if not isinstance(entry, dict) or set(entry) != {"value", "reason", "source"}:
             raise ConfigError(f"{where}: {name} must hold value, reason and source, got {entry!r}")
         values[name] = entry["value"]
         why[name] = {"reason": entry["reason"], "source": entry["source"]}
-        if type(entry["value"]) is int and entry["value"] < 1:
+        if type(entry["value"]) is int and entry["value"] < (0 if name == "slots" else 1):
             raise ConfigError(f"{where}: {name} must be greater than 0, got {entry['value']}")
     return build(Plan, {**values, "why": why}, where=where)
 
@@ -176,18 +177,18 @@ def load_for(path: Path, recipe: Recipe, world_size: int, *, typed: Collection[s
 
 def check_fit(plan: Plan, recipe: Recipe, world_size: int) -> None:
     """A plan that was loaded must be for this recipe and this number of processes."""
-    if plan.fingerprint != recipe.fingerprint:
+    if plan.work != recipe.work:
         raise ConfigError(
-            f"the plan was made for recipe {plan.recipe} (fingerprint {plan.fingerprint}), not for"
-            f" {recipe.name} ({recipe.fingerprint}): give the same --set values as to `redline plan`, or make"
-            " it again"
+            f"the plan was made for another workload (recipe {plan.recipe}, work {plan.work}) than {recipe.name}"
+            f" ({recipe.work}): give the same --set values as to `redline plan`, or make it again"
         )
     if plan.world_size != world_size:
         raise ConfigError(
             f"the plan is for {plan.world_size} processes, this run has {world_size}: make it again with"
             " `redline plan`"
         )
-    if plan.micro_batch * plan.accumulation * plan.world_size != recipe.train.batch_size:
+    share = plan.micro_batch * plan.accumulation
+    if share * plan.world_size != recipe.train.batch_size:
         raise ConfigError(
             f"micro_batch {plan.micro_batch} x accumulation {plan.accumulation} x {plan.world_size} processes"
             f" must be train.batch_size, {recipe.train.batch_size}: a plan never changes the batch"

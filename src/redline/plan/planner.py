@@ -3,19 +3,19 @@
 Who decides, first match wins: the environment, a profile (as an upper bound), the recipe's `[plan]` table or
 `--set plan.x=`, the rule. The environment variables are those of the systems Redline grew out of:
 A100_BATCH_SIZE and A100_GRAD_ACCUM set the micro-batch and the accumulation (their product must keep the
-recipe's batch). Left out: generation, whose engine sizes its slots itself; only its bounds from the
-environment, MICRO_BATCH_SIZE and CHUNK_SIZE, are read here (`samples_bound`).
+recipe's batch); MICRO_BATCH_SIZE and CHUNK_SIZE bound how many sequences are generated together. Fine-tuning
+counts its batch in examples, which are packed: how many tokens a pass holds is known only when they are read.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError, MachineError
 from redline.plan import arithmetic
+from redline.plan.bounds import Decision, Outside, bounded_slots, positive
 from redline.plan.plan import Hardware, Plan, Prediction, Why
-from redline.plan.profiles import Profile
 from redline.plan.roofline import attainable_tokens_per_s
 from redline.plan.values import NEEDED_CAPABILITY, why_not
 
@@ -27,17 +27,14 @@ FULL_PASS_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 and 1k 11 %; at 1.3B 16k give 97 %)."""
 THIN_PASS_TOKENS = 4_096
 """Below this a GPU starves, and recomputing activations to fit more tokens pays."""
+MOST_SLOTS = {"cuda": 2048, "cpu": 64}
+"""More sequences than this together bring few more tokens a second: the matrix products are at their best
+before."""
+GENERATION_SHARE = 0.85
+"""Of the memory that is free when the engine opens; the rest is for activations, graphs and what others allocate
+later."""
 COMPILE_PAYS_S = 120.0
 """Compiling takes 10 to 60 s; a run predicted shorter than this is not worth it."""
-
-
-@dataclass(frozen=True)
-class Outside:
-    """What comes from outside the recipe: environment, profile, and which pins the user typed."""
-
-    environment: Mapping[str, str]
-    profile: Profile | None = None
-    typed: frozenset[str] = frozenset()
 
 
 def make_plan(
@@ -58,25 +55,24 @@ def make_plan(
         "precision": decide.supported(decide.pinned("precision", decide.precision)),
         "attention": decide.pinned("attention", decide.attention),
         "compile": decide.pinned("compile", decide.compile),
+        "graph": decide.pinned("graph", decide.graph),
         "cross_entropy": decide.pinned("cross_entropy", decide.cross_entropy),
         "update": decide.pinned("update", decide.update),
         **decide.batch(),
         "loader_threads": decide.pinned("loader_threads", decide.loader_threads),
         "prefetch": decide.pinned("prefetch", decide.prefetch),
         "allocator": decide.record("allocator", decide.allocator()),
+        "slots": decide.record("slots", decide.slots()),
     }
     return Plan(
         recipe=recipe.name,
-        fingerprint=recipe.fingerprint,
+        work=recipe.work,
         hardware=hardware,
         world_size=world_size,
         prediction=decide.prediction(values),
         why=decide.why,
         **values,
     )
-
-
-Decision = tuple[Any, Why]
 
 
 def _rule(value: Any, reason: str) -> Decision:
@@ -88,6 +84,7 @@ class _Decider:
 
     def __init__(self, recipe: Recipe, hardware: Hardware, world_size: int, outside: Outside) -> None:
         self.recipe, self.hardware, self.world_size, self.outside = recipe, hardware, world_size, outside
+        self.pretraining = recipe.workload == "pretrain"
         self.why: dict[str, Why] = {}
         self.chosen: dict[str, Any] = {}
 
@@ -122,6 +119,10 @@ class _Decider:
                 f"compute capability {_dotted(capability)} multiplies bf16 at full rate, and bf16 needs no"
                 " loss scaling",
             )
+        if not self.pretraining:
+            return _rule(
+                "fp32", "a GPU without bf16 in hardware; fp16 with a loss scaler is for pre-training"
+            )
         return _rule(
             "fp16",
             f"compute capability {_dotted(capability)} has no bf16; fp16 with a loss scaler, which costs one"
@@ -147,6 +148,8 @@ class _Decider:
     def attention(self) -> Decision:
         if self.hardware.kind == "cpu":
             return _rule("auto", "torch picks its CPU flash kernel")
+        if not self.pretraining:
+            return _rule("auto", "packed examples have a kernel of their own; generation too")
         if self.hardware.compute_capability[:1] == (9,) and self._takes("attention", "cudnn"):
             return _rule(
                 "cudnn",
@@ -175,6 +178,8 @@ class _Decider:
     def compile(self) -> Decision:
         if self.hardware.kind == "cpu":
             return _rule("off", "compiling takes 15 to 30 s on a CPU and a small run does not earn it back")
+        if not self.pretraining:
+            return _rule("off", "inside a captured update compiled blocks measured 0.59x (docs/claims.md)")
         rate = self.hardware.rate_tflops(self.chosen["precision"])
         model, train = self.recipe.model, self.recipe.train
         flops = (
@@ -189,6 +194,15 @@ class _Decider:
             return _rule("off", f"the whole run should take {run_s:.0f} s; compiling takes 10 to 60 s")
         return _rule(
             "default", "fused kernels, which the long run earns back; the first step takes 10 to 60 s longer"
+        )
+
+    def graph(self) -> Decision:
+        if self.pretraining:
+            return _rule(False, "an update of a long batch leaves no gaps between its kernels")
+        if self.hardware.kind == "cpu" or self.world_size > 1:
+            return _rule(False, "captured updates need one process with a GPU")
+        return _rule(
+            True, "a small update is bound by the launches of its kernels: one launch instead of thousands"
         )
 
     def batch(self) -> dict[str, Any]:
@@ -213,13 +227,21 @@ class _Decider:
             "loss_chunks": chunks,
         }
 
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a sequence. Of an example the most that the recipe says; RFT knows only the length of the
+        answers, and takes the prompts to be as long."""
+        if self.recipe.workload == "rft":
+            return min(2 * self.recipe.sample.max_new_tokens, self.recipe.model.context_length)
+        return self.recipe.data.seq_len or self.recipe.model.context_length
+
     def _fit(self, share: int) -> tuple[int, str, int]:
         pins = {
             name: self._forced_micro_batch(share) if name == "micro_batch" else self._pin(name)
             for name in ("micro_batch", "recompute", "loss_chunks")
         }
         limit = FULL_PASS_TOKENS[self.hardware.kind]
-        seq_len = self.recipe.data.seq_len
+        seq_len = self.seq_len
         sizes = [d for d in range(min(share, max(1, limit // seq_len)), 0, -1) if share % d == 0]
         if (profile := self.outside.profile) is not None:
             sizes = [d for d in sizes if d <= profile.micro_batch] or [1]
@@ -257,6 +279,11 @@ class _Decider:
         set_ = " and ".join(
             f"{n}={v}" for n, v in (("A100_BATCH_SIZE", size), ("A100_GRAD_ACCUM", times)) if v is not None
         )
+        if not self.pretraining:
+            most = min(size or share, max(1, share // (times or 1)))
+            within = max(divisor for divisor in range(1, min(most, share) + 1) if share % divisor == 0)
+            reason = f"{set_} in the environment, an upper bound: the largest divisor of {share} examples within it"
+            return within, Why(reason=reason, source="environment")
         if size is None:
             assert times is not None
             size = share // times if share % times == 0 else 0
@@ -287,10 +314,10 @@ class _Decider:
         self.record("loss_chunks", pins["loss_chunks"] or _rule(chunks, why))
 
     def _why_micro_batch(self, best: tuple[int, str, int], share: int) -> Why:
-        micro, seq_len, profile = best[0], self.recipe.data.seq_len, self.outside.profile
+        micro, seq_len, profile = best[0], self.seq_len, self.outside.profile
         have, limit = self.hardware.memory_bytes, FULL_PASS_TOKENS[self.hardware.kind]
         fits = (
-            f"{micro * seq_len:,} tokens a pass, predicted peak {self._memory(*best).total / 2**30:.1f} of"
+            f"{'' if self.pretraining else 'at most '}{micro * seq_len:,} tokens a pass, predicted peak {self._memory(*best).total / 2**30:.1f} of"
             f" {have / 2**30:.1f} GiB"
         )
         larger = next((d for d in range(micro + 1, min(share, limit // seq_len) + 1) if share % d == 0), None)
@@ -322,7 +349,8 @@ class _Decider:
         return arithmetic.memory(
             self.recipe.model,
             self.recipe.train,
-            seq_len=self.recipe.data.seq_len,
+            lora=self.recipe.lora,
+            seq_len=self.seq_len,
             micro_batch=micro,
             accumulation=self.recipe.train.batch_size // self.world_size // micro,
             precision=self.chosen["precision"],
@@ -344,6 +372,8 @@ class _Decider:
                 threads,
                 f"tokenising while training, in Rust threads that leave a core of {self.hardware.cores} free",
             )
+        if not self.pretraining:
+            return _rule(1, "packing a batch of examples takes less than its update")
         return _rule(1, "reading memory-mapped tokens takes a few milliseconds an update, beside the step")
 
     def prefetch(self) -> Decision:
@@ -357,9 +387,23 @@ class _Decider:
             "segments that grow do not fragment when the micro-batch changes after an out-of-memory",
         )
 
+    def slots(self) -> Decision:
+        """Sequences generated together, by arithmetic; when the engine opens it measures the memory that is free."""
+        if self.recipe.workload != "rft":
+            return _rule(0, "this workload generates no text")
+        model, most = self.recipe.model, MOST_SLOTS[self.hardware.kind]
+        weights = 2 * 4 * arithmetic.parameters(model).total  # the model, and room for as much again
+        each = arithmetic.slot_bytes(model, tokens=self.seq_len, precision=self.chosen["precision"])
+        fitting = max(1, int(GENERATION_SHARE * self.hardware.memory_bytes - weights) // each)
+        if fitting < most:
+            chosen = _rule(fitting, f"{each / 2**20:,.1f} MiB of keys and values a sequence fill the memory")
+        else:
+            chosen = _rule(most, "more sequences bring few more tokens a second")
+        return bounded_slots(chosen, self.outside, pin=self._pin("slots"))
+
     def prediction(self, values: dict[str, Any]) -> Prediction:
         parts = self._memory(values["micro_batch"], values["recompute"], values["loss_chunks"])
-        flops = arithmetic.flops_per_token(self.recipe.model, self.recipe.data.seq_len)
+        flops = arithmetic.flops_per_token(self.recipe.model, self.seq_len, self.recipe.lora)
         rate = self.hardware.rate_tflops(values["precision"])
         return Prediction(
             parameters=arithmetic.parameters(self.recipe.model).total,
@@ -367,31 +411,12 @@ class _Decider:
             memory_parts_bytes=asdict(parts),
             memory_bytes=parts.total,
             ceiling_tokens_per_s=self.world_size * rate * 1e12 / flops if rate else None,
-            attainable_tokens_per_s=attainable_tokens_per_s(
-                self.recipe, self.hardware, self.world_size, values
+            attainable_tokens_per_s=(
+                attainable_tokens_per_s(self.recipe, self.hardware, self.world_size, values)
+                if self.pretraining
+                else None  # a pass of packed examples has no length until they are read
             ),
         )
-
-
-def samples_bound(environment: Mapping[str, str]) -> int | None:
-    """The most sequences that the environment's MICRO_BATCH_SIZE and CHUNK_SIZE let generation hold at once;
-    None: no bound."""
-    bounds = [
-        bound
-        for name in ("MICRO_BATCH_SIZE", "CHUNK_SIZE")
-        if (bound := positive(environment, name)) is not None
-    ]
-    return min(bounds, default=None)
-
-
-def positive(environment: Mapping[str, str], name: str) -> int | None:
-    """The whole number that a variable of the environment holds; None where it is not set."""
-    text = environment.get(name)
-    if text is None or text == "":
-        return None
-    if not text.isdecimal() or len(text) > 18 or int(text) == 0:
-        raise ConfigError(f"{name} in the environment must be a whole number greater than 0, got {text!r}")
-    return int(text)
 
 
 def _dotted(capability: tuple[int, ...]) -> str:

@@ -1,8 +1,10 @@
 """Named sets of upper bounds, as the systems Redline grew out of shipped them. On any GPU the planner derives
 its own values; a profile only lowers them, and the plan says so."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+from redline.config.recipe import Recipe
 from redline.errors import ConfigError, nearest
 
 
@@ -31,3 +33,15 @@ def find_profile(name: str) -> Profile:
     if name not in PROFILES:
         raise ConfigError(f"no profile {name!r}{nearest(name, PROFILES)}: known are {', '.join(PROFILES)}")
     return PROFILES[name]
+
+
+def fewer_samples(recipe: Recipe, profile: Profile | None, say: Callable[[str], None]) -> Recipe:
+    """The recipe with no more samples a question than the profile allows. That is another recipe, and is said."""
+    wanted = recipe.sample.samples_per_question
+    if recipe.workload != "rft" or profile is None or profile.samples_per_question >= wanted:
+        return recipe
+    say(
+        f"profile {profile.name} lowers sample.samples_per_question from {wanted} to"
+        f" {profile.samples_per_question}: another recipe"
+    )
+    return replace(recipe, sample=replace(recipe.sample, samples_per_question=profile.samples_per_question))

@@ -141,6 +141,7 @@ VALUES: dict[str, PlanValue] = {
         effect="exact", choices=_SWITCH, proof=("CUDA graph of the update",), needs={True: (needs_cuda,)}
     ),
     # ---- generation ----
+    "slots": PlanValue(effect="rounding", proof=()),
     "cached": PlanValue(effect="rounding", choices=_SWITCH, proof=("log-probabilities of the engine",)),
     "merged": PlanValue(effect="rounding", choices=_SWITCH, proof=("adapters merged and un-merged",)),
     "sequences": PlanValue(effect="rounding", proof=()),

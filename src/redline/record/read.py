@@ -29,7 +29,7 @@ from statistics import median, median_low
 from typing import Any, Literal
 
 from redline.config.load import from_toml, parse
-from redline.config.rft import fingerprint_of
+from redline.config.recipe import fingerprint_of
 from redline.errors import ConfigError, DataError
 from redline.record.files import parse_json, read_text
 from redline.record.run import RunFolder, read_lines

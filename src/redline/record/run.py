@@ -189,8 +189,14 @@ class RunFolder:
                     sync_path(path)
 
     def has_begun(self) -> bool:
-        """Whether there is anything to lose: a line of metrics or a checkpoint."""
-        return bool(read_lines(self.metrics_path)) or any(self.checkpoints_path.glob("step-*"))
+        """Whether there is anything to lose: a line of metrics, a checkpoint, samples, tests. A run that failed
+        before the first of these does not hold its folder to a recipe."""
+        made = ("samples.db", "evaluations.jsonl", "train-samples", "train-answers")
+        return (
+            bool(read_lines(self.metrics_path))
+            or any(self.checkpoints_path.glob("step-*"))
+            or any((self.path / name).exists() for name in made)
+        )
 
     def cut_metrics(self, step: int) -> int:
         """Keep the metrics up to and including `step`, drop later ones (they will be computed again); return

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from redline.config.rft import SampleTable
+from redline.config.recipe import SampleConfig
 from redline.engine.request import Request, Sampling
 
 ROUNDS = 4
@@ -56,7 +56,7 @@ class Budget:
     def __init__(
         self,
         questions: Sequence[Asked],
-        settings: SampleTable,
+        settings: SampleConfig,
         sampling: Sampling,
         *,
         seed: int,

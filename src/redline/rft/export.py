@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from redline.config.rft import rft_from_toml
+from redline.config.load import from_toml
 from redline.errors import ConfigError, need
 from redline.record.files import read_text, replacing, write_atomic
 from redline.record.run import RunFolder
@@ -35,7 +35,7 @@ def export(run: Path, to: Path, *, per_question: int | None = None) -> int:
         source, _ = store.latest()
         recipe = RunFolder(run).recipe_path
         if per_question is None:
-            own = rft_from_toml(read_text(recipe), str(recipe)) if recipe.is_file() else None
+            own = from_toml(read_text(recipe), str(recipe)) if recipe.is_file() else None
             per_question = own.sample.keep_per_question if own is not None else 0
         kept = store.kept(source, per_question)
         if to.suffix == ".json":

@@ -3,7 +3,7 @@ finished is not repeated.
 
     report = run_all(session)
     report["before"]["accuracy"], report["after"]["accuracy"], report["stages_s"]
-    reports = run_rounds(recipe, Path("runs/units"), bounds, 4)     # each round's samples are written by what
+    reports = run_rounds(recipe, plan, Path("runs/units"), outside, 4)     # each round's samples are written by what
                                                                     the one before trained
 
 `generate_dataset` is the sampling stage alone as a Python function that writes rft.json.
@@ -14,26 +14,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from redline.config.rft import RftRecipe, later_round, load_rft
+from redline.config.load import load_recipe
+from redline.config.recipe import Recipe, later_round
 from redline.engine.server import ServerEngine
 from redline.errors import ConfigError
+from redline.finetune import check_result
+from redline.machine.facts import read_facts
+from redline.machine.store import cached
+from redline.plan.bounds import Outside
+from redline.plan.hardware import hardware_here
+from redline.plan.plan import Plan
+from redline.plan.planner import make_plan
 from redline.record.observe import Observer
 from redline.record.run import read_lines
 from redline.rft.export import export
-from redline.rft.plan import Bounds
 from redline.rft.sample import sample
 from redline.rft.session import Session, open_session
 from redline.rft.test import run_test
-from redline.rft.train import check_result, train
+from redline.rft.train import train
+from redline.train.restore import with_shape
 
 
 def run_rounds(
-    recipe: RftRecipe,
+    recipe: Recipe,
+    plan: Plan,
     run: Path,
-    bounds: Bounds,
+    outside: Outside,
     rounds: int,
     *,
-    device: str | None = None,
     observers: Sequence[Observer] = (),
 ) -> list[dict[str, Any]]:
     """The loop several times, in RUN/round-1 and so on. Every round trains the base model anew, on samples of
@@ -42,13 +50,13 @@ def run_rounds(
         raise ConfigError(
             f"{run} holds a run of one round: give another folder with --run for {rounds} rounds"
         )
-    if recipe.model.server is not None:  # before minutes of testing: is it there at all
-        ServerEngine(recipe.model.server, recipe.model.server_model).close()
+    if recipe.sample.server is not None:  # before minutes of testing: is it there at all
+        ServerEngine(recipe.sample.server, recipe.sample.server_model).close()
     reports: list[dict[str, Any]] = []
     for number in range(1, rounds + 1):
         folder = run / f"round-{number}" if rounds > 1 else run
         own = recipe if number == 1 else later_round(recipe, str((run / f"round-{number - 1}").resolve()))
-        with open_session(own, folder, bounds, device=device, observers=observers) as session:
+        with open_session(own, plan, folder, outside, observers=observers) as session:
             reports.append(run_all(session, test_base=number == 1))
         if reports[-1]["why"] != "finished":
             break
@@ -60,7 +68,7 @@ def run_all(session: Session, *, test_base: bool = True) -> dict[str, Any]:
     stop."""
     report: dict[str, Any] = {"run": str(session.folder.path), "why": "finished"}
     if test_base:
-        check_result(session)
+        check_result(session.recipe)
         report["before"] = run_test(session, "base")
     drawn = sample(session)
     report["sample"] = vars(drawn) | {"total_s": sampling_s(session.folder.events_path)}
@@ -103,12 +111,13 @@ def generate_dataset(
     the output, so that the same call goes on after a kill), and `overrides` are `table.key=value` of the
     recipe, such as model.path and task.data.
     """
-    chosen = load_rft(
-        recipe, [f"sample.samples_per_question={oversample}", f"sample.temperature={temperature}", *overrides]
-    )
+    own = [f"sample.samples_per_question={oversample}", f"sample.temperature={temperature}", *overrides]
+    chosen = with_shape(load_recipe(recipe, own))
     environment = dict(os.environ) | ({"MICRO_BATCH_SIZE": str(batch_size)} if batch_size is not None else {})
     folder = run if run is not None else Path(output_json).with_suffix(".run")
-    with open_session(chosen, folder, Bounds(environment=environment), observers=observers) as session:
+    facts, outside = read_facts(), Outside(environment=environment)
+    plan = make_plan(chosen, hardware_here(facts, cached(facts)), outside=outside)
+    with open_session(chosen, plan, folder, outside, observers=observers) as session:
         why = sample(session).why
     # the Ctrl-C that sampling took in hand; a part of the samples must not pass for all of them
     if why != "finished":

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from redline.config.rft import fingerprint_of
+from redline.config.recipe import fingerprint_of
 from redline.engine.local import LocalEngine
 from redline.engine.request import Completion, Engine
 from redline.model.transformer import Transformer
@@ -29,7 +29,7 @@ from redline.rft.session import Prompts, Session
 from redline.rft.store import Sample, Source, Store, reasoning_key
 from redline.tasks.pool import Pool
 from redline.tasks.task import Question, Task, Verdict
-from redline.train.loop import STOPPED, stop_on_signal
+from redline.train.stop import STOPPED, stop_on_signal
 
 Keep = Callable[[Sequence[Completion]], None]
 
@@ -94,12 +94,12 @@ class _Drawing:
         self.budget = self._budget()
         if self.budget.finished:
             return "finished"
-        recipe, began_s = self.session.recipe, time.monotonic()
+        began_s = time.monotonic()
         count = len(self.questions)
         self.session.stage("sample", f"sampling {count:,} questions", questions=count)
         try:
             with ExitStack() as stack:
-                pool = stack.enter_context(Pool(recipe.task.name, recipe.task.data))
+                pool = stack.enter_context(Pool(self.session.asked.name, self.session.asked.data))
                 engine = self.session.sampling_engine(
                     longest=self.prompts.longest, sequences=self.budget.samples_left()
                 )
@@ -133,11 +133,11 @@ class _Drawing:
         self.cut = self.store.cut(self.source)
         # A server has a tokenizer of its own.
         prompts: Sequence[str | tuple[int, ...]] = (
-            self.prompts.texts if recipe.model.server else self.prompts.ids
+            self.prompts.texts if recipe.sample.server else self.prompts.ids
         )
         asked = [Asked(question, prompt) for question, prompt in zip(self.questions, prompts, strict=True)]
         return Budget(
-            asked, recipe.sample, self.session.settings(self.prompts.stops), seed=recipe.seed, done=done
+            asked, recipe.sample, self.session.settings(self.prompts.stops), seed=recipe.train.seed, done=done
         )
 
     def _draw(self, engine: Engine, keep: Keep) -> list[Completion]:

@@ -27,8 +27,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from redline.config.load import to_toml
-from redline.config.rft import RftRecipe, fingerprint_of, rft_differences, rft_from_toml, with_samples
+from redline.config.recipe import Recipe, TaskConfig, fingerprint_of
 from redline.data.tokenizer import Tokenizer
 from redline.engine.local import LocalEngine, fitting_slots
 from redline.engine.prompt import render, stop_ids
@@ -36,20 +35,20 @@ from redline.engine.request import Engine, Sampling
 from redline.engine.server import ServerEngine
 from redline.errors import ConfigError, DataError, MachineError
 from redline.machine.telemetry import process_rss_bytes
-from redline.model.lora import LoraConfig, lora_layers
+from redline.model.lora import lora_layers
 from redline.model.transformer import Transformer
-from redline.plan.plan import Why
-from redline.record.files import write_atomic
+from redline.plan.bounds import Outside, bounded_slots
+from redline.plan.plan import Plan, Why, save
 from redline.record.observe import Observer, Observers
-from redline.record.run import RunFolder, failures_recorded
-from redline.rft.plan import Bounds, plan_precision, plan_samples, plan_slots, save_plan
+from redline.record.run import RunFolder
 from redline.tasks.registry import load_task
 from redline.tasks.task import Question, Task
-from redline.train.restore import Opened, open_on, open_weights
+from redline.train.execution import COMPUTE_DTYPE
+from redline.train.open_run import open_run
+from redline.train.process import Process
+from redline.train.restore import Opened, open_weights
 
 T = TypeVar("T")
-_BEGUN = ("samples.db", "evaluations.jsonl", "train-samples", "train-answers")
-"""What there is to lose: a run that failed before the first of these does not hold its folder to a recipe."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +110,11 @@ class Prompts:
 
 @dataclass
 class Session:
-    recipe: RftRecipe
-    """With the samples a question that the profile leaves."""
+    recipe: Recipe
+    plan: Plan
     folder: RunFolder
-    bounds: Bounds
-    device: str | None = None
+    outside: Outside
+    """What bounds the plan's values from outside the recipe."""
     observers: Observers = field(default_factory=Observers)
     opening_s: float = 0.0
     """Spent on opening models."""
@@ -124,13 +123,13 @@ class Session:
     most_slots: int | None = None
     """Once memory ran out: what the next engine may have at the most."""
 
-    @property
-    def on_gpu(self) -> bool:
-        return torch.cuda.is_available() and self.device != "cpu"
-
     def note(self, text: str) -> None:
         """Tell whoever watches something that the record need not keep."""
         self.observers.event("note", {"text": text})
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.process.device.type == "cuda"
 
     def stage(self, name: str, title: str, **size: int) -> None:
         """A part of the run begins: say so, with how much there is to do, and write it down."""
@@ -141,17 +140,31 @@ class Session:
 
     @functools.cached_property
     def task(self) -> Task:
-        return load_task(self.recipe.task.name, self.recipe.task.data)
+        return load_task(self.asked.name, self.asked.data)
+
+    @property
+    def asked(self) -> TaskConfig:
+        assert self.recipe.task is not None  # a rule of every RFT recipe
+        return self.recipe.task
+
+    @property
+    def start(self) -> str:
+        assert self.recipe.model.init_from is not None  # likewise
+        return self.recipe.model.init_from
+
+    @functools.cached_property
+    def process(self) -> Process:
+        return Process(0, 1, torch.device(self.plan.hardware.kind))
 
     @functools.cached_property
     def model(self) -> Speaker:
         """The model that is trained and tested."""
-        return self._speaker(self.recipe.model.path)
+        return self._speaker(self.start)
 
     @functools.cached_property
     def sampler(self) -> Speaker:
         """The model that writes the samples, and whose tokenizer and template make their prompts."""
-        other = self.recipe.model.sampler
+        other = self.recipe.sample.sampler
         return self.model if other is None else self._speaker(other)
 
     @functools.cached_property
@@ -159,7 +172,7 @@ class Session:
         """Who writes the samples, as the store names it: the hash of the sampler's weights; of a server only
         what it calls itself is known. Remembered when the sampler is released; one that is not open is read
         without building it."""
-        place = self.recipe.model
+        place = self.recipe.sample
         if place.server is not None:
             return fingerprint_of([place.server, place.server_model])
         if place.sampler is None or "sampler" in self.__dict__:
@@ -178,7 +191,7 @@ class Session:
 
     def release_sampler(self) -> None:
         """Give the memory of a sampler that is not the model back, once it has nothing more to write."""
-        if self.recipe.model.sampler is not None:
+        if self.recipe.sample.sampler is not None:
             self.__dict__.pop("sampler", None)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -186,21 +199,20 @@ class Session:
     def _speaker(self, path: str) -> Speaker:
         self.note(f"opening {path}")
         began_s = time.monotonic()
-        opened, model = open_on(Path(path), device=self.device)
+        opened = open_weights(Path(path))
+        model = opened.build(self.process.device, COMPUTE_DTYPE[self.plan.precision])
         self.opening_s += time.monotonic() - began_s
-        save_plan(self.folder.plan_path, {"precision": plan_precision(model.compute_dtype == torch.bfloat16)})
         return Speaker(opened, model, opened.tokenizer)
 
     def questions(self, split: str, rows: int | None) -> list[Question]:
-        questions = self.task.questions(
-            split, rows, self.recipe.seed if split == self.recipe.task.split else 0
-        )
+        seed = self.recipe.train.seed if split == self.asked.split else 0
+        questions = self.task.questions(split, rows, seed)
         if not questions:
-            raise DataError(f"the {split} split of task {self.recipe.task.name} is empty: name another")
+            raise DataError(f"the {split} split of task {self.asked.name} is empty: name another")
         return questions
 
     def train_questions(self) -> list[Question]:
-        return self.questions(self.recipe.task.split, self.recipe.task.rows)
+        return self.questions(self.asked.split, self.asked.rows)
 
     def prompts(self, questions: Sequence[Question], speaker: Speaker, *, trained: bool = False) -> Prompts:
         """The questions as the model reads them; `trained`: as fine-tuning has them."""
@@ -235,16 +247,9 @@ class Session:
         """An engine on this machine for that many sequences, its slots written into the plan."""
         new = self.recipe.sample.max_new_tokens
         fitting = fitting_slots(speaker.model, max_prompt_tokens=longest, max_new_tokens=new)
-        slots, why = plan_slots(fitting, sequences, self.bounds)
-        if self.most_slots is not None and self.most_slots < slots:
-            slots, why = (
-                self.most_slots,
-                Why(
-                    reason=f"more ran out of memory; without that {slots:,}: {why.reason}",
-                    source="measurement",
-                ),
-            )
-        save_plan(self.folder.plan_path, {f"{stage}_slots": (slots, why)})
+        slots, why = self._slots(fitting, sequences)
+        self.plan = replace(self.plan, slots=slots, why={**self.plan.why, "slots": why})
+        save(self.plan, self.folder.plan_path)
         self.slots = slots
         return LocalEngine(
             speaker.model,
@@ -255,9 +260,25 @@ class Session:
             eos_ids=speaker.stop_ids,
         )
 
+    def _slots(self, fitting: int, sequences: int) -> tuple[int, Why]:
+        """What the engine finds room and use for here, no more than there are sequences, within the bounds."""
+        chosen = (
+            fitting,
+            Why(reason="what the memory free here holds, as far as it pays", source="measurement"),
+        )
+        if sequences < fitting:
+            chosen = sequences, Why(reason="as many as there are sequences to generate", source="rule")
+        pin = self.recipe.plan.slots
+        pinned = (pin, Why(reason="plan.slots", source="recipe")) if pin is not None else None
+        slots, why = bounded_slots(chosen, self.outside, pin=pinned)
+        if self.most_slots is not None and self.most_slots < slots:
+            reason = f"more ran out of memory; without that {slots:,}: {why.reason}"
+            return self.most_slots, Why(reason=reason, source="measurement")
+        return slots, why
+
     def sampling_engine(self, *, longest: int, sequences: int) -> Engine:
         """Whoever writes the samples: the server that the recipe names, or an engine here."""
-        place = self.recipe.model
+        place = self.recipe.sample
         if place.server is None:
             return self.engine(self.sampler, longest=longest, sequences=sequences, stage="sample")
         return ServerEngine(
@@ -292,51 +313,10 @@ class Session:
 
 @contextlib.contextmanager
 def open_session(
-    recipe: RftRecipe,
-    run: Path,
-    bounds: Bounds,
-    *,
-    device: str | None = None,
-    observers: Sequence[Observer] = (),
+    recipe: Recipe, plan: Plan, run: Path, outside: Outside, *, observers: Sequence[Observer] = ()
 ) -> Iterator[Session]:
-    """Own the run folder and make it this recipe's; a folder that holds another recipe's beginnings is
-    refused."""
-    samples, why = plan_samples(recipe, bounds)
-    recipe = with_samples(recipe, samples)
-    lora_config(recipe)
-    if RunFolder(run).has_begun():
-        raise ConfigError(
-            f"{run} holds a pre-training run, whose recipe would be lost: give another folder with --run"
-        )
-    with RunFolder(run) as folder:
-        if folder.recipe_path.exists() and any((run / name).exists() for name in _BEGUN):
-            before = rft_from_toml(
-                folder.recipe_path.read_text(encoding="utf-8"), where=str(folder.recipe_path)
-            )
-            if changed := rft_differences(_with_sampler_of(before, recipe, run), recipe):
-                more = f" and {len(changed) - 2} more" if len(changed) > 2 else ""
-                raise ConfigError(
-                    f"{folder.path} holds a run of another recipe: {', '.join(changed[:2])}{more}; give"
-                    " another folder with --run, or the recipe it was made with"
-                )
-        write_atomic(folder.recipe_path, to_toml(recipe))
-        save_plan(folder.plan_path, {"samples_per_question": (samples, why)})
-        with failures_recorded(run):  # only now: a run of another recipe has not failed when it is left alone
-            yield Session(recipe, folder, bounds, device, Observers(observers))
-
-
-def _with_sampler_of(before: RftRecipe, now: RftRecipe, run: Path) -> RftRecipe:
-    """The recipe that a folder holds, with the sampler as it is called now where both mean the round before
-    this one: earlier versions kept the path as it was typed, from wherever that was, and a run may have been
-    moved. The store knows the weights themselves."""
-    old, new = before.model.sampler, now.model.sampler
-    name = Path(old or "").name
-    if new is not None and name.startswith("round-") and Path(new).resolve() == run.resolve().with_name(name):
-        return replace(before, model=replace(before.model, sampler=new))
-    return before
-
-
-def lora_config(recipe: RftRecipe) -> LoraConfig:
-    """The adapters that the recipe asks for, checked: what is wrong with them is said before samples are
-    drawn, not after."""
-    return LoraConfig(rank=recipe.train.rank, alpha=recipe.train.alpha, targets=recipe.train.targets)
+    """Own the run folder and make it this recipe's; a folder that holds another recipe's beginnings is refused."""
+    process = Process(0, 1, torch.device(plan.hardware.kind))
+    with open_run(recipe, plan, run, process) as opened:
+        assert opened.folder is not None
+        yield Session(recipe, plan, opened.folder, outside, Observers(observers))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from redline.config.rft import rft_from_toml
+from redline.config.load import from_toml
 from redline.record.files import read_text
 from redline.record.run import RunFolder, read_lines
 from redline.rft.budget import ROUNDS
@@ -90,7 +90,7 @@ def _drawn_anyway(run: Path) -> int | None:
     path = RunFolder(run).recipe_path
     if not path.is_file():
         return None
-    settings = rft_from_toml(read_text(path), str(path)).sample
+    settings = from_toml(read_text(path), str(path)).sample
     return (
         settings.samples_per_question
         if settings.distinct_correct is None

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from redline.config.rft import fingerprint_of
+from redline.config.recipe import fingerprint_of
 from redline.errors import DataError, StorageError
 from redline.record.files import parse_json
 from redline.tasks.task import Question

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from redline.config.rft import fingerprint_of
+from redline.config.recipe import fingerprint_of
 from redline.errors import DataError
 from redline.evaluate import answer_greedily, shares
 from redline.model.lora import merged
@@ -29,7 +29,8 @@ from redline.rft.train import place_of, read_done
 from redline.tasks.pool import Pool
 from redline.tasks.task import Question, Verdict
 from redline.train.adapter import read_adapter
-from redline.train.restore import open_on
+from redline.train.execution import COMPUTE_DTYPE
+from redline.train.restore import open_weights
 
 Weights = Literal["base", "answers", "samples"]
 _SAID = {
@@ -51,7 +52,7 @@ def run_test(session: Session, weights: Weights) -> dict[str, Any]:
     """Accuracy of these weights on the recipe's test questions; the line that is in evaluations.jsonl."""
     path = session.folder.path / "evaluations.jsonl"
     recipe = session.recipe
-    asked = [asdict(recipe.task), asdict(recipe.prompt), asdict(recipe.test), recipe.sample.max_new_tokens]
+    asked = [asdict(session.asked), asdict(recipe.prompt), asdict(recipe.test), recipe.sample.max_new_tokens]
     key = fingerprint_of([weights, _trained_as(session, weights), session.model.fingerprint, *asked])
     lines = read_lines(path)
     for line in lines:
@@ -110,7 +111,7 @@ def _answer(
             session.observers.metrics(
                 _facts(done, count, tokens, time.monotonic() - began_s, session.memory_bytes())
             )
-    with Pool(session.recipe.task.name, session.recipe.task.data) as pool:
+    with Pool(session.asked.name, session.asked.data) as pool:
         verdicts = pool.score(list(zip(questions, texts, strict=True)))
     whole = [
         verdict._replace(correct=False) if was_cut else verdict
@@ -139,12 +140,13 @@ def _speaker(session: Session, weights: Weights) -> Iterator[Speaker]:
     if weights == "base":
         session.drop_adapters()
         yield session.model
-    elif session.recipe.train.method == "lora":
+    elif session.recipe.lora is not None:
         read_adapter(place_of(session.folder.path, weights).adapter, session.model.model)
         with merged(session.model.model):
             yield session.model
     else:
-        opened, model = open_on(place_of(session.folder.path, weights).model, device=session.device)
+        opened = open_weights(place_of(session.folder.path, weights).model)
+        model = opened.build(session.process.device, COMPUTE_DTYPE[session.plan.precision])
         yield Speaker(opened, model, session.model.tokenizer)
 
 

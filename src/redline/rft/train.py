@@ -9,28 +9,23 @@ says.
 """
 
 import json
-import shutil
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from redline.config.load import build
-from redline.config.rft import fingerprint_of
+from redline.config.recipe import fingerprint_of
 from redline.engine.prompt import answer_text, end_id, render
 from redline.errors import CheckpointError, ConfigError, DataError
-from redline.model.huggingface import architecture, write_folder
-from redline.model.lora import add_lora
+from redline.finetune import check_result, job_of, prepare, write_result
+from redline.finetune import train as run_job
 from redline.record.files import read_json, write_atomic
 from redline.record.run import RunFolder, read_lines
-from redline.rft.plan import plan_pass, save_plan
-from redline.rft.session import Session, lora_config
+from redline.rft.session import Session
 from redline.rft.store import Source, Store
 from redline.tasks.task import Question
-from redline.train.adapter import check_family, write_adapter
-from redline.train.finetune import Example, FinetuneConfig, finetune
+from redline.train.packing import Example
 from redline.train.packing import fingerprint as examples_fingerprint
 
 On = Literal["samples", "answers"]
@@ -72,11 +67,10 @@ def place_of(run: Path, on: On) -> Place:
 
 def train(session: Session, on: On) -> dict[str, Any]:
     """Fine-tune; returns what was done: examples, updates, the last loss, seconds, and `why` it ended."""
-    check_result(session)
-    place = place_of(session.folder.path, on)
+    check_result(session.recipe)
+    recipe, place = session.recipe, place_of(session.folder.path, on)
     examples = _examples(session, on)
-    config = finetune_config(session)
-    training = [asdict(session.recipe.train), session.recipe.seed, session.recipe.model.path]
+    training = [asdict(recipe.train), asdict(recipe.lora) if recipe.lora else None, session.start]
     fingerprint = fingerprint_of([*training, examples_fingerprint(examples)])
     if (finished := read_done(place)) is not None:
         if finished["fingerprint"] != fingerprint:
@@ -86,14 +80,22 @@ def train(session: Session, on: On) -> dict[str, Any]:
             )
         return finished
     session.drop_adapters()
-    model, recipe = session.model.model, session.recipe.train
-    if recipe.method == "lora":
-        add_lora(model, lora_config(session.recipe), session.recipe.seed)
-    updates = -(-len(examples) // config.batch_size) * config.epochs
+    model = session.model.model
+    prepare(model, recipe, session.process)
     began_s = time.monotonic()
-    session.stage("train", f"fine-tuning on {len(examples):,} {on}", total_steps=updates)
     with RunFolder(place.record) as folder:
-        outcome = finetune(model, examples, config, folder=folder, observers=[session.observers])
+        job = job_of(
+            model,
+            examples,
+            recipe,
+            session.plan,
+            session.process,
+            run=place.record,
+            folder=folder,
+            observers=[session.observers],
+        )
+        session.stage("train", f"fine-tuning on {len(examples):,} {on}", total_steps=job.steps)
+        outcome = run_job(job, session.process)
     elapsed_s = time.monotonic() - began_s
     session.folder.event(
         f"training_on_{on}", why=outcome.why, step=outcome.step, elapsed_s=round(elapsed_s, 3)
@@ -104,28 +106,18 @@ def train(session: Session, on: On) -> dict[str, Any]:
         "fingerprint": fingerprint,
         "examples": len(examples),
         "updates": outcome.step,
-    }
-    result |= {
         "loss": outcome.metrics.get("loss"),
         "rows_per_s": _rows_per_s(folder),
         "elapsed_s": _spent_s(session, on),
     }
     if outcome.why == "finished":
-        _write_result(session, place)
+        opened = session.model.opened
+        write_result(model, recipe, opened, session.process, adapter=place.adapter, whole=place.model)
         result["files"] = _sizes(place)
         write_atomic(place.done, json.dumps(result, indent=2) + "\n")
-    if recipe.method == "full":
+    if recipe.lora is None:
         session.forget_model()
     return result
-
-
-def check_result(session: Session) -> None:
-    """Refuse a model whose training could not be written down, before anything is spent on it."""
-    config = session.model.opened.config
-    if session.recipe.train.method == "lora":
-        check_family(config)
-    else:
-        architecture(config)
 
 
 def _rows_per_s(folder: RunFolder) -> float | None:
@@ -167,27 +159,6 @@ def _spent_s(session: Session, on: On) -> float:
     )
 
 
-def finetune_config(session: Session) -> FinetuneConfig:
-    """The recipe's training with the pass that this machine and the bounds leave it, written into the
-    plan."""
-    train = session.recipe.train
-    examples_per_pass, why = plan_pass(session.recipe, session.bounds)
-    save_plan(session.folder.plan_path, {"examples_per_pass": (examples_per_pass, why)})
-    same = (
-        "epochs",
-        "batch_size",
-        "lr",
-        "schedule",
-        "warmup_fraction",
-        "min_lr_ratio",
-        "weight_decay",
-        "clip_norm",
-        "checkpoint_every",
-    )
-    chosen = {name: getattr(train, name) for name in same}
-    return FinetuneConfig(**chosen, seed=session.recipe.seed, examples_per_pass=examples_per_pass)
-
-
 def _examples(session: Session, on: On) -> list[Example]:
     """Prompt and answer of everything that is trained on, in the order of the questions."""
     questions = session.train_questions()
@@ -195,8 +166,7 @@ def _examples(session: Session, on: On) -> list[Example]:
         pairs = [(question, question.solution) for question in questions if question.solution]
         if not pairs:
             raise DataError(
-                f"task {session.recipe.task.name} gives no reference solutions to train on: train on the"
-                " samples"
+                f"task {session.asked.name} gives no reference solutions to train on: train on the samples"
             )
     else:
         pairs = _kept(session, {question.id: question for question in questions})
@@ -237,7 +207,7 @@ def _kept(session: Session, questions: dict[str, Question]) -> list[tuple[Questi
 def _check_writer(session: Session, source: Source, samples: Path) -> None:
     """Refuse samples of other weights than lie where the recipe says that they are written. A sampler that is
     no longer there has done its work: that it cannot be asked is said, not an error."""
-    place = session.recipe.model
+    place = session.recipe.sample
     try:
         writer = session.writer
     except CheckpointError as error:
@@ -247,28 +217,6 @@ def _check_writer(session: Session, source: Source, samples: Path) -> None:
     if writer != source.model:
         raise DataError(
             f"{samples} was sampled last by another model ({source.model}) than"
-            f" {place.server or place.sampler or place.path} is now ({writer}): run `redline rft sample`"
+            f" {place.server or place.sampler or session.start} is now ({writer}): run `redline rft sample`"
             " again, or put the model back"
         )
-
-
-def _write_result(session: Session, place: Place) -> None:
-    """The adapter or the whole model. What a killed attempt wrote without saying that it was done is written
-    again."""
-    model, opened = session.model.model, session.model.opened
-    for folder in (place.adapter, place.model):
-        shutil.rmtree(folder, ignore_errors=True)
-    if session.recipe.train.method == "lora":
-        write_adapter(place.adapter, model, base=session.recipe.model.path)
-        return
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    loaded = opened.loaded
-    write_folder(
-        place.model,
-        opened.config,
-        weights,
-        loaded.tokenizer_json,
-        torch.float32,
-        chat_template=loaded.chat_template,
-        eos_ids=loaded.eos_ids,
-    )

@@ -22,13 +22,14 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from redline.config.recipe import ModelConfig
+from redline.config.recipe import LoraConfig, ModelConfig
 from redline.errors import CheckpointError, ConfigError, StorageError
 from redline.model.huggingface import architecture
-from redline.model.lora import LoraConfig, LoraLinear, add_lora, lora_layers
+from redline.model.lora import LoraLinear, add_lora, lora_layers
 from redline.model.transformer import Transformer
 from redline.model.weights import read_facts
 from redline.record.files import read_json, storage_errors, sync_path
+from redline.train.process import full
 
 MODULES = {
     "q": "self_attn.q_proj",
@@ -51,9 +52,9 @@ _UNSET: tuple[Any, ...] = (None, False, [], {}, "none")
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def write_adapter(folder: Path, model: Transformer, *, base: str | None = None) -> None:
+def write_adapter(folder: Path, model: Transformer, *, base: str | None = None, write: bool = True) -> None:
     """Write the model's adapters; the folder appears complete or not at all, and never replaces another.
-    `base` names the model below."""
+    `base` names the model below. Of several processes all gather and one may `write`."""
     layers = list(lora_layers(model).values())
     if not layers:
         raise ConfigError(
@@ -69,6 +70,8 @@ def write_adapter(folder: Path, model: Transformer, *, base: str | None = None) 
         name: tensor.detach().to("cpu", copy=True).contiguous()
         for name, tensor in peft_tensors(model).items()
     }
+    if not write:
+        return
     text = json.dumps(_config_json(layers, base), indent=2) + "\n"
     temporary = folder.with_name(f".{folder.name}.tmp")
     with storage_errors("the adapter", folder):
@@ -133,13 +136,15 @@ def read_adapter(folder: Path, model: Transformer) -> LoraConfig:
 
 
 def peft_tensors(model: Transformer) -> dict[str, Tensor]:
-    """The adapters by the names that PEFT gives them, as views of ours."""
+    """The adapters by the names that PEFT gives them, as views of ours; gathered where they are spread over several
+    processes."""
     tensors = {}
     for number, layer in _numbered(model):
+        lora_a, lora_b = full(layer.lora_a), full(layer.lora_b)
         for part, own in layer.blocks():
             prefix = f"base_model.model.model.layers.{number}.{MODULES[part.target]}"
-            tensors[f"{prefix}.lora_A.weight"] = layer.lora_a[own]
-            tensors[f"{prefix}.lora_B.weight"] = layer.lora_b[part.start : part.end, own]
+            tensors[f"{prefix}.lora_A.weight"] = lora_a[own]
+            tensors[f"{prefix}.lora_B.weight"] = lora_b[part.start : part.end, own]
     return tensors
 
 

@@ -67,7 +67,14 @@ def build(recipe: Recipe, plan: Plan, process: Process) -> Transformer:
             shard(model, process, dtype)
 
     model = build_model(recipe.model, device=process.device, seed=recipe.train.seed, shape=shape)
-    model.compute_dtype, model.cross_entropy, model.loss_chunks = dtype, plan.cross_entropy, plan.loss_chunks
+    equip(model, plan)
+    return model
+
+
+def equip(model: Transformer, plan: Plan) -> None:
+    """Have the model compute as the plan says."""
+    model.compute_dtype, model.cross_entropy = COMPUTE_DTYPE[plan.precision], plan.cross_entropy
+    model.loss_chunks = plan.loss_chunks
     for block in model.blocks:
         block.recompute = plan.recompute
         if plan.compile != "off":
@@ -76,7 +83,12 @@ def build(recipe: Recipe, plan: Plan, process: Process) -> Transformer:
             block.compile(
                 mode=None if plan.compile == "default" else plan.compile, fullgraph=True, dynamic=False
             )
-    return model
+
+
+def strip_compiled(model: Transformer) -> None:
+    """Compute eagerly again: other shapes than those of the training would each be compiled anew."""
+    for block in model.blocks:
+        block._compiled_call_impl = None
 
 
 @contextmanager

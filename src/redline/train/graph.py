@@ -1,74 +1,90 @@
 """A whole fine-tuning update (passes, clipping, AdamW) as a CUDA graph: one launch instead of thousands.
 
-    graphs = UpdateGraphs(learner, shapes, passes=1)      # captures one graph a shape; the weights do not
-                                                          move
-    update = graphs.run(rows, shape, lr=1e-4, answers=800)
+    executor = Captured(learner, objective, event=...)
+    update = executor.take(batch, targets=800, lr_factor=0.5)      # captures at the first call; then replays
 
 A small model's update on some 1,500 tokens takes the GPU a few milliseconds and the host, launching kernel by
-kernel, over a hundred. Every replay reads its row, learning rate and token count from one buffer, filled by
-one asynchronous copy from page-locked memory.
+kernel, over a hundred. Every replay reads its row, learning rate and target count from one buffer, filled by one
+asynchronous copy from page-locked memory.
 """
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from redline.train.packing import Shape, pack, unpack
-from redline.train.step import Learner, Update, update
+from redline.train.packed import ExampleBatch, Packed
+from redline.train.packing import Shape, pack
+from redline.train.step import Learner, Pass, Update, update
 
 SCALARS = 2
-"""Words before the rows: the learning rate and the number of answer tokens, both fp32."""
+"""Words before the rows: the learning rate and the number of targets, both fp32."""
 
 
-class UpdateGraphs:
-    def __init__(self, learner: Learner, shapes: Iterable[Shape], *, passes: int) -> None:
-        self.learner, self.passes = learner, passes
-        # the largest first: the others fit its memory
-        wanted = sorted(set(shapes), key=lambda shape: shape.tokens, reverse=True)
-        words = SCALARS + passes * max(sum(shape.sizes) for shape in wanted)
-        self.buffer = torch.zeros(words, dtype=torch.int32, device=learner.process.device)
-        self.lr, self.answers = self.buffer[:SCALARS].view(torch.float32).unbind()
-        self.answers.fill_(1.0)
-        for optimizer in learner.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"], group["capturable"] = self.lr, True
+class Captured:
+    def __init__(self, learner: Learner, objective: Packed, event: Callable[..., None]) -> None:
+        self.before_update, self.objective, self.event = learner.before_update, objective, event
+        # What is captured must not wait for a checkpoint's copy or record events: both are done around a replay.
+        self.learner = replace(learner, before_update=lambda: None, mark=lambda phase: None)
         self.graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Update]] = {}
-        pool: Any = None
-        for shape in wanted:
-            self.graphs[shape] = self._capture(shape, pool)
-            pool = self.graphs[shape][0].pool()
 
-    def run(self, rows: Sequence[NDArray[np.int32]], shape: Shape, *, lr: float, answers: int) -> Update:
-        """One update. Its loss and norm are overwritten by the next: copy them before, on the same stream."""
-        words = np.concatenate([np.array([lr, answers], dtype=np.float32).view(np.int32), *rows])
+    def take(self, batch: ExampleBatch, *, targets: float, lr_factor: float) -> Update:
+        if not self.graphs:
+            self._capture_all(batch.position - 1)
+        rows = self.objective.rows(batch)
+        lr = self.peak_lr * lr_factor
+        scalars = np.array([lr, targets], dtype=np.float32).view(np.int32)
+        words = np.concatenate([scalars, *(row for row, _ in rows)])
         # Page-locked memory of its own each time: torch gives it away again only when the copy is done.
         self.buffer[: len(words)].copy_(torch.from_numpy(words).pin_memory(), non_blocking=True)
-        graph, outcome = self.graphs[shape]
+        self.before_update()
+        graph, outcome = self.graphs[rows[0][1]]
         graph.replay()
         return outcome
 
+    def _capture_all(self, done: int) -> None:
+        """One graph for each shape that is still to come; the weights do not move."""
+        started_s = time.perf_counter()
+        # The largest first: the others fit its memory.
+        shapes = sorted(set(self.objective.shapes[done:]), key=lambda shape: shape.tokens, reverse=True)
+        size = SCALARS + self.objective.passes_per_update * max(sum(shape.sizes) for shape in shapes)
+        self.buffer = torch.zeros(size, dtype=torch.int32, device=self.learner.process.device)
+        self.lr, self.targets = self.buffer[:SCALARS].view(torch.float32).unbind()
+        self.targets.fill_(1.0)
+        (self.peak_lr,) = {group["peak_lr"] for o in self.learner.optimizers for group in o.param_groups}
+        for optimizer in self.learner.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"], group["capturable"] = self.lr, True
+        pool: Any = None
+        graphs = {}
+        for shape in shapes:
+            graphs[shape] = self._capture(shape, pool)
+            pool = graphs[shape][0].pool()
+        self.graphs = graphs
+        seconds = round(time.perf_counter() - started_s, 3)
+        self.event(
+            "captured", graphs=len(graphs), rows_tokens=sorted(s.tokens for s in shapes), seconds=seconds
+        )
+
     def _rows(self, shape: Shape) -> list[Tensor]:
         size = sum(shape.sizes)
-        return [self.buffer[SCALARS + i * size : SCALARS + (i + 1) * size] for i in range(self.passes)]
+        starts = (SCALARS + i * size for i in range(self.objective.passes_per_update))
+        return [self.buffer[start : start + size] for start in starts]
 
-    def _losses(self, shape: Shape) -> Iterable[Tensor]:
-        for row in self._rows(shape):
-            tokens_1T, targets_1A, packing = unpack(row, shape)
-            yield self.learner.model(tokens_1T, targets_1A, packing=packing)
+    def _passes(self, shape: Shape) -> Iterable[Pass]:
+        return (self.objective.row_pass(self.learner, row, shape) for row in self._rows(shape))
 
     def _capture(self, shape: Shape, pool: Any) -> tuple[torch.cuda.CUDAGraph, Update]:
         self._warm_up(shape)
-        # the graph's memory is its own, and what the warm-up left cached would be missing
-        torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # the graph's memory is its own, and what the warm-up left cached would be missing
         graph = torch.cuda.CUDAGraph()
         # The thread that writes a checkpoint may call CUDA meanwhile.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            outcome = update(self.learner, self._losses(shape), tokens=self.answers)
+            outcome = update(self.learner, self._passes(shape), targets=self.targets)
         return graph, outcome
 
     def _warm_up(self, shape: Shape) -> None:
@@ -84,7 +100,9 @@ class UpdateGraphs:
                 spare.grad = torch.zeros_like(spare)
                 in_its_place = torch.optim.AdamW([spare], lr=self.lr, fused=True)
                 update(
-                    replace(self.learner, optimizers=[in_its_place]), self._losses(shape), tokens=self.answers
+                    replace(self.learner, optimizers=[in_its_place]),
+                    self._passes(shape),
+                    targets=self.targets,
                 )
                 self.learner.model.zero_grad(set_to_none=True)
         torch.cuda.current_stream().wait_stream(stream)

@@ -2,7 +2,7 @@
 the GPU wait.
 
     instruments.begin()                      # the batch is in hand; learner.mark is instruments.mark
-    instruments.push(step, update, ...)      # enqueues a copy of two numbers and an event behind the update
+    instruments.push(facts, update, work)    # enqueues a copy of its numbers and an event behind the update
     for line in instruments.ready(): ...     # lines of updates that are finished; the newest stays in flight
 
 On a GPU the line of an update is read while the next one runs, so the host is never more than one update
@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redline.config.recipe import Recipe
 from redline.machine.telemetry import GpuTelemetry, process_rss_bytes
 from redline.plan.plan import Plan
 from redline.train.communication import COMMUNICATION, INTERRUPTED
@@ -39,6 +38,8 @@ Moment = torch.cuda.Event | float
 @dataclass
 class _InFlight:
     facts: dict[str, Any]
+    work: "Work"
+    names: tuple[str, ...]
     numbers: Tensor
     end: torch.cuda.Event | None
     ended_at: float
@@ -46,20 +47,29 @@ class _InFlight:
     issue_s: float | None
 
 
-Rates = Callable[[dict[str, Any], float], dict[str, float | None]]
-"""What an update did in a second, from its facts and its seconds."""
+@dataclass(frozen=True)
+class Work:
+    """What an update did, over all processes."""
+
+    tokens: int
+    rows: int
 
 
-def training_rates(recipe: Recipe, plan: Plan) -> Rates:
-    """Tokens a second, and the shares of the datasheet's peak and of the measured one."""
-    flops_per_step = plan.prediction.flops_per_token * recipe.tokens_per_step / plan.world_size
+Rates = Callable[[Work, float], dict[str, float | None]]
+"""What an update did in a second, from its work and its seconds."""
+
+
+def training_rates(plan: Plan, *, rows: bool = False) -> Rates:
+    """Tokens (and rows) a second, and the shares of the datasheet's peak and of the measured one."""
+    flops_per_token = plan.prediction.flops_per_token / plan.world_size
     peak_tflops = plan.hardware.peak_tflops.get(plan.precision if plan.precision != "fp8" else "bf16")
     measured_tflops = plan.hardware.measured_tflops.get(plan.precision)
 
-    def rates(_facts: dict[str, Any], step_s: float) -> dict[str, float | None]:
-        tflops = flops_per_step / step_s / 1e12
+    def rates(work: Work, step_s: float) -> dict[str, float | None]:
+        tflops = flops_per_token * work.tokens / step_s / 1e12
         return {
-            "tokens_per_s": recipe.tokens_per_step / step_s,
+            **({"rows_per_s": work.rows / step_s} if rows else {}),
+            "tokens_per_s": work.tokens / step_s,
             "mfu": tflops / peak_tflops if peak_tflops else None,
             "ceiling_share": tflops / measured_tflops if measured_tflops else None,
         }
@@ -116,16 +126,15 @@ class Instruments:
         if self._marks:
             self._marks.append((phase, self._event() or time.perf_counter()))
 
-    def push(self, facts: dict[str, Any], update: Update) -> None:
+    def push(self, facts: dict[str, Any], update: Update, work: Work) -> None:
         """Note an update that was just enqueued. `facts` goes into its line as it is."""
-        numbers = torch.stack([update.loss, update.grad_norm.to(update.loss.dtype)])
+        numbers = torch.stack([number.float() for number in update.numbers.values()])
         if self.device.type == "cuda":
-            numbers = torch.empty(2, pin_memory=True).copy_(numbers, non_blocking=True)
+            numbers = torch.empty(len(numbers), pin_memory=True).copy_(numbers, non_blocking=True)
         now = time.perf_counter()
+        issue_s = now - self._began_at if self._marks else None
         self._flying.append(
-            _InFlight(
-                facts, numbers, self._event(), now, self._marks, now - self._began_at if self._marks else None
-            )
+            _InFlight(facts, work, tuple(update.numbers), numbers, self._event(), now, self._marks, issue_s)
         )
         self._marks = []
 
@@ -145,14 +154,11 @@ class Instruments:
         else:
             step_s = flight.ended_at - self._last_at
         self._last_end, self._last_at = flight.end, flight.ended_at
-        loss, grad_norm = flight.numbers.tolist()
-        rates = self.rates(flight.facts, step_s)
         return {
             "step": flight.facts.pop("step"),
-            "loss": loss,
-            "grad_norm": grad_norm,
+            **dict(zip(flight.names, flight.numbers.tolist(), strict=True)),
             "step_s": step_s,
-            **rates,
+            **self.rates(flight.work, step_s),
             **flight.facts,
             **_phases(flight),
             **self._gauges(),

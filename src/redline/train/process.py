@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from redline.errors import MachineError
 from redline.model.transformer import Transformer
@@ -73,6 +75,11 @@ def join(kind: str) -> Iterator[Process]:
         yield Process(rank, world_size, device)
     finally:
         dist.destroy_process_group()
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be spread over the processes; to be called on all of them."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard(model: Transformer, process: Process, dtype: torch.dtype) -> None:

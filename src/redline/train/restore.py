@@ -5,19 +5,20 @@ opened = open_weights(Path("runs/nano"))             # weights, tokenizer, confi
 opened, model = open_on(Path("runs/nano"), "best")   # and the model on this machine's GPU, or CPU
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from redline.config.load import from_toml
 from redline.config.recipe import ModelConfig, Recipe
+from redline.config.rules import check
 from redline.data.tokenizer import Tokenizer
 from redline.errors import CheckpointError, ConfigError, DataError, MachineError
-from redline.model.gguf import read_gguf
-from redline.model.huggingface import read_folder
+from redline.model.gguf import read_gguf, read_gguf_config
+from redline.model.hub import fetch_model, is_hub_name
+from redline.model.huggingface import read_config, read_folder
 from redline.model.lora import merged_weights
 from redline.model.transformer import Transformer, build_model
 from redline.model.weights import Loaded, load_weights
@@ -25,6 +26,7 @@ from redline.record.files import read_text
 from redline.record.run import RunFolder
 from redline.train.adapter import adapter_base, peft_tensors, read_adapter
 from redline.train.checkpoint import read_tensors, resolve
+from redline.train.open_run import recipe_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,35 +89,66 @@ def shipped_models() -> dict[str, Path]:
     return {path.parent.name: path.parent for path in sorted(root.glob("*/config.json"))}
 
 
+def locate(path: Path) -> Path:
+    """Where the weights lie: the file or folder itself, the result of a fine-tuning run (of RFT in rounds, the
+    last), a shipped model, or what was fetched from the Hugging Face Hub."""
+    if not path.exists():  # Path("./demo") is Path("demo"), so a folder of the user's must come first
+        path = shipped_models().get(str(path), path)
+    if is_hub_name(str(path)):
+        return fetch_model(str(path))
+    if not path.exists():
+        raise CheckpointError(
+            f"no such path: {path}; give a run folder, a checkpoint, a Hugging Face folder, a .gguf file, demo, or"
+            " org/name of the Hugging Face Hub"
+        )
+    numbers = sorted(int(n) for p in path.glob("round-*") if (n := p.name.removeprefix("round-")).isdecimal())
+    for run in (*(path / f"round-{number}" for number in reversed(numbers)), path):
+        for result in (run / "adapter", run / "model"):
+            if (result / "adapter_config.json").is_file() or (result / "config.json").is_file():
+                return result
+    return path
+
+
+def read_shape(path: Path, *, above: tuple[Path, ...] = ()) -> ModelConfig:
+    """The shape of the model that lies there; its weights are not read."""
+    path = locate(path)
+    if path.suffix == ".gguf":
+        return read_gguf_config(path)
+    if (path / "adapter_config.json").is_file():
+        return read_shape(_base_of(path, above), above=(*above, path.resolve()))
+    if (path / "config.json").is_file():
+        return read_config(path)
+    return _recipe_of(resolve(path, "last")).model
+
+
+def with_shape(recipe: Recipe) -> Recipe:
+    """The recipe with its model's shape, read from the weights where the recipe leaves it out."""
+    start = recipe.model.init_from
+    if recipe.model.is_shaped or start is None:
+        return recipe
+    found = replace(read_shape(Path(start)), init_from=start)
+    given = {f.name: getattr(recipe.model, f.name) for f in fields(ModelConfig)}
+    plain = {f.name: f.default for f in fields(ModelConfig)}
+    if wrong := [name for name, value in given.items() if value not in (plain[name], getattr(found, name))]:
+        name = wrong[0]
+        raise ConfigError(
+            f"model.{name} is {given[name]} and the weights at {start} have {getattr(found, name)}"
+        )
+    return check(replace(recipe, model=found))
+
+
 def open_weights(path: Path, which: str = "last", *, above: tuple[Path, ...] = ()) -> Opened:
     """Read weights and tokenizer; `which` is last, best or step-N, for a run. `above`: the adapters that are to be
     merged into them."""
-    if not path.exists():  # Path("./demo") is Path("demo"), so a folder of the user's must come first
-        path = shipped_models().get(str(path), path)
+    path = locate(path)
     if path.suffix == ".gguf":
         return Opened(loaded=read_gguf(path), recipe=None, source=path)
     if (path / "adapter_config.json").is_file():
         return _open_adapted(path, above)
     if (path / "config.json").is_file():
         return Opened(loaded=read_folder(path), recipe=None, source=path)
-    if not path.exists():
-        raise CheckpointError(
-            f"no such path: {path}; give a run folder, a checkpoint, a Hugging Face folder, a .gguf file or"
-            " demo"
-        )
-    if rounds := sorted(
-        path.glob("round-*/adapter"), key=lambda adapter: int(adapter.parent.name.removeprefix("round-"))
-    ):
-        return _open_adapted(rounds[-1], above)  # of an RFT run in rounds, the last
-    if (path / "adapter" / "adapter_config.json").is_file():
-        return _open_adapted(path / "adapter", above)
-    if (path / "model" / "config.json").is_file():  # an RFT run that trained the whole model
-        return Opened(loaded=read_folder(path / "model"), recipe=None, source=path / "model")
     step = resolve(path, which)
-    run = RunFolder(step.parent.parent)
-    if not run.recipe_path.is_file():
-        raise CheckpointError(f"{step} belongs to no run: {run.recipe_path} is missing")
-    recipe = from_toml(read_text(run.recipe_path), where=str(run.recipe_path))
+    run, recipe = RunFolder(step.parent.parent), _recipe_of(step)
     tokenizer_json = read_text(run.tokenizer_path) if run.tokenizer_path.is_file() else None
     eos = (Tokenizer(tokenizer_json, name=str(run.tokenizer_path)).eot_id,) if tokenizer_json else ()
     loaded = Loaded(
@@ -128,23 +161,39 @@ def open_weights(path: Path, which: str = "last", *, above: tuple[Path, ...] = (
     return Opened(loaded=loaded, recipe=recipe, source=step)
 
 
-def _open_adapted(folder: Path, above: tuple[Path, ...]) -> Opened:
-    """A base model with an adapter merged into its weights; the adapter's own file names the base."""
-    base = adapter_base(folder)
-    if base is None:
+def _recipe_of(step: Path) -> Recipe:
+    recipe = recipe_of(step.parent.parent)
+    if recipe is None:
+        raise CheckpointError(f"{step} belongs to no run: {step.parent.parent / 'recipe.toml'} is missing")
+    if recipe.lora is not None:
         raise CheckpointError(
-            f"{folder / 'adapter_config.json'} names no base model: merge the adapter with the program that"
-            " made it"
+            f"{step.parent.parent} has not finished its fine-tuning: run the same command again"
         )
+    return recipe
+
+
+def _base_of(folder: Path, above: tuple[Path, ...]) -> Path:
+    """The model below an adapter, as the adapter's own file names it."""
+    base = adapter_base(folder)
     if folder.resolve() in above:
         raise CheckpointError(
             f"{folder / 'adapter_config.json'} names itself as its base model: name the model below"
         )
-    opened = open_weights(Path(base), above=(*above, folder.resolve()))
+    if base is None:
+        raise CheckpointError(
+            f"{folder / 'adapter_config.json'} names no base model: merge the adapter with the program that made it"
+        )
+    return Path(base)
+
+
+def _open_adapted(folder: Path, above: tuple[Path, ...]) -> Opened:
+    """A base model with an adapter merged into its weights."""
+    base = _base_of(folder, above)
+    opened = open_weights(base, above=(*above, folder.resolve()))
     model = opened.build("cpu")
     config = read_adapter(folder, model)
     adapter = Adapter(
-        base=Path(base),
+        base=base,
         tensors={name: part.detach() for name, part in peft_tensors(model).items()},
         scale=config.scale,
     )

@@ -5,8 +5,15 @@ whatever its speed.
 """
 
 import math
+from dataclasses import replace
 
 from redline.config.recipe import TrainConfig
+
+
+def fixed(train: TrainConfig, steps: int) -> TrainConfig:
+    """The same for a run of so many updates: epochs and shares become numbers of updates."""
+    warmup = train.warmup_steps or round(train.warmup_fraction * steps)
+    return replace(train, steps=steps, epochs=0, warmup_steps=min(warmup, steps), warmup_fraction=0.0)
 
 
 def progress(train: TrainConfig, step: int, elapsed_s: float) -> float:

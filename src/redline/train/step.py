@@ -1,13 +1,18 @@
-"""One optimiser update: schedule, forward, backward, clip, update. Nothing here waits for the GPU (fp16
-aside).
+"""One optimiser update: passes, clip, update. Nothing here waits for the GPU (fp16 aside).
 
-The loss of an update is the sum over all its tokens divided by their number, over every pass and process, so
-any split of the same batch into passes gives the same gradient.
+    update(learner, objective.passes(batch), targets=131_072)
+
+A pass computes its own gradients: by back-propagation (`backpropagated`), or by any other learning rule. Passes
+come in named groups, one after the other; `learner.combine` decides what becomes of the gradients of several
+groups. The loss of an update is the sum over all its targets divided by their number, over every pass and
+process, so any split of the same batch into passes gives the same gradient.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,14 +21,62 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from redline.errors import TrainingError
 from redline.model.transformer import Transformer
-from redline.train.optimizer import set_lr
 from redline.train.process import Process
+
+Mark = Callable[[str], None]
+Numbers = dict[str, Tensor]
+"""Sums over the targets of a pass, `loss` among them; the update reports them divided by the targets of all
+passes."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A part of an update."""
+
+    run: Callable[[float | Tensor, Mark], Numbers]
+    """Adds the gradient of weight x its loss to the parameters', marks its phases, and returns its numbers."""
+    group: str = ""
+
+
+def backpropagated(forward: Callable[[], Tensor | Numbers], group: str = "") -> Pass:
+    """A pass whose gradient is that of the loss which `forward` computes."""
+
+    def run(weight: float | Tensor, mark: Mark) -> Numbers:
+        found = forward()
+        numbers = found if isinstance(found, dict) else {"loss": found}
+        mark("forward_s")
+        (numbers["loss"] * weight).backward()
+        mark("backward_s")
+        return {name: value.detach() for name, value in numbers.items()}
+
+    return Pass(run, group)
+
+
+class Combination(Protocol):
+    """What becomes of the gradients of several groups."""
+
+    def keep(self, group: str) -> None:
+        """The passes of a group are done, and their gradients lie on the parameters."""
+
+    def finish(self) -> Numbers:
+        """All groups are done: leave the gradient of the update on the parameters. Returns numbers to report."""
+        ...
+
+
+class Sum:
+    """The plain one: gradients of all passes add up."""
+
+    def keep(self, group: str) -> None:
+        pass
+
+    def finish(self) -> Numbers:
+        return {}
 
 
 @dataclass
 class LossScale:
-    """fp16's guard against underflow: doubles after `patience` good updates, halves on overflow (and that
-    update is skipped)."""
+    """fp16's guard against underflow: doubles after `patience` good updates, halves on overflow (and that update
+    is skipped)."""
 
     value: float = 65536.0
     good: int = 0
@@ -47,9 +100,10 @@ class Learner:
     clip_norm: float
     """0: no clipping."""
     scale: LossScale | None = None
+    combine: Combination = field(default_factory=Sum)
     before_update: Callable[[], None] = field(default=lambda: None)
     """Called when the gradients are there and the weights are about to change."""
-    mark: Callable[[str], None] = field(default=lambda phase: None)
+    mark: Mark = field(default=lambda phase: None)
     """Called at the end of each phase of an update, with its name as a metric."""
     waiting: Callable[[], AbstractContextManager[None]] = field(default=nullcontext)
     """Stands around what waits for the other processes."""
@@ -57,39 +111,24 @@ class Learner:
 
 @dataclass(frozen=True)
 class Update:
-    """What an update gives; tensors that are still on their way on a GPU."""
+    """What an update reports: tensors that are still on their way on a GPU."""
 
-    loss: Tensor
-    grad_norm: Tensor
+    numbers: Numbers
     skipped: bool = False
 
 
-def take_step(
-    learner: Learner,
-    inputs_BT: Tensor,
-    targets_BT: Tensor,
-    *,
-    micro_batch: int,
-    tokens: float,
-    lr_factor: float,
-) -> Update:
-    """Train on one batch (this process's part of it). `tokens` counts the targets of all processes."""
-    set_lr(learner.optimizers, lr_factor)
-    passes = zip(inputs_BT.split(micro_batch), targets_BT.split(micro_batch), strict=True)
-    return update(learner, (learner.model(x_BT, y_BT) for x_BT, y_BT in passes), tokens=tokens)
-
-
-def update(learner: Learner, loss_sums: Iterable[Tensor], *, tokens: float | Tensor) -> Update:
-    """An update at the learning rate that is set, from the summed losses of its passes, each computed when
-    its turn comes. `tokens` may lie on the device, where a CUDA graph finds it anew at every replay."""
+def update(learner: Learner, passes: Iterable[Pass], *, targets: float | Tensor) -> Update:
+    """An update at the learning rate that is set. `targets` counts those of all passes and processes; it may lie
+    on the device, where a CUDA graph finds it anew at every replay."""
     scale = learner.scale.value if learner.scale else 1.0
-    weight = scale * learner.process.world_size / tokens  # FSDP averages over processes; the loss is a sum
-    loss = torch.zeros((), device=learner.process.device)
-    for loss_sum in loss_sums:
-        learner.mark("forward_s")
-        (loss_sum * weight).backward()
-        loss += loss_sum.detach()
-        learner.mark("backward_s")
+    weight = scale * learner.process.world_size / targets  # FSDP averages over processes; the loss is a sum
+    sums: Numbers = {"loss": torch.zeros((), device=learner.process.device)}
+    for group, members in groupby(passes, key=lambda one: one.group):
+        for one in members:
+            for name, value in one.run(weight, learner.mark).items():
+                sums[name] = sums[name] + value if name in sums else value
+        learner.combine.keep(group)
+    told = learner.combine.finish()
     learner.before_update()
     grad_norm = clip(learner, scale)
     skipped = learner.scale is not None and not bool(grad_norm.isfinite())
@@ -100,21 +139,29 @@ def update(learner: Learner, loss_sums: Iterable[Tensor], *, tokens: float | Ten
     for optimizer in learner.optimizers:
         optimizer.zero_grad(set_to_none=True)
     learner.mark("optimizer_s")
-    if learner.process.world_size > 1:
-        with learner.waiting():
-            dist.all_reduce(loss)
-    return Update(loss / tokens, grad_norm, skipped)
+    means = {name: total / targets for name, total in _over_processes(learner, sums).items()}
+    return Update({**means, "grad_norm": grad_norm, **told}, skipped)
+
+
+def _over_processes(learner: Learner, sums: Numbers) -> Numbers:
+    if learner.process.world_size == 1:
+        return sums
+    total = torch.stack([value.float() for value in sums.values()])
+    with learner.waiting():
+        dist.all_reduce(total)
+    return dict(zip(sums, total.unbind(), strict=True))
 
 
 def _change_weights(learner: Learner) -> None:
     try:
         for optimizer in learner.optimizers:
             optimizer.step()
-    except torch.OutOfMemoryError as error:
-        # not to be tried again: a part of the weights would be updated twice
+    except (
+        torch.OutOfMemoryError
+    ) as error:  # not to be tried again: a part of the weights would be updated twice
         raise TrainingError(
-            "out of memory while the weights were being changed: use more processes or a smaller model; "
-            "the same command goes on from the last checkpoint"
+            "out of memory while the weights were being changed: use more processes or a smaller model; run the"
+            " same command again and it resumes from the last checkpoint"
         ) from error
 
 

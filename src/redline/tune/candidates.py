@@ -15,7 +15,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from redline.config.recipe import PlanPins, Recipe, check
+from redline.config.recipe import PlanPins, Recipe
+from redline.config.rules import check
 from redline.optimizations.catalogue import Attempt, catalogue
 from redline.plan.plan import PLANNED, Plan
 from redline.plan.planner import make_plan
@@ -65,7 +66,7 @@ def candidates(
 def changed(recipe: Recipe, plan: Plan, change: dict[str, Any]) -> Plan:
     """The plan with other values; the batch stays. Raises MachineError where arithmetic says that it cannot
     fit, ConfigError where the recipe does not allow it."""
-    pins = {name: getattr(plan, name) for name in PINS} | change
+    pins = {name: getattr(plan, name) for name in PINS if name != "slots" or plan.slots} | change
     again = make_plan(
         check(replace(recipe, plan=PlanPins(**pins))), plan.hardware, world_size=plan.world_size
     )

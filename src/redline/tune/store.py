@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.config.load import build, from_toml
-from redline.config.recipe import Recipe, differences
+from redline.config.recipe import Recipe
 from redline.errors import ConfigError, StorageError
 from redline.machine.facts import MachineFacts, machine_key
 from redline.measure.statistics import Comparison
@@ -85,7 +85,7 @@ def pinned(plan: Plan) -> dict[str, Any]:
 def tuning_folder(facts: MachineFacts, rules: Plan) -> Path:
     """The folder of the tuning that starts from this plan of the rules."""
     pins = hashlib.sha256(json.dumps(pinned(rules), sort_keys=True).encode()).hexdigest()[:8]
-    return cache_folder() / "tune" / f"{machine_key(facts)}-{rules.fingerprint}-{pins}"
+    return cache_folder() / "tune" / f"{machine_key(facts)}-{rules.work}-{pins}"
 
 
 def tuned_plan(folder: Path, recipe: Recipe) -> tuple[Plan, TuningResult] | None:
@@ -120,21 +120,17 @@ def check_folder(path: Path, recipe: Recipe) -> None:
             raise StorageError(
                 f"{path} holds a recipe that cannot be read, and may not be this one: {error}; {way_out}"
             ) from error
-        name, fingerprint, how = before.name, before.fingerprint, differences(before, recipe)
+        name, work = before.name, before.work
     else:
         try:
             plan = load(path / "plan.json")
         except ConfigError:
             return
-        name, fingerprint, how = (
-            plan.recipe,
-            plan.fingerprint,
-            [f"fingerprint {plan.fingerprint} before, {recipe.fingerprint} now"],
-        )
-    if fingerprint != recipe.fingerprint:
+        name, work = plan.recipe, plan.work
+    if work != recipe.work:
         raise StorageError(
-            f"{path} holds trials of another recipe ({name}: {', '.join(how[:3])}): {way_out}, or delete"
-            " that one"
+            f"{path} holds trials of another workload (recipe {name}, work {work}, not {recipe.work}): {way_out}, or"
+            " delete that one"
         )
 
 

@@ -113,7 +113,7 @@ def verify(recipe: Recipe, plan: Plan, *, progress: Callable[[str], None]) -> li
     progress(f"building the model and {WARM_UP + WATCHED} updates of {passes} x {plan.micro_batch} sequences")
     training = TrainingSubject({"recipe": to_toml(few), "plan": to_json(replace(plan, accumulation=passes))})
     try:
-        batch = training.trainer.loader.next()
+        batch = training.trainer.source.next()
         device = training.trainer.process.device
         inputs_BT, targets_BT = (
             t[: plan.micro_batch].to(device) for t in (batch.inputs_BT, batch.targets_BT)

@@ -1,7 +1,7 @@
 """Proof that what RFT promises holds on this machine, for a recipe's own model and questions: its generation
 and its fine-tuning update.
 
-    checks = verify_rft(recipe, Bounds(environment=os.environ), progress=print)
+    checks = verify_rft(recipe, plan, progress=print)
 
 The model answers a few of the recipe's questions, and is fine-tuned on what it answered for a few updates,
 which nobody keeps. One packed pass is profiled, and compared with the same weights in fp32 on one example at
@@ -10,7 +10,7 @@ a time. Left out: speed (`redline bench`), scoring, and a server that writes the
 
 import copy
 import itertools
-import json
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,17 +19,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from redline.config.recipe import IGNORED
-from redline.config.rft import RftRecipe
+from redline.config.recipe import IGNORED, Recipe
 from redline.engine.request import Completion, Request
-from redline.model.lora import LoraLinear, add_lora, lora_layers, merged
+from redline.finetune import check_result, job_of, prepare
+from redline.model.lora import LoraLinear, lora_layers, merged
 from redline.model.transformer import Transformer
-from redline.rft.plan import Bounds
+from redline.plan.bounds import Outside
+from redline.plan.plan import Plan
 from redline.rft.sample import logprob_gap
-from redline.rft.session import Session, lora_config, open_session
-from redline.rft.train import check_result, finetune_config
-from redline.train.finetune import Example, Finetuner
-from redline.train.packing import exact, pack, unpack
+from redline.rft.session import Session, open_session
+from redline.train.graph import Captured
+from redline.train.loop import Trainer
+from redline.train.packed import Packed
+from redline.train.packing import Example, exact, unpack
 from redline.tune.evidence import Check, Seen, absent, checked, profiled, unseen
 from redline.tune.verify import (
     ATTENTION,
@@ -56,9 +58,7 @@ PACKED = {"short": "_ShortAttention", "varlen": "torch_attn::_varlen_attn"}
 @dataclass
 class _Case:
     session: Session
-    precision: str
-    """What the plan says."""
-    tuner: Finetuner
+    trainer: Trainer
     row: Sequence[Example]
     """The examples of the pass."""
     in_update: Seen
@@ -68,25 +68,28 @@ class _Case:
 
     @property
     def model(self) -> Transformer:
-        return self.tuner.model
+        return self.trainer.learner.model
+
+    @property
+    def precision(self) -> str:
+        """What the plan says."""
+        return self.session.plan.precision
 
     @property
     def cuda(self) -> bool:
-        return self.tuner.device.type == "cuda"
+        return self.trainer.process.device.type == "cuda"
 
 
-def verify_rft(
-    recipe: RftRecipe, bounds: Bounds, *, progress: Callable[[str], None], device: str | None = None
-) -> list[Check]:
+def verify_rft(recipe: Recipe, plan: Plan, *, progress: Callable[[str], None]) -> list[Check]:
     """Generate and fine-tune a little under the recipe, and check what both promise. Raises what they would
     raise."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        open_session(recipe, Path(folder) / "run", bounds, device=device) as session,
+        open_session(recipe, plan, Path(folder) / "run", Outside(environment=os.environ)) as session,
     ):
-        check_result(session)
+        check_result(recipe)
         model = session.model.model
-        progress(f"{QUESTIONS} questions answered by {recipe.model.path}")
+        progress(f"{QUESTIONS} questions answered by {recipe.model.init_from}")
         completions = _completions(session)
         generation = [_log_probabilities(model, completions), generation_graphs(model)]
         progress(f"{UPDATES} updates on the answers")
@@ -95,48 +98,47 @@ def verify_rft(
 
 
 def _completions(session: Session) -> list[Completion]:
-    rows = min(QUESTIONS, session.recipe.task.rows or QUESTIONS)
-    speaker, questions = session.model, session.questions(session.recipe.task.split, rows)
+    rows = min(QUESTIONS, session.asked.rows or QUESTIONS)
+    speaker, questions = session.model, session.questions(session.asked.split, rows)
     prompts = session.prompts(questions, speaker)
-    settings, seed = session.settings(prompts.stops), session.recipe.seed
+    settings, seed = session.settings(prompts.stops), session.recipe.train.seed
     requests = [Request(prompt=ids, sampling=settings, seed=seed + i) for i, ids in enumerate(prompts.ids)]
     with session.engine(speaker, longest=prompts.longest, sequences=len(requests), stage="sample") as engine:
         return list(engine.run(requests))
 
 
 def _watch(session: Session, completions: Sequence[Completion]) -> _Case:
-    model = session.model.model
-    if session.recipe.train.method == "lora":
-        add_lora(model, lora_config(session.recipe), session.recipe.seed)
-    config = replace(finetune_config(session), epochs=UPDATES, checkpoint_every=0)
+    model, size = session.model.model, session.recipe.train.batch_size
+    prepare(model, session.recipe, session.process)
     answered = [
         Example(prompt=c.request.prompt, answer=c.tokens)
         for c in completions
         if isinstance(c.request.prompt, tuple)
     ]
     # an epoch is one update of the recipe's size
-    examples = list(itertools.islice(itertools.cycle(answered), config.batch_size))
-    tuner = Finetuner(model, examples, config, None, ())
+    examples = list(itertools.islice(itertools.cycle(answered), size))
+    train = replace(session.recipe.train, epochs=UPDATES, steps=0)
+    job = job_of(model, examples, replace(session.recipe, train=train), session.plan, session.process)
+    assert isinstance(job.objective, Packed)
+    trainer = Trainer(job, session.process)
     try:
         for _ in range(UPDATES - 1):
-            tuner.update()
-            tuner.write_ready()
-        tuner.drain()
+            trainer.turn()
+        trainer.drain()
+        batch = trainer.source.next()
+        row = batch.examples[: job.objective.pass_size]
+        words, shape = job.objective.rows(batch)[0]
         with profiled() as in_update:
-            tuner.update()
-            tuner.drain()
-        row = tuner.batches[-1][: tuner.pass_size]
-        shape = tuner.shapes[-1] or exact(row)
-        tokens_1T, targets_1A, packing = unpack(torch.from_numpy(pack(row, shape)).to(tuner.device), shape)
+            trainer.executor.take(batch, targets=float(batch.targets), lr_factor=1.0)
+        tokens_1T, targets_1A, packing = unpack(torch.from_numpy(words).to(session.process.device), shape)
         with profiled() as in_pass:
             loss = model(tokens_1T, targets_1A, packing=packing)
             loss.backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad(set_to_none=True)
-        precision = json.loads(session.folder.plan_path.read_text(encoding="utf-8"))["precision"]["value"]
-        return _Case(session, precision, tuner, row, in_update, in_pass, float(loss.detach()), gradients)
+        return _Case(session, trainer, row, in_update, in_pass, float(loss.detach()), gradients)
     finally:
-        tuner.close()
+        trainer.close()
 
 
 def _in_fp32(model: Transformer) -> Transformer:
@@ -163,7 +165,7 @@ def _log_probabilities(model: Transformer, completions: Sequence[Completion]) ->
 
 def _packed(case: _Case) -> Check:
     """The packed row against its examples one by one, which is what padding them would compute."""
-    reference, device = _in_fp32(case.model), case.tuner.device
+    reference, device = _in_fp32(case.model), case.trainer.process.device
     scale = 1.0 / exact(case.row).answers
 
     def alone(example: Example) -> tuple[Tensor, Tensor]:
@@ -214,7 +216,7 @@ def _merging(case: _Case) -> Check:
     back."""
     name = "adapters merged and un-merged"
     if not (layers := lora_layers(case.model)):
-        return absent(name, f"train.method is {case.session.recipe.train.method}")
+        return absent(name, "the recipe trains all weights: it has no [lora] table")
     before = {layer: layer.weight.detach().clone() for layer in layers.values()}
     moved, off = 0.0, 0.0
     with merged(case.model):
@@ -246,10 +248,9 @@ def _update_graph(case: _Case) -> Check:
     name = "CUDA graph of the update"
     if not case.cuda:
         return absent(name, NO_GRAPHS)
-    launched, captured = (
-        case.in_update.operations["cudaGraphLaunch"],
-        len(case.tuner.graphs.graphs) if case.tuner.graphs else 0,
-    )
+    executor = case.trainer.executor
+    launched = case.in_update.operations["cudaGraphLaunch"]
+    captured = len(executor.graphs) if isinstance(executor, Captured) else 0
     if captured and not launched and not case.in_update.kernels:
         return unseen(name, NO_KERNELS)
     return checked(

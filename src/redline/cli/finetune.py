@@ -1,0 +1,58 @@
+"""Fine-tune a model on your own examples: LoRA, or all weights with --full.
+
+redline finetune HuggingFaceTB/SmolLM2-135M-Instruct chats.jsonl
+redline finetune model.gguf pairs.json --run runs/mine --set train.epochs=1 --set lora.rank=8
+redline finetune runs/gpt2 texts.jsonl --full --set prompt.mode=text
+
+The model is a run folder, a Hugging Face or PEFT folder, a .gguf file, or a name on the Hugging Face Hub. A row of
+the file (JSON, JSONL, Parquet) holds messages, a prompt and a completion, or [question, answer]; docs/finetune.md
+shows all forms. The result is RUN/adapter (RUN/model after --full), which `redline generate RUN` reads. If the run is
+killed, run the same command again and it resumes.
+"""
+
+import argparse
+from pathlib import Path
+
+HELP = "fine-tune a model on your own examples"
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    from redline.cli.options import add_json
+    from redline.cli.train import add_run_options
+
+    command.add_argument("model", help="the model to start from")
+    command.add_argument(
+        "examples", help="a file or folder of examples, or a data set on the Hugging Face Hub"
+    )
+    command.add_argument("--full", action="store_true", help="train all weights instead of an adapter")
+    command.add_argument(
+        "--recipe", default="finetune", help="a recipe of workload finetune (default finetune)"
+    )
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="TABLE.KEY=VALUE",
+        help="override a value, e.g. train.lr=1e-4; may be repeated",
+    )
+    add_run_options(command)
+    add_json(command)
+
+
+def run(options: argparse.Namespace) -> int:
+    import json
+
+    from redline.cli.options import recipe_of
+    from redline.cli.train import check_options, train
+    from redline.errors import ConfigError
+
+    check_options(options)
+    named = [f"model.init_from={json.dumps(options.model)}", f"data.source={json.dumps(options.examples)}"]
+    named += ["lora=none"] if options.full else []
+    recipe = recipe_of(options, *named)
+    if recipe.workload != "finetune":
+        raise ConfigError(
+            f"{options.recipe} is a recipe of workload {recipe.workload}: give one of workload finetune"
+        )
+    options.run = options.run or Path("runs") / f"finetune-{Path(options.model).stem}"
+    return train(options, recipe)

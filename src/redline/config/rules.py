@@ -1,0 +1,172 @@
+"""The rules that a recipe must keep: ranges of single values, and relations between them.
+
+Rules are tried in order and the first that is broken is raised, so a later one may rely on those before it.
+"""
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+from redline.config.recipe import Recipe
+from redline.errors import ConfigError
+
+Rule = tuple[bool, str]
+"""Whether it holds, and what to say if not."""
+
+
+def check(recipe: Recipe) -> Recipe:
+    """Return the recipe, or raise the first rule it breaks."""
+    for holds, rule in chain(_ranges(recipe), _relations(recipe)):
+        if not holds:
+            raise ConfigError(f"recipe {recipe.name}: {rule}")
+    return recipe
+
+
+_SHAPE = ("vocab_size", "num_layers", "hidden_size", "num_heads", "ffn_size", "context_length")
+_POSITIVE = {
+    "model": (*_SHAPE, "num_kv_heads", "head_dim", "norm_eps", "rope_theta", "init_std"),
+    "train": ("batch_size", "lr", "muon_lr", "eps", "max_hours", "eval_sequences", "keep_checkpoints"),
+    "task": ("rows",),
+    "sample": (
+        "samples_per_question", "temperature", "later_temperature", "top_k", "max_new_tokens",
+        "distinct_correct",
+    ),
+    "plan": ("micro_batch", "loss_chunks", "loader_threads", "prefetch", "slots"),
+}  # fmt: skip
+_NOT_NEGATIVE = {
+    "data": ("seq_len",),
+    "train": (
+        "steps", "epochs", "weight_decay", "clip_norm", "warmup_steps", "eval_every", "early_stop_evals",
+        "checkpoint_every", "seed",
+    ),
+    "prompt": ("shots", "trained_shots"),
+    "sample": ("keep_per_question",),
+    "test": ("rows",),
+}  # fmt: skip
+_BETWEEN: dict[str, dict[str, tuple[float, float]]] = {
+    "train": {
+        "beta1": (0.0, 1.0), "beta2": (0.0, 1.0), "min_lr_ratio": (0.0, 1.0), "decay_fraction": (0.0, 1.0),
+        "warmup_fraction": (0.0, 1.0),
+    },
+    "data": {"valid_fraction": (0.0, 0.9)},
+    "plan": {"prefetch": (1, 64)},
+}  # fmt: skip
+
+
+def _ranges(recipe: Recipe) -> Iterator[Rule]:
+    """Rules about single values."""
+    for table, names in _POSITIVE.items():
+        for name, v in _values(recipe, table, names):
+            left_out = name in _SHAPE and v == 0 and recipe.model.init_from is not None
+            yield v > 0 or left_out, f"{table}.{name} must be greater than 0, got {v}"
+    for table, names in _NOT_NEGATIVE.items():
+        for name, v in _values(recipe, table, names):
+            yield v >= 0, f"{table}.{name} must not be negative, got {v}"
+    for table, bounds in _BETWEEN.items():
+        for name, v in _values(recipe, table, tuple(bounds)):
+            low, high = bounds[name]
+            yield low <= v <= high, f"{table}.{name} must lie between {low} and {high}, got {v}"
+    for name, v in _values(recipe, "train", ("beta1", "beta2")):
+        yield v < 1, f"train.{name} must be less than 1, got {v}"
+
+
+def _values(recipe: Recipe, table: str, names: tuple[str, ...]) -> list[tuple[str, Any]]:
+    given = [(name, getattr(getattr(recipe, table), name, None)) for name in names]
+    return [(name, value) for name, value in given if value is not None]
+
+
+def _relations(recipe: Recipe) -> Iterator[Rule]:
+    """Rules between values that are each in range."""
+    m, d, t, workload = recipe.model, recipe.data, recipe.train, recipe.workload
+    yield m.is_shaped or m.init_from is not None, "model needs a shape, or init_from to read it from"
+    if m.is_shaped:
+        yield from _shape(recipe)
+    if workload == "pretrain":
+        yield d.seq_len > 0, "data.seq_len must be greater than 0, got 0"
+        yield t.steps > 0, f"train.steps must be greater than 0, got {t.steps}"
+        yield not t.epochs, "pre-training counts train.steps, not train.epochs"
+    else:
+        yield m.init_from is not None, f"workload {workload} starts from a model: give model.init_from"
+        one = bool(t.steps) != bool(t.epochs)
+        yield one, f"give train.steps or train.epochs, one of them; got {t.steps} and {t.epochs}"
+        yield t.schedule != "wsd" or bool(t.steps), "train.schedule wsd needs train.steps"
+    if workload == "rft":
+        yield recipe.task is not None, "workload rft samples the questions of a task: give task.name"
+    else:
+        yield bool(d.source), "data.source is missing"
+    yield (
+        not (t.warmup_steps and t.warmup_fraction),
+        "give train.warmup_steps or train.warmup_fraction, not both",
+    )
+    yield (
+        not t.early_stop_evals or bool(t.eval_every),
+        f"train.early_stop_evals ({t.early_stop_evals}) needs train.eval_every greater than 0",
+    )
+    yield (
+        t.eval_every == 0 or d.valid_fraction > 0,
+        "train.eval_every needs a validation split: give data.valid_fraction greater than 0",
+    )
+    tokens = t.batch_size * d.seq_len
+    yield (
+        tokens <= 2**27,
+        f"train.batch_size x data.seq_len must not exceed 2^27 tokens (the host holds several batches), got {tokens}",
+    )
+    yield from _plan(recipe)
+    yield from _sample(recipe)
+
+
+def _shape(recipe: Recipe) -> Iterator[Rule]:
+    m, d = recipe.model, recipe.data
+    for name in _SHAPE:
+        yield getattr(m, name) > 0, f"model.{name} must be greater than 0, got 0"
+    yield (
+        m.num_heads % m.kv_heads == 0,
+        f"model.num_heads ({m.num_heads}) must be a multiple of model.num_kv_heads ({m.kv_heads})",
+    )
+    yield (
+        m.head_dim is not None or m.hidden_size % m.num_heads == 0,
+        f"model.hidden_size ({m.hidden_size}) must be a multiple of model.num_heads ({m.num_heads}); or give"
+        " model.head_dim",
+    )
+    even = m.positions == "learned" or m.head_size % 2 == 0
+    yield even, f"model.head_dim must be even for rope, got {m.head_size}"
+    yield (
+        d.seq_len <= m.context_length,
+        f"data.seq_len ({d.seq_len}) must not exceed model.context_length ({m.context_length})",
+    )
+    yield m.vocab_size < 2**31, f"model.vocab_size must be below 2^31, got {m.vocab_size}"
+
+
+def _plan(recipe: Recipe) -> Iterator[Rule]:
+    m, d, size, p = recipe.model, recipe.data, recipe.train.batch_size, recipe.plan
+    yield not p.graph or recipe.workload != "pretrain", "plan.graph is for fine-tuning: leave it out"
+    yield (
+        p.slots is None or recipe.workload == "rft",
+        "plan.slots bounds generation, and this workload has none",
+    )
+    yield (
+        p.micro_batch is None or size % p.micro_batch == 0,
+        f"train.batch_size ({size}) must be a multiple of plan.micro_batch ({p.micro_batch})",
+    )
+    if p.precision == "fp8" and m.is_shaped:
+        sides = (m.hidden_size, m.ffn_size, m.head_size * m.kv_heads)
+        yield (
+            all(side % 16 == 0 for side in sides),
+            f"plan.precision fp8 needs matrix sides that are multiples of 16: hidden_size {sides[0]}, ffn_size"
+            f" {sides[1]}, key/value width {sides[2]}",
+        )
+        yield (
+            d.seq_len % 16 == 0,
+            f"plan.precision fp8 needs data.seq_len to be a multiple of 16, got {d.seq_len}",
+        )
+
+
+def _sample(recipe: Recipe) -> Iterator[Rule]:
+    s = recipe.sample
+    yield s.max_factor >= 1, f"sample.max_factor must be at least 1, got {s.max_factor}"
+    yield 0 < s.top_p <= 1, f"sample.top_p must be greater than 0 and at most 1, got {s.top_p}"
+    yield (
+        s.sampler is None or s.server is None,
+        "sample.sampler and sample.server are both given: one of them writes the samples",
+    )
+    yield s.server_model is None or s.server is not None, "sample.server_model needs sample.server"

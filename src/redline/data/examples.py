@@ -1,0 +1,154 @@
+"""Examples for fine-tuning, from the files that people have: JSON, JSONL (.gz, .xz) or Parquet. No torch.
+
+    chats = read_chats(Path("mine.jsonl"))
+
+A row is one of
+- {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}
+- {"prompt": ..., "completion": ...}; `instruction`, `question` or `input` may stand for the prompt, `response`,
+  `output` or `answer` for the completion
+- [question, answer], or [question, answer, reasoning] as `redline rft export` writes them: the reasoning, which
+  holds the answer, is what is learnt
+
+Every row becomes messages; each message of the assistant is an example with all that stands before it. A row that
+is none of these is counted and left out; too many of them are an error.
+"""
+
+import gzip
+import json
+import lzma
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from redline.errors import DataError, need
+
+Message = dict[str, str]
+PROMPTS = ("prompt", "instruction", "question", "input")
+COMPLETIONS = ("completion", "response", "output", "answer")
+LEFT_OUT_SHARE = 0.01
+"""Rows that may be left out; where there are more, the file is probably something else."""
+SUFFIXES = (".json", ".jsonl", ".jsonl.gz", ".jsonl.xz", ".parquet")
+
+
+@dataclass(frozen=True)
+class Chats:
+    """Rows as messages, each list ending with what the assistant said."""
+
+    rows: list[list[Message]]
+    left_out: int
+    """Rows that could not be read."""
+    first_fault: str = ""
+
+
+def find_examples(path: Path) -> list[Path]:
+    """The file itself, or the files of a folder, in sorted order."""
+    if path.is_dir():
+        files = sorted(
+            p for p in path.rglob("*") if p.name.endswith(SUFFIXES) and p.name != "dataset_infos.json"
+        )
+        if not files:
+            raise DataError(f"{path} holds no file of examples: it needs one of {', '.join(SUFFIXES)}")
+        return files
+    if not path.exists():
+        raise DataError(
+            f"no such file: {path}; give examples as one of {', '.join(SUFFIXES)} (docs/finetune.md)"
+        )
+    if not path.name.endswith(SUFFIXES):
+        raise DataError(
+            f"{path} cannot be read as examples: the name must end in one of {', '.join(SUFFIXES)}"
+        )
+    return [path]
+
+
+def read_chats(path: Path) -> Chats:
+    """All rows of a file or folder."""
+    rows, left_out, fault = list[list[Message]](), 0, ""
+    for file in find_examples(path):
+        for number, row in enumerate(_rows(file), start=1):
+            try:
+                rows += _examples(row)
+            except ValueError as error:
+                left_out, fault = left_out + 1, fault or f"{file}, row {number}: {error}"
+    if not rows or left_out > LEFT_OUT_SHARE * (len(rows) + left_out):
+        raise DataError(
+            f"{path}: {left_out} of {left_out + len(rows)} rows are no examples; the first: {fault or 'no rows'}."
+            " docs/finetune.md shows the forms"
+        )
+    return Chats(rows, left_out, fault)
+
+
+def _rows(path: Path) -> Iterator[Any]:
+    """The rows of one file; a line that is no JSON comes as the error it gave."""
+    if path.suffix == ".parquet":
+        parquet = need("pyarrow.parquet", extra="parquet")
+        try:
+            for batch in parquet.ParquetFile(path).iter_batches():
+                yield from batch.to_pylist()
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+        return
+    try:
+        with _opened(path) as file:
+            if path.suffix == ".json":
+                yield from _json_list(file.read(), path)
+                return
+            for line in file:
+                if line.strip():
+                    yield _parsed(line)
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def _opened(path: Path) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    return lzma.open(path, "rb") if path.suffix == ".xz" else open(path, "rb")
+
+
+def _json_list(raw: bytes, path: Path) -> list[Any]:
+    value = _parsed(raw)
+    if not isinstance(value, list):
+        raise DataError(f"{path} must hold a list of examples, got {type(value).__name__}")
+    return value
+
+
+def _parsed(raw: bytes) -> Any:
+    try:
+        return json.loads(raw.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        return error
+
+
+def _examples(row: Any) -> list[list[Message]]:
+    """The examples of one row; ValueError says what is wrong with it."""
+    if isinstance(row, Exception):
+        raise ValueError(f"not JSON ({row})")
+    if (
+        isinstance(row, list)
+        and len(row) in (2, 3)
+        and all(isinstance(part, str | int | float) for part in row)
+    ):
+        return [[_message("user", row[0]), _message("assistant", row[-1])]]
+    if isinstance(row, dict) and isinstance(row.get("messages"), list):
+        messages = [_message(m.get("role"), m.get("content")) for m in row["messages"] if isinstance(m, dict)]
+        ends = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not ends or ends[0] == 0:
+            raise ValueError("messages must have one of the assistant's, and something before it")
+        return [messages[: end + 1] for end in ends]
+    if isinstance(row, dict):
+        prompt = next((row[name] for name in PROMPTS if row.get(name)), None)
+        completion = next((row[name] for name in COMPLETIONS if row.get(name)), None)
+        if prompt is not None and completion is not None:
+            return [[_message("user", prompt), _message("assistant", completion)]]
+    raise ValueError(f"neither messages, prompt and completion, nor [question, answer]: {str(row)[:60]!r}")
+
+
+def _message(role: Any, content: Any) -> Message:
+    if role not in ("system", "user", "assistant", "tool"):
+        raise ValueError(f"role must be system, user, assistant or tool, got {role!r}")
+    if isinstance(content, int | float) and not isinstance(content, bool):
+        content = f"{content}"
+    if not isinstance(content, str) or not content.strip():
+        raise ValueError(f"content of {role} must be a text, got {str(content)[:40]!r}")
+    return {"role": role, "content": content}

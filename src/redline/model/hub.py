@@ -1,0 +1,57 @@
+"""Names on the Hugging Face Hub -> folders on the disk: org/name, or org/name@revision.
+
+    folder = fetch_model("HuggingFaceTB/SmolLM2-135M-Instruct")      # safetensors, configuration, tokenizer
+    files = fetch_data("openai/gsm8k@main")                          # Parquet, JSONL and JSON files
+
+Files go into the Hub's own cache (`HF_HOME`), with its progress bars; what is there already is not fetched again.
+Pickled weights are never fetched. `HF_ENDPOINT` names another server, `HF_TOKEN` opens gated models.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from redline.errors import DataError, need
+
+_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "chat_template.jinja")
+DATA_FILES = ("*.parquet", "*.jsonl", "*.json", "*.jsonl.gz")
+
+
+def is_hub_name(place: str) -> bool:
+    """Whether this may be a name on the Hub: one slash, and nothing on this disk is called so."""
+    return _NAME.fullmatch(place) is not None and not Path(place).exists()
+
+
+def fetch_model(name: str) -> Path:
+    return _fetch(name, "model", MODEL_FILES)
+
+
+def fetch_data(name: str) -> Path:
+    return _fetch(name, "dataset", DATA_FILES)
+
+
+def _fetch(name: str, kind: str, patterns: tuple[str, ...]) -> Path:
+    hub: Any = need("huggingface_hub", extra="hf")
+    errors: Any = need("huggingface_hub.errors", extra="hf")
+    httpx: Any = need("httpx", extra="hf")
+    repository, _, revision = name.partition("@")
+    try:
+        folder = hub.snapshot_download(
+            repository, repo_type=kind, revision=revision or None, allow_patterns=list(patterns)
+        )
+    except (errors.LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
+        raise DataError(
+            f"{name}: not on this disk, and the Hugging Face Hub cannot be reached ({_short(error)}); give a path, or"
+            " try again with a connection"
+        ) from error
+    except (errors.HfHubHTTPError, errors.HFValidationError) as error:
+        raise DataError(
+            f"{name}: the Hugging Face Hub does not give this {kind} ({_short(error)}); check the name, and for a gated"
+            " one set HF_TOKEN"
+        ) from error
+    return Path(folder)
+
+
+def _short(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:160]

@@ -1,0 +1,107 @@
+"""What a workload hands the loop: batches, and what to do with one.
+
+A `Source` gives batches and says where the next one begins, so that a resumed run goes on there. An `Objective`
+turns a batch into passes (`step.Pass`); running out of memory makes its passes smaller, never the batch. How an
+update is executed, pass by pass or as one CUDA graph, is the `Executor`'s business.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Protocol
+
+from redline.data.loader import Batch as SequenceBatch
+from redline.train.optimizer import set_lr
+from redline.train.step import Learner, Pass, Update, backpropagated, update
+
+Position = Any
+"""JSON: where a source goes on."""
+
+
+class Batch(Protocol):
+    """This process's part of one update."""
+
+    @property
+    def position(self) -> Position:
+        """Where the next batch begins."""
+        ...
+
+    @property
+    def rows(self) -> int:
+        """Sequences or examples."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the model reads."""
+        ...
+
+    @property
+    def targets(self) -> int:
+        """Tokens that count in the loss."""
+        ...
+
+
+class Source(Protocol):
+    waited_s: float
+    """Time that `next` spent waiting, over the source's life."""
+
+    def next(self) -> Any: ...
+    def close(self) -> None: ...
+
+
+class Objective(Protocol):
+    @property
+    def pass_size(self) -> int:
+        """Rows in one pass, at most."""
+        ...
+
+    def passes(self, learner: Learner, batch: Any) -> Iterable[Pass]: ...
+
+    def shrink(self) -> bool:
+        """Make the passes smaller; False where they are as small as they get."""
+        ...
+
+    def facts(self, batch: Any) -> dict[str, float]:
+        """What the line of this batch's update should say beyond loss and speed."""
+        ...
+
+
+class Sequences:
+    """Language modelling on whole sequences of one length: a pass is a slice of the batch."""
+
+    def __init__(self, *, pass_size: int, share: int) -> None:
+        self.pass_size, self._share = pass_size, share
+        """`share`: sequences of a batch on one process; every pass size divides it."""
+
+    def passes(self, learner: Learner, batch: SequenceBatch) -> Iterable[Pass]:
+        device, model = learner.process.device, learner.model
+        inputs, targets = (t.to(device, non_blocking=True) for t in (batch.inputs_BT, batch.targets_BT))
+        learner.mark("copy_s")
+        for x_BT, y_BT in zip(inputs.split(self.pass_size), targets.split(self.pass_size), strict=True):
+            yield backpropagated(partial(model, x_BT, y_BT))
+
+    def shrink(self) -> bool:
+        half = max(1, self.pass_size // 2)
+        smaller = [d for d in range(1, self.pass_size) if self._share % d == 0 and d <= half]
+        self.pass_size = max(smaller, default=self.pass_size)
+        return bool(smaller)
+
+    def facts(self, batch: SequenceBatch) -> dict[str, float]:
+        return {}
+
+
+class Executor(Protocol):
+    def take(self, batch: Any, *, targets: float, lr_factor: float) -> Update:
+        """One update. What it reports may be overwritten by the next: copy it before, on the same stream."""
+        ...
+
+
+class Eager:
+    """Pass by pass, kernel by kernel."""
+
+    def __init__(self, learner: Learner, objective: Objective) -> None:
+        self.learner, self.objective = learner, objective
+
+    def take(self, batch: Any, *, targets: float, lr_factor: float) -> Update:
+        set_lr(self.learner.optimizers, lr_factor)
+        return update(self.learner, self.objective.passes(self.learner, batch), targets=targets)

@@ -1,0 +1,100 @@
+"""A run folder opened for one recipe: made, resumed, extended or forked; refused where it holds another run.
+
+    with open_run(recipe, plan, Path("runs/nano"), process, observers=...) as opened:
+        ...                      # opened.folder is None on all processes but the first
+
+A run is extended when only `train.steps`, `epochs`, `max_hours` or `early_stop_evals` changed: it goes on from
+its last checkpoint, and the event `extended` says so. With `fork` another run's checkpoint is where this one
+begins, with whatever values it has: the event `forked` names it and lists them.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redline.config.load import from_toml, to_toml
+from redline.config.recipe import Recipe, differences, extends, refusal
+from redline.errors import ConfigError
+from redline.plan.plan import Plan, save
+from redline.record.files import read_text, write_atomic
+from redline.record.observe import Observer, Observers
+from redline.record.run import RunFolder, failures_recorded
+from redline.train.checkpoint import resolve
+from redline.train.checkpoint_files import step_folders
+from redline.train.process import Process
+
+Watching = Callable[[int], Sequence[Observer]]
+"""Who watches, from the step that the run resumes from."""
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    folder: RunFolder | None
+    observers: Sequence[Observer]
+    fork: Path | None
+    """The checkpoint that the run begins with."""
+
+    def event(self, kind: str, **facts: Any) -> None:
+        if self.folder is not None:
+            self.folder.event(kind, **facts)
+        Observers(self.observers).event(kind, facts)
+
+
+@contextlib.contextmanager
+def open_run(
+    recipe: Recipe,
+    plan: Plan,
+    run: Path,
+    process: Process,
+    *,
+    observers: Watching = lambda resume_step: (),
+    fork: Path | None = None,
+) -> Iterator[OpenRun]:
+    """Own the folder (on the first process) while the block lasts. Errors are written into its events."""
+    begins_with = resolve(fork, "last") if fork is not None else None
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(RunFolder(run)) if process.is_first else None
+        if folder is not None:
+            with failures_recorded(run, "refused"):  # the run that the folder holds has not failed
+                adopt(folder, recipe, fork=begins_with)
+            save(plan, folder.plan_path)
+        stack.enter_context(failures_recorded(run))  # once the folder is ours
+        watching: Sequence[Observer] = ()
+        if folder is not None:
+            watching = observers(max(step_folders(folder.checkpoints_path), default=0))
+            stack.callback(Observers(watching).close)
+        yield OpenRun(folder, watching, begins_with)
+
+
+def adopt(folder: RunFolder, recipe: Recipe, *, fork: Path | None = None) -> None:
+    """Make the folder this recipe's, unless it holds the beginnings of another run."""
+    before = recipe_of(folder.path) if folder.has_begun() else None
+    changed = differences(before, recipe) if before is not None else {}
+    if _same_round(*changed.get("sample.sampler", (None, None))):
+        changed.pop("sample.sampler")
+    if changed and not extends(changed):
+        raise ConfigError(refusal(str(folder.path), changed))
+    write_atomic(folder.recipe_path, to_toml(recipe))
+    if changed:
+        folder.event("extended", changed={key: list(values) for key, values in changed.items()})
+    if fork is not None and before is None:
+        parent = recipe_of(fork.parent.parent)
+        others = differences(parent, recipe) if parent is not None else {}
+        folder.event(
+            "forked", source=str(fork), changed={key: list(values) for key, values in others.items()}
+        )
+
+
+def _same_round(before: str | None, now: str | None) -> bool:
+    """Whether both name the same round of RFT, in a run that was moved; the sample store knows the weights
+    themselves."""
+    names = [Path(name).name for name in (before, now) if name]
+    return len(names) == 2 and names[0] == names[1] and names[0].startswith("round-")
+
+
+def recipe_of(run: Path) -> Recipe | None:
+    """The recipe in a run folder; None where there is none."""
+    path = RunFolder(run).recipe_path
+    return from_toml(read_text(path, error=ConfigError), where=str(path)) if path.exists() else None

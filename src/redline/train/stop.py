@@ -1,0 +1,29 @@
+"""Ctrl-C and SIGTERM as a request to stop after the step in hand."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+STOPPED = "stopped by signal"
+
+
+@contextmanager
+def stop_on_signal(request: Callable[[], None]) -> Iterator[None]:
+    """The first signal calls `request`; a second one interrupts immediately."""
+
+    def handle(number: int, _frame: Any) -> None:
+        request()
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+    before = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, handle)
+    except ValueError:  # not the main thread: whoever runs the loop there handles signals
+        pass
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
