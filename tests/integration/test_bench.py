@@ -38,7 +38,7 @@ def test_the_loop_and_the_bare_step_are_measured_on_the_same_work(nano: Nano, tm
     assert loop["loss"] > 0
     table = path.with_suffix(".md").read_text()
     assert f"{loop['speeds']['loop']['tokens_per_s']:,.0f}" in table
-    assert entry["plan"]["fingerprint"] in table
+    assert entry["plan"]["work"] in table
 
 
 def test_an_arm_that_runs_out_of_memory_is_tried_with_smaller_passes(

@@ -25,7 +25,7 @@ def serve(folder: Path) -> None:
     import faults
     from warm import IMPORTED_ONCE, leave
 
-    for module in (*IMPORTED_ONCE, "redline.train.finetune"):  # once, and not in every child
+    for module in (*IMPORTED_ONCE, "redline.finetune"):  # once, and not in every child
         importlib.import_module(module)
     for line in sys.stdin:
         method, run, call = line.split()
@@ -38,11 +38,17 @@ def serve(folder: Path) -> None:
 
 
 def tune(method: str, run: Path) -> None:
-    from redline.config.recipe import ModelConfig
-    from redline.model.lora import LoraConfig, add_lora
+    from dataclasses import replace
+
+    from redline.config.recipe import DEFAULTS, LoraConfig, ModelConfig, Recipe, TrainConfig
+    from redline.finetune import job_of, prepare, train
+    from redline.machine.facts import read_facts
     from redline.model.transformer import build_model
+    from redline.plan.hardware import hardware_here
+    from redline.plan.planner import make_plan
     from redline.record.run import RunFolder
-    from redline.train.finetune import Example, FinetuneConfig, finetune
+    from redline.train.packing import Example
+    from redline.train.process import Process
 
     shape = ModelConfig(
         vocab_size=64,
@@ -56,16 +62,15 @@ def tune(method: str, run: Path) -> None:
     rng = random.Random(0)
     words = lambda most: tuple(rng.randrange(64) for _ in range(rng.randint(1, most)))  # noqa: E731
     examples = [Example(words(12), words(9)) for _ in range(27)]
-    model = build_model(shape, device="cpu", seed=0)
-    if method == "lora":
-        add_lora(model, LoraConfig(rank=4), seed=0)
+    given = {"epochs": 3, "batch_size": 4, "lr": 1e-2, "checkpoint_every": 4}
+    config = TrainConfig(**DEFAULTS["finetune"]["train"] | given)
+    lora = LoraConfig(rank=4) if method == "lora" else None
+    recipe = Recipe(name="test", workload="finetune", model=shape, train=config, lora=lora)
+    plan = make_plan(recipe, hardware_here(replace(read_facts(), gpus=()), None))
+    model, process = build_model(shape, device="cpu", seed=0), Process(0, 1, torch.device("cpu"))
+    prepare(model, recipe, process)
     with RunFolder(run) as folder:
-        finetune(
-            model,
-            examples,
-            FinetuneConfig(epochs=3, batch_size=4, lr=1e-2, checkpoint_every=4),
-            folder=folder,
-        )
+        train(job_of(model, examples, recipe, plan, process, run=run, folder=folder), process)
 
 
 class Children:

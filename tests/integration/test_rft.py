@@ -180,7 +180,7 @@ def test_a_failed_start_does_not_claim_the_folder(warm: Warm, place: Path, tmp_p
         (("run", "rft/units-smollm2", "--profile", "a100"), "no profile 'a100'"),
         (("test", "rft/units-smollm2", "--rows", "some"), "--rows takes a whole number"),
         (("stats", "nowhere"), "no samples at nowhere"),
-        (("sample", "nano"), "nano is a pre-training recipe"),
+        (("sample", "nano"), "nano is a recipe of workload pretrain: use `redline train nano`"),
     ],
 )
 def test_mistakes_are_one_line(warm: Warm, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:

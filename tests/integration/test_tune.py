@@ -138,8 +138,8 @@ def test_train_uses_a_tuned_plan_and_says_which(
     assert start["micro_batch"] == 2
     pinned = nano.train(path, tmp_path / "pinned", "--plan", "auto", "--set", "plan.micro_batch=4", *brief)
     assert "was not tuned on this machine" in pinned.err, "other pins are another tuning"
-    save(replace(found, fingerprint="0" * 16), folder / "plan.json")
+    save(replace(found, work="0" * 16), folder / "plan.json")
     other = nano.train(path, tmp_path / "other", "--plan", "auto", *brief)
     assert (other.code, other.out) == (2, "")
-    assert "fingerprint 0000000000000000" in other.err.splitlines()[-1]
+    assert "work 0000000000000000" in other.err.splitlines()[-1]
     assert "run `redline tune` again" in other.err.splitlines()[-1]

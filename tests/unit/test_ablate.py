@@ -488,7 +488,8 @@ def test_the_naive_state_is_every_switch_off_and_the_batch_stays() -> None:
     }  # fmt: skip
     recipe, plan = TrainArms(recipe=RECIPE, hardware=H200, timing=Timing()).plan(state)
     assert (plan.micro_batch, plan.accumulation, plan.update) == (8, 16, "loop")
-    assert recipe.fingerprint == plan.fingerprint == RECIPE.fingerprint
+    assert recipe.fingerprint == RECIPE.fingerprint
+    assert plan.work == RECIPE.work
 
 
 def test_a_pass_divides_the_batch_and_kernels_fall_back_with_the_precision() -> None:

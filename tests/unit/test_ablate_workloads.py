@@ -120,7 +120,7 @@ def test_padding_and_recomputation_change_the_work_and_not_the_training() -> Non
 
 def test_a_padded_row_computes_every_position() -> None:
     arm = finetuned(padded=True)
-    (shape,) = set(arm.tuner.shapes)
+    (shape,) = set(arm.trainer.objective.shapes)
     assert shape is not None
     assert shape.tokens == RECIPE.train.batch_size * RECIPE.data.seq_len
     assert arm.tokens_per_step < shape.tokens / 2, "most of it is padding"
@@ -132,7 +132,7 @@ def test_rows_have_the_tasks_lengths_and_a_trial_never_ends() -> None:
     assert len(rows) == 1000
     assert exact(rows).longest <= RECIPE.data.seq_len
     arm = finetuned()
-    arm.tuner.progress.step = len(arm.tuner.batches) - 1
+    arm.trainer.source.done = len(arm.trainer.source.updates) - 1
     arm.step()
     arm.step()
     arm.drain()

@@ -251,7 +251,7 @@ def test_generate_and_evaluate_a_model_folder(made, capsys):
         (["train", "nan0"], ["did you mean 'nano'?"]),
         (["plan", "nano", "--set", "train.step=3"], ["unknown key 'step'", "did you mean 'steps'?"]),
         (["plan", "nano", "--set", "train.steps"], ["--set takes table.key=value"]),
-        (["plan", "nano", "--set", "train.steps=-5"], ["train.steps must be greater than 0, got -5"]),
+        (["plan", "nano", "--set", "train.steps=-5"], ["train.steps must not be negative, got -5"]),
         (["train", "nano", "--set", "train.lr=-1"], ["train.lr must be greater than 0, got -1"]),
         (["plan", "nano", "--set", "train.lr=nan"], ["finite number"]),
         (["plan", "nano", "--set", "train.steps=1e3"], ["steps must be a whole number, got 1000.0"]),
@@ -444,13 +444,19 @@ def test_training_with_an_exporter_or_a_folder_that_does_not_fit(made, capsys, t
     assert [event["event"] for event in read_lines(tmp_path / "run" / "events.jsonl")] == ["refused"], (
         "the run that is there has not failed"
     )
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    (tmp_path / "run" / "recipe.toml").write_text(to_toml(load_recipe("rft/demo")))
     (tmp_path / "run" / "samples.db").touch()
-    train_with(capsys, data, 2, "holds an RFT run")
-    (tmp_path / "run" / "samples.db").unlink()
+    train_with(capsys, data, 2, "another recipe: workload (rft before, pretrain now)")
     (tmp_path / "run" / "recipe.toml").write_text("[broken")
     train_with(capsys, data, 2, "not valid TOML")
     assert main(["plan", "nano", "--save", "other.json"]) == 0
-    refused(capsys, ["train", "nano", "--set", "train.lr=0.5", "--plan", "other.json"], 2, "not for nano")
+    refused(
+        capsys,
+        ["train", "nano", "--set", "train.optimizer=muon", "--plan", "other.json"],
+        2,
+        "another workload",
+    )
 
 
 # ---- mistakes: models ----

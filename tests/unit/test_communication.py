@@ -24,7 +24,7 @@ from redline.record.read import read_run
 from redline.report.figures import time_parts
 from redline.train import instruments as clock
 from redline.train.communication import time_waits, waiting
-from redline.train.instruments import Instruments
+from redline.train.instruments import Instruments, Work
 from redline.train.step import Update
 
 
@@ -65,7 +65,7 @@ def test_a_wait_is_taken_out_of_the_phase_that_it_interrupts(monkeypatch: pytest
     time.passes(8.0)
     instruments.mark("optimizer_s")
     wait(9.0)  # for the loss
-    instruments.push({"step": 1}, Update(torch.zeros(()), torch.zeros(())))
+    instruments.push({"step": 1}, Update({"loss": torch.zeros(())}), Work(1, 1))
     (line,) = instruments.ready()
     phases = {name: line[name] for name in ("forward_s", "backward_s", "optimizer_s", "communication_s")}
     assert phases == {"forward_s": 14.0, "backward_s": 12.0, "optimizer_s": 8.0, "communication_s": 39.0}

@@ -152,7 +152,9 @@ def test_a_tuning_explains_its_stars_and_breaks_its_notes(tmp_path: Path) -> Non
 def test_an_rft_run_shows_its_samples(tmp_path: Path) -> None:
     path = tmp_path / "rft"
     path.mkdir()
-    (path / "recipe.toml").write_text('name = "units"\n[task]\nname = "units"\n[model]\npath = "demo"\n')
+    (path / "recipe.toml").write_text(
+        'name = "units"\nworkload = "rft"\n[task]\nname = "units"\n[model]\ninit_from = "demo"\n'
+    )
     jsonl(path / "evaluations.jsonl", EVALUATIONS)
     with Store(path / "samples.db") as store:
         source = store.open_source("model", {"seed": 0})

@@ -56,7 +56,7 @@ def test_presets(minimal, preset, values):
         ("train.epochs=0", "train.steps or train.epochs"),
         ("task.rows=0", "task.rows"),
         ("task=none", "give task.name"),
-        ("model.init_from=none", "model needs a shape"),
+        ("model.init_from=none", "model.vocab_size must be greater than 0"),
         ("prompt.mode=chatty", "did you mean 'chat'"),
         ("sample.server_model=x", "needs sample.server"),
         ("data.source=x", r"\[data\] has no part in workload 'rft'"),

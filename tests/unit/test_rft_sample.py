@@ -161,8 +161,8 @@ def test_stopped_and_resumed_gives_what_an_unbroken_run_gives(place, unbroken, t
     assert outcome.why == "finished"
     assert_same_samples(tmp_path / "run", unbroken)
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    assert plan["sample_slots"]["value"] == 16
-    assert plan["sample_slots"]["source"] == "environment"
+    assert plan["slots"]["value"] == 16
+    assert plan["slots"]["source"] == "environment"
 
 
 def test_who_watches_sees_it_grow(place, tmp_path):
@@ -236,7 +236,7 @@ def test_running_out_of_memory_halves_the_slots_and_goes_on(place, unbroken, tmp
     ]
     assert [(event["slots_before"], event["slots"]) for event in events] == [(64, 32), (32, 16)]
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    assert (plan["sample_slots"]["value"], plan["sample_slots"]["source"]) == (16, "measurement")
+    assert (plan["slots"]["value"], plan["slots"]["source"]) == (16, "measurement")
 
 
 def test_no_memory_for_one_sequence_is_said(place, tmp_path, monkeypatch):

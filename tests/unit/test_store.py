@@ -214,7 +214,7 @@ def test_samples_behind_one_that_is_missing_do_not_count_in_pass_at_k(tmp_path):
 
 def test_pass_at_k_counts_only_what_is_drawn_whatever_the_verdicts(tmp_path):
     settings = (
-        '[task]\nname = "units"\n[model]\npath = "m"\n[sample]\nsamples_per_question = 8\ndistinct_correct'
+        'workload = "rft"\n[task]\nname = "units"\n[model]\ninit_from = "m"\n[sample]\nsamples_per_question = 8\ndistinct_correct'
         " = 1\n"
     )
     (tmp_path / "recipe.toml").write_text(f'name = "x"\n{settings}')

@@ -32,11 +32,8 @@ TORCH_FREE_MODULES = {
     "machine": ("facts", "specs", "store", "telemetry", "nvml"),
     "engine": ("request", "server", "calls"),
     "rft": ("store", "budget", "stats", "export"),
-    "tune": (
-        "statistics", "trial", "guard", "memory", "candidates", "search", "duel", "store", "ablate", "arms",
-        "turns", "waterfall_table",
-        "lifeline", "scratch",
-    ),
+    "measure": ("statistics", "trial", "turns", "scratch", "folder", "process"),
+    "tune": ("guard", "memory", "candidates", "search", "store", "ablate", "arms"),
     "data": ("read", "tokenizer", "shards", "build", "stream", "encode", "examples"),
 }  # fmt: skip
 

@@ -464,20 +464,25 @@ def test_killed_and_started_again_it_goes_on(world: World, tmp_path: Path) -> No
     assert plan == search(undisturbed, tmp_path / "undisturbed")[0]
 
 
-def test_a_tuned_plan_is_found_by_machine_fingerprint_and_pins(
+def test_a_tuned_plan_is_found_by_machine_work_and_pins(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REDLINE_CACHE", str(tmp_path))
     plans = [
         make_plan(load_recipe("gpt2-124m", overrides), H200)
-        for overrides in ([], ["train.lr=1e-3"], ["plan.compile=off"])
+        for overrides in (
+            [],
+            ["train.batch_size=256"],
+            ["plan.compile=off"],
+            ["train.lr=1e-3", "train.seed=3"],
+        )
     ]
-    assert len({tuning_folder(FACTS, plan) for plan in plans}) == 3
+    assert len({tuning_folder(FACTS, plan) for plan in plans}) == 3, "steps, seed and rate change no work"
     plan, result, recipe = search(world, tmp_path)
     assert tuned_plan(tmp_path / "tuning", recipe) == (plan, result)
     assert tuned_plan(tmp_path / "nothing", recipe) is None
-    with pytest.raises(ConfigError, match=r"made for recipe gpt2-124m .*run `redline tune` again"):
-        tuned_plan(tmp_path / "tuning", load_recipe("gpt2-124m", ["train.lr=1e-3"]))
+    with pytest.raises(ConfigError, match=r"made for another workload .*run `redline tune` again"):
+        tuned_plan(tmp_path / "tuning", load_recipe("gpt2-124m", ["train.batch_size=256"]))
     (tmp_path / "tuning" / "plan.json").write_text("{}")
     with pytest.raises(ConfigError, match="run `redline tune` again"):
         tuned_plan(tmp_path / "tuning", recipe)

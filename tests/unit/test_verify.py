@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from redline import pretrain
 from redline.cli.main import main
 from redline.config.load import load_recipe
 from redline.config.recipe import Recipe
@@ -27,6 +28,7 @@ from redline.plan.plan import Plan
 from redline.plan.planner import make_plan
 from redline.record.files import cache_folder
 from redline.train import execution, loop
+from redline.train.objective import Eager
 from redline.tune import evidence
 from redline.tune import verify as room
 from redline.tune.store import TuningResult, keep, tuning_folder
@@ -107,7 +109,7 @@ def test_an_attention_kernel_that_was_not_asked_for_is_found(monkeypatch: pytest
 def test_blocks_that_do_not_use_the_planned_kernel_are_found(
     monkeypatch: pytest.MonkeyPatch, explicit: int
 ) -> None:
-    build = execution.build
+    build = pretrain.build
 
     def partly(*given: Any) -> Any:
         model = build(*given)
@@ -115,7 +117,7 @@ def test_blocks_that_do_not_use_the_planned_kernel_are_found(
             block.forward = sdpa_kernel(SDPBackend.MATH)(block.forward)
         return model
 
-    monkeypatch.setattr(execution, "build", partly)
+    monkeypatch.setattr(pretrain, "build", partly)
     found = checks(plan_for())
     assert failed(found) == {"attention kernel"}
     assert f"math {explicit} times" in found["attention kernel"].evidence
@@ -200,14 +202,14 @@ def test_a_number_read_inside_the_pass_is_found(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_number_read_by_the_loop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside of the pass and of the update: a line that a loop grew."""
-    step = loop.take_step
+    take = Eager.take
 
-    def reading(learner: Any, *given: Any, **more: Any) -> Any:
-        update = step(learner, *given, **more)
-        float(update.loss)
+    def reading(executor: Any, *given: Any, **more: Any) -> Any:
+        update = take(executor, *given, **more)
+        float(update.numbers["loss"])
         return update
 
-    monkeypatch.setattr(loop, "take_step", reading)
+    monkeypatch.setattr(Eager, "take", reading)
     found = checks(plan_for())
     assert failed(found) == {"no hidden sync"}
     assert found["no hidden sync"].evidence.startswith(

@@ -10,16 +10,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rft_model import letters_recipe, planned, tiny_model
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from redline.cli.main import main
 from redline.engine.local import LocalEngine
 from redline.engine.request import Completion
 from redline.model import lora, transformer
 from redline.model.attention import packed, softmax
-from redline.plan.plan import Why
-from redline.rft import session
+from redline.train import execution
+from redline.train.graph import Captured
 from redline.tune import verify_rft as room
 from redline.tune.evidence import Check, Seen
 from redline.tune.verify_rft import verify_rft
@@ -68,10 +68,8 @@ def test_sequences_of_a_row_that_see_each_other_are_found(
 
 
 def test_a_precision_that_is_not_the_plans_is_found(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        session, "plan_precision", lambda bf16: ("bf16", Why(reason="said so", source="rule"))
-    )
-    found = checks(recipe)
+    monkeypatch.setitem(execution.COMPUTE_DTYPE, "bf16", torch.float32)
+    found = checks(recipe, "plan.precision=bf16")
     assert failed(found) == {"precision of matrix products"}
     assert (
         "plan says bf16; multiplications by input dtype: fp32 100.0%"
@@ -80,8 +78,7 @@ def test_a_precision_that_is_not_the_plans_is_found(recipe: Path, monkeypatch: p
 
 
 def test_explicit_attention_is_found(recipe: Path) -> None:
-    with sdpa_kernel(SDPBackend.MATH):
-        assert failed(checks(recipe)) == {"attention kernel of packed rows"}
+    assert failed(checks(recipe, "plan.attention=math")) == {"attention kernel of packed rows"}
 
 
 def test_adapters_merged_without_their_scale_are_found(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,8 +128,9 @@ def test_the_graph_of_an_update_is_captured_and_launched_once(
         operations=Counter(cudaGraphLaunch=launches),
         kernels=Counter(kernel=kernels) if kernels else Counter(),
     )
-    graphs = SimpleNamespace(graphs=dict.fromkeys(range(captured))) if captured else None
-    case: Any = SimpleNamespace(cuda=True, in_update=seen, tuner=SimpleNamespace(graphs=graphs))
+    executor = object.__new__(Captured)
+    executor.graphs = dict.fromkeys(range(captured))  # type: ignore[arg-type]
+    case: Any = SimpleNamespace(cuda=True, in_update=seen, trainer=SimpleNamespace(executor=executor))
     assert room._update_graph(case).status == status
 
 

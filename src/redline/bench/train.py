@@ -145,7 +145,7 @@ def _section(entry: dict[str, Any], hardware: Hardware) -> list[str]:
             f"{plan['prediction']['parameters']:,} parameters, T = {recipe['data']['seq_len']},"
             f" {recipe['train']['batch_size']} sequences an update in passes of {value['micro_batch']};"
             f" attention {value['attention']}, cross entropy {value['cross_entropy']}, compile"
-            f" {value['compile']}; fingerprint {plan['fingerprint']}."
+            f" {value['compile']}; work {plan['work']}."
         ),
         "",
         "| arm | tokens/s | interval | MFU | against bare | peak memory | first step |",

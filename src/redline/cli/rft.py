@@ -77,6 +77,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
                 help="only these (default: all that there are)",
             )
         add_json(stage)
+    _add_readers(verbs)
+
+
+def _add_readers(verbs: Any) -> None:
+    from redline.cli.options import add_json
+
     stats = verbs.add_parser(
         "stats", help="what the samples of a run say: solved share, pass@k, speed, hardest questions"
     )
@@ -118,10 +124,12 @@ def _stage(options: argparse.Namespace) -> None:
     from redline.plan.profiles import fewer_samples
 
     _check(options)
+    outside = outside_of(options)
     recipe = recipe_of(options, *_rows(options))
     if recipe.workload != "rft":
-        raise ConfigError(f"{options.recipe} is a recipe of workload {recipe.workload}: use `redline train`")
-    outside = outside_of(options)
+        raise ConfigError(
+            f"{options.recipe} is a recipe of workload {recipe.workload}: use `redline train {options.recipe}`"
+        )
     recipe = fewer_samples(recipe, outside.profile, say=status)
     plan = chosen(options, recipe, 1, say=status)
     folder = options.run or Path("runs") / recipe.name

@@ -19,8 +19,12 @@ DATA_FILES = ("*.parquet", "*.jsonl", "*.json", "*.jsonl.gz")
 
 
 def is_hub_name(place: str) -> bool:
-    """Whether this may be a name on the Hub: one slash, and nothing on this disk is called so."""
-    return _NAME.fullmatch(place) is not None and not Path(place).exists()
+    """Whether this may be a name on the Hub: org/name, where this disk has neither such a path nor a folder of the
+    first name."""
+    named = _NAME.fullmatch(place) is not None and not place.endswith(
+        (".gguf", ".json", ".jsonl", ".parquet")
+    )
+    return named and not Path(place).exists() and not Path(place).parent.is_dir()
 
 
 def fetch_model(name: str) -> Path:

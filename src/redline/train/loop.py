@@ -251,7 +251,10 @@ class Trainer:
         advice = [f"a lower train.lr (now {self.train.lr:g})"]
         advice += ["train.clip_norm (now off)"] if not self.train.clip_norm else []
         advice += ["plan.precision=bf16"] if self.plan.precision == "fp16" else []
-        saved = self.checkpoints.latest() if self.checkpoints is not None else None
+        saved = None
+        if self.checkpoints is not None:
+            self.checkpoints.wait()  # the last one may be on its way to the disk
+            saved = self.checkpoints.latest()
         way = "start again" if saved is None else f"go on from step {saved} (--fork {self.job.run} --run NEW)"
         return (
             f"{name} is {value} at step {step}: {way} with {' or '.join(advice)}, or look at the data of that"

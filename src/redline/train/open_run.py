@@ -72,7 +72,7 @@ def adopt(folder: RunFolder, recipe: Recipe, *, fork: Path | None = None) -> Non
     """Make the folder this recipe's, unless it holds the beginnings of another run."""
     before = recipe_of(folder.path) if folder.has_begun() else None
     changed = differences(before, recipe) if before is not None else {}
-    if _same_round(*changed.get("sample.sampler", (None, None))):
+    if _same_round(*changed.get("sample.sampler", (None, None)), folder.path):
         changed.pop("sample.sampler")
     if changed and not extends(changed):
         raise ConfigError(refusal(str(folder.path), changed))
@@ -87,11 +87,12 @@ def adopt(folder: RunFolder, recipe: Recipe, *, fork: Path | None = None) -> Non
         )
 
 
-def _same_round(before: str | None, now: str | None) -> bool:
-    """Whether both name the same round of RFT, in a run that was moved; the sample store knows the weights
-    themselves."""
-    names = [Path(name).name for name in (before, now) if name]
-    return len(names) == 2 and names[0] == names[1] and names[0].startswith("round-")
+def _same_round(before: str | None, now: str | None, run: Path) -> bool:
+    """Whether both name the round of RFT beside this one, in a run that was moved; the sample store knows the
+    weights themselves."""
+    name = Path(before or "").name
+    moved = now is not None and Path(now).resolve() == run.resolve().with_name(name or "none")
+    return moved and name.startswith("round-")
 
 
 def recipe_of(run: Path) -> Recipe | None:

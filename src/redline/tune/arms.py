@@ -27,7 +27,7 @@ from redline.plan.values import why_not
 Switches = dict[str, Any]
 GENERATION = "redline.measure.generation:GenerationSubject"
 FINETUNING = "redline.measure.finetuning:FinetuningSubject"
-PIN_NAMES = tuple(field.name for field in fields(PlanPins))
+PIN_NAMES = tuple(field.name for field in fields(PlanPins) if field.name != "slots")  # of an update
 
 
 class Arms(Protocol):

@@ -29,7 +29,8 @@ WAITING = 0.02
 """Share of the step spent waiting for data from which more loader threads are worth a trial."""
 LONG_COMPILE_S = 60.0
 """What takes longer to compile is tried last."""
-PINS = tuple(field.name for field in fields(PlanPins))
+PINS = tuple(field.name for field in fields(PlanPins) if field.name != "slots")
+"""The values of an update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ def candidates(
 def changed(recipe: Recipe, plan: Plan, change: dict[str, Any]) -> Plan:
     """The plan with other values; the batch stays. Raises MachineError where arithmetic says that it cannot
     fit, ConfigError where the recipe does not allow it."""
-    pins = {name: getattr(plan, name) for name in PINS if name != "slots" or plan.slots} | change
+    pins = {name: getattr(plan, name) for name in PINS} | change
     again = make_plan(
         check(replace(recipe, plan=PlanPins(**pins))), plan.hardware, world_size=plan.world_size
     )
