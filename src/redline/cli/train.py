@@ -118,7 +118,7 @@ def _plan(options: argparse.Namespace, recipe, world_size: int):  # type: ignore
         from redline.machine.ceilings import load_or_measure
         from redline.train.execution import set_allocator
 
-        status("measuring this machine's ceilings, once")
+        status("measuring this machine's ceilings")
         set_allocator(make(options, recipe, nproc=world_size))
         load_or_measure(facts, progress=status)
     first = os.environ.get("RANK", "0") == "0" and not (options.nproc > 1 and not under_torchrun())

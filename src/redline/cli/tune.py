@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
     if cached(facts) is None:
         from redline.machine.ceilings import load_or_measure
 
-        status("measuring this machine's ceilings, once")
+        status("measuring this machine's ceilings")
         load_or_measure(facts, progress=status)
     rules = make(options, recipe, nproc=1)
     if options.out:  # and after the pins
