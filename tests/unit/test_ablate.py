@@ -151,6 +151,7 @@ def test_every_list_is_measured_before_anything_is_left_out(tmp_path: Path) -> N
         ("generate", "applied"),
         ("finetune", "applied"),
         ("generate", "left out"),
+        ("finetune", "left out"),
     ]
 
 

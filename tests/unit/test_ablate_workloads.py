@@ -116,6 +116,8 @@ def test_padding_and_recomputation_change_the_work_and_not_the_training() -> Non
     assert expected[0] > 1
     assert losses(finetuned(padded=True)) == pytest.approx(expected, rel=1e-5)
     assert losses(finetuned(recompute="full")) == pytest.approx(expected, rel=1e-6)
+    half = RECIPE.train.batch_size // 2
+    assert losses(finetuned(rows=half, padded=True)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_padded_row_computes_every_position() -> None:
@@ -124,6 +126,10 @@ def test_a_padded_row_computes_every_position() -> None:
     assert shape is not None
     assert shape.tokens == RECIPE.train.batch_size * RECIPE.data.seq_len
     assert arm.tokens_per_step < shape.tokens / 2, "most of it is padding"
+    halved = finetuned(padded=True, rows=RECIPE.train.batch_size // 2)
+    (of_a_pass,) = set(halved.trainer.objective.shapes)
+    assert of_a_pass is not None
+    assert of_a_pass.tokens == shape.tokens / 2
     assert arm.tokens_per_step == finetuned().tokens_per_step, "which does not count"
 
 

@@ -28,8 +28,8 @@ from redline.train.process import Process
 
 ROWS = 1000
 PROMPT_SHARE, ANSWER_SHARE = (0.14, 0.28), (0.08, 0.20)
-"""Tokens of a prompt and of an answer as shares of the padded row: 18-36 and 10-26 of 128, as in the seeds'
-data."""
+"""Tokens of a prompt and of an answer as shares of the padded row: 18-36 and 10-26 of 128, as in the data of
+tuning guides 000 and 003."""
 RANK, ALPHA = 16, 64
 ANSWER_WORDS = 64
 """Different tokens in the answers, so that there is something to learn."""
@@ -45,8 +45,12 @@ class FinetuningSubject:
         rows = examples(recipe)[: ROWS // size * size]
         facts = read_facts()
         hardware = hardware_here(facts if setting["device"] == "cuda" else replace(facts, gpus=()), None)
+        plan = make_plan(replace(recipe, plan=PlanPins()), hardware)
+        rows_a_pass = how.rows or plan.micro_batch
         plan = replace(
-            make_plan(replace(recipe, plan=PlanPins()), hardware),
+            plan,
+            micro_batch=rows_a_pass,
+            accumulation=-(-size // rows_a_pass),
             precision="tf32" if how.tf32 and how.precision == "fp32" else how.precision,
             recompute=how.recompute,
             graph=how.graph and setting["device"] == "cuda",
@@ -62,7 +66,12 @@ class FinetuningSubject:
         updates = objective.updates
         if how.padded:
             objective.static = objective.even = True
-            objective.shapes = [_padded(updates, size, recipe.data.seq_len)] * len(updates)
+            passes = [
+                update[at : at + rows_a_pass]
+                for update in updates
+                for at in range(0, len(update), rows_a_pass)
+            ]
+            objective.shapes = [_padded(passes, rows_a_pass, recipe.data.seq_len)] * len(updates)
         self.trainer = Trainer(replace(job, steps=10**9, source=lambda position: _Endless(updates)), process)
         self.tokens_per_step = round(sum(exact(batch).tokens for batch in updates) / len(updates))
         self.waited_s = 0.0

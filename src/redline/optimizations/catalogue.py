@@ -240,7 +240,8 @@ def study(name: str) -> tuple[StudyPart, ...]:
     for table in studies.get(name, studies["any other"]):
         rest = {key: value for key, value in table.items() if key != "start"}
         part = build(StudyPart, rest, f"catalogue.toml: study {name}")
-        parts.append(replace(part, start=table.get("start", {})))
+        start = {value: _planned(at) for value, at in table.get("start", {}).items()}
+        parts.append(replace(part, start=start))
     return tuple(parts)
 
 

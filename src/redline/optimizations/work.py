@@ -50,6 +50,8 @@ class Finetuning:
     recompute: Literal["none", "full"] = "none"
     padded: bool = False
     """Rows filled up to the recipe's sequence length."""
+    rows: int | None = None
+    """In a pass; None: all of an update."""
     graph: bool = True
     compile: Literal["off", "default"] = "off"
     """Blocks compiled. Off by default: 20 s that a run of seconds does not earn back."""

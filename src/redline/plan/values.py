@@ -137,6 +137,7 @@ VALUES: dict[str, PlanValue] = {
     # ---- an update of fine-tuning ----
     "tf32": PlanValue(effect="rounding", choices=_SWITCH, proof=(), lasting=True, needs={True: (_TF32,)}),
     "padded": PlanValue(effect="rounding", choices=_SWITCH, proof=("packed rows",)),
+    "rows": PlanValue(effect="rounding", proof=()),
     "graph": PlanValue(
         effect="exact", choices=_SWITCH, proof=("CUDA graph of the update",), needs={True: (needs_cuda,)}
     ),
