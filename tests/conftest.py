@@ -3,6 +3,7 @@
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,6 +14,14 @@ avoid_broken_amx(os.environ)  # as the command line does
 if "ATEN_CPU_CAPABILITY" in os.environ:  # of which torch.compile's cache knows nothing
     instructions = os.environ["ATEN_CPU_CAPABILITY"]
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{instructions}")
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    from precision import in_double
+
+    with in_double():
+        yield
 
 
 class Clock:

@@ -33,17 +33,6 @@ def kill_at(call: int) -> None:
         setattr(os, name, counting(getattr(os, name)))
 
 
-def in_double() -> None:
-    """What is fp32 is computed in double precision, so that two orders of addition differ by 1e-15."""
-    import torch
-
-    from redline.train import execution
-
-    torch.set_default_dtype(torch.float64)
-    torch.float32, torch.Tensor.float = torch.float64, torch.Tensor.double  # type: ignore[method-assign]
-    execution.COMPUTE_DTYPE["fp32"] = torch.float64
-
-
 def small_files(size_bytes: int) -> None:
     """No file may grow beyond this: the operating system refuses a write in the middle of a file."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, size_bytes))

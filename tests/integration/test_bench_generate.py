@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from precision import CLOSE_FP32
 
 from redline.bench import generate, generate_arms
 from redline.bench.generate import WORKS, Sequences, floor_s
@@ -55,7 +56,7 @@ def test_our_side_and_its_table(cache: Path, tmp_path: Path, monkeypatch: pytest
     assert (greedy["equal"], greedy["prefix_share"]) == (QUICK.greedy[0], 1.0), (
         "fp32: the same texts as transformers"
     )
-    assert greedy["logprob_difference_most"] < 1e-4
+    assert greedy["logprob_difference_most"] < 10 * CLOSE_FP32, "of numbers of about ten"
     assert all(seconds > 0 for seconds in first["first_token_s"])
     table = path.with_suffix(".md").read_text()
     assert all(f"{row['tokens_per_s']:,.0f}" in table for row in rows["redline"])

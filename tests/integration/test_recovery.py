@@ -25,14 +25,12 @@ from pipeline import (
     training,
     weights,
 )
+from precision import CLOSE
 from warm import Done, Fault
 
 from redline.launch import out_of_memory_override, with_recovery
 from redline.train.checkpoint import verify
 from redline.train.checkpoint_files import step_folders
-
-GENTLE = ("train.steps=20", "train.lr=2e-3")
-"""A training that keeps differences in the last bits of a sum as small as they are."""
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +74,10 @@ class TestOutOfMemory:
         assert {event["batch_size"] for event in events(run, "out_of_memory")} == {8}
         assert_same_training(run, small)
 
+    @pytest.mark.numerics
     def test_in_the_middle_of_a_run_and_of_an_update(self, nano: Nano, tmp_path: Path) -> None:
         """The second pass of the fourth update fails: its first pass must not count twice."""
-        recipe = nano.recipe(tmp_path, *GENTLE)
+        nano, recipe = nano.in_double(), nano.recipe(tmp_path, "train.steps=20")
         nano.outcome(recipe, tmp_path / "reference")
         run = tmp_path / "run"
         nano.outcome(
@@ -86,7 +85,7 @@ class TestOutOfMemory:
         )
         (event,) = events(run, "out_of_memory")
         assert (event["step"], event["micro_batch"]) == (4, 2)
-        assert_close_training(run, tmp_path / "reference", 1e-5)
+        assert_close_training(run, tmp_path / "reference", CLOSE)
 
     def test_what_fits_is_remembered(self, nano: Nano, recipe: Path, tmp_path: Path) -> None:
         run = tmp_path / "run"
@@ -117,11 +116,12 @@ class TestOutOfMemory:
         nano.outcome(recipe, tmp_path / "reference")
         assert_same_training(run, tmp_path / "reference")
 
+    @pytest.mark.numerics
     @pytest.mark.parametrize(("rank", "planned"), [(0, False), (1, True)])
     def test_one_of_two_processes(self, nano: Nano, tmp_path: Path, rank: int, planned: bool) -> None:
         """The launcher starts both again with half the micro-batch, whichever failed and wherever the plan
         came from."""
-        recipe = nano.recipe(tmp_path, *GENTLE)
+        nano, recipe = nano.in_double(), nano.recipe(tmp_path, "train.steps=20")
         nano.outcome(recipe, tmp_path / "reference")
         run, options = tmp_path / "run", ["--nproc", "2"]
         if planned:
@@ -136,7 +136,7 @@ class TestOutOfMemory:
         assert [event["micro_batch"] for event in events(run, "out_of_memory")] == [2]
         assert [event["micro_batch"] for event in events(run, "start")] == [4, 2]
         assert json.loads((run / "plan.json").read_text())["accumulation"]["value"] == 2
-        assert_close_training(run, tmp_path / "reference", 1e-5)
+        assert_close_training(run, tmp_path / "reference", CLOSE)
 
     def test_the_launcher_gives_up_where_starting_again_changes_nothing(self, tmp_path: Path) -> None:
         file = tmp_path / "events.jsonl"

@@ -171,7 +171,11 @@ def _become(request: dict[str, Any]) -> None:
     os.environ.update(request["environment"])
     sys.argv = ["redline", *request["arguments"]]
     if "IN_DOUBLE" in os.environ:
-        faults.in_double()
+        sys.path.append(str(Path(__file__).parents[1]))
+        from precision import in_double
+
+        request["held"] = in_double()  # as long as the command lives
+        request["held"].__enter__()
     if request["fault"] is not None:
         name, given = request["fault"]
         getattr(faults, name)(**given)

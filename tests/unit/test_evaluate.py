@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from precision import CLOSE
 
 from redline.config.recipe import ModelConfig
 from redline.data.shards import TokenDataset
@@ -21,7 +22,7 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model() -> Transformer:
     return build_model(CONFIG, device="cpu", seed=0).eval()
 
@@ -48,6 +49,8 @@ def token_losses(model: Transformer, dataset: TokenDataset, seq_len: int, sequen
     return losses
 
 
+@pytest.mark.numerics
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("micro_batch", [1, 3, 4, 64])
 @pytest.mark.parametrize("sequences", [1, 10, 1000])
 def test_held_out_loss_is_the_mean_over_tokens_whatever_the_batches(model, micro_batch, sequences):
@@ -57,11 +60,13 @@ def test_held_out_loss_is_the_mean_over_tokens_whatever_the_batches(model, micro
         model, dataset, seq_len=16, sequences=sequences, micro_batch=micro_batch, process=ALONE
     )
     assert found.tokens == len(expected) == 16 * min(sequences, 10)
-    assert found.loss == pytest.approx(sum(expected) / len(expected), rel=1e-6)
+    assert found.loss == pytest.approx(sum(expected) / len(expected), rel=CLOSE)
     assert found.bytes_per_token == 3.0
     assert model.loss_chunks == 1, "left as it was"
 
 
+@pytest.mark.numerics
+@pytest.mark.usefixtures("double")
 def test_two_processes_with_an_odd_number_of_windows_count_each_once(model):
     """Run one after the other, each with the other's sum: rank 1 is one window short and fills up with
     IGNORED."""
@@ -80,7 +85,7 @@ def test_two_processes_with_an_odd_number_of_windows_count_each_once(model):
     ]
     assert [part.tokens for part in parts] == [4 * 16, 3 * 16]
     total = sum(part.loss * part.tokens for part in parts)
-    assert total / 112 == pytest.approx(sum(expected) / len(expected), rel=1e-6)
+    assert total / 112 == pytest.approx(sum(expected) / len(expected), rel=CLOSE)
 
 
 class _Part(Process):

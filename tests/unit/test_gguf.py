@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 import transformers
+from precision import CLOSE_FP32, assert_close
 from reference_models import reference, tokens_BT
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -130,6 +131,7 @@ def a_tokenizer(pre: str) -> tuple[Tokenizer, dict[str, Any]]:
     return tokenizer, {"tokens": tokens + unused, "kinds": kinds, "merges": merges, "pre": pre}
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_a_file_gives_the_model_it_was_made_from(family, tmp_path):
     theirs = reference(family)
@@ -141,7 +143,7 @@ def test_a_file_gives_the_model_it_was_made_from(family, tmp_path):
     assert (loaded.tokenizer_json, loaded.chat_template, loaded.eos_ids) == (None, None, ())
     ours = build_model(loaded.config, device="cpu", seed=0)
     load_weights(ours, loaded.weights)
-    torch.testing.assert_close(ours(tokens_BT()), theirs(tokens_BT()).logits, rtol=1e-5, atol=2e-6)
+    assert_close(ours(tokens_BT()), theirs(tokens_BT()).logits, close=CLOSE_FP32)
 
 
 @pytest.mark.parametrize(("kind", "levels"), [("Q8_0", 254), ("Q4_1", 15)])

@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from precision import CLOSE_FP32, assert_close
 from reference_models import CONFIGS, reference, tokens_BT
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -73,6 +74,7 @@ def change_tensors(folder: Path, **values: torch.Tensor | None) -> None:
     )
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize(
     "config",
     [
@@ -103,7 +105,7 @@ def test_transformers_loads_what_we_write_and_gives_the_same_logits(config, tmp_
     assert not report["unexpected_keys"]
     assert theirs.dtype == torch.float32
     assert theirs.generation_config.eos_token_id is None, "not the id of another tokenizer's end"
-    torch.testing.assert_close(model(tokens_BT()), theirs.eval()(tokens_BT()).logits, rtol=1e-5, atol=1e-5)
+    assert_close(model(tokens_BT()), theirs.eval()(tokens_BT()).logits, close=CLOSE_FP32)
     again = read_folder(tmp_path / "out")
     assert again.config == config
     assert again.weights.keys() == weights.keys()

@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from precision import CLOSE_FP32, assert_close
 from reference_models import reference, tokens_BT
 
 from redline.config.recipe import ModelConfig
@@ -63,6 +64,8 @@ def stir(model: Transformer) -> None:
         layer.lora_b.normal_(0.0, 0.1, generator=generator).mul_(layer.scale_b / layer.config.scale)
 
 
+@pytest.mark.numerics
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peft_loads_our_adapter_and_computes_the_same_logits_and_gradients(
     family: str, tmp_path: Path
@@ -70,13 +73,13 @@ def test_peft_loads_our_adapter_and_computes_the_same_logits_and_gradients(
     model, theirs = ours(family, tmp_path)
     plain = model(tokens_BT())
     add_lora(model, LoraConfig(rank=4, alpha=8), seed=0)
-    torch.testing.assert_close(model(tokens_BT()), plain, msg="B is zero, so nothing changes")
+    assert_close(model(tokens_BT()), plain, what="B is zero, so nothing changes")
     stir(model)
     write_adapter(tmp_path / "adapter", model, base=family)
     wrapped = peft.PeftModel.from_pretrained(theirs, str(tmp_path / "adapter"), is_trainable=True)
     logits = wrapped(tokens_BT()).logits
     assert (logits - plain).abs().max() > 0.1, "the adapters do something"
-    torch.testing.assert_close(model(tokens_BT()), logits, rtol=1e-4, atol=1e-4)
+    assert_close(model(tokens_BT()), logits)
     weights_BTV = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
     (model(tokens_BT()) * weights_BTV).sum().backward()
     (logits * weights_BTV).sum().backward()
@@ -84,7 +87,7 @@ def test_peft_loads_our_adapter_and_computes_the_same_logits_and_gradients(
     assert {name.replace(".default", "") for name in found} == peft_tensors(model).keys()
     gradients = gradient_views(model)
     for name, gradient in found.items():
-        torch.testing.assert_close(gradients[name.replace(".default", "")], gradient, rtol=1e-3, atol=1e-4)
+        assert_close(gradients[name.replace(".default", "")], gradient, what=name)
 
 
 def gradient_views(model: Transformer) -> dict[str, torch.Tensor]:
@@ -101,6 +104,8 @@ def gradient_views(model: Transformer) -> dict[str, torch.Tensor]:
     return views
 
 
+@pytest.mark.numerics
+@pytest.mark.usefixtures("double")
 def test_what_peft_writes_we_read(tmp_path: Path) -> None:
     model, theirs = ours("smollm2", tmp_path)
     wanted = peft.LoraConfig(
@@ -110,7 +115,7 @@ def test_what_peft_writes_we_read(tmp_path: Path) -> None:
     wrapped.save_pretrained(str(tmp_path / "peft"))
     config = read_adapter(tmp_path / "peft", model)
     assert config == LoraConfig(rank=3, alpha=5, targets=("q", "v", "down"))
-    torch.testing.assert_close(model(tokens_BT()), wrapped(tokens_BT()).logits, rtol=1e-4, atol=1e-4)
+    assert_close(model(tokens_BT()), wrapped(tokens_BT()).logits)
 
 
 def test_an_adapter_survives_the_folder(tmp_path: Path) -> None:
@@ -169,21 +174,23 @@ def test_a_merge_that_memory_ends_half_way_is_undone(monkeypatch: pytest.MonkeyP
         assert all(layer.original is not None for layer in lora_layers(model).values())
 
 
+@pytest.mark.numerics
+@pytest.mark.usefixtures("double")
 def test_a_merged_model_computes_what_the_adapted_one_does(tmp_path: Path) -> None:
     model = build_model(CONFIG, device="cpu", seed=0)
     add_lora(model, LoraConfig(rank=4), seed=0)
     stir(model)
     logits = model(tokens_BT())
     merge(model)
-    torch.testing.assert_close(model(tokens_BT()), logits, rtol=1e-4, atol=1e-5)
+    assert_close(model(tokens_BT()), logits)
     exported = {name: tensor.clone() for name, tensor in merged_weights(model).items()}
     unmerge(model)
     assert exported.keys() == merged_weights(model).keys()
     for name, tensor in merged_weights(model).items():
-        torch.testing.assert_close(tensor, exported[name], msg=name)
+        assert_close(tensor, exported[name], what=name)
     write_folder(tmp_path / "hf", CONFIG, merged_weights(model), None, torch.float32)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    torch.testing.assert_close(theirs(tokens_BT()).logits, logits, rtol=1e-4, atol=1e-5)
+    assert_close(theirs(tokens_BT()).logits, logits)
 
 
 def test_a_is_drawn_like_pefts_and_only_from_the_seed_and_its_own_name() -> None:
@@ -227,7 +234,7 @@ def test_a_compiled_layer_computes_what_the_eager_one_does() -> None:
         y = forward(x_ND)
         found.append((y, *torch.autograd.grad(y.square().sum(), [x_ND, layer.lora_a, layer.lora_b])))
     for eager, compiled in zip(*found, strict=True):
-        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4)
+        assert_close(compiled, eager, close=CLOSE_FP32)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ family."""
 import pytest
 import torch
 import torch.nn.functional as F
+from precision import assert_close
 from reference_models import CONFIGS, reference, tokens_BT
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,6 +14,8 @@ from redline.model.huggingface import from_huggingface, read_folder
 from redline.model.transformer import Transformer, build_model
 from redline.model.weights import load_weights
 from redline.plan.arithmetic import recomputed_weights
+
+pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("double")]
 
 CONFIG = ModelConfig(
     vocab_size=64, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=48, context_length=32
@@ -43,17 +46,15 @@ def test_logits_loss_and_gradients_equal_transformers(family, tmp_path):
     tokens, targets = tokens_BT(), tokens_BT().roll(-1, dims=1)
     targets[0, :5] = IGNORED
     logits = theirs(tokens).logits
-    torch.testing.assert_close(ours(tokens), logits, rtol=1e-5, atol=2e-6)
+    assert_close(ours(tokens), logits)
 
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100)
     expected.backward()
     loss, gradients = loss_and_gradients(ours, tokens, targets)
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0.0)
+    assert_close(loss, expected.detach())
     named = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     for name, gradient in from_huggingface(loaded.config, named, where="gradients").items():
-        torch.testing.assert_close(
-            gradients.pop(name), gradient, rtol=1e-4, atol=2e-6 * float(gradient.abs().max()), msg=name
-        )
+        assert_close(gradients.pop(name), gradient, what=name)
     assert not gradients, "parameters that transformers does not have"
 
 
@@ -68,12 +69,10 @@ def test_recomputation_and_chunks_change_nothing(recompute, loss_chunks):
     for block in model.blocks:
         block.recompute = recompute
     again_loss, again = loss_and_gradients(model, tokens, targets)
-    torch.testing.assert_close(again_loss, loss, rtol=1e-6, atol=0.0)
+    assert_close(again_loss, loss)
     assert again.keys() == gradients.keys()
     for name, gradient in gradients.items():
-        torch.testing.assert_close(
-            again[name], gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max()), msg=name
-        )
+        assert_close(again[name], gradient, what=name)
 
 
 @pytest.mark.parametrize("loss_chunks", [1, 4])
@@ -153,9 +152,7 @@ def test_weights_are_drawn_from_the_seed_and_their_name_alone():
     for name, weight in small.items():
         # these shrink with depth: std / sqrt(2 layers)
         residual = name.endswith(("attn.out.weight", "ffn.down.weight"))
-        torch.testing.assert_close(
-            weight, deep[name] * (3 / 2) ** 0.5 if residual else deep[name], rtol=1e-6, atol=0.0
-        )
+        assert_close(weight, deep[name] * (3 / 2) ** 0.5 if residual else deep[name], what=name)
     other = dict(build_model(CONFIG, device="cpu", seed=4).named_parameters())
     drawn = [name for name in small if "norm" not in name]
     assert all(not torch.equal(small[name], other[name]) for name in drawn)

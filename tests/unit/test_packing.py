@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from precision import assert_close
 
 from redline.config.recipe import IGNORED, ModelConfig
 from redline.errors import DataError
@@ -66,6 +67,8 @@ def gradients(model: Transformer, loss: torch.Tensor) -> dict[str, torch.Tensor]
     return dict(zip(learning, torch.autograd.grad(loss, list(learning.values())), strict=True))
 
 
+@pytest.mark.numerics
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("filled", [False, True], ids=["exact", "filled"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
@@ -82,14 +85,12 @@ def test_a_packed_row_has_the_loss_and_gradients_of_a_padded_batch(
     if filled:
         shape = Shape(shape.tokens + 101, shape.answers + 5, shape.sequences + 4, shape.longest)
     packed, padded = packed_loss(model, batch, shape), padded_loss(model, batch)
-    torch.testing.assert_close(packed, padded, rtol=1e-5, atol=0.0)
+    assert_close(packed, padded)
     each = (packed_loss(model, batch, shape, reduction="none"), padded_loss(model, batch, reduction="none"))
-    torch.testing.assert_close(*each, rtol=1e-5, atol=1e-5)
+    assert_close(*each)
     found, truth = gradients(model, packed), gradients(model, padded)
     for name, gradient in truth.items():
-        torch.testing.assert_close(
-            found[name], gradient, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        assert_close(found[name], gradient, what=name)
 
 
 def test_sequences_of_a_row_do_not_see_each_other() -> None:
@@ -103,13 +104,15 @@ def test_sequences_of_a_row_do_not_see_each_other() -> None:
         assert same == (first == second)
 
 
+@pytest.mark.numerics
+@pytest.mark.usefixtures("double")
 def test_all_positions_are_read_where_none_are_named() -> None:
     model, batch = build_model(LLAMA, device="cpu", seed=0), examples(2)
     tokens_1T, _, packing = unpack(torch.from_numpy(pack(batch, exact(batch))), exact(batch))
     logits = model(tokens_1T, packing=packing._replace(read_A=None))
     assert logits.shape == (1, exact(batch).tokens, 96)
     alone = model(tokens_1T[:, : batch[0].length])
-    torch.testing.assert_close(logits[:, : batch[0].length], alone)
+    assert_close(logits[:, : batch[0].length], alone)
 
 
 def test_a_row_by_hand() -> None:
