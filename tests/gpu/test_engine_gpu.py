@@ -57,7 +57,8 @@ ROOM = Room(slots=40, prompts=10, max_prompt_tokens=100, max_new_tokens=90)
 
 
 def random_slots(config: ModelConfig) -> Slots:
-    slots, n = make_slots(config, ROOM, DEVICE), ROOM.slots
+    slots = make_slots(config, ROOM, DEVICE)
+    n = len(slots.count)
     for tensor, low, high in (
         (slots.prompt, 0, 10),
         (slots.prompt_len, 1, 101),

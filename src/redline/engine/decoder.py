@@ -2,7 +2,7 @@
 
     decoder.read(ids, places)                       # prompts, once each
     decoder.start(starts)                           # samples take slots and get their first token
-    round_ = decoder.launch(slots, steps=8, ...)    # returns at once; the GPU works
+    round_ = decoder.launch(slots, steps=8, ...)    # returns before the GPU is done
     counts, going, tokens, logprobs = round_.wait() # numpy, a row for each slot
 
 A decode step is one CUDA graph for each batch size in use, captured the first time; on a CPU it runs
@@ -62,32 +62,17 @@ class Round:
 
 
 class Decoder:
-    def __init__(
-        self,
-        model: Transformer,
-        *,
-        slots: int,
-        prompts: int,
-        max_prompt_tokens: int,
-        max_new_tokens: int,
-        whole_batch: bool,
-    ) -> None:
+    def __init__(self, model: Transformer, room: Room, *, whole_batch: bool) -> None:
         """`whole_batch`: every step computes all slots, so that a row's bits do not depend on how many are in
         use."""
         self.device, self.vocab_size = model.embed.weight.device, model.config.vocab_size
-        self.capacity, self.max_new_tokens, self.whole_batch = slots, max_new_tokens, whole_batch
-        room = Room(
-            slots=slots + 1,  # and the spare one
-            prompts=prompts,
-            max_prompt_tokens=max_prompt_tokens,
-            max_new_tokens=max_new_tokens,
-        )
+        self.capacity, self.max_new_tokens, self.whole_batch = room.slots, room.max_new_tokens, whole_batch
         self.slots = make_slots(model.config, room, self.device)
         self.forward = Forward(model, self.slots, room)
         self.ops = _operations(self.device)
-        self.graphs = self.device.type == "cuda"
+        self.cuda = self.graphs = self.device.type == "cuda"
         """Whether a decode step is a CUDA graph; off only to measure what that is worth."""
-        self._rows = torch.full((slots,), self.slots.spare, dtype=torch.int32, device=self.device)
+        self._rows = torch.full((room.slots,), self.slots.spare, dtype=torch.int32, device=self.device)
         self._captured: dict[tuple[int, bool], Any] = {}
         self._graph_pool: Any = None
 
@@ -96,10 +81,8 @@ class Decoder:
         tokens = np.zeros((len(ids), max(map(len, ids))), dtype=np.int64)
         for row, prompt in enumerate(ids):
             tokens[row, : len(prompt)] = prompt
-        lengths = np.array([len(prompt) for prompt in ids], np.int32)
-        self.forward.prefill(
-            self._tensor(tokens), self._tensor(np.array(places, np.int32)), self._tensor(lengths)
-        )
+        at, lengths = np.array(places, np.int32), np.array([len(prompt) for prompt in ids], np.int32)
+        self.forward.prefill(self._tensor(tokens), self._tensor(at), self._tensor(lengths))
 
     def describe(
         self, *, prompt: int, prompt_len: int, limit: int, sampling: Sampling, stop_ids: Sequence[int]
@@ -145,12 +128,12 @@ class Decoder:
         batch = self.batch_size(len(slots))
         rows = np.full(batch, self.slots.spare, dtype=np.int32)
         rows[: len(slots)] = slots
-        self._rows[:batch].copy_(self._tensor(rows), non_blocking=True)
+        self._rows[:batch].copy_(self._tensor(rows))
         for _ in range(steps):
             self._step(batch, filtered)
         at, state = self._rows[: len(slots)].long(), self.slots
         seen = (state.count[at], state.open[at], state.tokens[at], state.logprobs[at])
-        if self.device.type != "cuda":
+        if not self.cuda:
             return Round(seen, None)
         copies = tuple(
             torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in seen
@@ -164,11 +147,9 @@ class Decoder:
         whole."""
         if self.whole_batch:
             return self.capacity
-        return (
-            rows
-            if self.device.type != "cuda"
-            else min(self.capacity, max(SMALLEST_BATCH, 1 << (rows - 1).bit_length()))
-        )
+        if not self.cuda:
+            return rows
+        return min(self.capacity, max(SMALLEST_BATCH, 1 << (rows - 1).bit_length()))
 
     def _step(self, batch: int, filtered: bool) -> None:
         if not self.graphs:
@@ -205,9 +186,7 @@ class Decoder:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)
-        return (
-            tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
-        )
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.cuda else tensor
 
 
 def _operations(device: torch.device) -> ModuleType:

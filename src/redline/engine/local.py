@@ -104,9 +104,8 @@ class _Sample:
     @property
     def spoken(self) -> np.ndarray:
         """The tokens without the one that ended them."""
-        return (
-            self.tokens[:-1] if len(self.tokens) and int(self.tokens[-1]) in self.asked.stops else self.tokens
-        )
+        stopped = len(self.tokens) and int(self.tokens[-1]) in self.asked.stops
+        return self.tokens[:-1] if stopped else self.tokens
 
 
 _NOTHING = np.zeros(0, dtype=np.int32)
@@ -127,26 +126,14 @@ class LocalEngine:
         """`slots`: sequences generated at once (None: what the free memory holds)."""
         if max_prompt_tokens < 1 or max_new_tokens < 1 or (slots is not None and slots < 1):
             raise ConfigError(f"an engine needs room: got {max_prompt_tokens=}, {max_new_tokens=}, {slots=}")
-        self.model, self.tokenizer, self.eos_ids, self.reproducible = (
-            model,
-            tokenizer,
-            tuple(eos_ids),
-            reproducible,
-        )
-        self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
-        capacity = slots or fitting_slots(
-            model, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens
-        )
+        self.model, self.tokenizer = model, tokenizer
+        self.eos_ids, self.reproducible = tuple(eos_ids), reproducible
+        longest = {"max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens}
+        capacity = slots or fitting_slots(model, **longest)
         self._ahead = max(1, capacity // AHEAD)
         """Samples whose prompts are read before there is a slot for them."""
-        self.decoder = Decoder(
-            model,
-            slots=capacity,
-            prompts=capacity + self._ahead,
-            max_prompt_tokens=max_prompt_tokens,
-            max_new_tokens=max_new_tokens,
-            whole_batch=reproducible,
-        )
+        self.room = Room(slots=capacity, prompts=capacity + self._ahead, **longest)
+        self.decoder = Decoder(model, self.room, whole_batch=reproducible)
         self.stats = Stats()
         self._free: list[int] = []
         self._free_prompts: list[int] = []
@@ -198,7 +185,7 @@ class LocalEngine:
                     if more:
                         self._admit(feed, self._ahead)  # the round runs, and these prompts are read behind it
                     yield from self._completions()
-                    self._take_out(slots, *round_.wait())
+                    self._take_out(slots, round_)
                 elif self._ended:
                     yield from self._completions()
                 elif more:
@@ -228,48 +215,34 @@ class LocalEngine:
 
     def _asked(self, request: Request) -> _Asked:
         """The request as the device will see it, or why it cannot."""
-        ids = (
-            tuple(self.tokenizer.encode_prompt(request.prompt))
-            if isinstance(request.prompt, str)
-            else request.prompt
-        )
-        context, vocab, wanted = (
-            self.model.config.context_length,
-            self.model.config.vocab_size,
-            request.sampling.max_new_tokens,
-        )
-        stops = tuple(dict.fromkeys((*self.eos_ids, *request.sampling.stop_ids)))
+        given, sampling, room = request.prompt, request.sampling, self.room
+        ids = tuple(self.tokenizer.encode_prompt(given)) if isinstance(given, str) else given
+        n, context, vocab = len(ids), self.model.config.context_length, self.model.config.vocab_size
+        wanted, most, most_new = sampling.max_new_tokens, room.max_prompt_tokens, room.max_new_tokens
+        stops = tuple(dict.fromkeys((*self.eos_ids, *sampling.stop_ids)))
+        low, high = min(ids, default=0), max(ids, default=0)
         for holds, rule in (
-            (len(ids) > 0, "a prompt must hold at least one token, and this one is empty"),
+            (n > 0, "a prompt must hold at least one token, and this one is empty"),
             (
-                not ids or 0 <= min(ids) <= max(ids) < vocab,
-                f"a prompt's token ids must lie below the model's vocabulary of {vocab}",
+                0 <= low <= high < vocab,
+                f"token ids must lie below the vocabulary of {vocab}, got {low} to {high}",
             ),
-            (
-                len(ids) < context,
-                f"a prompt has {len(ids)} tokens, and the model's context holds {context}: shorten it",
-            ),
-            (
-                len(ids) <= self.max_prompt_tokens,
-                f"a prompt has {len(ids)} tokens; the engine was made for {self.max_prompt_tokens}",
-            ),
-            (
-                wanted <= self.max_new_tokens,
-                f"a request wants {wanted} new tokens; the engine was made for {self.max_new_tokens}",
-            ),
+            (n < context, f"a prompt has {n} tokens, and the model's context holds {context}: shorten it"),
+            (n <= most, f"a prompt has {n} tokens; the engine was made for {most}"),
+            (wanted <= most_new, f"a request wants {wanted} new tokens; the engine was made for {most_new}"),
             (
                 len(stops) <= STOP_IDS,
-                f"a request may have at most {STOP_IDS} stop tokens, the model's own included; got {stops}",
+                f"at most {STOP_IDS} stop tokens, the model's own included; got {stops}",
             ),
         ):
             if not holds:
                 raise ConfigError(rule)
         self.stats.requests += 1
-        limit, prompt = min(wanted, context - len(ids)), self._free_prompts.pop()
+        limit, prompt = min(wanted, context - n), self._free_prompts.pop()
         integers, floats = self.decoder.describe(
-            prompt=prompt, prompt_len=len(ids), limit=limit, sampling=request.sampling, stop_ids=stops
+            prompt=prompt, prompt_len=n, limit=limit, sampling=sampling, stop_ids=stops
         )
-        return _Asked(request, ids, limit, stops, prompt, integers, floats, filters(request.sampling))
+        return _Asked(request, ids, limit, stops, prompt, integers, floats, filters(sampling))
 
     def _read(self, fresh: Sequence[_Asked]) -> None:
         """Read new prompts, those of like length together."""
@@ -301,11 +274,8 @@ class LocalEngine:
             self._open |= {
                 slot: _Sample(asked, first + i, _NOTHING, _NOTHING) for i, slot in enumerate(slots)
             }
-            self._prompt_of[slots], self._limit[slots], self._left[slots] = (
-                asked.prompt,
-                asked.limit,
-                asked.limit - 1,
-            )
+            self._prompt_of[slots], self._limit[slots] = asked.prompt, asked.limit
+            self._left[slots] = asked.limit - 1
             self._filtered[slots], self._watched[slots] = asked.filtered, bool(request.sampling.stop_strings)
             asked.started += len(slots)
             asked.running += len(slots)
@@ -325,15 +295,9 @@ class LocalEngine:
         self.stats.slot_steps += steps * self.decoder.batch_size(len(slots))
         return slots, self.decoder.launch(slots, steps=steps, filtered=filtered)
 
-    def _take_out(
-        self,
-        slots: np.ndarray,
-        counts: np.ndarray,
-        going: np.ndarray,
-        tokens: np.ndarray,
-        logprobs: np.ndarray,
-    ) -> None:
-        """Free the slots of the samples that have ended, by themselves or by a stop string."""
+    def _take_out(self, slots: np.ndarray, round_: Round) -> None:
+        """Wait for the round and free the slots of the samples that have ended."""
+        counts, going, tokens, logprobs = round_.wait()
         self._left[slots] = self._limit[slots] - counts
         cut = self._holds_stop_string(slots, counts, going, tokens)
         for row in np.flatnonzero((going == 0) | cut).tolist():
@@ -373,9 +337,8 @@ class LocalEngine:
         would hold up the GPU."""
         if characters not in self._beginnings:
             texts = self.tokenizer.decode_batch([[token] for token in range(self.model.config.vocab_size)])
-            self._beginnings[characters] = np.array(
-                [any(c in text for c in (*characters, "\ufffd")) for text in texts]
-            )
+            wanted = (*characters, "\ufffd")
+            self._beginnings[characters] = np.array([any(c in text for c in wanted) for text in texts])
         return self._beginnings[characters]
 
     def _end(self, slot: int) -> None:
@@ -432,23 +395,19 @@ class LocalEngine:
 
 
 def fitting_slots(model: Transformer, *, max_prompt_tokens: int, max_new_tokens: int) -> int:
-    """Sequences that the memory free at this moment can hold, each with a prompt of its own."""
+    """How many sequences the free memory holds, if no two share a prompt."""
     device = model.embed.weight.device
     room = Room(slots=1, prompts=1, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens)
     kept = model.variant.state.sequence_bytes(model.config, room, model.compute_dtype)
     each = kept + 2 * model.config.vocab_size * 4  # with the logits of a row: the pool's and the step's
     if device.type == "cuda":
-        free_bytes = (
-            torch.cuda.mem_get_info(device)[0]
-            + torch.cuda.memory_reserved(device)
-            - torch.cuda.memory_allocated(device)
-        )
+        cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free_bytes = torch.cuda.mem_get_info(device)[0] + cached_bytes
     else:
         free_bytes = psutil.virtual_memory().available  # not what is unused: the page cache makes room
     fitting = int(free_bytes * MEMORY_SHARE) // each
     if fitting < 1:
         raise MachineError(
-            f"a sequence needs {each / 2**30:.1f} GiB of keys and values, {free_bytes / 2**30:.1f} GiB are"
-            " free: shorten it"
+            f"a sequence needs {each / 2**30:.1f} GiB, and {free_bytes / 2**30:.1f} GiB are free: shorten it"
         )
     return min(MOST_SLOTS if device.type == "cuda" else MOST_CPU_SLOTS, fitting)

@@ -1,7 +1,6 @@
-"""Where every slot of an engine stands: its prompt, its tokens so far, how the next one is chosen.
+"""Where every slot of an engine stands: its prompt, its tokens so far, and how the next one is chosen.
 
-What attention keeps of the tokens is apart from this (`model.attention.state`). The last slot is a spare one that no
-sample gets: rows that pad a batch read and write it.
+What attention keeps of the tokens is apart from this (`model.attention.state`).
 
 Shapes: P prompts, N slots, V vocabulary.
 """
@@ -52,7 +51,7 @@ class Slots:
 
 
 def make_slots(config: ModelConfig, room: Room, device: torch.device) -> Slots:
-    n, new = room.slots, room.max_new_tokens
+    n, new = room.slots + 1, room.max_new_tokens
 
     def integers(*shape: int, value: int = 0) -> Tensor:
         return torch.full(shape, value, dtype=torch.int32, device=device)

@@ -31,6 +31,7 @@ from redline.engine.decoder import Decoder, Start
 from redline.engine.request import Sampling
 from redline.measure.child import synchronize
 from redline.measure.training import TrainingSubject
+from redline.model.attention.state import Room
 from redline.model.transformer import Transformer, build_model
 from redline.plan.plan import Plan, to_json
 from redline.train.step import LossScale
@@ -480,7 +481,8 @@ def generation_graphs(model: Transformer) -> Check:
     name = "CUDA graphs of generation"
     if not model.embed.weight.is_cuda:
         return absent(name, NO_GRAPHS)
-    decoder = Decoder(model, slots=8, prompts=8, max_prompt_tokens=16, max_new_tokens=16, whole_batch=False)
+    room = Room(slots=8, prompts=8, max_prompt_tokens=16, max_new_tokens=16)
+    decoder = Decoder(model, room, whole_batch=False)
     decoder.read([[1, 2, 3, 4]], [0])
     integers, floats = decoder.describe(
         prompt=0, prompt_len=4, limit=16, sampling=Sampling(max_new_tokens=16), stop_ids=()

@@ -34,7 +34,7 @@ class KeysAndValues:
         self.rope = rope
         self.prompt_kv = empty(room.prompts, room.max_prompt_tokens)
         """(L, 2, P, K, S, C)"""
-        self.kv = empty(room.slots, room.max_new_tokens)
+        self.kv = empty(room.slots + 1, room.max_new_tokens)
         """(L, 2, N, K, S, C)"""
         self._kernels: ModuleType | None = None
         if device.type == "cuda":

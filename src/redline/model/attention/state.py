@@ -33,6 +33,7 @@ class Room:
     """How much a state has to hold."""
 
     slots: int
+    """Sequences at a time. There is one slot more, the last, which is no sample's: rows that pad a batch use it."""
     prompts: int
     max_prompt_tokens: int
     max_new_tokens: int
