@@ -33,6 +33,8 @@ class Fake:
         self.owner = "vllm"
         self.answer: Answer = lambda body, call: (200, completion(f"{body['seed']}"))
         self.models: Any = None
+        self.closes = False
+        """Whether connections are closed after an answer, without a word."""
         self.headers: dict[str, str] = {}
         self.bodies: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
@@ -67,6 +69,7 @@ class Fake:
                     call = len(fake.bodies)
                 if (answer := fake.answer(body, call)) is not None:
                     self.send(*answer)
+                    self.close_connection |= fake.closes
                     return
                 self.send_response(200)
                 self.send_header("Content-Length", "1000")
@@ -298,10 +301,12 @@ def test_an_idle_connection_that_the_server_closed_is_no_fault(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calls, "BACK_OFFS_S", ())
+    closed, shutdown = threading.Event(), fake.server.shutdown_request
+    fake.server.shutdown_request = lambda request: (shutdown(request), closed.set())
+    fake.closes = True
     line = calls.Line(calls.open_site(fake.url, None, 5.0, print))
     assert line.ask("POST", "/completions", {"seed": 1}) == completion("1")
-    for connection in line._idle:
-        connection.sock.shutdown(2)
+    closed.wait()
     assert line.ask("POST", "/completions", {"seed": 2}) == completion("2")
     line.hang_up()
 
@@ -368,6 +373,7 @@ def test_a_server_that_is_not_one(fake: Fake) -> None:
         "ftp://host",
         "http://",
         "http://host:port",
+        "http://host:99999",
         "http://me:word@host",
         "http://host/v1?a=b",
     ],

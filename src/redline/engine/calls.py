@@ -1,24 +1,25 @@
-"""Calls of an HTTP server that speaks JSON, from many threads: kept-open connections, new tries, one clear
-line for each failure. No torch.
+"""Calls of an HTTP server that speaks JSON, from many threads: httpx, with new tries, one clear line for each failure,
+and an end to all calls when their results are no longer wanted. No torch.
 
     line = Line(open_site("http://localhost:8000", key, timeout_s=600.0, progress=print))
     answer = line.ask("POST", "/completions", body)
 
-Standard library alone. Left out: redirects (the key must not travel to another host) and proxies.
+Left out: redirects (the key must not travel to another host) and proxies.
 """
 
 import contextlib
-import http.client
 import json
 import random
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
+
+import httpx
 
 from redline.errors import ConfigError, MachineError
 
@@ -30,6 +31,7 @@ LONGEST_WAIT_S = 60.0
 """The most that a server may ask for with Retry-After."""
 PASSING = (408, 425, 429, 500, 502, 503, 504)
 """Statuses that a later try may not see."""
+HEADERS = {"Content-Type": "application/json", "Accept": "application/json"}
 SHOWN_CHARACTERS = 200
 
 
@@ -37,54 +39,33 @@ SHOWN_CHARACTERS = 200
 class Site:
     """Where the server is. Its key stays out of everything that is printed."""
 
+    root: str
+    """http://host:port"""
     url: str
-    secure: bool
-    host: str
-    port: int | None
-    path: str
+    """The same with its path."""
     key: str | None = field(repr=False)
     timeout_s: float
     progress: Callable[[str], None]
-
-    def connect(self) -> http.client.HTTPConnection:
-        if self.secure:
-            return http.client.HTTPSConnection(
-                self.host, self.port, timeout=self.timeout_s, context=ssl.create_default_context()
-            )
-        return http.client.HTTPConnection(self.host, self.port, timeout=self.timeout_s)
-
-    def headers(self) -> dict[str, str]:
-        shared = {"Content-Type": "application/json", "Accept": "application/json"}
-        return shared | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
 
 
 def open_site(url: str, key: str | None, timeout_s: float, progress: Callable[[str], None]) -> Site:
     """A server's address, checked; without a path it is OpenAI's own, /v1."""
     try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
+        parts = httpx.URL(url)
+    except httpx.InvalidURL as error:
         raise ConfigError(f"a server's URL must read http://host:port, got {url!r} ({error})") from error
-    if parts.username or parts.password:
+    if parts.userinfo:
         raise ConfigError(
             f"a server's URL must hold no key: put it into the environment variable {KEY_VARIABLE}"
         )
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+    whole = parts.scheme in ("http", "https") and parts.host and (parts.port or 80) < 2**16
+    if not whole or parts.query or parts.fragment:
         raise ConfigError(f"a server's URL must read http://host:port or https://host/path, got {url!r}")
     if key and (not key.isascii() or not key.isprintable() or " " in key):
         raise ConfigError(f"the key ({KEY_VARIABLE}) must be printable ASCII without spaces, and it is not")
+    root = f"{parts.scheme}://{parts.netloc.decode()}"
     path = parts.path.rstrip("/") or "/v1"
-    full, secure = f"{parts.scheme}://{parts.netloc}{path}", parts.scheme == "https"
-    return Site(
-        url=full,
-        secure=secure,
-        host=parts.hostname,
-        port=port,
-        path=path,
-        key=key,
-        timeout_s=timeout_s,
-        progress=progress,
-    )
+    return Site(root=root, url=root + path, key=key, timeout_s=timeout_s, progress=progress)
 
 
 class _Lost(Exception):
@@ -96,13 +77,19 @@ class _Lost(Exception):
 
 
 class Line:
-    """Kept-open connections of one run, used from many threads, and hung up all at once."""
+    """The calls of one run: from many threads, over connections that are kept open, and hung up together."""
 
     def __init__(self, site: Site) -> None:
         self.site = site
+        self._client = httpx.Client(
+            headers=HEADERS | ({"Authorization": f"Bearer {site.key}"} if site.key else {}),
+            timeout=httpx.Timeout(site.timeout_s, pool=None),
+            limits=httpx.Limits(),  # as many connections as there are threads
+            verify=ssl.create_default_context(),
+            trust_env=False,
+        )
         self._lock, self._ended = threading.Lock(), threading.Event()
-        self._idle: list[http.client.HTTPConnection] = []
-        self._all: set[http.client.HTTPConnection] = set()
+        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._told_at_s = 0.0
 
     def ask(
@@ -111,11 +98,11 @@ class Line:
         """The JSON that the server answers with. `patient`: a server that does not answer is tried again.
         `root`: outside of /v1."""
         data = None if body is None else json.dumps(body).encode()
-        address = path if root else self.site.path + path
+        address = (self.site.root if root else self.site.url) + path
         waits_s = BACK_OFFS_S if patient else ()
         for wait_s in (*waits_s, None):
             try:
-                return self._understood(*self._exchange(method, address, data), path)
+                return self._understood(self._exchange(method, address, data), path)
             except _Lost as lost:
                 if wait_s is None or self._ended.is_set():
                     kind = MachineError if patient else ConfigError
@@ -133,63 +120,38 @@ class Line:
         """End every call, those under way too."""
         with self._lock:
             self._ended.set()
-            for connection in self._all:
-                if connection.sock is not None:
-                    with contextlib.suppress(OSError):
-                        # Closing alone would leave a thread that is reading asleep until its timeout.
-                        connection.sock.shutdown(socket.SHUT_RDWR)
-                connection.close()
-            self._all.clear()
-            self._idle.clear()
+            for connected in self._sockets:
+                _shut(connected)
+        self._client.close()
 
-    def _exchange(
-        self, method: str, address: str, data: bytes | None, *, fresh: bool = False
-    ) -> tuple[int, str]:
-        connection = self._take(fresh)
-        reused = connection.sock is not None
+    def _watch(self, event: str, info: Mapping[str, Any]) -> None:
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            connected = info["return_value"].get_extra_info("socket")
+            with self._lock:
+                self._sockets.add(connected)
+                if self._ended.is_set():
+                    _shut(connected)
+
+    def _exchange(self, method: str, address: str, data: bytes | None) -> httpx.Response:
+        if self._ended.is_set():
+            raise _Lost("hung up")
         try:
-            connection.request(method, address, data, self.site.headers())
-            response = connection.getresponse()
-            text = response.read().decode("utf-8", errors="replace")
-        except TimeoutError as error:
-            self._drop(connection)
+            response = self._client.request(method, address, content=data, extensions={"trace": self._watch})
+        except httpx.TimeoutException as error:
             raise MachineError(
                 f"{self.site.url} gave no answer within {self.site.timeout_s:g} s: raise timeout_s, or lower"
                 " concurrency"
             ) from error
-        except (OSError, http.client.HTTPException) as error:
-            self._drop(connection)
-            # servers close connections that were idle for a while: that says nothing about the server
-            if reused:
-                return self._exchange(method, address, data, fresh=True)
-            if isinstance(error, ssl.SSLError):
+        except httpx.RequestError as error:
+            if "[SSL" in str(error):
                 raise ConfigError(
                     f"{self.site.url} cannot be reached over TLS: {error}; is it http://?"
                 ) from error
             raise _Lost(f"the connection failed ({str(error) or type(error).__name__})") from error
-        if response.will_close:
-            self._drop(connection)
-        else:
-            with self._lock:
-                self._idle.append(connection)
-        if response.status in PASSING:
-            raise _Lost(
-                f"{response.status} {self._message(text)}", _seconds(response.getheader("Retry-After"))
-            )
-        return response.status, text
-
-    def _take(self, fresh: bool) -> http.client.HTTPConnection:
-        with self._lock:
-            if self._ended.is_set():
-                raise _Lost("hung up")
-            connection = self._idle.pop() if self._idle and not fresh else self.site.connect()
-            self._all.add(connection)
-            return connection
-
-    def _drop(self, connection: http.client.HTTPConnection) -> None:
-        with self._lock:
-            self._all.discard(connection)
-        connection.close()
+        if response.status_code in PASSING:
+            said = f"{response.status_code} {self._message(response.text)}"
+            raise _Lost(said, _seconds(response.headers.get("Retry-After")))
+        return response
 
     def _tell(self, what: str) -> None:
         """At most a line a second: all calls fail together."""
@@ -199,8 +161,8 @@ class Line:
         if not silent:
             self.site.progress(what)
 
-    def _understood(self, status: int, text: str, path: str) -> Any:
-        where = self.site.url
+    def _understood(self, response: httpx.Response, path: str) -> Any:
+        where, status, text = self.site.url, response.status_code, response.text
         if status in (401, 403):
             raise ConfigError(
                 f"{where} refused the key ({status} {self._message(text)}): set the environment variable"
@@ -226,14 +188,17 @@ class Line:
             body = json.loads(text)
         except ValueError:
             body = text
-        error = (
-            body.get("error", body.get("detail", body.get("message", body)))
-            if isinstance(body, dict)
-            else body
-        )
-        said = str(error.get("message", error) if isinstance(error, dict) else error)
+        for place in ("error", "detail", "message"):
+            body = body.get(place, body) if isinstance(body, dict) else body
+        said = str(body)
         # A server may repeat the key that it did not like.
         return shown(said.replace(self.site.key, "***") if self.site.key else said)
+
+
+def _shut(connected: socket.socket) -> None:
+    """Wake whoever reads from the connection: closing it would leave them asleep until their timeout."""
+    with contextlib.suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)
 
 
 def shown(text: str) -> str:
