@@ -1,10 +1,8 @@
 """Low-rank adapters (LoRA) on the linear layers of a model, put there in place and merged into its weights
 for sampling.
 
-    add_lora(model, LoraConfig(rank=16, alpha=64), seed=0)    # freezes the model; only `adapters(model)`
-                                                              learn
-    with merged(model): ...                                   # the weights hold W + B A alpha/r, in the same
-                                                              memory; then their old bits
+    add_lora(model, LoraConfig(rank=16, alpha=64), seed=0)    # freezes the model; only `adapters(model)` learn
+    with merged(model): ...                                   # weights are W + B A alpha/r, and then their old bits
 
 Query/key/value and gate/up are one matrix here and separate modules in PEFT, so a layer holds one A and one B
 per part: the A's stacked into one matrix, the B's as the diagonal blocks of one. Three small products become
@@ -20,6 +18,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -43,24 +42,21 @@ class Part:
 def parts_of(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
     """The linear layers of a block, each with the modules that its rows are made of."""
     q, kv = config.num_heads * config.head_size, config.kv_heads * config.head_size
-    up = (
-        (("gate", config.ffn_size), ("up", config.ffn_size))
-        if config.activation == "swiglu"
-        else (("up", config.ffn_size),)
-    )
     rows = {
-        "attn.qkv": (("q", q), ("k", kv), ("v", kv)),
-        "attn.out": (("o", config.hidden_size),),
-        "ffn.up": up,
-        "ffn.down": (("down", config.hidden_size),),
+        "attn.qkv": {"q": q, "k": kv, "v": kv},
+        "attn.out": {"o": config.hidden_size},
+        "ffn.up": dict.fromkeys(
+            ("gate", "up") if config.activation == "swiglu" else ("up",), config.ffn_size
+        ),
+        "ffn.down": {"down": config.hidden_size},
     }
-    parts = {}
-    for layer, sizes in rows.items():
-        ends = [sum(size for _, size in sizes[: i + 1]) for i in range(len(sizes))]
-        parts[layer] = tuple(
-            Part(target, end - size, end) for (target, size), end in zip(sizes, ends, strict=True)
+    return {
+        layer: tuple(
+            Part(target, end - size, end)
+            for (target, size), end in zip(sizes.items(), accumulate(sizes.values()), strict=True)
         )
-    return parts
+        for layer, sizes in rows.items()
+    }
 
 
 class LoraLinear(Linear):
@@ -76,8 +72,7 @@ class LoraLinear(Linear):
         device, width = base.weight.device, config.rank * len(parts)
         self.lora_a = nn.Parameter(torch.empty(width, base.in_features, device=device))
         self.lora_b = nn.Parameter(torch.zeros(base.out_features, width, device=device))
-        # What B is multiplied by where it is used: alpha / rank, and 0 outside its diagonal blocks, which so
-        # never learn.
+        # What B is multiplied by: alpha / rank, and 0 outside its diagonal blocks, which therefore never learn.
         self.scale_b = nn.Buffer(torch.zeros(base.out_features, width, device=device), persistent=False)
         for part, columns in self.blocks():
             self.scale_b[part.start : part.end, columns] = config.scale
@@ -100,8 +95,8 @@ class LoraLinear(Linear):
 
 
 class _Adapted(torch.autograd.Function):
-    """The layer with its adapter, both ways, in as few kernels as there are products: a pass of some 1,500
-    tokens is bound by launches."""
+    """The layer with its adapter, forward and backward, in as few kernels as there are products: a pass of some
+    1,500 tokens is bound by launches."""
 
     @staticmethod
     def forward(
@@ -113,15 +108,8 @@ class _Adapted(torch.autograd.Function):
         b: Tensor,
         scale_b: Tensor,
     ) -> Tensor:
-        # The factor, and the zeros outside B's blocks, go on with the cast that is needed anyway.
-        a_RD, b_OR = (
-            a.to(x_ND.dtype),
-            (
-                (b * scale_b).to(x_ND.dtype)
-                if torch.compiler.is_compiling()
-                else _product(b, scale_b, x_ND.dtype)
-            ),
-        )
+        # The cast is needed anyway, and takes the factor and the zeros outside B's blocks with it.
+        a_RD, b_OR = a.to(x_ND.dtype), _product(b, scale_b, x_ND.dtype)
         h_NR = x_ND @ a_RD.T
         ctx.save_for_backward(x_ND, weight_OD, a_RD, b_OR, h_NR, scale_b)
         return _add_product(F.linear(x_ND, weight_OD, bias_O), h_NR, b_OR.T)
@@ -136,6 +124,8 @@ class _Adapted(torch.autograd.Function):
 
 def _product(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     """x * y, rounded once, in one kernel."""
+    if torch.compiler.is_compiling():
+        return (x * y).to(dtype)
     return torch.mul(x, y, out=torch.empty(x.shape, dtype=dtype, device=x.device))
 
 
@@ -147,20 +137,18 @@ def _fp32_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _add_product(y: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """y + left @ right. Within the product itself, in y's memory, unless a compiler is there to fuse the
-    addition with more."""
+    """y + left @ right, by the product's kernel in y's memory, unless a compiler may fuse the addition."""
     if torch.compiler.is_compiling():
         return y + left @ right
     return y.addmm_(left, right)
 
 
 def add_lora(model: Transformer, config: LoraConfig, seed: int, *, cast: bool = True) -> None:
-    """Put adapters on the model's layers in place and freeze the rest. A is drawn as PEFT does, from the seed
-    and its own name; B is 0.
+    """Put adapters on the model's layers and freeze the rest. A is drawn as PEFT does, from the seed and its
+    name; B is 0.
 
-    The frozen weights are cast to the compute dtype, unless they are to be spread over several processes, where
-    all weights of a block have one dtype. They move to other memory: CUDA graphs that read them are to be captured
-    after this.
+    The frozen weights are cast to the compute dtype, unless they will be spread over several processes, where all
+    weights of a block must have one dtype. Capture CUDA graphs after this: weights that are cast move.
     """
     if lora_layers(model):
         raise ConfigError("this model has adapters already: merge them into a new model, or open it again")
@@ -183,9 +171,8 @@ def add_lora(model: Transformer, config: LoraConfig, seed: int, *, cast: bool = 
 def _fill(layer: LoraLinear, name: str) -> None:
     bound = 1 / math.sqrt(layer.in_features)  # kaiming_uniform_(a=sqrt(5))
     for part, rows in layer.blocks():
-        generator = torch.Generator(layer.lora_a.device).manual_seed(
-            zlib.crc32(f"{name}.{part.target}".encode())
-        )
+        number = zlib.crc32(f"{name}.{part.target}".encode())
+        generator = torch.Generator(layer.lora_a.device).manual_seed(number)
         layer.lora_a[rows].uniform_(-bound, bound, generator=generator)
 
 
@@ -201,8 +188,8 @@ def adapters(model: Transformer) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def merge(model: Transformer) -> None:
-    """Add every adapter to its weight, in the weight's own memory (CUDA graphs hold its address); the layers
-    then leave the adapter out."""
+    """Add every adapter to its weight, in place (CUDA graphs hold its address); the layers then leave the
+    adapter out."""
     for layer in lora_layers(model).values():
         assert layer.original is None, "merged twice"
         layer.original = layer.weight.detach().clone()
@@ -211,7 +198,7 @@ def merge(model: Transformer) -> None:
 
 @torch.no_grad()
 def unmerge(model: Transformer) -> None:
-    """Put the weights back to the bits that they had before `merge`."""
+    """Restore the weights to the bits that they had before `merge`."""
     for layer in lora_layers(model).values():
         if layer.original is not None:  # memory may have run out half-way through `merge`
             layer.weight.copy_(layer.original)
@@ -230,12 +217,11 @@ def merged(model: Transformer) -> Iterator[None]:
 
 @torch.no_grad()
 def merged_weights(model: Transformer) -> Mapping[str, Tensor]:
-    """Weights of the plain model that equals this one, by our names, for `write_folder`; sums in fp32, not
-    yet rounded."""
-    layers = lora_layers(model)
-    weights = {name: p.detach() for name, p in model.named_parameters() if name not in adapters(model)}
-    return weights | {
-        f"{name}.weight": layer.weight.float() + layer.delta()
-        for name, layer in layers.items()
-        if layer.original is None
-    }
+    """The weights of the equal model without adapters, by our names, for `write_folder`; sums in fp32, not yet
+    rounded."""
+    learned = adapters(model)
+    weights = {name: p.detach() for name, p in model.named_parameters() if name not in learned}
+    for name, layer in lora_layers(model).items():
+        if layer.original is None:
+            weights[f"{name}.weight"] = layer.weight.float() + layer.delta()
+    return weights

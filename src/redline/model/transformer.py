@@ -1,12 +1,11 @@
 """The transformer: one decoder for GPT-2, Llama, SmolLM2, Qwen2 and Qwen3 shapes, chosen by `ModelConfig`.
 
-    model = build_model(config, device="cuda", seed=0)      # fp32 weights, initialised from the seed and each
-                                                            weight's name
-    logits_BTV = model(tokens_BT)                           # in model.compute_dtype
-    loss_sum = model(tokens_BT, targets_BT)                 # summed over targets that are not IGNORED; the
-                                                            caller divides
-    loss_sum = model(tokens_1T, targets_1A, packing=packing)    # one row of several sequences; only the A
-                                                                read positions reach the head
+    model = build_model(config, device="cuda", seed=0)                  # fp32 weights, drawn from the seed
+    logits_BTV = model(tokens_BT)                                       # in model.compute_dtype
+    loss_sum = model(tokens_BT, targets_BT)                             # over targets that are not IGNORED
+    losses_BT = model(tokens_BT, targets_BT, reduction="none")          # one by one, with gradients
+    loss_sum = model(tokens_BT, targets_BT, weights_BT=weights_BT)      # weighted
+    loss_sum = model(tokens_1T, targets_1A, packing=packing)            # several sequences in one row
 
 Weights stay in fp32; activations, the residual stream included, are in `compute_dtype`, and each layer casts
 its weight where it is used (the casts cost under 1 % of a step; the blocks keep them for their backward, two
@@ -14,8 +13,7 @@ bytes a weight). Norms and the loss compute in fp32 inside. Query/key/value and 
 one matrix each: three small matrix products instead of one cost more, and so does adding up their gradients.
 Left out: dropout, sliding windows, mixtures of experts.
 
-Shapes: B batch, T tokens, D hidden, H query heads, K key/value heads, C head width, F feed-forward width, V
-vocabulary. Of packed rows: S sequences, L the longest of them, A positions whose loss is wanted.
+Shapes: B batch, T tokens, N = B x T, D hidden, V vocabulary, A positions of a packed row whose loss is wanted.
 """
 
 import functools
@@ -91,8 +89,7 @@ class Attention(nn.Module):
         return self.out(attend(self, qkv))
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the fused projection; the first two normalised, where the model does
-        that."""
+        """Queries, keys and values of the fused projection; with qk_norm the first two are normalised."""
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -169,8 +166,7 @@ class Transformer(nn.Module):
         self.rope_cos, self.rope_sin = (nn.Buffer(table, persistent=False) for table in rope_table(config))
 
     def tie(self) -> None:
-        """Share the embedding with the head, if the config says so; to be repeated after `to_empty`, which
-        gives each its own."""
+        """Share the embedding with the head, if the config says so. `to_empty` undoes it."""
         if self.config.tie_embeddings:
             self.head.weight = self.embed.weight
 
@@ -183,17 +179,17 @@ class Transformer(nn.Module):
         weights_BT: Tensor | None = None,
         reduction: Reduction = "sum",
     ) -> Tensor:
-        """Logits; or with targets their losses, summed or one by one ("none"), in fp32 and shaped like the
-        targets. An IGNORED target's loss is 0. With weights each loss counts that many times. With a packing
-        the batch is one row, and targets and weights belong to the positions that it reads."""
+        """Logits; or, with targets, their losses in fp32: summed, or one by one and shaped like the targets
+        (`reduction="none"`). The loss of an IGNORED target is 0. Weights multiply the losses. With a packing the
+        batch is one row, and targets and weights belong to the positions that it reads."""
         x = self.hidden(tokens_BT, packing)
         if packing is not None and packing.read_A is not None:
             x = x.index_select(1, packing.read_A)
         if targets_BT is None:
             return self.head(x)
-        work = [x.flatten(0, 1), targets_BT.flatten()] + (
-            [] if weights_BT is None else [weights_BT.flatten()]
-        )
+        work = [x.flatten(0, 1), targets_BT.flatten()]
+        if weights_BT is not None:
+            work.append(weights_BT.flatten())
         if self.loss_chunks == 1:
             losses = self._loss(reduction, *work)
         else:
@@ -230,9 +226,9 @@ class Transformer(nn.Module):
 def build_model(
     config: ModelConfig, *, device: torch.device | str, seed: int, shape: Callable[[Any], None] | None = None
 ) -> Transformer:
-    """A model with fp32 weights on the device. Every weight is drawn from the seed and its own name, so
-    neither the order nor the number of processes that hold it matters. `shape(model)` may shard or convert
-    layers while the model has no memory yet."""
+    """A model with fp32 weights on the device. Every weight is drawn from the seed and its name, so neither the
+    order nor the number of processes matters. `shape(model)` may shard or convert layers while the model has no
+    memory yet."""
     _check_memory(config, torch.device(device))
     with torch.device("meta"):
         model = Transformer(config)
@@ -264,8 +260,7 @@ def _check_memory(config: ModelConfig, device: torch.device) -> None:
 
 @torch.no_grad()
 def fill(model: Transformer, seed: int) -> None:
-    """Initialise in place; a sharded parameter takes its own part of the value that an unsharded one would
-    get."""
+    """Initialise in place; a sharded parameter takes its part of the value that an unsharded one would get."""
     for name, parameter in model.named_parameters():
         value = torch.empty(parameter.shape, device=parameter.device)
         if "norm" in name or name.endswith("bias"):
@@ -293,25 +288,18 @@ def _std(name: str, config: ModelConfig) -> float:
 
 
 def _context(recompute: Recompute) -> dict[str, Any]:
-    return (
-        {}
-        if recompute == "full"
-        else {"context_fn": functools.partial(create_selective_checkpoint_contexts, _keep_matmuls)}
-    )
+    if recompute == "full":
+        return {}
+    return {"context_fn": functools.partial(create_selective_checkpoint_contexts, _keep_products)}
 
 
+_ATTENTION = ("flash_attention", "cudnn_attention", "efficient_attention", "flash_attention_for_cpu")
 _KEPT = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_mm.default,
+    getattr(torch.ops.aten, name).default
+    for name in ("mm", "addmm", "_scaled_mm", *(f"_scaled_dot_product_{kind}" for kind in _ATTENTION))
 }
 
 
-def _keep_matmuls(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """Selective recomputation keeps what is dear to compute (matrix products, attention) and redoes what is
-    cheap."""
+def _keep_products(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    """Selective recomputation keeps what is expensive (matrix products, attention) and repeats the rest."""
     return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

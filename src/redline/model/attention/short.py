@@ -58,34 +58,20 @@ class _ShortAttention(torch.autograd.Function):
     ) -> Tensor:
         T, heads, width = qkv.shape
         y = torch.empty((T, q_heads * width), dtype=qkv.dtype, device=qkv.device)
-        ctx.save_for_backward(qkv, cos, sin, bounds)
-        ctx.q_heads, ctx.longest = q_heads, longest
         kv_heads, block = (heads - q_heads) // 2, _block(longest)
-        _attend[(len(bounds) - 1, kv_heads)](
-            qkv,
-            cos,
-            sin,
-            bounds,
-            y,
-            width**-0.5,
-            Q_HEADS=q_heads,
-            KV_HEADS=kv_heads,
-            C=width,
-            L=block,
-            num_warps=4 if block <= 64 else 8,
-        )
+        ctx.save_for_backward(qkv, cos, sin, bounds)
+        ctx.grid = (len(bounds) - 1, kv_heads)
+        ctx.sizes = {"Q_HEADS": q_heads, "KV_HEADS": kv_heads, "C": width, "L": block}
+        ctx.warps = 4 if block <= 64 else 8
+        _attend[ctx.grid](qkv, cos, sin, bounds, y, width**-0.5, **ctx.sizes, num_warps=ctx.warps)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         qkv, cos, sin, bounds = ctx.saved_tensors
-        dqkv, dy = torch.empty_like(qkv), dy.contiguous()
-        kv_heads, block = (qkv.shape[1] - ctx.q_heads) // 2, _block(ctx.longest)
-        width = qkv.shape[2]
-        sizes = {"Q_HEADS": ctx.q_heads, "KV_HEADS": kv_heads, "C": width, "L": block}
-        warps = 4 if block <= 64 else 8
-        _attend_backward[(len(bounds) - 1, kv_heads)](
-            qkv, cos, sin, bounds, dy, dqkv, width**-0.5, **sizes, num_warps=warps
+        dqkv, scale = torch.empty_like(qkv), qkv.shape[2] ** -0.5
+        _attend_backward[ctx.grid](
+            qkv, cos, sin, bounds, dy.contiguous(), dqkv, scale, **ctx.sizes, num_warps=ctx.warps
         )
         return dqkv, None, None, None, None, None
 
