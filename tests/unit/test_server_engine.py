@@ -188,8 +188,8 @@ def test_a_stop_text_that_the_server_left_in_place_is_cut(fake: Fake) -> None:
 
 def test_what_a_server_cannot_do_is_refused(fake: Fake) -> None:
     fake.owner = "somebody"
-    assert "top_k cannot be had" in str(refused(fake.engine, Sampling(top_k=3)))
-    assert "stop_ids cannot be had" in str(refused(fake.engine, Sampling(stop_ids=(3,))))
+    assert "does not take top_k: leave it out" in str(refused(fake.engine, Sampling(top_k=3)))
+    assert "does not take stop_ids: use stop_strings" in str(refused(fake.engine, Sampling(stop_ids=(3,))))
     assert fake.bodies == []
     run(fake.engine(), Request(prompt="a", sampling=GREEDY))
     assert "top_k" not in fake.bodies[0]

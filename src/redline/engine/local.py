@@ -39,7 +39,7 @@ STEPS = 8
 the GPU some 0.3 ms. Once nobody waits for a slot, looks are twice as rare."""
 AHEAD = 8
 """Prompts for one in this many slots are read before they are needed, so that the GPU does not wait while the
-host launches that."""
+host launches that work."""
 PREFILL_TOKENS = 32_768
 """Prompt tokens read in one pass, at most; enough to fill a GPU, few enough to bound the activations."""
 MOST_SLOTS = 2048
@@ -65,12 +65,12 @@ class Stats:
     slot_steps: int = 0
     """Rows that the decode steps computed, the idle ones and the padding included."""
     open_steps: int = 0
-    """Rows of those that produced a token that counts."""
+    """Rows among them that produced a token that counts."""
     run_s: float = 0.0
 
     @property
     def occupancy(self) -> float:
-        """Share of the computed rows that were of use."""
+        """Share of the computed rows that were useful."""
         return self.open_steps / self.slot_steps if self.slot_steps else 0.0
 
 

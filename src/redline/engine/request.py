@@ -33,7 +33,7 @@ class Sampling:
     top_p: float = 1.0
     """Choose among the likeliest tokens that together have this probability."""
     stop_ids: tuple[int, ...] = ()
-    """Tokens that end a completion; beside the engine's own end of text."""
+    """Tokens that end a completion, in addition to the engine's end-of-text tokens."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a completion, and are cut off it."""
 

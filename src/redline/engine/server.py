@@ -1,18 +1,18 @@
 """Generation by an OpenAI-compatible completion server (vLLM, SGLang, llama.cpp, `transformers serve`), as an
 `Engine`. No torch.
 
-    with ServerEngine("http://localhost:8000", "SmolLM2-135M-Instruct") as engine:      # the key: environment REDLINE_API_KEY
+    with ServerEngine("http://localhost:8000", "SmolLM2-135M-Instruct") as engine:      # the key: REDLINE_API_KEY
         for completion in engine.run(requests): ...
 
-Every sample is a call of its own, with a seed made from the request's seed and the sample's number: no server
-promises the same text for the same sample of an `n`, and those that cache prefixes (vLLM, SGLang, llama.cpp)
-read the prompt once all the same. What a server would otherwise take from the model's own settings (top-k,
-penalties) is sent as neutral, so that `Sampling` means what it says. What it cannot do is refused: an option
-that is silently passed over would be a different experiment.
+Every sample is one call, with a seed made from the request's seed and the sample's number: no server promises the
+same text for the same sample of an `n`, and those that cache prefixes (vLLM, SGLang, llama.cpp) read the prompt
+once anyway. What a server would otherwise take from the model's settings (top-k, penalties) is sent as neutral, so
+that `Sampling` means what it says. What it cannot do is refused: an option that is silently ignored would make it
+a different experiment.
 
-vLLM and llama.cpp tell tokens and log-probabilities; of the others only the number of tokens is known. `transformers serve` seeds
-a generator that all its requests share: its samples repeat only with concurrency=1. Left out: chat endpoints
-(render the template and complete the text), answers in parts, redirects and proxies.
+vLLM and llama.cpp return tokens and log-probabilities; the others at most the number of tokens. `transformers
+serve` seeds a generator that all its requests share: its samples repeat only with concurrency=1. Left out: chat
+endpoints (render the template and complete the text), streamed answers, redirects and proxies.
 """
 
 import json
@@ -89,17 +89,11 @@ class ServerEngine:
         `tokenizer` turns prompts of token ids into text, for servers that take text alone. `progress` hears
         of calls that are tried again."""
         if concurrency < 1 or timeout_s <= 0:
-            raise ConfigError(
-                f"concurrency must be at least 1 and timeout_s greater than 0, got {concurrency} and"
-                f" {timeout_s}"
-            )
+            got = f"got {concurrency} and {timeout_s}"
+            raise ConfigError(f"concurrency must be at least 1 and timeout_s greater than 0, {got}")
         self.concurrency, self.tokenizer = concurrency, tokenizer
-        self._site = open_site(
-            url,
-            os.environ.get(KEY_VARIABLE) if api_key is None else api_key,
-            timeout_s,
-            progress or (lambda _: None),
-        )
+        key = os.environ.get(KEY_VARIABLE) if api_key is None else api_key
+        self._site = open_site(url, key, timeout_s, progress or (lambda _: None))
         self._lines: set[Line] = set()
         self.dialect = self._recognise()
         self.model = self._choose(model)
@@ -124,9 +118,8 @@ class ServerEngine:
                         ended = request is _END
                         if request is None or ended:
                             break
-                        waiting.extend(
-                            (request, request.first_sample + index) for index in range(request.samples)
-                        )
+                        first = request.first_sample
+                        waiting.extend((request, sample) for sample in range(first, first + request.samples))
                     pool.submit(self._complete, line, *waiting.popleft()).add_done_callback(done.put)
                     flying += 1
                 if flying:
@@ -173,7 +166,7 @@ class ServerEngine:
             body["stop"] = list(sampling.stop_strings)
         if sampling.stop_ids:
             if not self.dialect.stop_ids:
-                raise self._refusal("stop_ids", "give stop_strings instead")
+                raise self._refusal("stop_ids", "use stop_strings")
             body["stop_token_ids"] = list(sampling.stop_ids)
         if sampling.top_k is not None and self.dialect.no_top_k is None:
             raise self._refusal("top_k", "leave it out")
@@ -196,10 +189,8 @@ class ServerEngine:
         return str(self.tokenizer.decode(list(prompt)))
 
     def _refusal(self, what: str, way_out: str) -> ConfigError:
-        return ConfigError(
-            f"{what} cannot be had from {self._site.url}: it is {self.dialect.name}, which takes none;"
-            f" {way_out}"
-        )
+        name = self.dialect.name
+        return ConfigError(f"{self._site.url} is {name}, which does not take {what}: {way_out}")
 
     def _read(self, answer: Any, request: Request, sample: int) -> Completion:
         try:
@@ -231,14 +222,13 @@ class ServerEngine:
 
     def _recognise(self) -> Dialect:
         try:
-            # `transformers serve` is known by the one path that nobody else has. Its list of models would not
-            # tell: they are owned by whoever trained them, and where the machine has no cache of them it
-            # answers with 500.
+            # `transformers serve` has a path that nobody else has. Its list of models would not tell: they are
+            # owned by whoever trained them, and without a cache of them the list is an error.
             described = self._check("/openapi.json", root=True)
             if isinstance(described, dict) and "/load_model" in described.get("paths", {}):
                 return TRANSFORMERS
         except ConfigError:
-            pass  # not every server describes itself; one that is not there at all is found out next
+            pass  # not every server describes itself; one that is not there is noticed next
         owners = [str(card.get("owned_by")) for card in self._cards()]
         return next((DIALECTS[owner] for owner in owners if owner in DIALECTS), OTHER)
 
@@ -265,7 +255,7 @@ class ServerEngine:
         return cards
 
     def _check(self, path: str, *, root: bool = False) -> Any:
-        """The answer to a question that generates nothing, soon or never."""
+        """The answer to a question that generates nothing, and is asked once."""
         line = Line(replace(self._site, timeout_s=min(CHECK_S, self._site.timeout_s)))
         try:
             return line.ask("GET", path, None, patient=False, root=root)
@@ -274,13 +264,11 @@ class ServerEngine:
 
 
 def _tokens(choice: dict[str, Any]) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Token ids and log-probabilities as vLLM or llama.cpp tell them; empty where a server does not."""
+    """Token ids and log-probabilities as vLLM or llama.cpp return them; empty for other servers."""
     told = choice.get("logprobs") or {}
-    if told.get("content") is not None:
-        return tuple(part["id"] for part in told["content"]), tuple(
-            part["logprob"] for part in told["content"]
-        )
     ids, logprobs = choice.get("token_ids"), told.get("token_logprobs")
+    if (parts := told.get("content")) is not None:
+        ids, logprobs = [part["id"] for part in parts], [part["logprob"] for part in parts]
     if ids is None or logprobs is None:
         return (), ()
     if len(ids) != len(logprobs):
