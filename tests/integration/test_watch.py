@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import socket
 import struct
 import subprocess
@@ -22,7 +23,7 @@ import pytest
 from pipeline import Nano
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from run_folders import EVALUATIONS, EVENTS, jsonl, lines, write_run
+from run_folders import EVALUATIONS, EVENTS, jsonl, lines, write_rft, write_run
 
 from redline.cli.main import main
 from redline.cli.watch import in_order
@@ -130,7 +131,7 @@ class TestServer:
         assert (more["afresh"], more["offset"], more["points"]["axes"]["step"]) == (False, 21, [21])
         assert self.news(server, first["generation"], 21)["points"]["axes"]["step"] == []
         for _ in range(100):  # the figures are not made anew for every answer
-            if "21 of 40" in self.news(server, first["generation"], 21)["head"]:
+            if "21 of 40" in self.news(server, first["generation"], 21)["parts"]["head"]:
                 break
             threading.Event().wait(0.1)
         else:
@@ -244,10 +245,8 @@ class TestTerminal:
     ) -> None:
         for place, name in enumerate(("round-1", "round-2")):
             path = tmp_path / "run" / name
-            path.mkdir(parents=True)
-            (path / "recipe.toml").write_text(
-                'name = "units"\n[task]\nname = "units"\n[model]\npath = "demo"\n'
-            )
+            write_rft(path)
+            shutil.rmtree(path / "train-samples")
             jsonl(
                 path / "events.jsonl",
                 [{"event": "training_on_samples", "at": 5.0, "why": "finished", "step": 9}],

@@ -14,13 +14,20 @@ RECIPE = """name = "small"
 about = "{about}"
 
 [model]
+vocab_size = 1024
 num_layers = 2
+hidden_size = 64
+num_heads = 2
+ffn_size = 128
+context_length = 128
 
 [data]
+source = "tinyshakespeare"
 seq_len = 100
 
 [train]
 batch_size = 10
+lr = 1e-3
 steps = {steps}
 """
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>&\"'"
@@ -30,7 +37,7 @@ def plan(**changes: Any) -> dict[str, Any]:
     reason = {"reason": "because", "source": "rule"}
     return {
         "recipe": "small",
-        "fingerprint": "0123456789abcdef",
+        "work": "0123456789abcdef",
         "hardware": {
             "title": "NVIDIA H200",
             "kind": "cuda",
@@ -87,11 +94,12 @@ EVENTS: list[dict[str, Any]] = [
 ]
 
 
-def write_rft(folder: Path, *, correct: int = 10, model: str = "") -> Path:
+def write_rft(folder: Path, *, correct: int = 10, sample: str = "") -> Path:
     """An RFT run: 10 s of sampling in two attempts, 27.75 s of fine-tuning, tests of 1 and 2 s."""
     (folder / "train-samples").mkdir(parents=True)
     (folder / "recipe.toml").write_text(
-        f'name = "units"\n[task]\nname = "units"\n[model]\npath = "demo"\n{model}[test]\nquestions = 100\n'
+        f'name = "units"\nworkload = "rft"\n[model]\ninit_from = "demo"\n[task]\nname = "units"\n[train]\nbatch_size = 8\n'
+        f"lr = 1e-3\nepochs = 1\n[sample]\n{sample}[test]\nrows = 100\n"
     )
     found = {"why": "finished", "questions": 40, "solved": 40, "samples": 500, "correct": correct}
     jsonl(

@@ -421,7 +421,7 @@ def test_the_record_is_what_the_report_reads(tmp_path: Path) -> None:
         "outcome",
     }
     assert all(promised <= set(row) for row in saved)
-    assert sum(len(chart.rows) for chart in ablation(saved)) == len(saved)
+    assert sum(len(chart.rows) + len(chart.not_applicable) for chart in ablation(saved)) == len(saved)
     text = markdown(rows, "gpt2-124m", "here")
     assert text.count("\n| ") == len(rows) + 2  # two tables, each with a head
     assert all(len(cells(row)) == len(COLUMNS) for row in rows)

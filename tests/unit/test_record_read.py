@@ -67,6 +67,11 @@ class TestHoles:
     def test_what_is_missing(self, steps, end, missing) -> None:
         assert holes(numbered(*steps), end) == missing
 
+    def test_a_fork_and_a_resumed_loop_owe_nothing_of_what_was_before(self) -> None:
+        assert holes(numbered(301, 302), begin=300) == []
+        assert holes([], 300, begin=300) == []
+        assert holes(numbered(301, 302, 303, 306), 310, begin=300) == [(304, 305), (307, 310)]
+
     def test_the_report_shows_it(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         path = write_run(tmp_path / "a", metrics=[line for line in lines() if not 10 < line["step"] < 22])
         assert main(["report", str(path)]) == 0

@@ -48,10 +48,7 @@ def hostile(tmp_path: Path) -> Path:
         *EVENTS[:1],
         {"at": 2.0, "event": "failed", "error": HOSTILE},
     ]
-    changed = {
-        "micro_batch": {"value": HOSTILE, "reason": HOSTILE, "source": HOSTILE},
-        "fingerprint": HOSTILE,
-    }
+    changed = {"micro_batch": {"value": HOSTILE, "reason": HOSTILE, "source": HOSTILE}, "work": HOSTILE}
     path = write_run(tmp_path / "a<b>&", about=HOSTILE, events=events, plan_changes=changed)
     (path / "ablation.json").write_text(
         json.dumps([ABLATION[0] | {"name": HOSTILE, "verdict": HOSTILE, "numerics": HOSTILE}])
@@ -130,7 +127,7 @@ def test_what_is_said_beside_findings_and_losses(tmp_path: Path) -> None:
     made[-1].pop("valid_loss")
     shown = view(read_run(write_run(tmp_path / "a", metrics=made)))
     text = page([dataclasses.replace(shown, remark="beside <them>")])
-    assert "on record, but the gradient is not a number from update 32 on" in text
+    assert "but the gradient is not a number from update 32 on" in text
     assert shown.findings
     assert text.index(shown.findings[-1].title) < text.index("beside &lt;them&gt;")
 
@@ -145,7 +142,7 @@ def test_a_tuning_explains_its_stars_and_breaks_its_notes(tmp_path: Path) -> Non
             )
         ]
     )
-    assert '<td class="long">far too long</td>' in text
+    assert '<td data-name="note" class="long">far too long</td>' in text
     assert "* fewer than 6 rounds: an interval of 87.5 %" in text
 
 

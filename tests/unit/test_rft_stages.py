@@ -201,7 +201,9 @@ def test_nothing_correct_is_said(place, tmp_path):
     with session_in(
         place, tmp_path / "run", "sample.samples_per_question=1", "task.rows=1", "sample.spend_rest=false"
     ) as session:
-        with pytest.raises(DataError, match="no sample is correct"):
+        with pytest.raises(
+            DataError, match=r"none of the 1 samples was scored correct.* Two of them: .*expected .*score 0"
+        ):
             run_all(session)
         with pytest.raises(DataError, match="`redline rft train --on samples`"):
             run_test(session, "samples")

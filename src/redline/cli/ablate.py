@@ -125,32 +125,21 @@ def _where(options, hardware, facts, recipe) -> str:  # type: ignore[no-untyped-
 
 
 def _print(rows, title: str) -> None:  # type: ignore[no-untyped-def]
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+    from dataclasses import replace
 
-    from redline.report.narrow import WIDE, rows_with_texts
-    from redline.tune.waterfall_table import BRIEF, COLUMNS, brief_cells, cells
+    from redline.report.grid import show
+    from redline.tune.waterfall_table import COLUMNS, cells
 
-    console = Console()
-    if console.width < WIDE:
-        lines = [
-            line
-            for heading, row in _shown(rows)
-            for line in ([((heading,), "")] if heading else []) + [brief_cells(row)]
-        ]
-        console.print(rows_with_texts(BRIEF, lines, title=title))
-        return
-    columns, tables = [number for number, column in enumerate(COLUMNS) if column != "by"], []
+    lines = []
     for heading, row in _shown(rows):
-        if heading:
-            tables.append(Table(title=heading, title_justify="left", box=None, padding=(0, 2, 0, 0)))
-            for number in columns:
-                words = COLUMNS[number] in ("change", "verdict", "numerics")
-                whole = max(len(each.name) for each in rows) if number == 0 else None
-                tables[-1].add_column(COLUMNS[number], overflow="fold", no_wrap=not words, min_width=whole)
-        tables[-1].add_row(*(escape(cells(row)[number]) for number in columns))
-    console.print(escape(title), *tables, sep="\n")
+        lines += [(heading,)] if heading else []
+        named = dict(zip(COLUMNS, cells(replace(row, note="")), strict=True))
+        note = row.note
+        if row.stage == "all":  # what was kept is a list
+            named["change"], note = row.name, "; ".join(text for text in (row.title, row.note) if text)
+        lines.append((*(cell for name, cell in named.items() if name != "by"), note))
+    columns = [name for name in COLUMNS if name != "by"]
+    show((*columns, "note"), lines, title=title)
 
 
 def _shown(rows):  # type: ignore[no-untyped-def]

@@ -33,6 +33,7 @@ from rich.table import Table
 from rich.text import Text
 
 from redline.record.observe import Observer, Observers
+from redline.record.read import time_left_s
 from redline.record.units import (
     DASH,
     format_bytes,
@@ -111,6 +112,10 @@ class Seen:
             before = loss if self.smoothed_loss is None else self.smoothed_loss
             self.smoothed_loss = before + weight * (loss - before)
 
+    def begin(self, facts: dict[str, Any]) -> None:
+        """An attempt of a training: only now the updates of fine-tuning are counted."""
+        self.total_steps = facts.get("updates") or self.total_steps
+
     def share_done(self) -> float:
         """By updates or by hours, whichever is further on, since that one ends the run; or by questions."""
         by_steps = self.last.get("step", 0) / self.total_steps if self.total_steps else 0.0
@@ -128,17 +133,10 @@ class Seen:
         return sum(line["data_wait_s"] for line in known) / total_s if known else None
 
     def left_s(self) -> float | None:
-        """From the median update: a compilation, a validation or a checkpoint among the recent ones does not
-        move it."""
-        if "step" not in self.last:
-            left_s: float | None = self.last.get("left_s")
-            return left_s
-        step_s = self.median_of("step_s")
-        if step_s is None or not (self.total_steps or self.max_hours):
-            return None
-        by_steps_s = (self.total_steps - self.last["step"]) * step_s if self.total_steps else math.inf
-        by_hours_s = self.max_hours * 3600 - self.last.get("elapsed_s", 0.0) if self.max_hours else math.inf
-        return max(0.0, min(by_steps_s, by_hours_s))
+        if "step" in self.last:
+            return time_left_s(list(self.recent), self.total_steps, self.max_hours)
+        left_s: float | None = self.last.get("left_s")
+        return left_s
 
     def done(self) -> str:
         """`step 502/1000  0.02/2 h`, `120/1,000 questions`."""
@@ -178,8 +176,9 @@ class PlainView:
             self._print(told(kind, facts))
             if self._seen.mfu_note:
                 self._print(f"MFU: {self._seen.mfu_note}")
-        else:
-            self._print(told(kind, facts))
+            return
+        self._seen.begin(facts)
+        self._print(told(kind, facts))
 
     def close(self) -> None:
         """The last update is not always the planned one: a limit in hours, an early stop, Ctrl-C."""
@@ -249,6 +248,7 @@ class LiveView:
             self._console.print(Text(told(kind, facts), style="dim"))
         else:
             with self._lock:
+                self._seen.begin(facts)
                 self._events.append(f"{time.strftime('%H:%M:%S')}  {told(kind, facts)}")
 
     def close(self) -> None:

@@ -93,45 +93,25 @@ def _why_not(entry, recipe, name: str, hardware) -> str | None:  # type: ignore[
 
 
 def _print(rows: list[dict[str, object]], where: str) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+    from redline.report.grid import show
 
-    from redline.report.narrow import WIDE, rows_with_texts
-
-    console = Console()
     if where:
-        console.print(f"[bold]{escape(where)}[/bold]")
-    last = "applies" if where else "switch"
+        print(where)
+    columns = ("name", "claimed", "numbers", "applies" if where else "switch", "by", "why")
     for family in dict.fromkeys(row["family"] for row in rows):
         own = [row for row in rows if row["family"] == family]
-        title = f"\n{family}"
-        # the arithmetic that refutes is a text
-        if console.width < WIDE or any(row["standing"] == "refuted" for row in own):
-            below = [_below(row, applies=bool(where)) for row in own]
-            console.print(rows_with_texts(("name", "claimed", "numbers", last), below, title=title))
-            continue
-        table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-        for column in ("name", "claimed", "by", "numbers", last):
-            table.add_column(column, overflow="fold")
-        for row in own:
-            says = ": ".join(filter(None, _last(row, applies=bool(where))))
-            cells = (row["name"], _claimed(row), _by(row), row["effect"], says)
-            table.add_row(*(escape(str(cell)) for cell in cells))
-        console.print(table)
-    console.print(
-        "\nclaimed: speed with the change over speed without it, as the source has it; nothing here was"
-        " measured"
-    )
-    console.print("notes: docs/optimizations.md, or --json")
+        show(columns, [_cells(row, applies=bool(where)) for row in own], title=f"\n{family}")
+    print("\nclaimed: speed with the change over speed without it, as the source has it;")
+    print("nothing here was measured")
+    print("notes: docs/optimizations.md, or --json")
 
 
-def _below(row: dict[str, object], *, applies: bool) -> tuple[tuple[str, ...], str]:
-    """The cells of an entry and the text below them: who claims it, why it does not apply, what refutes
-    it."""
+def _cells(row: dict[str, object], *, applies: bool) -> tuple[str, ...]:
+    """Name, claim, effect on numbers, switch; then who claims it, and why it does not apply or what refutes it."""
     last, reason = _last(row, applies=applies)
-    texts = (f"by {_by(row)}", reason, str(row["note"]) if row["standing"] == "refuted" else "")
-    return (str(row["name"]), _claimed(row), str(row["effect"]), last), "\n".join(filter(None, texts))
+    refuted = str(row["note"]) if row["standing"] == "refuted" else ""
+    why = " ".join(text for text in (reason, refuted) if text)
+    return (str(row["name"]), _claimed(row), str(row["effect"]), last, f"by {_by(row)}", why)
 
 
 def _claimed(row: dict[str, Any]) -> str:

@@ -94,13 +94,11 @@ def byte_progress(what: str) -> Callable[[int, int, int], None]:
             return
         spent_s = max(1e-9, time.monotonic() - began_s)
         rate, ended = format_rate(tokens / spent_s, "tokens"), done >= total
-        if terminal:
-            bar.start()
         bar.update(task, completed=done, total=total, rate=rate)
-        if not terminal and (ended or spent_s - told_s >= 5.0):
+        if terminal:
+            bar.stop() if ended else bar.start()
+        elif ended or spent_s - told_s >= 5.0:
             told_s = spent_s
-            status(f"{what}: {done / max(1, total):.0%}, {rate}")
-        if ended:
-            bar.stop()
+            print(f"{what}: {done / max(1, total):.0%}, {rate}", file=sys.stderr, flush=True)
 
     return show

@@ -37,6 +37,7 @@ def run(options: argparse.Namespace) -> None:
             [{"name": n, "workload": r.workload, "about": r.about, "parameters": sizes[n]} for n, r in rows]
         )
         return
-    width = max(map(len, recipes))
-    for name, recipe in recipes.items():
-        print(f"{name:<{width}}  {recipe.workload:<8}  {format_count(sizes[name]):>6}  {recipe.about}")
+    from redline.report.grid import show
+
+    shown = [(name, r.workload, format_count(sizes[name]), r.about) for name, r in recipes.items()]
+    show(("recipe", "workload", "size", "about"), shown, right=(2,))

@@ -27,7 +27,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="where the page goes (default: report.html in the first run's folder)",
+        help="where the page goes (default: report.html in the first run's folder, or here if that is read-only)",
     )
     add_json(command)
 
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
         if exists(place := metrics_path(path)) and (size := place.stat().st_size) > LONG_BYTES:
             status(f"reading {format_bytes(size)} of metrics in {path}")
     runs = [view(run, place) for place, run in enumerate(read_runs(paths))]
-    out = options.out or options.runs[0] / "report.html"
+    out = options.out or _beside(options.runs[0])
     write_page(runs, out)
     if options.json:
         found = {"page": str(out), "runs": [_figures(shown) for shown in runs]}
@@ -57,12 +57,20 @@ def run(options: argparse.Namespace) -> None:
             | ({"comparable": asdict(comparable([shown.run for shown in runs]))} if len(runs) > 1 else {})
         )
         return
-    from rich.console import Console
-
+    from redline.report.grid import Output
     from redline.report.terminal import print_report
 
-    print_report(runs, Console())
+    print_report(runs, Output())
     status(f"page: {out}")
+
+
+def _beside(folder: Path) -> Path:
+    """In the run's folder, or where that may only be read, in the folder we are in."""
+    import os
+
+    if os.access(folder, os.W_OK):
+        return folder / "report.html"
+    return Path(f"{folder.resolve().name}-report.html")
 
 
 def _figures(shown: "RunView") -> dict[str, Any]:

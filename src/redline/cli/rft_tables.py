@@ -5,11 +5,9 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from redline.config.recipe import Recipe
 from redline.record.units import format_count, format_duration, format_rate, format_share
+from redline.report.grid import show
 
 _NAMES = {"base": "before", "answers": "after plain fine-tuning on the answers", "samples": "after RFT"}
 _APART = {"in_train": "in the training data too", "unseen": "not in training data"}
@@ -36,9 +34,12 @@ def print_stage(verb: str, found: Any, folder: Path) -> None:
     else:
         _print_trained(found)
     if isinstance(found, dict) and found["why"] != "finished":
-        print(f"{found['why']}; the same command goes on from here")
+        print(f"{found['why']}; to go on, run the same command again")
     name = shlex.quote(str(folder))
-    print(f"run folder: {name}   (redline rft stats {name}, redline rft export {name} rft.json)")
+    print(f"run folder: {name}")
+    print(f"  redline report {name}                  accuracies, samples, speed, as one page")
+    print(f"  redline diagnose {name}                what would make it faster")
+    print(f"  redline rft export {name} rft.json     the correct answers; rft stats: figures of the samples")
 
 
 def _print_run(found: dict[str, Any]) -> None:
@@ -87,16 +88,12 @@ def _print_trained(found: dict[str, Any]) -> None:
 
 def print_accuracies(lines: list[dict[str, Any]]) -> None:
     """One row per test, and below it those of its groups that were in the training data and that were not."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("greedy")
-    for column in ("n", "accuracy", "95 %", "answer rate", "95 %"):
-        table.add_column(column, justify="right")
+    rows = []
     for line in lines:
-        table.add_row(_NAMES[line["weights"]], *_shares(line))
-        for name, text in _APART.items():
-            if name in line:
-                table.add_row(f"  {text}", *_shares(line[name]))
-    Console().print(table, highlight=False)
+        rows.append((_NAMES[line["weights"]], *_shares(line)))
+        rows += [(f"  {text}", *_shares(line[name])) for name, text in _APART.items() if name in line]
+    columns = ("greedy", "n", "accuracy", "95 %", "answer rate", "95 %")
+    show(columns, rows, right=range(1, 6))
     for line in lines:
         if line["cut"]:
             print(f"{_NAMES[line['weights']]}: {line['cut']:,} answers ran out of tokens, counted as wrong")
@@ -115,7 +112,6 @@ def _shares(line: dict[str, Any]) -> list[str]:
 
 
 def print_stats(found: dict[str, Any]) -> None:
-    console = Console()
     rows = [
         (
             "questions",
@@ -136,23 +132,20 @@ def print_stats(found: dict[str, Any]) -> None:
         ),
         ("pass@k", "  ".join(f"{k}: {share:.3f}" for k, share in found["pass_at"].items())),
     ]
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for row in rows:
-        table.add_row(*row)
-    console.print(table, highlight=False)
+    show(("", ""), rows)
     if found["families"]:
-        families = Table(box=None, padding=(0, 2, 0, 0))
-        families.add_column("family")
-        for column in ("questions", "solved", "correct"):
-            families.add_column(column, justify="right")
-        for name, row in found["families"].items():
-            families.add_row(
+        families = [
+            (
                 name,
                 f"{row['questions']:,}",
                 format_share(row["solved_share"]),
                 format_share(row["success_rate"]),
             )
-        console.print(families, highlight=False)
-    console.print("hardest:", highlight=False)
-    for hard in found["hardest"]:
-        console.print(f"  {hard['correct']}/{hard['samples']}  {hard['text']}", highlight=False, markup=False)
+            for name, row in found["families"].items()
+        ]
+        show(("family", "questions", "solved", "correct"), families, right=(1, 2, 3))
+    hardest = [(f"{hard['correct']}/{hard['samples']}", hard["text"]) for hard in found["hardest"]]
+    show(("correct", "hardest questions"), hardest, right=(0,))
+    for example in found["examples"][:2] if not found["correct"] else ():
+        told = f"wrong, expected {example['expected']}, score {example['reward']:g}"
+        show(("", ""), [(told, " ".join(example["text"].split()))])

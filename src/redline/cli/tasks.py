@@ -50,6 +50,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from redline.cli.options import print_json
     from redline.errors import ConfigError
+    from redline.report.grid import show
     from redline.tasks.registry import TASKS, load_task
     from redline.tasks.task import prompt_text
 
@@ -62,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
         if options.json:
             print_json([{"name": name, "about": text} for name, text in about.items()])
         else:
-            print("\n".join(f"{name:<{max(map(len, about))}}  {text}" for name, text in about.items()))
+            show(("", ""), list(about.items()))
         return
     if options.seed is not None and options.data is not None:
         raise ConfigError(
@@ -77,7 +78,7 @@ def run(options: argparse.Namespace) -> None:
     elif options.json:
         print_json([_shown(question, prompt_text(task, question)) for question in questions])
     else:
-        print("\n".join(f"{question.id}  {question.text}  {question.answer}" for question in questions))
+        show(("id", "answer", "question"), [(q.id, q.answer, q.text) for q in questions])
 
 
 def _shown(question: "Question", prompt: str) -> dict[str, object]:

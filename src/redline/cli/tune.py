@@ -154,23 +154,18 @@ def _print(plan, result, folder: Path) -> None:  # type: ignore[no-untyped-def]
 
 def _table(rows):  # type: ignore[no-untyped-def]
     """The trials that were made; what was not tried is told below."""
-    from rich.table import Table
-
     from redline.record.units import DASH, format_bytes
+    from redline.report.grid import Grid
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("trial", "tokens/s", "against the best then", "verdict", "predicted", "memory"):
-        table.add_column(column, justify="left" if column in ("trial", "verdict") else "right")
+    shown = []
     for row in (row for row in rows if row.outcome is not None):
         found, speed = row.comparison, f"{row.tokens_per_s:,.0f}" if row.tokens_per_s is not None else DASH
-        ratio = (
-            f"{found.ratio:.3f}x [{found.low:.3f}, {found.high:.3f}]{'*' if _brief(row) else ''}"
-            if found
-            else DASH
-        )
+        star = "*" if _brief(row) else ""
+        ratio = f"{found.ratio:.3f}x [{found.low:.3f}, {found.high:.3f}]{star}" if found else DASH
         predicted = f"{row.predicted:.2f}x" if row.predicted is not None else DASH
-        table.add_row(row.name, speed, ratio, row.verdict, predicted, format_bytes(row.memory_bytes))
-    return table
+        shown.append((row.name, speed, ratio, row.verdict, predicted, format_bytes(row.memory_bytes)))
+    columns = ("trial", "tokens/s", "against the best then", "verdict", "predicted", "memory")
+    return Grid(columns, shown, right=(1, 2, 4), named_below=True)
 
 
 def _brief(row) -> bool:  # type: ignore[no-untyped-def]

@@ -74,14 +74,10 @@ def _of_rft(options: argparse.Namespace, recipe):  # type: ignore[no-untyped-def
 
 
 def _print(checks, title: str) -> None:  # type: ignore[no-untyped-def]
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+    from rich.text import Text
+
+    from redline.report.grid import show
 
     colours = {"passed": "green", "failed": "bold red", "not applicable": "dim", "not checked": "yellow"}
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for column in ("check", "", "what was seen"):
-        table.add_column(column, overflow="fold")
-    for check in checks:
-        table.add_row(check.name, f"[{colours[check.status]}]{check.status}[/]", escape(check.evidence))
-    Console().print(table)
+    rows = [(c.name, Text(c.status, style=colours[c.status]), c.evidence) for c in checks]
+    show(("check", "", "what was seen"), rows, title=title)

@@ -11,7 +11,7 @@ from redline.config.recipe import Recipe
 from redline.plan.plan import Plan
 from redline.record.export import make_exporters
 from redline.record.observe import Observer
-from redline.record.read import Run, number, read_run, table
+from redline.record.read import Run, number, read_run
 from redline.record.units import exact, format_bytes, format_count, format_duration, format_limit_share
 
 
@@ -63,9 +63,9 @@ def observers_for(
 def print_outcome(why: str, step: int, folder: Path) -> None:
     """How a run ended: the outcome, its median speed, and what to do next."""
     run = read_run(folder)
-    planned = number(table(run.recipe.get("train")).get("steps"))
+    planned = run.planned_updates
     spent = f" after {format_duration(run.elapsed_s)}" if run.elapsed_s else ""
-    print(f"\n{why} at step {step:,}{f' of {planned:,.0f}' if planned else ''}{spent}")
+    print(f"\n{why} at step {step:,}{f' of {planned:,}' if planned else ''}{spent}")
     for line in (_loss(run), _speed(run)):
         if line:
             print(line)

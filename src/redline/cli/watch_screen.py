@@ -132,6 +132,7 @@ class ScreenWatch:
         self._events.append(f"{clock}  {told(kind, facts)}")
         if kind == "stage":
             self._seen = Seen.of(facts)
+        self._seen.begin(facts)
 
     def show(self, run: Run, shown: RunView, note: str) -> None:
         self._run, self._shown, self._note = run, shown, note
@@ -227,7 +228,7 @@ def _memory(summary: Summary) -> list[Row]:
     memory = summary.memory
     if memory.seen_bytes is None:
         return []
-    whose = " of this process" if memory.note else " peak"
+    whose = " of the process" if memory.predicted_bytes is None else " peak"
     predicted = f" · {format_bytes(memory.predicted_bytes)} predicted" if memory.predicted_bytes else ""
     device = f" · device {format_bytes(memory.device_bytes)}" if memory.device_bytes else ""
     return part("memory", Text.assemble((format_bytes(memory.seen_bytes), "bold"), whose, predicted, device))

@@ -29,7 +29,7 @@ from statistics import median, median_low
 from typing import Any, Literal
 
 from redline.config.load import from_toml, parse
-from redline.config.recipe import fingerprint_of
+from redline.config.recipe import Recipe
 from redline.errors import ConfigError, DataError
 from redline.record.files import parse_json, read_text
 from redline.record.run import RunFolder, read_lines
@@ -92,8 +92,15 @@ class Run:
     """Time since the last line was written, when the folder was read."""
 
     @property
-    def workload(self) -> Literal["pretrain", "rft"]:
-        return "rft" if "task" in self.recipe else "pretrain"
+    def workload(self) -> str:
+        return str(self.recipe.get("workload", "pretrain"))
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether its plan, or where it has stages the last of them, ran on a GPU."""
+        kind = table(self.plan.get("hardware")).get("kind")
+        stages = [event for event in self.events if event["event"] == "stage"]
+        return kind == "cuda" if kind else not stages or bool(stages[-1].get("on_gpu"))
 
     @property
     def name(self) -> str:
@@ -101,16 +108,21 @@ class Run:
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """What was computed; two speeds compare only under the same one."""
-        if isinstance(known := self.plan.get("fingerprint"), str):
-            return known
-        if self.workload == "pretrain":
-            try:
-                return from_toml(self.recipe_text, where="recipe.toml").fingerprint
-            except ConfigError:  # none, or of another version
-                pass
-        decides = {k: v for k, v in self.recipe.items() if k not in ("name", "about", "plan", "test")}
-        return fingerprint_of(decides) if decides else None
+        """What was computed; two losses compare only under the same one."""
+        return self._typed.fingerprint if self._typed else None
+
+    @cached_property
+    def work(self) -> str | None:
+        """The work of one update; two speeds compare only under the same one."""
+        planned = self.plan.get("work")
+        return planned if isinstance(planned, str) else self._typed.work if self._typed else None
+
+    @cached_property
+    def _typed(self) -> Recipe | None:
+        try:
+            return from_toml(self.recipe_text, where="recipe.toml")
+        except ConfigError:  # there is none, or it is of another version
+            return None
 
     @cached_property
     def state(self) -> State:
@@ -131,7 +143,19 @@ class Run:
 
     @property
     def attempts(self) -> list[Line]:
-        return [event for event in self.events if event["event"] in ("start", "resume")]
+        return attempts(self.events)
+
+    @property
+    def planned_updates(self) -> int | None:
+        """As the last attempt counted them, else the last stage, else the recipe."""
+        stages = [event for event in self.events if event["event"] == "stage"]
+        train = table(self.recipe.get("train"))
+        told = (
+            *values(self.attempts[-1:], "updates"),
+            *values(stages[-1:], "total_steps"),
+            *values([train], "steps"),
+        )
+        return next((int(value) for value in told if value > 0), None)
 
     @cached_property
     def warm(self) -> list[Line]:
@@ -166,7 +190,7 @@ class Run:
 
     @cached_property
     def holes(self) -> list[tuple[int, int]]:
-        return holes(self.metrics)
+        return holes(self.metrics, begin=first_step(self.events))
 
 
 def read_run(path: Path) -> Run:
@@ -259,14 +283,42 @@ def measured(found: list[float]) -> Measured | None:
     return Measured(median(found), low, high, len(found))
 
 
-def holes(lines: list[Line], end: int | None = None) -> list[tuple[int, int]]:
-    """Updates that the record should hold and does not, as (first, last): before its lines, between them, and
-    up to `end`, which a checkpoint has reached. A record of every Nth update has no holes."""
+def attempts(events: list[Line]) -> list[Line]:
+    return [event for event in events if event["event"] in ("start", "resume")]
+
+
+def first_step(events: list[Line]) -> int:
+    """The updates behind a run when it began: of a fork, those of its parent."""
+    return int(min(values(attempts(events), "step"), default=0))
+
+
+def lost_updates(folder: RunFolder, step: int) -> list[tuple[int, int]]:
+    """The holes in the record of a run that resumes from a checkpoint of this step; none in one that begins."""
+    events = read_lines(folder.events_path)
+    begun = first_step(events) if attempts(events) else step
+    return holes(read_lines(folder.metrics_path), step, begun)
+
+
+def holes(lines: list[Line], end: int | None = None, begin: int = 0) -> list[tuple[int, int]]:
+    """Updates after `begin` that the record should hold and does not, as (first, last): before its lines, between
+    them, and up to `end`, which a checkpoint has reached. A record of every Nth update has no holes."""
     if not lines:
-        return [(1, end)] if end else []
-    steps = [0, *(line["step"] for line in lines), *(() if end is None else (end + 1,))]
+        return [(begin + 1, end)] if end and end > begin else []
+    steps = [begin, *(line["step"] for line in lines), *(() if end is None else (end + 1,))]
     usual = median_low([after - before for before, after in pairwise(steps)])
     return [(before + 1, after - 1) for before, after in pairwise(steps) if after - before > max(1, usual)]
+
+
+def time_left_s(recent: list[Line], total_steps: float | None, max_hours: float | None) -> float | None:
+    """From the median of the recent updates: a compilation, a validation or a checkpoint among them does not move
+    it. None where nobody planned an end."""
+    step_s = values(recent, "step_s")
+    if not step_s or not (total_steps or max_hours):
+        return None
+    by_steps_s = (total_steps - recent[-1]["step"]) * median(step_s) if total_steps else math.inf
+    spent_s = number(recent[-1].get("elapsed_s")) or 0.0
+    by_hours_s = max_hours * 3600 - spent_s if max_hours else math.inf
+    return max(0.0, min(by_steps_s, by_hours_s))
 
 
 def silence_limit_s(metrics: list[Line]) -> float:

@@ -15,6 +15,9 @@ WORDS: dict[str, tuple[str, ...]] = {
     "stage": ("{title}",),
     "start": ("{recipe}: training begins", "training begins"),
     "resume": ("resumed at update {step}",),
+    "extended": ("extended: {changes}",),
+    "forked": ("forked from {source}: {changes}", "forked from {source}"),
+    "examples_left_out": ("{rows} rows could not be read or are longer than data.seq_len: left out",),
     "end": ("{why} at update {step} after {elapsed_s}", "{why}"),
     "failed": ("failed: {error}",),
     "refused": ("refused: {error}",),
@@ -57,10 +60,16 @@ BAD = ("failed", "out_of_memory", "validation_out_of_memory", "updates_not_recor
 _QUIET = ("at", "event", "exit_code")
 
 
+def _change(pair: Any) -> str:
+    return f"{pair[0]} to {pair[1]}" if isinstance(pair, list) and len(pair) == 2 else str(pair)
+
+
 def told(kind: str, facts: dict[str, Any]) -> str:
     """One event as a sentence."""
     if kind == "engine" and "occupancy" in facts:
         facts = facts | {"occupancy_share": facts["occupancy"]}
+    if isinstance(changed := facts.get("changed"), dict) and changed:
+        facts = facts | {"changes": ", ".join(f"{name} {_change(pair)}" for name, pair in changed.items())}
     values = {name: named(name, value)[1] for name, value in facts.items() if value is not None}
     for sentence in WORDS.get(kind, ()):
         try:

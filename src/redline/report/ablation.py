@@ -80,6 +80,8 @@ class Ablation:
 
     title: str
     rows: list[Row]
+    not_applicable: list[tuple[str, str]]
+    """Name and reason."""
     one: float
     """Where a factor of 1 lies."""
     ticks: list[Tick]
@@ -99,13 +101,9 @@ class Trials:
 
 def ablation(rows: list[dict[str, Any]]) -> list[Ablation]:
     """The charts, all on one scale that holds every number and 1."""
-    factors = [
-        f
-        for row in rows
-        for f in (number(row.get(k)) for k in ("measured_ratio", "low", "high"))
-        if f and f > 0
-    ]
-    factors += [f for row in rows for f in _pair(row.get("claimed")) or ()]
+    measured = [number(row.get(key)) for row in rows for key in ("measured_ratio", "low", "high")]
+    factors = [value for value in measured if value and value > 0]
+    factors += [value for row in rows for value in _pair(row.get("claimed")) or ()]
     low, high = min([1.0, *factors]), max([1.0, *factors])
     margin = 0.04 * math.log(high / low) or 0.1
     bottom, width = math.log(low) - margin, math.log(high / low) + 2 * margin
@@ -117,10 +115,17 @@ def ablation(rows: list[dict[str, Any]]) -> list[Ablation]:
     for row in rows:
         groups.setdefault(_title(row), []).append(row)
     ticks = _apart([Tick(place(f), f"{f:g}×") for f in TICKS if low <= f <= high])
-    return [
-        Ablation(title, [_row(row, place) for row in group], place(1.0), ticks)
-        for title, group in groups.items()
-    ]
+    return [_chart(title, group, place, ticks) for title, group in groups.items()]
+
+
+def _chart(
+    title: str, rows: list[dict[str, Any]], place: Callable[[float], float], ticks: list[Tick]
+) -> Ablation:
+    """What could not be tried here is a list of names and reasons, not rows without numbers."""
+    out = [row for row in rows if row.get("outcome") == "not applicable"]
+    left_out = [(str(row.get("name", "")), str(row.get("note") or "")) for row in out]
+    shown = [_row(row, place) for row in rows if row not in out]
+    return Ablation(title, shown, left_out, place(1.0), ticks)
 
 
 def _title(row: dict[str, Any]) -> str:
@@ -145,28 +150,20 @@ def _pair(value: Any) -> tuple[float, float] | None:
 
 
 def _row(row: dict[str, Any], place: Callable[[float], float]) -> Row:
-    value, interval, claim = (
-        number(row.get("measured_ratio")),
-        _pair([row.get("low"), row.get("high")]),
-        _pair(row.get("claimed")),
-    )
-    size, outcome = number(row.get("memory_bytes")), str(row.get("outcome") or "ok")
+    value, size = number(row.get("measured_ratio")), number(row.get("memory_bytes"))
     before, speed = number(row.get("before_tokens_per_s")), number(row.get("tokens_per_s"))
+    interval, claim = _pair([row.get("low"), row.get("high")]), _pair(row.get("claimed"))
+    outcome = str(row.get("outcome") or "ok")
     verdict = str(row.get("verdict") or "") if outcome == "ok" else outcome.replace("_", " ")
+    kept = "kept" if row.get("kept") is True else ""
     return Row(
         name=str(row.get("name", "")) + (", again" if row.get("stage") == "second try" else ""),
         title=str(row.get("title") or ""),
-        claimed=(
-            DASH
-            if claim is None
-            else f"{claim[0]:.3g}×"
-            if claim[0] == claim[1]
-            else f"{claim[0]:.3g} to {claim[1]:.3g}×"
-        ),
+        claimed=_range(claim, "{:.3g}") if claim else DASH,
         source=str(row.get("source") or ""),
         measured=f"{factor(value)}×" if value else DASH,
         interval=f"{factor(interval[0])} to {factor(interval[1])}×" if interval else "",
-        judged=", ".join(part for part in (verdict, "kept" if row.get("kept") is True else "") if part),
+        judged=", ".join(part for part in (verdict, kept) if part),
         note=str(row.get("note") or ""),
         speed=f"{f'{exact(before)} to ' if before else ''}{exact(speed)} tokens/s" if speed else "",
         memory=format_bytes(size) if size else "",
@@ -175,6 +172,11 @@ def _row(row: dict[str, Any], place: Callable[[float], float]) -> Row:
         interval_at=(place(interval[0]), place(interval[1]) - place(interval[0])) if interval else None,
         claimed_at=(place(claim[0]), place(claim[1]) - place(claim[0])) if claim else None,
     )
+
+
+def _range(pair: tuple[float, float], form: str) -> str:
+    low, high = (form.format(value) for value in pair)
+    return f"{low}×" if low == high else f"{low} to {high}×"
 
 
 def trials(lines: list[dict[str, Any]]) -> Trials:
@@ -209,8 +211,8 @@ def tuning(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "name": str(row.get("name", "")),
                 "tokens_per_s": number(row.get("tokens_per_s")),
                 "against the best then": f"{ratio:.3f}×" if ratio else None,
-                "95 % interval": f"{between[0]:.3f} to {between[1]:.3f}×{star}" if between else None,
                 "verdict": row.get("verdict"),
+                "95 % interval": f"{between[0]:.3f} to {between[1]:.3f}×{star}" if between else None,
                 "predicted": f"{predicted:.2f}×" if predicted else None,
                 "memory_bytes": number(row.get("memory_bytes")),
                 "note": row.get("note") or None,

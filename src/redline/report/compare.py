@@ -1,13 +1,11 @@
 """Whether runs may be compared, and what the comparison gives. No torch.
 
-    verdict = comparable(runs)          # level: yes | loss only | accuracy only | no, with the reasons in
-                                        words
-    ratio(slow, fast)                   # speed of one over the other, with its interval and "not resolved"
-                                        where it spans 1
+    verdict = comparable(runs)      # level: yes, speed only, loss only, accuracy only or no, with the reasons
+    ratio(slow, fast)               # speed of one over the other, with its interval
 
-Two speeds compare under the same fingerprint on the same hardware; on other hardware only the losses do. What
-the plans do differently is not a reason against: it is what is being compared. Nor is how often a run
-validates or saves, beside its median speed.
+Losses compare where the trainings are the same (one fingerprint). Speeds compare where the work of an update is the
+same, on the same hardware. What the plans do differently is no reason against: it is what is being compared. Nor is
+how often a run validates or saves, beside its median speed.
 """
 
 from dataclasses import dataclass
@@ -16,14 +14,19 @@ from typing import Any, Literal
 from redline.record.read import Run, table
 from redline.report.figures import Summary
 
-CADENCE = ("train.eval_every", "train.checkpoint_every", "train.keep_checkpoints")
-"""What is done between the updates, and changes none of them; but for a run that stops early by its
-validations."""
+Level = Literal["yes", "speed only", "loss only", "accuracy only", "no"]
+TITLES: dict[Level, str] = {
+    "yes": "Comparable",
+    "speed only": "Speeds compare, losses do not",
+    "loss only": "Losses compare, speeds do not",
+    "accuracy only": "Accuracies compare, speeds and losses do not",
+    "no": "Not comparable",
+}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    level: Literal["yes", "loss only", "accuracy only", "no"]
+    level: Level
     title: str
     text: str
     differences: list[str]
@@ -48,54 +51,27 @@ def comparable(runs: list[Run]) -> Verdict:
     plans = [
         {name: entry["value"] for name, entry in run.plan.items() if "value" in table(entry)} for run in runs
     ]
-    machines = [
+    level, text = _level(runs)
+    return Verdict(level, TITLES[level], text, _differences(recipes), _differences(plans))
+
+
+def _level(runs: list[Run]) -> tuple[Level, str]:
+    trainings, works = {run.fingerprint for run in runs}, {run.work for run in runs}
+    elsewhere = _differences([
         {"hardware": table(run.plan.get("hardware")).get("title"), "processes": run.plan.get("world_size")}
         for run in runs
-    ]
-    changed, elsewhere = _differences(recipes), _differences(machines)
-    plan_changed = _differences(plans)
-    prints = {run.fingerprint for run in runs}
-    if None in prints:
-        return Verdict(
-            "no",
-            "Not comparable",
-            "a run without a recipe does not say what it computed",
-            changed,
-            plan_changed,
-        )
-    cadence = len(prints) > 1 and _only_cadence(changed, recipes)
-    if len(prints) > 1 and not cadence:
-        if _tested_alike(runs):
-            text = (
-                "the runs are tested in the same way but train on different samples (their fingerprints"
-                " differ)"
-            )
-            return Verdict(
-                "accuracy only", "Accuracies compare, speeds and losses do not", text, changed, plan_changed
-            )
-        text = (
-            "the runs compute different things (their fingerprints differ): neither speeds nor losses say"
-            " which is better"
-        )
-        return Verdict("no", "Not comparable", text, changed, plan_changed)
-    if elsewhere:
-        text = f"the same training ran on different hardware ({'; '.join(elsewhere)})"
-        return Verdict(
-            "loss only", "Losses compare, speeds do not", text, changed if cadence else [], plan_changed
-        )
-    if cadence:
-        text = (
-            "the same training on the same hardware; only validation and checkpoint cadence differ: "
-            "median speeds and losses compare, whole-run speed does not"
-        )
-        return Verdict("yes", "Comparable", text, changed, plan_changed)
-    text = "the same training (one fingerprint) on the same hardware; what differs is how it was executed"
-    return Verdict("yes", "Comparable", text, [], plan_changed)
-
-
-def _only_cadence(changed: list[str], recipes: list[dict[str, Any]]) -> bool:
-    stops_early = any(table(recipe.get("train")).get("early_stop_evals") for recipe in recipes)
-    return bool(changed) and not stops_early and all(line.partition(":")[0] in CADENCE for line in changed)
+    ])  # fmt: skip
+    if None in trainings:
+        return "no", "a run without a recipe does not say what it computed"
+    if len(trainings) == 1 and elsewhere:
+        return "loss only", f"the same training ran on different hardware ({'; '.join(elsewhere)})"
+    if len(trainings) == 1:
+        return "yes", "the same training (one fingerprint) on the same hardware"
+    if _tested_alike(runs):
+        return "accuracy only", "the runs are tested in the same way but train on different samples"
+    if len(works) == 1 and None not in works and not elsewhere:
+        return "speed only", "the work of an update is the same, on the same hardware; the trainings differ"
+    return "no", "the runs compute different things: neither speeds nor losses say which is better"
 
 
 def _tested_alike(runs: list[Run]) -> bool:

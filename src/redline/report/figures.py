@@ -59,21 +59,19 @@ class TimePart:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
+    """Predictions are of a GPU's memory alone: what a process holds on a CPU is another thing."""
+
     seen_bytes: float | None
+    seen_note: str
     predicted_bytes: float | None
     predicted_parts_bytes: dict[str, float]
     device_bytes: float | None
-    note: str
 
     @property
     def error(self) -> float | None:
-        """How far the prediction lies above what was seen, as a share of it; None on a CPU, where two
-        different things are meant."""
-        known = self.seen_bytes and self.predicted_bytes and not self.note
+        """How far the prediction lies above what was seen, as a share of it."""
         return (
-            self.predicted_bytes / self.seen_bytes - 1
-            if known and self.predicted_bytes and self.seen_bytes
-            else None
+            self.predicted_bytes / self.seen_bytes - 1 if self.predicted_bytes and self.seen_bytes else None
         )
 
 
@@ -126,7 +124,6 @@ def summarise(run: Run) -> Summary:
     """Every figure of one run."""
     hardware, prediction = table(run.plan.get("hardware")), table(run.plan.get("prediction"))
     last = run.metrics[-1] if run.metrics else {}
-    steps = number(table(run.recipe.get("train")).get("steps"))
     world_size = number(run.plan.get("world_size"))
     return Summary(
         label=run.label,
@@ -143,7 +140,7 @@ def summarise(run: Run) -> Summary:
         started_at=number(run.events[0].get("at")) if run.events else None,
         state=run.state,
         updates=int(last.get("step", 0)),
-        planned_updates=None if steps is None else int(steps),
+        planned_updates=run.planned_updates,
         tokens=number(last.get("tokens")),
         elapsed_s=run.elapsed_s,
         attempts=len(run.attempts),
@@ -282,26 +279,16 @@ def _update_parts(run: Run, update_s: float) -> list[TimePart]:
 
 
 def memory(run: Run) -> Memory:
-    """Predicted beside seen."""
-    prediction, hardware = table(run.plan.get("prediction")), table(run.plan.get("hardware"))
-    seen = values(run.metrics, "memory_bytes")
-    parts = {
-        name: size
-        for name, value in table(prediction.get("memory_parts_bytes")).items()
-        if (size := number(value))
-    }
-    predicted = number(prediction.get("memory_bytes"))
-    notes = [
-        "seen is the resident memory of the whole process, Python and torch included" if seen else "",
-        "predicted are the tensors of the training" if predicted else "",
-    ]
-    note = "; ".join(part for part in notes if part)
+    """Seen, and on a GPU predicted."""
+    hardware, on_gpu = table(run.plan.get("hardware")), run.on_gpu
+    prediction = table(run.plan.get("prediction")) if on_gpu else {}
+    parts = table(prediction.get("memory_parts_bytes"))
     return Memory(
-        seen_bytes=max(seen) if seen else None,
-        predicted_bytes=predicted,
-        predicted_parts_bytes=parts,
+        seen_bytes=max(values(run.metrics, "memory_bytes"), default=None),
+        seen_note="peak allocated by torch" if on_gpu else "of the whole process, Python and torch included",
+        predicted_bytes=number(prediction.get("memory_bytes")),
+        predicted_parts_bytes={name: size for name, value in parts.items() if (size := number(value))},
         device_bytes=number(hardware.get("memory_bytes")),
-        note=note[:1].upper() + note[1:] if hardware.get("kind") == "cpu" else "",
     )
 
 

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -23,7 +24,7 @@ import jinja2
 
 from redline import __version__
 from redline.record.files import write_atomic
-from redline.record.metrics import METRICS
+from redline.record.metrics import METRICS, Metric
 from redline.record.units import (
     exact,
     format_bytes,
@@ -34,7 +35,7 @@ from redline.record.units import (
 )
 from redline.report.compare import comparable
 from redline.report.series import curves
-from redline.report.view import RunView, bad_gradient, side_by_side, when
+from redline.report.view import RunView, side_by_side, when
 
 ASSETS = Path(str(resources.files("redline"))) / "report" / "assets"
 UPLOT = "uPlot-1.6.32.min"
@@ -51,6 +52,8 @@ class Chart:
 
     title: str
     format: str
+    first: bool = False
+    """Whether it is the outcome, above what explains it."""
     main: bool = False
     wide: bool = False
     smooth: bool = False
@@ -59,7 +62,7 @@ class Chart:
 
 
 CHARTS = {
-    "loss": Chart("Loss", "plain", main=True, wide=True, smooth=True, validation=True),
+    "loss": Chart("Loss", "plain", first=True, main=True, wide=True, smooth=True, validation=True),
     "tokens_per_s": Chart("Speed", "count", main=True, from_zero=True),
     "rows_per_s": Chart("Rows", "count", main=True, from_zero=True),
     "memory_bytes": Chart("Memory", "bytes", main=True, from_zero=True),
@@ -89,28 +92,30 @@ def page(runs: list[RunView], live: dict[str, int] | None = None) -> str:
         f"default-src 'none'; {connect}img-src data:; style-src 'unsafe-inline'; script-src {_hash(script)}; "
         "base-uri 'none'; form-action 'none'"
     )
+    drawn = [_curves(run) for run in runs]
+    own = dict.fromkeys(name for run in drawn for name in run["curves"] if name not in CHARTS)
     return _templates().get_template("page.html.j2").render(
         title=", ".join(run.summary.label for run in runs),
         policy=policy,
         style=_asset(f"{UPLOT}.css") + _asset("page.css"),
-        head=head(runs),
+        parts=parts(runs),
         runs=runs,
         live=live is not None,
         made_at=when(time.time()),
         version=__version__,
-        data=_json({"charts": _charts(), "runs": [_curves(run) for run in runs], "live": live}),
+        data=_json({"charts": [*map(_chart, (*CHARTS, *own))], "runs": drawn, "live": live}),
         script=script,
     )  # fmt: skip
 
 
-def head(runs: list[RunView]) -> str:
-    """The part of the page that changes while a run goes on."""
-    return str(_part("head")(runs, comparable([shown.run for shown in runs]) if len(runs) > 1 else None))
-
-
-def events(shown: RunView) -> str:
-    """The table of events."""
-    return str(_part("events")(shown))
+def parts(runs: list[RunView]) -> dict[str, str]:
+    """What changes while a run goes on, by the id of its place on the page."""
+    verdict = comparable([shown.run for shown in runs]) if len(runs) > 1 else None
+    made: dict[str, Callable[..., str]] = {
+        name: getattr(_macros(), name) for name in ("head", "outcome", "why")
+    }
+    found = {name: str(macro(runs, verdict)) for name, macro in made.items()}
+    return found | {f"events-{shown.place}": str(_macros().events(shown)) for shown in runs}
 
 
 def _curves(shown: RunView) -> dict[str, Any]:
@@ -127,22 +132,13 @@ def _curves(shown: RunView) -> dict[str, Any]:
     return {"label": shown.run.label, "place": shown.place, "lines": known, **curves(shown.run.metrics)}
 
 
-def _charts() -> list[dict[str, Any]]:
-    found = []
-    for name, chart in CHARTS.items():
-        metric = METRICS[name]
-        short = chart.title if chart.title.isupper() else chart.title.lower()
-        unit = "" if metric.unit == "1" else metric.unit
-        found.append(
-            {
-                "name": name,
-                "short": short,
-                "unit": unit,
-                "meaning": f"{metric.meaning} ({metric.unit})",
-                **vars(chart),
-            }
-        )
-    return found
+def _chart(name: str) -> dict[str, Any]:
+    """How a metric is drawn; one that is not Redline's has its own name."""
+    chart, metric = CHARTS.get(name, Chart(name, "plain")), METRICS.get(name, Metric("1", name))
+    unit = "" if metric.unit == "1" else metric.unit
+    meaning = f"{metric.meaning} ({metric.unit})" if unit else metric.meaning
+    short = chart.title.lower() if name in METRICS and not chart.title.isupper() else chart.title
+    return {"name": name, "short": short, "unit": unit, "meaning": meaning, **vars(chart)}
 
 
 @functools.cache
@@ -158,12 +154,12 @@ def _templates() -> jinja2.Environment:
         "bytes": format_bytes, "count": format_count, "duration": format_duration, "share": format_share,
         "limit_share": format_limit_share,         "exact": exact, "when": when,
     }  # fmt: skip
-    environment.globals |= {"side_by_side": side_by_side, "bad_gradient": bad_gradient}
+    environment.globals |= {"side_by_side": side_by_side}
     return environment
 
 
-def _part(name: str) -> Any:
-    return getattr(_templates().get_template("parts.html.j2").module, name)
+def _macros() -> Any:
+    return _templates().get_template("parts.html.j2").module
 
 
 @functools.cache

@@ -10,7 +10,8 @@ number; `broken` says where on each axis the loss ceases to be one, if it does s
 
 from typing import Any
 
-from redline.record.read import number
+from redline.record.metrics import METRICS
+from redline.record.read import number, values
 from redline.report.figures import without_number
 
 AXES = ("step", "tokens", "elapsed_s")
@@ -35,17 +36,21 @@ def curves(lines: list[dict[str, Any]], most_points: int = MOST_POINTS) -> dict[
         "each": each,
         "axes": {axis: [_plain(number(block[-1].get(axis))) for block in blocks] for axis in AXES},
     }
-    found["curves"] = {
-        name: _curve(blocks, name)
-        for name in CURVES
-        if any(number(line.get(name)) is not None for line in lines)
-    }
+    names = (*CURVES, *own_names(lines))
+    found["curves"] = {name: _curve(blocks, name) for name in names if values(lines, name)}
     tested = [line for line in lines if number(line.get("valid_loss")) is not None]
     found["broken"] = broken(lines)
     found["validation"] = {
         name: [_plain(number(line.get(name))) for line in tested] for name in (*AXES, "valid_loss")
     }
     return found
+
+
+def own_names(lines: list[dict[str, Any]]) -> list[str]:
+    """Numbers under names that are not Redline's, in the lines of a watched loop (`run.log`)."""
+    some = lines[:: max(1, len(lines) // 200)]  # a name stands in more than one line
+    names = dict.fromkeys(name for line in some for name in line if name not in METRICS)
+    return [name for name in names if values(some, name)]
 
 
 def broken(lines: list[dict[str, Any]]) -> dict[str, float | None] | None:

@@ -1,10 +1,11 @@
-"""A run's figures as a page shows them: bars with their lengths, parts of a stack, rows of tables. No torch,
+"""A run's figures as they are shown: tiles, bars with their lengths, parts of a stack, rows of tables. No torch,
 no HTML.
 
-    view(run).time_stack[0].percent
+    shown = view(run)
+    shown.tiles[0].value, shown.time_stack[0].percent
 
-`place` is the run's place among those shown and decides its colour. Numbers become text here, once, for the
-page and for the terminal.
+The outcome stands first (losses, or accuracies before and after), then what explains it. Numbers become text
+here, once, for the page and for the terminal. `place` is the run's place among those shown and decides its colour.
 """
 
 import math
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redline.record.read import Run, number, table
+from redline.record.read import Run, number, table, time_left_s
 from redline.record.units import (
     DASH,
     exact,
@@ -22,6 +23,7 @@ from redline.record.units import (
     format_count,
     format_duration,
     format_limit_share,
+    format_share,
 )
 from redline.record.words import BAD, told
 from redline.report.ablation import Ablation, Trials, ablation, trials, tuning
@@ -31,12 +33,23 @@ from redline.report.findings import FindingView, findings
 
 TESTED = {"base": "before", "answers": "after fine-tuning on the answers", "samples": "after RFT"}
 FIRST_EVENTS, LAST_EVENTS = 20, 80
+RECENT = 60
+"""Updates that the time left is told from."""
 _KINDS = {
     "updates": "p0", "forward": "p0", "backward": "p4", "optimiser update": "p2", "between phases": "p6",
-    "data wait": "p7",
-    "first updates": "p3", "checkpoints": "p5", "validation": "p1", "other": "p6", "generation": "p8",
-    "sampling": "p8", "tests": "p1", "fine-tuning on answers": "p3",
+    "data wait": "p7", "first updates": "p3", "checkpoints": "p5", "validation": "p1", "other": "p6",
+    "generation": "p8", "sampling": "p8", "tests": "p1", "fine-tuning on answers": "p3",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A figure worth its own frame."""
+
+    label: str
+    value: str
+    note: str = ""
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,6 +59,12 @@ class Bar:
     percent: float
     kind: str
     note: str = ""
+
+
+@dataclass(frozen=True)
+class Progress:
+    percent: float
+    text: str
 
 
 @dataclass(frozen=True)
@@ -79,6 +98,9 @@ class RunView:
     run: Run
     place: int
     summary: Summary
+    progress: Progress | None
+    """None where the run has ended or nobody planned its end."""
+    tiles: list[Tile]
     speed_bars: list[Bar]
     floor_s: float | None
     """Time of an update by roofline."""
@@ -98,32 +120,37 @@ class RunView:
 
 
 def view(run: Run, place: int = 0) -> RunView:
-    """Everything that is shown of a run. Costs some 20 µs an update: made once, and handed to the page and to
-    the terminal."""
+    """Everything that is shown of a run. Costs some 20 µs an update: made once, and handed to the page and to the
+    terminal."""
     summary = summarise(run)
-    memory = summary.memory
-    speed = summary.speed
+    memory, speed = summary.memory, summary.speed
     found, remark = findings(run, speed, summary.quality)
+    tests, samples = accuracies(run.evaluations), samples_of(run.path)
+    parts = [(part.name, part.elapsed_s, format_duration(part.elapsed_s), part.note) for part in summary.time]
+    sizes = [(name, size, format_bytes(size), "") for name, size in memory.predicted_parts_bytes.items()]
+    device = f"the device holds {format_bytes(memory.device_bytes)}" if memory.device_bytes else ""
     return RunView(
         run=run,
         place=place,
         summary=summary,
+        progress=progress(run, summary, samples),
+        tiles=[*_outcome_tiles(summary, tests), *_speed_tiles(summary)],
         speed_bars=_speed_bars(summary),
         floor_s=speed.step_s * speed.attained_share if speed.step_s and speed.attained_share else None,
-        time_stack=_stack([(p.name, p.elapsed_s, format_duration(p.elapsed_s), p.note) for p in summary.time]),
+        time_stack=_stack(parts),
         memory_bars=_bars([
-            ("peak seen", memory.seen_bytes, format_bytes(memory.seen_bytes), "seen", ""),
-            ("predicted", memory.predicted_bytes, format_bytes(memory.predicted_bytes), "limit", _of_device(memory.device_bytes)),
+            ("seen", memory.seen_bytes, format_bytes(memory.seen_bytes), "seen", memory.seen_note),
+            ("predicted", memory.predicted_bytes, format_bytes(memory.predicted_bytes), "limit", device),
         ]),
-        memory_stack=_stack([(name, size, format_bytes(size), "") for name, size in memory.predicted_parts_bytes.items()]),
+        memory_stack=_stack(sizes),
         findings=found,
         remark=remark,
         plan=plan_rows(run),
         events=event_rows(run),
         ablation=ablation(run.ablation),
         trials=trials(tuning(run.tuning) or run.trials),
-        tests=accuracies(run.evaluations),
-        samples=samples_of(run.path),
+        tests=tests,
+        samples=samples,
         recipe_text=run.recipe_text,
     )  # fmt: skip
 
@@ -144,28 +171,101 @@ def when(at: float) -> str:
     """Unix seconds as `2026-11-15 05:55:13 UTC`."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
-    except (OverflowError, ValueError, OSError):  # not a time that any clock gave
+    except (ValueError, OverflowError, OSError):  # a clock that was wrong
         return DASH
 
 
-def _of_device(size: float | None) -> str:
-    return f"the device holds {format_bytes(size)}" if size else ""
+def progress(run: Run, summary: Summary, samples: dict[str, Any] | None) -> Progress | None:
+    """How far a run is that goes on: by updates or hours, whichever ends it first, or by questions asked."""
+    if run.state.over:
+        return None
+    stage = next((event for event in reversed(run.events) if event["event"] == "stage"), {})
+    if questions := number(stage.get("questions")):
+        asked = samples["asked"] if samples and stage.get("name") == "sample" else 0
+        return Progress(100 * asked / questions, f"{stage['title']}: {asked:,} of {questions:,.0f} asked")
+    total = summary.planned_updates
+    max_hours = number(table(run.recipe.get("train")).get("max_hours"))
+    shares = [summary.updates / total] if total else []
+    shares += [(summary.elapsed_s or 0.0) / (max_hours * 3600)] if max_hours else []
+    if not shares:
+        return None
+    left_s = time_left_s(run.metrics[-RECENT:], total, max_hours)
+    left = f", {format_duration(left_s)} left" if left_s is not None and run.state.ending == "running" else ""
+    done = f"update {summary.updates:,}" + (f" of {total:,.0f}" if total else "")
+    return Progress(100 * min(1.0, max(shares)), f"{format_share(min(1.0, max(shares)))}, {done}{left}")
+
+
+# ---- tiles and bars ----
+
+
+def _outcome_tiles(summary: Summary, tests: list[Test]) -> list[Tile]:
+    """What the run was for."""
+    tiles = [
+        Tile(
+            f"accuracy {test.name}",
+            f"{100 * test.accuracy:.1f} %",
+            f"95 %: {100 * test.low:.1f} to {100 * test.high:.1f} %, {test.n:,} questions",
+        )
+        for test in tests
+    ]
+    q = summary.quality
+    if q.nan_step is not None:
+        last = f"; the last number was {q.last_loss:.4f}" if q.last_loss is not None else ""
+        tiles.append(Tile("training loss", "not a number", f"from update {q.nan_step:,} on{last}", "bad"))
+    if q.valid_loss is not None:
+        notes = [f"nats/token at update {q.valid_step:,}"]
+        notes += [f"perplexity {q.valid_perplexity:.2f}"] if q.valid_perplexity is not None else []
+        notes += [f"{q.valid_bits_per_byte:.3f} bits/byte"] if q.valid_bits_per_byte is not None else []
+        notes += [f"best {q.best_loss:.4f} at update {q.best_step:,}"] if q.best_step != q.valid_step else []
+        tiles.append(Tile("validation loss", f"{q.valid_loss:.4f}", ", ".join(notes)))
+    if (
+        q.last_loss is not None
+        and q.nan_step is None
+        and (q.valid_loss is None or q.bad_gradient_step is not None)
+    ):
+        bad = q.bad_gradient_step is not None
+        note = f"{bad_gradient(q)} on" if bad else f"nats/token, last update; the first {q.first_loss:.4f}"
+        tiles.append(Tile("training loss", f"{q.last_loss:.4f}", note, "bad" if bad else ""))
+    return tiles
+
+
+def _speed_tiles(summary: Summary) -> list[Tile]:
+    speed, memory, tiles = summary.speed, summary.memory, list[Tile]()
+    if speed.update is not None:
+        tiles.append(
+            Tile(f"speed, {speed.unit}", exact(speed.update.value), f"median update{_interval(summary)}")
+        )
+    if speed.attained_share:
+        limit = f"of the {exact(speed.attainable)} {speed.unit} that the roofline allows"
+        tiles.append(Tile("of the attainable speed", format_limit_share(speed.attained_share), limit))
+    if speed.mfu is not None:
+        tiles.append(Tile("MFU", format_limit_share(speed.mfu), speed.mfu_note))
+    if speed.ceiling_share is not None:
+        tiles.append(
+            Tile("of the matmul ceiling", format_limit_share(speed.ceiling_share), speed.ceiling_note)
+        )
+    if memory.seen_bytes is not None:
+        tiles.append(Tile("peak memory", format_bytes(memory.seen_bytes), memory.seen_note))
+    if summary.elapsed_s is not None:
+        what = "training time" if summary.workload == "pretrain" else "fine-tuning time"
+        tokens = f"{format_count(summary.tokens)} tokens" if summary.tokens else ""
+        tiles.append(Tile(what, format_duration(summary.elapsed_s), tokens))
+    return tiles
+
+
+def _interval(summary: Summary) -> str:
+    update = summary.speed.update
+    return f", {exact(update.low)} to {exact(update.high)}" if update and update.low else ""
 
 
 def _speed_bars(summary: Summary) -> list[Bar]:
     speed = summary.speed
-    interval = (
-        f"{exact(speed.update.low)} to {exact(speed.update.high)}"
-        if speed.update and speed.update.low
-        else ""
-    )
+    whole = ("whole run", "everything included")
+    if summary.workload != "pretrain":
+        whole = ("fine-tuning", "all of it; sampling and tests are not in it")
     rows = [
-        ("median update", speed.update.value if speed.update else None, "seen", interval),
-        (
-            ("whole run", speed.whole_run, "seen2", "everything included")
-            if summary.workload == "pretrain"
-            else ("fine-tuning", speed.whole_run, "seen2", "all of it; sampling and tests are not in it")
-        ),
+        ("median update", speed.update.value if speed.update else None, "seen", _interval(summary)[2:]),
+        (whole[0], speed.whole_run, "seen2", whole[1]),
         ("attainable", speed.attainable, "limit", "predicted: roofline"),
         ("matmul ceiling", speed.ceiling, "limit", "predicted: matrix products alone"),
     ]
@@ -188,6 +288,9 @@ def _stack(parts: list[tuple[str, float, str, str]]) -> list[Bar]:
     ]
 
 
+# ---- tables ----
+
+
 def plan_rows(run: Run) -> list[PlanRow]:
     """Every value of the plan that has a reason."""
     rows = []
@@ -201,61 +304,45 @@ def plan_rows(run: Run) -> list[PlanRow]:
 
 
 def event_rows(run: Run) -> list[EventRow]:
-    """The events; of many the first and the last, so that a page of a long run is no longer than one of a
-    short one."""
-    first, last = run.events[:FIRST_EVENTS], run.events[FIRST_EVENTS:][-LAST_EVENTS:]
-    if not (left_out := len(run.events) - len(first) - len(last)):
-        return _event_rows(run.events)
-    return [*_event_rows(first), EventRow("", f"{left_out:,} more in events.jsonl", ""), *_event_rows(last)]
-
-
-def _event_rows(events: list[dict[str, Any]]) -> list[EventRow]:
-    return [
+    """The events; of many the first and the last, so that a page of a long run is no longer than one of a short
+    one."""
+    rows = [
         EventRow(
             when(number(event.get("at")) or math.inf),
             told(event["event"], event),
             "bad" if event["event"] in BAD else "",
         )
-        for event in events
+        for event in (*run.events[:FIRST_EVENTS], *run.events[FIRST_EVENTS:][-LAST_EVENTS:])
     ]
+    if left_out := len(run.events) - len(rows):
+        rows.insert(FIRST_EVENTS, EventRow("", f"{left_out:,} more in events.jsonl", ""))
+    return rows
 
 
 def accuracies(evaluations: list[dict[str, Any]]) -> list[Test]:
     """The accuracies of an RFT run, in the order of the record."""
+    names = ("n", "accuracy", "accuracy_low", "accuracy_high", "answer_rate")
     found = []
     for line in evaluations:
-        shares = [
-            number(line.get(name))
-            for name in ("n", "accuracy", "accuracy_low", "accuracy_high", "answer_rate")
-        ]
-        if None in shares:
-            continue
-        n, *rest = [value for value in shares if value is not None]
-        found.append(
-            Test(
-                TESTED.get(str(line.get("weights")), str(line.get("weights"))),
-                int(n),
-                str(line.get("split", "")),
-                *rest,
+        known = [value for name in names if (value := number(line.get(name))) is not None]
+        if len(known) == len(names):
+            weights = str(line.get("weights"))
+            found.append(
+                Test(TESTED.get(weights, weights), int(known[0]), str(line.get("split", "")), *known[1:])
             )
-        )
     return found
 
 
 def side_by_side(runs: list[RunView]) -> list[tuple[str, list[str]]]:
     """The comparison: one row a figure, one cell a run; speeds also as a factor of the first run's."""
     all_ = [run.summary for run in runs]
-    covered, whole = (
-        ("fine-tuning", "all of fine-tuning")
-        if all(s.workload == "rft" for s in all_)
-        else ("training", "whole run")
-    )
+    rft = all(s.workload == "rft" for s in all_)
+    covered, whole = ("fine-tuning", "all of fine-tuning") if rft else ("training", "whole run")
     rows: list[tuple[str, list[str]]] = [
-        ("recipe", [s.recipe for s in all_]),
-        ("fingerprint", [s.fingerprint or DASH for s in all_]),
-        ("machine", [s.hardware or DASH for s in all_]),
-        ("state", [s.state.ending for s in all_]),
-        ("updates", [f"{s.updates:,}" for s in all_]),
+        ("accuracy after RFT", [next((f"{100 * t.accuracy:.1f} %" for t in run.tests if t.name == "after RFT"), DASH) for run in runs]),
+        ("last training loss", [last_loss(s) for s in all_]),
+        ("last validation loss", [_loss(s.quality.valid_loss) for s in all_]),
+        ("best validation loss", [_loss(s.quality.best_loss) for s in all_]),
         ("speed, median update", [f"{exact(s.speed.update.value)} {s.speed.unit}" if s.speed.update else DASH for s in all_]),
         ("against the first", ["1×"] + [_factor(all_[0], s) for s in all_[1:]]),
         (f"speed, {whole}", [f"{exact(s.speed.whole_run)} tokens/s" if s.speed.whole_run else DASH for s in all_]),
@@ -265,17 +352,18 @@ def side_by_side(runs: list[RunView]) -> list[tuple[str, list[str]]]:
         ("peak memory", [format_bytes(s.memory.seen_bytes) for s in all_]),
         (f"{covered} time", [format_duration(s.elapsed_s) for s in all_]),
         ("tokens", [format_count(s.tokens) for s in all_]),
-        ("last training loss", [last_loss(s) for s in all_]),
-        ("last validation loss", [_loss(s.quality.valid_loss) for s in all_]),
-        ("best validation loss", [_loss(s.quality.best_loss) for s in all_]),
-        ("accuracy after RFT", [next((f"{100 * t.accuracy:.1f} %" for t in run.tests if t.name == "after RFT"), DASH) for run in runs]),
+        ("updates", [f"{s.updates:,}" for s in all_]),
+        ("state", [s.state.ending for s in all_]),
+        ("recipe", [s.recipe for s in all_]),
+        ("fingerprint", [s.fingerprint or DASH for s in all_]),
+        ("machine", [s.hardware or DASH for s in all_]),
     ]  # fmt: skip
     return [(name, cells) for name, cells in rows if any(cell != DASH for cell in cells)]
 
 
 def last_loss(summary: Summary) -> str:
-    """A loss that is no number any more is said before the last that was one, and a gradient that is none
-    beside it."""
+    """A loss that is no number any more is said before the last that was one, and a gradient that is none beside
+    it."""
     quality = summary.quality
     if quality.nan_step is not None:
         return f"not a number from update {quality.nan_step:,}"

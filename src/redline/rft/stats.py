@@ -34,6 +34,7 @@ def stats(run: Path) -> dict[str, Any]:
         source, settings = store.latest()
         questions, verdicts, tokens = store.questions(), store.verdicts(source), store.tokens(source)
         cut = store.cut(source)
+        right, wrong = (store.examples(source, correct=correct, most=2) for correct in (True, False))
     drawn: dict[str, list[tuple[int, bool]]] = defaultdict(list)
     keys: dict[str, set[str | None]] = defaultdict(set)
     for question, sample, correct, key in verdicts:
@@ -63,6 +64,7 @@ def stats(run: Path) -> dict[str, Any]:
         "tokens_per_s": _share(sampled_tokens, sampling_s) if sampled_tokens else None,
         "pass_at": _pass_curve([_first(sorted(samples))[:anyway] for samples in drawn.values()]),
         "families": _families(asked, drawn),
+        "examples": [*right, *wrong][:3] if right else wrong,
         "hardest": [
             {
                 "id": question["id"],

@@ -272,6 +272,19 @@ class Store:
                     kept.append(row)
         return kept
 
+    def examples(self, source: Source, *, correct: bool, most: int) -> list[dict[str, Any]]:
+        """The first sample with that verdict of so many questions, in their order."""
+        query = (
+            "SELECT q.text question, q.answer expected, s.text, s.answer, s.reward, s.correct, s.reason,"
+            " min(s.sample) sample FROM samples s JOIN questions q ON q.id = s.question"
+            " WHERE s.model = ? AND s.sampling = ? AND s.correct = ? GROUP BY s.question ORDER BY q.position"
+            " LIMIT ?"
+        )
+        with _errors(self.path):
+            found = self._db.execute(query, (*source, correct, most))
+            names = [column[0] for column in found.description]
+            return [dict(zip(names, row, strict=True)) | {"correct": correct} for row in found]
+
     def questions(self) -> list[dict[str, Any]]:
         """Every question in its order: id, text, answer, meta."""
         with _errors(self.path):

@@ -9,6 +9,7 @@ says.
 """
 
 import json
+import textwrap
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -196,12 +197,22 @@ def _kept(session: Session, questions: dict[str, Question]) -> list[tuple[Questi
             )
         _check_writer(session, source, store.path)
         kept = store.kept(source, session.recipe.sample.keep_per_question)
-    if not kept:
-        raise DataError(
-            "no sample is correct, so there is nothing to train on: more samples, a higher temperature or a"
-            " better sampler"
-        )
+        if not kept:
+            raise DataError(_nothing_correct(store, source))
     return [(questions[row.question], row.reasoning) for row in kept if row.question in questions]
+
+
+def _nothing_correct(store: Store, source: Source) -> str:
+    """What the samples look like that nothing can be learnt from: most often it is the prompt or the scorer."""
+    shown = [
+        f"{textwrap.shorten(row['text'], 160, placeholder=' ...')!r} (expected {row['expected']!r}, understood"
+        f" {row['answer']!r}, score {row['reward']:g})"
+        for row in store.examples(source, correct=False, most=2)
+    ]
+    return (
+        f"none of the {len(store.verdicts(source)):,} samples was scored correct, so there is nothing to train on."
+        f" Two of them: {'; '.join(shown)}. Check the prompt and the scorer (docs/tasks.md), or use a better sampler"
+    )
 
 
 def _check_writer(session: Session, source: Source, samples: Path) -> None:

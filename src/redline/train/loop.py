@@ -25,6 +25,7 @@ from redline.errors import CheckpointError, TrainingError
 from redline.model.transformer import Transformer
 from redline.plan.plan import Plan
 from redline.record.observe import Observer, Observers
+from redline.record.read import lost_updates
 from redline.record.run import LineWriter, RunFolder
 from redline.train import execution
 from redline.train.checkpoint import Checkpoints, load
@@ -341,6 +342,8 @@ class Trainer:
         """The record of the steps, cut back to where the run resumes; on the first process."""
         folder, step = self.job.folder, self.progress.step
         dropped = folder.cut_metrics(step) if folder is not None else 0
+        for first, last in lost_updates(folder, step) if folder is not None else ():
+            self._event("updates_not_recorded", first=first, last=last)
         self._event(
             "resume" if step else "start",
             step=step,

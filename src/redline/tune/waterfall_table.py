@@ -1,7 +1,6 @@
 """The table of an ablation, claimed beside measured: as Markdown, or as cells for the terminal. No torch."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from redline.measure.statistics import FEWEST_BLOCKS
 from redline.optimizations.catalogue import Quote, StudyPart, ratio, study
@@ -19,7 +18,6 @@ COLUMNS = (
     "memory",
     "numerics",
 )
-BRIEF = ("change", "claimed", "measured", "interval", "verdict")
 WORKLOADS = {"train": "pre-training", "generate": "generation", "finetune": "LoRA fine-tuning"}
 
 
@@ -45,17 +43,6 @@ def cells(row: AblationRow) -> tuple[str, ...]:
         memory,
         row.numerics,
     )
-
-
-def brief_cells(row: AblationRow) -> tuple[tuple[str, ...], str]:
-    """The cells of a narrow terminal (`BRIEF`), and what the other columns say as a text below them."""
-    named = dict(zip(COLUMNS, cells(replace(row, note="")), strict=True)) | (
-        {"change": row.name} if row.stage == "all" else {}
-    )
-    kept = row.title if row.stage == "all" else ""
-    speed = f"tokens/s (MFU): {named['tokens/s (MFU)']}" if row.tokens_per_s is not None else ""
-    below = (kept, speed, named["memory"], named["numerics"], row.note)
-    return tuple(named[column] for column in BRIEF), "; ".join(text for text in below if text)
 
 
 def markdown(rows: Sequence[AblationRow], title: str, where: str) -> str:

@@ -175,14 +175,14 @@ function frame(chart, into) {
 
 function drawAll() {
   for (const d of drawn) d.plotted.destroy();
-  const main = document.getElementById("charts"), more = document.getElementById("charts-more"), open = document.getElementById("more").open;
-  main.replaceChildren(); more.replaceChildren();
-  const framed = data.charts.flatMap(chart => chart.main ? frame(chart, main) : open ? frame(chart, more) : []);
+  const [first, main, more] = ["charts-first", "charts", "charts-more"].map(id => document.getElementById(id)), open = document.getElementById("more").open;
+  for (const place of [first, main, more]) place.replaceChildren();
+  const framed = data.charts.flatMap(chart => chart.main ? frame(chart, chart.first ? first : main) : open ? frame(chart, more) : []);
   drawn = framed.map(({ state, plot }) => ({ state, plot, plotted: new uPlot(options(state, Math.max(200, plot.clientWidth)), table(state.content.curves), plot) }));
   const keys = document.getElementById("keys");
   keys.replaceChildren();
   if (several) for (const run of data.runs) { const item = document.createElement("span"), dot = document.createElement("i"); dot.className = "dot c" + run.place % 6; item.append(dot, run.label); keys.appendChild(item); }
-  document.getElementById("curves").hidden = !data.live && !data.runs.some(run => run.axes.step.length);
+  for (const part of document.querySelectorAll(".curves")) part.hidden = !data.live && !data.runs.some(run => run.axes.step.length);
 }
 
 let width = 0, pending = 0;
@@ -213,8 +213,7 @@ async function watch(at) {
       const news = await answer.json();
       if (news.afresh || news.offset !== at.offset) take(news.points, news.afresh);
       at = { generation: news.generation, offset: news.offset };
-      document.getElementById("head").innerHTML = news.head;
-      document.querySelector("[data-events]").innerHTML = news.events;
+      for (const [id, html] of Object.entries(news.parts)) document.getElementById(id).innerHTML = html;
       pulse.textContent = news.state;
       if (news.over) pause = 10000;
     } catch (error) { pulse.textContent = "no answer from redline watch"; pause = 3000; }

@@ -1,0 +1,93 @@
+"""Tables that fit the terminal: no word is broken and nothing is cut, however narrow it is.
+
+    show(("name", "claimed", "why"), [("bf16", "2-3x", "a long text"), ("a heading",)], title="Precision", right=(1,))
+
+A row of cells stands in one line where there is room; the last column may wrap. Where there is not, the columns that
+do not fit stand below the row, over the whole width. A row of one cell is a heading.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from redline.record.units import DASH
+
+GAP = 2
+LEAST_TEXT = 26
+"""Columns under which a text is better read below its row than beside it, a few words a line."""
+Cell = str | Text
+
+
+class Output(Console):
+    """Standard output. A reader that has gone (head, less) is handled once, where the command line ends."""
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False)
+
+    def on_broken_pipe(self) -> None:
+        raise  # rich would exit with 1
+
+
+def show(
+    columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, title: str = "", right: Collection[int] = ()
+) -> None:
+    """Print a table on standard output; nothing in it is taken for markup."""
+    console = Output()
+    if title:
+        console.print(Text(title, style="italic"))
+    console.print(Grid(columns, rows, right))
+
+
+@dataclass(frozen=True)
+class Grid:
+    columns: Sequence[str]
+    """Their names; all empty: no line of names."""
+    rows: Sequence[Sequence[Cell]]
+    right: Collection[int] = ()
+    """Columns of numbers."""
+    named_below: bool = False
+    """Whether what stands below a row is told with the names of its columns."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        full = [self.columns, *(row for row in self.rows if len(row) > 1)]
+        widths = [max(cell_len(str(cell)) for cell in column) for column in zip(*full, strict=True)]
+        beside = self._fitting(widths, options.max_width)
+        if any(self.columns):
+            yield self._line([Text(name, style="bold") for name in self.columns], widths, beside)
+        for row in self.rows:
+            if len(row) == 1:
+                yield Text(str(row[0]), style="bold")
+                continue
+            yield self._line(row, widths, beside)
+            rest = [(name, str(cell)) for name, cell in zip(self.columns, row, strict=True)][beside:]
+            below = [
+                f"{name} {cell}" if self.named_below and name != "note" else cell
+                for name, cell in rest
+                if cell not in ("", DASH)
+            ]
+            if below:
+                yield Padding(Text("; ".join(below), style="dim"), (0, 0, 0, GAP))
+
+    def _fitting(self, widths: Sequence[int], room: int) -> int:
+        """How many columns stand in the line."""
+        gaps = GAP * (len(widths) - 1)
+        words = [cell_len(word) for row in self.rows if len(row) > 1 for word in str(row[-1]).split()]
+        least = min(widths[-1], max(LEAST_TEXT, *words)) if words else 0
+        if sum(widths[:-1]) + gaps + least <= room:
+            return len(widths)
+        fits = [n for n in range(1, len(widths)) if sum(widths[:n]) + GAP * (n - 1) <= room]
+        return max(fits, default=1)
+
+    def _line(self, cells: Sequence[Cell], widths: Sequence[int], beside: int) -> Table:
+        line = Table.grid(padding=(0, GAP, 0, 0))
+        for place in range(beside):
+            last = place == len(widths) - 1
+            justify: JustifyMethod = "right" if place in self.right else "left"
+            line.add_column(width=None if last else widths[place], justify=justify, overflow="fold")
+        line.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells[:beside]))
+        return line
