@@ -150,15 +150,44 @@ def kill_after(update: int, calls: int) -> None:
 
     def hook(at: int, _learner: Any) -> None:
         if at == update:
-            sys.setprofile(count)
+            _kill_in(calls)
 
+    _at_each_update(hook)
+
+
+def kill_in_sampling(samples: int, calls: int) -> None:
+    """The same, since this many samples were stored."""
+    _when_stored(samples, lambda: _kill_in(calls))
+
+
+def signalled_in_sampling(samples: int, number: int) -> None:
+    """A signal to this process when it has stored this many samples."""
+    _when_stored(samples, lambda: os.kill(os.getpid(), number))
+
+
+def _when_stored(samples: int, act: Callable[[], None]) -> None:
+    from redline.rft.store import Store
+
+    add, stored = Store.add, 0
+
+    def counted(store: Store, source: Any, rows: Sequence[Any]) -> None:
+        nonlocal stored
+        add(store, source, rows)
+        before, stored = stored, stored + len(rows)
+        if before < samples <= stored:
+            act()
+
+    Store.add = counted  # type: ignore[method-assign]
+
+
+def _kill_in(calls: int) -> None:
     def count(*_event: Any) -> None:
         nonlocal calls
         calls -= 1
         if calls < 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    _at_each_update(hook)
+    sys.setprofile(count)
 
 
 def clock_of_updates(update_s: float, killed_at: int = 0) -> None:

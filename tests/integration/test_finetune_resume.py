@@ -99,7 +99,7 @@ def children(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyp
     made = Children(tmp_path_factory.mktemp("runs"))
     yield made
     made.server.stdin.close()
-    made.server.wait(timeout=30)
+    made.server.wait()
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])

@@ -36,7 +36,7 @@ CONFIG = ModelConfig(
     tie_embeddings=False,
 )  # fmt: skip
 PROMPTS = ("ROMEO: what light", "The", "O, I am slain! And now")
-START_LIMIT_S = 120
+START_LIMIT_S = 300
 SERVE = "from transformers.cli.transformers import main; main()"
 
 

@@ -253,9 +253,9 @@ def test_the_watched_page_keeps_up_with_its_run(chromium: Any, tmp_path: Path) -
         with (path / "metrics.jsonl").open("a") as metrics, (path / "events.jsonl").open("a") as events:
             metrics.write("".join(json.dumps(line) + "\n" for line in lines()[20:]))
             events.write("".join(json.dumps(event) + "\n" for event in EVENTS[1:]))
-        opened.page.get_by_text("40 of 40").wait_for(timeout=10_000)
+        opened.page.get_by_text("40 of 40").wait_for(timeout=120_000)
         opened.page.wait_for_function(
-            "document.getElementById('pulse').textContent === 'finished, finished'", timeout=10_000
+            "document.getElementById('pulse').textContent === 'finished, finished'", timeout=120_000
         )
         assert (
             opened.page.evaluate("document.querySelector('figure[data-chart=loss] canvas').toDataURL()")

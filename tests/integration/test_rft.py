@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import safetensors.torch
 from pipeline import one_line
-from warm import Command, Warm
+from warm import Fault, Warm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from rft_model import letters_recipe, tiny_model
@@ -59,28 +60,22 @@ def samples(run: Path) -> dict[tuple[str, int], str]:
     return found
 
 
-def wait_for_samples(command: Command, run: Path, more: int) -> None:
-    before = len(samples(run)) if (run / "samples.db").exists() else 0
-    while command.alive() and (not (run / "samples.db").exists() or len(samples(run)) < before + more):
-        time.sleep(0.005)
-
-
 def test_killed_at_random_moments_the_loop_ends_where_an_unbroken_one_does(
     warm: Warm, place: Path, unbroken: Path, tmp_path: Path
 ) -> None:
+    """Four times while samples are drawn, then in the middle of the training on them."""
     rng = random.Random(1)
-    run, seen, kills = tmp_path / "run", dict[tuple[str, int], str](), 0
+    run, seen = tmp_path / "run", dict[tuple[str, int], str]()
     arguments = ("rft", "run", place / "letters.toml", "--run", run, "--json", *LONGER)
-    for _ in range(4):
-        command = warm.start(*arguments)
-        wait_for_samples(command, run, more=rng.randint(1, 400))
-        time.sleep(rng.random() * 0.1)
-        command.kill()
-        kills += command.code == -signal.SIGKILL
-        found = samples(run) if (run / "samples.db").exists() else {}
+    drawing = [
+        Fault("kill_in_sampling", samples=rng.randint(1, 200), calls=int(10 ** rng.uniform(0, 4)))
+        for _ in range(4)
+    ]
+    for fault in (*drawing, Fault("kill_after", update=1, calls=100)):
+        assert warm.run(*arguments, fault=fault).code == -signal.SIGKILL
+        found = samples(run)
         assert seen.items() <= found.items(), "what was stored is still there, unchanged"
         seen = found
-    assert kills >= 2
     done = warm.run(*arguments)
     assert done.code == 0, done.err
     assert seen.items() <= samples(run).items()
@@ -106,14 +101,12 @@ def test_a_request_to_stop_keeps_what_is_there(
 ) -> None:
     run = tmp_path / "run"
     arguments = ("rft", "sample", place / "letters.toml", "--run", run, *LONGER)
-    command = warm.start(*arguments, "--json")
-    wait_for_samples(command, run, more=50)
-    command.send(number)
-    done = command.wait()
+    fault = Fault("signalled_in_sampling", samples=50, number=int(number))
+    done = warm.run(*arguments, "--json", fault=fault)
     assert done.code == 0, done.err
     said = json.loads(done.out)
     assert said["why"] == "stopped by signal"
-    assert said["samples"] == len(samples(run)) > 50
+    assert said["samples"] == len(samples(run)) >= 50
     rest = warm.run(*arguments)
     assert rest.code == 0, rest.err
     assert "20/20 questions" in rest.out
@@ -122,8 +115,12 @@ def test_a_request_to_stop_keeps_what_is_there(
 
 def test_a_run_has_one_owner_and_many_readers(warm: Warm, place: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    command = warm.start("rft", "sample", place / "letters.toml", "--run", run, "--json", *LONGER)
-    wait_for_samples(command, run, more=50)
+    fault = Fault("signalled_in_sampling", samples=50, number=int(signal.SIGSTOP))
+    command = warm.start(
+        "rft", "sample", place / "letters.toml", "--run", run, "--json", *LONGER, fault=fault
+    )
+    while command.alive() and psutil.Process(command.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
     second = warm.run("rft", "sample", place / "letters.toml", "--run", run, *LONGER)
     assert second.code == 5
     assert "in use by another process" in one_line(second.err)

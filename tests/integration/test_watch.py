@@ -15,12 +15,14 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pipeline import Nano
+from warm import LIMIT_S as HUNG_S
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from run_folders import EVALUATIONS, EVENTS, jsonl, lines, write_rft, write_run
@@ -49,7 +51,7 @@ def server(run: Path) -> Iterator[Server]:
 def ask(
     server: Server, path: str, method: str = "GET", host: str | None = None
 ) -> tuple[int, dict[str, str], str]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=HUNG_S)
     connection.request(method, path, headers={"Host": host} if host else {})
     answer = connection.getresponse()
     found = answer.status, dict(answer.getheaders()), answer.read().decode()
@@ -72,7 +74,7 @@ def in_a_terminal(arguments: list[str], columns: int, rows: int) -> str:
         with contextlib.suppress(OSError):  # the other side has closed the terminal
             while piece := os.read(master, 65536):
                 told += piece
-        assert watching.wait(timeout=60) == 0, told.decode()
+        assert watching.wait(timeout=HUNG_S) == 0, told.decode()
     os.close(master)
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", told.decode()).replace("\r", "")
 
@@ -295,9 +297,9 @@ class TestTerminal:
         recipe = nano.recipe(tmp_path, "train.steps=30")
         training = nano.start(recipe, tmp_path / "run")
         while not (tmp_path / "run" / "recipe.toml").exists():
-            threading.Event().wait(0.05)
+            time.sleep(0.05)
         program = [sys.executable, "-m", "redline.cli.main", "watch", str(tmp_path / "run")]
-        watching = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+        watching = subprocess.run(program, capture_output=True, text=True, timeout=HUNG_S, check=False)
         assert training.wait().code == 0
         assert (watching.returncode, watching.stderr) == (0, "")
         steps = [int(step) for step in re.findall(r"^step (\d+)/30", watching.stdout, flags=re.M)]

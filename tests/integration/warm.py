@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 """After this a command counts as hung and the test fails."""
 
 
@@ -121,7 +121,7 @@ class Warm:
     ) -> None:
         assert self._server.stdin is not None
         self._server.stdin.close()
-        self._server.wait(timeout=30)
+        self._server.wait(timeout=LIMIT_S)
 
     def start(
         self, *arguments: str | Path, fault: Fault | None = None, environment: Mapping[str, str] | None = None

@@ -7,8 +7,8 @@ import pickle
 import random
 import resource
 import signal
+import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -349,11 +349,26 @@ def test_a_kill_between_the_two_renames_is_mended_at_the_next_start(tmp_path: Pa
     assert verify(resolve(tmp_path)) == {"step": 7}
 
 
+def die_after(calls: int) -> None:
+    """SIGKILL when this many functions have been called or left, in all threads together."""
+
+    def count(*_event: object) -> None:
+        nonlocal calls
+        calls -= 1
+        if calls < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.setprofile(count)
+    sys.setprofile(count)
+
+
 def test_killed_at_any_moment_the_newest_committed_checkpoint_is_whole(tmp_path: Path) -> None:
-    pause = random.Random(0)
+    saved(tmp_path, 1)
+    random_calls = random.Random(0)
     reader, writer = os.pipe()
 
     def train() -> None:
+        die_after(calls)
         checkpoints = Checkpoints(tmp_path, keep=2)
         step = checkpoints.latest() or 0
         while True:
@@ -368,12 +383,9 @@ def test_killed_at_any_moment_the_newest_committed_checkpoint_is_whole(tmp_path:
 
     last, torn = 0, 0
     for _ in range(60):
-        child = in_child(train)
-        if not last:  # the first checkpoint must be there before anything can be asked of it
-            last = int.from_bytes(os.read(reader, 8), "little")
-        time.sleep(pause.uniform(0.0, 0.06))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        calls = random_calls.randrange(3000)  # a save makes some hundred
+        _, status = os.waitpid(in_child(train), 0)
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
         os.write(writer, bytes(8))
         while reported := int.from_bytes(os.read(reader, 8), "little"):
             last = reported

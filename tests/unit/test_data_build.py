@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -138,26 +137,25 @@ def test_a_killed_build_continues_to_the_same_bytes(tmp_path: Path, corpus: Path
     options = {"tokenizer": "bpe", "vocab_size": 400, "valid_fraction": 0.2, "shard_tokens": 15_000}
     build(str(corpus), tmp_path / "unbroken", **options)
     out = tmp_path / "killed"
-    code = (
-        "import sys, time, json; from pathlib import Path; from redline.data.build import"
-        " build\nbuild(sys.argv[1], Path(sys.argv[2]), progress=lambda *_: time.sleep(0.004),"
-        " **json.loads(sys.argv[3]))"
-    )
-    units = []
+    code = """
+import json, os, signal, sys
+from pathlib import Path
+from redline.data.build import build
+
+def die_in_the_unit_after_the_next(*_):
+    state = out / "building.json"
+    if state.exists() and json.loads(state.read_text())["units"] > known:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+source, out, known = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+build(source, out, progress=die_in_the_unit_after_the_next, **json.loads(sys.argv[4]))
+"""
+    units = [0]
     for _ in range(3):
-        child = subprocess.Popen([sys.executable, "-c", code, str(corpus), str(out), json.dumps(options)])
-        known = units[-1] if units else -1
-        deadline_s = time.monotonic() + 20
-        # kill in the middle of the unit after the next
-        while child.poll() is None and time.monotonic() < deadline_s:
-            state = out / "building.json"
-            if state.exists() and (found := json.loads(state.read_text())["units"]) > max(known, 0):
-                units.append(found)
-                break
-            time.sleep(0.002)
-        time.sleep(0.02)
-        child.send_signal(signal.SIGKILL)
-        assert child.wait() == -signal.SIGKILL
+        given = [str(corpus), str(out), str(units[-1]), json.dumps(options)]
+        child = subprocess.run([sys.executable, "-c", code, *given], check=False)
+        assert child.returncode == -signal.SIGKILL
+        units.append(json.loads((out / "building.json").read_text())["units"])
         assert not (out / "manifest.json").exists()
         with pytest.raises(DataError, match="unfinished build"):
             prepare(DataConfig(source=str(out), seq_len=8), 400)

@@ -513,7 +513,7 @@ def test_waiting_for_a_cpu_is_counted_by_the_kernel():
         "before = _waited_s()\n"
         "while _waited_s() == before: pass"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_what_a_busy_machine_gave_is_shown_and_not_kept(ceilings, monkeypatch):
