@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from precision import CLOSE_FP32, assert_close
 from torch import Tensor
 
 from redline.config.recipe import ModelConfig
@@ -82,6 +83,7 @@ def linear_model() -> Transformer:
     return model
 
 
+@pytest.mark.numerics
 def test_a_recurrent_state_generates_what_the_parallel_form_predicts() -> None:
     model, prompts = linear_model(), [(3, 1, 4), (1,), (5, 9, 2, 6, 5, 3, 5)]
     sampling = Sampling(temperature=1.0, max_new_tokens=12)
@@ -93,9 +95,7 @@ def test_a_recurrent_state_generates_what_the_parallel_form_predicts() -> None:
         ids = torch.tensor([[*c.request.prompt, *c.tokens]])
         with torch.no_grad():
             losses = model(ids[:, :-1], ids[:, 1:], reduction="none")[0]
-        assert [-x for x in c.logprobs] == pytest.approx(
-            losses[len(c.request.prompt) - 1 :].tolist(), abs=1e-5
-        )
+        assert_close(-torch.tensor(c.logprobs), losses[len(c.request.prompt) - 1 :], close=CLOSE_FP32)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])

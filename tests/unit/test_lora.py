@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -219,6 +220,24 @@ def test_the_model_is_frozen_and_held_in_its_compute_dtype() -> None:
     assert {p.dtype for name, p in model.named_parameters() if name not in learning} == {torch.bfloat16}
     assert model.rope_cos.dtype == torch.float32
     assert model.head.weight is model.embed.weight
+
+
+@pytest.mark.numerics
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputation_changes_nothing(recompute: Any) -> None:
+    """Adding the adapter's product in place would change what selective recomputation keeps."""
+    model = build_model(CONFIG, device="cpu", seed=0)
+    add_lora(model, LoraConfig(rank=4), seed=0)
+    stir(model)
+    found = []
+    for how in ("none", recompute):
+        for block in model.blocks:
+            block.recompute = how
+        loss = model(tokens_BT() % 96, tokens_BT() % 96)
+        found.append((loss, *torch.autograd.grad(loss, list(adapters(model).values()))))
+    for got, want in zip(*found, strict=True):
+        assert_close(got, want)
 
 
 @pytest.mark.slow

@@ -75,36 +75,33 @@ def test_recomputation_and_chunks_change_nothing(recompute, loss_chunks):
         assert_close(again[name], gradient, what=name)
 
 
+@pytest.mark.numerics
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("loss_chunks", [1, 4])
-def test_losses_one_by_one_and_weighted_equal_plain_torch_in_float64(loss_chunks):
+def test_losses_one_by_one_and_weighted_equal_plain_torch(loss_chunks):
     """With gradients, through an objective that is not linear in the losses, as a policy ratio is."""
-    model, exact = (build_model(CONFIG, device="cpu", seed=0) for _ in range(2))
-    exact.double().compute_dtype = torch.float64
+    model = build_model(CONFIG, device="cpu", seed=0)
     model.loss_chunks = loss_chunks
     tokens, targets = tokens_BT() % 64, tokens_BT().roll(-1, dims=1) % 64
     targets[1, 3:9] = IGNORED
-    counted = targets != IGNORED
     weights = torch.randn(targets.shape, generator=torch.Generator().manual_seed(0))
-    picked = exact(tokens).log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-    expected = torch.where(counted, -picked, 0.0)
+    picked = model(tokens).log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    expected = torch.where(targets != IGNORED, -picked, 0.0)
 
     losses = model(tokens, targets, reduction="none")
-    assert losses.dtype == torch.float32
-    assert not losses[~counted].any()
-    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
-    weighted = model(tokens, targets, weights_BT=weights)
-    torch.testing.assert_close(weighted.double(), (weights * expected).sum(), rtol=1e-5, atol=1e-4)
-    each = model(tokens, targets, weights_BT=weights, reduction="none")
-    assert torch.equal(each, losses * weights)
-
+    assert_close(losses, expected)
+    assert not losses[targets == IGNORED].any()
+    assert_close(model(tokens, targets, weights_BT=weights, reduction="none"), expected * weights)
     for objective, truth in (
-        (weighted, (weights * expected).sum()),
-        ((weights * (1 - losses).exp()).sum(), (weights * (1 - expected).exp()).sum()),
+        (model(tokens, targets, weights_BT=weights), (expected * weights).sum()),
+        (((1 - losses).exp() * weights).sum(), ((1 - expected).exp() * weights).sum()),
     ):
-        gradients = torch.autograd.grad(objective, list(model.parameters()), retain_graph=True)
-        wanted = torch.autograd.grad(truth, list(exact.parameters()), retain_graph=True)
-        for got, want in zip(gradients, wanted, strict=True):
-            torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
+        assert_close(objective, truth)
+        found, wanted = (
+            torch.autograd.grad(of, list(model.parameters()), retain_graph=True) for of in (objective, truth)
+        )
+        for gradient, want in zip(found, wanted, strict=True):
+            assert_close(gradient, want)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from redline.config.recipe import LoraConfig, ModelConfig
 from redline.errors import ConfigError
@@ -137,8 +138,9 @@ def _fp32_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _add_product(y: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """y + left @ right, by the product's kernel in y's memory, unless a compiler may fuse the addition."""
-    if torch.compiler.is_compiling():
+    """y + left @ right, by the product's kernel in y's memory, unless a compiler may fuse the addition or
+    selective recomputation, which is a dispatch mode, has kept y."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return y + left @ right
     return y.addmm_(left, right)
 
