@@ -76,10 +76,10 @@ def test_files(tmp_path):
     assert second.answer == "1000"
     assert gsm8k.score(second, second.solution).correct
     (tmp_path / "test.jsonl").write_text(json.dumps({"question": "x", "answer": "4"}))
-    with pytest.raises(DataError, match=r"row test-0: .*'#### number'"):
+    with pytest.raises(DataError, match=r"test-0: .*'#### number'"):
         gsm8k.load(str(tmp_path), "test", None)
     (tmp_path / "test.jsonl").write_text("\n{")
-    with pytest.raises(DataError, match="line 2: not JSON"):
+    with pytest.raises(DataError, match="line 2 is damaged"):
         gsm8k.load(str(tmp_path), "test", None)
     with pytest.raises(ConfigError, match="--data FOLDER"):
         gsm8k.make(None).questions("train", 1, 0)

@@ -214,7 +214,7 @@ def test_files_keep_their_order_and_need_not_be_of_the_grammar(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "row", ["[1, 2]", '["q"]', '["q", true]', '["q", NaN]', '["q", 1' + "0" * 400 + "]", '["q", "4"]', "{}"]
+    "row", ["[1, 2]", '["q"]', '["q", true]', '["q", NaN]', '["q", 1e999]', '["q", "4"]', "{}"]
 )
 def test_a_row_that_is_no_question(tmp_path, row):
     (tmp_path / "train.json").write_text(f'[["What is 3 in in cm?", 7.62], {row}]')
@@ -226,10 +226,10 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "train.json").write_text("{}")
     with pytest.raises(DataError, match="must hold a list"):
         units.load(str(tmp_path), "train", None)
-    with pytest.raises(DataError, match=r"'valid' cannot be read .* holds train$"):
+    with pytest.raises(DataError, match=r"no split 'valid' here: .* holds train$"):
         units.load(str(tmp_path), "valid", None)
     (tmp_path / "train.json").write_text("[")
-    with pytest.raises(DataError, match="not JSON"):
+    with pytest.raises(DataError, match="is damaged"):
         units.load(str(tmp_path), "train", None)
 
 

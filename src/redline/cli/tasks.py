@@ -118,12 +118,10 @@ def _score(options: argparse.Namespace, questions: "list[Question]") -> None:
 def _answers(options: argparse.Namespace, questions: "list[Question]") -> "list[tuple[Question, str]]":
     """The completions of the answers file, each with its question."""
     from redline.errors import DataError
+    from redline.record.files import read_text
     from redline.tasks.task import json_lines
 
-    try:
-        rows = json_lines(str(options.score), options.score.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"no answers can be read from {options.score}: {error}") from error
+    rows = json_lines(str(options.score), read_text(options.score))
     by = {
         "id": {question.id: question for question in questions},
         "question": {question.text: question for question in questions},

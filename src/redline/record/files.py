@@ -21,7 +21,7 @@ T = TypeVar("T")
 # Far over what we write (a month of metrics, the largest tokenizer); well under what would fill a machine.
 LARGEST_BYTES = 1 << 30
 _LONG_NUMBER = re.compile(r"\d{19}")
-WAY_OUT = "restore the file, or move it away"
+WAY_OUT = "correct the file, or move it away"
 _KINDS: dict[type, str] = {dict: "a table", list: "a list"}
 
 REFUSALS = {

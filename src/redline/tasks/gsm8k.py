@@ -61,8 +61,9 @@ def score(question: Question, completion: str) -> Verdict:
 
 def load(data: str | None, split: str, count: int | None) -> list[Question]:
     """The first questions of `split`.jsonl in a folder."""
-    rows = json_lines(f"{data}/{split}.jsonl", read_split("gsm8k", data, split, ".jsonl"))
-    return [_question(f"{split}-{index}", row) for index, row in enumerate(rows[: at_most(count)])]
+    where = f"{data}/{split}.jsonl"
+    rows = json_lines(where, read_split("gsm8k", data, split, ".jsonl"))
+    return [_question(f"{split}-{index}", row, where) for index, row in enumerate(rows[: at_most(count)])]
 
 
 def make(data: str | None) -> Task:
@@ -80,7 +81,7 @@ def make(data: str | None) -> Task:
     )
 
 
-def _question(name: str, row: dict[str, object]) -> Question:
+def _question(name: str, row: dict[str, object], where: str) -> Question:
     match row:
         case {"question": str(text), "answer": str(worked)} if (
             "####" in worked and (number := parse_number(worked)) is not None
@@ -88,6 +89,6 @@ def _question(name: str, row: dict[str, object]) -> Question:
             steps = _CALCULATOR.sub("", worked.rpartition("####")[0]).strip()
             return Question(name, text, str(number), f"{steps}\n<answer>{number}</answer>")
     raise DataError(
-        f"GSM8K row {name}: a question and an answer that ends in '#### number' are needed, got"
+        f"{where}, {name}: a question and an answer that ends in '#### number' are needed, got"
         f" {str(row)[:100]}"
     )

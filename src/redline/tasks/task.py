@@ -10,13 +10,13 @@ untrusted or slow scorers through `redline.tasks.pool`. Left out on purpose: tok
 engine's), and rewards that run code.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from redline.errors import ConfigError, DataError
+from redline.record.files import parse_json, read_text
 
 STOP = "\n\nQuestion:"
 """Where a model that only continues text has finished its answer and begins to ask itself the next
@@ -120,30 +120,17 @@ def read_split(task: str, data: str | None, split: str, suffix: str) -> str:
         )
     path = Path(data) / f"{split}{suffix}"
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        what = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        return read_text(path)
+    except DataError as error:
         there = ", ".join(sorted(p.stem for p in Path(data).glob(f"*{suffix}"))) or f"no {suffix} file"
-        raise DataError(
-            f"task {task}: split {split!r} cannot be read from {path}: {what}; {data} holds {there}"
-        ) from error
+        raise DataError(f"task {task} has no split {split!r} here: {error}; {data} holds {there}") from error
 
 
 def json_lines(name: str, text: str) -> list[dict[str, Any]]:
     """The objects of a JSONL text, blank lines left out; a line that is not an object is refused with its
     number."""
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{name}, line {number}: not JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{name}, line {number}: a JSON object is needed, got {type(row).__name__}")
-        rows.append(row)
-    return rows
+    lines = enumerate(text.split("\n"), start=1)
+    return [parse_json(line, f"{name}, line {number}", dict) for number, line in lines if line.strip()]
 
 
 def at_most(count: int | None) -> int | None:

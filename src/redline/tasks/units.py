@@ -23,6 +23,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from redline.errors import ConfigError, DataError, nearest
+from redline.record.files import parse_json
 from redline.tasks.task import Question, Task, Verdict, at_most, read_split
 
 _YEAR_S = Fraction("365.24219878125") * 86400
@@ -214,22 +215,16 @@ def generate(split: str, count: int | None, seed: int) -> list[Question]:
 
 def load(data: str, split: str, count: int | None) -> list[Question]:
     """The first questions of `split`.json in a folder: a list of [question, answer]."""
-    try:
-        rows = json.loads(read_split("units", data, split, ".json"), parse_int=float)
-    except ValueError as error:
-        raise DataError(f"{data}/{split}.json is not JSON: {error}") from error
-    if not isinstance(rows, list):
-        raise DataError(
-            f"{data}/{split}.json must hold a list of [question, answer], got {type(rows).__name__}"
-        )
+    rows = parse_json(read_split("units", data, split, ".json"), f"{data}/{split}.json", list)
     questions = []
     for index, row in enumerate(rows[: at_most(count)]):
         match row:
-            case [str(text), float(answer)] if math.isfinite(answer):
+            case [str(text), int() | float() as answer] if math.isfinite(answer) and not isinstance(
+                answer, bool
+            ):
                 solution = f"<answer>{_written(answer)}</answer>"
-                questions.append(
-                    Question(f"{split}-{index}", text, repr(answer), solution, _meta(parse_question(text)))
-                )
+                meta = _meta(parse_question(text))
+                questions.append(Question(f"{split}-{index}", text, repr(float(answer)), solution, meta))
             case _:
                 raise DataError(
                     f"{data}/{split}.json, row {index}: [question, finite number] is needed, got"
