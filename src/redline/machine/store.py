@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from redline.config.load import build
-from redline.errors import ConfigError
+from redline.errors import ConfigError, DataError
 from redline.machine.facts import MachineFacts, machine_key
-from redline.record.files import cache_folder, storage_errors, write_atomic
+from redline.record.files import cache_folder, read_json, storage_errors, write_atomic
 
 NOISY = 0.15
 """Spread from which a limit is not kept: the blocks of an H200 differ by up to 7 %, those of a busy CPU by any
@@ -90,8 +90,8 @@ def cached(facts: MachineFacts, progress: Progress | None = None) -> Ceilings | 
     if not path.exists():
         return None
     try:
-        return build(Ceilings, json.loads(path.read_text(encoding="utf-8")), where="ceilings")
-    except (OSError, ValueError, ConfigError) as error:  # ValueError covers broken JSON and broken UTF-8
+        return build(Ceilings, read_json(path, dict), where="ceilings")
+    except (DataError, ConfigError) as error:
         if progress is not None:
             progress(f"the ceilings kept in {path} cannot be used and will be measured again: {error}")
         return None

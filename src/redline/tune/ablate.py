@@ -39,7 +39,7 @@ from redline.optimizations.catalogue import (
 )
 from redline.plan.arithmetic import flops_per_token
 from redline.plan.plan import Hardware
-from redline.record.files import write_atomic
+from redline.record.files import read_json, write_atomic
 from redline.tune.arms import Arms, Switches, arms_for, naive
 from redline.tune.guard import guard, guard_logprobs
 
@@ -163,10 +163,10 @@ def _check_list(path: Path, parts: Sequence[StudyPart]) -> None:
     """Refuse a folder that holds the rows of another list, which these would write over."""
     if not path.exists():
         return
+    rows = read_json(path, list, error=StorageError)
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
         known = [str(row["name"]) for row in rows if row["stage"] == "one by one"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (TypeError, KeyError) as error:
         raise StorageError(
             f"{path} cannot be read ({error}): give another folder with --out, or delete it"
         ) from error

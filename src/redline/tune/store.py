@@ -19,12 +19,12 @@ from typing import Any
 
 from redline.config.load import build, from_toml
 from redline.config.recipe import Recipe
-from redline.errors import ConfigError, StorageError
+from redline.errors import ConfigError, DataError, StorageError
 from redline.machine.facts import MachineFacts, machine_key
 from redline.measure.statistics import Comparison
 from redline.measure.trial import TrialOutcome
 from redline.plan.plan import PLANNED, Plan, check_fit, load, save
-from redline.record.files import cache_folder, write_atomic
+from redline.record.files import cache_folder, read_json, read_text, write_atomic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +94,11 @@ def tuned_plan(folder: Path, recipe: Recipe) -> tuple[Plan, TuningResult] | None
     if not (folder / "result.json").exists():
         return None
     try:
-        table = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        table = read_json(folder / "result.json", dict)
         plan, result = load(folder / "plan.json"), build(TuningResult, table, where="result.json")
         check_fit(plan, recipe, world_size=1)
         return plan, result
-    except (OSError, ValueError, ConfigError) as error:  # ValueError covers broken JSON and broken UTF-8
+    except (DataError, ConfigError) as error:
         raise ConfigError(
             f"the tuning kept in {folder} cannot be used: {error}; run `redline tune` again, or delete it"
         ) from error
@@ -115,8 +115,8 @@ def check_folder(path: Path, recipe: Recipe) -> None:
             )
     if (path / "recipe.toml").exists():
         try:
-            before = from_toml((path / "recipe.toml").read_text(encoding="utf-8"), where="recipe.toml")
-        except (OSError, UnicodeDecodeError, ConfigError) as error:
+            before = from_toml(read_text(path / "recipe.toml"), where="recipe.toml")
+        except (DataError, ConfigError) as error:
             raise StorageError(
                 f"{path} holds a recipe that cannot be read, and may not be this one: {error}; {way_out}"
             ) from error
