@@ -536,7 +536,7 @@ def test_the_rows_of_another_list_are_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "ablation.json").write_text(json.dumps(json.loads(saved)[:4]))  # it was killed
     assert run(tmp_path).keys() == whole.keys()
     (tmp_path / "ablation.json").write_text("[{]")
-    with pytest.raises(StorageError, match="cannot be read"):
+    with pytest.raises(StorageError, match="is damaged"):
         run(tmp_path)
 
 
