@@ -166,7 +166,7 @@ def test_a_stop_text_ends_the_completion_and_is_cut_off(served: Served, greedy: 
 def test_another_model_is_refused_in_one_line(served: Served) -> None:
     with (
         ServerEngine(served.url, "no/such") as engine,
-        pytest.raises(ConfigError, match="refused the request: 400") as caught,
+        pytest.raises(ConfigError, match="refused /completions: 400") as caught,
     ):
         list(engine.run([Request(prompt="a", sampling=Sampling())]))
     assert "no/such" in str(caught.value)

@@ -39,6 +39,7 @@ class Fake:
         self.bodies: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
         self.connections: set[Any] = set()
+        self.paths: set[str] = set()
         self.lock = threading.Lock()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.server.daemon_threads = True
@@ -66,6 +67,7 @@ class Fake:
                     fake.bodies.append(body)
                     fake.keys.add(self.headers["Authorization"])
                     fake.connections.add(self.client_address)
+                    fake.paths.add(self.path)
                     call = len(fake.bodies)
                 if (answer := fake.answer(body, call)) is not None:
                     self.send(*answer)
@@ -195,6 +197,37 @@ def test_what_a_server_cannot_do_is_refused(fake: Fake) -> None:
     assert "top_k" not in fake.bodies[0]
 
 
+def test_a_chat_endpoint_is_asked_with_messages(fake: Fake) -> None:
+    fake.answer = lambda body, call: (
+        200,
+        {
+            "choices": [
+                {
+                    "message": {"role": "assistant", "content": "Hi"},
+                    "finish_reason": "stop",
+                    "token_ids": [7, 8],
+                    "logprobs": {
+                        "content": [{"token": "H", "logprob": -0.5}, {"token": "i", "logprob": -1.5}]
+                    },
+                }
+            ],
+            "usage": {"completion_tokens": 2},
+        },
+    )
+    said = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"})
+    found = run(
+        ServerEngine(f"{fake.url}/v1/chat/completions/"),
+        Request(prompt="Hello", sampling=Sampling(temperature=0.0, max_new_tokens=1)),
+        Request(prompt="Hello", messages=said, sampling=Sampling(temperature=0.0, max_new_tokens=2)),
+    )
+    assert fake.paths == {"/v1/chat/completions"}
+    bodies = {body["max_tokens"]: body for body in fake.bodies}
+    assert bodies[1]["messages"] == [{"role": "user", "content": "Hello"}]
+    assert bodies[2]["messages"] == list(said)
+    assert all("prompt" not in body and body["logprobs"] is True for body in fake.bodies)
+    assert {(c.text, c.finish, c.tokens, c.logprobs) for c in found} == {("Hi", "stop", (7, 8), (-0.5, -1.5))}
+
+
 # ---- the stream ----
 
 
@@ -297,18 +330,15 @@ def test_a_passing_fault_is_tried_again_and_a_lasting_one_told(
     assert "in 4 tries" in str(error)
 
 
-def test_an_idle_connection_that_the_server_closed_is_no_fault(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(calls, "BACK_OFFS_S", ())
-    closed, shutdown = threading.Event(), fake.server.shutdown_request
-    fake.server.shutdown_request = lambda request: (shutdown(request), closed.set())
-    fake.closes = True
-    line = calls.Line(calls.open_site(fake.url, None, 5.0, print))
-    assert line.ask("POST", "/completions", {"seed": 1}) == completion("1")
-    closed.wait()
-    assert line.ask("POST", "/completions", {"seed": 2}) == completion("2")
-    line.hang_up()
+def test_an_idle_connection_that_the_server_closed_is_no_fault(fake: Fake) -> None:
+    told: list[str] = []
+    with fake.engine(concurrency=1, progress=told.append) as engine:
+        for number in range(3):
+            fake.closes = number < 2
+            [found] = engine.run([Request(prompt="a", sampling=GREEDY)])
+            assert found.text
+    assert told == []
+    assert len(fake.connections) == 3
 
 
 def test_a_slow_server_is_given_up_with_the_limit_named(fake: Fake) -> None:
@@ -324,7 +354,7 @@ def test_a_slow_server_is_given_up_with_the_limit_named(fake: Fake) -> None:
     [
         (
             (200, "<html>Welcome\nto my page</html>"),
-            "must answer /completions in JSON, got <html>Welcome to my page</html>",
+            "must answer /completions with a JSON object, got <html>Welcome to my page</html>",
         ),
         ((200, {"choices": []}), "must answer with one completion"),
         ((200, {"choices": [{"text": None, "finish_reason": "stop"}]}), "must answer with one completion"),
@@ -333,10 +363,16 @@ def test_a_slow_server_is_given_up_with_the_limit_named(fake: Fake) -> None:
             (200, completion("x", token_ids=[1], logprobs={"token_logprobs": [-1.0, -2.0]})),
             "must answer with one completion",
         ),
-        ((404, {"detail": "Not Found"}), "has no /completions"),
+        ((404, {"detail": "Not Found"}), "refused /completions: 404 Not Found"),
         ((404, {"error": {"message": "The model `x` does not exist."}}), "does not exist"),
         ((422, {"detail": "Unexpected fields in the request: {'top_k'}"}), "Unexpected fields"),
-        ((302, ""), "refused the request: 302"),
+        ((302, ""), "refused /completions: 302"),
+        ((200, "[" * 100_000), "with a JSON object"),
+        ((200, '{"choices": ' + "9" * 5000 + "}"), "with a JSON object"),
+        (
+            (200, completion("x") | {"usage": {"completion_tokens": "many"}}),
+            "must answer with one completion",
+        ),
     ],
 )
 def test_an_answer_that_is_no_completion_is_one_clear_line(
@@ -359,7 +395,7 @@ def test_a_model_that_the_server_does_not_have(fake: Fake) -> None:
 
 
 def test_a_server_that_is_not_one(fake: Fake) -> None:
-    fake.models = ["what?"]
+    fake.models = {"data": ["what?"]}
     assert "must list models as OpenAI does" in str(refused(fake.engine))
     fake.server.shutdown()
     fake.server.server_close()

@@ -9,7 +9,7 @@ it yields None, and is asked again.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self
 
@@ -61,6 +61,8 @@ class Request:
     prompt: str | tuple[int, ...]
     """Text in which special tokens are recognised (a rendered chat template), or token ids."""
     sampling: Sampling
+    messages: tuple[Mapping[str, str], ...] = ()
+    """The prompt as chat messages (role, content), for a server that is asked with those."""
     samples: int = 1
     first_sample: int = 0
     """Number of the first sample, so that samples asked for in several requests differ as they would in

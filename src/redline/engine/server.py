@@ -11,8 +11,10 @@ that `Sampling` means what it says. What it cannot do is refused: an option that
 a different experiment.
 
 vLLM and llama.cpp return tokens and log-probabilities; the others at most the number of tokens. `transformers
-serve` seeds a generator that all its requests share: its samples repeat only with concurrency=1. Left out: chat
-endpoints (render the template and complete the text), streamed answers, redirects and proxies.
+serve` seeds a generator that all its requests share: its samples repeat only with concurrency=1. A URL that ends in
+/chat/completions is asked there, with the request's messages, or its text as one message of the user: for servers
+that have no other endpoint, and models whose template is not known here. Left out: streamed answers, redirects and
+proxies.
 """
 
 import json
@@ -22,17 +24,19 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, Self
+from urllib.parse import urlsplit
 
-from redline.engine.calls import KEY_VARIABLE, Line, open_site, shown
+from redline.engine.calls import KEY_VARIABLE, Line, shown
 from redline.engine.request import Completion, Finish, Request
 from redline.errors import ConfigError, nearest
 
 CHECK_S = 30.0
 """How long the list of models may take; it generates nothing."""
 IDLE_S = 0.01
+CHAT = "/chat/completions"
 _END: Any = object()
 
 
@@ -91,12 +95,21 @@ class ServerEngine:
         if concurrency < 1 or timeout_s <= 0:
             got = f"got {concurrency} and {timeout_s}"
             raise ConfigError(f"concurrency must be at least 1 and timeout_s greater than 0, {got}")
-        self.concurrency, self.tokenizer = concurrency, tokenizer
-        key = os.environ.get(KEY_VARIABLE) if api_key is None else api_key
-        self._site = open_site(url, key, timeout_s, progress or (lambda _: None))
-        self._lines: set[Line] = set()
-        self.dialect = self._recognise()
-        self.model = self._choose(model)
+        self.tokenizer, self.concurrency = tokenizer, concurrency
+        self.path = CHAT if speaks_chat(url) else "/completions"
+        self._line = Line(
+            url.rstrip("/").removesuffix(CHAT),
+            os.environ.get(KEY_VARIABLE) if api_key is None else api_key,
+            connections=concurrency,
+            timeout_s=timeout_s,
+            progress=progress or (lambda _: None),
+        )
+        try:
+            self.dialect = self._recognise()
+            self.model = self._choose(model)
+        except BaseException:
+            self.close()
+            raise
 
     def models(self) -> list[str]:
         """The models that the server says it has. `transformers serve` names those in its cache, and serves
@@ -106,13 +119,12 @@ class ServerEngine:
     def run(self, requests: Iterable[Request | None]) -> Iterator[Completion]:
         """Completions in the order in which the server finishes them."""
         source, waiting = iter(requests), deque[tuple[Request, int]]()
-        done: queue.SimpleQueue[Future[Completion]] = queue.SimpleQueue()
-        line, flying, ended = Line(self._site), 0, False
-        self._lines.add(line)
-        pool = ThreadPoolExecutor(self.concurrency, thread_name_prefix="redline-server")
+        done: queue.SimpleQueue[Future[dict[str, Any]]] = queue.SimpleQueue()
+        flying: dict[Future[dict[str, Any]], tuple[Request, int]] = {}
+        ended = False
         try:
             while True:
-                while flying < self.concurrency and (waiting or not ended):
+                while len(flying) < self.concurrency and (waiting or not ended):
                     if not waiting:
                         request = next(source, _END)
                         ended = request is _END
@@ -120,25 +132,24 @@ class ServerEngine:
                             break
                         first = request.first_sample
                         waiting.extend((request, sample) for sample in range(first, first + request.samples))
-                    pool.submit(self._complete, line, *waiting.popleft()).add_done_callback(done.put)
-                    flying += 1
+                    asked = waiting.popleft()
+                    call = self._line.submit(self.path, self._body(*asked))
+                    flying[call] = asked
+                    call.add_done_callback(done.put)
                 if flying:
-                    completion = done.get().result()
-                    flying -= 1
-                    yield completion
+                    call = done.get()
+                    yield self._read(call.result(), *flying.pop(call))
                 elif ended:
                     return
                 else:
                     time.sleep(IDLE_S)
         finally:
             # A reader that stops early must not wait for texts that nobody wants.
-            line.hang_up()
-            self._lines.discard(line)
-            pool.shutdown(wait=False, cancel_futures=True)
+            for call in flying:
+                call.cancel()
 
     def close(self) -> None:
-        for line in list(self._lines):
-            line.hang_up()
+        self._line.close()
 
     def __enter__(self) -> Self:
         return self
@@ -146,14 +157,11 @@ class ServerEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _complete(self, line: Line, request: Request, sample: int) -> Completion:
-        return self._read(line.ask("POST", "/completions", self._body(request, sample)), request, sample)
-
     def _body(self, request: Request, sample: int) -> dict[str, Any]:
         sampling = request.sampling
         body: dict[str, Any] = {
             "model": self.model,
-            "prompt": self._prompt(request.prompt),
+            **self._prompt(request),
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -162,6 +170,8 @@ class ServerEngine:
             "seed": zlib.crc32(f"{request.seed}/{sample}".encode()) >> 1,
             **self.dialect.fields,
         }
+        if self.path == CHAT and "logprobs" in body:
+            body["logprobs"] = True  # a switch there, a number here
         if sampling.stop_strings:
             body["stop"] = list(sampling.stop_strings)
         if sampling.stop_ids:
@@ -179,23 +189,27 @@ class ServerEngine:
             body["top_k"] = top_k
         return body
 
-    def _prompt(self, prompt: str | tuple[int, ...]) -> str | list[int]:
-        if isinstance(prompt, str):
-            return prompt
-        if self.dialect.takes_ids:
-            return list(prompt)
-        if self.tokenizer is None:
-            raise self._refusal("a prompt of token ids", "give the prompt as text, or the engine a tokenizer")
-        return str(self.tokenizer.decode(list(prompt)))
+    def _prompt(self, request: Request) -> dict[str, Any]:
+        prompt: Any = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
+        if not isinstance(prompt, str) and (self.path == CHAT or not self.dialect.takes_ids):
+            if self.tokenizer is None:
+                raise self._refusal(
+                    "a prompt of token ids", "give the prompt as text, or the engine a tokenizer"
+                )
+            prompt = str(self.tokenizer.decode(prompt))
+        if self.path != CHAT:
+            return {"prompt": prompt}
+        return {"messages": list(request.messages) or [{"role": "user", "content": prompt}]}
 
     def _refusal(self, what: str, way_out: str) -> ConfigError:
         name = self.dialect.name
-        return ConfigError(f"{self._site.url} is {name}, which does not take {what}: {way_out}")
+        return ConfigError(f"{self._line.url} is {name}, which does not take {what}: {way_out}")
 
     def _read(self, answer: Any, request: Request, sample: int) -> Completion:
         try:
             [choice] = answer["choices"]
-            text, reason = choice["text"], choice["finish_reason"]
+            text = choice["message"]["content"] if self.path == CHAT else choice["text"]
+            reason = choice["finish_reason"]
             tokens, logprobs = _tokens(choice)
             if not isinstance(text, str):
                 raise TypeError("the text is none")
@@ -204,7 +218,7 @@ class ServerEngine:
             told_tokens = int((answer.get("usage") or {}).get("completion_tokens") or 0)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"{self._site.url} must answer with one completion that ended by stop or length, got"
+                f"{self._line.url} must answer with one completion that ended by stop or length, got"
                 f" {shown(json.dumps(answer))}"
             ) from error
         ends = [text.index(stop) for stop in request.sampling.stop_strings if stop in text]
@@ -224,8 +238,8 @@ class ServerEngine:
         try:
             # `transformers serve` has a path that nobody else has. Its list of models would not tell: they are
             # owned by whoever trained them, and without a cache of them the list is an error.
-            described = self._check("/openapi.json", root=True)
-            if isinstance(described, dict) and "/load_model" in described.get("paths", {}):
+            root = urlsplit(self._line.url)._replace(path="/openapi.json").geturl()
+            if "/load_model" in self._line.look(root, CHECK_S).get("paths", {}):
                 return TRANSFORMERS
         except ConfigError:
             pass  # not every server describes itself; one that is not there is noticed next
@@ -238,39 +252,36 @@ class ServerEngine:
         known = self.models()
         listed = ", ".join(known[:8]) or "none"
         if model is None and len(known) != 1:
-            raise ConfigError(f"name one of the models of {self._site.url}: it has {listed}")
+            raise ConfigError(f"name one of the models of {self._line.url}: it has {listed}")
         if model is not None and model not in known:
             raise ConfigError(
-                f"{self._site.url} has no model {model!r}{nearest(model, known)}; it has {listed}"
+                f"{self._line.url} has no model {model!r}{nearest(model, known)}; it has {listed}"
             )
         return model or known[0]
 
     def _cards(self) -> list[dict[str, Any]]:
-        answer = self._check("/models")
-        cards = answer.get("data") if isinstance(answer, dict) else None
+        answer = self._line.look(f"{self._line.url}/models", CHECK_S)
+        cards = answer.get("data")
         if not isinstance(cards, list) or not all(isinstance(card, dict) and "id" in card for card in cards):
             raise ConfigError(
-                f"{self._site.url}/models must list models as OpenAI does, got {shown(json.dumps(answer))}"
+                f"{self._line.url}/models must list models as OpenAI does, got {shown(json.dumps(answer))}"
             )
         return cards
 
-    def _check(self, path: str, *, root: bool = False) -> Any:
-        """The answer to a question that generates nothing, and is asked once."""
-        line = Line(replace(self._site, timeout_s=min(CHECK_S, self._site.timeout_s)))
-        try:
-            return line.ask("GET", path, None, patient=False, root=root)
-        finally:
-            line.hang_up()
+
+def speaks_chat(url: str) -> bool:
+    """Whether the server is asked with messages."""
+    return url.rstrip("/").endswith(CHAT)
 
 
 def _tokens(choice: dict[str, Any]) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Token ids and log-probabilities as vLLM or llama.cpp return them; empty for other servers."""
     told = choice.get("logprobs") or {}
-    ids, logprobs = choice.get("token_ids"), told.get("token_logprobs")
-    if (parts := told.get("content")) is not None:
-        ids, logprobs = [part["id"] for part in parts], [part["logprob"] for part in parts]
-    if ids is None or logprobs is None:
+    parts = told.get("content") or []
+    ids = choice.get("token_ids") or [part["id"] for part in parts if "id" in part]
+    logprobs = told.get("token_logprobs") or [part["logprob"] for part in parts]
+    if not ids or not logprobs:
         return (), ()
-    if len(ids) != len(logprobs):
+    if len(ids) != len(logprobs) or not all(isinstance(each, int | float) for each in (*ids, *logprobs)):
         raise ValueError(f"{len(ids)} tokens and {len(logprobs)} log-probabilities")
     return tuple(ids), tuple(logprobs)
