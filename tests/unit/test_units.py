@@ -13,6 +13,7 @@ from redline.record.units import (
     format_rate,
     format_share,
     sparkline,
+    visible,
 )
 
 
@@ -104,3 +105,19 @@ def test_sparkline() -> None:
     assert sparkline([1, math.nan, 2, math.inf]) == "▁×█×"
     assert sparkline([math.nan]) == "×"
     assert sparkline([-sys.float_info.max, 0, sys.float_info.max]) == "▁▅█"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain – 你好 🙂\n\ttext", "plain – 你好 🙂\n\ttext"),
+        ("\x1b[2J\x1b]0;title\x07", "\\x1b[2J\\x1b]0;title\\x07"),
+        ("over\rwritten\b", "over\\rwritten\\x08"),
+        ("\x9b31m\x7f", "\\x9b31m\\x7f"),
+        ("a\u202eb\u2066", "a\\u202eb\\u2066"),
+        ("\ud800", "\\ud800"),
+    ],
+)
+def test_what_a_terminal_would_obey_is_spelt_out(text, shown):
+    assert visible(text) == shown
+    visible(text).encode()

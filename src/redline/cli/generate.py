@@ -69,6 +69,7 @@ def run(options: argparse.Namespace) -> None:
     from redline.engine.request import Request, Sampling
     from redline.plan.bounds import Outside, bounded_slots
     from redline.plan.plan import Why
+    from redline.record.units import visible
     from redline.train.restore import open_on
 
     sampling = Sampling(
@@ -106,10 +107,8 @@ def run(options: argparse.Namespace) -> None:
                 texts.append({"prompt": prompts[at[0]], "sample": at[1], "text": ready.pop(at)})
                 if not options.json:
                     divider = "----\n" if len(texts) > 1 else ""
-                    print(
-                        f"{divider}{prompts[at[0]]}{' → ' if options.chat else ''}{texts[-1]['text']}",
-                        flush=True,
-                    )
+                    text = f"{divider}{prompts[at[0]]}{' → ' if options.chat else ''}{texts[-1]['text']}"
+                    print(visible(text), flush=True)
     if options.json:
         print_json(texts)
 

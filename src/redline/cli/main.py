@@ -6,7 +6,9 @@ traceback.
 """
 
 import argparse
+import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -34,6 +36,7 @@ from redline.cli import (
 )
 from redline.errors import RedlineError
 from redline.machine.cpu import avoid_broken_amx
+from redline.record.units import visible
 
 COMMANDS = {
     "machine": machine,
@@ -82,7 +85,16 @@ for each other's spinning: nano on two cores fell from 12.4k tokens/s to 3.0k ea
 (LOG.md). Read when torch is first imported."""
 
 
+LONGEST_MESSAGE = 2000
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code. Without arguments this is the program, and owns its signals."""
+    if arguments is None:
+        signal.signal(signal.SIGINT, _interrupt)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal may know less than UTF-8
+            stream.reconfigure(errors="replace")
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     avoid_broken_amx(os.environ)
     try:
@@ -94,7 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # here, where a pipe that broke can still be handled
     except RedlineError as error:
-        print(f"redline: {error}", file=sys.stderr)
+        # a message may quote what stood in a file
+        line = visible(str(error).replace("\n", " "))
+        print(f"redline: {line[:LONGEST_MESSAGE]}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("redline: interrupted", file=sys.stderr)
@@ -103,6 +117,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # the reader (head, less) has gone; what is left must not be written when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _interrupt(number: int, _frame: object) -> None:
+    """Unwind at the first Ctrl-C; those that follow would each break into the unwinding, and print where."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.excepthook = lambda *_: None  # what fails now fails because of it
+    sys.unraisablehook = lambda _: None
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -7,11 +7,21 @@ only for reading.
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 DASH = "–"
+# What a terminal obeys or reorders instead of showing: controls (but for tab and newline), directions of writing;
+# and halves of surrogate pairs, which cannot be written.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def visible(text: object) -> str:
+    """Text from outside (a model's, a file's, a folder's name) as it may be sent to a terminal: what the terminal
+    would obey is spelt out, as in `\\x1b[2J`."""
+    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
 
 
 def format_bytes(count: float | None) -> str:
