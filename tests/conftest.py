@@ -1,4 +1,5 @@
-"""What every test needs before torch multiplies its first matrices, and a clock that nobody has to wait for."""
+"""What holds for every test, on every machine: instructions that the CPU has, examples that are always the same,
+a clock that nobody has to wait for."""
 
 import os
 import tempfile
@@ -6,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from redline.machine.cpu import avoid_broken_amx
 
@@ -14,6 +16,14 @@ avoid_broken_amx(os.environ)  # as the command line does
 if "ATEN_CPU_CAPABILITY" in os.environ:  # of which torch.compile's cache knows nothing
     instructions = os.environ["ATEN_CPU_CAPABILITY"]
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{instructions}")
+
+
+# Property-based tests: `make test` runs a few examples, always the same, in whatever time they take; `make fuzz`
+# runs many random ones.
+_PATIENT = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+settings.register_profile("test", max_examples=20, derandomize=True, database=None, **_PATIENT)
+settings.register_profile("fuzz", max_examples=1000, **_PATIENT)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "test"))
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def test_parameters_of_every_shipped_recipe_equal_the_model(name):
     check_parameters(load_recipe(name).model)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(models())
 def test_parameters_of_any_config_equal_the_model(config):
     check_parameters(config)
@@ -57,7 +57,7 @@ def test_flops_of_every_shipped_recipe_equal_torchs_count(name):
     assert flops_per_token(recipe.model, seq_len) * seq_len == counted_flops(recipe.model, seq_len)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(models())
 def test_flops_of_any_config_equal_torchs_count(config):
     seq_len = config.context_length

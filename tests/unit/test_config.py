@@ -71,7 +71,7 @@ def test_every_shipped_recipe_loads_and_survives_a_round_trip(name):
     assert from_toml(to_toml(recipe), where=name) == recipe
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(recipes())
 def test_any_recipe_survives_a_round_trip(recipe):
     assert check(recipe) is recipe

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redline.config.recipe import IGNORED, DataConfig
@@ -50,7 +50,7 @@ def take(
     ]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.integers(1, 60),
     st.integers(1, 5),
@@ -92,7 +92,7 @@ def test_the_order_is_shuffled_by_seed_and_epoch() -> None:
     assert first[:8] == [186, 122, 150, 18, 72, 78, 170, 110]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(5, 40), st.integers(0, 5), st.data())
 def test_ranks_join_to_the_batch_and_any_position_resumes(
     world_size: int, share: int, windows: int, resumed_at: int, data: st.DataObject
@@ -133,7 +133,7 @@ def test_the_stream_equals_the_shards_unshuffled(corpus: tuple[DataConfig, Path]
     assert [row for batch, _ in streamed for row in batch] == (rows + rows)[: 5 * batch_size]
 
 
-@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6)
 @given(resumed_at=st.integers(1, 11), world_size=st.sampled_from([1, 2, 4]))
 def test_the_stream_resumes_from_any_position(
     corpus: tuple[DataConfig, Path], resumed_at: int, world_size: int

@@ -54,7 +54,7 @@ def in_environment(**variables: str) -> Outside:
 # ---- what holds for any recipe ----
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     recipes(),
     st.sampled_from([*SPECS, "cpu"]),
