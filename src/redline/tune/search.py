@@ -33,11 +33,11 @@ from redline.measure.turns import Turns, measure
 from redline.plan.plan import PLANNED, Plan, Why
 from redline.plan.values import VALUES, effect_of
 from redline.record.files import write_atomic
-from redline.record.units import format_duration, format_rate
+from redline.record.units import format_duration
 from redline.tune.candidates import WORTH, Candidate, candidates, changed, differing
 from redline.tune.guard import guard
 from redline.tune.memory import Probe, divisors, fit_memory, pick_micro_batch
-from redline.tune.store import TrialRow, TuningResult, keep, pinned
+from redline.tune.store import TrialTable, TuningResult, keep, pinned
 
 RULES = "the rules' plan"
 FINAL = "the winner against"
@@ -94,7 +94,7 @@ class _Search:
         self.gain = NO_GAIN
         """What the pairs say the best plan is worth, with the ends of its interval: the product of those that
         were kept."""
-        self.rows: list[TrialRow] = []
+        self.table = TrialTable(turns.say)
         self.untried: list[str] = []
         self.why: dict[str, Why] = {}
         self.probes: dict[tuple[Any, ...], dict[int, Probe]] = {}
@@ -124,7 +124,7 @@ class _Search:
             smaller = self._smaller_size(failures[-1])
             if smaller is None:
                 break
-            self._row(RULES, measured=measured, note=f"{failures[-1]}: {measured.error}")
+            self.table.add(RULES, measured=measured, note=f"{failures[-1]}: {measured.error}")
             self.best = changed(self.recipe, self.best, {"micro_batch": smaller})
         if measured.outcome != "ok":
             raise TrainingError(f"the rules' plan does not run here ({measured.outcome}): {measured.error}")
@@ -133,7 +133,7 @@ class _Search:
             self.best = replace(self.best, why=self.best.why | why | self._accumulation(self.best))
         self.rules, self.best_measured, self.rules_measured, self.alone = self.best, *[measured] * 3
         self._remember_memory(self.best, measured)
-        self._row(self.against, measured=measured, note="where the search starts", kept=True)
+        self.table.add(self.against, measured=measured, note="where the search starts", kept=True)
 
     def walk_micro_batch(self) -> None:
         """Down and up from the best size, further as long as it gets faster; down first, so that two readings
@@ -169,10 +169,10 @@ class _Search:
                     unconfirmed = str(pair.before.error or pair.after.error)
                 note = f"failed: {unconfirmed}; run the same command to make it again"
                 after = pair.after if pair else None
-                self._row(f"{FINAL} {self.against}", measured=after, note=note, verdict="not compared")
+                self.table.add(f"{FINAL} {self.against}", measured=after, note=note, verdict="not compared")
             else:
                 faster = comparison.verdict == "faster"
-                self._row(f"{FINAL} {self.against}", pair=pair, kept=faster)
+                self.table.add(f"{FINAL} {self.against}", pair=pair, kept=faster)
                 if faster:
                     self.best_measured, paired = pair.after, comparison.paired
                     gain = comparison.ratio, comparison.low, comparison.high
@@ -189,22 +189,22 @@ class _Search:
         """Measure a candidate against the best plan; True if it is the best now."""
         name, predicted = candidate.name, candidate.predicted
         if (refused := self._refusal(candidate)) is not None:
-            self._row(name, predicted, note=refused)
+            self.table.add(name, predicted, note=refused)
             return False
         plan = changed(self.recipe, self.best, candidate.change)
         pair = self._measure_against(name, plan)
         if pair is None:
             self.untried.append(name)
-            self._row(name, predicted, note="not tried to its end: the time was over")
+            self.table.add(name, predicted, note="not tried to its end: the time was over")
             return False
         self._remember_memory(plan, pair.after)
         if pair.comparison is None:
             who = "" if pair.after.outcome != "ok" else "the plan it is compared with "
             failed = pair.after if pair.after.outcome != "ok" else pair.before
-            self._row(name, predicted, pair=pair, note=f"{who}{failed.outcome}: {failed.error}")
+            self.table.add(name, predicted, pair=pair, note=f"{who}{failed.outcome}: {failed.error}")
             return False
         kept, note, same_training = self._judge(candidate, plan, pair)
-        self._row(name, predicted, pair=pair, note=note, kept=kept)
+        self.table.add(name, predicted, pair=pair, note=note, kept=kept)
         self._explain(candidate, pair, kept)
         if kept:
             self.best, self.best_measured = plan, pair.after
@@ -325,7 +325,7 @@ class _Search:
             if not fit.fits(size, capacity):
                 needs = (fit.reserved_bytes(size) + fit.other_bytes) / 2**30
                 note = f"it would take {needs:.1f} of {capacity / 2**30:.1f} GiB, by {len(probes)} probes"
-                self._row(f"micro_batch {size}", note=f"not tried: {note}")
+                self.table.add(f"micro_batch {size}", note=f"not tried: {note}")
                 return None
         return size
 
@@ -367,38 +367,6 @@ class _Search:
         accumulation = self.short.train.batch_size // plan.micro_batch
         return train_trial(self.short, replace(plan, accumulation=accumulation), self.timing)
 
-    def _row(
-        self,
-        name: str,
-        predicted: float | None = None,
-        *,
-        measured: Measured | None = None,
-        pair: Pair | None = None,
-        note: str = "",
-        verdict: str = "",
-        kept: bool = False,
-    ) -> None:
-        """Add a line to the table and say it; one without a pair has nothing to compare with, one that was
-        not measured was not tried."""
-        measured = pair.after if pair else measured
-        comparison = pair.comparison if pair else None
-        row = TrialRow(
-            name=name,
-            predicted=predicted,
-            outcome=measured.outcome if measured else None,
-            tokens_per_s=measured.tokens_per_s if measured and measured.blocks_s else None,
-            memory_bytes=measured.memory.reserved_bytes if measured and measured.memory else None,
-            comparison=comparison,
-            rounds=pair.rounds if comparison and pair else None,
-            verdict="kept" if kept else verdict or _verdict(measured, pair),
-            note=note,
-            kept=kept,
-        )
-        self.rows.append(row)
-        speed = f" {format_rate(row.tokens_per_s, 'tokens')}" if row.tokens_per_s is not None else ""
-        against = f" {row.comparison}" if row.comparison else ""
-        self.turns.say(f"{'+' if kept else ' '} {name}:{speed}{against}  {note}")
-
     def _result(self, gain: tuple[float, float, float], paired: bool, unconfirmed: str) -> TuningResult:
         ratio, low, high = gain
         return TuningResult(
@@ -409,11 +377,11 @@ class _Search:
             high=high,
             paired=paired,
             tokens_per_s=self.best_measured.tokens_per_s,
-            trials=sum(row.outcome is not None for row in self.rows),
+            trials=sum(row.outcome is not None for row in self.table.rows),
             elapsed_s=self.turns.clock() - self.turns.began_s,
             untried=tuple(dict.fromkeys(self.untried)),
             unconfirmed=unconfirmed,
-            rows=tuple(self.rows),
+            rows=tuple(self.table.rows),
         )
 
 
@@ -437,12 +405,6 @@ def _times(gain: tuple[float, float, float], pair: Pair) -> tuple[float, float, 
     found = pair.comparison
     assert found is not None
     return gain[0] * found.ratio, gain[1] * found.low, gain[2] * found.high
-
-
-def _verdict(measured: Measured | None, pair: Pair | None) -> str:
-    if measured is None or measured.outcome != "ok":
-        return measured.outcome if measured else "not tried"
-    return pair.comparison.verdict if pair and pair.comparison else "not compared"
 
 
 def _shape(plan: Plan) -> tuple[Any, ...]:

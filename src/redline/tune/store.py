@@ -13,6 +13,7 @@ training; the pins what the user fixed: another of any of them is another tuning
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ from redline.config.recipe import Recipe
 from redline.errors import ConfigError, DataError, StorageError
 from redline.machine.facts import MachineFacts, machine_key
 from redline.measure.statistics import Comparison
-from redline.measure.trial import TrialOutcome
+from redline.measure.trial import Measured, Pair, TrialOutcome
 from redline.plan.plan import PLANNED, Plan, check_fit, load, save
 from redline.record.files import cache_folder, read_json, read_text, write_atomic
+from redline.record.units import format_rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,47 @@ class TuningResult:
     """Why the last comparison, of the winner with the rules' plan, failed: then the ratio is the product of
     those that chose it."""
     rows: tuple[TrialRow, ...]
+
+
+class TrialTable:
+    """The rows of a search as they come; each is said."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.rows: list[TrialRow] = []
+        self._say = say
+
+    def add(
+        self,
+        name: str,
+        predicted: float | None = None,
+        *,
+        measured: Measured | None = None,
+        pair: Pair | None = None,
+        note: str = "",
+        verdict: str = "",
+        kept: bool = False,
+    ) -> None:
+        """One without a pair has nothing to compare with, one that was not measured was not tried."""
+        measured = pair.after if pair else measured
+        found = pair.comparison if pair else None
+        if measured is None or measured.outcome != "ok":
+            verdict = verdict or (measured.outcome if measured else "not tried")
+        row = TrialRow(
+            name=name,
+            predicted=predicted,
+            outcome=measured.outcome if measured else None,
+            tokens_per_s=measured.tokens_per_s if measured and measured.blocks_s else None,
+            memory_bytes=measured.memory.reserved_bytes if measured and measured.memory else None,
+            comparison=found,
+            rounds=pair.rounds if pair and found else None,
+            verdict="kept" if kept else verdict or (found.verdict if found else "not compared"),
+            note=note,
+            kept=kept,
+        )
+        self.rows.append(row)
+        speed = f" {format_rate(row.tokens_per_s, 'tokens')}" if row.tokens_per_s is not None else ""
+        against = f" {found}" if found else ""
+        self._say(f"{'+' if kept else ' '} {name}:{speed}{against}  {note}")
 
 
 def pinned(plan: Plan) -> dict[str, Any]:
