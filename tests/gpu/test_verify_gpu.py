@@ -15,7 +15,6 @@ from redline.plan.planner import make_plan
 from redline.train import execution, loop
 from redline.train.restore import with_shape
 from redline.tune.verify import Check, verify
-from redline.tune.verify_rft import verify_rft
 
 SHAPE = ["model.num_layers=2", "model.hidden_size=256", "model.num_heads=4", "model.ffn_size=512", "model.context_length=256",
          "data.seq_len=256", "train.batch_size=8", "model.vocab_size=1024"]  # fmt: skip
@@ -113,7 +112,7 @@ def test_a_sync_in_the_loop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_honest_fine_tuning_passes(method: str) -> None:
     recipe = with_shape(load_recipe("rft/demo", ["lora=none"] if method == "full" else []))
     plan = make_plan(recipe, hardware_here(read_facts(), None))
-    found = {check.name: check for check in verify_rft(recipe, plan, progress=lambda text: None)}
+    found = {check.name: check for check in verify(recipe, plan, progress=lambda text: None)}
     assert failed(found) == {}
     assert found["CUDA graph of the update"].status == found["CUDA graphs of generation"].status == "passed"
 

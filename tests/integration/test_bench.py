@@ -1,12 +1,15 @@
 """`redline bench train` really trains: the loop, the bare step and their table, at nano size on a CPU."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pipeline import Nano
 
 from redline.bench import train as bench
+from redline.bench.results import Row
 from redline.config.load import load_recipe
 from redline.machine.facts import read_facts
 from redline.plan.hardware import hardware_here
@@ -41,20 +44,15 @@ def test_the_loop_and_the_bare_step_are_measured_on_the_same_work(nano: Nano, tm
     assert entry["plan"]["work"] in table
 
 
-def test_an_arm_that_runs_out_of_memory_is_tried_with_smaller_passes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_arm_that_runs_out_of_memory_is_tried_with_smaller_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(load_recipe("nano"), hardware_here(read_facts(), None))
     tried = []
 
-    def run(task: dict[str, str]) -> dict[str, object]:
-        saved = json.loads(Path(task["plan"]).read_text())
-        tried.append((saved["micro_batch"]["value"], saved["accumulation"]["value"]))
-        return (
-            {"failed": "torch.OutOfMemoryError: CUDA out of memory"} if tried[-1][0] > 4 else {"speeds": {}}
-        )
+    def rows_of(function: str, setting: dict[str, Any], allocator: str) -> Iterator[Row]:
+        tried.append(tuple(setting["plan"][name]["value"] for name in ("micro_batch", "accumulation")))
+        full = {"failed": "CUDA out of memory", "outcome": "out_of_memory"}
+        yield full if tried[-1][0] > 4 else {"speeds": {}}
 
-    monkeypatch.setattr(bench, "_run", run)
-    result = bench._run_fitting({"arm": "hf"}, plan, tmp_path / "plan.json")
+    monkeypatch.setattr(bench, "rows_of", rows_of)
+    assert bench._run_fitting("hf", {}, plan) == {"speeds": {}, "micro_batch": 4}
     assert tried == [(16, 1), (8, 2), (4, 4)]
-    assert result == {"speeds": {}, "micro_batch": 4}

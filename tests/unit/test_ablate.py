@@ -15,16 +15,15 @@ from redline.cli.ablate import _print as print_table
 from redline.cli.main import main
 from redline.config.load import build, load_recipe
 from redline.errors import ConfigError, StorageError
-from redline.measure.trial import Timing, Trial, trial_key
+from redline.measure.trial import GenerationSwitches, Timing, Trial, trial_key
 from redline.optimizations.catalogue import find, study
-from redline.optimizations.work import Generating
 from redline.plan.arithmetic import flops_per_token
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import Hardware
 from redline.record.units import exact
 from redline.report.ablation import ablation
 from redline.tune.ablate import AblationRow, ablate, mfu
-from redline.tune.arms import TrainArms, arms_for, naive
+from redline.tune.arms import UpdateArms, arms_for, naive
 from redline.tune.waterfall_table import COLUMNS, cells, markdown
 
 RECIPE = load_recipe("seeds/002")
@@ -487,14 +486,16 @@ def test_the_naive_state_is_every_switch_off_and_the_batch_stays() -> None:
         "precision": "fp32", "attention": "math", "compile": "off", "recompute": "full", "micro_batch": 8,
         "update": "loop",
     }  # fmt: skip
-    recipe, plan = TrainArms(recipe=RECIPE, hardware=H200, timing=Timing()).plan(state)
+    recipe, plan = UpdateArms(recipe=RECIPE, hardware=H200, timing=Timing()).plan(state)
     assert (plan.micro_batch, plan.accumulation, plan.update) == (8, 16, "loop")
     assert recipe.fingerprint == RECIPE.fingerprint
     assert plan.work == RECIPE.work
 
 
 def test_a_pass_divides_the_batch_and_kernels_fall_back_with_the_precision() -> None:
-    arms = TrainArms(recipe=load_recipe("seeds/002", ["train.batch_size=12"]), hardware=H200, timing=Timing())
+    arms = UpdateArms(
+        recipe=load_recipe("seeds/002", ["train.batch_size=12"]), hardware=H200, timing=Timing()
+    )
     assert arms.plan({"micro_batch": 8})[1].micro_batch == 6
     best = {"precision": "bf16", "cross_entropy": "fused", "attention": "cudnn"}
     without = arms.plan({**best, "precision": "tf32"})[1]
@@ -505,7 +506,7 @@ def test_a_pass_divides_the_batch_and_kernels_fall_back_with_the_precision() -> 
 def test_a_change_brings_no_other_with_it() -> None:
     """Left to itself the planner would answer bf16 with the fused loss and cuDNN, and bf16 would be credited
     with all three."""
-    arms = TrainArms(recipe=RECIPE, hardware=H200, timing=Timing())
+    arms = UpdateArms(recipe=RECIPE, hardware=H200, timing=Timing())
     held = arms.held({"precision": "fp32"})
     before, after = (arms.plan({**held, "precision": precision})[1] for precision in ("fp32", "bf16"))
     assert {name for name in after.why if getattr(before, name) != getattr(after, name)} == {"precision"}
@@ -515,10 +516,14 @@ def test_a_change_brings_no_other_with_it() -> None:
 
 def test_switches_that_turn_nothing_make_the_same_trial() -> None:
     assert (
-        Generating(cached=False, graphs=True).in_force() == Generating(cached=False, graphs=False).in_force()
+        GenerationSwitches(cached=False, graphs=True).in_force()
+        == GenerationSwitches(cached=False, graphs=False).in_force()
     )
-    assert Generating(merged=False).in_force() == Generating()
-    assert Generating(refilled=False, clear_cache=True).in_force() != Generating(refilled=False).in_force()
+    assert GenerationSwitches(merged=False).in_force() == GenerationSwitches()
+    assert (
+        GenerationSwitches(refilled=False, clear_cache=True).in_force()
+        != GenerationSwitches(refilled=False).in_force()
+    )
     arms = arms_for("generate", RECIPE, H200, samples=study("seeds/000")[0].samples, timing=Timing())
     assert trial_key(arms.trial({"merged": False})) == trial_key(arms.trial({}))
     assert trial_key(arms.trial({"shared": False})) != trial_key(arms.trial({}))

@@ -13,6 +13,7 @@ from redline.cli.main import main
 from redline.config.load import load_recipe, shipped
 from redline.config.recipe import ModelConfig, Recipe
 from redline.config.rules import check
+from redline.measure.trial import GenerationSwitches
 from redline.optimizations.catalogue import (
     CONDITIONS,
     Optimization,
@@ -23,7 +24,6 @@ from redline.optimizations.catalogue import (
     study,
     switched,
 )
-from redline.optimizations.work import Finetuning, Generating
 from redline.plan.arithmetic import parameters
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import PLANNED, Hardware, Plan
@@ -43,8 +43,8 @@ STUDIES = [f"seeds/00{n}" for n in range(5)]
 SWITCHES = {name: entry for name, entry in CATALOGUE.items() if entry.standing == "switch"}
 KNOWN = {
     "train": set(PLANNED),
-    "generate": {f.name for f in fields(Generating)},
-    "finetune": {f.name for f in fields(Finetuning)},
+    "generate": {f.name for f in fields(GenerationSwitches)},
+    "finetune": {*PLANNED, "tf32", "padded"},
 }
 
 

@@ -464,25 +464,24 @@ def test_killed_and_started_again_it_goes_on(world: World, tmp_path: Path) -> No
     assert plan == search(undisturbed, tmp_path / "undisturbed")[0]
 
 
-def test_a_tuned_plan_is_found_by_machine_work_and_pins(
+def test_a_tuned_plan_is_found_by_the_machine_the_work_of_an_update_and_the_pins(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REDLINE_CACHE", str(tmp_path))
-    plans = [
-        make_plan(load_recipe("gpt2-124m", overrides), H200)
-        for overrides in (
-            [],
-            ["train.batch_size=256"],
-            ["plan.compile=off"],
-            ["train.lr=1e-3", "train.seed=3"],
-        )
-    ]
-    assert len({tuning_folder(FACTS, plan) for plan in plans}) == 3, "steps, seed and rate change no work"
+
+    def folder(*overrides: str) -> Path:
+        return tuning_folder(FACTS, make_plan(load_recipe("gpt2-124m", overrides), H200))
+
+    same = ("train.lr=1e-3", "train.steps=90000", "train.seed=3", "train.checkpoint_every=7", "data.source=x")
+    assert {folder(), folder(*same)} == {folder()}, "none of them changes the work of an update"
+    other = ("train.batch_size=64", "train.optimizer=muon", "data.seq_len=512", "plan.compile=off")
+    assert len({folder(), *(folder(override) for override in other)}) == 1 + len(other)
     plan, result, recipe = search(world, tmp_path)
     assert tuned_plan(tmp_path / "tuning", recipe) == (plan, result)
+    assert tuned_plan(tmp_path / "tuning", load_recipe("gpt2-124m", same)) == (plan, result)
     assert tuned_plan(tmp_path / "nothing", recipe) is None
     with pytest.raises(ConfigError, match=r"made for another workload .*run `redline tune` again"):
-        tuned_plan(tmp_path / "tuning", load_recipe("gpt2-124m", ["train.batch_size=256"]))
+        tuned_plan(tmp_path / "tuning", load_recipe("gpt2-124m", ["train.batch_size=64"]))
     (tmp_path / "tuning" / "plan.json").write_text("{}")
     with pytest.raises(ConfigError, match="run `redline tune` again"):
         tuned_plan(tmp_path / "tuning", recipe)

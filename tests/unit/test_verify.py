@@ -29,10 +29,12 @@ from redline.plan.planner import make_plan
 from redline.record.files import cache_folder
 from redline.train import execution, loop
 from redline.train.objective import Eager
+from redline.tune import checks as room
 from redline.tune import evidence
-from redline.tune import verify as room
+from redline.tune import verify as watching
+from redline.tune.evidence import Check, Trace
 from redline.tune.store import TuningResult, keep, tuning_folder
-from redline.tune.verify import Check, verify
+from redline.tune.verify import verify
 
 TINY = [
     "model.num_layers=2", "model.hidden_size=32", "model.num_heads=2", "model.ffn_size=64",
@@ -153,22 +155,25 @@ def test_attention_on_a_gpu_is_that_of_every_block(
     """On paper: what is in the trace of two blocks."""
     wanted, _, compiled = plan.partition(" ")
     case: Any = SimpleNamespace(
-        plan=SimpleNamespace(attention=wanted, compile=compiled), recipe=RECIPE,
-        in_pass=evidence.Seen(operations=Counter(seen), kernels=Counter([kernels] if kernels else ())),
+        plan=SimpleNamespace(attention=wanted, compile=compiled, precision="bf16"), blocks=2, packed=False,
+        cuda=True,
+        in_pass=Trace(operations=Counter(seen), kernels=Counter([kernels] if kernels else ())),
     )  # fmt: skip
     assert room._attention(case).status == status
 
 
 def test_passes_of_another_size_are_found() -> None:
     """On paper: as many as planned, of other sequences."""
-    case: Any = SimpleNamespace(plan=plan_for("plan.micro_batch=2"), inputs_BT=torch.zeros(2, 32))
+    plan = plan_for("plan.micro_batch=2")
+    rows = [(torch.zeros(32), torch.zeros(32))] * 2
+    case: Any = SimpleNamespace(plan=plan, rows=rows, packed=False, trainer=SimpleNamespace(plan=plan))
     for embedded, status in (
         ([(2, 32)] * 2, "passed"),
         ([(1, 32)] * 2, "failed"),
         ([(2, 32), (1, 32)], "failed"),
         ([(2, 16)] * 2, "failed"),
     ):
-        case.in_update = evidence.Seen(embedded=embedded)
+        case.in_update = Trace(embedded=embedded)
         assert room._passes(case).status == status
 
 
@@ -176,7 +181,7 @@ def test_a_layer_in_another_precision_is_found() -> None:
     """On paper: what is not in the plan's dtype may be rounding, not layers."""
     case: Any = SimpleNamespace(plan=SimpleNamespace(precision="bf16"), cuda=True)
     for share, status in ((1.0, "passed"), (0.995, "passed"), (0.9, "failed"), (0.6, "failed")):
-        case.in_pass = evidence.Seen(products={"bf16": share, "fp32": 1 - share})
+        case.in_pass = Trace(products={"bf16": share, "fp32": 1 - share})
         assert room._precision(case).status == status
 
 
@@ -253,13 +258,13 @@ def test_a_loss_that_is_not_the_fused_one_is_found(monkeypatch: pytest.MonkeyPat
 def _follows(monkeypatch: pytest.MonkeyPatch, runs_with: dict[str, Any]) -> None:
     """Let the training run with other values than the plan has."""
 
-    class Otherwise(room.TrainingSubject):
+    class Otherwise(watching.TrainingSubject):
         def __init__(self, setting: dict[str, Any]) -> None:
             for key, value in runs_with.items():
                 setting["plan"][key]["value"] = value
             super().__init__(setting)
 
-    monkeypatch.setattr(room, "TrainingSubject", Otherwise)
+    monkeypatch.setattr(watching, "TrainingSubject", Otherwise)
 
 
 @pytest.mark.parametrize(
@@ -319,14 +324,14 @@ def test_recomputation_on_a_gpu_is_not_called_failed_where_it_cannot_be_seen(
 ) -> None:
     """On paper: what is in the trace of two blocks."""
     case: Any = SimpleNamespace(
-        plan=SimpleNamespace(**plan), recipe=RECIPE, cuda=True,
-        in_pass=evidence.Seen(operations=Counter(seen))
+        plan=SimpleNamespace(**plan), blocks=2, cuda=True,
+        in_pass=Trace(operations=Counter(seen))
     )  # fmt: skip
     assert room._recompute(case).status == status
 
 
 def test_a_loss_that_the_profiler_does_not_know_is_not_checked() -> None:
-    case: Any = SimpleNamespace(plan=plan_for(), inputs_BT=torch.zeros(4, 32), in_pass=evidence.Seen())
+    case: Any = SimpleNamespace(plan=plan_for(), head_rows=128, in_pass=Trace())
     assert {room._loss_chunks(case).status, room._cross_entropy(case).status} == {"not checked"}
 
 
@@ -398,12 +403,12 @@ def test_the_command_says_so_in_its_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sets = [part for text in TINY for part in ("--set", text)]
-    monkeypatch.setattr("redline.tune.verify.DATA_SHARE", 1.0)
+    monkeypatch.setattr("redline.tune.checks.DATA_SHARE", 1.0)
     assert main(["verify", "nano", *sets, "--json"]) == 0
     assert {row["status"] for row in json.loads(capsys.readouterr().out)} == {"passed", "not applicable"}
-    monkeypatch.setattr("redline.tune.verify.DATA_SHARE", -1.0)
+    monkeypatch.setattr("redline.tune.checks.DATA_SHARE", -1.0)
     assert main(["verify", "nano", *sets]) == 1
-    assert "1 of 16 checks failed" in " ".join(capsys.readouterr().out.split())
+    assert "1 of 18 checks failed" in " ".join(capsys.readouterr().out.split())
     assert main(["verify", "nano", "--plan", str(tmp_path / "none.json")]) == 2
 
 
@@ -426,7 +431,7 @@ def test_the_tuned_plan_is_verified_and_the_corpus_tokenised_first(
         asked.append(plan)
         return []
 
-    monkeypatch.setattr(room, "verify", found)
+    monkeypatch.setattr(watching, "verify", found)
     said: list[str] = []
     monkeypatch.setattr("redline.cli.options.status", said.append)
     facts, recipe = read_facts(), load_recipe("nano", sets)
@@ -465,7 +470,7 @@ def test_graphs_are_not_checked_where_the_profiler_sees_no_gpu(
 
     @contextmanager
     def profiled() -> Any:
-        yield evidence.Seen(
+        yield Trace(
             operations=Counter(cudaGraphLaunch=launches),
             kernels=Counter(kernel=kernels) if kernels else Counter(),
         )
@@ -473,6 +478,7 @@ def test_graphs_are_not_checked_where_the_profiler_sees_no_gpu(
     decoder = MagicMock(describe=lambda **_: (None, None))
     monkeypatch.setattr(room, "Decoder", lambda *_, **__: decoder)
     monkeypatch.setattr(room, "profiled", profiled)
+    monkeypatch.setattr(room, "lora_layers", lambda model: {})
     model: Any = SimpleNamespace(embed=SimpleNamespace(weight=SimpleNamespace(is_cuda=True)))
     check = room.generation_graphs(model)
     assert check.status == status
@@ -483,7 +489,7 @@ def test_what_was_not_checked_is_said_and_is_no_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = [Check(name="CUDA graphs of generation", status="not checked", evidence="no CUPTI")]
-    monkeypatch.setattr(room, "verify", lambda *_, **__: found)
+    monkeypatch.setattr(watching, "verify", lambda *_, **__: found)
     assert main(["verify", "nano"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "0 of 1 checks failed, 1 not checked" in said
@@ -512,6 +518,6 @@ def test_the_detectors_own_notice_is_no_sync(
 
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", switch)
     plan = SimpleNamespace(precision="bf16", update="fused")
-    case: Any = SimpleNamespace(cuda=True, training=SimpleNamespace(step=step), plan=plan)
+    case: Any = SimpleNamespace(cuda=True, trainer=SimpleNamespace(turn=step), plan=plan)
     assert room._sync(case).status == status
     assert modes == ["warn", "default"]

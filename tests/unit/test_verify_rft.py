@@ -12,17 +12,19 @@ from typing import Any
 import pytest
 import torch
 from rft_model import letters_recipe, planned, tiny_model
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from redline.cli.main import main
 from redline.engine.local import LocalEngine
 from redline.engine.request import Completion
 from redline.model import lora, transformer
 from redline.model.attention import packed, softmax
+from redline.plan.values import VALUES
 from redline.train import execution
 from redline.train.graph import Captured
-from redline.tune import verify_rft as room
-from redline.tune.evidence import Check, Seen
-from redline.tune.verify_rft import verify_rft
+from redline.tune import checks as room
+from redline.tune.evidence import Check, Trace
+from redline.tune.verify import verify
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def checks(recipe: Path, *overrides: str, **environment: str) -> dict[str, Check]:
     given, plan, _ = planned(recipe, ["sample.max_new_tokens=8", *overrides], **environment)
-    return {check.name: check for check in verify_rft(given, plan, progress=lambda text: None)}
+    return {check.name: check for check in verify(given, plan, progress=lambda text: None)}
 
 
 def failed(found: dict[str, Check]) -> set[str]:
@@ -54,7 +56,7 @@ def test_an_honest_recipe_passes(
         == "not applicable"
     )
     assert (found["adapters merged and un-merged"].status == "not applicable") == bool(overrides)
-    assert f"{2 if environment else 8} examples one by one" in found["packed rows"].evidence
+    assert f"{2 if environment else 8} examples one by one" in found["loss and gradients"].evidence
 
 
 def test_sequences_of_a_row_that_see_each_other_are_found(
@@ -64,7 +66,7 @@ def test_sequences_of_a_row_that_see_each_other_are_found(
         return softmax.attend(attn, qkv_1THC, rope=rope)
 
     monkeypatch.setattr(packed, "on_grid", as_one)
-    assert failed(checks(recipe)) == {"packed rows"}
+    assert failed(checks(recipe)) == {"loss and gradients"}
 
 
 def test_a_precision_that_is_not_the_plans_is_found(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,8 +79,9 @@ def test_a_precision_that_is_not_the_plans_is_found(recipe: Path, monkeypatch: p
     )
 
 
-def test_explicit_attention_is_found(recipe: Path) -> None:
-    assert failed(checks(recipe, "plan.attention=math")) == {"attention kernel of packed rows"}
+def test_explicit_attention_is_found(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "in_force", lambda plan: sdpa_kernel(SDPBackend.MATH))
+    assert failed(checks(recipe)) == {"attention kernel"}
 
 
 def test_adapters_merged_without_their_scale_are_found(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,13 +127,15 @@ def test_the_graph_of_an_update_is_captured_and_launched_once(
     captured: int, launches: int, kernels: int, status: str
 ) -> None:
     """On paper."""
-    seen = Seen(
+    seen = Trace(
         operations=Counter(cudaGraphLaunch=launches),
         kernels=Counter(kernel=kernels) if kernels else Counter(),
     )
     executor = object.__new__(Captured)
     executor.graphs = dict.fromkeys(range(captured))  # type: ignore[arg-type]
-    case: Any = SimpleNamespace(cuda=True, in_update=seen, trainer=SimpleNamespace(executor=executor))
+    plan = SimpleNamespace(graph=True)
+    trainer = SimpleNamespace(executor=executor)
+    case: Any = SimpleNamespace(cuda=True, in_update=seen, plan=plan, trainer=trainer)
     assert room._update_graph(case).status == status
 
 
@@ -147,11 +152,16 @@ def test_the_graph_of_an_update_is_captured_and_launched_once(
 )
 def test_packed_attention_on_a_gpu(precision: str, seen: dict[str, int], status: str) -> None:
     """On paper: what is in the trace of two blocks."""
-    model = SimpleNamespace(config=SimpleNamespace(num_layers=2))
+    plan = SimpleNamespace(attention="auto", compile="off", precision=precision)
     case: Any = SimpleNamespace(
-        cuda=True, precision=precision, model=model, in_pass=Seen(operations=Counter(seen))
+        cuda=True, plan=plan, blocks=2, packed=True, in_pass=Trace(operations=Counter(seen))
     )
     assert room._attention(case).status == status
+
+
+def test_every_plan_value_is_proved_by_a_check_that_exists(recipe: Path) -> None:
+    proofs = {name for value in VALUES.values() for name in value.proof}
+    assert proofs <= set(checks(recipe))
 
 
 def test_the_command_takes_either_kind_of_recipe(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

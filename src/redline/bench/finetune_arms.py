@@ -1,19 +1,15 @@
-"""The arms of `redline bench finetune`, all in this process: `python -m redline.bench.finetune_arms full
-hf-seeds graph`.
+"""The arms of `redline bench finetune`, each in a process of its own: losses of all updates, seconds of blocks of
+them.
 
-Every arm starts from the same weights and adapters, reads the same rows in the same order (`packing.batches`)
-at a constant learning rate, and prints one line of JSON: its losses, and the seconds of blocks of updates.
-Ours is the real loop with its record on a disk.
+Every arm starts from the same weights and adapters, and reads the same rows in the same order at a constant
+learning rate. Ours is the real loop with its record on a disk (`measure.training`).
 """
 
-import gc
+import itertools
 import json
-import random
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,170 +17,93 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redline.bench.finetune import SETTINGS, Setting
-from redline.config.recipe import LoraConfig, Recipe, TrainConfig
-from redline.errors import RedlineError, need
-from redline.finetune import job_of, prepare, train
+from redline.bench.finetune import WORKS, FinetuningWork
+from redline.bench.results import Row
+from redline.errors import need
+from redline.finetune import prepare
 from redline.machine.facts import read_facts
+from redline.measure.child import cuda_peaks, synchronize, timed
+from redline.measure.training import TrainingSubject, random_rows, whole_batches
+from redline.measure.trial import train_trial
 from redline.model.huggingface import config_json, to_huggingface
 from redline.model.transformer import Transformer, build_model
 from redline.plan.hardware import hardware_here
 from redline.plan.planner import make_plan
-from redline.record.run import RunFolder
 from redline.train.adapter import MODULES, peft_tensors
-from redline.train.execution import COMPUTE_DTYPE
-from redline.train.packing import Example, batches
+from redline.train.packing import Example, batches, exact
 from redline.train.process import Process
 
 BLOCKS = 3
 """Timed blocks of an arm, after the first updates."""
 WARM_UP = 2
 """Updates that are not timed: the first compiles, captures and fills caches."""
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ANSWER_WORDS = 64
-"""Different tokens in the answers, so that there is something to learn and the loss falls."""
 
 
-def main(name: str, *arms: str) -> None:
-    setting = SETTINGS[name]
-    for arm in arms:
-        gc.collect()
-        if DEVICE == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        try:
-            result = _huggingface(arm, setting) if arm.startswith("hf") else _ours(arm, setting)
-        except (RedlineError, torch.OutOfMemoryError) as error:  # the other arms are measured all the same
-            result = {"failed": str(error).splitlines()[0][:300]}
-        memory_bytes = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else None
-        sys.stdout.write(json.dumps({"row": arm, **result, "memory_bytes": memory_bytes}) + "\n")
-        sys.stdout.flush()
+def arm(setting: dict[str, str]) -> Iterator[Row]:
+    work, name = WORKS[setting["name"]], setting["arm"]
+    found = _huggingface(name, work) if name.startswith("hf") else _ours(name, work)
+    cuda = torch.cuda.is_available()
+    yield found | {"memory_bytes": cuda_peaks()["allocated_bytes"] if cuda else None}
 
 
-def examples(setting: Setting) -> list[Example]:
-    draw = random.Random(0)
-    most = setting.model.vocab_size
-    return [
-        Example(
-            tuple(draw.randrange(most) for _ in range(draw.randint(*setting.prompt_tokens))),
-            tuple(
-                draw.randrange(min(ANSWER_WORDS, most)) for _ in range(draw.randint(*setting.answer_tokens))
-            ),
-        )
-        for _ in range(setting.rows)
-    ]
+def _rows(work: FinetuningWork) -> list[Example]:
+    rows = random_rows(work.model.vocab_size, work.padded_to)
+    return whole_batches(rows, work.batch_size)
 
 
-def order(setting: Setting, arm: str) -> Iterator[list[int]]:
-    """The rows of each update of the arm."""
-    epochs = -(-setting.updates[arm] * setting.batch_size // setting.rows)
-    made = batches(setting.rows, batch_size=setting.batch_size, epochs=epochs, seed=0)
-    return (batch for batch, _ in zip(made, range(setting.updates[arm]), strict=False))
-
-
-def _blocks(setting: Setting, arm: str, ends_s: list[float]) -> list[dict[str, Any]]:
-    """The updates after the warm-up in BLOCKS pieces, from the moments at which each update ended."""
-    rows, done = examples(setting), list(order(setting, arm))
-    size = max(1, (len(done) - WARM_UP) // BLOCKS)
-    found = []
-    for start in range(WARM_UP, WARM_UP + BLOCKS * size, size):
-        numbers = [i for batch in done[start : start + size] for i in batch]
-        tokens = sum(len(rows[i].prompt) + len(rows[i].answer) for i in numbers)
-        seconds = ends_s[start + size - 1] - ends_s[start - 1]
-        found.append({"updates": size, "examples": len(numbers), "tokens": tokens, "seconds": seconds})
-    return found
-
-
-def tuned_recipe(setting: Setting, epochs: int = 1) -> Recipe:
-    train = TrainConfig(
-        batch_size=setting.batch_size,
-        lr=setting.lr,
-        epochs=epochs,
-        schedule="constant",
-        weight_decay=0.0,
-        beta2=0.999,
-    )
-    lora, name = LoraConfig(rank=setting.rank, alpha=setting.alpha), "bench"
-    return Recipe(name=name, workload="finetune", model=setting.model, train=train, lora=lora)
-
-
-def adapted(setting: Setting, dtype: torch.dtype) -> Transformer:
-    model = build_model(setting.model, device=DEVICE, seed=0)
-    model.compute_dtype = dtype
-    prepare(model, tuned_recipe(setting), Process(0, 1, torch.device(DEVICE)))
-    return model
+def _block(work: FinetuningWork, updates: int, seconds: float, tokens_per_update: float) -> dict[str, Any]:
+    tokens, examples = updates * tokens_per_update, updates * work.batch_size
+    return {"updates": updates, "examples": examples, "tokens": tokens, "seconds": seconds}
 
 
 # ---- ours ----
 
 
-class _Stop(Exception):
-    """Enough updates were made."""
-
-
-class _Watch:
-    """An observer that keeps losses and the moments at which updates ended."""
-
-    def __init__(self, updates: int) -> None:
-        self.updates, self.started_s = updates, time.perf_counter()
-        self.first_update_s = 0.0
-        self.losses: list[float] = []
-        self.ends_s: list[float] = []
-
-    def metrics(self, line: dict[str, Any]) -> None:
-        if not self.losses:
-            self.first_update_s = time.perf_counter() - self.started_s
-        self.losses.append(line["loss"])
-        self.ends_s.append((self.ends_s[-1] if self.ends_s else 0.0) + line["step_s"])
-        if len(self.losses) == self.updates:
-            raise _Stop
-
-    def event(self, kind: str, facts: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def _ours(arm: str, setting: Setting) -> dict[str, Any]:
-    updates, process = setting.updates[arm], Process(0, 1, torch.device(DEVICE))
-    recipe = tuned_recipe(setting, epochs=-(-updates * setting.batch_size // setting.rows))
-    plan = make_plan(recipe, hardware_here(read_facts(), None))
-    if arm == "fp32":
+def _ours(name: str, work: FinetuningWork) -> Row:
+    plan = make_plan(work.recipe, hardware_here(read_facts(), None))
+    if name == "fp32":
         plan = replace(plan, precision="fp32", cross_entropy="torch")
-    if arm == "compiled":
+    if name == "compiled":
         plan = replace(plan, compile="default")
-    model = adapted(setting, COMPUTE_DTYPE[plan.precision])
-    watch = _Watch(updates)
-    with tempfile.TemporaryDirectory() as run, RunFolder(Path(run)) as folder, suppress(_Stop):
-        rows = examples(setting)
-        train(
-            job_of(model, rows, recipe, plan, process, run=Path(run), folder=folder, observers=[watch]),
-            process,
-        )
-    return {
-        "losses": watch.losses,
-        "blocks": _blocks(setting, arm, watch.ends_s),
-        "first_update_s": watch.first_update_s,
-    }
+    subject = TrainingSubject(train_trial(work.recipe, plan).setting)
+    try:
+        first_update_s = timed(1, subject.step, subject.drain)
+        timed(WARM_UP - 1, subject.step, subject.drain)
+        size = max(1, (work.updates[name] - WARM_UP) // BLOCKS)
+        blocks_s = [timed(size, subject.step, subject.drain) for _ in range(BLOCKS)]
+    finally:
+        subject.close()
+    blocks = [_block(work, size, seconds, subject.tokens_per_step) for seconds in blocks_s]
+    return {"losses": subject.losses, "blocks": blocks, "first_update_s": first_update_s}
 
 
 # ---- Hugging Face's Trainer with PEFT ----
 
 
-def peft_model(setting: Setting) -> Any:
+def _adapted(work: FinetuningWork) -> Transformer:
+    """The model that ours starts from, in fp32."""
+    process = Process(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    model = build_model(work.model, device=process.device, seed=work.recipe.train.seed)
+    prepare(model, work.recipe, process)
+    return model
+
+
+def peft_model(work: FinetuningWork) -> Any:
     """Their model with our weights and our adapters."""
     transformers, peft = need("transformers", extra="hf"), need("peft", extra="hf")
-    ours = adapted(setting, torch.float32)
+    ours = _adapted(work)
     with tempfile.TemporaryDirectory() as scratch:
-        (Path(scratch) / "config.json").write_text(json.dumps(config_json(setting.model)), encoding="utf-8")
+        (Path(scratch) / "config.json").write_text(json.dumps(config_json(work.model)), encoding="utf-8")
         config = transformers.AutoConfig.from_pretrained(scratch)
-    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(DEVICE)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    theirs = theirs.to(ours.embed.weight.device)
     plain = {name: p.detach() for name, p in ours.named_parameters() if "lora" not in name}
-    missing, unexpected = theirs.load_state_dict(to_huggingface(setting.model, plain), strict=False)
+    missing, unexpected = theirs.load_state_dict(to_huggingface(work.model, plain), strict=False)
     assert not unexpected
     assert set(missing) <= {"lm_head.weight"}, "the head is the embedding, and nothing else is left over"
     modules = [module.split(".")[1] for module in MODULES.values()]
     lora = peft.LoraConfig(
-        r=setting.rank, lora_alpha=setting.alpha, target_modules=modules, task_type="CAUSAL_LM"
+        r=work.lora.rank, lora_alpha=work.lora.alpha, target_modules=modules, task_type="CAUSAL_LM"
     )
     model = peft.get_peft_model(theirs, lora)
     start = peft_tensors(ours)
@@ -195,16 +114,16 @@ def peft_model(setting: Setting) -> Any:
     return model
 
 
-def _huggingface(arm: str, setting: Setting) -> dict[str, Any]:
+def _huggingface(name: str, work: FinetuningWork) -> Row:
     transformers = need("transformers", extra="hf")
-    model, watch = peft_model(setting), _watch_of_theirs(transformers)
-    as_seeds = arm == "hf-seeds"
+    model, watch, rows = peft_model(work), _watch_of_theirs(transformers), _rows(work)
+    as_seeds, updates = name == "hf-seeds", work.updates[name]
     with tempfile.TemporaryDirectory() as scratch:
         arguments = transformers.TrainingArguments(
             output_dir=scratch,
-            per_device_train_batch_size=setting.batch_size,
-            max_steps=setting.updates[arm],
-            learning_rate=setting.lr,
+            per_device_train_batch_size=work.batch_size,
+            max_steps=updates,
+            learning_rate=work.lr,
             lr_scheduler_type="constant",
             weight_decay=0.0,
             max_grad_norm=1.0,
@@ -216,18 +135,20 @@ def _huggingface(arm: str, setting: Setting) -> dict[str, Any]:
             report_to=[],
             save_strategy="no",
             disable_tqdm=True,
-            use_cpu=DEVICE == "cpu",
+            use_cpu=not torch.cuda.is_available(),
         )
-        rows = [_padded(example, setting.padded_to) for example in examples(setting)]
-        trainer = _trainer_of_theirs(transformers, setting)(
-            model=model, args=arguments, train_dataset=rows, callbacks=[watch]
+        padded = [_padded(row, work.padded_to) for row in rows]
+        trainer = _trainer_of_theirs(transformers, len(rows))(
+            model=model, args=arguments, train_dataset=padded, callbacks=[watch]
         )
         watch.started_s = time.perf_counter()
         trainer.train()
-    losses = [float(loss) for loss in trainer.losses]
+    size = max(1, (updates - WARM_UP) // BLOCKS)
+    edges = [watch.ends_s[WARM_UP - 1 + place * size] for place in range(BLOCKS + 1)]
+    tokens = exact(rows).tokens / (len(rows) // work.batch_size)
     return {
-        "losses": losses,
-        "blocks": _blocks(setting, arm, watch.ends_s),
+        "losses": [float(loss) for loss in trainer.losses],
+        "blocks": [_block(work, size, end - start, tokens) for start, end in itertools.pairwise(edges)],
         "first_update_s": watch.ends_s[0] - watch.started_s,
     }
 
@@ -242,18 +163,15 @@ def _padded(example: Example, length: int) -> dict[str, Tensor]:
     }
 
 
-def _trainer_of_theirs(transformers: Any, setting: Setting) -> Any:
+def _trainer_of_theirs(transformers: Any, rows: int) -> Any:
     class Order(torch.utils.data.Sampler[int]):
-        """Our order: an iteration is an epoch."""
-
-        epoch = 0
+        """Our order, which a trial goes through again and again: an iteration is an epoch."""
 
         def __len__(self) -> int:
-            return setting.rows
+            return rows
 
         def __iter__(self) -> Iterator[int]:
-            (numbers,) = batches(setting.rows, batch_size=setting.rows, epochs=1, seed=self.epoch)
-            self.epoch += 1
+            (numbers,) = batches(rows, batch_size=rows, epochs=1, seed=0)
             return iter(numbers)
 
     class Trainer(transformers.Trainer):
@@ -281,13 +199,7 @@ def _watch_of_theirs(transformers: Any) -> Any:
             self.ends_s: list[float] = []
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if DEVICE == "cuda":
-                # an update takes a quarter of a second there, and waiting for its end some microseconds
-                torch.cuda.synchronize()
+            synchronize()  # an update takes a quarter of a second there, and waiting for its end microseconds
             self.ends_s.append(time.perf_counter())
 
     return Watch()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

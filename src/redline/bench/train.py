@@ -1,33 +1,26 @@
-"""`redline bench train`: every arm on every recipe in its own process, a table for people and JSON for
+"""`redline bench train`: every arm on every recipe in its own process, a page for people and JSON for
 programs. No torch here.
 
-    results = bench_train(recipes, hardware, out=Path("benchmarks"))    # writes
-                                                                        train_<hardware>_<date>.{json,md}
+    path = bench_train(cases, hardware, facts, Path("benchmarks"), ...)      # train_<hardware>_<date>.{json,md}
 
 An arm that dies (out of memory, a missing package) is a row that says so, not the end of the benchmark.
 """
 
-import json
-import re
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from redline.bench.results import Row, made_by, rows_of, table, write
 from redline.config.load import to_toml
 from redline.config.recipe import Recipe
 from redline.machine.facts import MachineFacts
-from redline.plan.plan import Hardware, Plan, save, to_json
+from redline.plan.plan import Hardware, Plan, to_json
 from redline.plan.planner import make_plan
-from redline.record.files import write_atomic
-from redline.record.units import format_bytes, format_duration, format_limit_share
+from redline.record.units import format_bytes, format_duration
 
 ARMS = ("loop", "plain", "hf")
-ARM_LIMIT_S = 1800
 LABELS = {
     "loop": "redline, the real loop",
     "loop_without_instruments": "the same without instruments",
@@ -35,6 +28,7 @@ LABELS = {
     "plain": "plain PyTorch",
     "hf": "HF Trainer",
 }
+COLUMNS = ("arm", "tokens/s", "interval", "MFU", "against bare", "peak memory", "first step")
 
 
 def bench_train(
@@ -47,125 +41,84 @@ def bench_train(
     steps_per_block: int,
     progress: Callable[[str], None],
 ) -> Path:
-    """Run the arms of each case and write the results; returns the path of the table."""
+    """Run the arms of each case and write the results; returns the path of the page."""
     results = []
     for recipe, arms in cases:
         plan = make_plan(recipe, hardware)
         entry: dict[str, Any] = {"recipe": asdict(recipe), "plan": to_json(plan), "arms": {}}
-        with tempfile.TemporaryDirectory() as folder:
-            for arm in arms:
-                task = {
-                    "arm": arm,
-                    "recipe": to_toml(recipe),
-                    "blocks": blocks,
-                    "steps_per_block": steps_per_block,
-                }
-                started_s = time.monotonic()
-                entry["arms"][arm] = _run_fitting(task, plan, Path(folder) / f"{arm}.json")
-                progress(
-                    f"{recipe.name} {plan.precision} {arm}: {_brief(entry['arms'][arm])} "
-                    f" ({time.monotonic() - started_s:.0f} s)"
-                )
+        for arm in arms:
+            setting = {"recipe": to_toml(recipe), "blocks": blocks, "steps_per_block": steps_per_block}
+            started_s = time.monotonic()
+            found = entry["arms"][arm] = _run_fitting(arm, setting, plan)
+            took_s = time.monotonic() - started_s
+            progress(f"{recipe.name} {plan.precision} {arm}: {_brief(found)}  ({took_s:.0f} s)")
         results.append(entry)
-    name = re.sub(r"[^a-z0-9]+", "-", hardware.title.lower()).strip("-")
-    base = out / f"train_{name}_{time.strftime('%Y%m%d')}"
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomic(
-        base.with_suffix(".json"), json.dumps({"machine": asdict(facts), "results": results}, indent=1) + "\n"
-    )
-    write_atomic(base.with_suffix(".md"), table(hardware, facts, results))
-    return base.with_suffix(".md")
+    lines = page(hardware, facts, results)
+    return write(out, "train", facts, {"results": results}, lines, title=hardware.title)
 
 
-def _run_fitting(task: dict[str, Any], plan: Plan, path: Path) -> dict[str, Any]:
+def _run_fitting(arm: str, setting: dict[str, Any], plan: Plan) -> Row:
     """Run the arm with the plan's passes; where it runs out of memory, with half of them, and say so: the
     batch stays the same."""
     micro = plan.micro_batch
     while True:
-        save(
-            replace(plan, micro_batch=micro, accumulation=plan.micro_batch * plan.accumulation // micro), path
-        )
-        result = _run({**task, "plan": str(path)})
-        if "OutOfMemoryError" not in result.get("failed", "") or micro % 2:
-            return {**result, "micro_batch": micro}
+        accumulation = plan.micro_batch * plan.accumulation // micro
+        smaller = to_json(replace(plan, micro_batch=micro, accumulation=accumulation))
+        function = f"redline.bench.train_arms:{arm}"
+        (found,) = rows_of(function, {**setting, "plan": smaller}, plan.allocator)
+        if found.get("outcome") != "out_of_memory" or micro % 2:
+            return {**found, "micro_batch": micro}
         micro //= 2
 
 
-def _run(task: dict[str, Any]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "redline.bench.arms", json.dumps(task)]
-    try:
-        process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ARM_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"took longer than {ARM_LIMIT_S} s"}
-    if process.returncode == 0:
-        return dict(json.loads(process.stdout.strip().splitlines()[-1]))
-    lines = [line for line in process.stderr.strip().splitlines() if line.strip()]
-    return {"failed": lines[-1][:300] if lines else f"exit code {process.returncode}"}
+def _brief(found: Row) -> str:
+    if "failed" in found:
+        return f"failed: {found['failed']}"
+    speeds = found["speeds"].items()
+    return ", ".join(f"{name} {speed['tokens_per_s']:,.0f} tokens/s" for name, speed in speeds)
 
 
-def _brief(result: dict[str, Any]) -> str:
-    if "failed" in result:
-        return f"failed: {result['failed']}"
-    return ", ".join(
-        f"{name} {speed['tokens_per_s']:,.0f} tokens/s" for name, speed in result["speeds"].items()
-    )
-
-
-def table(hardware: Hardware, facts: MachineFacts, results: Sequence[dict[str, Any]]) -> str:
-    """The Markdown table: one section a recipe, one row an arm."""
-    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version)
+def page(hardware: Hardware, facts: MachineFacts, results: Sequence[Row]) -> list[str]:
+    """Markdown: one section a recipe, one row an arm."""
     lines = [
         f"# Training on {hardware.title}",
         "",
-        f"Made by `redline bench train` on {time.strftime('%Y-%m-%d')}; {versions}; Python {facts.python}.",
-        (
-            "MFU: 6N + 12LdT per token over the dense bf16 datasheet peak. Median of the blocks; interval:"
-            " slowest to fastest block."
-        ),
-        (
-            "Rows of one loop are interleaved in one process; plain PyTorch and HF Trainer run in processes"
-            " of their own."
-        ),
+        made_by("train", facts),
+        "MFU: 6N + 12LdT per token over the dense bf16 datasheet peak. Median of the blocks; interval: slowest to"
+        " fastest block.",
+        "Rows of one loop are interleaved in one process; plain PyTorch and HF Trainer run in processes of their"
+        " own.",
     ]
     for entry in results:
         lines += ["", *_section(entry, hardware)]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
-def _section(entry: dict[str, Any], hardware: Hardware) -> list[str]:
+def _section(entry: Row, hardware: Hardware) -> list[str]:
     recipe, plan = entry["recipe"], entry["plan"]
-    value = {
-        name: plan[name]["value"]
-        for name in ("precision", "micro_batch", "attention", "cross_entropy", "compile")
-    }
+    names = ("precision", "micro_batch", "attention", "cross_entropy", "compile")
+    precision, micro, attention, cross_entropy, compiled = (plan[name]["value"] for name in names)
     lines = [
-        f"## {recipe['name']}, {value['precision']}",
+        f"## {recipe['name']}, {precision}",
         "",
-        (
-            f"{plan['prediction']['parameters']:,} parameters, T = {recipe['data']['seq_len']},"
-            f" {recipe['train']['batch_size']} sequences an update in passes of {value['micro_batch']};"
-            f" attention {value['attention']}, cross entropy {value['cross_entropy']}, compile"
-            f" {value['compile']}; work {plan['work']}."
+        f"{plan['prediction']['parameters']:,} parameters, T = {recipe['data']['seq_len']},"
+        f" {recipe['train']['batch_size']} sequences an update in passes of {micro}; attention {attention}, cross"
+        f" entropy {cross_entropy}, compile {compiled}; work {plan['work']}.",
+        "",
+        *table(
+            COLUMNS,
+            [cells for arm, row in entry["arms"].items() for cells in _cells(arm, row, entry, hardware)],
         ),
-        "",
-        "| arm | tokens/s | interval | MFU | against bare | peak memory | first step |",
-        "|---|---|---|---|---|---|---|",
-        *_rows(entry, hardware),
     ]
     loop = entry["arms"].get("loop", {})
     if loop.get("memory"):
         predicted, seen = loop["predicted_bytes"], loop["memory"]["allocated_peak_bytes"]
-        lines += [
-            "",
-            (
-                f"Predicted peak {format_bytes(predicted)}, seen {format_bytes(seen)}:"
-                f" {predicted / seen - 1:+.1%}."
-            ),
-        ]
+        off = f"{predicted / seen - 1:+.1%}"
+        lines += ["", f"Predicted peak {format_bytes(predicted)}, seen {format_bytes(seen)}: {off}."]
     return lines
 
 
-def _label(name: str, plan: dict[str, Any]) -> str:
+def _label(name: str, plan: Row) -> str:
     """The arms that do not follow the plan in everything say what they took of it."""
     half, compiled = plan["precision"]["value"] != "fp32", plan["compile"]["value"] != "off"
     used = {
@@ -175,30 +128,24 @@ def _label(name: str, plan: dict[str, Any]) -> str:
     return LABELS[name] + (f" ({', '.join(used)})" if used else "")
 
 
-def _rows(entry: dict[str, Any], hardware: Hardware) -> list[str]:
-    peak, flops = hardware.peak_tflops.get("bf16"), entry["plan"]["prediction"]["flops_per_token"]
+def _cells(arm: str, found: Row, entry: Row, hardware: Hardware) -> list[list[str]]:
+    plan = entry["plan"]
+    if "failed" in found:
+        return [[_label(arm, plan), "failed", found["failed"]]]
+    peak, flops = hardware.peak_tflops.get("bf16"), plan["prediction"]["flops_per_token"]
     bare = entry["arms"].get("loop", {}).get("speeds", {}).get("bare", {}).get("tokens_per_s")
+    passes = found["micro_batch"]
+    fewer = f", passes of {passes}: more ran out of memory" if passes != plan["micro_batch"]["value"] else ""
     rows = []
-    for arm, result in entry["arms"].items():
-        if "failed" in result:
-            rows.append(f"| {_label(arm, entry['plan'])} | failed | {result['failed']} | | | | |")
-            continue
-        for name, speed in result["speeds"].items():
-            rate = speed["tokens_per_s"]
-            own = entry["plan"]["micro_batch"]["value"]
-            fewer = (
-                f", passes of {result['micro_batch']}: more ran out of memory"
-                if result.get("micro_batch", own) != own
-                else ""
-            )
-            cells = [
-                _label(name, entry["plan"]) + fewer,
-                f"{rate:,.0f}",
-                f"{speed['low']:,.0f} – {speed['high']:,.0f}",
-                format_limit_share(rate * flops / peak / 1e12 if peak else None),
-                f"{rate / bare - 1:+.2%}" if bare else "–",
-                format_bytes(result["memory"]["allocated_peak_bytes"]) if result["memory"] else "–",
-                format_duration(result["first_step_s"]) if name in ARMS else "",
-            ]
-            rows.append(f"| {' | '.join(cells)} |")
+    for name, speed in found["speeds"].items():
+        rate = speed["tokens_per_s"]
+        rows.append([
+            _label(name, plan) + fewer,
+            f"{rate:,.0f}",
+            f"{speed['low']:,.0f} – {speed['high']:,.0f}",
+            f"{rate * flops / peak / 1e12:.1%}" if peak else "–",
+            f"{rate / bare - 1:+.2%}" if bare else "–",
+            format_bytes(found["memory"]["allocated_peak_bytes"]) if found["memory"] else "–",
+            format_duration(found["first_step_s"]) if name in ARMS else "",
+        ])  # fmt: skip
     return rows

@@ -57,11 +57,11 @@ def check_positive(option: str, value: float) -> None:
 
 
 def tokenise(recipe: Recipe) -> None:
-    """Tokenise the corpus, if it was not yet, and show how far it is: before anything is measured, of which
-    it is no part. A stream is tokenised as it is read."""
+    """Tokenise the corpus of pre-training, if it was not yet, and show how far it is: before anything is
+    measured, of which it is no part. A stream is tokenised as it is read."""
     from redline.data.build import prepare
 
-    if not recipe.data.stream:
+    if recipe.workload == "pretrain" and not recipe.data.stream:
         prepare(recipe.data, recipe.model.vocab_size, progress=byte_progress("tokenising"))
 
 

@@ -33,27 +33,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from redline.cli.options import print_json, recipe_of
-
-    recipe = recipe_of(options)
-    title, checks = (_of_rft if recipe.workload == "rft" else _of_pretraining)(options, recipe)
-    failed, blind = (
-        [check for check in checks if check.status == status] for status in ("failed", "not checked")
-    )
-    if options.json:
-        print_json([asdict(check) for check in checks])
-    else:
-        said = f"{len(failed)} of {len(checks)} checks failed" + (
-            f", {len(blind)} not checked" if blind else ""
-        )
-        _print(checks, f"{title}: {said}")
-    return 1 if failed else 0
-
-
-def _of_pretraining(options: argparse.Namespace, recipe):  # type: ignore[no-untyped-def]
-    from redline.cli.options import status, tokenise
+    from redline.cli.options import print_json, recipe_of, status, tokenise
     from redline.cli.plan import chosen
 
+    recipe = recipe_of(options)
     plan = chosen(options, recipe, 1, say=status)
     tokenise(recipe)
     from redline.train.execution import set_allocator
@@ -61,16 +44,17 @@ def _of_pretraining(options: argparse.Namespace, recipe):  # type: ignore[no-unt
     set_allocator(plan)
     from redline.tune.verify import verify
 
-    return f"{recipe.name} on {plan.hardware.title}", verify(recipe, plan, progress=status)
-
-
-def _of_rft(options: argparse.Namespace, recipe):  # type: ignore[no-untyped-def]
-    from redline.cli.options import status
-    from redline.cli.plan import chosen
-    from redline.tune.verify_rft import verify_rft
-
-    plan = chosen(options, recipe, 1, say=status)
-    return f"{recipe.name} on {plan.hardware.title}", verify_rft(recipe, plan, progress=status)
+    checks = verify(recipe, plan, progress=status)
+    failed, blind = (
+        [check for check in checks if check.status == status] for status in ("failed", "not checked")
+    )
+    if options.json:
+        print_json([asdict(check) for check in checks])
+    else:
+        more = f", {len(blind)} not checked" if blind else ""
+        said = f"{len(failed)} of {len(checks)} checks failed{more}"
+        _print(checks, f"{recipe.name} on {plan.hardware.title}: {said}")
+    return 1 if failed else 0
 
 
 def _print(checks, title: str) -> None:  # type: ignore[no-untyped-def]

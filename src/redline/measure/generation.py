@@ -23,10 +23,10 @@ from redline.config.recipe import LoraConfig
 from redline.data.tokenizer import END_OF_TEXT, Tokenizer
 from redline.engine.local import LocalEngine
 from redline.engine.request import Request, Sampling
+from redline.measure.trial import GenerationSwitches
 from redline.model.lora import add_lora, merge
 from redline.model.transformer import Transformer, build_model
 from redline.optimizations.catalogue import Samples
-from redline.optimizations.work import Generating
 
 TEMPERATURE = 0.8
 MOST_UNCACHED = 64
@@ -40,7 +40,7 @@ class GenerationSubject:
     def __init__(self, setting: dict[str, Any]) -> None:
         recipe, self.how, self.work = (
             from_toml(setting["recipe"], where="trial"),
-            Generating(**setting["how"]),
+            GenerationSwitches(**setting["how"]),
             Samples(**setting["samples"]),
         )
         self.model = build_model(recipe.model, device=setting["device"], seed=recipe.train.seed).eval()
@@ -57,7 +57,7 @@ class GenerationSubject:
         if self.how.merged:
             merge(self.model)
         total = self.work.prompts * self.work.samples
-        self.sequences = min(total, self.how.sequences or total, total if self.how.cached else MOST_UNCACHED)
+        self.sequences = min(total, self.how.slots or total, total if self.how.cached else MOST_UNCACHED)
         self.engine = self._engine() if self.how.cached else None
         self.lengths = spread(
             self.work.prompts if self.how.refilled else self.sequences, self.work.new_tokens

@@ -1,52 +1,66 @@
-"""Training as a trial: the real loop of a recipe under a plan, without validation and checkpoints.
+"""Training as a trial: the real loop of any recipe that learns, under a plan, without validation and end.
 
-    train_trial(recipe, plan)            # trials.py makes the trial; this class runs in its child
+    train_trial(recipe, plan)            # trial.py makes the trial; this class runs in its child
 
-Starts from the recipe's weights. Running out of memory, from which the loop would recover with smaller passes,
-ends it: a trial is about these.
+Pre-training reads its corpus and fine-tuning its examples. RFT's samples do not exist yet, and a recipe that
+starts from RANDOM_WEIGHTS has no data at all: they get random rows, because speed and the first losses depend on
+lengths and not on meaning. Running out of memory, from which the loop would recover with smaller passes, ends a
+trial: it is about these.
 """
 
 import contextlib
 import os
+import random
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from redline import finetune, pretrain
 from redline.config.load import from_toml
+from redline.config.recipe import Recipe
 from redline.measure.scratch import SCRATCH
-from redline.plan.plan import from_json
-from redline.pretrain import job_of, open_corpus
+from redline.measure.trial import ANSWER_SHARE, PROMPT_SHARE, RANDOM_ROWS, RANDOM_WEIGHTS
+from redline.model.transformer import Transformer, build_model
+from redline.plan.plan import Plan, from_json
+from redline.plan.planner import longest_row
 from redline.record.run import RunFolder
-from redline.train.execution import check_device
-from redline.train.loop import Trainer
+from redline.train.execution import COMPUTE_DTYPE, check_device
+from redline.train.loop import Job, Trainer
 from redline.train.open_run import OpenRun
-from redline.train.process import join
+from redline.train.packed import ExampleBatch, Examples, Packed, Updates
+from redline.train.packing import Example, Shape, exact
+from redline.train.process import Process, join
+from redline.train.restore import open_weights
+
+ENDLESS = 10**9
+ANSWER_WORDS = 64
+"""Different tokens in random answers, so that there is something to learn."""
 
 
 class TrainingSubject:
-    """The real training loop: loader, clipping, record and instruments. Starts from random weights, validates
-    and saves nothing."""
+    """Loader, clipping, record and instruments. Validates and saves nothing."""
 
     def __init__(self, setting: dict[str, Any]) -> None:
         recipe, plan = from_toml(setting["recipe"], where="trial"), from_json(setting["plan"], where="trial")
-        endless = replace(
-            recipe.train, steps=10**9, max_hours=None, eval_every=0, checkpoint_every=0, early_stop_evals=0
-        )
-        self.tokens_per_step = recipe.tokens_per_step
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
         with contextlib.ExitStack() as stack:
             process = stack.enter_context(join(plan.hardware.kind))
             check_device(plan)
             run = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=os.environ.get(SCRATCH))))
-            folder = stack.enter_context(RunFolder(run))
-            corpus = open_corpus(recipe, run, process, None)
-            opened = OpenRun(folder, [self], None)
-            job = job_of(replace(recipe, train=endless), plan, corpus, process, run=run, opened=opened)
-            self.trainer = Trainer(replace(job, validate=None, initial_weights=None), process)
+            opened = OpenRun(stack.enter_context(RunFolder(run)), [self], None)
+            endless = _endless(recipe)
+            if recipe.workload == "pretrain":
+                job, self.tokens_per_step = _pretraining(endless, plan, process, run, opened)
+            else:
+                job, self.tokens_per_step = _finetuning(endless, plan, process, run, opened)
+                if setting.get("padded"):
+                    _pad(job.objective, recipe)
+            self.trainer = Trainer(replace(job, steps=ENDLESS, validate=None), process)
             stack.callback(self.trainer.close)
             self._stack = stack.pop_all()
 
@@ -68,5 +82,99 @@ class TrainingSubject:
         self.grad_norms.append(line["grad_norm"])
 
     def event(self, kind: str, facts: dict[str, Any]) -> None:
-        if kind == "out_of_memory":  # the loop would go on with smaller passes; a trial is about these
+        if kind == "out_of_memory":
             raise torch.OutOfMemoryError(f"out of memory with micro-batch {facts['micro_batch_before']}")
+
+
+def _endless(recipe: Recipe) -> Recipe:
+    never: dict[str, Any] = {"max_hours": None, "eval_every": 0, "checkpoint_every": 0, "early_stop_evals": 0}
+    if recipe.workload != "pretrain":  # a rate that rises over a share of an endless run would stay at 0
+        never |= {"schedule": "constant", "warmup_steps": 0, "warmup_fraction": 0.0}
+        return replace(recipe, train=replace(recipe.train, **never))
+    return replace(recipe, train=replace(recipe.train, steps=ENDLESS, **never))
+
+
+# ---- pre-training ----
+
+
+def _pretraining(recipe: Recipe, plan: Plan, process: Process, run: Path, opened: OpenRun) -> tuple[Job, int]:
+    corpus = pretrain.open_corpus(recipe, run, process, None)
+    job = pretrain.job_of(recipe, plan, corpus, process, run=run, opened=opened)
+    return replace(job, initial_weights=None), recipe.tokens_per_step
+
+
+# ---- fine-tuning ----
+
+
+class _RoundAndRound(Examples):
+    """A trial has no last update."""
+
+    def next(self) -> ExampleBatch:
+        self.done %= len(self.updates)
+        return super().next()
+
+
+def _finetuning(recipe: Recipe, plan: Plan, process: Process, run: Path, opened: OpenRun) -> tuple[Job, int]:
+    model, rows = _model_and_rows(recipe, plan, process)
+    rows = whole_batches(rows, recipe.train.batch_size)
+    finetune.prepare(model, recipe, process)
+    job = finetune.job_of(
+        model, rows, recipe, plan, process, run=run, folder=opened.folder, observers=opened.observers
+    )
+    assert isinstance(job.objective, Packed)
+    updates = job.objective.updates
+    tokens = sum(exact(update).tokens for update in updates) / len(updates)
+    return replace(job, source=lambda position: _RoundAndRound(updates)), round(tokens)
+
+
+def _model_and_rows(recipe: Recipe, plan: Plan, process: Process) -> tuple[Transformer, Sequence[Example]]:
+    dtype, origin = COMPUTE_DTYPE[plan.precision], recipe.model.init_from or ""
+    if origin == RANDOM_WEIGHTS:
+        model = build_model(recipe.model, device=process.device, seed=recipe.train.seed)
+        model.compute_dtype = dtype
+        return model, random_rows(model.config.vocab_size, longest_row(recipe))
+    base = open_weights(Path(origin))
+    model = base.build(process.device, dtype)
+    if recipe.workload == "finetune":
+        return model, finetune.read_split(recipe, base).train
+    return model, random_rows(model.config.vocab_size, longest_row(recipe))
+
+
+def whole_batches(rows: Sequence[Example], size: int) -> list[Example]:
+    """Without the rest: a short last batch would be another step."""
+    return list(rows[: max(1, len(rows) // size) * size])
+
+
+def random_rows(vocab_size: int, length: int) -> list[Example]:
+    """The same ones every time."""
+    draw = random.Random(0)
+
+    def tokens(share: tuple[float, float], words: int) -> tuple[int, ...]:
+        count = max(1, draw.randint(round(share[0] * length), round(share[1] * length)))
+        return tuple(draw.randrange(words) for _ in range(count))
+
+    few = min(ANSWER_WORDS, vocab_size)
+    return [Example(tokens(PROMPT_SHARE, vocab_size), tokens(ANSWER_SHARE, few)) for _ in range(RANDOM_ROWS)]
+
+
+def _pad(objective: Any, recipe: Recipe) -> None:
+    """Have every update compute as many positions as rows filled up to the longest would."""
+    assert isinstance(objective, Packed)
+    size = objective.pass_size
+    passes = [update[at : at + size] for update in objective.updates for at in range(0, len(update), size)]
+    shape = padded(passes, size, longest_row(recipe))
+    objective.static = objective.even = True
+    objective.shapes = [shape] * len(objective.updates)
+
+
+def padded(passes: Updates, size: int, length: int) -> Shape:
+    """What is left of the positions of so many rows is filled with sequences that nobody reads."""
+    exacts = [exact(examples) for examples in passes]
+    tokens = size * length
+    fillers = -(-(tokens - min(shape.tokens for shape in exacts)) // length)
+    return Shape(
+        tokens=tokens,
+        answers=max(shape.answers for shape in exacts),
+        sequences=size + fillers,
+        longest=length,
+    )

@@ -9,9 +9,9 @@ process.py runs trials in children, turns.py lets them take turns, folder.py kee
 import hashlib
 import json
 import signal
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from redline.config.load import to_toml
 from redline.config.recipe import Recipe
@@ -21,6 +21,12 @@ from redline.plan.values import VALUES
 
 TrialOutcome = Literal["ok", "out_of_memory", "crashed", "timed_out"]
 TRAINING = "redline.measure.training:TrainingSubject"
+RANDOM_WEIGHTS = "random-weights"
+"""As `model.init_from` of a fine-tuning recipe: a model of the recipe's shape, and random rows."""
+RANDOM_ROWS = 1000
+PROMPT_SHARE, ANSWER_SHARE = (0.14, 0.28), (0.08, 0.20)
+"""Tokens of a random prompt and of its answer as shares of the longest row: 18-36 and 10-26 of 128, as in the
+unit-conversion data of guide 003."""
 KILLED = f"killed by signal {signal.SIGKILL.value}"
 
 
@@ -131,12 +137,44 @@ class Pair:
         return min(len(self.before.blocks_s), len(self.after.blocks_s))
 
 
-def train_trial(recipe: Recipe, plan: Plan, timing: Timing | None = None) -> Trial:
-    """The real training loop of a recipe under a plan."""
+@dataclass(frozen=True, kw_only=True)
+class GenerationSwitches:
+    """How a trial completes prompts; the defaults are all on."""
+
+    precision: Literal["fp32", "bf16"] = "bf16"
+    cached: bool = True
+    """Off: every token is a pass over all tokens before it."""
+    merged: bool = True
+    """Adapters merged into the weights. Off: computed beside them, which only the way without a cache can."""
+    slots: int | None = None
+    """Sequences at once; None: all of the work, as far as memory holds them."""
+    refilled: bool = True
+    """A slot takes the next sample when its own ends. Off: a batch runs until its longest sample has
+    ended."""
+    shared: bool = True
+    """Samples of a prompt share its keys and values."""
+    graphs: bool = True
+    """A decode step is a CUDA graph."""
+    clear_cache: bool = False
+    """torch.cuda.empty_cache() after every batch; only without slots that are refilled, which know no
+    batches."""
+
+    def in_force(self) -> Self:
+        """The same with every switch that nothing turns on here at one value, so that equal work has equal
+        settings."""
+        if not self.cached:
+            return replace(self, refilled=False, shared=False, graphs=False)
+        return replace(self, merged=True, clear_cache=self.clear_cache and not self.refilled)
+
+
+def train_trial(recipe: Recipe, plan: Plan, timing: Timing | None = None, *, padded: bool = False) -> Trial:
+    """The real training loop of a recipe under a plan; of fine-tuning with rows filled up to the longest, where
+    `padded`."""
     lasting = [getattr(plan, name) for name in PLANNED if VALUES[name].lasting]
+    setting = {"recipe": to_toml(recipe), "plan": to_json(plan), **({"padded": True} if padded else {})}
     return Trial(
         subject=TRAINING,
-        setting={"recipe": to_toml(recipe), "plan": to_json(plan)},
+        setting=setting,
         allocator=plan.allocator,
         process=json.dumps(lasting),
         timing=timing or Timing(),

@@ -54,9 +54,10 @@ def take_turns(
     block_s: float,
     clock: Callable[[], float],
     enough: Callable[[], bool] = lambda: False,
+    when_noisy: int = NOISY_ROUNDS,
 ) -> None:
     """A block of each arm in every round, in turned order every other round; more rounds where the machine is
-    noisy, within the time that so many blocks were meant to take; fewer when `enough`. A round before them is
+    noisy (`when_noisy` times as many at most), within the time that so many blocks were meant to take; fewer when `enough`. A round before them is
     not counted, because who waited has cold caches and a slow clock; steps that are long by themselves do not
     show it."""
     until_s = clock() + NOISY_ROUNDS * rounds * block_s * len(arms)
@@ -66,7 +67,7 @@ def take_turns(
     counted = all(step_s > UNMOVED_S for arm in arms for step_s in arm.blocks_s)
     for arm in arms if not counted else ():
         arm.forget()
-    for round_ in range(int(counted), rounds * NOISY_ROUNDS):
+    for round_ in range(int(counted), rounds * when_noisy):
         if round_ == rounds and not any(noisy(arms[0].blocks_s, arm.blocks_s) for arm in arms[1:]):
             return
         if round_ > rounds and clock() > until_s:

@@ -57,6 +57,8 @@ class Attempt:
     """None: from any other value."""
     to: Any
     """`twice`: twice the value there is."""
+    workload: WorkloadName | None = None
+    """Where it is tried; None: in every workload of its entry."""
     gain: float | None = None
     """Measured before, or estimated: `seen` says where."""
     seen: str = ""

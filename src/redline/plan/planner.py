@@ -7,7 +7,7 @@ recipe's batch); MICRO_BATCH_SIZE and CHUNK_SIZE bound how many sequences are ge
 counts its batch in examples, which are packed: how many tokens a pass holds is known only when they are read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -77,6 +77,35 @@ def make_plan(
 
 def _rule(value: Any, reason: str) -> Decision:
     return value, Why(reason=reason, source="rule")
+
+
+def longest_row(recipe: Recipe) -> int:
+    """Tokens of a sequence. Of an example the most that the recipe says; RFT knows only the length of the
+    answers, and takes the prompts to be as long."""
+    if recipe.workload == "rft":
+        return min(2 * recipe.sample.max_new_tokens, recipe.model.context_length)
+    return recipe.data.seq_len or recipe.model.context_length
+
+
+def predicted_memory(
+    recipe: Recipe, hardware: Hardware, world_size: int, values: Mapping[str, Any]
+) -> arithmetic.Memory:
+    """What a plan of these values should take on one device."""
+    cuda, precision = hardware.kind == "cuda", values["precision"]
+    return arithmetic.memory(
+        recipe.model,
+        recipe.train,
+        lora=recipe.lora,
+        seq_len=longest_row(recipe),
+        micro_batch=values["micro_batch"],
+        accumulation=recipe.train.batch_size // world_size // values["micro_batch"],
+        precision=precision,
+        recompute=values["recompute"],
+        loss_chunks=values["loss_chunks"],
+        world_size=world_size,
+        fused=arithmetic.fuses(compiled=values["compile"] != "off", cuda=cuda, precision=precision),
+        fused_loss=values["cross_entropy"] == "fused",
+    )
 
 
 class _Decider:
@@ -227,21 +256,13 @@ class _Decider:
             "loss_chunks": chunks,
         }
 
-    @property
-    def seq_len(self) -> int:
-        """Tokens of a sequence. Of an example the most that the recipe says; RFT knows only the length of the
-        answers, and takes the prompts to be as long."""
-        if self.recipe.workload == "rft":
-            return min(2 * self.recipe.sample.max_new_tokens, self.recipe.model.context_length)
-        return self.recipe.data.seq_len or self.recipe.model.context_length
-
     def _fit(self, share: int) -> tuple[int, str, int]:
         pins = {
             name: self._forced_micro_batch(share) if name == "micro_batch" else self._pin(name)
             for name in ("micro_batch", "recompute", "loss_chunks")
         }
         limit = FULL_PASS_TOKENS[self.hardware.kind]
-        seq_len = self.seq_len
+        seq_len = longest_row(self.recipe)
         sizes = [d for d in range(min(share, max(1, limit // seq_len)), 0, -1) if share % d == 0]
         if (profile := self.outside.profile) is not None:
             sizes = [d for d in sizes if d <= profile.micro_batch] or [1]
@@ -314,7 +335,7 @@ class _Decider:
         self.record("loss_chunks", pins["loss_chunks"] or _rule(chunks, why))
 
     def _why_micro_batch(self, best: tuple[int, str, int], share: int) -> Why:
-        micro, seq_len, profile = best[0], self.seq_len, self.outside.profile
+        micro, seq_len, profile = best[0], longest_row(self.recipe), self.outside.profile
         have, limit = self.hardware.memory_bytes, FULL_PASS_TOKENS[self.hardware.kind]
         fits = (
             f"{'' if self.pretraining else 'at most '}{micro * seq_len:,} tokens a pass, predicted peak {self._memory(*best).total / 2**30:.1f} of"
@@ -346,24 +367,8 @@ class _Decider:
         )
 
     def _memory(self, micro: int, recompute: Any, chunks: int) -> arithmetic.Memory:
-        return arithmetic.memory(
-            self.recipe.model,
-            self.recipe.train,
-            lora=self.recipe.lora,
-            seq_len=self.seq_len,
-            micro_batch=micro,
-            accumulation=self.recipe.train.batch_size // self.world_size // micro,
-            precision=self.chosen["precision"],
-            recompute=recompute,
-            loss_chunks=chunks,
-            world_size=self.world_size,
-            fused=arithmetic.fuses(
-                compiled=self.chosen["compile"] != "off",
-                cuda=self.hardware.kind == "cuda",
-                precision=self.chosen["precision"],
-            ),
-            fused_loss=self.chosen["cross_entropy"] == "fused",
-        )
+        values = {**self.chosen, "micro_batch": micro, "recompute": recompute, "loss_chunks": chunks}
+        return predicted_memory(self.recipe, self.hardware, self.world_size, values)
 
     def loader_threads(self) -> Decision:
         if self.recipe.data.stream:
@@ -393,7 +398,9 @@ class _Decider:
             return _rule(0, "this workload generates no text")
         model, most = self.recipe.model, MOST_SLOTS[self.hardware.kind]
         weights = 2 * 4 * arithmetic.parameters(model).total  # the model, and room for as much again
-        each = arithmetic.slot_bytes(model, tokens=self.seq_len, precision=self.chosen["precision"])
+        each = arithmetic.slot_bytes(
+            model, tokens=longest_row(self.recipe), precision=self.chosen["precision"]
+        )
         fitting = max(1, int(GENERATION_SHARE * self.hardware.memory_bytes - weights) // each)
         if fitting < most:
             chosen = _rule(fitting, f"{each / 2**20:,.1f} MiB of keys and values a sequence fill the memory")
@@ -403,7 +410,7 @@ class _Decider:
 
     def prediction(self, values: dict[str, Any]) -> Prediction:
         parts = self._memory(values["micro_batch"], values["recompute"], values["loss_chunks"])
-        flops = arithmetic.flops_per_token(self.recipe.model, self.seq_len, self.recipe.lora)
+        flops = arithmetic.flops_per_token(self.recipe.model, longest_row(self.recipe), self.recipe.lora)
         rate = self.hardware.rate_tflops(values["precision"])
         return Prediction(
             parameters=arithmetic.parameters(self.recipe.model).total,

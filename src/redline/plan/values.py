@@ -136,8 +136,7 @@ VALUES: dict[str, PlanValue] = {
     ),
     # ---- an update of fine-tuning ----
     "tf32": PlanValue(effect="rounding", choices=_SWITCH, proof=(), lasting=True, needs={True: (_TF32,)}),
-    "padded": PlanValue(effect="rounding", choices=_SWITCH, proof=("packed rows",)),
-    "rows": PlanValue(effect="rounding", proof=()),
+    "padded": PlanValue(effect="rounding", choices=_SWITCH, proof=("loss and gradients",)),
     "graph": PlanValue(
         effect="exact", choices=_SWITCH, proof=("CUDA graph of the update",), needs={True: (needs_cuda,)}
     ),
@@ -145,7 +144,6 @@ VALUES: dict[str, PlanValue] = {
     "slots": PlanValue(effect="rounding", proof=()),
     "cached": PlanValue(effect="rounding", choices=_SWITCH, proof=("log-probabilities of the engine",)),
     "merged": PlanValue(effect="rounding", choices=_SWITCH, proof=("adapters merged and un-merged",)),
-    "sequences": PlanValue(effect="rounding", proof=()),
     "refilled": PlanValue(effect="rounding", choices=_SWITCH, proof=()),
     "shared": PlanValue(effect="rounding", choices=_SWITCH, proof=()),
     "graphs": PlanValue(

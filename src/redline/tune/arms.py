@@ -1,33 +1,31 @@
-"""From the switches of an ablation to a trial: a plan for pre-training, an engine's or a fine-tuning's
-setting for the others. No torch.
+"""From the switches of an ablation to a trial: a plan for what learns, an engine's setting for what generates.
+No torch.
 
     arms = arms_for("train", recipe, hardware, samples=None, timing=Timing())
-    state = naive(entries)                     # every switch off
+    state = naive(entries, hardware)           # every switch off
     arms.trial(state)                          # what to measure
     arms.trial(state, entry.change)            # the same on a changed recipe
 
-A state maps the name of a switch to its value. A value that a kernel cannot take beside the others (fused
-loss in fp32) falls back to the planner's choice, so that one switch can be turned without the rest.
+A state maps the name of a value (plan/values.py) to its value. A value that a kernel cannot take beside the others
+(fused loss in fp32) falls back to the planner's choice, so that one switch can be turned without the rest.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from redline.config.load import to_toml
-from redline.config.recipe import PlanPins, Recipe
+from redline.config.recipe import LoraConfig, PlanPins, Recipe
 from redline.errors import MachineError
-from redline.measure.trial import Timing, Trial, train_trial
+from redline.measure.trial import RANDOM_WEIGHTS, GenerationSwitches, Timing, Trial, train_trial
 from redline.optimizations.catalogue import Change, Optimization, Samples, WorkloadName
-from redline.optimizations.work import Finetuning, Generating
 from redline.plan.plan import Hardware, Plan, Why
 from redline.plan.planner import make_plan
 from redline.plan.values import why_not
+from redline.tune.candidates import PINS
 
 Switches = dict[str, Any]
 GENERATION = "redline.measure.generation:GenerationSubject"
-FINETUNING = "redline.measure.finetuning:FinetuningSubject"
-PIN_NAMES = tuple(field.name for field in fields(PlanPins) if field.name != "slots")  # of an update
 
 
 class Arms(Protocol):
@@ -41,7 +39,9 @@ class Arms(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainArms:
+class UpdateArms:
+    """Pre-training and fine-tuning: a state is a plan, and whether rows are padded."""
+
     recipe: Recipe
     hardware: Hardware
     timing: Timing
@@ -49,13 +49,12 @@ class TrainArms:
     def plan(self, state: Switches, change: Change | None = None) -> tuple[Recipe, Plan]:
         """The recipe with the state's pins over its own, and the plan that follows."""
         recipe = change(self.recipe) if change else self.recipe
-        pins = {**asdict(recipe.plan), **{name: value for name, value in state.items() if name in PIN_NAMES}}
+        pins = {**asdict(recipe.plan), **{name: value for name, value in state.items() if name in PINS}}
         if pins["micro_batch"] is not None:
             pins["micro_batch"] = _divisor(recipe.train.batch_size, pins["micro_batch"])
-        for name in (
-            "cross_entropy",
-            "attention",
-        ):  # what cannot be had beside the rest is left to the planner
+        if pins["precision"] == "fp32" and state.get("tf32"):
+            pins["precision"] = "tf32"
+        for name in ("cross_entropy", "attention", "graph"):  # what cannot be had is left to the planner
             if why_not(name, pins[name], recipe, self.hardware, pins) is not None:
                 pins[name] = None
         pinned = replace(recipe, plan=PlanPins(**pins))
@@ -70,23 +69,21 @@ class TrainArms:
             plan = self.plan(state)[1]
         except MachineError:  # the first state does not fit; a later one may, and is held by its own rules
             return state
-        return {name: getattr(plan, name) for name in PIN_NAMES} | state
+        held = {name: getattr(plan, name) for name in PINS}
+        return held | {name: value for name, value in state.items() if value is not None}
 
     def trial(self, state: Switches, change: Change | None = None) -> Trial:
-        return train_trial(*self.plan(state, change), self.timing)
+        return train_trial(*self.plan(state, change), self.timing, padded=state.get("padded", False))
 
     def precision(self, state: Switches) -> str:
         return self.plan(state)[1].precision
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkArms:
-    """Generation or fine-tuning: the subject's class is made from the recipe and its switches."""
-
-    subject: str
-    switches: type[Generating] | type[Finetuning]
+class GenerationArms:
     recipe: Recipe
-    beside: dict[str, Any]
+    hardware: Hardware
+    samples: Samples
     timing: Timing
 
     def held(self, state: Switches) -> Switches:
@@ -94,35 +91,36 @@ class WorkArms:
 
     def trial(self, state: Switches, change: Change | None = None) -> Trial:
         recipe = change(self.recipe) if change else self.recipe
-        how = asdict(self.switches(**state).in_force())
-        return Trial(
-            subject=self.subject,
-            setting={"recipe": to_toml(recipe), "how": how, **self.beside},
-            timing=self.timing,
-        )
+        how, samples = asdict(GenerationSwitches(**state).in_force()), asdict(self.samples)
+        setting = {"recipe": to_toml(recipe), "device": self.hardware.kind, "samples": samples, "how": how}
+        return Trial(subject=GENERATION, setting=setting, timing=self.timing)
 
     def precision(self, state: Switches) -> str:
-        return self.switches(**state).precision
+        return GenerationSwitches(**state).precision
 
 
 def arms_for(
     workload: WorkloadName, recipe: Recipe, hardware: Hardware, *, samples: Samples | None, timing: Timing
 ) -> Arms:
-    if workload == "train":
-        return TrainArms(recipe=recipe, hardware=hardware, timing=timing)
-    device = {"device": hardware.kind}
-    if workload == "finetune":
-        return WorkArms(subject=FINETUNING, switches=Finetuning, recipe=recipe, beside=device, timing=timing)
-    assert samples is not None, "a study that generates says what"
-    beside = {**device, "samples": asdict(samples)}
-    # A step is a whole batch of samples, up to some 20 s of them without a cache: the guard's numbers come
-    # with the first.
-    return WorkArms(
-        subject=GENERATION,
-        switches=Generating,
-        recipe=recipe,
-        beside=beside,
-        timing=replace(timing, guard_steps=1),
+    if workload == "generate":
+        assert samples is not None, "a study that generates says what"
+        # A step is a whole batch of samples, up to some 20 s of them without a cache: the guard's numbers come
+        # with the first.
+        timing = replace(timing, guard_steps=1)
+        return GenerationArms(recipe=recipe, hardware=hardware, samples=samples, timing=timing)
+    if workload == "finetune" and recipe.workload == "pretrain":
+        recipe = rehearsed(recipe)
+    return UpdateArms(recipe=recipe, hardware=hardware, timing=timing)
+
+
+def rehearsed(recipe: Recipe) -> Recipe:
+    """LoRA fine-tuning of a model of the recipe's shape, on random rows."""
+    return replace(
+        recipe,
+        workload="finetune",
+        model=replace(recipe.model, init_from=RANDOM_WEIGHTS),
+        train=replace(recipe.train, steps=0, epochs=1, eval_every=0, early_stop_evals=0),
+        lora=recipe.lora or LoraConfig(),
     )
 
 

@@ -50,10 +50,13 @@ def candidates(
     recipe: Recipe, plan: Plan, *, fixed: Collection[str], data_wait_share: float
 ) -> list[Candidate]:
     """Everything but the micro-batch that could make the plan faster, the most promising first."""
+    workload = "train" if recipe.workload == "pretrain" else "finetune"
     attempts = [
         (name, attempt)
         for entry in catalogue().values()
+        if workload in entry.workloads
         for attempt in entry.tries
+        if attempt.workload in (None, workload)
         for name in entry.on
         if name not in fixed
     ]
@@ -112,6 +115,8 @@ def _possible(recipe: Recipe, plan: Plan, name: str, to: Any) -> bool:
 
 
 def _by_roofline(recipe: Recipe, plan: Plan, change: dict[str, Any]) -> tuple[float, str]:
+    if recipe.workload != "pretrain":
+        return 1.0, "packed examples have no roofline"
     now = {name: getattr(plan, name) for name in PINS}
     rates = [
         attainable_tokens_per_s(recipe, plan.hardware, plan.world_size, values)

@@ -64,7 +64,7 @@ def unseen(name: str, why: str) -> Check:
 
 
 @dataclass
-class Seen:
+class Trace:
     operations: Counter[str] = field(default_factory=Counter)
     """How often each ran on the host's side."""
     products: dict[str, float] = field(default_factory=dict)
@@ -79,9 +79,9 @@ class Seen:
 
 
 @contextmanager
-def profiled() -> Iterator[Seen]:
+def profiled() -> Iterator[Trace]:
     """Filled when the `with` block ends."""
-    seen = Seen()
+    seen = Trace()
     # torch 2.13 says on standard error that it starts and stops
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
@@ -96,7 +96,7 @@ def profiled() -> Iterator[Seen]:
     _take_in(seen, events)
 
 
-def _take_in(seen: Seen, events: list[dict[str, Any]]) -> None:
+def _take_in(seen: Trace, events: list[dict[str, Any]]) -> None:
     work: Counter[str] = Counter()
     marked = [
         event

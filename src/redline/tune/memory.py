@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 
 from redline.config.recipe import Recipe
 from redline.measure.trial import Measured, PeakMemory, Timing, Trial, train_trial
-from redline.plan import arithmetic
+from redline.plan.arithmetic import Memory
 from redline.plan.plan import Plan
+from redline.plan.planner import predicted_memory
 
 MARGIN = 0.03
 """Added to predicted reserved bytes before they are held against the device."""
@@ -176,23 +177,10 @@ def divisors(count: int) -> list[int]:
     return [d for d in range(1, count + 1) if count % d == 0]
 
 
-def arithmetic_memory(recipe: Recipe, plan: Plan, micro_batch: int) -> arithmetic.Memory:
+def arithmetic_memory(recipe: Recipe, plan: Plan, micro_batch: int) -> Memory:
     """What the planner's arithmetic says of the plan at another micro-batch."""
-    return arithmetic.memory(
-        recipe.model,
-        recipe.train,
-        seq_len=recipe.data.seq_len,
-        micro_batch=micro_batch,
-        accumulation=recipe.train.batch_size // plan.world_size // micro_batch,
-        precision=plan.precision,
-        recompute=plan.recompute,
-        loss_chunks=plan.loss_chunks,
-        world_size=plan.world_size,
-        fused=arithmetic.fuses(
-            compiled=plan.compile != "off", cuda=plan.hardware.kind == "cuda", precision=plan.precision
-        ),
-        fused_loss=plan.cross_entropy == "fused",
-    )
+    values = {**vars(plan), "micro_batch": micro_batch}
+    return predicted_memory(recipe, plan.hardware, plan.world_size, values)
 
 
 def _first_probe(recipe: Recipe, plan: Plan, sizes: Sequence[int]) -> int:

@@ -224,7 +224,12 @@ class _Search:
         wins = pair.comparison.verdict == "faster" and numbers.passed
         payback, steps = self._payback_steps(candidate, pair), self.recipe.train.steps
         if wins and payback > steps:
-            return False, f"compiling pays back after {payback:,.0f} updates, the run has {steps:,}", True
+            run = (
+                f"the run has {steps:,}"
+                if steps
+                else "the recipe counts epochs: pin plan.compile for a long one"
+            )
+            return False, f"compiling pays back after {payback:,.0f} updates, {run}", True
         return wins, str(numbers), numbers.passed
 
     def _explain(self, candidate: Candidate, pair: Pair, kept: bool) -> None:
@@ -340,7 +345,7 @@ class _Search:
         if "compile" not in candidate.change:
             return 0.0
         longer_s = (pair.after.first_step_s or 0.0) - (pair.before.first_step_s or 0.0)
-        tokens = self.recipe.tokens_per_step
+        tokens = pair.before.tokens_per_step * self.recipe.train.batch_size / self.short.train.batch_size
         won_s = tokens / pair.before.tokens_per_s - tokens / pair.after.tokens_per_s
         return max(0.0, longer_s) / won_s if won_s > 0 else math.inf
 
@@ -360,7 +365,8 @@ class _Search:
 
     def _accumulation(self, plan: Plan) -> dict[str, Why]:
         passes = f"({plan.micro_batch} a pass x {plan.world_size} process(es))"
-        reason = f"{self.recipe.train.batch_size} sequences an update / {passes}"
+        rows = "sequences" if self.recipe.workload == "pretrain" else "examples"
+        reason = f"{self.recipe.train.batch_size} {rows} an update / {passes}"
         return {"accumulation": Why(reason=reason, source="rule")}
 
     def _trial(self, plan: Plan) -> Trial:
@@ -389,6 +395,7 @@ def shorten(recipe: Recipe, plan: Plan) -> Recipe:
     """The recipe with an update of a few passes, where its own is predicted to take longer than LONG_STEP_S;
     else the recipe itself."""
     rate, batch, micro = plan.prediction.attainable_tokens_per_s, recipe.train.batch_size, plan.micro_batch
+    # packed examples have no predicted rate, and their updates are short
     if rate is None or recipe.tokens_per_step / rate < LONG_STEP_S:
         return recipe
     # Four passes of the rules' size: twice that size still runs in two passes, whose gradients accumulate as

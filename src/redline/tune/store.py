@@ -1,14 +1,14 @@
-"""Where a tuning lives: its trials, so that one that was killed goes on, and its result, which `--plan auto`
+"""Where a tuning lives: its trials, so that a killed one resumes, and its result, which `--plan auto`
 finds. No torch.
 
-    $REDLINE_CACHE/tune/<machine>-<fingerprint>-<pins>/
+    $REDLINE_CACHE/tune/<machine>-<work>-<pins>/
         recipe.toml       what is trained: trials of another recipe do not belong here
         trials.jsonl      one line a finished trial; a trial that stands there is not run again
         plan.json         the fastest plan, every value with its reason
         result.json       how much faster than the rules' plan, measured when, on what
 
-The machine's key holds GPU, driver, CPU and torch's version; the fingerprint everything that defines the
-training; the pins what the user fixed: another of any of them is another tuning.
+The machine key holds GPU, driver, CPU and torch version; the work what one update computes (model, length, batch,
+optimiser, adapters); the pins what the user fixed. Another of any of them is another tuning.
 """
 
 import hashlib

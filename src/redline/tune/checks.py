@@ -1,0 +1,445 @@
+"""What `redline verify` checks: each promise of a plan against what the profiler saw of one pass and one update.
+
+    [check(case) for check in CHECKS]          # verify.py makes the case
+
+plan/values.py says which of these checks proves which value. A check concerns every workload, or says why not.
+"""
+
+import math
+import os
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from redline.engine.decoder import Decoder, Start
+from redline.engine.request import Sampling
+from redline.model.attention.state import Room
+from redline.model.lora import LoraLinear, lora_layers, merged
+from redline.model.transformer import Transformer
+from redline.plan.plan import Plan
+from redline.plan.values import HALF
+from redline.train.graph import Captured
+from redline.train.loop import Trainer
+from redline.train.packed import Packed
+from redline.tune.evidence import Check, Trace, absent, checked, profiled, unseen
+
+WATCHED = 5
+"""Updates that torch's detector of waits looks at."""
+DATA_SHARE = 0.05
+"""Of the time of the updates, what they may wait for data."""
+BAND = {
+    "fp32": (1e-5, 0.9999),
+    "tf32": (1e-3, 0.999),
+    "bf16": (1e-2, 0.98),
+    "fp16": (1e-2, 0.98),
+    "fp8": (2e-2, 0.95),
+}
+"""Relative difference of the loss, and cosine of all gradients together, against fp32, by precision."""
+NORM_BAND = 0.05
+"""Relative difference of the gradient's norm; a tenth of it in fp32 and TF32."""
+GAP = {"fp32": (1e-4, 1e-3), "bf16": (0.05, 1.0)}
+"""Mean and largest difference of a token's log-probability from the fp32 forward, in nats. Seen: 2e-5 and
+5e-5 in fp32 (SmolLM2-135M on a CPU), 0.02 and 0.4 in bf16 (SmolLM2-360M on an H200, against its own bf16
+forward)."""
+FUSED_ATTENTION = {
+    "flash": (
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+    ),
+    "cudnn": ("aten::_scaled_dot_product_cudnn_attention",),
+    "efficient": ("aten::_scaled_dot_product_efficient_attention",),
+}
+PACKED_ATTENTION = {"short": ("_ShortAttention",), "varlen": ("torch_attn::_varlen_attn",)}
+"""What a GPU in half precision has for packed rows: one operation a block."""
+ATTENTION_KERNELS = ("flash", "fmha", "attention", "sdpa")
+"""What the names of attention kernels hold, for the evidence."""
+ATTENTION = "aten::scaled_dot_product_attention"
+"""What the model calls, whatever kernel then runs; not seen in compiled code."""
+EXPLICIT_ATTENTION = "aten::_scaled_dot_product_attention_math"
+SYNCHRONISING = "called a synchronizing CUDA operation"
+"""What torch's detector says of a wait; that it is a prototype, it says in other words, once."""
+LOSS_OPERATIONS = {"torch": "aten::cross_entropy_loss", "fused": "_Fused"}
+"""One a piece of the loss, of which several are computed again in the backward pass."""
+UPDATE_OPERATIONS = {
+    "fused": "aten::_fused_adamw_",
+    "foreach": "aten::_foreach_addcdiv_",
+    "loop": "aten::addcdiv_",
+}
+NO_GRAPHS = "a CPU has no CUDA graphs"
+NO_KERNELS = (
+    "the profiler saw no kernel on the GPU: it has no CUPTI, or may not use it here (another profiler, a"
+    " container's rights)"
+)
+EMULATED = "a CPU emulates FP8: it multiplies rounded numbers in fp32"
+IN_THE_GRAPH = "it is inside the CUDA graph of the update, where the profiler sees kernels only"
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Mean loss of a pass, and its gradients."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+
+
+@dataclass
+class Case:
+    """What the checks look at."""
+
+    plan: Plan
+    trainer: Trainer
+    rows: Sequence[tuple[Tensor, Tensor]]
+    """Sequences of the pass: tokens and targets."""
+    head_rows: int
+    """Positions of the pass that the output head computes."""
+    in_pass: Trace
+    in_update: Trace
+    found: Numbers
+    expected: Numbers
+    graphs_before: int
+    graphs_after: int
+    waited_share: float
+
+    @property
+    def model(self) -> Transformer:
+        return self.trainer.learner.model
+
+    @property
+    def blocks(self) -> int:
+        return self.model.config.num_layers
+
+    @property
+    def cuda(self) -> bool:
+        return self.trainer.process.device.type == "cuda"
+
+    @property
+    def packed(self) -> bool:
+        return isinstance(self.trainer.objective, Packed)
+
+
+# ---- numbers ----
+
+
+def _loss_and_gradients(case: Case) -> Check:
+    """Against the same weights in fp32. Of packed rows the reference is one example at a time, which is what
+    padding them would compute."""
+    holds, figures = agreement(case.plan.precision, case.found, case.expected)
+    tokens = sum(x_T.numel() for x_T, _ in case.rows)
+    what = f"{len(case.rows)} examples one by one" if case.packed else f"{tokens:,} tokens"
+    return checked("loss and gradients", holds, f"fp32 reference, {what}: {figures}")
+
+
+def agreement(precision: str, found: Numbers, expected: Numbers) -> tuple[bool, str]:
+    """Whether loss and gradients lie within the precision's band of the fp32 ones; and the figures."""
+    difference = abs(found.loss / expected.loss - 1)
+    # A weight without a gradient counts as one whose gradient is 0.
+    dot = sum(
+        float((found.gradients[name].double() * g.double()).sum())
+        for name, g in expected.gradients.items()
+        if name in found.gradients
+    )
+    norms = [
+        math.sqrt(sum(float(g.double().square().sum()) for g in numbers.gradients.values()))
+        for numbers in (found, expected)
+    ]
+    cosine, norm = dot / max(norms[0] * norms[1], 1e-300), abs(norms[0] / norms[1] - 1)
+    band, least = BAND[precision]
+    norm_band = NORM_BAND if precision in HALF else NORM_BAND / 10
+    holds = difference <= band and cosine >= least and norm <= norm_band  # false where one is nan
+    figures = (
+        f"loss differs by {difference:.1e} (band {band:g}), gradients have cosine {cosine:.6f} (at least"
+        f" {least}), their norm differs by {norm:.1e} (band {norm_band:g})"
+    )
+    return holds, figures
+
+
+def log_probabilities(gap: Mapping[str, float], answers: int, *, half: bool) -> Check:
+    mean, largest = GAP["bf16" if half else "fp32"]
+    evidence = (
+        f"fp32 forward, {gap['tokens']:,} tokens of {answers} answers: {gap['mean']:.1e} nats on"
+        f" average (band {mean:g}), {gap['max']:.1e} at most (band {largest:g})"
+    )
+    return checked("log-probabilities of the engine", gap["mean"] <= mean and gap["max"] <= largest, evidence)
+
+
+# ---- products and kernels ----
+
+
+def _precision(case: Case) -> Check:
+    name, precision, shares = "precision of matrix products", case.plan.precision, case.in_pass.products
+    if precision == "fp8" and not case.cuda:
+        return absent(name, EMULATED)
+    promised = {"tf32": "fp32", "fp8": "bf16"}.get(precision, precision)
+    share = shares.get(promised, 0.0) + (shares.get("fp8", 0.0) if precision == "fp8" else 0.0)
+    ordered = sorted(shares.items(), key=lambda item: -item[1])
+    seen = ", ".join(f"{dtype} {part:.1%}" for dtype, part in ordered) or "none"
+    return checked(name, share > 0.99, f"plan says {precision}; multiplications by input dtype: {seen}")
+
+
+def _fp8(case: Case) -> Check:
+    if case.plan.precision != "fp8":
+        return absent("FP8 products", f"the plan says {case.plan.precision}")
+    if not case.cuda:
+        return absent("FP8 products", EMULATED)
+    count, expected = case.in_pass.operations["aten::_scaled_mm"], 4 * case.blocks
+    evidence = f"{count} scaled products in one pass, at least {expected} expected (4 a block)"
+    return checked("FP8 products", count >= expected, evidence)
+
+
+def _tf32(case: Case) -> Check:
+    wanted = "high" if case.plan.precision == "tf32" else "highest"
+    found = torch.get_float32_matmul_precision()
+    evidence = f"torch.get_float32_matmul_precision() is {found!r}, {case.plan.precision} needs {wanted!r}"
+    return checked("TF32 state", found == wanted, evidence)
+
+
+def _attention(case: Case) -> Check:
+    """Every block, whenever its attention is called, by the planned kernel. A fused kernel's operation is
+    seen in compiled code too, once a call (an H200 showed cuDNN's 12 times in 12 compiled blocks); that of
+    explicit scores only where nothing is compiled."""
+    name, wanted, blocks, seen = "attention kernel", case.plan.attention, case.blocks, case.in_pass
+    explicit, calls = seen.operations[EXPLICIT_ATTENTION], seen.operations[ATTENTION]
+    ran = _fused_attention(case) | ({"math": explicit} if explicit else {})
+    count = sum(ran.values())
+    kernels = [kernel for kernel in seen.kernels if any(word in kernel.lower() for word in ATTENTION_KERNELS)]
+    said = ", ".join(f"{kernel} {times} times" for kernel, times in ran.items()) or "no fused kernel"
+    more = f"; on the GPU {', '.join(sorted(kernels)[:2])[:160]}" if kernels else ""
+    evidence = f"plan says {wanted}; in one pass of {blocks} blocks ran {said}{more}"
+    allowed = {*FUSED_ATTENTION, *PACKED_ATTENTION} if wanted == "auto" else {wanted, *PACKED_ATTENTION}
+    if not ran.keys() <= allowed:
+        return checked(name, False, evidence)
+    if case.packed and not ran and case.cuda and (case.plan.precision not in HALF or not calls):
+        return unseen(name, f"{evidence}; the kernels for packed rows are for half precision")
+    if case.packed:
+        return checked(name, wanted == "math" or count >= blocks, evidence)
+    if count < calls or (not ran and kernels and case.plan.compile != "off"):
+        return unseen(name, f"{evidence}; what else ran has a name that is not known here")
+    return checked(name, wanted == "math" or count >= (2 if calls > blocks else 1) * blocks, evidence)
+
+
+def _fused_attention(case: Case) -> dict[str, int]:
+    """How often each kernel's operation ran in the pass."""
+    seen, kinds = case.in_pass.operations, FUSED_ATTENTION | PACKED_ATTENTION
+    counts = {name: sum(seen[o] for o in operations) for name, operations in kinds.items()}
+    return {name: count for name, count in counts.items() if count}
+
+
+def _cross_entropy(case: Case) -> Check:
+    name, wanted = "cross entropy", case.plan.cross_entropy
+    seen = {
+        kind: n for kind, operation in LOSS_OPERATIONS.items() if (n := case.in_pass.operations[operation])
+    }
+    if not seen:
+        return unseen(name, "the profiler saw neither torch's cross entropy nor the fused one")
+    ran = ", ".join(f"{kind} {count} times" for kind, count in seen.items())
+    return checked(name, set(seen) == {wanted}, f"plan says {wanted}; in one pass ran {ran}")
+
+
+def _update(case: Case) -> Check:
+    name, wanted, seen = "optimiser kernels", case.plan.update, case.in_update.operations
+    if case.plan.graph:
+        return absent(name, IN_THE_GRAPH)
+    ran = {kind for kind in ("fused", "foreach") if seen[UPDATE_OPERATIONS[kind]]} or {"loop"}
+    counts = [
+        f"{operation} {seen[operation]} times" for operation in UPDATE_OPERATIONS.values() if seen[operation]
+    ]
+    evidence = f"plan says {wanted}; one update ran {', '.join(counts) or 'none of them'}"
+    return checked(name, ran == {wanted}, evidence)
+
+
+# ---- what is computed how often ----
+
+
+def _compiled(case: Case) -> Check:
+    blocks = [block._compiled_call_impl is not None for block in case.model.blocks]
+    compiled, wanted = sum(blocks), case.plan.compile != "off"
+    evidence = (
+        f"plan says {case.plan.compile}; {compiled} of {len(blocks)} blocks compiled, {case.graphs_after}"
+        " graph(s) captured"
+    )
+    holds = (compiled == len(blocks) and case.graphs_after > 0) if wanted else compiled == 0
+    return checked("compilation", holds, evidence)
+
+
+def _recompilation(case: Case) -> Check:
+    if case.plan.compile == "off":
+        return absent("no recompilation", "the plan does not compile")
+    new = case.graphs_after - case.graphs_before
+    return checked("no recompilation", new == 0, f"{new} new graph(s) in the updates after the warm-up")
+
+
+def _recompute(case: Case) -> Check:
+    """Full recomputation calls a block's attention again in the backward pass; selective recomputation does
+    too, and takes its result from what was kept. A compiler leaves only the operation of a fused kernel to be
+    seen."""
+    name, plan, blocks = "recomputation", case.plan.recompute, case.blocks
+    calls, ran = case.in_pass.operations[ATTENTION], sum(_fused_attention(case).values())
+    evidence = f"plan says {plan}; attention of {blocks} blocks in one pass: "
+    if case.plan.compile != "off":
+        again, evidence = ran > blocks, f"{evidence}its operation ran {ran} times"
+        hidden = (plan == "selective" and not again) or (plan == "full" and ran < 2 * blocks and case.cuda)
+        if ran < blocks or hidden:
+            return unseen(name, f"{evidence}; what else is computed again stands inside compiled kernels")
+        return checked(name, ran >= 2 * blocks if plan == "full" else not again, evidence)
+    evidence = f"{evidence}called {calls} times, its operation ran {ran} times"
+    if not calls or (plan == "selective" and calls == ran and case.cuda):
+        return unseen(name, f"{evidence}; not told apart from another plan's")
+    # What is kept passes through torch's dispatch twice the first time and once the second; what is not, once
+    # each time.
+    kept = ran != calls if ran else plan == "selective"
+    holds = calls == (1 if plan == "none" else 2) * blocks
+    return checked(name, holds and (plan == "none" or kept == (plan == "selective")), evidence)
+
+
+def _loss_chunks(case: Case) -> Check:
+    """Several pieces are each computed again in the backward pass, so that one at a time is in memory."""
+    name, plan = "pieces of the loss", case.plan.loss_chunks
+    seen = sum(case.in_pass.operations[operation] for operation in LOSS_OPERATIONS.values())
+    if not seen:
+        return unseen(name, "the profiler saw neither torch's cross entropy nor the fused one")
+    pieces = math.ceil(case.head_rows / math.ceil(case.head_rows / plan))
+    expected = 1 if plan == 1 else 2 * pieces
+    evidence = f"plan says {plan}; one pass computed the loss of a piece {seen} times, {expected} expected"
+    return checked(name, seen == expected, evidence)
+
+
+def _passes(case: Case) -> Check:
+    """Every pass looks its tokens up once. Of a long update a few passes were run."""
+    name, plan, seen = "passes of an update", case.plan, Counter(case.in_update.embedded)
+    if plan.graph:
+        return absent(name, IN_THE_GRAPH)
+    run = case.trainer.plan.accumulation
+    listed = (f"{count} of {' x '.join(map(str, shape))} tokens" for shape, count in seen.items())
+    shortened = f", of which {run} were asked for here" if run < plan.accumulation else ""
+    rows = "examples" if case.packed else "sequences"
+    evidence = (
+        f"plan says {plan.accumulation} of {plan.micro_batch} {rows}{shortened}; one update had"
+        f" {', '.join(listed) or 'none'}"
+    )
+    whole = (plan.micro_batch, len(case.rows[0][0]))
+    holds = seen.total() == run if case.packed else dict(seen) == {whole: run}
+    return checked(name, holds, evidence)
+
+
+def _update_graph(case: Case) -> Check:
+    name, executor = "CUDA graph of the update", case.trainer.executor
+    captured = len(executor.graphs) if isinstance(executor, Captured) else 0
+    if not case.cuda or (not case.plan.graph and not captured):
+        return absent(name, "the plan captures none" if case.cuda else NO_GRAPHS)
+    launched = case.in_update.operations["cudaGraphLaunch"]
+    if captured and not launched and not case.in_update.kernels:
+        return unseen(name, NO_KERNELS)
+    holds = captured > 0 and launched == 1 and case.plan.graph
+    return checked(name, holds, f"{captured} captured, {launched} launched in one update")
+
+
+# ---- waits and memory ----
+
+
+def _sync(case: Case) -> Check:
+    """In whole turns of the loop: batch to device, passes, update, record. On a GPU torch itself says where
+    the host waits; on a CPU, where nothing can wait, a number read would. fp16 reads one an update."""
+    name, fp16 = "no hidden sync", int(case.plan.precision == "fp16")
+    if not case.cuda:
+        count, allowed = case.in_update.reads, fp16 + (not case.packed)
+        evidence = (
+            f"{count} number(s) read by the host in one update, {allowed} expected (on a GPU each more would"
+            " wait for it)"
+        )
+        return checked(name, count <= allowed, evidence)
+    if case.plan.update != "fused":
+        why = f"plan.update {case.plan.update} reads its step count on the host; only the fused update never waits"
+        return absent(name, why)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for _ in range(WATCHED):
+                case.trainer.turn()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found = [f"{w.filename.rsplit('/', 1)[-1]}:{w.lineno}" for w in caught if SYNCHRONISING in str(w.message)]
+    where = f" {', '.join(dict.fromkeys(found))}"[:120]
+    evidence = f"{len(found)} in {WATCHED} updates ({fp16 * WATCHED} allowed){where}".rstrip()
+    return checked(name, len(found) <= fp16 * WATCHED, evidence)
+
+
+def _loader(case: Case) -> Check:
+    share = case.waited_share
+    evidence = f"{share:.1%} of the updates' time waited for data ({DATA_SHARE:.0%} allowed)"
+    return checked("loader ahead of the step", share <= DATA_SHARE, evidence)
+
+
+def _allocator(case: Case) -> Check:
+    name, wanted = "allocator", case.plan.allocator
+    if not case.cuda or not wanted:
+        return absent(name, "only CUDA has an allocator to set" if not case.cuda else "the plan sets nothing")
+    setting = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or "nothing"
+    return checked(name, wanted in setting, f"plan says {wanted}; the environment has {setting}")
+
+
+# ---- adapters and generation ----
+
+
+def _merging(case: Case) -> Check:
+    """Merged weights against W + B A alpha/r in fp64, part by part; and the bits that un-merging gives
+    back."""
+    name = "adapters merged and un-merged"
+    if not (layers := lora_layers(case.model)):
+        return absent(name, "the recipe trains all weights: it has no [lora] table")
+    before = {layer: layer.weight.detach().clone() for layer in layers.values()}
+    moved, off = 0.0, 0.0
+    with merged(case.model):
+        for layer, weight in before.items():
+            wanted = _merged_in_fp64(layer, weight)
+            allowed = torch.finfo(weight.dtype).eps * wanted.abs() + 1e-6 * wanted.abs().max()
+            off = max(off, float(((layer.weight.double() - wanted).abs() / allowed).max()))
+            moved = max(moved, float((wanted - weight.double()).abs().max()))
+    same = all(torch.equal(layer.weight, weight) for layer, weight in before.items())
+    evidence = (
+        f"{len(before)} layers, weights moved by up to {moved:.1e}: {off:.2f} of one rounding off W + B A"
+        f" alpha/r; un-merged to {'the same' if same else 'other'} bits"
+    )
+    return checked(name, moved > 0 and off <= 1 and same, evidence)
+
+
+def _merged_in_fp64(layer: LoraLinear, weight: Tensor) -> Tensor:
+    wanted = weight.double()
+    for part, columns in layer.blocks():
+        b = layer.lora_b.detach()[part.start : part.end, columns].double()
+        wanted[part.start : part.end] += b @ layer.lora_a.detach()[columns].double() * layer.config.scale
+    return wanted
+
+
+def generation_graphs(model: Transformer) -> Check:
+    """Every decode step of the engine is one launch."""
+    name = "CUDA graphs of generation"
+    if not model.embed.weight.is_cuda:
+        return absent(name, NO_GRAPHS)
+    if lora_layers(model):
+        return absent(name, "the engine takes merged adapters")
+    room = Room(slots=8, prompts=8, max_prompt_tokens=16, max_new_tokens=16)
+    decoder = Decoder(model, room, whole_batch=False)
+    decoder.read([[1, 2, 3, 4]], [0])
+    integers, floats = decoder.describe(
+        prompt=0, prompt_len=4, limit=16, sampling=Sampling(max_new_tokens=16), stop_ids=()
+    )
+    decoder.start([Start([0], integers, floats, filtered=False, seed=0, first_sample=0)])
+    decoder.launch(np.arange(1), steps=2, filtered=False).wait()  # captures
+    with profiled() as seen:
+        decoder.launch(np.arange(1), steps=4, filtered=False).wait()
+    launched = seen.operations["cudaGraphLaunch"]
+    if not launched and not seen.kernels:  # a decode step without a kernel there is not
+        return unseen(name, NO_KERNELS)
+    return checked(name, launched == 4, f"{launched} graph launches in 4 decode steps")
+
+
+CHECKS = (
+    _loss_and_gradients, _precision, _tf32, _fp8, _attention, _compiled, _recompilation, _recompute, _loss_chunks,
+    _cross_entropy, _passes, _update, _update_graph, _sync, _loader, _allocator, _merging,
+)  # fmt: skip
