@@ -11,7 +11,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
-PIP := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
+PIP := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --no-compile
+# --no-compile: Python compiles what it imports; compiling all of torch and transformers takes half of the set-up
 
 .PHONY: demo test check numerics timing fuzz gpu-test claims format clean
 
