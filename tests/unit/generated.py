@@ -35,6 +35,7 @@ def models(draw: st.DrawFn, largest: int = 64) -> ModelConfig:
 
 _positive = st.floats(min_value=0.0, exclude_min=True, max_value=1e300, allow_subnormal=False)
 _share = st.floats(0.0, 1.0)
+_names = st.from_regex(r"[\w+][\w .+-]{0,20}(/[\w+][\w .+-]{0,20})?", fullmatch=True)
 _words = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 
@@ -75,4 +76,4 @@ def recipes(draw: st.DrawFn) -> Recipe:
         loss_chunks=draw(st.none() | st.integers(1, 16)),
         prefetch=draw(st.none() | st.integers(1, 4)),
     )
-    return Recipe(name=draw(_words), about=draw(_words), model=model, data=data, train=train, plan=pins)
+    return Recipe(name=draw(_names), about=draw(_words), model=model, data=data, train=train, plan=pins)

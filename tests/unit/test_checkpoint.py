@@ -253,7 +253,7 @@ def remove_state(folder: Path) -> None:
         (remove, r"shard-\S+ cannot be read: No such file"),
         (add, r"shard-2.safetensors is not listed in state.json"),
         (alter_state, r"state.json is altered: sha256 [0-9a-f]{64} expected"),
-        (cut_state, r"state.json is truncated or altered"),
+        (cut_state, r"state.json is damaged"),
         (remove_state, r"state.json cannot be read: No such file"),
     ],
 )

@@ -406,14 +406,14 @@ def test_a_plan_with_anything_wrong_is_refused_in_one_line(saved, change, messag
 def test_what_is_no_plan_is_refused(tmp_path, content):
     path = tmp_path / "plan.json"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="not a plan"):
+    with pytest.raises(ConfigError, match=r"plan\.json is damaged"):
         load(path)
 
 
 def test_a_plan_that_is_not_there_says_how_to_make_one(tmp_path):
     with pytest.raises(ConfigError, match=r"no plan at .*redline plan RECIPE --save"):
         load(tmp_path / "plan.json")
-    with pytest.raises(ConfigError, match="not a plan"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path)
 
 

@@ -18,7 +18,7 @@ def check(recipe: Recipe) -> Recipe:
     """Return the recipe, or raise the first rule it breaks."""
     for holds, rule in chain(_ranges(recipe), _relations(recipe)):
         if not holds:
-            raise ConfigError(f"recipe {recipe.name}: {rule}")
+            raise ConfigError(f"recipe {recipe.name:.100}: {rule}")
     return recipe
 
 
@@ -55,6 +55,15 @@ _BETWEEN: dict[str, dict[str, tuple[float, float]]] = {
 
 def _ranges(recipe: Recipe) -> Iterator[Rule]:
     """Rules about single values."""
+    # the run folder is named by it, under runs/
+    parts = recipe.name.split("/")
+    fits = all(
+        part.isprintable() and not part.startswith((".", " ")) and 0 < len(part) <= 100 for part in parts
+    )
+    yield (
+        fits and len(parts) <= 3,
+        f"name must be of printable characters, at most 100, and no path; got {recipe.name!r:.120}",
+    )
     for table, names in _POSITIVE.items():
         for name, v in _values(recipe, table, names):
             left_out = name in _SHAPE and v == 0 and recipe.model.init_from is not None

@@ -16,11 +16,14 @@ is none of these is counted and left out; too many of them are an error.
 import gzip
 import json
 import lzma
+import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from redline.data.read import files_under
 from redline.errors import DataError, need
 
 Message = dict[str, str]
@@ -43,14 +46,9 @@ class Chats:
 
 def find_examples(path: Path) -> list[Path]:
     """The file itself, or the files of a folder, in sorted order."""
-    if path.is_dir():
-        files = sorted(
-            p for p in path.rglob("*") if p.name.endswith(SUFFIXES) and p.name != "dataset_infos.json"
-        )
-        if not files:
-            raise DataError(f"{path} holds no file of examples: it needs one of {', '.join(SUFFIXES)}")
-        return files
-    if not path.exists():
+    if os.path.isdir(path):
+        return [p for p in files_under(path, SUFFIXES, "file of examples") if p.name != "dataset_infos.json"]
+    if not os.path.exists(path):
         raise DataError(
             f"no such file: {path}; give examples as one of {', '.join(SUFFIXES)} (docs/finetune.md)"
         )
@@ -70,7 +68,7 @@ def read_chats(path: Path) -> Chats:
                 rows += _examples(row)
             except ValueError as error:
                 left_out, fault = left_out + 1, fault or f"{file}, row {number}: {error}"
-    if not rows or left_out > LEFT_OUT_SHARE * (len(rows) + left_out):
+    if not rows or left_out > max(1, LEFT_OUT_SHARE * (len(rows) + left_out)):
         raise DataError(
             f"{path}: {left_out} of {left_out + len(rows)} rows are no examples; the first: {fault or 'no rows'}."
             " docs/finetune.md shows the forms"
@@ -96,7 +94,7 @@ def _rows(path: Path) -> Iterator[Any]:
             for line in file:
                 if line.strip():
                     yield _parsed(line)
-    except (OSError, EOFError, lzma.LZMAError) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
@@ -151,4 +149,5 @@ def _message(role: Any, content: Any) -> Message:
         content = f"{content}"
     if not isinstance(content, str) or not content.strip():
         raise ValueError(f"content of {role} must be a text, got {str(content)[:40]!r}")
+    content.encode()  # JSON can spell half a surrogate pair, which no tokenizer takes
     return {"role": role, "content": content}

@@ -57,7 +57,7 @@ def _files(source: str) -> list[Path]:
     path = SHIPPED.get(source) or Path(os.path.expanduser(source))
     try:
         if path.is_dir():
-            return _files_under(path)
+            return files_under(path, tuple(_FORMATS), "file that can be read as a corpus")
         if not path.exists():
             raise DataError(
                 f"no such corpus: {source}; give text files, a folder made by `redline data build` "
@@ -70,9 +70,9 @@ def _files(source: str) -> list[Path]:
     return [path]
 
 
-def _files_under(folder: Path) -> list[Path]:
-    """Every file of a known format, but for hidden ones; a folder that cannot be read is an error, because a
-    corpus without it is another corpus."""
+def files_under(folder: Path, suffixes: tuple[str, ...], what: str) -> list[Path]:
+    """Every file with one of these endings in sorted order, but for hidden ones; a folder that cannot be read is an
+    error, because a corpus without it is another corpus."""
 
     def refuse(error: OSError) -> None:
         raise DataError(
@@ -82,9 +82,9 @@ def _files_under(folder: Path) -> list[Path]:
     files = []
     for place, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        files += [Path(place, n) for n in names if n.endswith(tuple(_FORMATS)) and not n.startswith(".")]
+        files += [Path(place, name) for name in names if name.endswith(suffixes) and not name.startswith(".")]
     if not files:
-        raise DataError(f"{folder} holds no file that can be read as a corpus; it needs one of {_known()}")
+        raise DataError(f"{folder} holds no {what}; it needs one of {', '.join(suffixes)}")
     if odd := [file for file in files if not file.is_file()]:
         raise DataError(f"{odd[0]} is no file that can be read (a pipe, or a link to nothing): move it away")
     return sorted(files)

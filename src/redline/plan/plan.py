@@ -11,6 +11,7 @@ A plan never changes the training: micro_batch x accumulation x world_size is th
 """
 
 import json
+import os
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from redline.config.recipe import (
     UpdateKernels,
 )
 from redline.errors import ConfigError
-from redline.record.files import write_atomic
+from redline.record.files import read_json, write_atomic
 
 Source = Literal["rule", "measurement", "recipe", "user", "environment", "profile"]
 
@@ -134,13 +135,9 @@ def save(plan: Plan, path: Path) -> None:
 
 def load(path: Path) -> Plan:
     """Read a saved plan; anything unknown, missing or of the wrong type is an error."""
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"no plan at {path}: make one with `redline plan RECIPE --save {path}`") from None
-    except (OSError, ValueError, RecursionError) as error:  # ValueError covers broken JSON and broken UTF-8
-        raise ConfigError(f"{path}: not a plan: {error}") from error
-    return from_json(table, where=str(path))
+    if not os.path.exists(path):
+        raise ConfigError(f"no plan at {path}: make one with `redline plan RECIPE --save {path}`")
+    return from_json(read_json(path, dict, error=ConfigError), where=str(path))
 
 
 def from_json(table: Any, where: str) -> Plan:
@@ -151,7 +148,7 @@ def from_json(table: Any, where: str) -> Plan:
     for name in PLANNED:
         entry = table.get(name)
         if not isinstance(entry, dict) or set(entry) != {"value", "reason", "source"}:
-            raise ConfigError(f"{where}: {name} must hold value, reason and source, got {entry!r}")
+            raise ConfigError(f"{where}: {name} must hold value, reason and source, got {entry!r:.80}")
         values[name] = entry["value"]
         why[name] = {"reason": entry["reason"], "source": entry["source"]}
         if type(entry["value"]) is int and entry["value"] < (0 if name == "slots" else 1):

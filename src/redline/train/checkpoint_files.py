@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from redline.errors import CheckpointError
-from redline.record.files import sync_path, write_atomic
+from redline.record.files import WAY_OUT, read_json, sync_path, write_atomic
 
 STATE = "state.json"
 BEST = "best.json"
@@ -159,14 +159,13 @@ def tidy(folder: Path) -> None:
 
 def read_best(folder: Path) -> int | None:
     """The step of the best checkpoint, if it has been marked and is still there."""
-    try:
-        step = json.loads((folder / BEST).read_text(encoding="utf-8"))["step"]
-    except FileNotFoundError:
+    if not (folder / BEST).exists():
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    step = read_json(folder / BEST, dict, error=CheckpointError).get("step")
+    if not isinstance(step, int):
         raise CheckpointError(
             f"{folder / BEST} is not what was written there: remove it, and the next best is marked anew"
-        ) from error
+        )
     return step if step in step_folders(folder) else None
 
 
@@ -203,18 +202,18 @@ def verify(folder: Path) -> dict[str, Any]:
     try:
         return _checked(folder)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; {_way_out(folder)}") from error
+        raise CheckpointError(f"{str(error).removesuffix(f'; {WAY_OUT}')}; {_way_out(folder)}") from error
 
 
 def _checked(folder: Path) -> dict[str, Any]:
     path = folder / STATE
+    body = read_json(path, dict, error=CheckpointError)
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
         expected, files, state = body.pop("sha256"), body["files"], body["state"]
-    except OSError as error:
-        raise CheckpointError(f"checkpoint file {path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"checkpoint file {path} is truncated or altered: {error}") from error
+    except KeyError as error:
+        raise CheckpointError(
+            f"checkpoint file {path} is truncated or altered: {error} is missing"
+        ) from error
     if (found := _digest(body)) != expected:
         raise CheckpointError(f"checkpoint file {path} is altered: sha256 {expected} expected, {found} found")
     # A shard that nobody listed would be read along with the others.

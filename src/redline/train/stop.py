@@ -14,7 +14,11 @@ def stop_on_signal(request: Callable[[], None]) -> Iterator[None]:
 
     def handle(number: int, _frame: Any) -> None:
         request()
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(number, interrupt if number == signal.SIGINT else signal.SIG_DFL)
+
+    def interrupt(number: int, _frame: Any) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a third one would break into the unwinding
+        raise KeyboardInterrupt
 
     before = {}
     try:
