@@ -9,12 +9,13 @@ from redline.diagnose.finding import Finding
 from redline.diagnose.observed import Observed
 from redline.diagnose.summary import nothing_found, split, too_little
 from redline.record.units import format_amount, format_duration, format_limit_share, format_rate
+from redline.report.grid import Output
 
 _CERTAINTY = ((0.85, "high"), (0.6, "medium"), (0.0, "low"))
 
 
 def print_findings(observed: Observed, findings: list[Finding]) -> None:
-    console = Console(highlight=False, width=None)
+    console = Output()
     speed = f", {format_rate(observed.tokens_per_s, 'tokens')}" if observed.tokens_per_s else ""
     update = f", {format_duration(observed.median('step_s'))} an update" if observed.median("step_s") else ""
     lines = f": {len(observed.steps)} updates on record{update}{speed}" if observed.steps else ""

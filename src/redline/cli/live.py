@@ -43,8 +43,10 @@ from redline.record.units import (
     format_rate,
     format_share,
     sparkline,
+    visible,
 )
 from redline.record.words import told
+from redline.report.grid import Output
 
 WINDOW_STEPS = 60
 PLAIN_EVERY_S = 2.0
@@ -64,7 +66,7 @@ def make_view(*, quiet: bool = False, stream: TextIO | None = None) -> Observer:
     stream = stream or sys.stdout
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")  # a terminal that cannot show – must not end the run
-    return LiveView(Console(file=stream)) if is_terminal(stream) else PlainView(stream)
+    return LiveView(Output(file=stream)) if is_terminal(stream) else PlainView(stream)
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -195,7 +197,7 @@ class PlainView:
     def _print(self, text: str) -> None:
         # the reader of the pipe is gone; the record holds everything
         with contextlib.suppress(OSError, ValueError):
-            print(text, file=self._stream, flush=True)
+            print(visible(text), file=self._stream, flush=True)
 
 
 def plain_line(seen: Seen) -> str:

@@ -71,21 +71,23 @@ def print_json(value: Any) -> None:
 
 def status(text: str) -> None:
     """A line about progress, on standard error so that standard output stays clean."""
-    print(text, file=sys.stderr, flush=True)
+    from redline.record.units import visible
+
+    print(visible(text), file=sys.stderr, flush=True)
 
 
 def byte_progress(what: str) -> Callable[[int, int, int], None]:
     """Shows how far source files are read: a bar in a terminal, else a line every 5 s."""
     import time
 
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     from redline.record.units import format_rate
+    from redline.report.grid import Output
 
     rate_column = TextColumn("{task.fields[rate]}")
     columns = (TextColumn(what), BarColumn(24), TaskProgressColumn(), rate_column, TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True))
+    bar = Progress(*columns, console=Output(stderr=True))
     task, began_s, told_s, terminal = bar.add_task(what, rate=""), time.monotonic(), 0.0, sys.stderr.isatty()
 
     def show(done: int, total: int, tokens: int) -> None:

@@ -208,10 +208,11 @@ def _stats(options: argparse.Namespace) -> None:
 
 def _export(options: argparse.Namespace) -> None:
     from redline.cli.options import print_json
+    from redline.record.units import visible
     from redline.rft.export import export
 
     count = export(options.run_folder, options.out, per_question=options.per_question)
     if options.json:
         print_json({"out": str(options.out), "rows": count})
     else:
-        print(f"{options.out}: {count:,} rows")
+        print(visible(f"{options.out}: {count:,} rows"))

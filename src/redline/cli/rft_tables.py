@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.config.recipe import Recipe
-from redline.record.units import format_count, format_duration, format_rate, format_share
+from redline.record.units import format_count, format_duration, format_rate, format_share, visible
 from redline.report.grid import show
 
 _NAMES = {"base": "before", "answers": "after plain fine-tuning on the answers", "samples": "after RFT"}
@@ -35,7 +35,7 @@ def print_stage(verb: str, found: Any, folder: Path) -> None:
         _print_trained(found)
     if isinstance(found, dict) and found["why"] != "finished":
         print(f"{found['why']}; to go on, run the same command again")
-    name = shlex.quote(str(folder))
+    name = visible(shlex.quote(str(folder)))
     print(f"run folder: {name}")
     print(f"  redline report {name}                  accuracies, samples, speed, as one page")
     print(f"  redline diagnose {name}                what would make it faster")

@@ -88,7 +88,7 @@ def _shown(question: "Question", prompt: str) -> dict[str, object]:
 
 def _score(options: argparse.Namespace, questions: "list[Question]") -> None:
     from redline.cli.options import print_json
-    from redline.record.units import format_share
+    from redline.record.units import format_share, visible
     from redline.tasks.pool import Pool
     from redline.tasks.task import accuracy, answer_rate
 
@@ -112,7 +112,9 @@ def _score(options: argparse.Namespace, questions: "list[Question]") -> None:
     print(f"answer rate  {format_share(answer_rate(verdicts))}")
     print(f"{len(items):,} completions of {found['questions']:,} questions, {options.split} split")
     if failures:
-        print(f"the scorer failed on {len(failures):,} of them, counted as wrong; the first: {failures[0]}")
+        print(
+            f"the scorer failed on {len(failures):,} of them, counted as wrong; the first: {visible(failures[0])}"
+        )
 
 
 def _answers(options: argparse.Namespace, questions: "list[Question]") -> "list[tuple[Question, str]]":

@@ -115,12 +115,11 @@ def train_command(options: argparse.Namespace) -> str:
 
 
 def _print(plan, result, folder: Path) -> None:  # type: ignore[no-untyped-def]
-    from rich.console import Console
-
     from redline.plan.plan import PLANNED
     from redline.record.units import format_duration
+    from redline.report.grid import Output
 
-    console = Console()
+    console = Output()
     console.print(_table(result.rows))
     for row in result.rows:
         if (

@@ -12,7 +12,14 @@ from redline.plan.plan import Plan
 from redline.record.export import make_exporters
 from redline.record.observe import Observer
 from redline.record.read import Run, number, read_run
-from redline.record.units import exact, format_bytes, format_count, format_duration, format_limit_share
+from redline.record.units import (
+    exact,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_limit_share,
+    visible,
+)
 
 
 def describe(recipe: Recipe, plan: Plan, folder: Path) -> str:
@@ -69,7 +76,7 @@ def print_outcome(why: str, step: int, folder: Path) -> None:
     for line in (_loss(run), _speed(run)):
         if line:
             print(line)
-    name = shlex.quote(str(folder))
+    name = visible(shlex.quote(str(folder)))
     if why.startswith("stopped by"):
         print("To go on, run the same command again.")
     print(f"run folder: {name}")

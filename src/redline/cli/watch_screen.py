@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
@@ -47,6 +47,7 @@ from redline.record.units import (
 )
 from redline.record.words import told
 from redline.report.figures import Summary
+from redline.report.grid import Output
 from redline.report.view import RunView, accuracies, last_loss
 
 MOST_ROWS = 40
@@ -110,7 +111,7 @@ class ScreenWatch:
     """The report in short, redrawn; times of events are those of the record."""
 
     def __init__(self) -> None:
-        self._console = Console()
+        self._console = Output()
         self._live: Live | None = None
 
     def begin(self, shown: RunView, before: Sequence[str]) -> None:

@@ -6,16 +6,18 @@ A row of cells stands in one line where there is room; the last column may wrap.
 do not fit stand below the row, over the whole width. A row of one cell is a heading.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType, RenderResult
 from rich.padding import Padding
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from redline.record.units import DASH
+from redline.record.units import DASH, visible
 
 GAP = 2
 LEAST_TEXT = 26
@@ -24,10 +26,15 @@ Cell = str | Text
 
 
 class Output(Console):
-    """Standard output. A reader that has gone (head, less) is handled once, where the command line ends."""
+    """Standard output, or another stream. Texts of runs and models may hold anything, and none of it is obeyed by the
+    terminal. A reader that has gone (head, less) is handled once, where the command line ends."""
 
-    def __init__(self) -> None:
-        super().__init__(highlight=False)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text))
 
     def on_broken_pipe(self) -> None:
         raise  # rich would exit with 1
