@@ -24,7 +24,8 @@ from redline.data.read import SHIPPED
 from redline.machine.facts import read_facts
 from redline.machine.store import Ceilings, save
 from redline.record.run import read_lines
-from redline.train.checkpoint import read_tensors, resolve
+from redline.train.checkpoint import read_tensors
+from redline.train.places import resolve
 
 TRAINING = ("loss", "grad_norm", "lr", "tokens", "valid_loss", "loss_scale", "skipped")
 """Numbers of a line that the training decides; the others are times and memory."""

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from redline.errors import StorageError
-from redline.train.checkpoint import Checkpoints, load, read_tensors, resolve, verify
+from redline.train.checkpoint import Checkpoints, load, read_tensors, verify
+from redline.train.places import resolve
 
 
 class Uneven(nn.Module):

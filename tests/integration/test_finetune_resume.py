@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from redline.record.run import read_lines
-from redline.train.checkpoint import read_tensors, resolve, verify
-from redline.train.checkpoint_files import step_folders
+from redline.train.checkpoint import read_tensors, verify
+from redline.train.places import resolve, step_folders
 
 HERE = Path(__file__).parent
 

@@ -15,7 +15,7 @@ from pipeline import Nano, assert_same_training, events, steps
 from warm import Fault
 
 from redline.train.checkpoint import verify
-from redline.train.checkpoint_files import step_folders
+from redline.train.places import step_folders
 
 VARIANTS = {
     "adamw": (),

@@ -30,7 +30,7 @@ from warm import Done, Fault
 
 from redline.launch import out_of_memory_override, with_recovery
 from redline.train.checkpoint import verify
-from redline.train.checkpoint_files import step_folders
+from redline.train.places import step_folders
 
 
 @pytest.fixture(scope="module")

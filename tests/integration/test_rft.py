@@ -245,7 +245,7 @@ def test_rounds_are_sampled_by_what_the_last_one_trained(warm: Warm, place: Path
     assert "none drawn now" in again.out, "a finished round is not repeated"
     wrong = warm.run("rft", "run", place / "letters.toml", "--run", tmp_path / "other", "--rounds", "0")
     assert wrong.code == 2
-    assert "--rounds must be greater than 0, got 0" in one_line(wrong.err)
+    assert "--rounds must be at least 1, got 0" in one_line(wrong.err)
 
 
 def test_a_run_of_rounds_is_told_from_a_run_of_one(

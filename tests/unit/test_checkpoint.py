@@ -18,7 +18,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from redline.errors import CheckpointError, StorageError, TrainingError
-from redline.train.checkpoint import Checkpoints, load, read_tensors, resolve, verify
+from redline.train.checkpoint import Checkpoints, load, read_tensors, verify
+from redline.train.places import resolve
 
 
 def all_kinds() -> dict[str, Tensor]:

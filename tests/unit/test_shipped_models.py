@@ -13,7 +13,8 @@ from redline.config.recipe import ModelConfig, differences
 from redline.model.huggingface import write_folder
 from redline.model.transformer import build_model
 from redline.tasks.units_corpus import documents
-from redline.train.restore import open_on, open_weights, shipped_models
+from redline.train.places import shipped_models
+from redline.train.restore import open_on, open_weights
 
 MOST_BYTES = 12_000_000
 
@@ -48,7 +49,7 @@ def test_a_name_is_the_shipped_model_unless_the_user_has_a_folder_of_that_name(
         None,
         torch.bfloat16,
     )
-    monkeypatch.setattr("redline.train.restore.shipped_models", lambda: {"demo": shipped})
+    monkeypatch.setattr("redline.train.places.shipped_models", lambda: {"demo": shipped})
     monkeypatch.chdir(own.parent)
     assert open_weights(Path("demo")).source == shipped
     shutil.copytree(shipped, own)

@@ -34,6 +34,7 @@ TORCH_FREE_MODULES = {
     "rft": ("store", "budget", "stats", "export"),
     "measure": ("statistics", "trial", "turns", "scratch", "folder", "process"),
     "tune": ("guard", "memory", "candidates", "search", "store", "ablate", "arms"),
+    "train": ("places", "open_run"),
     "data": ("read", "tokenizer", "shards", "build", "stream", "encode", "examples"),
 }  # fmt: skip
 

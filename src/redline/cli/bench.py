@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Collection
 from pathlib import Path
 
-HELP = "measure training, generation or fine-tuning beside its alternatives"
+HELP = "measure speeds beside PyTorch, Transformers and PEFT"
 STANDARD = (
     ("gpt2-124m", (), ("loop", "plain", "hf")),
     ("gpt-1.3b", ("train.batch_size=64",), ("loop", "hf")),
@@ -66,21 +66,20 @@ def run(options: argparse.Namespace) -> None:
 
 def _train(options: argparse.Namespace) -> Path:
     from redline.bench.train import ARMS, bench_train
-    from redline.cli.options import status
+    from redline.cli.options import check_least, status
     from redline.config.load import load_recipe
-    from redline.errors import ConfigError
-    from redline.machine.ceilings import load_or_measure
     from redline.machine.facts import read_facts
     from redline.plan.hardware import hardware_here
 
-    for name in ("blocks", "steps_per_block"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    check_least("--blocks", options.blocks)
+    check_least("--steps-per-block", options.steps_per_block)
     _check_arms(options, ARMS)
     data = [f'data.source="{options.data}"', 'data.tokenizer="bpe"', "data.valid_fraction=0.05"]
     standard = [(name, sets, options.arm or arms) for name, sets, arms in STANDARD]
     chosen = [(name, (), options.arm or ARMS) for name in options.recipe] if options.recipe else standard
     cases = [(load_recipe(name, [*data, *sets, *options.set]), arms) for name, sets, arms in chosen]
+    from redline.machine.ceilings import load_or_measure
+
     facts = read_facts()
     hardware = hardware_here(facts, load_or_measure(facts, progress=status))
     return bench_train(
@@ -92,10 +91,11 @@ def _train(options: argparse.Namespace) -> Path:
 def _generate(options: argparse.Namespace) -> Path:
     from redline.bench.generate import ARMS, bench_generate
     from redline.cli.options import status
-    from redline.machine.ceilings import load_or_measure
 
     _check_arms(options, ARMS)
     facts, name = _quick_or_full(options)
+    from redline.machine.ceilings import load_or_measure
+
     ceilings = load_or_measure(facts, progress=status)
     return bench_generate(name, ceilings, facts, options.out, arms=options.arm or ARMS, progress=status)
 

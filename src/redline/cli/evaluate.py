@@ -36,7 +36,15 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from redline.cli.options import print_json
+    from redline.cli.generate import check_model
+    from redline.cli.options import check_least, print_json
+    from redline.data.read import find_source
+
+    check_model(options)
+    check_least("--seq-len", options.seq_len)
+    check_least("--sequences", options.sequences)
+    if options.data is not None:
+        find_source(options.data)
     from redline.evaluate import evaluate_opened
     from redline.train.restore import open_on
 

@@ -26,6 +26,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    from redline.cli.generate import check_model
+    from redline.record.files import check_vacant
+
+    check_model(options)
+    check_vacant(options.out, "a model")
     import torch
 
     from redline.model.huggingface import architecture, write_folder

@@ -44,9 +44,13 @@ def run(options: argparse.Namespace) -> int:
 
     from redline.cli.options import recipe_of
     from redline.cli.train import check_options, train
+    from redline.data.examples import find_examples
     from redline.errors import ConfigError
+    from redline.model.hub import is_hub_name
 
     check_options(options)
+    if not is_hub_name(options.examples):
+        find_examples(Path(options.examples).expanduser())
     named = [f"model.init_from={json.dumps(options.model)}", f"data.source={json.dumps(options.examples)}"]
     named += ["lora=none"] if options.full else []
     recipe = recipe_of(options, *named)

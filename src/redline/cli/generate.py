@@ -6,7 +6,6 @@ redline generate runs/nano --prompt "ROMEO:" --samples 2
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,16 @@ def add_model(command: argparse.ArgumentParser) -> None:
         "--checkpoint", default="last", metavar="WHICH", help="of a run: last, best or step-N (default last)"
     )
     command.add_argument("--device", default=None, help="cuda or cpu (default: cuda where there is one)")
+
+
+def check_model(options: argparse.Namespace) -> None:
+    """What can be said about the model before torch is imported."""
+    from redline.errors import ConfigError
+    from redline.train.places import find
+
+    if getattr(options, "device", None) not in (None, "cuda", "cpu"):
+        raise ConfigError(f"the device must be cuda or cpu, got {options.device!r}")
+    options.model = find(options.model, options.checkpoint)
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -63,14 +72,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    from dataclasses import replace
+
     from redline.cli.options import print_json, status
-    from redline.engine.local import LocalEngine, fitting_slots
-    from redline.engine.prompt import stop_ids
     from redline.engine.request import Request, Sampling
     from redline.plan.bounds import Outside, bounded_slots
     from redline.plan.plan import Why
     from redline.record.units import visible
-    from redline.train.restore import open_on
 
     sampling = Sampling(
         max_new_tokens=options.max_new_tokens,
@@ -78,6 +86,12 @@ def run(options: argparse.Namespace) -> None:
         top_k=options.top_k,
         top_p=options.top_p,
     )
+    asked = Request(prompt="", sampling=sampling, samples=options.samples, seed=options.seed)
+    check_model(options)
+    from redline.engine.local import LocalEngine, fitting_slots
+    from redline.engine.prompt import stop_ids
+    from redline.train.restore import open_on
+
     opened, model = open_on(options.model, options.checkpoint, options.device)
     prompts = options.prompt or [""]
     ids = _prompt_ids(prompts, opened, chat=options.chat)
@@ -85,10 +99,7 @@ def run(options: argparse.Namespace) -> None:
     # memory is for what can come, not for what was asked
     new = min(sampling.max_new_tokens, max(1, context - min(map(len, ids))))
     sampling = replace(sampling, max_new_tokens=new)
-    requests = [
-        Request(prompt=one, sampling=sampling, samples=options.samples, seed=options.seed, tag=number)
-        for number, one in enumerate(ids)
-    ]
+    requests = [replace(asked, prompt=one, sampling=sampling, tag=number) for number, one in enumerate(ids)]
     if 0 < context - longest < options.max_new_tokens:
         status(f"note: the model's context of {context} leaves room for {context - longest} new tokens")
     longest, stops = min(longest, context), stop_ids(opened.loaded, opened.tokenizer)

@@ -10,7 +10,7 @@ redline optimizations gpt2-124m --as a100-40g     which of them apply to a recip
 import argparse
 from typing import Any
 
-HELP = "the catalogue of optimisations: claims, sources, and which apply"
+HELP = "every optimisation: who claims what, and which apply"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:

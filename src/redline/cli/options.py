@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from redline.config.load import load_recipe
@@ -29,13 +30,21 @@ def add_json(command: argparse.ArgumentParser) -> None:
     )
 
 
-def recipe_of(options: argparse.Namespace, *more: str) -> Recipe:
-    """The recipe with what the user set; a shape that it leaves out is read from the weights it starts from."""
+def recipe_of(
+    options: argparse.Namespace, *more: str, check: Callable[[Recipe], None] | None = None
+) -> Recipe:
+    """The recipe with what the user set; a shape that it leaves out is read from the weights it starts from, which
+    needs torch: `check` comes before."""
     recipe = load_recipe(
         options.recipe, [*options.set, *more], preset=getattr(options, "preset", None), say=status
     )
-    if recipe.model.is_shaped:
+    if check is not None:
+        check(recipe)
+    if recipe.model.is_shaped or recipe.model.init_from is None:
         return recipe
+    from redline.train.places import find
+
+    find(Path(recipe.model.init_from))  # what is not there is said before torch is imported
     from redline.train.restore import with_shape
 
     return with_shape(recipe)
@@ -48,6 +57,12 @@ def typed_pins(options: argparse.Namespace) -> frozenset[str]:
         for text in options.set
         if text.strip().startswith("plan.")
     )
+
+
+def check_least(option: str, value: int | None, least: int = 1) -> None:
+    """A count that the user may give."""
+    if value is not None and value < least:
+        raise ConfigError(f"{option} must be at least {least}, got {value}")
 
 
 def check_positive(option: str, value: float) -> None:

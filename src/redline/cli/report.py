@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from redline.report.view import RunView
 
-HELP = "run folders as tables and as one self-contained page"
+HELP = "runs as tables and as one self-contained page"
 LONG_BYTES = 8 * 2**20
 """Metrics that take more than about two seconds to read."""
 

@@ -118,21 +118,20 @@ def _stage(options: argparse.Namespace) -> None:
 
     from redline.cli import rft_tables as tables
     from redline.cli.live import make_view
-    from redline.cli.options import print_json, recipe_of, status
+    from redline.cli.options import check_least, print_json, recipe_of, status
     from redline.cli.plan import chosen, outside_of
-    from redline.errors import ConfigError
     from redline.plan.profiles import fewer_samples
+    from redline.record.run import RunFolder
+    from redline.train.open_run import changes
 
-    _check(options)
+    check_least("--rounds", getattr(options, "rounds", None))
     outside = outside_of(options)
-    recipe = recipe_of(options, *_rows(options))
-    if recipe.workload != "rft":
-        raise ConfigError(
-            f"{options.recipe} is a recipe of workload {recipe.workload}: use `redline train {options.recipe}`"
-        )
+    recipe = recipe_of(options, *_rows(options), check=_check)
     recipe = fewer_samples(recipe, outside.profile, say=status)
     plan = chosen(options, recipe, 1, say=status)
     folder = options.run or Path("runs") / recipe.name
+    if getattr(options, "rounds", 1) == 1:
+        changes(RunFolder(folder), recipe)
     status(tables.describe(recipe, folder))
     with closing(make_view(quiet=options.quiet or options.json)) as view:
         if options.verb == "run":
@@ -155,11 +154,19 @@ def _stage(options: argparse.Namespace) -> None:
             tables.print_stage("run", report, Path(report["run"]))
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check(recipe: Any) -> None:
+    """What can be said before torch is imported."""
     from redline.errors import ConfigError
+    from redline.tasks.registry import load_task
+    from redline.train.places import find
 
-    if options.verb == "run" and options.rounds < 1:
-        raise ConfigError(f"--rounds must be greater than 0, got {options.rounds}")
+    if recipe.workload != "rft":
+        raise ConfigError(
+            f"{recipe.name} is a recipe of workload {recipe.workload}: use `redline train {recipe.name}`"
+        )
+    load_task(recipe.task.name, recipe.task.data)
+    if recipe.sample.sampler is not None:
+        find(Path(recipe.sample.sampler))
 
 
 def _rows(options: argparse.Namespace) -> list[str]:

@@ -68,23 +68,30 @@ def run(options: argparse.Namespace) -> int:
 
 def check_options(options: argparse.Namespace) -> None:
     """What can be said before torch is imported."""
+    from redline.cli.options import check_least
     from redline.errors import ConfigError
     from redline.record.export import check_names
+    from redline.train.places import resolve
 
-    if options.nproc < 1:
-        raise ConfigError(f"--nproc must be at least 1, got {options.nproc}")
+    check_least("--nproc", options.nproc)
     check_names(options.export)
     if options.fork is not None and options.run is None:
         raise ConfigError("--fork begins a new run: name its folder with --run")
-    if options.fork is not None and not options.fork.exists():
-        raise ConfigError(f"--fork: no such run: {options.fork}")
+    if options.fork is not None:
+        resolve(options.fork)
 
 
 def train(options: argparse.Namespace, recipe) -> int:  # type: ignore[no-untyped-def]
     """Train the recipe here, or on several processes."""
+    from redline.data.read import find_source
     from redline.launch import under_torchrun
+    from redline.record.run import RunFolder
+    from redline.train.open_run import changes
 
     folder = options.run or Path("runs") / recipe.name
+    changes(RunFolder(folder), recipe)
+    if recipe.workload == "pretrain":
+        find_source(recipe.data.source)
     if options.nproc > 1 and not under_torchrun():
         return _launch(options, recipe, folder)
     return _train(options, recipe, folder)

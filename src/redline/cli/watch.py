@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from redline.cli.watch_screen import PlainWatch, ScreenWatch
 
-HELP = "watch a run from its folder, in the terminal or as a local page"
+HELP = "watch a run in the terminal, or as a local page"
 PORT = 8765
 LOOK_EVERY_S = 0.5
 NEXT_ROUND_S = 30.0

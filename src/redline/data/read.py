@@ -54,20 +54,25 @@ def find_sources(*sources: str) -> list[Path]:
 
 
 def _files(source: str) -> list[Path]:
-    path = SHIPPED.get(source) or Path(os.path.expanduser(source))
-    try:
-        if path.is_dir():
-            return files_under(path, tuple(_FORMATS), "file that can be read as a corpus")
-        if not path.exists():
-            raise DataError(
-                f"no such corpus: {source}; give text files, a folder made by `redline data build` "
-                f"(in a recipe: --set data.source=...), or the name of a shipped one ({', '.join(SHIPPED)})"
-            )
-    except OSError as error:
-        raise DataError(f"the corpus {source!r:.100} cannot be read: {error.strerror}") from error
+    if (path := find_source(source)).is_dir():
+        return files_under(path, tuple(_FORMATS), "file that can be read as a corpus")
     if not path.name.endswith(tuple(_FORMATS)):
         raise DataError(f"{path} cannot be read as a corpus: the name must end in one of {_known()}")
     return [path]
+
+
+def find_source(source: str) -> Path:
+    """Where the source lies, which may also be a folder of ours; an error where there is none."""
+    path = SHIPPED.get(source) or Path(os.path.expanduser(source))
+    try:
+        if path.is_dir() or path.exists():
+            return path
+    except OSError as error:
+        raise DataError(f"the corpus {source!r:.100} cannot be read: {error.strerror}") from error
+    raise DataError(
+        f"no such corpus: {source}; give text files, a folder made by `redline data build` "
+        f"(in a recipe: --set data.source=...), or the name of a shipped one ({', '.join(SHIPPED)})"
+    )
 
 
 def files_under(folder: Path, suffixes: tuple[str, ...], what: str) -> list[Path]:

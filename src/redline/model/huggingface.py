@@ -26,7 +26,7 @@ from torch import Tensor
 from redline.config.recipe import ModelConfig
 from redline.errors import CheckpointError, ConfigError, StorageError
 from redline.model.weights import Loaded, Table, check_sizes, join, read_facts, split
-from redline.record.files import read_json, read_text, storage_errors, sync_path
+from redline.record.files import check_vacant, read_json, read_text, storage_errors, sync_path
 
 SHARD_BYTES = 5_000_000_000
 """Largest weight file; a bigger model is written in several, with an index."""
@@ -357,11 +357,8 @@ def write_folder(
 ) -> None:
     """Write a folder that transformers loads; it appears complete or not at all, and never replaces
     another."""
+    check_vacant(folder, "a model")
     tensors = to_huggingface(config, weights)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise StorageError(
-            f"a model is written to a new folder, and {folder} is there already; remove it or choose another"
-        )
     temporary = folder.with_name(f".{folder.name}.tmp")
     with storage_errors("the model", folder):
         shutil.rmtree(temporary, ignore_errors=True)

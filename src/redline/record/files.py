@@ -129,6 +129,14 @@ def write_atomic(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def check_vacant(folder: Path, what: str) -> None:
+    """Refuse a folder that holds something: what is written there would mix with it."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise StorageError(
+            f"{what} is written to a new folder, and {folder} is there already; remove it or choose another"
+        )
+
+
 def sync_path(path: Path) -> None:
     """Make the content of a file durable, or the names in a folder."""
     handle = os.open(path, os.O_RDONLY)

@@ -42,22 +42,16 @@ from torch.distributed.tensor import DTensor
 from redline.errors import CheckpointError, StorageError
 from redline.record.files import storage_errors, write_atomic
 from redline.train.checkpoint_files import (
-    BEST,
     TEMPORARY,
     Entry,
     commit,
     discard,
-    read_best,
-    resolve,
-    step_folders,
-    step_name,
     tidy,
     verify,
     write_shard,
     write_state,
 )
-
-__all__ = ["Checkpoints", "load", "read_tensors", "resolve", "verify"]
+from redline.train.places import BEST, read_best, step_folders, step_name
 
 Piece = tuple[Entry, Tensor]
 """What one rank writes of one tensor: how it is called in the file, and the values."""

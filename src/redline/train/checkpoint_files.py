@@ -21,7 +21,6 @@ and more than one trainer in one folder.
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,11 +32,10 @@ import torch
 
 from redline.errors import CheckpointError
 from redline.record.files import WAY_OUT, read_json, sync_path, write_atomic
+from redline.train.places import OLD, step_folders
 
 STATE = "state.json"
-BEST = "best.json"
 TEMPORARY = ".tmp-"
-OLD = ".old"
 # Large enough to keep the calls rare, small enough to be written while it is still in the cache from hashing.
 PIECE_BYTES = 4 * 2**20
 DTYPES = {
@@ -67,20 +65,6 @@ class Entry:
     @property
     def size_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-def step_name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def step_folders(folder: Path) -> dict[int, Path]:
-    """Every committed checkpoint, oldest step first."""
-    found: dict[int, Path] = {}
-    # In reverse order `step-N.old` comes before `step-N`, which then takes its place.
-    for path in sorted(folder.glob("step-*"), reverse=True):
-        if match := re.fullmatch(rf"step-(\d+)({re.escape(OLD)})?", path.name):
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
 
 
 def write_shard(path: Path, entries: Sequence[Entry], data: memoryview) -> dict[str, Any]:
@@ -155,45 +139,6 @@ def tidy(folder: Path) -> None:
         else:
             os.rename(path, final)
     sync_path(folder)
-
-
-def read_best(folder: Path) -> int | None:
-    """The step of the best checkpoint, if it has been marked and is still there."""
-    if not (folder / BEST).exists():
-        return None
-    step = read_json(folder / BEST, dict, error=CheckpointError).get("step")
-    if not isinstance(step, int):
-        raise CheckpointError(
-            f"{folder / BEST} is not what was written there: remove it, and the next best is marked anew"
-        )
-    return step if step in step_folders(folder) else None
-
-
-def resolve(path: Path, which: str = "last") -> Path:
-    """The step folder meant by a run folder, a checkpoints folder or a step folder; `which` is last, best or
-    step-N.
-
-    Nothing is hashed here: a damaged checkpoint is refused by `verify`, not passed over in silence.
-    """
-    if re.fullmatch(r"step-\d+", path.name) and path.is_dir():
-        return path
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = step_folders(folder)
-    if not found:
-        raise CheckpointError(
-            f"there is no checkpoint in {path}: give a run folder, its checkpoints folder or a step folder"
-        )
-    there = f"{folder} has {', '.join(f'step-{step}' for step in found)}"
-    if which == "last":
-        return found[max(found)]
-    if which == "best":
-        if (best := read_best(folder)) is None:
-            raise CheckpointError(f"no checkpoint has been marked as the best: {there}")
-        return found[best]
-    match = re.fullmatch(r"step-(\d+)", which)
-    if not match or int(match[1]) not in found:
-        raise CheckpointError(f"a checkpoint is chosen by last, best or step-N, got {which}: {there}")
-    return found[int(match[1])]
 
 
 def verify(folder: Path) -> dict[str, Any]:

@@ -29,13 +29,13 @@ from redline.record.read import lost_updates
 from redline.record.run import LineWriter, RunFolder
 from redline.train import execution
 from redline.train.checkpoint import Checkpoints, load
-from redline.train.checkpoint_files import step_name
 from redline.train.communication import time_waits, waiting
 from redline.train.graph import Captured
 from redline.train.instruments import Instruments, Work, training_rates
 from redline.train.objective import Batch, Eager, Executor, Objective, Position, Source
 from redline.train.optimizer import make_optimizers, state_tensors
 from redline.train.packed import Packed
+from redline.train.places import step_name
 from redline.train.process import Process
 from redline.train.schedule import fixed, lr_factor
 from redline.train.step import Learner, LossScale

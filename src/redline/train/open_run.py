@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from redline.config.load import from_toml, to_toml
 from redline.config.recipe import Recipe, differences, extends, refusal
@@ -21,9 +21,10 @@ from redline.plan.plan import Plan, save
 from redline.record.files import read_text, write_atomic
 from redline.record.observe import Observer, Observers
 from redline.record.run import RunFolder, failures_recorded
-from redline.train.checkpoint import resolve
-from redline.train.checkpoint_files import step_folders
-from redline.train.process import Process
+from redline.train.places import resolve, step_folders
+
+if TYPE_CHECKING:
+    from redline.train.process import Process
 
 Watching = Callable[[int], Sequence[Observer]]
 """Who watches, from the step that the run resumes from."""
@@ -47,7 +48,7 @@ def open_run(
     recipe: Recipe,
     plan: Plan,
     run: Path,
-    process: Process,
+    process: "Process",
     *,
     observers: Watching = lambda resume_step: (),
     fork: Path | None = None,
@@ -70,21 +71,27 @@ def open_run(
 
 def adopt(folder: RunFolder, recipe: Recipe, *, fork: Path | None = None) -> None:
     """Make the folder this recipe's, unless it holds the beginnings of another run."""
+    changed = changes(folder, recipe)
+    write_atomic(folder.recipe_path, to_toml(recipe))
+    if changed:
+        folder.event("extended", changed={key: list(values) for key, values in changed.items()})
+    if fork is not None and not folder.has_begun():
+        parent = recipe_of(fork.parent.parent)
+        others = differences(parent, recipe) if parent is not None else {}
+        folder.event(
+            "forked", source=str(fork), changed={key: list(values) for key, values in others.items()}
+        )
+
+
+def changes(folder: RunFolder, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
+    """What this recipe changes of the run in the folder, before and now; refused where that would be another run."""
     before = recipe_of(folder.path) if folder.has_begun() else None
     changed = differences(before, recipe) if before is not None else {}
     if _same_round(*changed.get("sample.sampler", (None, None)), folder.path):
         changed.pop("sample.sampler")
     if changed and not extends(changed):
         raise ConfigError(refusal(str(folder.path), changed))
-    write_atomic(folder.recipe_path, to_toml(recipe))
-    if changed:
-        folder.event("extended", changed={key: list(values) for key, values in changed.items()})
-    if fork is not None and before is None:
-        parent = recipe_of(fork.parent.parent)
-        others = differences(parent, recipe) if parent is not None else {}
-        folder.event(
-            "forked", source=str(fork), changed={key: list(values) for key, values in others.items()}
-        )
+    return changed
 
 
 def _same_round(before: str | None, now: str | None, run: Path) -> bool:

@@ -6,7 +6,6 @@ opened, model = open_on(Path("runs/nano"), "best")   # and the model on this mac
 """
 
 from dataclasses import dataclass, fields, replace
-from importlib import resources
 from pathlib import Path
 
 import torch
@@ -17,7 +16,6 @@ from redline.config.rules import check
 from redline.data.tokenizer import Tokenizer
 from redline.errors import CheckpointError, ConfigError, DataError, MachineError
 from redline.model.gguf import read_gguf, read_gguf_config
-from redline.model.hub import fetch_model, is_hub_name
 from redline.model.huggingface import read_config, read_folder
 from redline.model.lora import merged_weights
 from redline.model.transformer import Transformer, build_model
@@ -25,8 +23,9 @@ from redline.model.weights import Loaded, load_weights
 from redline.record.files import read_text
 from redline.record.run import RunFolder
 from redline.train.adapter import adapter_base, peft_tensors, read_adapter
-from redline.train.checkpoint import read_tensors, resolve
+from redline.train.checkpoint import read_tensors
 from redline.train.open_run import recipe_of
+from redline.train.places import find
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,42 +82,16 @@ def open_on(path: Path, which: str = "last", device: str | None = None) -> tuple
     return opened, opened.build(device, dtype)
 
 
-def shipped_models() -> dict[str, Path]:
-    """Names of the models that come with the package, each a Hugging Face folder."""
-    root = Path(str(resources.files("redline"))) / "models"
-    return {path.parent.name: path.parent for path in sorted(root.glob("*/config.json"))}
-
-
-def locate(path: Path) -> Path:
-    """Where the weights lie: the file or folder itself, the result of a fine-tuning run (of RFT in rounds, the
-    last), a shipped model, or what was fetched from the Hugging Face Hub."""
-    if not path.exists():  # Path("./demo") is Path("demo"), so a folder of the user's must come first
-        path = shipped_models().get(str(path), path)
-    if is_hub_name(str(path)):
-        return fetch_model(str(path))
-    if not path.exists():
-        raise CheckpointError(
-            f"no such path: {path}; give a run folder, a checkpoint, a Hugging Face folder, a .gguf file, demo, or"
-            " org/name of the Hugging Face Hub"
-        )
-    numbers = sorted(int(n) for p in path.glob("round-*") if (n := p.name.removeprefix("round-")).isdecimal())
-    for run in (*(path / f"round-{number}" for number in reversed(numbers)), path):
-        for result in (run / "adapter", run / "model"):
-            if (result / "adapter_config.json").is_file() or (result / "config.json").is_file():
-                return result
-    return path
-
-
 def read_shape(path: Path, *, above: tuple[Path, ...] = ()) -> ModelConfig:
     """The shape of the model that lies there; its weights are not read."""
-    path = locate(path)
+    path = find(path)
     if path.suffix == ".gguf":
         return read_gguf_config(path)
     if (path / "adapter_config.json").is_file():
         return read_shape(_base_of(path, above), above=(*above, path.resolve()))
     if (path / "config.json").is_file():
         return read_config(path)
-    return _recipe_of(resolve(path, "last")).model
+    return _recipe_of(path).model
 
 
 def with_shape(recipe: Recipe) -> Recipe:
@@ -140,25 +113,24 @@ def with_shape(recipe: Recipe) -> Recipe:
 def open_weights(path: Path, which: str = "last", *, above: tuple[Path, ...] = ()) -> Opened:
     """Read weights and tokenizer; `which` is last, best or step-N, for a run. `above`: the adapters that are to be
     merged into them."""
-    path = locate(path)
+    path = find(path, which)
     if path.suffix == ".gguf":
         return Opened(loaded=read_gguf(path), recipe=None, source=path)
     if (path / "adapter_config.json").is_file():
         return _open_adapted(path, above)
     if (path / "config.json").is_file():
         return Opened(loaded=read_folder(path), recipe=None, source=path)
-    step = resolve(path, which)
-    run, recipe = RunFolder(step.parent.parent), _recipe_of(step)
+    run, recipe = RunFolder(path.parent.parent), _recipe_of(path)
     tokenizer_json = read_text(run.tokenizer_path) if run.tokenizer_path.is_file() else None
     eos = (Tokenizer(tokenizer_json, name=str(run.tokenizer_path)).eot_id,) if tokenizer_json else ()
     loaded = Loaded(
         config=recipe.model,
-        weights=read_tensors(step, "model."),
+        weights=read_tensors(path, "model."),
         tokenizer_json=tokenizer_json,
         chat_template=None,
         eos_ids=eos,
     )
-    return Opened(loaded=loaded, recipe=recipe, source=step)
+    return Opened(loaded=loaded, recipe=recipe, source=path)
 
 
 def _recipe_of(step: Path) -> Recipe:
