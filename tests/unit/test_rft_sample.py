@@ -277,6 +277,24 @@ def test_a_server_can_write_the_samples(place, tmp_path):
     assert "logprob_gap" not in events
 
 
+def test_a_chat_server_is_asked_with_messages(place, tmp_path):
+    fake = Fake()
+    try:
+        fake.answer = lambda body, call: (
+            200,
+            {"choices": [{"message": {"role": "assistant", "content": "a"}, "finish_reason": "stop"}]},
+        )
+        url = f"{fake.url}/v1/chat/completions"
+        outcome = draw(place, tmp_path / "run", f"sample.server={url}", "sample.samples_per_question=1")
+    finally:
+        fake.server.shutdown()
+        fake.server.server_close()
+    assert outcome.correct == outcome.samples == len(fake.bodies) > 0
+    asked = fake.bodies[0]["messages"][-1]
+    assert asked["role"] == "user"
+    assert asked["content"].startswith("Write "), "the question itself, not a text to be continued"
+
+
 def test_answers_that_were_cut_are_not_correct_are_not_kept_and_are_counted(place, tmp_path, capsys):
     """The scorer takes an a or an e; the task says that an answer ends with its first a. Two tokens are seldom
     enough for a model to end it otherwise."""

@@ -218,7 +218,8 @@ class SampleConfig:
     sampler: str | None = None
     """Another model that writes the samples; not given: the model itself."""
     server: str | None = None
-    """URL of an OpenAI-compatible server that writes the samples."""
+    """URL of an OpenAI-compatible server that writes the samples: http://host:port, or one that ends in
+    /chat/completions to ask with messages."""
     server_model: str | None = None
     """The model's name on that server."""
     samples_per_question: int = 30

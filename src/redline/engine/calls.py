@@ -9,6 +9,7 @@ that reads a socket cannot. Left out: redirects (the key must not travel to anot
 """
 
 import asyncio
+import json
 import random
 import threading
 import time
@@ -17,8 +18,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from redline.errors import ConfigError, DataError, MachineError
-from redline.record.files import parse_json
+from redline.errors import ConfigError, MachineError
 
 T = TypeVar("T")
 
@@ -146,24 +146,29 @@ class Line:
                 f"{self.url} refused {path}: {self._said(response)}; if it has no such path, give the whole address"
                 " (http://host:port/v1, or one that ends in /chat/completions)"
             )
-        try:
-            return parse_json(response.text, path, dict)
-        except DataError as error:
+        if (answer := _object(response.text)) is None:
             raise ConfigError(
                 f"{self.url} must answer {path} with a JSON object, got {shown(response.text)}: it is no completion"
                 " server"
-            ) from error
+            )
+        return answer
 
     def _said(self, response: Any) -> str:
         """Status and message of an error, in one line; servers put it in three different places."""
-        try:
-            said: Any = parse_json(response.text, "", dict)
-        except DataError:
-            said = response.text
+        said: Any = _object(response.text) or response.text
         for name in ("error", "detail", "message"):
             said = said.get(name, said) if isinstance(said, dict) else said
         # A server may repeat the key that it did not like.
         return f"{response.status_code} {shown(str(said).replace(self._key or ' ', '***' if self._key else ' '))}"
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    """A JSON object; None: it is none. Unlike in files of ours, half a character is possible: some servers cut."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _checked(url: str) -> str:

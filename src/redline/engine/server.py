@@ -216,6 +216,8 @@ class ServerEngine:
             known: dict[str, Finish] = {"stop": "stop", "length": "length"}
             finish = known[reason]
             told_tokens = int((answer.get("usage") or {}).get("completion_tokens") or 0)
+            if not 0 <= told_tokens < 2**31:
+                raise ValueError("no number of tokens")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{self._line.url} must answer with one completion that ended by stop or length, got"

@@ -16,7 +16,7 @@ shares its batch, a resumed run may write other texts than an unbroken one.
 import threading
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from redline.config.recipe import SampleConfig
@@ -36,6 +36,7 @@ class Asked:
 
     id: str
     prompt: str | tuple[int, ...]
+    messages: tuple[Mapping[str, str], ...] = ()
 
 
 @dataclass
@@ -196,6 +197,7 @@ class Budget:
             self._ready.append(
                 Request(
                     prompt=self._questions[question].prompt,
+                    messages=self._questions[question].messages,
                     sampling=self._sampling,
                     samples=samples,
                     first_sample=start,

@@ -135,7 +135,7 @@ class _Drawing:
         prompts: Sequence[str | tuple[int, ...]] = (
             self.prompts.texts if recipe.sample.server else self.prompts.ids
         )
-        asked = [Asked(question, prompt) for question, prompt in zip(self.questions, prompts, strict=True)]
+        asked = list(map(Asked, self.questions, prompts, self.prompts.messages))
         return Budget(
             asked, recipe.sample, self.session.settings(self.prompts.stops), seed=recipe.train.seed, done=done
         )

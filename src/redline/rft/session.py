@@ -42,7 +42,7 @@ from redline.plan.plan import Plan, Why, save
 from redline.record.observe import Observer, Observers
 from redline.record.run import RunFolder
 from redline.tasks.registry import load_task
-from redline.tasks.task import Question, Task
+from redline.tasks.task import Question, Task, prompt_messages
 from redline.train.execution import COMPUTE_DTYPE
 from redline.train.open_run import open_run
 from redline.train.process import Process
@@ -100,6 +100,8 @@ class Prompts:
 
     texts: list[str]
     ids: list[tuple[int, ...]]
+    messages: list[tuple[dict[str, str], ...]]
+    """The same for a server that is asked with messages."""
     stops: tuple[str, ...]
     """The texts that end an answer."""
 
@@ -221,6 +223,7 @@ class Session:
         prompts = Prompts(
             [text for text, _ in made],
             [tuple(speaker.tokenizer.encode_prompt(text)) for text, _ in made],
+            [tuple(prompt_messages(self.task, question, shots)) for question in questions],
             made[0][1],
         )
         context, new = speaker.model.config.context_length, self.recipe.sample.max_new_tokens
