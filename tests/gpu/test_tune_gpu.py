@@ -22,7 +22,7 @@ from redline.machine.store import cached
 from redline.measure.folder import TrialFolder
 from redline.measure.process import Child, Children
 from redline.measure.statistics import compare
-from redline.measure.trial import Measured, Timing, Trial, train_trial, trial_key
+from redline.measure.trial import Measurement, Timing, Trial, train_trial, trial_key
 from redline.measure.turns import Arm, measure, take_turns
 from redline.plan.hardware import hardware_here
 from redline.plan.plan import Plan
@@ -61,9 +61,9 @@ class Limited:
 
     def __init__(self) -> None:
         self.limit_bytes, self.child = 0, Child("expandable_segments:True")
-        self.taken: dict[str, Measured] = {}
+        self.taken: dict[str, Measurement] = {}
 
-    def __call__(self, trial: Trial) -> Measured:
+    def __call__(self, trial: Trial) -> Measurement:
         if (key := trial_key(trial)) in self.taken:
             return self.taken[key]
         if not self.child.alive:

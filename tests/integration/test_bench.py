@@ -9,7 +9,7 @@ import pytest
 from pipeline import Nano
 
 from redline.bench import train as bench
-from redline.bench.results import Row
+from redline.bench.results import BenchRow
 from redline.config.load import load_recipe
 from redline.machine.facts import read_facts
 from redline.plan.hardware import hardware_here
@@ -48,7 +48,7 @@ def test_an_arm_that_runs_out_of_memory_is_tried_with_smaller_passes(monkeypatch
     plan = make_plan(load_recipe("nano"), hardware_here(read_facts(), None))
     tried = []
 
-    def rows_of(function: str, setting: dict[str, Any], allocator: str) -> Iterator[Row]:
+    def rows_of(function: str, setting: dict[str, Any], allocator: str) -> Iterator[BenchRow]:
         tried.append(tuple(setting["plan"][name]["value"] for name in ("micro_batch", "accumulation")))
         full = {"failed": "CUDA out of memory", "outcome": "out_of_memory"}
         yield full if tried[-1][0] > 4 else {"speeds": {}}

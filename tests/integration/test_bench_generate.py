@@ -12,7 +12,7 @@ import torch
 from precision import CLOSE_FP32
 
 from redline.bench import generate, generate_arms
-from redline.bench.generate import WORKS, Sequences, floor_s
+from redline.bench.generate import WORKS, Asked, floor_s
 from redline.cli.main import main
 from redline.config.recipe import ModelConfig
 from redline.machine.facts import read_facts
@@ -101,7 +101,7 @@ def test_the_floor_counted_by_hand() -> None:
     model = ModelConfig(
         vocab_size=10, num_layers=1, hidden_size=4, num_heads=2, num_kv_heads=1, ffn_size=8, context_length=16
     )
-    work = Sequences(prompts=2, prompt_tokens=3, new_tokens=[3, 3, 3, 3], slots=4)
+    work = Asked(prompts=2, prompt_tokens=3, new_tokens=[3, 3, 3, 3], slots=4)
 
     def seconds(*, bytes_per_s: float = 1e30, flops_per_s: float = 1e30, shared: bool = False) -> float:
         return floor_s(
@@ -121,8 +121,8 @@ def test_the_floor_counted_by_hand() -> None:
 
 def test_the_floor_of_mixed_lengths_fills_every_slot() -> None:
     model = QUICK.model
-    even = Sequences(prompts=8, prompt_tokens=4, new_tokens=[5] * 8, slots=4)
-    uneven = Sequences(prompts=8, prompt_tokens=4, new_tokens=[2, 8] * 4, slots=4)
+    even = Asked(prompts=8, prompt_tokens=4, new_tokens=[5] * 8, slots=4)
+    uneven = Asked(prompts=8, prompt_tokens=4, new_tokens=[2, 8] * 4, slots=4)
     options = {"bytes_per_value": 4, "bytes_per_s": 1.0, "flops_per_s": 1e30, "shared": False}
     weights = generate.parameters(model).matmul * 4
     kv = 4 * 2 * model.num_layers * model.kv_heads * model.head_size

@@ -14,7 +14,7 @@ from redline.machine.facts import read_facts
 from redline.machine.store import cached
 from redline.measure.folder import TrialFolder
 from redline.measure.process import Child, Children
-from redline.measure.trial import Measured, Timing, train_trial
+from redline.measure.trial import Measurement, Timing, train_trial
 from redline.measure.turns import measure
 from redline.plan.hardware import hardware_here
 from redline.plan.plan import Plan, check_fit, save
@@ -83,7 +83,7 @@ def test_one_child_measures_several_plans_and_the_guard_sees_numbers_that_differ
     recipe, plan = small
     with Child() as child:
 
-        def measured(recipe: Recipe, plan: Plan) -> Measured:
+        def measured(recipe: Recipe, plan: Plan) -> Measurement:
             return measure(train_trial(recipe, plan, SHORT), Children(), child)
 
         reference = measured(recipe, plan)

@@ -8,7 +8,7 @@ import pytest
 from redline.config.load import build
 from redline.errors import DataError, StorageError
 from redline.measure.folder import TrialFolder
-from redline.measure.trial import Measured
+from redline.measure.trial import Measurement
 
 OK = {"outcome": "ok", "blocks_s": [0.5, 0.5], "tokens_per_step": 8}
 TOO_MUCH = {"outcome": "out_of_memory", "error": "out of memory"}
@@ -87,7 +87,7 @@ def test_trials_of_another_machine_stay_in_the_file_and_are_not_found(tmp_path: 
     for machine, step_s in (("a100", 1.0), ("h200", 0.5)):
         with TrialFolder(tmp_path, machine) as folder:
             assert folder.find("key") is None
-            folder.add("key", "rules", build(Measured, {**OK, "blocks_s": [step_s]}, where="trial"))
+            folder.add("key", "rules", build(Measurement, {**OK, "blocks_s": [step_s]}, where="trial"))
     for machine, step_s in (("a100", 1.0), ("h200", 0.5)):
         with TrialFolder(tmp_path, machine) as folder:
             found = folder.find("key")

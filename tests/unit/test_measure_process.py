@@ -24,7 +24,7 @@ from redline.measure import child as inside
 from redline.measure import process as room
 from redline.measure.process import Child, ChildFailed, Children
 from redline.measure.scratch import SCRATCH, Scratch
-from redline.measure.trial import Measured, Timing, Trial, train_trial
+from redline.measure.trial import Measurement, Timing, Trial, train_trial
 from redline.measure.turns import measure
 from redline.plan.hardware import hardware_as, hardware_here
 from redline.plan.planner import make_plan
@@ -351,8 +351,8 @@ def test_rows_come_as_they_are_made_and_what_came_before_a_failure_stays(
 
 
 def test_what_was_measured_survives_json() -> None:
-    measured = Measured(outcome="ok", blocks_s=(0.1, 0.2), losses=(1.0,), tokens_per_step=7)
-    assert build(Measured, json.loads(json.dumps(asdict(measured))), where="test") == measured
+    measured = Measurement(outcome="ok", blocks_s=(0.1, 0.2), losses=(1.0,), tokens_per_step=7)
+    assert build(Measurement, json.loads(json.dumps(asdict(measured))), where="test") == measured
 
 
 # ---- inside the child ----
@@ -406,7 +406,7 @@ def test_numbers_that_are_none_come_through_the_pipe_as_none() -> None:
     server = inside.TrialServer()
     started = json.loads(json.dumps(server.start(request), allow_nan=False))
     assert (started["losses"], started["grad_norms"]) == ([11.0, None], [None, 2.0])
-    assert build(Measured, {"outcome": "ok", **started}, where="trial").grad_norms == (None, 2.0)
+    assert build(Measurement, {"outcome": "ok", **started}, where="trial").grad_norms == (None, 2.0)
     server._clear()
 
 

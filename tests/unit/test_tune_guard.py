@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from redline.measure.trial import Measured
+from redline.measure.trial import Measurement
 from redline.tune.guard import guard
 
-REFERENCE = Measured(outcome="ok", losses=(10.0, 9.0, 8.0), grad_norms=(2.0, 1.5, 1.0))
+REFERENCE = Measurement(outcome="ok", losses=(10.0, 9.0, 8.0), grad_norms=(2.0, 1.5, 1.0))
 
 
-def moved(loss: float, norm: float = 0.0) -> Measured:
+def moved(loss: float, norm: float = 0.0) -> Measurement:
     """The reference with its last loss and gradient norm off by a share."""
     losses = (*REFERENCE.losses[:-1], REFERENCE.losses[-1] * (1 + loss))
     return replace(
@@ -61,5 +61,6 @@ def test_an_update_that_fp16_skips_in_both_is_no_difference() -> None:
 
 def test_nothing_to_compare_says_so() -> None:
     assert (
-        str(guard(REFERENCE, Measured(outcome="ok"), "exact", precision="fp32")) == "not checked: no losses"
+        str(guard(REFERENCE, Measurement(outcome="ok"), "exact", precision="fp32"))
+        == "not checked: no losses"
     )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from redline.config.load import from_toml, load_recipe
-from redline.measure.trial import Measured, PeakMemory, Trial
+from redline.measure.trial import Measurement, PeakMemory, Trial
 from redline.plan.arithmetic import fuses, kept_bytes
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import from_json
@@ -94,7 +94,7 @@ class Allocator:
         self.scale, self.ratio = self.generator.uniform(0.8, 1.25), self.generator.uniform(1.0, 1.08)
         self.runs: list[tuple[int, str]] = []
 
-    def __call__(self, trial: Trial) -> Measured:
+    def __call__(self, trial: Trial) -> Measurement:
         recipe, plan = (
             from_toml(trial.setting["recipe"], where="t"),
             from_json(trial.setting["plan"], where="t"),
@@ -107,8 +107,8 @@ class Allocator:
         outcome = "ok" if reserved + other <= self.limit_bytes else "out_of_memory"
         self.runs.append((plan.micro_batch, outcome))
         if outcome != "ok":
-            return Measured(outcome="out_of_memory")
-        return Measured(
+            return Measurement(outcome="out_of_memory")
+        return Measurement(
             outcome="ok",
             memory=PeakMemory(
                 allocated_bytes=active, active_bytes=active, reserved_bytes=reserved, other_bytes=other

@@ -9,13 +9,15 @@ unit-conversion task: speed and loss curve depend on lengths and not on meaning.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
 from redline.bench.results import (
     MEANINGLESS,
-    Row,
+    SMOLLM2_360M,
+    TINY,
+    BenchRow,
     machine_title,
     made_by,
     rows_of,
@@ -71,31 +73,24 @@ class FinetuningWork:
 
 WORKS = {
     "full": FinetuningWork(
-        model=ModelConfig(
-            vocab_size=49152, num_layers=32, hidden_size=960, num_heads=15, num_kv_heads=5, ffn_size=2560,
-            context_length=2048, rope_theta=100_000.0, init_from=RANDOM_WEIGHTS,
-        ),
-        padded_to=128, batch_size=32, lora=LoraConfig(rank=16, alpha=64), lr=2e-4,
+        model=replace(SMOLLM2_360M, init_from=RANDOM_WEIGHTS), padded_to=128, batch_size=32,
+        lora=LoraConfig(rank=16, alpha=64), lr=2e-4,
         updates={"hf-seeds": 16, "hf-best": 64, "graph": 96, "compiled": 96, "fp32": 16},
     ),
     "quick": FinetuningWork(
-        model=ModelConfig(
-            vocab_size=320, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=64,
-            context_length=64, init_from=RANDOM_WEIGHTS,
-        ),
-        padded_to=32, batch_size=8, lora=LoraConfig(rank=4, alpha=16), lr=2e-3,
+        model=replace(TINY, init_from=RANDOM_WEIGHTS), padded_to=32, batch_size=8,
+        lora=LoraConfig(rank=4, alpha=16), lr=2e-3,
         updates={"hf-seeds": 6, "hf-best": 6, "graph": 18, "fp32": 6},
     ),
 }  # fmt: skip
-"""SmolLM2-360M's shape with random weights, the thousand rows and batch of 32 of guide 003; and one that a CPU
-shows in seconds."""
+"""The thousand rows and the batch of 32 of guide 003; and one that a CPU shows in seconds."""
 
 
 def bench_finetune(
     name: str, facts: MachineFacts, out: Path, *, arms: Sequence[str], progress: Callable[[str], None]
 ) -> Path:
     """Run the arms and write the results; returns the path of the page."""
-    work, rows = WORKS[name], list[Row]()
+    work, rows = WORKS[name], list[BenchRow]()
     for arm in (arm for arm in arms if arm in work.updates):
         for row in rows_of("redline.bench.finetune_arms:arm", {"name": name, "arm": arm}):
             rows.append(_summary({"row": arm, **row}))
@@ -107,7 +102,7 @@ def bench_finetune(
     return write(out, what, facts, results, page(facts, work, rows))
 
 
-def _summary(row: Row) -> Row:
+def _summary(row: BenchRow) -> BenchRow:
     """The row with its speeds: the median over the timed blocks, and the slowest and fastest of them."""
     if "failed" in row:
         return row
@@ -117,7 +112,7 @@ def _summary(row: Row) -> Row:
     return row | rates | {"tokens_per_s": tokens, "update_ms": update_ms}
 
 
-def _differences(row: Row, rows: Sequence[Row]) -> dict[str, float]:
+def _differences(row: BenchRow, rows: Sequence[BenchRow]) -> dict[str, float]:
     """Of an arm of ours: the largest difference of the losses from each of Hugging Face's, over the updates
     that both made."""
     if row["row"].startswith("hf") or "losses" not in row:
@@ -129,14 +124,14 @@ def _differences(row: Row, rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def _brief(row: Row) -> str:
+def _brief(row: BenchRow) -> str:
     if "failed" in row:
         return f"failed: {row['failed']}"
     first = f"first after {row['first_update_s']:.1f} s"
     return f"{row['rows_per_s']:,.0f} rows/s, {row['update_ms']:.1f} ms an update, {first}"
 
 
-def page(facts: MachineFacts, work: FinetuningWork, rows: Sequence[Row]) -> list[str]:
+def page(facts: MachineFacts, work: FinetuningWork, rows: Sequence[BenchRow]) -> list[str]:
     shortest, longest = (
         sum(round(share[end] * work.padded_to) for share in (PROMPT_SHARE, ANSWER_SHARE)) for end in (0, 1)
     )
@@ -161,7 +156,7 @@ def page(facts: MachineFacts, work: FinetuningWork, rows: Sequence[Row]) -> list
     ]
 
 
-def _cells(row: Row, best: float | None) -> list[str]:
+def _cells(row: BenchRow, best: float | None) -> list[str]:
     if "failed" in row:
         return [LABELS[row["row"]], "failed", row["failed"]]
     return [
@@ -176,7 +171,7 @@ def _cells(row: Row, best: float | None) -> list[str]:
     ]
 
 
-def _findings(rows: Sequence[Row]) -> list[str]:
+def _findings(rows: Sequence[BenchRow]) -> list[str]:
     made, found = {row["row"]: len(row.get("losses", ())) for row in rows}, []
     for row in rows:
         for other, difference in row["loss_differences"].items():

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from redline.bench.finetune import WORKS, FinetuningWork
-from redline.bench.results import Row
+from redline.bench.results import BenchRow
 from redline.errors import need
 from redline.finetune import prepare
 from redline.machine.facts import read_facts
@@ -39,7 +39,7 @@ WARM_UP = 2
 """Updates that are not timed: the first compiles, captures and fills caches."""
 
 
-def arm(setting: dict[str, str]) -> Iterator[Row]:
+def arm(setting: dict[str, str]) -> Iterator[BenchRow]:
     work, name = WORKS[setting["name"]], setting["arm"]
     found = _huggingface(name, work) if name.startswith("hf") else _ours(name, work)
     cuda = torch.cuda.is_available()
@@ -59,7 +59,7 @@ def _block(work: FinetuningWork, updates: int, seconds: float, tokens_per_update
 # ---- ours ----
 
 
-def _ours(name: str, work: FinetuningWork) -> Row:
+def _ours(name: str, work: FinetuningWork) -> BenchRow:
     plan = make_plan(work.recipe, hardware_here(read_facts(), None))
     if name == "fp32":
         plan = replace(plan, precision="fp32", cross_entropy="torch")
@@ -114,7 +114,7 @@ def peft_model(work: FinetuningWork) -> Any:
     return model
 
 
-def _huggingface(name: str, work: FinetuningWork) -> Row:
+def _huggingface(name: str, work: FinetuningWork) -> BenchRow:
     transformers = need("transformers", extra="hf")
     model, watch, rows = peft_model(work), _watch_of_theirs(transformers), _rows(work)
     as_seeds, updates = name == "hf-seeds", work.updates[name]

@@ -14,13 +14,15 @@ import heapq
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
 from redline.bench.results import (
     MEANINGLESS,
-    Row,
+    SMOLLM2_360M,
+    TINY,
+    BenchRow,
     machine_title,
     made_by,
     rows_of,
@@ -55,9 +57,9 @@ class GenerationWork:
     samples: int
     """Of a prompt, for our engine."""
     sequences: tuple[int, ...]
-    """Sequences at once in our engine."""
+    """Asked at once in our engine."""
     first_token: tuple[int, ...]
-    """Sequences for which the time to the first token is measured."""
+    """Asked for which the time to the first token is measured."""
     mixed_slots: int
     mixed_lengths: tuple[int, int]
     greedy: tuple[int, int]
@@ -70,34 +72,22 @@ class GenerationWork:
 
 WORKS = {
     "full": GenerationWork(
-        model=ModelConfig(
-            vocab_size=49152, num_layers=32, hidden_size=960, num_heads=15, num_kv_heads=5, ffn_size=2560,
-            context_length=2048,
-            rope_theta=100_000.0,
-        ),
-        prompt_tokens=96, new_tokens=128, batches=((1, 10), (8, 30), (32, 30), (64, 30), (128, 30)),
-        continuous=(8, 30), samples=30,
+        model=SMOLLM2_360M, prompt_tokens=96, new_tokens=128,
+        batches=((1, 10), (8, 30), (32, 30), (64, 30), (128, 30)), continuous=(8, 30), samples=30,
         sequences=(1, 32, 256, 1024, 2048), first_token=(1, 32), mixed_slots=512, mixed_lengths=(8, 256),
-        greedy=(16, 64), repeats=3,
-        patience_s=10.0,
+        greedy=(16, 64), repeats=3, patience_s=10.0,
     ),
     "quick": GenerationWork(
-        model=ModelConfig(
-            vocab_size=320, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=64,
-            context_length=64, init_std=0.2
-        ),
-        prompt_tokens=6, new_tokens=8, batches=((1, 2), (2, 2)), continuous=(2, 2), samples=2,
-        sequences=(1, 4), first_token=(1,),
-        mixed_slots=4, mixed_lengths=(2, 12), greedy=(3, 8), repeats=2, patience_s=10.0,
+        model=replace(TINY, init_std=0.2), prompt_tokens=6, new_tokens=8, batches=((1, 2), (2, 2)),
+        continuous=(2, 2), samples=2, sequences=(1, 4), first_token=(1,), mixed_slots=4, mixed_lengths=(2, 12),
+        greedy=(3, 8), repeats=2, patience_s=10.0,
     ),
 }  # fmt: skip
-"""SmolLM2-360M's shape with random weights; and one so small that a CPU shows in seconds that everything
-runs."""
 HEADLINE = 2
 """Batches of `transformers` that are always measured: the first is what the public recipes do, the second
 their best setting."""
 MIXED_WAVES = 8
-"""Sequences per slot where lengths are mixed. With 4, the slots that wait for the last sequences keep even a
+"""Asked per slot where lengths are mixed. With 4, the slots that wait for the last sequences keep even a
 perfect engine under 77 %."""
 
 
@@ -126,7 +116,7 @@ def bench_generate(
     progress: Callable[[str], None],
 ) -> Path:
     """Run the arms and write the results; returns the path of the table."""
-    work, rows = WORKS[name], list[Row]()
+    work, rows = WORKS[name], list[BenchRow]()
     for arm in arms:
         started_s = time.monotonic()
         for row in rows_of(f"redline.bench.generate_arms:{arm}", {"name": name}):
@@ -142,7 +132,7 @@ def bench_generate(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sequences:
+class Asked:
     """What a row generates: sequences of `prompt_tokens` + their new tokens, at most `slots` at a time."""
 
     prompts: int
@@ -154,7 +144,7 @@ class Sequences:
 
 def floor_s(
     model: ModelConfig,
-    work: Sequences,
+    work: Asked,
     *,
     bytes_per_value: int,
     bytes_per_s: float,
@@ -184,7 +174,7 @@ def floor_s(
     return read_bytes / bytes_per_s + flops / flops_per_s
 
 
-def _floors(row: Row, work: GenerationWork, ceilings: Ceilings) -> dict[str, float]:
+def _floors(row: BenchRow, work: GenerationWork, ceilings: Ceilings) -> dict[str, float]:
     cuda = ceilings.device != "cpu"
     dtype = "bf16" if cuda else "fp32"
     rate = (ceilings.matmul_tflops("bf16") or 0.0) * 1e12 if cuda else ceilings.cpu_matmul_gflops * 1e9
@@ -192,7 +182,7 @@ def _floors(row: Row, work: GenerationWork, ceilings: Ceilings) -> dict[str, flo
     if not bandwidth or not rate:
         return {}
     lengths = mixed_lengths(work) if row["row"] == "redline_mixed" else [work.new_tokens] * row["sequences"]
-    asked = Sequences(
+    asked = Asked(
         prompts=row["prompts"], prompt_tokens=work.prompt_tokens, new_tokens=lengths, slots=row["slots"]
     )
     found: dict[str, float] = {}
@@ -205,7 +195,7 @@ def _floors(row: Row, work: GenerationWork, ceilings: Ceilings) -> dict[str, flo
     return found
 
 
-def _summary(row: Row, work: GenerationWork, ceilings: Ceilings) -> Row:
+def _summary(row: BenchRow, work: GenerationWork, ceilings: Ceilings) -> BenchRow:
     """The row with what follows from it."""
     if "seconds" not in row:
         return row
@@ -228,7 +218,7 @@ LABELS = {
 }
 
 
-def _label(row: Row) -> str:
+def _label(row: BenchRow) -> str:
     if row["row"] in ("generate", "continuous"):
         return f"{LABELS[row['row']]} {row['prompts']}x{row['samples']}"
     if "prompts" in row and row["row"].startswith("redline"):
@@ -237,7 +227,7 @@ def _label(row: Row) -> str:
     return LABELS[row["row"]]
 
 
-def _brief(row: Row) -> str:
+def _brief(row: BenchRow) -> str:
     if "failed" in row:
         return f"{_label(row)}: failed: {row['failed']}"
     if "tokens_per_s" in row:
@@ -246,7 +236,7 @@ def _brief(row: Row) -> str:
     return _finding(row) or _label(row)
 
 
-def page(facts: MachineFacts, work: GenerationWork, rows: Sequence[Row]) -> list[str]:
+def page(facts: MachineFacts, work: GenerationWork, rows: Sequence[BenchRow]) -> list[str]:
     """Markdown: speeds, then the small findings."""
     batch = work.batches[HEADLINE - 1]
     reference = next(
@@ -279,7 +269,7 @@ def page(facts: MachineFacts, work: GenerationWork, rows: Sequence[Row]) -> list
     ]
 
 
-def _cells(row: Row, reference: float | None) -> list[str]:
+def _cells(row: BenchRow, reference: float | None) -> list[str]:
     if "failed" in row:
         return [_label(row), str(row.get("sequences", "")), "failed", row["failed"]]
     share = ""
@@ -298,10 +288,10 @@ def _cells(row: Row, reference: float | None) -> list[str]:
     ]
 
 
-def _compared(rows: Sequence[Row]) -> list[str]:
+def _compared(rows: Sequence[BenchRow]) -> list[str]:
     """The best of each side in one sentence."""
 
-    def best(name: str) -> Row | None:
+    def best(name: str) -> BenchRow | None:
         timed = [row for row in rows if row["row"] == name and "tokens_per_s" in row]
         return max(timed, key=lambda row: row["tokens_per_s"], default=None)
 
@@ -316,7 +306,7 @@ def _compared(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _finding(row: Row) -> str | None:
+def _finding(row: BenchRow) -> str | None:
     """What a row says beside its speed, as a sentence."""
     if "failed" in row:
         return None

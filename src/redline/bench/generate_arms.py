@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from redline.bench.generate import HEADLINE, TEMPERATURE, WORKS, GenerationWork, mixed_lengths
-from redline.bench.results import Row
+from redline.bench.results import BenchRow
 from redline.config.recipe import ModelConfig
 from redline.engine.local import LocalEngine
 from redline.engine.request import Completion, Request, Sampling
@@ -74,7 +74,7 @@ def _memory_bytes() -> int | None:
 # ---- transformers ----
 
 
-def transformers(setting: dict[str, str]) -> Iterator[Row]:
+def transformers(setting: dict[str, str]) -> Iterator[BenchRow]:
     work = WORKS[setting["name"]]
     theirs = _theirs(work.model, build_model(work.model, device=_device(), seed=0))
     fastest = 0.0
@@ -119,7 +119,7 @@ def _sampled(new_tokens: int, samples: int) -> Any:
     )
 
 
-def _generate(theirs: Any, work: GenerationWork, prompts: int, samples: int) -> Row:
+def _generate(theirs: Any, work: GenerationWork, prompts: int, samples: int) -> BenchRow:
     """A batch; `failed` where it does not fit."""
     input_ids = torch.tensor(_prompts(work, prompts), device=_device())
 
@@ -141,13 +141,13 @@ def _generate(theirs: Any, work: GenerationWork, prompts: int, samples: int) -> 
     return row | {"memory_bytes": _memory_bytes()}
 
 
-def _row(name: str, work: GenerationWork, prompts: int, samples: int) -> Row:
+def _row(name: str, work: GenerationWork, prompts: int, samples: int) -> BenchRow:
     sequences = prompts * samples
     facts = {"prompts": prompts, "samples": samples, "sequences": sequences}
     return {"row": name, **facts, "tokens": sequences * work.new_tokens}
 
 
-def _continuous(theirs: Any, work: GenerationWork) -> Row:
+def _continuous(theirs: Any, work: GenerationWork) -> BenchRow:
     """With its own choice of attention, and where that fails with paged SDPA and no CUDA graphs, which is
     said in the row."""
     hf = need("transformers", extra="hf")
@@ -202,7 +202,7 @@ def _continuous_run(theirs: Any, work: GenerationWork, config: Any) -> tuple[lis
 # ---- our engine ----
 
 
-def redline(setting: dict[str, str]) -> Iterator[Row]:
+def redline(setting: dict[str, str]) -> Iterator[BenchRow]:
     work = WORKS[setting["name"]]
     model = build_model(work.model, device=_device(), seed=0).eval()
     model.compute_dtype = _dtype()
@@ -252,7 +252,7 @@ def _run(engine: LocalEngine, requests: Sequence[Request], times: int) -> dict[s
     return {"first_run_s": first_run_s, "seconds": seconds, "memory_bytes": _memory_bytes()}
 
 
-def _ours(engine: LocalEngine, work: GenerationWork, sequences: int, samples: int) -> Row:
+def _ours(engine: LocalEngine, work: GenerationWork, sequences: int, samples: int) -> BenchRow:
     sampling = Sampling(max_new_tokens=work.new_tokens, temperature=TEMPERATURE)
     requests = _requests(work, sequences, samples, sampling)
     facts = {"prompts": len(requests), "samples": samples, "sequences": sequences, "slots": sequences}
@@ -260,14 +260,14 @@ def _ours(engine: LocalEngine, work: GenerationWork, sequences: int, samples: in
     return {"row": "redline", **facts, "tokens": tokens, **_run(engine, requests, work.repeats)}
 
 
-def _first_token(engine: LocalEngine, work: GenerationWork, sequences: int) -> Row:
+def _first_token(engine: LocalEngine, work: GenerationWork, sequences: int) -> BenchRow:
     """From asking to having the first token of every sequence: a request for one token."""
     requests = _requests(work, sequences, 1, Sampling(max_new_tokens=1, temperature=TEMPERATURE))
     seconds = _run(engine, requests, 3 * work.repeats)["seconds"]
     return {"row": "first_token", "sequences": sequences, "first_token_s": seconds}
 
 
-def _mixed(model: Transformer, work: GenerationWork) -> Row:
+def _mixed(model: Transformer, work: GenerationWork) -> BenchRow:
     """Each sequence with a length of its own, several times more of them than slots: how well slots are
     refilled."""
     lengths, slots = mixed_lengths(work), work.mixed_slots
@@ -288,7 +288,7 @@ def _mixed(model: Transformer, work: GenerationWork) -> Row:
 
 
 @torch.no_grad()
-def _greedy(model: Transformer, work: GenerationWork) -> Row:
+def _greedy(model: Transformer, work: GenerationWork) -> BenchRow:
     """The likeliest tokens by both, and by `transformers` the log-probabilities of ours."""
     (count, new_tokens), device = work.greedy, _device()
     with _engine(model, work, slots=count, max_new_tokens=new_tokens) as engine:

@@ -21,13 +21,22 @@ from redline.measure.process import Child, ChildFailed
 from redline.plan.arithmetic import parameters
 from redline.record.files import write_atomic
 
-Row = dict[str, Any]
+BenchRow = dict[str, Any]
+SMOLLM2_360M = ModelConfig(
+    vocab_size=49152, num_layers=32, hidden_size=960, num_heads=15, num_kv_heads=5, ffn_size=2560,
+    context_length=2048, rope_theta=100_000.0,
+)  # fmt: skip
+"""Its shape, with random weights."""
+TINY = ModelConfig(
+    vocab_size=320, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=64, context_length=64
+)
+"""So small that a CPU shows in seconds that everything runs."""
 ROW_LIMIT_S = 1800.0
 """A row that takes longer hangs."""
 MEANINGLESS = "A tiny model, to see that everything runs: **its speeds mean nothing.**"
 
 
-def rows_of(function: str, setting: dict[str, Any], allocator: str = "") -> Iterator[Row]:
+def rows_of(function: str, setting: dict[str, Any], allocator: str = "") -> Iterator[BenchRow]:
     """The rows of an arm as they come; where it fails, a last one with `failed` and `outcome`."""
     with Child(allocator) as child:
         try:

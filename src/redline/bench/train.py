@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from redline.bench.results import Row, made_by, rows_of, table, write
+from redline.bench.results import BenchRow, made_by, rows_of, table, write
 from redline.config.load import to_toml
 from redline.config.recipe import Recipe
 from redline.machine.facts import MachineFacts
@@ -57,7 +57,7 @@ def bench_train(
     return write(out, "train", facts, {"results": results}, lines, title=hardware.title)
 
 
-def _run_fitting(arm: str, setting: dict[str, Any], plan: Plan) -> Row:
+def _run_fitting(arm: str, setting: dict[str, Any], plan: Plan) -> BenchRow:
     """Run the arm with the plan's passes; where it runs out of memory, with half of them, and say so: the
     batch stays the same."""
     micro = plan.micro_batch
@@ -71,14 +71,14 @@ def _run_fitting(arm: str, setting: dict[str, Any], plan: Plan) -> Row:
         micro //= 2
 
 
-def _brief(found: Row) -> str:
+def _brief(found: BenchRow) -> str:
     if "failed" in found:
         return f"failed: {found['failed']}"
     speeds = found["speeds"].items()
     return ", ".join(f"{name} {speed['tokens_per_s']:,.0f} tokens/s" for name, speed in speeds)
 
 
-def page(hardware: Hardware, facts: MachineFacts, results: Sequence[Row]) -> list[str]:
+def page(hardware: Hardware, facts: MachineFacts, results: Sequence[BenchRow]) -> list[str]:
     """Markdown: one section a recipe, one row an arm."""
     lines = [
         f"# Training on {hardware.title}",
@@ -94,7 +94,7 @@ def page(hardware: Hardware, facts: MachineFacts, results: Sequence[Row]) -> lis
     return lines
 
 
-def _section(entry: Row, hardware: Hardware) -> list[str]:
+def _section(entry: BenchRow, hardware: Hardware) -> list[str]:
     recipe, plan = entry["recipe"], entry["plan"]
     names = ("precision", "micro_batch", "attention", "cross_entropy", "compile")
     precision, micro, attention, cross_entropy, compiled = (plan[name]["value"] for name in names)
@@ -118,7 +118,7 @@ def _section(entry: Row, hardware: Hardware) -> list[str]:
     return lines
 
 
-def _label(name: str, plan: Row) -> str:
+def _label(name: str, plan: BenchRow) -> str:
     """The arms that do not follow the plan in everything say what they took of it."""
     half, compiled = plan["precision"]["value"] != "fp32", plan["compile"]["value"] != "off"
     used = {
@@ -128,7 +128,7 @@ def _label(name: str, plan: Row) -> str:
     return LABELS[name] + (f" ({', '.join(used)})" if used else "")
 
 
-def _cells(arm: str, found: Row, entry: Row, hardware: Hardware) -> list[list[str]]:
+def _cells(arm: str, found: BenchRow, entry: BenchRow, hardware: Hardware) -> list[list[str]]:
     plan = entry["plan"]
     if "failed" in found:
         return [[_label(arm, plan), "failed", found["failed"]]]

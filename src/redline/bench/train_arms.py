@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from redline.bench.results import Row, spread
+from redline.bench.results import BenchRow, spread
 from redline.config.load import from_toml
 from redline.config.recipe import Recipe
 from redline.data.loader import Batch
@@ -48,7 +48,7 @@ def _given(setting: dict[str, Any]) -> tuple[Recipe, Plan]:
 # ---- Redline's own loop ----
 
 
-def loop(setting: dict[str, Any]) -> Iterator[Row]:
+def loop(setting: dict[str, Any]) -> Iterator[BenchRow]:
     (recipe, plan), started_s = _given(setting), time.perf_counter()
     subject = TrainingSubject(setting)
     trainer = subject.trainer
@@ -104,7 +104,7 @@ class _Blind:
 # ---- what plain PyTorch gives ----
 
 
-def plain(setting: dict[str, Any]) -> Iterator[Row]:
+def plain(setting: dict[str, Any]) -> Iterator[BenchRow]:
     (recipe, plan), started_s = _given(setting), time.perf_counter()
     with join(plan.hardware.kind) as process:
         step = _plain_step(recipe, plan, process)
@@ -148,7 +148,7 @@ class _Called:
 # ---- Hugging Face's Trainer ----
 
 
-def hf(setting: dict[str, Any]) -> Iterator[Row]:
+def hf(setting: dict[str, Any]) -> Iterator[BenchRow]:
     (recipe, plan), started_s = _given(setting), time.perf_counter()
     transformers, per_block = need("transformers", extra="hf"), setting["steps_per_block"]
     from redline.model.huggingface import config_json
@@ -248,12 +248,12 @@ class _Steps:
         self.blocks_s = []
 
 
-def _speeds(arms: dict[str, _Steps], recipe: Recipe, setting: dict[str, Any]) -> dict[str, Row]:
+def _speeds(arms: dict[str, _Steps], recipe: Recipe, setting: dict[str, Any]) -> dict[str, BenchRow]:
     take_turns([*arms.values()], setting["blocks"], block_s=0.0, clock=time.monotonic, when_noisy=1)
     return {name: _speed(arm.blocks_s, recipe, setting) for name, arm in arms.items()}
 
 
-def _speed(steps_s: Sequence[float], recipe: Recipe, setting: dict[str, Any]) -> Row:
+def _speed(steps_s: Sequence[float], recipe: Recipe, setting: dict[str, Any]) -> BenchRow:
     rates = spread([recipe.tokens_per_step / step_s for step_s in steps_s], "tokens_per_s")
     step_s = recipe.tokens_per_step / rates["tokens_per_s"]
     return {**rates, "step_s": step_s, "blocks": len(steps_s), "steps_per_block": setting["steps_per_block"]}

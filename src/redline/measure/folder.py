@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from redline.config.load import build
 from redline.errors import ConfigError, DataError, StorageError
-from redline.measure.trial import Measured, Pair
+from redline.measure.trial import Measurement, Pair
 from redline.record.files import storage_errors, write_atomic
 from redline.record.run import LineWriter, read_lines
 
@@ -56,26 +56,26 @@ class TrialFolder:
         self._lines.close()
         self._lock.close()
 
-    def find(self, key: str) -> Measured | None:
+    def find(self, key: str) -> Measurement | None:
         """The trial of this key, if it was finished before."""
         if key not in self._done:
             return None
-        return build(Measured, self._done[key]["measured"], where="trials.jsonl")
+        return build(Measurement, self._done[key]["measured"], where="trials.jsonl")
 
     def find_pair(self, key: str) -> Pair | None:
         """The trial of this key with what it was compared with."""
         if (after := self.find(key)) is None:
             return None
-        before = build(Measured, self._done[key]["beside"], where="trials.jsonl")
+        before = build(Measurement, self._done[key]["beside"], where="trials.jsonl")
         return Pair(before=before, after=after, paired=self._done[key]["paired"])
 
     def add(
         self,
         key: str,
         name: str,
-        measured: Measured,
+        measured: Measurement,
         *,
-        beside: Measured | None = None,
+        beside: Measurement | None = None,
         paired: bool | None = None,
     ) -> None:
         """Write down a finished trial, and the one that it was compared with: in one line, so that both are
@@ -93,8 +93,10 @@ def _stands(line: dict[str, Any], path: Path) -> bool:
         if not isinstance(line.get("key"), str):
             raise ConfigError("a trial has a key")
         paired = line.get("paired")
-        measured = build(Measured, line.get("measured"), where="measured")
-        beside = build(Measured, line["beside"], where="beside") if line.get("beside") is not None else None
+        measured = build(Measurement, line.get("measured"), where="measured")
+        beside = (
+            build(Measurement, line["beside"], where="beside") if line.get("beside") is not None else None
+        )
         if isinstance(paired, bool) != (beside is not None):
             raise ConfigError("a trial says `paired` where it has another beside it")
         for arm in (measured, beside):

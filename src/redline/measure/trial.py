@@ -1,7 +1,7 @@
 """What a trial is and what it gave. No torch.
 
     Trial(subject="redline.measure.training:TrainingSubject", setting={...}, timing=Timing())
-    Measured(outcome="ok", blocks_s=(0.51, 0.50, ...), tokens_per_step=65536, ...)
+    Measurement(outcome="ok", blocks_s=(0.51, 0.50, ...), tokens_per_step=65536, ...)
 
 process.py runs trials in children, turns.py lets them take turns, folder.py keeps what they gave.
 """
@@ -75,7 +75,7 @@ class PeakMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class Measurement:
     """What a trial gave. Of a trial that failed, what it gave before."""
 
     outcome: TrialOutcome
@@ -116,8 +116,8 @@ class Measured:
 class Pair:
     """A trial and what it is compared with."""
 
-    before: Measured
-    after: Measured
+    before: Measurement
+    after: Measurement
     paired: bool
     """Whether they took turns."""
 

@@ -24,7 +24,7 @@ from redline.config.load import build
 from redline.measure.folder import TrialFolder
 from redline.measure.process import Child, ChildFailed, Children
 from redline.measure.statistics import NOISY_ROUNDS, noisy, plain
-from redline.measure.trial import Measured, Pair, PeakMemory, Trial, trial_key
+from redline.measure.trial import Measurement, Pair, PeakMemory, Trial, trial_key
 from redline.record.units import format_duration
 
 UNMOVED_S = 2.0
@@ -106,7 +106,7 @@ class Arm:
     def forget(self) -> None:
         self.blocks_s, self.waited_s = [], []
 
-    def end(self) -> Measured:
+    def end(self) -> Measurement:
         """What it gave; the child stays as it is."""
         self._attempt(lambda: setattr(self, "memory", self.child.memory(self._limit_s())))
         found = {
@@ -117,7 +117,7 @@ class Arm:
             "data_wait_share": sum(self.waited_s) / sum(self.blocks_s) if self.blocks_s else 0.0,
             "elapsed_s": self.clock() - self.began_s,
         }
-        return build(Measured, {**found, **self.started}, where="trial")
+        return build(Measurement, {**found, **self.started}, where="trial")
 
     def _limit_s(self) -> float:
         return min(self.trial.timing.limit_s, max(SHORTEST_LIMIT_S, self.until_s - self.clock()))
@@ -130,7 +130,7 @@ class Arm:
                 self.failed = failed
 
 
-def measure(trial: Trial, children: Children, child: Child | None = None) -> Measured:
+def measure(trial: Trial, children: Children, child: Child | None = None) -> Measurement:
     """A trial in a child of its own, or in the one given; exactly its blocks."""
     with contextlib.ExitStack() as stack:
         if child is None:
@@ -183,7 +183,7 @@ class Turns:
 
     def alone(
         self, name: str, trial: Trial, *, blocks: int | None = None, until_s: float | None = None
-    ) -> Measured | None:
+    ) -> Measurement | None:
         """A trial by itself; None when there is no time for it. With fewer `blocks` than it asks for it says
         how fast it is, and is not taken for one of a pair."""
         key = self._key(trial) + (f" {blocks} blocks" if blocks else "")
@@ -274,7 +274,7 @@ class Turns:
         blocks: int,
         until_s: float,
         settled: Callable[[Arm], bool] = lambda arm: False,
-    ) -> Measured:
+    ) -> Measurement:
         """A trial alone; once more where it crashed."""
         for last in (False, True):
             arm = self._arm(trial, until_s)
@@ -335,7 +335,7 @@ class Turns:
         for process in self._spare.keys() - wanted:
             self._spare.pop(process).close()
 
-    def _remember(self, *found: tuple[Trial, Measured]) -> None:
+    def _remember(self, *found: tuple[Trial, Measurement]) -> None:
         self._ran |= {self._key(trial) for trial, measured in found if measured.outcome == "ok"}
 
     def _time_for(self, name: str, until_s: float) -> bool:
@@ -372,10 +372,10 @@ def _why_apart(pair: Pair | None) -> str:
     return f"one {how} beside the other"
 
 
-def _enough(enough: Enough, *arms: Arm | Measured) -> bool:
+def _enough(enough: Enough, *arms: Arm | Measurement) -> bool:
     each_s = [[block_s / _tokens(arm) for block_s in arm.blocks_s] for arm in arms]
     return all(each_s) and enough(*each_s)
 
 
-def _tokens(arm: Arm | Measured) -> int:
-    return arm.tokens_per_step if isinstance(arm, Measured) else int(arm.started["tokens_per_step"])
+def _tokens(arm: Arm | Measurement) -> int:
+    return arm.tokens_per_step if isinstance(arm, Measurement) else int(arm.started["tokens_per_step"])

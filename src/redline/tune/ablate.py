@@ -23,7 +23,7 @@ from redline.config.recipe import Recipe
 from redline.errors import ConfigError, MachineError, StorageError
 from redline.measure.folder import TrialFolder
 from redline.measure.process import Children
-from redline.measure.trial import Measured, Pair, Timing, trial_key
+from redline.measure.trial import Measurement, Pair, Timing, trial_key
 from redline.measure.turns import Turns
 from redline.optimizations.catalogue import (
     EntryEffect,
@@ -203,7 +203,7 @@ class _Waterfall:
         start = {**naive(self.entries, hardware), **part.start}
         self.start = ", ".join(f"{name} {value_words(value)}" for name, value in start.items())
         self.state = self.first = arms.held(start)
-        self.reference: Measured | None = None
+        self.reference: Measurement | None = None
         """What `rounding` is compared with: the first state that ran."""
         self.runs = self.naive_runs = False
         """Whether the state, and the naive one, ever ran."""
@@ -342,7 +342,7 @@ class _Waterfall:
         return verdict.passed, str(verdict)
 
 
-def _with_speed(row: AblationRow, measured: Measured) -> AblationRow:
+def _with_speed(row: AblationRow, measured: Measurement) -> AblationRow:
     memory_bytes = measured.memory.allocated_bytes if measured.memory else None
     return replace(row, tokens_per_s=measured.tokens_per_s, memory_bytes=memory_bytes)
 

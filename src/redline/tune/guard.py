@@ -16,7 +16,7 @@ What changes the training itself is a recipe's matter: a plan cannot. A workload
 import math
 from dataclasses import dataclass
 
-from redline.measure.trial import Measured
+from redline.measure.trial import Measurement
 from redline.plan.values import Effect
 
 EXACT_BAND = {"fp32": 1e-5, "tf32": 1e-3, "fp16": 1e-3, "bf16": 3e-3, "fp8": 1e-2}
@@ -59,7 +59,7 @@ class Guard:
         )
 
 
-def guard(reference: Measured, measured: Measured, effect: Effect, *, precision: str) -> Guard:
+def guard(reference: Measurement, measured: Measurement, effect: Effect, *, precision: str) -> Guard:
     """Compare the first steps of two trials of one recipe."""
     band = EXACT_BAND[precision] if effect == "exact" else ROUNDING_BAND
     losses = [_difference(a, b) for a, b in zip(reference.losses, measured.losses, strict=False)]
@@ -76,7 +76,7 @@ def guard(reference: Measured, measured: Measured, effect: Effect, *, precision:
     )
 
 
-def guard_logprobs(measured: Measured, precision: str) -> tuple[bool, str]:
+def guard_logprobs(measured: Measurement, precision: str) -> tuple[bool, str]:
     """Of generation, which has no losses: the differences of log-probabilities from the fp32 model's that its
     subject keeps in their place."""
     worst = max(math.inf if difference is None else difference for difference in measured.losses)

@@ -5,7 +5,7 @@ No torch here.
     fit.active_bytes(64), fit.reserved_bytes(64)
     fit.fits(64, capacity_bytes)                 # with a margin, beside what the CUDA context and libraries
                                                  were seen to take
-    pick_micro_batch(recipe, plan, measure, capacity_bytes=...)      # measure: a trial -> Measured
+    pick_micro_batch(recipe, plan, measure, capacity_bytes=...)      # measure: a trial -> Measurement
 
 At one sequence length and one code path, active bytes are a straight line in the micro-batch (bookkeeping,
 not noise), above a floor that small passes do not leave (the update's own peak). What torch reserves is more,
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from redline.config.recipe import Recipe
-from redline.measure.trial import Measured, PeakMemory, Timing, Trial, train_trial
+from redline.measure.trial import Measurement, PeakMemory, Timing, Trial, train_trial
 from redline.plan.arithmetic import Memory
 from redline.plan.plan import Plan
 from redline.plan.planner import predicted_memory
@@ -130,7 +130,9 @@ def with_micro_batch(
     return short, replace(plan, micro_batch=micro_batch, accumulation=accumulation)
 
 
-def probe(recipe: Recipe, plan: Plan, micro_batch: int, measure: Callable[[Trial], Measured]) -> Measured:
+def probe(
+    recipe: Recipe, plan: Plan, micro_batch: int, measure: Callable[[Trial], Measurement]
+) -> Measurement:
     """Two steps of two passes; two, because gradients that accumulate take memory of their
     own."""
     share = recipe.train.batch_size // plan.world_size
@@ -140,7 +142,7 @@ def probe(recipe: Recipe, plan: Plan, micro_batch: int, measure: Callable[[Trial
 
 
 def pick_micro_batch(
-    recipe: Recipe, plan: Plan, measure: Callable[[Trial], Measured], *, capacity_bytes: int
+    recipe: Recipe, plan: Plan, measure: Callable[[Trial], Measurement], *, capacity_bytes: int
 ) -> Pick | None:
     """Probe, fit, and pick the largest micro-batch that fits; None where not even the first could be
     probed."""

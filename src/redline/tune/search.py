@@ -28,7 +28,7 @@ from redline.errors import ConfigError, MachineError, TrainingError
 from redline.measure.folder import TrialFolder
 from redline.measure.process import Children
 from redline.measure.statistics import hopeless
-from redline.measure.trial import Measured, Pair, Timing, Trial, train_trial
+from redline.measure.trial import Measurement, Pair, Timing, Trial, train_trial
 from redline.measure.turns import Turns, measure
 from redline.plan.plan import PLANNED, Plan, Why
 from redline.plan.values import VALUES, effect_of
@@ -88,7 +88,7 @@ class _Search:
         """What the search starts from and its gain is against: the plan that was asked for, or that one with
         smaller passes; and the best plan."""
         self.fixed = set(pinned(rules))
-        self.best_measured = self.rules_measured = self.alone = Measured(outcome="ok")
+        self.best_measured = self.rules_measured = self.alone = Measurement(outcome="ok")
         """What the best plan gave, what the rules' plan gave, and what that gave when it was measured by
         itself at the start."""
         self.gain = NO_GAIN
@@ -334,7 +334,7 @@ class _Search:
                 return None
         return size
 
-    def _remember_memory(self, plan: Plan, measured: Measured) -> None:
+    def _remember_memory(self, plan: Plan, measured: Measurement) -> None:
         if measured.outcome == "ok" and measured.memory is not None:
             probe = Probe(micro_batch=plan.micro_batch, memory=measured.memory)
             self.probes.setdefault(_shape(plan), {})[plan.micro_batch] = probe

@@ -23,7 +23,7 @@ from redline.config.recipe import Recipe
 from redline.errors import ConfigError, DataError, StorageError
 from redline.machine.facts import MachineFacts, machine_key
 from redline.measure.statistics import Comparison
-from redline.measure.trial import Measured, Pair, TrialOutcome
+from redline.measure.trial import Measurement, Pair, TrialOutcome
 from redline.plan.plan import PLANNED, Plan, check_fit, load, save
 from redline.record.files import cache_folder, read_json, read_text, write_atomic
 from redline.record.units import format_rate
@@ -89,7 +89,7 @@ class TrialTable:
         name: str,
         predicted: float | None = None,
         *,
-        measured: Measured | None = None,
+        measured: Measurement | None = None,
         pair: Pair | None = None,
         note: str = "",
         verdict: str = "",
