@@ -224,7 +224,7 @@ def test_blocks_of_another_time_do_not_stand_beside_a_trial_that_failed(tmp_path
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("out_of_memory", "both at once do not fit in memory"),
+        ("out_of_memory", "both do not fit in memory together"),
         (KILLED, "was killed, perhaps for want of memory"),
     ],
 )

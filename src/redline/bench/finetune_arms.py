@@ -1,4 +1,4 @@
-"""The arms of `redline bench finetune`, each in a process of its own: losses of all updates, seconds of blocks of
+"""The arms of `redline bench finetune`, each in a separate process: losses of all updates, seconds of blocks of
 them.
 
 Every arm starts from the same weights and adapters, and reads the same rows in the same order at a constant

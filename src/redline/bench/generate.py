@@ -57,9 +57,9 @@ class GenerationWork:
     samples: int
     """Of a prompt, for our engine."""
     sequences: tuple[int, ...]
-    """Asked at once in our engine."""
+    """Sequences generated together by our engine."""
     first_token: tuple[int, ...]
-    """Asked for which the time to the first token is measured."""
+    """Sequences for which the time to the first token is measured."""
     mixed_slots: int
     mixed_lengths: tuple[int, int]
     greedy: tuple[int, int]
@@ -87,7 +87,7 @@ HEADLINE = 2
 """Batches of `transformers` that are always measured: the first is what the public recipes do, the second
 their best setting."""
 MIXED_WAVES = 8
-"""Asked per slot where lengths are mixed. With 4, the slots that wait for the last sequences keep even a
+"""Sequences per slot where lengths are mixed. With 4, the slots that wait for the last sequences keep even a
 perfect engine under 77 %."""
 
 

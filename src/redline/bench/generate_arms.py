@@ -1,4 +1,4 @@
-"""The arms of `redline bench generate`, each a function of a process of its own that yields rows.
+"""The arms of `redline bench generate`, each a function that yields rows in a separate process.
 
 `transformers`   its `generate` with rising batches, then its continuous batching; the same weights, bf16 on a
                  GPU.

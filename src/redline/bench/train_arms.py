@@ -1,4 +1,4 @@
-"""The arms of `redline bench train`, each a function of a process of its own that yields one row.
+"""The arms of `redline bench train`, each a function that yields one row in a separate process.
 
 `loop`   the real training loop (turns of `Trainer`: loader, clipping, logging, instruments), and in turns with
          it in the same process, on the same compiled model: the loop without instruments, and the bare step

@@ -102,8 +102,8 @@ def run(options: argparse.Namespace) -> None:
         print(f"written to {folder / 'ablation.json'}; `redline report {folder}` draws it")
     if left := sum(row.outcome == "not run" for row in rows):
         status(
-            f"not run: {left} of {len(rows)} rows, for which {options.minutes:g} min were too short; the same"
-            " command goes on from here"
+            f"not run: {left} of {len(rows)} rows, for which {options.minutes:g} min were too short; run the same"
+            " command again to continue"
         )
 
 

@@ -1,9 +1,10 @@
-"""Find the fastest plan for a recipe on this machine by measuring: trials in processes of their own, kept
-only if faster and the same training. `redline train RECIPE --plan auto` then uses it. Killed, the same
-command goes on; finished trials are not repeated.
+"""Find the fastest plan for a recipe on this machine by measuring: trials in separate processes, each kept only
+if it is faster and computes the same training. `redline train RECIPE --plan auto` then uses the plan. If it is
+killed, run the same command again: finished trials are not repeated.
 
 redline tune nano --minutes 2
 redline tune gpt2-124m --set data.source=data/wiki
+redline tune rft/demo                                  the update of a fine-tuning
 """
 
 import argparse
@@ -43,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
 
     check_positive("--minutes", options.minutes)
     recipe, facts = recipe_of(options), read_facts()
-    if options.out:  # the folder in the cache is named after the recipe's fingerprint
+    if options.out:  # what can be refused before anything is measured
         check_folder(options.out, recipe)
     tokenise(recipe)
     if cached(facts) is None:
@@ -52,8 +53,8 @@ def run(options: argparse.Namespace) -> None:
         status("measuring this machine's ceilings")
         load_or_measure(facts, progress=status)
     rules = make(options, recipe, nproc=1)
-    if options.out:  # and after the pins
-        _check_pins(options.out, rules)
+    if options.out:  # the folder in the cache is named after the work and the pins
+        check_folder(options.out, recipe, rules)
     with TrialFolder(options.out or tuning_folder(facts, rules), software_key(facts)) as folder:
         plan, found = tune(recipe, rules, folder, minutes=options.minutes, progress=status)
     if options.json:
@@ -68,50 +69,17 @@ def run(options: argparse.Namespace) -> None:
         )
         return
     _print(plan, found, folder.path)
-    print(f"use it: {train_command(options)}")
+    print(f"use it: {train_command(options, recipe.workload)}")
 
 
-def _check_pins(path: Path, rules) -> None:  # type: ignore[no-untyped-def]
-    """Refuse a folder whose plan was tuned with other pins: this tuning's would take its place. A plan that
-    cannot be read is no reason."""
-    from redline.errors import ConfigError, StorageError
-    from redline.plan.plan import load
-    from redline.tune.store import pinned
-
-    try:
-        before, now = pinned(load(path / "plan.json")), pinned(rules)
-    except ConfigError:
-        return
-    other = [name for name in before | now if before.get(name) != now.get(name)]
-    if other:
-        how = ", ".join(
-            f"{name} {before.get(name, 'free')} before, {now.get(name, 'free')} now" for name in other
-        )
-        raise StorageError(
-            f"{path} holds a tuning with other pins ({how}): give another folder with --out, or delete"
-            " that one"
-        )
-
-
-def train_command(options: argparse.Namespace) -> str:
+def train_command(options: argparse.Namespace, workload: str = "pretrain") -> str:
     """What trains with the plan that was found. A plan from a file holds its pins, and takes none beside
     it."""
-    sets = [
-        part
-        for text in options.set
-        if not (options.out and text.strip().startswith("plan."))
-        for part in ("--set", text)
-    ]
-    return shlex.join(
-        [
-            "redline",
-            "train",
-            options.recipe,
-            *sets,
-            "--plan",
-            str(options.out / "plan.json") if options.out else "auto",
-        ]
-    )
+    kept = [text for text in options.set if not (options.out and text.strip().startswith("plan."))]
+    sets = [part for text in kept for part in ("--set", text)]
+    verb = ["rft", "run"] if workload == "rft" else ["train"]
+    plan = str(options.out / "plan.json") if options.out else "auto"
+    return shlex.join(["redline", *verb, options.recipe, *sets, "--plan", plan])
 
 
 def _print(plan, result, folder: Path) -> None:  # type: ignore[no-untyped-def]
@@ -143,7 +111,7 @@ def _print(plan, result, folder: Path) -> None:  # type: ignore[no-untyped-def]
             console.print(f"  {name} {getattr(plan, name)}: {why.reason}", highlight=False, markup=False)
     if result.untried:
         console.print(
-            f"no time left for: {', '.join(result.untried)}; the same command with more --minutes goes on",
+            f"no time left for: {', '.join(result.untried)}; run the same command with more --minutes to try them",
             highlight=False,
         )
     console.print(

@@ -87,7 +87,7 @@ class TrialFolder:
 
 
 def _stands(line: dict[str, Any], path: Path) -> bool:
-    """Whether a trial need not be run again: it ended well, or did not fit by itself. A crash or the end of
+    """Whether a trial need not be run again: it ended well, or did not fit alone. A crash or the end of
     the time may not come a second time, and what did not fit beside another may fit alone."""
     try:
         if not isinstance(line.get("key"), str):

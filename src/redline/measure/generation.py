@@ -4,7 +4,7 @@ the engine, switch by switch.
 With slots that are refilled a step is all of the work, else one batch, which runs until its longest sample
 has ended; lengths are spread evenly from 1 to the limit in both, and only tokens within them count, so speeds
 compare. `losses` holds what the guard looks at: the mean absolute difference of each checked completion's
-log-probabilities from those that the same weights give in fp32, all at once.
+log-probabilities from those that the same weights give in fp32 in one pass.
 
 Shapes: B sequences, T tokens, V vocabulary.
 """
@@ -30,7 +30,7 @@ from redline.optimizations.catalogue import Samples
 
 TEMPERATURE = 0.8
 MOST_UNCACHED = 64
-"""Sequences at once without a cache: their passes are as fast by then as they get, and a batch of all of them
+"""Sequences together without a cache: their passes are as fast by then as they get, and a batch of all of them
 would take minutes."""
 CHECKED, CHECKED_TOKENS = 4, 8
 """Completions whose log-probabilities are compared with the reference's, and tokens of each."""

@@ -147,7 +147,7 @@ class GenerationSwitches:
     merged: bool = True
     """Adapters merged into the weights. Off: computed beside them, which only the way without a cache can."""
     slots: int | None = None
-    """Sequences at once; None: all of the work, as far as memory holds them."""
+    """Sequences generated together; None: all of the work, as far as memory holds them."""
     refilled: bool = True
     """A slot takes the next sample when its own ends. Off: a batch runs until its longest sample has
     ended."""

@@ -58,8 +58,7 @@ def take_turns(
 ) -> None:
     """A block of each arm in every round, in turned order every other round; more rounds where the machine is
     noisy (`when_noisy` times as many at most), within the time that so many blocks were meant to take; fewer when `enough`. A round before them is
-    not counted, because who waited has cold caches and a slow clock; steps that are long by themselves do not
-    show it."""
+    not counted, because who waited has cold caches and a slow clock; long steps do not show it."""
     until_s = clock() + NOISY_ROUNDS * rounds * block_s * len(arms)
     for arm in arms:
         arm.forget()
@@ -131,7 +130,7 @@ class Arm:
 
 
 def measure(trial: Trial, children: Children, child: Child | None = None) -> Measurement:
-    """A trial in a child of its own, or in the one given; exactly its blocks."""
+    """A trial in a new child, or in the one given; exactly its blocks."""
     with contextlib.ExitStack() as stack:
         if child is None:
             child = stack.enter_context(children.take(trial.allocator))
@@ -184,7 +183,7 @@ class Turns:
     def alone(
         self, name: str, trial: Trial, *, blocks: int | None = None, until_s: float | None = None
     ) -> Measurement | None:
-        """A trial by itself; None when there is no time for it. With fewer `blocks` than it asks for it says
+        """A trial alone; None when there is no time for it. With fewer `blocks` than it asks for it says
         how fast it is, and is not taken for one of a pair."""
         key = self._key(trial) + (f" {blocks} blocks" if blocks else "")
         until_s = self.deadline_s if until_s is None else until_s
@@ -256,7 +255,7 @@ class Turns:
         return pair
 
     def _apart(self, name: str, before: Trial, after: Trial, until_s: float, enough: Enough) -> Pair:
-        """One after the other, each alone: what failed beside the other may run by itself."""
+        """One after the other, each alone: what failed beside the other may run alone."""
         self._make_room()
         first = self._by_itself(f"{name}: before", before, before.timing.blocks, until_s)
         self._make_room(after)
@@ -366,7 +365,7 @@ def _apart_may_help(pair: Pair) -> bool:
 
 def _why_apart(pair: Pair | None) -> str:
     if pair is None or "out_of_memory" in (pair.before.outcome, pair.after.outcome):
-        return "both at once do not fit in memory"
+        return "both do not fit in memory together"
     failed = pair.before if pair.before.outcome != "ok" else pair.after
     how = "was killed, perhaps for want of memory" if failed.was_killed else failed.outcome
     return f"one {how} beside the other"

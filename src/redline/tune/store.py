@@ -147,15 +147,21 @@ def tuned_plan(folder: Path, recipe: Recipe) -> tuple[Plan, TuningResult] | None
         ) from error
 
 
-def check_folder(path: Path, recipe: Recipe) -> None:
-    """Refuse a folder in which trials of this recipe would write over something else: a run, or the trials of
-    another recipe. A plan that cannot be read is of no use to anybody, and is no reason."""
+def check_folder(path: Path, recipe: Recipe, rules: Plan | None = None) -> None:
+    """Refuse a folder in which trials of this recipe would write over something else: a run, the trials of
+    another workload, or, of a tuning that starts from `rules`, a plan that was tuned with other pins. A plan
+    that cannot be read is of no use to anybody, and is no reason."""
     way_out = "give another folder with --out"
     for name in ("metrics.jsonl", "checkpoints", "samples.db"):
         if (path / name).exists():
             raise StorageError(
                 f"{path} holds a run ({name}), whose recipe and plan trials would write over: {way_out}"
             )
+    try:
+        kept = load(path / "plan.json")
+    except ConfigError:
+        kept = None
+    name, work = (kept.recipe, kept.work) if kept else ("", recipe.work)
     if (path / "recipe.toml").exists():
         try:
             before = from_toml(read_text(path / "recipe.toml"), where="recipe.toml")
@@ -164,17 +170,16 @@ def check_folder(path: Path, recipe: Recipe) -> None:
                 f"{path} holds a recipe that cannot be read, and may not be this one: {error}; {way_out}"
             ) from error
         name, work = before.name, before.work
-    else:
-        try:
-            plan = load(path / "plan.json")
-        except ConfigError:
-            return
-        name, work = plan.recipe, plan.work
     if work != recipe.work:
         raise StorageError(
             f"{path} holds trials of another workload (recipe {name}, work {work}, not {recipe.work}): {way_out}, or"
             " delete that one"
         )
+    then, now = pinned(kept) if kept else {}, pinned(rules) if rules else {}
+    other = [pin for pin in then | now if then.get(pin) != now.get(pin)] if kept and rules else []
+    if other:
+        how = ", ".join(f"{pin} {then.get(pin, 'free')} before, {now.get(pin, 'free')} now" for pin in other)
+        raise StorageError(f"{path} holds a tuning with other pins ({how}): {way_out}, or delete that one")
 
 
 def keep(folder: Path, plan: Plan, result: TuningResult) -> None:
