@@ -309,7 +309,7 @@ def test_generate_and_evaluate_a_model_folder(made, capsys):
         (["plan", "nano", "--set", "train.steps=1e3"], ["steps must be a whole number, got 1000.0"]),
         (["plan", "nano", "--set", "train.batch_size=1" + "0" * 30], ["64 bits"]),
         (["plan", "nano", "--set", "model.num_heads=0"], ["model.num_heads must be greater than 0"]),
-        (["plan", "nano", "--as", "h100"], ["no GPU 'h100'", "did you mean 'h100-80g'?"]),
+        (["plan", "nano", "--as", "h100-80"], ["no GPU 'h100-80'", "did you mean 'h100-80g'?"]),
         (["plan", "nano", "--profile", "a100"], ["no profile 'a100'", "did you mean"]),
         (["plan", "nano", "--nproc", "0"], ["at least 1, got 0"]),
         (["plan", "nano", "--nproc", "-2"], ["at least 1, got -2"]),

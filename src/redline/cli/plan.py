@@ -1,7 +1,8 @@
 """Show how a recipe would be executed: every value with its reason and source, predicted memory and speed.
 Needs no GPU and no torch.
 
-redline plan gpt2-124m --as a100-40g        for a GPU that is not here
+redline plan gpt2-124m --as a100-40g        for a GPU that is not here; of one that the table lacks the figures:
+            --as "memory=24GB,bf16=165,bandwidth=1008GB/s" (dense TFLOP/s; also fp16, tf32, fp32, fp8)
 redline plan gpt2-124m --save plan.json     then: redline train gpt2-124m --plan plan.json, with the same
                                             --set values
 
@@ -22,7 +23,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     from redline.machine.specs import SPECS
 
     add_recipe(command)
-    command.add_argument("--as", dest="as_gpu", metavar="GPU", help=f"plan for this GPU: {', '.join(SPECS)}")
+    command.add_argument(
+        "--as", dest="as_gpu", metavar="GPU", help=f"plan for this GPU: {', '.join(SPECS)}, or its figures"
+    )
     command.add_argument("--nproc", type=int, default=1, metavar="N", help="processes, one a GPU (default 1)")
     command.add_argument(
         "--profile",

@@ -1,7 +1,8 @@
 """Datasheet figures of GPUs, for planning on a machine that is not here and for refusing measurements that
 cannot be true.
 
-    spec = find_spec("a100-80g")                            # the id that `--as` takes
+    spec = find_spec("rtx 4090")                            # a name as people write it
+    spec = spec_of("memory=24GB,bf16=165,bandwidth=1008GB/s")      # what `--as` takes: a name, or the figures
     spec = match_spec("NVIDIA H200", gpu.memory_bytes)     # the name that NVML reports; None when the table
                                                            lacks it
 
@@ -23,7 +24,7 @@ differ by far more."""
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSpec:
-    """One board. A peak of None means that the hardware has no such arithmetic."""
+    """One board. A peak of None means that the hardware has no such arithmetic, or that nobody told it."""
 
     name: str
     title: str
@@ -36,7 +37,7 @@ class GpuSpec:
     bf16_tflops: float | None
     fp16_tflops: float
     tf32_tflops: float | None
-    fp32_tflops: float
+    fp32_tflops: float | None
     fp8_tflops: float | None
     memory_bandwidth_bytes_per_s: float
     source: str
@@ -53,191 +54,106 @@ class GpuSpec:
         return peaks[dtype]
 
 
+def _board(
+    name: str, title: str, match: str, memory_mib: int, capability: tuple[int, int],
+    bf16: float | None, fp16: float, tf32: float | None, fp32: float, fp8: float | None, gb_per_s: float, source: str,
+) -> GpuSpec:  # fmt: skip
+    return GpuSpec(
+        name=name, title=title, match=match, memory_bytes=memory_mib * _MIB, compute_capability=capability,
+        bf16_tflops=bf16, fp16_tflops=fp16, tf32_tflops=tf32, fp32_tflops=fp32, fp8_tflops=fp8,
+        memory_bandwidth_bytes_per_s=gb_per_s * 1e9, source=source,
+    )  # fmt: skip
+
+
 # Memory is what `nvidia-smi` shows under drivers from 510 on; earlier ones show 32510 MiB (V100), 40536 (A100
 # 40 GB), 81251 (A100 80 GB, and torch there today) and 15109 (T4). Of the 192 GB on a B200, 180 are enabled.
 # A100 80 GB has the bandwidth of the SXM board (PCIe: 1935 GB/s). The L4 datasheet's tensor figures are
-# sparse and halved here. RTX 4090: fp8 with the fast accumulation that fp8 training uses in the forward pass
-# (330.3 with full fp32 accumulation). fmt: off
+# sparse and halved here. GeForce cards: fp8 with the fast accumulation that fp8 training uses in the forward
+# pass (half of it with full fp32 accumulation). Columns behind the capability: bf16, fp16, tf32, fp32, fp8, GB/s.
 _BOARDS = (
-    GpuSpec(
-        name="v100-32g",
-        title="V100 SXM2 32 GB",
-        match=r"V100-SXM2-32GB",
-        memory_bytes=32768 * _MIB,
-        bf16_tflops=None,
-        fp16_tflops=125.0,
-        tf32_tflops=None,
-        fp32_tflops=15.7,
-        fp8_tflops=None,
-        compute_capability=(7, 0),
-        memory_bandwidth_bytes_per_s=900e9,
-        source="NVIDIA V100 datasheet",
-    ),
-    GpuSpec(
-        name="a100-40g",
-        title="A100 40 GB",
-        match=r"A100-(SXM4|PCIE)-40GB",
-        memory_bytes=40960 * _MIB,
-        bf16_tflops=312.0,
-        fp16_tflops=312.0,
-        tf32_tflops=156.0,
-        fp32_tflops=19.5,
-        fp8_tflops=None,
-        compute_capability=(8, 0),
-        memory_bandwidth_bytes_per_s=1555e9,
-        source="NVIDIA A100 datasheet",
-    ),
-    GpuSpec(
-        name="a100-80g",
-        title="A100 80 GB",
-        match=r"A100(-SXM4-80GB| 80GB PCIe)",
-        memory_bytes=81920 * _MIB,
-        bf16_tflops=312.0,
-        fp16_tflops=312.0,
-        tf32_tflops=156.0,
-        fp32_tflops=19.5,
-        fp8_tflops=None,
-        compute_capability=(8, 0),
-        memory_bandwidth_bytes_per_s=2039e9,
-        source="NVIDIA A100 datasheet",
-    ),
-    GpuSpec(
-        name="h100-80g",
-        title="H100 SXM 80 GB",
-        match=r"H100 80GB HBM3",
-        memory_bytes=81559 * _MIB,
-        bf16_tflops=989.0,
-        fp16_tflops=989.0,
-        tf32_tflops=494.0,
-        fp32_tflops=67.0,
-        fp8_tflops=1979.0,
-        compute_capability=(9, 0),
-        memory_bandwidth_bytes_per_s=3350e9,
-        source="NVIDIA H100 datasheet",
-    ),
-    GpuSpec(
-        name="h100-pcie-80g",
-        title="H100 PCIe 80 GB",
-        match=r"H100 PCIe",
-        memory_bytes=81559 * _MIB,
-        bf16_tflops=756.0,
-        fp16_tflops=756.0,
-        tf32_tflops=378.0,
-        fp32_tflops=51.0,
-        fp8_tflops=1513.0,
-        compute_capability=(9, 0),
-        memory_bandwidth_bytes_per_s=2039e9,
-        source="NVIDIA Hopper architecture whitepaper",
-    ),
-    GpuSpec(
-        name="h200-141g",
-        title="H200 SXM 141 GB",
-        match=r"H200",
-        memory_bytes=143771 * _MIB,
-        bf16_tflops=989.0,
-        fp16_tflops=989.0,
-        tf32_tflops=494.0,
-        fp32_tflops=67.0,
-        fp8_tflops=1979.0,
-        compute_capability=(9, 0),
-        memory_bandwidth_bytes_per_s=4800e9,
-        source="NVIDIA H200 datasheet",
-    ),
-    GpuSpec(
-        name="b200-192g",
-        title="B200 192 GB",
-        match=r"B200",
-        memory_bytes=183359 * _MIB,
-        bf16_tflops=2250.0,
-        fp16_tflops=2250.0,
-        tf32_tflops=1125.0,
-        fp32_tflops=75.0,
-        fp8_tflops=4500.0,
-        compute_capability=(10, 0),
-        memory_bandwidth_bytes_per_s=8000e9,
-        source="NVIDIA HGX B200 datasheet",
-    ),
-    GpuSpec(
-        name="l4-24g",
-        title="L4 24 GB",
-        match=r"L4",
-        memory_bytes=23034 * _MIB,
-        bf16_tflops=121.0,
-        fp16_tflops=121.0,
-        tf32_tflops=60.0,
-        fp32_tflops=30.3,
-        fp8_tflops=242.5,
-        compute_capability=(8, 9),
-        memory_bandwidth_bytes_per_s=300e9,
-        source="NVIDIA L4 datasheet",
-    ),
-    GpuSpec(
-        name="l40s-48g",
-        title="L40S 48 GB",
-        match=r"L40S",
-        memory_bytes=46068 * _MIB,
-        bf16_tflops=362.0,
-        fp16_tflops=362.0,
-        tf32_tflops=183.0,
-        fp32_tflops=91.6,
-        fp8_tflops=733.0,
-        compute_capability=(8, 9),
-        memory_bandwidth_bytes_per_s=864e9,
-        source="NVIDIA L40S datasheet",
-    ),
-    GpuSpec(
-        name="rtx-3090-24g",
-        title="RTX 3090 24 GB",
-        match=r"GeForce RTX 3090",
-        memory_bytes=24576 * _MIB,
-        bf16_tflops=71.0,
-        fp16_tflops=71.0,
-        tf32_tflops=35.6,
-        fp32_tflops=35.6,
-        fp8_tflops=None,
-        compute_capability=(8, 6),
-        memory_bandwidth_bytes_per_s=936e9,
-        source="NVIDIA Ampere GA102 whitepaper",
-    ),
-    GpuSpec(
-        name="rtx-4090-24g",
-        title="RTX 4090 24 GB",
-        match=r"GeForce RTX 4090",
-        memory_bytes=24564 * _MIB,
-        bf16_tflops=165.2,
-        fp16_tflops=165.2,
-        tf32_tflops=82.6,
-        fp32_tflops=82.6,
-        fp8_tflops=660.6,
-        compute_capability=(8, 9),
-        memory_bandwidth_bytes_per_s=1008e9,
-        source="NVIDIA Ada architecture whitepaper",
-    ),
-    GpuSpec(
-        name="t4-16g",
-        title="T4 16 GB",
-        match=r"T4",
-        memory_bytes=15360 * _MIB,
-        bf16_tflops=None,
-        fp16_tflops=65.0,
-        tf32_tflops=None,
-        fp32_tflops=8.1,
-        fp8_tflops=None,
-        compute_capability=(7, 5),
-        memory_bandwidth_bytes_per_s=320e9,
-        source="NVIDIA T4 datasheet",
-    ),
-)
-# fmt: on
+    _board("t4-16g", "T4 16 GB", "T4", 15360, (7, 5),
+           None, 65, None, 8.1, None, 320, "NVIDIA T4 datasheet"),
+    _board("v100-32g", "V100 SXM2 32 GB", "V100-SXM2-32GB", 32768, (7, 0),
+           None, 125, None, 15.7, None, 900, "NVIDIA V100 datasheet"),
+    _board("a10g-24g", "A10G 24 GB", "A10G", 23028, (8, 6),
+           70, 70, 35, 35, None, 600, "NVIDIA A10G datasheet"),
+    _board("a100-40g", "A100 40 GB", "A100-(SXM4|PCIE)-40GB", 40960, (8, 0),
+           312, 312, 156, 19.5, None, 1555, "NVIDIA A100 datasheet"),
+    _board("a100-80g", "A100 80 GB", "A100(-SXM4-80GB| 80GB PCIe)", 81920, (8, 0),
+           312, 312, 156, 19.5, None, 2039, "NVIDIA A100 datasheet"),
+    _board("rtx-3090-24g", "RTX 3090 24 GB", "GeForce RTX 3090", 24576, (8, 6),
+           71, 71, 35.6, 35.6, None, 936, "NVIDIA Ampere GA102 whitepaper"),
+    _board("rtx-4090-24g", "RTX 4090 24 GB", "GeForce RTX 4090", 24564, (8, 9),
+           165.2, 165.2, 82.6, 82.6, 660.6, 1008, "NVIDIA Ada architecture whitepaper"),
+    _board("rtx-5090-32g", "RTX 5090 32 GB", "GeForce RTX 5090", 32607, (12, 0),
+           209.5, 209.5, 104.8, 104.8, 838, 1792, "NVIDIA RTX Blackwell architecture whitepaper"),
+    _board("l4-24g", "L4 24 GB", "L4", 23034, (8, 9),
+           121, 121, 60, 30.3, 242.5, 300, "NVIDIA L4 datasheet"),
+    _board("l40s-48g", "L40S 48 GB", "L40S", 46068, (8, 9),
+           362, 362, 183, 91.6, 733, 864, "NVIDIA L40S datasheet"),
+    _board("h20-96g", "H20 96 GB", "H20", 97871, (9, 0),
+           148, 148, 74, 44, 296, 4000, "NVIDIA H20 datasheet"),
+    _board("h100-pcie-80g", "H100 PCIe 80 GB", "H100 PCIe", 81559, (9, 0),
+           756, 756, 378, 51, 1513, 2039, "NVIDIA Hopper architecture whitepaper"),
+    _board("h100-80g", "H100 SXM 80 GB", "H100 80GB HBM3", 81559, (9, 0),
+           989, 989, 494, 67, 1979, 3350, "NVIDIA H100 datasheet"),
+    _board("h200-141g", "H200 SXM 141 GB", "H200", 143771, (9, 0),
+           989, 989, 494, 67, 1979, 4800, "NVIDIA H200 datasheet"),
+    _board("b200-192g", "B200 192 GB", "B200", 183359, (10, 0),
+           2250, 2250, 1125, 75, 4500, 8000, "NVIDIA HGX B200 datasheet"),
+)  # fmt: skip
 SPECS: dict[str, GpuSpec] = {spec.name: spec for spec in _BOARDS}
+PEAKS = ("bf16", "fp16", "tf32", "fp32", "fp8")
+_UNITS: dict[str, dict[str, float]] = {
+    "memory": {"gb": 2**30, "gib": 2**30},
+    "bandwidth": {"gb/s": 1e9, "tb/s": 1e12},
+    **{name: {"": 1.0, "tflop/s": 1.0, "tflops": 1.0} for name in PEAKS},
+}
+"""GB of memory are binary on every datasheet, GB/s are not."""
+
+_SPECIFICATION = (
+    "a GPU is given by a name or by memory, bandwidth and dense TFLOP/s in bf16 or fp16 (more: tf32, fp32, fp8),"
+    ' such as "memory=24GB,bf16=165,bandwidth=1008GB/s"'
+)
+
+
+def spec_of(text: str) -> GpuSpec:
+    """A board by its name, or by figures: memory, bandwidth and dense TFLOP/s."""
+    if "=" not in text:
+        return find_spec(text)
+    given: dict[str, float] = {}
+    for pair in text.split(","):
+        name, _, raw = (part.strip().lower() for part in pair.partition("="))
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z/]*)", raw)
+        unit = _UNITS.get(name, {}).get(found[2]) if found else None
+        if found is None or unit is None or not float(found[1]):
+            raise ConfigError(f"{_SPECIFICATION}; got {pair.strip()!r}")
+        given[name] = float(found[1]) * unit
+    if not {"memory", "bandwidth"} <= set(given) or not {"bf16", "fp16"} & set(given):
+        raise ConfigError(f"{_SPECIFICATION}; got {text!r}")
+    capability = (8, 9) if "fp8" in given else (8, 0) if "bf16" in given else (7, 0)
+    return GpuSpec(
+        name="given", title=f"a GPU with {text}", match="", compute_capability=capability,
+        memory_bytes=int(given["memory"]), memory_bandwidth_bytes_per_s=given["bandwidth"],
+        bf16_tflops=given.get("bf16"), fp16_tflops=given.get("fp16") or given["bf16"],
+        tf32_tflops=given.get("tf32"), fp32_tflops=given.get("fp32"), fp8_tflops=given.get("fp8"),
+        source="as given with --as",
+    )  # fmt: skip
 
 
 def find_spec(name: str) -> GpuSpec:
-    """The board with this id."""
-    if name in SPECS:
-        return SPECS[name]
+    """The board with this id, or the only one whose id holds all words of the name."""
+    words = set(re.findall(r"[a-z0-9]+", name.lower())) - {"nvidia", "geforce", "tesla"}
+    found = [spec for spec in SPECS.values() if words and words <= set(spec.name.split("-"))]
+    if name in SPECS or len(found) == 1:
+        return SPECS.get(name) or found[0]
+    if found:
+        raise ConfigError(f"{name} is more than one GPU: {' or '.join(spec.name for spec in found)}")
+    if any(re.fullmatch(r"mi\d{2,3}[a-z]?|radeon|gaudi\d?|tpu\w*", word) for word in words):
+        raise ConfigError(f"{name} is no NVIDIA GPU, and Redline runs on CUDA; known: {', '.join(SPECS)}")
     raise ConfigError(
-        f"no GPU {name!r} in the datasheet table{nearest(name.lower(), SPECS)}; known: {', '.join(SPECS)}"
+        f"no GPU {name!r} in the datasheet table{nearest(name.lower(), SPECS)}; known: {', '.join(SPECS)}; or"
+        " give its figures, as in `redline plan --help`"
     )
 
 

@@ -2,16 +2,14 @@
 No torch."""
 
 from redline.machine.facts import MachineFacts
-from redline.machine.specs import GpuSpec, find_spec, match_spec
+from redline.machine.specs import PEAKS, GpuSpec, match_spec, spec_of
 from redline.machine.store import Ceilings
 from redline.plan.plan import Hardware
 
-DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp8")
-
 
 def hardware_as(name: str, cores: int) -> Hardware:
-    """A GPU that is not here, by its short name: datasheet figures alone."""
-    spec = find_spec(name)
+    """A GPU that is not here, by its name or its figures: nothing of it is measured."""
+    spec = spec_of(name)
     return _from_spec(
         spec, spec.title, spec.memory_bytes, cores, None, f"datasheet ({spec.source}); nothing measured"
     )
@@ -66,7 +64,7 @@ def _from_spec(
         memory_bytes=memory_bytes,
         compute_capability=spec.compute_capability,
         cores=cores,
-        peak_tflops={dtype: peak for dtype in DTYPES if (peak := spec.peak_tflops(dtype)) is not None},
+        peak_tflops={dtype: peak for dtype in PEAKS if (peak := spec.peak_tflops(dtype)) is not None},
         measured_tflops=_measured(ceilings),
         bandwidth_bytes_per_s=spec.memory_bandwidth_bytes_per_s,
         launch_latency_s=ceilings.launch_latency_s if ceilings else None,
@@ -77,4 +75,4 @@ def _from_spec(
 def _measured(ceilings: Ceilings | None) -> dict[str, float]:
     if ceilings is None:
         return {}
-    return {dtype: tflops for dtype in DTYPES if (tflops := ceilings.matmul_tflops(dtype)) is not None}
+    return {dtype: tflops for dtype in PEAKS if (tflops := ceilings.matmul_tflops(dtype)) is not None}
