@@ -119,6 +119,24 @@ def test_a_warm_up_longer_than_the_run_is_clipped_and_said(minimal):
     assert load_recipe(minimal, ["train.warmup_steps=100"]).train.warmup_steps == 100
 
 
+@pytest.mark.parametrize("steps", [1, 100])
+@pytest.mark.parametrize("name", shipped())
+def test_every_shipped_recipe_takes_any_number_of_steps(name, steps):
+    said: list[str] = []
+    before, train = (
+        load_recipe(name).train,
+        load_recipe(name, [f"train.steps={steps}"], say=said.append).train,
+    )
+    assert (train.steps, train.epochs) == (steps, 0)
+    assert train.warmup_steps <= steps
+    assert bool(said) == (train.warmup_steps != before.warmup_steps)
+
+
+def test_steps_on_the_command_line_replace_the_epochs_of_the_file(minimal):
+    assert load_recipe("finetune", ["train.steps=7"]).train.epochs == 0
+    assert "not both" in refusal(minimal, "train.warmup_steps=2", "train.warmup_fraction=0.5")
+
+
 def test_finetuning_has_its_own_defaults(minimal):
     start = ["workload=finetune", "model.init_from=m", "train.steps=none"]
     tuned = load_recipe(minimal, [*start, "train.batch_size=none", "train.lr=none"]).train

@@ -47,6 +47,7 @@ def load_recipe(
     first = [f"sample.{key}={value}" for key, value in PRESETS[preset].items()] if preset else []
     for override in (*first, *overrides):
         _apply(Recipe, table, override)
+    _replace_the_other(table, {override.partition("=")[0].strip() for override in overrides})
     table.setdefault("name", path.stem)
     recipe = _from_table(table, str(name_or_path))
     train = recipe.train
@@ -87,10 +88,22 @@ def _from_table(table: dict[str, Any], where: str) -> Recipe:
     return check(build(Recipe, table, where))
 
 
+_EITHER = {"steps": "epochs", "warmup_steps": "warmup_fraction"}
+"""Two ways to say one thing."""
+
+
+def _replace_the_other(table: dict[str, Any], named: set[str]) -> None:
+    """Where --set counts in steps, what the file counts otherwise no longer holds."""
+    train = table.get("train")
+    for name, other in _EITHER.items():
+        replaced = f"train.{name}" in named and f"train.{other}" not in named
+        if replaced and isinstance(train, dict) and train.get(name):
+            train.pop(other, None)
+
+
 def _under(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """The defaults with the given values over them; of two ways to say one thing the given one counts."""
-    either = {"steps": "epochs", "warmup_steps": "warmup_fraction"}
-    dropped = {other for name, other in either.items() if given.get(name)}
+    dropped = {other for name, other in _EITHER.items() if given.get(name)}
     return {key: value for key, value in defaults.items() if key not in dropped} | given
 
 
