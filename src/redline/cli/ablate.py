@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> None:
     recipe, facts = recipe_of(options), read_facts()
     named = options.recipe.replace("/", "-") if options.recipe in shipped() else recipe.name
     folder = options.out or Path("runs") / "-".join(["ablate", named, *only])
-    parts = chosen(study(options.recipe), only)
+    parts = chosen(study(options.recipe, recipe.workload), only)
     check_folder(folder, recipe)
     hardware = hardware_here(facts, cached(facts, progress=status))
     if any(part.workload == "train" for part in parts):

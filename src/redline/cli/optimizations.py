@@ -83,7 +83,7 @@ def _why_not(entry, recipe, name: str, hardware) -> str | None:  # type: ignore[
         return "the claim cannot hold"
     if entry.standing == "recipe":
         return "another training: a matter of the recipe"
-    workloads = {part.workload for part in study(name)}
+    workloads = {part.workload for part in study(name, recipe.workload)}
     if not workloads & set(entry.workloads):
         return (
             f"for {' and '.join(entry.workloads)}, and this recipe's study is of"

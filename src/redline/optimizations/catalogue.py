@@ -232,14 +232,13 @@ def find(name: str) -> Optimization:
     return catalogue()[name]
 
 
-def study(name: str) -> tuple[StudyPart, ...]:
-    """The parts of a recipe's ablation, by the recipe's name, one a workload.
+def study(name: str, workload: str = "pretrain") -> tuple[StudyPart, ...]:
+    """The parts of a recipe's ablation: of its name where that is a guide's, else of its workload.
 
     A guide's study starts in the state that the guide describes and takes its changes in its order; what it
-    does not name at all comes last. Any other recipe goes from fp32, eager, explicit attention, small passes,
-    full recomputation and a for-loop optimiser."""
+    does not name at all comes last. That of a workload starts with every switch of its list off."""
     studies, parts = _file()["study"], []
-    for table in studies.get(name, studies["any other"]):
+    for table in studies[name if name.startswith("seeds/") and name in studies else workload]:
         rest = {key: value for key, value in table.items() if key != "start"}
         part = build(StudyPart, rest, f"catalogue.toml: study {name}")
         start = {value: _planned(at) for value, at in table.get("start", {}).items()}

@@ -39,8 +39,9 @@ from redline.optimizations.catalogue import (
 )
 from redline.plan.arithmetic import flops_per_token
 from redline.plan.plan import Hardware
+from redline.plan.planner import longest_row
 from redline.record.files import read_json, write_atomic
-from redline.tune.arms import Arms, Switches, arms_for, naive
+from redline.tune.arms import Arms, Switches, arms_for, naive, samples_of
 from redline.tune.guard import guard, guard_logprobs
 
 Stage = Literal["baseline", "one by one", "second try", "all", "leave one out"]
@@ -107,7 +108,7 @@ def ablate(
 ) -> list[AblationRow]:
     """Run the study of the recipe `name`, or those of its entries in `only`; finished trials of this
     `machine` in the folder are not repeated."""
-    parts = chosen(study(name), only)
+    parts = chosen(study(name, recipe.workload), only)
     rows: list[AblationRow] = []
     with TrialFolder(folder, machine) as trials:
         _check_list(folder / "ablation.json", parts)
@@ -123,7 +124,7 @@ def ablate(
 
             waterfalls = []
             for part in parts:
-                work, timed = samples or part.samples, timing or Timing()
+                work, timed = samples or part.samples or samples_of(recipe), timing or Timing()
                 arms = arms_for(part.workload, recipe, hardware, samples=work, timing=timed)
                 waterfalls.append(_Waterfall(name, part, arms, recipe, hardware, turns, write))
             # every list comes before the first thing is left out: the time may not be enough for all
@@ -373,7 +374,7 @@ def mfu(
     peak = hardware.peak_tflops.get("bf16")
     if tokens_per_s is None or peak is None:
         return None
-    flops = THIRDS_OF_TRAINING[workload] / 3 * flops_per_token(recipe.model, recipe.data.seq_len)
+    flops = THIRDS_OF_TRAINING[workload] / 3 * flops_per_token(recipe.model, longest_row(recipe))
     return tokens_per_s * flops / (peak * 1e12)
 
 

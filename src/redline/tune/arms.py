@@ -1,7 +1,7 @@
 """From the switches of an ablation to a trial: a plan for what learns, an engine's setting for what generates.
 No torch.
 
-    arms = arms_for("train", recipe, hardware, samples=None, timing=Timing())
+    arms = arms_for("train", recipe, hardware, samples=samples_of(recipe), timing=Timing())
     state = naive(entries, hardware)           # every switch off
     arms.trial(state)                          # what to measure
     arms.trial(state, entry.change)            # the same on a changed recipe
@@ -100,10 +100,9 @@ class GenerationArms:
 
 
 def arms_for(
-    workload: WorkloadName, recipe: Recipe, hardware: Hardware, *, samples: Samples | None, timing: Timing
+    workload: WorkloadName, recipe: Recipe, hardware: Hardware, *, samples: Samples, timing: Timing
 ) -> Arms:
     if workload == "generate":
-        assert samples is not None, "a study that generates says what"
         # A step is a whole batch of samples, up to some 20 s of them without a cache: the guard's numbers come
         # with the first.
         timing = replace(timing, guard_steps=1)
@@ -111,6 +110,16 @@ def arms_for(
     if workload == "finetune" and recipe.workload == "pretrain":
         recipe = rehearsed(recipe)
     return UpdateArms(recipe=recipe, hardware=hardware, timing=timing)
+
+
+def samples_of(recipe: Recipe) -> Samples:
+    """What a study generates that does not say: a few of the recipe's questions, with prompts as long as the
+    longest answers."""
+    asked = recipe.sample
+    new_tokens = min(asked.max_new_tokens, max(1, recipe.model.context_length // 2))
+    return Samples(
+        prompts=32, samples=asked.samples_per_question, prompt_tokens=new_tokens, new_tokens=new_tokens
+    )
 
 
 def rehearsed(recipe: Recipe) -> Recipe:
