@@ -204,12 +204,13 @@ def plain_line(seen: Seen) -> str:
     """`step 120/1000  loss 3.412  lr 3.0e-04  41.2k tok/s  mem 1.2 GiB  wait 0.3 %  left 2 m 10 s`, or of
     sampling `120/1,000 questions  3,400 samples  41.2 % correct  139.0k tok/s  ...`; without what is not known."""
     line = seen.last
-    samples = [f"{line['samples']:,} samples"] if "samples" in line else []
+    drawn = line.get("samples") if line.get("samples") != line.get("questions_done") else None
+    samples = [f"{drawn:,} samples"] if drawn is not None else []
     parts = [
         *samples,
         _said(seen.loss, "loss {:.3f}"),
         _said(line.get("lr"), "lr {:.1e}"),
-        _said(success_rate(line) if samples else None, "{} correct", format_share),
+        _said(success_rate(line) if "samples" in line else None, "{} correct", format_share),
         _said(line.get("tokens_per_s"), "{} tok/s", format_count),
         _said(line.get("mfu"), "MFU {}", format_limit_share),
         _said(line.get("memory_bytes"), "mem {}", format_bytes),

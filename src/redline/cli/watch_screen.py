@@ -164,7 +164,7 @@ def screen(
     `before` are the rounds of an RFT run that have ended."""
     room = columns - FRAME - LABEL
     ending = (run.state.ending, _STATES.get(run.state.ending, "yellow"))
-    title = Text.assemble((title_of(shown.summary), "bold"), "  ", ending, no_wrap=True, overflow="ellipsis")
+    title = Text.assemble(ending, "  ", (title_of(shown.summary), "bold"), no_wrap=True, overflow="ellipsis")
     head: list[RenderableType] = [title, progress(seen)]
     lines = part("failed", Text(run.state.text, style="red")) if run.state.ending == "failed" else []
     if run.workload == "rft":

@@ -247,7 +247,7 @@ def _speed_tiles(summary: Summary) -> list[Tile]:
     if memory.seen_bytes is not None:
         tiles.append(Tile("peak memory", format_bytes(memory.seen_bytes), memory.seen_note))
     if summary.elapsed_s is not None:
-        what = "training time" if summary.workload == "pretrain" else "fine-tuning time"
+        what = "fine-tuning time" if summary.workload == "rft" else "training time"
         tokens = f"{format_count(summary.tokens)} tokens" if summary.tokens else ""
         tiles.append(Tile(what, format_duration(summary.elapsed_s), tokens))
     return tiles
@@ -261,7 +261,7 @@ def _interval(summary: Summary) -> str:
 def _speed_bars(summary: Summary) -> list[Bar]:
     speed = summary.speed
     whole = ("whole run", "everything included")
-    if summary.workload != "pretrain":
+    if summary.workload == "rft":
         whole = ("fine-tuning", "all of it; sampling and tests are not in it")
     rows = [
         ("median update", speed.update.value if speed.update else None, "seen", _interval(summary)[2:]),
