@@ -161,7 +161,7 @@ def test_the_end_is_recorded_and_the_folder_let_go_whatever_happens(
     def loop(folder: Path, error: Exception | None) -> None:
         with redline.watch(folder, model=model_of()) as watched:
             watched.step(loss=1.0)
-            monkeypatch.setattr(watched, "_line", full)
+            monkeypatch.setattr(watched._lines, "line", full)
             if error is not None:
                 raise error
 
@@ -257,9 +257,9 @@ def test_numbers_are_copied_before_the_moment_behind_which_they_are_read(
     passed."""
     order: list[str] = []
     with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
-        now, taken = watched.clock.now, run._taken
+        now, taken = watched.clock.now, run.taken
         monkeypatch.setattr(watched.clock, "now", lambda: order.append("moment") or now())  # type: ignore[func-returns-value]
-        monkeypatch.setattr(run, "_taken", lambda numbers: order.append("copy") or taken(numbers))  # type: ignore[func-returns-value]
+        monkeypatch.setattr(run, "taken", lambda numbers: order.append("copy") or taken(numbers))  # type: ignore[func-returns-value]
         watched.step(loss=1.0)
     assert order[:2] == ["copy", "moment"]
 
@@ -275,7 +275,7 @@ def test_copied_numbers_are_read_behind_the_end_of_the_update(
             order.append("read")
             return [2.5]
 
-    monkeypatch.setattr(run, "_taken", lambda numbers: (["loss"], Copy()))
+    monkeypatch.setattr(run, "taken", lambda numbers: (["loss"], Copy()))
     with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
         seconds = watched.clock.seconds
         monkeypatch.setattr(

@@ -191,14 +191,8 @@ class RedlineCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, model: Any = None, train_dataloader: Any = None, **_: Any
     ) -> None:
         self._leave()
-        run = WatchedRun(
-            self.folder,
-            model,
-            tokens_per_step=None,
-            start_step=state.global_step,
-            quiet=self.quiet,
-            told=told_by(args),
-        )
+        options = {"start_step": state.global_step, "quiet": self.quiet, "told": told_by(args)}
+        run = WatchedRun(self.folder, model=model, **options)
         self._training = Training(run, train_dataloader)
         self._leave = weakref.finalize(self, self._training.abandon)
         self._mark = time.perf_counter()

@@ -1,0 +1,133 @@
+"""One update of a watched loop: what is noted while it is in hand, and the line that it becomes once the device has
+finished it.
+
+    update = Update(clock.now(), time.perf_counter())
+    update.spans.append(("forward_s", begin, end)); update.seen.add(batch)
+    late = taken(numbers)                    # before the end: whoever has seen that pass may read the copies
+    Lines(clock, ...).line(update)           # waits for the device where it has not passed the end
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from redline.errors import ConfigError
+from redline.observe.batch import Seen
+from redline.observe.clock import Clock, Moment
+from redline.observe.generation import Calls
+
+PAUSED = "paused_s"
+"""Spans of this name are taken off the update; no line has it."""
+Late = tuple[list[str], Tensor]
+"""Numbers on their way from the GPU, with their names."""
+
+
+@dataclass(slots=True)
+class Update:
+    begin: Moment
+    began_at: float
+    spans: list[tuple[str, Moment, Moment]] = field(default_factory=list)
+    """Pieces of it, each under a metric's name."""
+    seen: Seen = field(default_factory=Seen)
+    calls: Calls | None = None
+    """What was generated, where it was looked at."""
+    waited_s: float = 0.0
+    numbers: dict[str, Any] = field(default_factory=dict)
+    step: int = 0
+    """This and what follows are known when it has ended; it may still be running then."""
+    end: Moment = 0.0
+    ended_at: float = 0.0
+    late: Late | None = None
+    added: dict[str, float] = field(default_factory=dict)
+    """What came to be known after it."""
+
+
+@dataclass
+class Lines:
+    """Turns updates into lines, and counts what goes on from one to the next."""
+
+    clock: Clock
+    world_size: int
+    tokens_per_step: float | None
+    """Of this process, where batches do not show it."""
+    started_at: float = 0.0
+    tokens: float = 0.0
+    elapsed_s: float = 0.0
+    """Training time before this attempt."""
+    plan: dict[str, Any] = field(default_factory=dict)
+
+    def line(self, update: Update) -> dict[str, Any]:
+        whole_s, numbers = (
+            self.clock.seconds(update.begin, update.end),
+            update.numbers,
+        )  # waits for the copies too
+        if update.late is not None:
+            numbers |= zip(update.late[0], update.late[1].tolist(), strict=True)
+        found: dict[str, Any] = {
+            "issue_s": update.ended_at - update.began_at - update.waited_s,
+            "elapsed_s": self.elapsed_s + update.ended_at - self.started_at,
+        }
+        for metric, begin, end in update.spans:
+            found[metric] = found.get(metric, 0.0) + self.clock.seconds(begin, end)
+        step_s = whole_s - found.pop(PAUSED, 0.0)
+        counted, tokens = numbers.pop("counted"), numbers.pop("tokens")
+        if numbers["padding_share"] is None and update.seen.masked:
+            numbers["padding_share"] = 1 - counted / update.seen.positions
+        if tokens is None:
+            tokens = self.tokens_per_step if counted is None else counted
+        if tokens is not None:
+            self.tokens += tokens * self.world_size
+            rate = tokens * self.world_size / step_s
+            found |= {"tokens": round(self.tokens), "tokens_per_s": rate, **self._shares(rate)}
+        for name, value in (numbers | update.added).items():
+            if value is not None:
+                found[name] = value if math.isfinite(value) else None  # JSON has no word for nan
+        return {"step": update.step, "step_s": step_s, **found}
+
+    def _shares(self, tokens_per_s: float) -> dict[str, float]:
+        """Of the datasheet's peak and of the measured one, where they are known."""
+        hardware, precision = self.plan["hardware"], self.plan["precision"]["value"]
+        tflops = self.plan["flops_per_token"]["value"] * tokens_per_s / self.world_size / 1e12
+        peaks = {"mfu": hardware["peak_tflops"], "ceiling_share": hardware["measured_tflops"]}
+        return {name: tflops / rate for name, rates in peaks.items() if (rate := rates.get(precision))}
+
+
+def taken(numbers: dict[str, Any]) -> Late | None:
+    """Put the plain value in the place of every number and every tensor on the CPU, which the loop may change; copy
+    what is on a GPU behind the update, without waiting for it, and return that with its names."""
+    late: dict[str, Tensor] = {}
+    for name, value in numbers.items():
+        if isinstance(value, Tensor) and not value.is_cpu:
+            late[name] = _single(name, value).detach().reshape(()).double()
+        elif value is not None:
+            numbers[name] = _plain(name, value)
+    if not late:
+        return None
+    target = torch.empty(len(late), dtype=torch.float64, pin_memory=True)
+    return list(late), target.copy_(torch.stack(list(late.values())), non_blocking=True)
+
+
+def _single(name: str, value: Tensor) -> Tensor:
+    if value.numel() != 1:
+        shape = tuple(value.shape)
+        raise ConfigError(
+            f"{name} must be one number an update, got a tensor of shape {shape}: give its mean or sum"
+        )
+    return value
+
+
+def _plain(name: str, value: Any) -> float:
+    """A number of Python, numpy or torch as one that JSON has a word for."""
+    if isinstance(value, Tensor):
+        return float(_single(name, value).item())
+    try:
+        if isinstance(value, str | bytes | Mapping):  # "3" would pass
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError) as error:
+        kind = type(value).__name__
+        raise ConfigError(f"{name} must be one number an update, got {value!r} ({kind})") from error
