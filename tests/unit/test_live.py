@@ -207,7 +207,7 @@ class TestPanel:
         for part in (
             "nano · cpu",
             "50.2 % step 502/1000 0.02/2 h",
-            "loss 3.498 smoothed 3.517 · lr 3.0e-04",
+            "loss 3.498 smoothed 3.517",
             "validation 3.510 perplexity 33.45 · 1.210 bits/byte",
             "speed 41.2k tok/s median 40.0k · 148 ms a step",
             f"MFU 46.8 % ({NOTE[:30]}",

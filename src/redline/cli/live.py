@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, TextIO
@@ -200,28 +200,54 @@ class PlainView:
             print(visible(text), file=self._stream, flush=True)
 
 
+def figures(seen: Seen) -> list[tuple[str, str, str, str]]:
+    """What the last lines say, without what is not known: a name, the value and a note for the panel, and how a plain
+    line has it (empty: not at all)."""
+    line, sampled = seen.last, "samples" in seen.last
+    drawn = line.get("samples") if line.get("samples") != line.get("questions_done") else None
+    to_come = f"at most {line['samples_left']:,} to come" if line.get("samples_left") else ""
+    typical = f"median {format_count(seen.median_of('tokens_per_s'))} · {format_duration(seen.median_of('step_s'))} a step"
+    after = f"after {format_duration(line.get('elapsed_s'))}"
+    rows = [
+        ("samples", _fixed(drawn, ","), to_come, "{} samples"),
+        ("correct", format_share(success_rate(line)), "of the samples", "{} correct"),
+        ("loss", _fixed(seen.loss, ".3f"), f"smoothed {_fixed(seen.smoothed_loss, '.3f')}", "loss {}"),
+        ("validation", _fixed(seen.validation.get("valid_loss"), ".3f"), _validation(seen.validation), ""),
+        ("lr", _fixed(line.get("lr"), ".1e"), "", "lr {}"),
+        ("speed", format_rate(line.get("tokens_per_s"), "tok"), "new tokens" if sampled else typical, "{}"),
+        ("MFU", format_limit_share(line.get("mfu")), f"({seen.mfu_note})" if seen.mfu_note else "", "MFU {}"),
+        ("ceiling", format_limit_share(line.get("ceiling_share")), "of the measured matmul rate", ""),
+        ("memory", format_bytes(line.get("memory_bytes")), _memory_note(seen), "mem {}"),
+        ("data wait", format_share(seen.wait_share()), "of the step", "wait {}"),
+        ("time left", format_duration(seen.left_s()), after, "left {}"),
+    ]
+    return [row for row in rows if row[1] != DASH]
+
+
+def _fixed(value: float | None, form: str) -> str:
+    return DASH if value is None else format(value, form)
+
+
+def _validation(line: dict[str, Any]) -> str:
+    known = {
+        "perplexity {}": ("valid_perplexity", ".4g"),
+        "{} bits/byte": ("valid_bits_per_byte", ".3f"),
+        "step {}": ("step", "d"),
+    }
+    told = [text.format(_fixed(line[name], form)) for text, (name, form) in known.items() if line.get(name)]
+    return " · ".join(told)
+
+
+def _memory_note(seen: Seen) -> str:
+    used, device = seen.last.get("memory_bytes") or 0, seen.device_bytes
+    share = f", {format_share(used / device)} of {format_bytes(device)}" if device else ""
+    return f"peak{share}" if seen.on_gpu else "of this process"
+
+
 def plain_line(seen: Seen) -> str:
     """`step 120/1000  loss 3.412  lr 3.0e-04  41.2k tok/s  mem 1.2 GiB  wait 0.3 %  left 2 m 10 s`, or of
-    sampling `120/1,000 questions  3,400 samples  41.2 % correct  139.0k tok/s  ...`; without what is not known."""
-    line = seen.last
-    drawn = line.get("samples") if line.get("samples") != line.get("questions_done") else None
-    samples = [f"{drawn:,} samples"] if drawn is not None else []
-    parts = [
-        *samples,
-        _said(seen.loss, "loss {:.3f}"),
-        _said(line.get("lr"), "lr {:.1e}"),
-        _said(success_rate(line) if "samples" in line else None, "{} correct", format_share),
-        _said(line.get("tokens_per_s"), "{} tok/s", format_count),
-        _said(line.get("mfu"), "MFU {}", format_limit_share),
-        _said(line.get("memory_bytes"), "mem {}", format_bytes),
-        _said(seen.wait_share(), "wait {}", format_share),
-        _said(seen.left_s(), "left {}", format_duration),
-    ]
-    return "  ".join([seen.done(), *(part for part in parts if part)])
-
-
-def _said(value: float | None, sentence: str, form: Callable[[float], str] | None = None) -> str:
-    return "" if value is None else sentence.format(form(value) if form else value)
+    sampling `120/1,000 questions  3,400 samples  41.2 % correct  139.0k tok/s  ...`."""
+    return "  ".join([seen.done(), *(short.format(value) for _, value, _, short in figures(seen) if short)])
 
 
 class LiveView:
@@ -268,24 +294,30 @@ class LiveView:
 
 def live_panel(seen: Seen, events: Sequence[str], columns: int) -> Panel:
     """The whole picture; `columns` must be what the terminal has at least."""
+    rows = part("", *(() if seen.last else ("waiting for the first news",)))
+    losses = [line["loss"] for line in seen.recent if line.get("loss") is not None]
+    for label, value, note, _ in figures(seen):
+        rows += part(label, Text.assemble((value, "bold"), "  ", (note, "dim")))
+        if label == "loss":
+            rows += part("", Text(sparkline(losses[-(columns - FRAME - LABEL) :]), style="cyan"))
     head: list[RenderableType] = [Text(seen.title, style="bold"), progress(seen)]
-    rows = (
-        numbers(seen, room=columns - FRAME - LABEL) if seen.last else part("", "waiting for the first news")
-    )
     return panel(head, [*rows, *part("events", *events)], columns)
 
 
-def panel(head: Sequence[RenderableType], rows: Sequence[Row], columns: int, title: str = "redline") -> Panel:
+def panel(
+    head: Sequence[RenderableType],
+    rows: Sequence[Row],
+    columns: int,
+    *,
+    title: str = "redline",
+    label: int = LABEL,
+) -> Panel:
     """A frame around a head and rows that are cut to the width, so that the picture never grows."""
-    body = [_cut(label, text, columns - FRAME) for label, text in rows]
+    body = []
+    for name, text in rows:
+        body.append(Text.assemble((name.ljust(label), "dim"), text, no_wrap=True))
+        body[-1].truncate(columns - FRAME, overflow="ellipsis")
     return Panel(Group(*head, *body), border_style="cyan", title=title, title_align="left", width=columns)
-
-
-def _cut(label: str, text: Text, width: int) -> Text:
-    line = Text.assemble((label.ljust(LABEL), "dim"), text)
-    line.truncate(width, overflow="ellipsis")
-    line.no_wrap = True
-    return line
 
 
 def part(label: str, *lines: Text | str) -> list[Row]:
@@ -305,67 +337,3 @@ def progress(seen: Seen) -> Table:
     share = seen.share_done()
     row.add_row(ProgressBar(total=1.0, completed=share), f"{format_share(share)}  {seen.done()}")
     return row
-
-
-def numbers(seen: Seen, room: int) -> list[Row]:
-    """What the last lines say, without what is not known."""
-    line, rows = seen.last, list[Row]()
-
-    def put(label: str, value: str | None, note: str = "") -> None:
-        if value not in (None, DASH):
-            rows.extend(part(label, Text.assemble((value, "bold"), "  ", (note, "dim"))))
-
-    if "samples" in line:
-        left = f"at most {line['samples_left']:,} to come" if line.get("samples_left") else ""
-        put("samples", f"{line['samples']:,}", left)
-        put("correct", format_share(success_rate(line)), "of the samples")
-        if line.get("cut"):
-            put("cut off", f"{line['cut']:,}", "by sample.max_new_tokens, counted as wrong")
-        put("speed", format_rate(line.get("tokens_per_s"), "tok"), "new tokens")
-    if seen.loss is not None:
-        smoothed = f"smoothed {seen.smoothed_loss:.3f}" if seen.smoothed_loss is not None else ""
-        put("loss", f"{seen.loss:.3f}", f"{smoothed} · lr {line['lr']:.1e}" if line.get("lr") else smoothed)
-        curve = sparkline(
-            [recent["loss"] for recent in seen.recent if recent.get("loss") is not None][-room:]
-        )
-        rows.extend(part("", Text(curve, style="cyan")))
-    if seen.validation:
-        put("validation", f"{seen.validation['valid_loss']:.3f}", _validation(seen.validation))
-    if "step" in line:
-        median_rate, step_s = seen.median_of("tokens_per_s"), seen.median_of("step_s")
-        typical = f"median {format_count(median_rate)} · {format_duration(step_s)} a step"
-        put("speed", format_rate(line.get("tokens_per_s"), "tok"), typical)
-    put("MFU", format_limit_share(line.get("mfu")), f"({seen.mfu_note})" if seen.mfu_note else "")
-    put("ceiling", format_limit_share(line.get("ceiling_share")), "of the measured matmul rate")
-    put("memory", format_bytes(line.get("memory_bytes")), _memory_note(seen))
-    put("data wait", format_share(seen.wait_share()), "of the step")
-    put("time left", format_duration(seen.left_s()), f"after {format_duration(line.get('elapsed_s'))}")
-    return rows
-
-
-def _validation(line: dict[str, Any]) -> str:
-    known = {
-        "perplexity {:.4g}": "valid_perplexity",
-        "{:.3f} bits/byte": "valid_bits_per_byte",
-        "step {}": "step",
-    }
-    return " · ".join(said for form, name in known.items() if (said := _said(line.get(name), form)))
-
-
-def _memory_note(seen: Seen) -> str:
-    if not seen.on_gpu:
-        return "of this process"
-    used = seen.last["memory_bytes"] if seen.last.get("memory_bytes") else 0
-    share = (
-        f", {format_share(used / seen.device_bytes)} of {format_bytes(seen.device_bytes)}"
-        if seen.device_bytes
-        else ""
-    )
-    return f"peak{share}"
-
-
-def shortened(values: Sequence[float], room: int) -> str:
-    """A curve of at most `room` blocks: the means of neighbouring values."""
-    each = -(-len(values) // max(1, room)) or 1
-    blocks: Iterable[Sequence[float]] = (values[i : i + each] for i in range(0, len(values), each))
-    return sparkline([sum(block) / len(block) for block in blocks])

@@ -23,7 +23,6 @@ from rich.text import Text
 
 from redline.cli.live import (
     FRAME,
-    LABEL,
     PANEL_COLUMNS,
     REFRESHES_PER_S,
     PlainView,
@@ -32,25 +31,16 @@ from redline.cli.live import (
     panel,
     part,
     progress,
-    shortened,
 )
 from redline.record.read import Run, number, table, values
-from redline.record.units import (
-    DASH,
-    exact,
-    format_bytes,
-    format_count,
-    format_duration,
-    format_limit_share,
-    format_rate,
-    format_share,
-)
+from redline.record.units import DASH, format_count, format_duration, format_rate, format_share, sparkline
 from redline.record.words import told
 from redline.report.figures import Summary
 from redline.report.grid import Output
-from redline.report.view import RunView, accuracies, last_loss
+from redline.report.view import RunView, accuracies
 
 MOST_ROWS = 40
+LABEL = 19
 FEWEST_EVENTS = 2
 MOST_FINDINGS = 3
 FIRST_OF_PLAN = ("precision", "micro_batch", "accumulation", "compile", "recompute", "attention")
@@ -166,19 +156,39 @@ def screen(
     ending = (run.state.ending, _STATES.get(run.state.ending, "yellow"))
     title = Text.assemble(ending, "  ", (title_of(shown.summary), "bold"), no_wrap=True, overflow="ellipsis")
     head: list[RenderableType] = [title, progress(seen)]
-    lines = part("failed", Text(run.state.text, style="red")) if run.state.ending == "failed" else []
-    if run.workload == "rft":
-        lines += _rft(seen, run, shown, before, room)
-    if seen.last or run.metrics:
-        lines += _training(seen, run, shown, room)
-    elif run.workload != "rft":
-        lines += part("", "no update is recorded" if run.state.over else "waiting for the first update")
+    figures = part("failed", Text(run.state.text, style="red")) if run.state.ending == "failed" else []
+    figures += _figures(seen, run, shown, before, room)
     plan, remark = _plan(shown, room), part("", Text(note, style="yellow")) if note else []
-    free = rows - 2 - len(head) - len(lines) - len(plan) - len(remark)
+    free = rows - 2 - len(head) - len(figures) - len(plan) - len(remark)
     findings = _findings(shown, room, free - FEWEST_EVENTS) if run.metrics else []
     latest = list(events)[-(free - len(findings)) :] if free > len(findings) else []
     below = part("events", *(Text(event, style="dim") for event in latest))
-    return panel(head, [*lines, *findings, *plan, *below, *remark], columns, "redline watch")
+    body = [*figures, *findings, *plan, *below, *remark]
+    return panel(head, body, columns, title="redline watch", label=LABEL)
+
+
+def _figures(seen: Seen, run: Run, shown: RunView, before: Sequence[str], room: int) -> list[Row]:
+    """The tiles of the page, a row each, with the loss as a curve and where the time went."""
+    speed, rows = shown.summary.speed, list[Row]()
+    shares = {"of the attainable speed": speed.attained_share, "of the matmul ceiling": speed.ceiling_share}
+    for tile in shown.tiles:
+        style = "bold red" if tile.kind == "bad" else "bold"
+        told = Text.assemble(_gauge(shares.get(tile.label)), (tile.value, style), "  ", (tile.note, "dim"))
+        rows += part(tile.label.removeprefix("of the "), told)
+    if losses := values(run.metrics, "loss"):
+        curve = (sparkline(losses, room - 8), "cyan")
+        rows += part(
+            "loss", Text.assemble(f"{losses[-1]:.3f}  ", curve, "×" if shown.summary.quality.nan_step else "")
+        )
+    elif run.workload != "rft" and not shown.tiles:
+        rows += part("", "no update is recorded" if run.state.over else "waiting for the first update")
+    left = (
+        [f"{format_duration(seen.left_s())} left"] if seen.left_s() is not None and not run.state.over else []
+    )
+    stack = sorted(shown.time_stack, key=lambda bar: -bar.percent)
+    spent = [*left, *(f"{bar.name} {bar.percent:.1f} %" for bar in stack if bar.percent >= 0.05)]
+    rows += part("time", *(_packed(spent, room, 2) if spent else ()))
+    return rows + (_rft(seen, run, shown, before, room) if run.workload == "rft" else [])
 
 
 def _packed(parts: Sequence[str], room: int, most: int) -> list[str]:
@@ -188,67 +198,10 @@ def _packed(parts: Sequence[str], room: int, most: int) -> list[str]:
     return kept if len(lines) <= most else [*kept[:-1], f"{kept[-1].removesuffix(' ·')} …"]
 
 
-def _gauge(share: float, text: str) -> Text:
-    """A bar of sixteen columns before the text."""
-    filled = min(16, round(16 * share))
-    return Text(f"{'█' * filled}{'░' * (16 - filled)} {format_limit_share(share, text)}")
-
-
-def _training(seen: Seen, run: Run, shown: RunView, room: int) -> list[Row]:
-    summary, over = shown.summary, run.state.over
-    spent_s = summary.elapsed_s if over else seen.last.get("elapsed_s")
-    left = f"{format_duration(seen.left_s())} left" if seen.left_s() is not None and not over else ""
-    stack = sorted(shown.time_stack, key=lambda bar: -bar.percent)
-    shares = [f"{bar.name} {bar.percent:.1f} %" for bar in stack if bar.percent >= 0.05]
-    spent = [text for text in (format_duration(spent_s), left, *shares) if text and text != DASH]
-    return [
-        *_loss(run, summary, room),
-        *_speed(summary),
-        *part("time", *_packed(spent, room, 2)),
-        *_memory(summary),
-    ]
-
-
-def _speed(summary: Summary) -> list[Row]:
-    speed = summary.speed
-    if speed.update is None:
-        return []
-    each = f" · {format_duration(speed.step_s)} an update" if speed.step_s else ""
-    mfu = f" · MFU {format_limit_share(speed.mfu)}" if speed.mfu is not None else ""
-    lines = [Text.assemble((f"{exact(speed.update.value)} {speed.unit}", "bold"), f"  median{each}{mfu}")]
-    limits = ((speed.attainable, "attainable by roofline"), (speed.ceiling, "by the matmul ceiling"))
-    lines += [
-        _gauge(speed.update.value / limit, f"of {exact(limit)} {name}") for limit, name in limits if limit
-    ]
-    if not speed.ceiling and speed.ceiling_share is not None:
-        lines.append(_gauge(speed.ceiling_share, "of the measured matmul rate"))
-    return part("speed", *lines)
-
-
-def _memory(summary: Summary) -> list[Row]:
-    memory = summary.memory
-    if memory.seen_bytes is None:
-        return []
-    whose = " of the process" if memory.predicted_bytes is None else " peak"
-    predicted = f" · {format_bytes(memory.predicted_bytes)} predicted" if memory.predicted_bytes else ""
-    device = f" · device {format_bytes(memory.device_bytes)}" if memory.device_bytes else ""
-    return part("memory", Text.assemble((format_bytes(memory.seen_bytes), "bold"), whose, predicted, device))
-
-
-def _loss(run: Run, summary: Summary, room: int) -> list[Row]:
-    quality, losses = summary.quality, values(run.metrics, "loss")
-    lost = [Text(last_loss(summary), style="red")] if quality.nan_step else []
-    if not losses:
-        return part("loss", *lost)
-    curve = (shortened(losses, room - 20), "cyan")
-    rows = part("loss", Text.assemble((f"{losses[-1]:.3f}", "bold"), "  ", curve, "×" if lost else ""), *lost)
-    if quality.valid_loss is None:
-        return rows
-    also = f" · perplexity {quality.valid_perplexity:.4g}" if quality.valid_perplexity else ""
-    if quality.best_step != quality.valid_step:
-        also += f" · best {quality.best_loss:.4f} at {quality.best_step:,}"
-    tested = f"  at update {quality.valid_step:,}{also}"
-    return rows + part("validation", Text.assemble((f"{quality.valid_loss:.4f}", "bold"), tested))
+def _gauge(share: float | None) -> str:
+    """A bar of sixteen columns."""
+    filled = min(16, round(16 * (share or 0.0)))
+    return "" if share is None else f"{'█' * filled}{'░' * (16 - filled)} "
 
 
 def _findings(shown: RunView, room: int, most: int) -> list[Row]:
@@ -278,20 +231,11 @@ def _plan(shown: RunView, room: int) -> list[Row]:
 
 
 def _rft(seen: Seen, run: Run, shown: RunView, before: Sequence[str], room: int) -> list[Row]:
-    accuracy = [told("test", test).removeprefix("accuracy ") for test in test_events(run)]
-    rows = part("accuracy", *accuracy)
-    rows += part("stage", Text(run.state.text if run.state.over else seen.title or "opening", style="bold"))
+    rows = part("stage", Text(run.state.text if run.state.over else seen.title or "opening", style="bold"))
     if (found := shown.samples) is not None:
         speed = f" · {format_rate(found['tokens_per_s'], 'tokens')}" if found.get("tokens_per_s") else ""
-        drawn = Text.assemble(
-            (f"{found['samples']:,}", "bold"), f"  {format_share(found['success_rate'])} correct{speed}"
-        )
+        correct = f"{found['samples']:,}  {format_share(found['success_rate'])} correct{speed}"
         asked = f"questions: {found['asked']:,} of {found['questions']:,} asked, {found['solved']:,} solved"
-        passed = [f"{k}: {value:.3f}" for k, value in found["pass_at"].items()]
-        rows += part(
-            "samples",
-            drawn,
-            asked,
-            *(_packed([f"pass@k {passed[0]}", *passed[1:]], room, 1) if passed else ()),
-        )
+        passed = " ".join(f"{k}: {value:.3f}" for k, value in found["pass_at"].items())
+        rows += part("samples", correct, asked, f"pass@k {passed}")
     return rows + part("rounds", *before)

@@ -9,6 +9,7 @@ only for reading.
 import math
 import re
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Any
 
 DASH = "–"
@@ -130,9 +131,12 @@ _ENDINGS: dict[str, Callable[[float], str]] = {
 }
 
 
-def sparkline(values: Sequence[float]) -> str:
-    """One block a value, lowest to highest; `×` where a value is not finite, middle blocks where all are
-    equal."""
+def sparkline(values: Sequence[float], most: int | None = None) -> str:
+    """One block a value, lowest to highest; `×` where a value is not finite, middle blocks where all are equal. Of
+    more than `most` values, one for the mean of each few neighbours."""
+    if most and len(values) > most:
+        each = -(-len(values) // most)
+        values = [fmean(values[i : i + each]) for i in range(0, len(values), each)]
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return "×" * len(values)

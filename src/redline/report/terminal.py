@@ -74,10 +74,7 @@ def _identity(out: Printer, run: RunView) -> None:
     if run.tiles:
         out.part("Outcome", Grid(("", "", ""), [(t.label, t.value, t.note) for t in run.tiles], right=(1,)))
     if losses:
-        each = -(-len(losses) // CURVE_COLUMNS)
-        blocks = [losses[i : i + each] for i in range(0, len(losses), each)]
-        curve = sparkline([sum(block) / len(block) for block in blocks])
-        lost = "×" if s.quality.nan_step else ""
+        curve, lost = sparkline(losses, CURVE_COLUMNS), "×" if s.quality.nan_step else ""
         out.line(f"loss {losses[0]:.3f} {curve}{lost} {losses[-1]:.3f} nats/token")
 
 
