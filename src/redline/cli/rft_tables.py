@@ -49,32 +49,21 @@ def _print_run(found: dict[str, Any]) -> None:
     print_accuracies([line for line in (found.get("before"), found.get("after")) if line is not None])
     if "stages_s" in found:
         times = found["stages_s"]
-        print(
-            f"time: {', '.join(f'{name} {format_duration(s)}' for name, s in times.items())};"
-            f" {format_duration(sum(times.values()))} in all"
-        )
+        told = ", ".join(f"{name} {format_duration(spent_s)}" for name, spent_s in times.items())
+        print(f"time: {told}; {format_duration(sum(times.values()))} in all")
 
 
 def _print_sampled(found: dict[str, Any]) -> None:
-    rate = (
-        format_rate(found["tokens"] / found["elapsed_s"] if found["tokens"] else None, "tok")
-        if found["drawn"]
-        else "none drawn now"
-    )
-    print(
-        f"samples: {found['samples']:,}, {format_share(found['correct'] / max(1, found['samples']))} correct;"
-        f" {found['solved']:,} of {found['questions']:,} questions solved; {rate}"
-    )
-
+    speed = format_rate(found["tokens"] / found["elapsed_s"] if found["tokens"] else None, "tok")
+    correct = format_share(found["correct"] / max(1, found["samples"]))
+    solved = f"{found['solved']:,} of {found['questions']:,} questions solved"
+    drawn = speed if found["drawn"] else "none drawn now"
+    print(f"samples: {found['samples']:,}, {correct} correct; {solved}; {drawn}")
     if found["cut"]:
-        print(
-            f"{found['cut']:,} of them ran out of tokens before the answer was complete, counted as wrong: a larger"
-            " sample.max_new_tokens lets them end"
-        )
+        print(f"{found['cut']:,} of them ran out of tokens, counted as wrong: raise sample.max_new_tokens")
     if found["scorer_failures"]:
         print(
-            f"the scorer failed on {found['scorer_failures']:,} of them, counted as wrong (`redline rft"
-            " export` gives the reasons)"
+            f"the scorer failed on {found['scorer_failures']:,} of them, counted as wrong (`redline rft export`: why)"
         )
 
 
@@ -95,13 +84,11 @@ def print_accuracies(lines: list[dict[str, Any]]) -> None:
     columns = ("greedy", "n", "accuracy", "95 %", "answer rate", "95 %")
     show(columns, rows, right=range(1, 6))
     for line in lines:
-        if line["cut"]:
-            print(f"{_NAMES[line['weights']]}: {line['cut']:,} answers ran out of tokens, counted as wrong")
-        if line["scorer_failures"]:
-            print(
-                f"{_NAMES[line['weights']]}: the scorer failed on {line['scorer_failures']:,} answers,"
-                " counted as wrong"
-            )
+        name, cut, failed = _NAMES[line["weights"]], line["cut"], line["scorer_failures"]
+        if cut:
+            print(f"{name}: {cut:,} answers ran out of tokens, counted as wrong")
+        if failed:
+            print(f"{name}: the scorer failed on {failed:,} answers, counted as wrong")
 
 
 def _shares(line: dict[str, Any]) -> list[str]:
@@ -112,40 +99,28 @@ def _shares(line: dict[str, Any]) -> list[str]:
 
 
 def print_stats(found: dict[str, Any]) -> None:
+    share, tokens = (
+        format_share,
+        f"{format_count(found['tokens'])}, {format_rate(found['tokens_per_s'], 'tok')}",
+    )
+    asked, drawn = f"{found['asked']:,} of {found['questions']:,} asked", f"{found['samples']:,}"
     rows = [
-        (
-            "questions",
-            (
-                f"{found['asked']:,} of {found['questions']:,} asked, {found['solved']:,} solved"
-                f" ({format_share(found['solved_share'])})"
-            ),
-        ),
-        (
-            "samples",
-            f"{found['samples']:,}, {found['correct']:,} correct ({format_share(found['success_rate'])})",
-        ),
+        ("questions", f"{asked}, {found['solved']:,} solved ({share(found['solved_share'])})"),
+        ("samples", f"{drawn}, {found['correct']:,} correct ({share(found['success_rate'])})"),
         ("cut off", f"{found['cut']:,} ran out of tokens (sample.max_new_tokens), counted as wrong"),
         ("distinct", f"{found['distinct_correct']:,} correct answers that differ in more than spelling"),
-        (
-            "tokens",
-            f"{format_count(found['tokens'])}, {format_rate(found['tokens_per_s'], 'tok')} while sampling",
-        ),
-        ("pass@k", "  ".join(f"{k}: {share:.3f}" for k, share in found["pass_at"].items())),
+        ("tokens", f"{tokens} while sampling"),
+        ("pass@k", "  ".join(f"{k}: {value:.3f}" for k, value in found["pass_at"].items())),
     ]
     show(("", ""), rows)
-    if found["families"]:
-        families = [
-            (
-                name,
-                f"{row['questions']:,}",
-                format_share(row["solved_share"]),
-                format_share(row["success_rate"]),
-            )
-            for name, row in found["families"].items()
-        ]
+    families = [
+        (name, f"{row['questions']:,}", share(row["solved_share"]), share(row["success_rate"]))
+        for name, row in found["families"].items()
+    ]
+    if families:
         show(("family", "questions", "solved", "correct"), families, right=(1, 2, 3))
     hardest = [(f"{hard['correct']}/{hard['samples']}", hard["text"]) for hard in found["hardest"]]
     show(("correct", "hardest questions"), hardest, right=(0,))
-    for example in found["examples"][:2] if not found["correct"] else ():
+    for example in found["examples"] if not found["correct"] else ():
         told = f"wrong, expected {example['expected']}, score {example['reward']:g}"
         show(("", ""), [(told, " ".join(example["text"].split()))])

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from redline.measure.statistics import FEWEST_BLOCKS
 from redline.record.read import number, table
@@ -31,8 +31,7 @@ _STAGES = {
 _WORKLOADS = {"train": "pre-training", "generate": "generation", "finetune": "fine-tuning"}
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(NamedTuple):
     at: float
     text: str
 
@@ -64,11 +63,8 @@ class Row:
     @property
     def details(self) -> list[str]:
         """What there is to say beside the verdict."""
-        claim = (
-            ""
-            if self.claimed == DASH
-            else f"claimed {self.claimed}" + (f" by {self.source}" if self.source else "")
-        )
+        by = f" by {self.source}" if self.source else ""
+        claim = f"claimed {self.claimed}{by}" if self.claimed != DASH else ""
         interval = f"interval {self.interval}" if self.interval else ""
         numerics = f"numerics: {self.numerics}" if self.numerics else ""
         return [part for part in (claim, interval, self.speed, self.memory, numerics) if part]
@@ -199,11 +195,8 @@ def tuning(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The table of a tuning as lines for `trials`: each comparison with the best plan of its time."""
     found = []
     for row in rows:
-        against, predicted, rounds = (
-            table(row.get("comparison")),
-            number(row.get("predicted")),
-            number(row.get("rounds")),
-        )
+        against, predicted = table(row.get("comparison")), number(row.get("predicted"))
+        rounds = number(row.get("rounds"))
         ratio, between = number(against.get("ratio")), _pair([against.get("low"), against.get("high")])
         star = "*" if rounds is not None and rounds < FEWEST_BLOCKS else ""
         found.append(

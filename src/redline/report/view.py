@@ -12,7 +12,7 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from redline.record.read import Run, number, table, time_left_s
 from redline.record.units import (
@@ -42,48 +42,43 @@ _KINDS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Tile:
-    """A figure worth its own frame."""
-
+class Tile(NamedTuple):
     label: str
     value: str
-    note: str = ""
-    kind: str = ""
+    note: str
+    kind: str
 
 
-@dataclass(frozen=True)
-class Bar:
+"""A figure worth its own frame."""
+
+
+class Bar(NamedTuple):
     name: str
     text: str
     percent: float
     kind: str
-    note: str = ""
+    note: str
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     percent: float
     text: str
 
 
-@dataclass(frozen=True)
-class PlanRow:
+class PlanRow(NamedTuple):
     name: str
     value: str
     source: str
     reason: str
 
 
-@dataclass(frozen=True)
-class EventRow:
+class EventRow(NamedTuple):
     at: str
     text: str
     kind: str
 
 
-@dataclass(frozen=True)
-class Test:
+class Test(NamedTuple):
     name: str
     n: int
     split: str
@@ -200,14 +195,10 @@ def progress(run: Run, summary: Summary, samples: dict[str, Any] | None) -> Prog
 
 def _outcome_tiles(summary: Summary, tests: list[Test]) -> list[Tile]:
     """What the run was for."""
-    tiles = [
-        Tile(
-            f"accuracy {test.name}",
-            f"{100 * test.accuracy:.1f} %",
-            f"95 %: {100 * test.low:.1f} to {100 * test.high:.1f} %, {test.n:,} questions",
-        )
-        for test in tests
-    ]
+    tiles = []
+    for test in tests:
+        interval = f"95 %: {100 * test.low:.1f} to {100 * test.high:.1f} %, {test.n:,} questions"
+        tiles.append(Tile(f"accuracy {test.name}", f"{100 * test.accuracy:.1f} %", interval, ""))
     q = summary.quality
     if q.nan_step is not None:
         last = f"; the last number was {q.last_loss:.4f}" if q.last_loss is not None else ""
@@ -217,40 +208,32 @@ def _outcome_tiles(summary: Summary, tests: list[Test]) -> list[Tile]:
         notes += [f"perplexity {q.valid_perplexity:.2f}"] if q.valid_perplexity is not None else []
         notes += [f"{q.valid_bits_per_byte:.3f} bits/byte"] if q.valid_bits_per_byte is not None else []
         notes += [f"best {q.best_loss:.4f} at update {q.best_step:,}"] if q.best_step != q.valid_step else []
-        tiles.append(Tile("validation loss", f"{q.valid_loss:.4f}", ", ".join(notes)))
-    if (
-        q.last_loss is not None
-        and q.nan_step is None
-        and (q.valid_loss is None or q.bad_gradient_step is not None)
-    ):
-        bad = q.bad_gradient_step is not None
-        note = f"{bad_gradient(q)} on" if bad else f"nats/token, last update; the first {q.first_loss:.4f}"
-        tiles.append(Tile("training loss", f"{q.last_loss:.4f}", note, "bad" if bad else ""))
+        tiles.append(Tile("validation loss", f"{q.valid_loss:.4f}", ", ".join(notes), ""))
+    if q.last_loss is None or q.nan_step is not None:
+        return tiles
+    if q.bad_gradient_step is not None:
+        tiles.append(Tile("training loss", f"{q.last_loss:.4f}", f"{bad_gradient(q)} on", "bad"))
+    elif q.valid_loss is None:
+        note = f"nats/token, last update; the first {q.first_loss:.4f}"
+        tiles.append(Tile("training loss", f"{q.last_loss:.4f}", note, ""))
     return tiles
 
 
 def _speed_tiles(summary: Summary) -> list[Tile]:
-    speed, memory, tiles = summary.speed, summary.memory, list[Tile]()
-    if speed.update is not None:
-        tiles.append(
-            Tile(f"speed, {speed.unit}", exact(speed.update.value), f"median update{_interval(summary)}")
-        )
-    if speed.attained_share:
-        limit = f"of the {exact(speed.attainable)} {speed.unit} that the roofline allows"
-        tiles.append(Tile("of the attainable speed", format_limit_share(speed.attained_share), limit))
-    if speed.mfu is not None:
-        tiles.append(Tile("MFU", format_limit_share(speed.mfu), speed.mfu_note))
-    if speed.ceiling_share is not None:
-        tiles.append(
-            Tile("of the matmul ceiling", format_limit_share(speed.ceiling_share), speed.ceiling_note)
-        )
-    if memory.seen_bytes is not None:
-        tiles.append(Tile("peak memory", format_bytes(memory.seen_bytes), memory.seen_note))
-    if summary.elapsed_s is not None:
-        what = "fine-tuning time" if summary.workload == "rft" else "training time"
-        tokens = f"{format_count(summary.tokens)} tokens" if summary.tokens else ""
-        tiles.append(Tile(what, format_duration(summary.elapsed_s), tokens))
-    return tiles
+    speed, memory, spent_s = summary.speed, summary.memory, summary.elapsed_s
+    median = speed.update.value if speed.update else None
+    limit = f"of the {exact(speed.attainable)} {speed.unit} that the roofline allows"
+    spent = "fine-tuning time" if summary.workload == "rft" else "training time"
+    tokens = f"{format_count(summary.tokens)} tokens" if summary.tokens else ""
+    tiles = [
+        Tile(f"speed, {speed.unit}", exact(median), f"median update{_interval(summary)}", ""),
+        Tile("of the attainable speed", format_limit_share(speed.attained_share), limit, ""),
+        Tile("MFU", format_limit_share(speed.mfu), speed.mfu_note, ""),
+        Tile("of the matmul ceiling", format_limit_share(speed.ceiling_share), speed.ceiling_note, ""),
+        Tile("peak memory", format_bytes(memory.seen_bytes), memory.seen_note, ""),
+        Tile(spent, format_duration(spent_s), tokens, ""),
+    ]
+    return [tile for tile in tiles if tile.value != DASH]
 
 
 def _interval(summary: Summary) -> str:
@@ -306,14 +289,10 @@ def plan_rows(run: Run) -> list[PlanRow]:
 def event_rows(run: Run) -> list[EventRow]:
     """The events; of many the first and the last, so that a page of a long run is no longer than one of a short
     one."""
-    rows = [
-        EventRow(
-            when(number(event.get("at")) or math.inf),
-            told(event["event"], event),
-            "bad" if event["event"] in BAD else "",
-        )
-        for event in (*run.events[:FIRST_EVENTS], *run.events[FIRST_EVENTS:][-LAST_EVENTS:])
-    ]
+    rows = []
+    for event in (*run.events[:FIRST_EVENTS], *run.events[FIRST_EVENTS:][-LAST_EVENTS:]):
+        at, kind = when(number(event.get("at")) or math.inf), "bad" if event["event"] in BAD else ""
+        rows.append(EventRow(at, told(event["event"], event), kind))
     if left_out := len(run.events) - len(rows):
         rows.insert(FIRST_EVENTS, EventRow("", f"{left_out:,} more in events.jsonl", ""))
     return rows
