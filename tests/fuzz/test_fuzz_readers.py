@@ -15,7 +15,8 @@ from redline.machine.facts import read_facts
 from redline.machine.store import cache_path, cached
 from redline.plan.plan import load
 from redline.record.read import read_run
-from redline.train.checkpoint_files import read_best, verify
+from redline.train.checkpoint_files import verify
+from redline.train.places import read_best
 from redline.tune.store import tuned_plan
 
 FACTS = read_facts()
