@@ -27,12 +27,13 @@ from redline.record.observe import SAMPLING, Observers
 from redline.record.run import read_lines
 from redline.rft.export import export
 from redline.rft.run import generate_dataset
-from redline.rft.sample import Outcome, _Drawing, logprob_gap, sample
+from redline.rft.sample import Outcome, _Drawing, logprob_gap, sample, spelling
 from redline.rft.session import Session
 from redline.rft.stats import stats
 from redline.rft.store import Store
 from redline.tasks.registry import load_task
 from redline.tasks.task import Verdict
+from redline.train.restore import open_weights
 
 
 @pytest.fixture(scope="module")
@@ -407,3 +408,15 @@ def test_an_engine_refuses_adapters_that_are_not_merged(place: Path, tmp_path: P
                 list(engine.run([request]))
             with merged(model):
                 assert len(list(engine.run([request]))) == 1
+
+
+def test_the_tokens_of_an_answer_are_those_that_were_sampled(place: Path) -> None:
+    tokenizer = open_weights(place / "model").tokenizer
+    # Byte by byte, as a model may sample what the tokenizer would merge.
+    apart = [token for letter in " Answer: b c" for token in tokenizer.encode([letter])[0]]
+    assert apart != tokenizer.encode([" Answer: b c"])[0]
+    assert spelling(apart, "Answer: b", tokenizer) == tuple(apart[: len(" Answer: b")])
+    assert spelling(apart, "Answer: b c", tokenizer) == tuple(apart)
+    merged = tokenizer.encode([" Answer: b c"])[0]
+    assert spelling(merged, "Ans", tokenizer) is None, "it ends inside a token"
+    assert spelling(merged, "another text", tokenizer) is None

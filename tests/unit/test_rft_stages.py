@@ -4,6 +4,7 @@ repeated, accuracy that rises."""
 import json
 import shutil
 import tomllib
+from array import array
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,9 @@ def test_examples_are_prompts_and_kept_answers(place, finished):
     for example, row in zip(examples, kept, strict=True):
         assert tokenizer.decode(list(example.prompt)) == texts[row.question]
         assert example.answer[-1] == tokenizer.eot_id
-        assert tokenizer.decode(list(example.answer[:-1])) == f" {row.reasoning.strip()}"
+        assert tokenizer.decode(list(example.answer[:-1])).strip() == row.reasoning.strip()
+        assert row.ids is not None
+        assert example.answer[:-1] == tuple(array("i", row.ids)), "as they were sampled"
     assert len(solutions) == 20
     assert {tokenizer.decode(list(example.answer[:-1])) for example in solutions} == {" aaa"}
 

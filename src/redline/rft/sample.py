@@ -13,6 +13,8 @@ into the events.
 import queue
 import threading
 import time
+from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 
 from redline.config.recipe import fingerprint_of
+from redline.data.tokenizer import Tokenizer
 from redline.engine.local import LocalEngine
 from redline.engine.request import Completion, Engine
 from redline.model.transformer import Transformer
@@ -65,7 +68,11 @@ def sample(session: Session) -> Outcome:
     prompts = session.prompts(questions, session.sampler)
     with Store(session.folder.path / "samples.db") as store:
         store.put_questions(questions)
-        settings = {**session.recipe.sampling, "first_prompt": fingerprint_of(prompts.texts[0])}
+        settings = {
+            **session.recipe.sampling,
+            "first_prompt": fingerprint_of(prompts.texts[0]),
+            "tokenizer": session.sampler.tokenizer.fingerprint,
+        }
         drawing = _Drawing(session, store, store.open_source(session.writer, settings), questions, prompts)
         why = session.until_it_fits("sample", drawing.run)
         outcome = drawing.outcome(why)
@@ -155,7 +162,7 @@ class _Drawing:
 
     def _keep(self, completions: Sequence[Completion], pool: Pool, began_s: float) -> None:
         """The other thread: score, store, tell the budget and those who watch."""
-        rows = score(completions, self.questions, pool, self.session.task)
+        rows = score(completions, self.questions, pool, self.session.task, self.session.sampler.tokenizer)
         self.store.add(self.source, rows)
         self.budget.record((row.question, row.sample, row.correct, row.reasoning_key) for row in rows)
         self.drawn += len(rows)
@@ -226,7 +233,11 @@ def _in_background(keep: Keep, stop: Callable[[], None]) -> Iterator[Callable[[C
 
 
 def score(
-    completions: Sequence[Completion], questions: dict[str, Question], pool: Pool, task: Task
+    completions: Sequence[Completion],
+    questions: dict[str, Question],
+    pool: Pool,
+    task: Task,
+    tokenizer: Tokenizer,
 ) -> list[Sample]:
     """Completions, up to where their answers are complete, with their verdicts, as rows of the store."""
     # A server may cut a character in two, and half of one cannot be stored.
@@ -241,12 +252,25 @@ def score(
     )
     now_s = time.time()
     return [
-        _row(completion, text, verdict, task.finished(text, completion.finish), now_s)
+        _row(completion, text, verdict, task.finished(text, completion.finish), now_s, tokenizer)
         for completion, text, verdict in zip(completions, texts, verdicts, strict=True)
     ]
 
 
-def _row(completion: Completion, text: str, verdict: Verdict, finished: bool, at: float) -> Sample:
+def spelling(tokens: Sequence[int], text: str, tokenizer: Tokenizer) -> tuple[int, ...] | None:
+    """The first of the tokens that spell the text (and white space before it); None where it ends inside a token."""
+    whole, wanted = tokenizer.decode(list(tokens)), text.strip()
+    end = whole.find(wanted) + len(wanted)
+    if not wanted or whole[:end].strip() != wanted:
+        return None
+    count = bisect_left(range(len(tokens)), end, key=lambda n: len(tokenizer.decode(list(tokens[:n]))))
+    return tuple(tokens[:count]) if tokenizer.decode(list(tokens[:count])) == whole[:end] else None
+
+
+def _row(
+    completion: Completion, text: str, verdict: Verdict, finished: bool, at: float, tokenizer: Tokenizer
+) -> Sample:
+    ids = spelling(completion.tokens, text, tokenizer) if verdict.correct and completion.tokens else None
     logprobs, correct = completion.logprobs, verdict.correct and finished
     return Sample(
         question=completion.request.tag,
@@ -264,6 +288,7 @@ def _row(completion: Completion, text: str, verdict: Verdict, finished: bool, at
         reasoning_key=reasoning_key(text) if correct else None,
         seed=completion.request.seed,
         at=at,
+        ids=None if ids is None else array("i", ids).tobytes(),
     )
 
 

@@ -10,8 +10,8 @@ harm. Runs without torch.
 
 A sample is named by (model, sampling, question, number), so the same one cannot be stored twice; asked again,
 a run draws only what is missing. The file is in WAL mode: it can be read while a run writes it. Who may write
-is decided by the run folder's lock, not here. Left out: the tokens themselves (text is what is scored and
-trained on).
+is decided by the run folder's lock, not here. Of correct samples the token ids are kept too: they are trained
+on as they were sampled.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ CREATE TABLE IF NOT EXISTS samples (
     model TEXT, sampling TEXT, question TEXT REFERENCES questions, sample INTEGER,
     text TEXT NOT NULL, tokens INTEGER NOT NULL, logprob_sum REAL, logprob_min REAL, finish TEXT NOT NULL,
     correct INTEGER NOT NULL, parsed INTEGER NOT NULL, reward REAL NOT NULL, answer TEXT, reason TEXT,
-    reasoning_key TEXT, seed INTEGER NOT NULL, at REAL NOT NULL,
+    reasoning_key TEXT, seed INTEGER NOT NULL, at REAL NOT NULL, ids BLOB,
     PRIMARY KEY (model, sampling, question, sample)
 ) WITHOUT ROWID;
 """
@@ -90,6 +90,8 @@ class Sample(NamedTuple):
     """Equal for answers that say the same in other spelling; only of correct ones."""
     seed: int
     at: float
+    ids: bytes | None = None
+    """Token ids of the text (int32), of correct samples whose engine tells them."""
 
 
 class Kept(NamedTuple):
@@ -100,11 +102,12 @@ class Kept(NamedTuple):
     answer: str
     reasoning: str
     sample: int
+    ids: bytes | None = None
 
 
 _INSERT = f"INSERT INTO samples VALUES ({', '.join('?' * (2 + len(Sample._fields)))})"
 _SELECT_KEPT = """
-SELECT q.id, q.text, q.answer, s.text, s.sample FROM questions q
+SELECT q.id, q.text, q.answer, s.text, s.sample, s.ids FROM questions q
 JOIN samples s ON s.question = q.id AND s.model = ? AND s.sampling = ?
 WHERE s.correct AND NOT EXISTS (
     SELECT 1 FROM samples e WHERE e.model = s.model AND e.sampling = s.sampling AND e.question = s.question
@@ -306,7 +309,7 @@ class Store:
         names = [
             "question_text",
             "question_answer",
-            *(f"s.{name}" for name in ("model", "sampling", *Sample._fields)),
+            *(f"s.{name}" for name in ("model", "sampling", *Sample._fields) if name != "ids"),
         ]
         columns = ", ".join(["q.text", "q.answer", *names[2:]])
         query = (

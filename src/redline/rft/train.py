@@ -11,6 +11,7 @@ says.
 import json
 import textwrap
 import time
+from array import array
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -164,7 +165,9 @@ def _examples(session: Session, on: On) -> list[Example]:
     """Prompt and answer of everything that is trained on, in the order of the questions."""
     questions = session.train_questions()
     if on == "answers":
-        pairs = [(question, question.solution) for question in questions if question.solution]
+        pairs: list[tuple[Question, str, bytes | None]] = [
+            (question, question.solution, None) for question in questions if question.solution
+        ]
         if not pairs:
             raise DataError(
                 f"task {session.asked.name} gives no reference solutions to train on: train on the samples"
@@ -174,10 +177,12 @@ def _examples(session: Session, on: On) -> list[Example]:
     mode, shots = session.recipe.prompt.mode, session.recipe.prompt.shots_of(trained=True)
     loaded, tokenizer = session.model.opened.loaded, session.model.tokenizer
     end = end_id(loaded, tokenizer, mode)
-    answers = tokenizer.encode([answer_text(text, mode) for _, text in pairs])
+    answers = tokenizer.encode([answer_text(text, mode) for _, text, _ in pairs])
     prompts: dict[str, tuple[int, ...]] = {}
     examples = []
-    for (question, _), answer in zip(pairs, answers, strict=True):
+    for (question, _, sampled), spelt in zip(pairs, answers, strict=True):
+        # Text can be spelt in several ways: what the model sampled is what it learns.
+        answer = spelt if sampled is None else array("i", sampled)
         if question.id not in prompts:
             prompts[question.id] = tuple(
                 tokenizer.encode_prompt(render(session.task, question, loaded, mode, shots)[0])
@@ -186,7 +191,9 @@ def _examples(session: Session, on: On) -> list[Example]:
     return examples
 
 
-def _kept(session: Session, questions: dict[str, Question]) -> list[tuple[Question, str]]:
+def _kept(session: Session, questions: dict[str, Question]) -> list[tuple[Question, str, bytes | None]]:
+    """What is trained on: the question, the text, and its token ids where the sampler and the model share a
+    tokenizer."""
     with Store(session.folder.path / "samples.db", create=False) as store:
         source, settings = store.latest()
         ours = session.recipe.sampling
@@ -199,7 +206,9 @@ def _kept(session: Session, questions: dict[str, Question]) -> list[tuple[Questi
         kept = store.kept(source, session.recipe.sample.keep_per_question)
         if not kept:
             raise DataError(_nothing_correct(store, source))
-    return [(questions[row.question], row.reasoning) for row in kept if row.question in questions]
+    shared = settings.get("tokenizer") == session.model.tokenizer.fingerprint
+    known = [row for row in kept if row.question in questions]
+    return [(questions[row.question], row.reasoning, row.ids if shared else None) for row in known]
 
 
 def _nothing_correct(store: Store, source: Source) -> str:
