@@ -115,6 +115,7 @@ REFUSED = {
     "a device": ["generate", "MODEL", "--device", "tpu"],
     "sampling": ["generate", "MODEL", "--temperature", "-1"],
     "samples": ["generate", "MODEL", "--samples", "0"],
+    "a model to talk to": ["chat", "nowhere"],
     "a model to evaluate": ["evaluate", "nowhere"],
     "a text to evaluate on": ["evaluate", "MODEL", "--data", "nowhere.txt"],
     "sequences": ["evaluate", "MODEL", "--data", "DATA", "--sequences", "0"],

@@ -308,6 +308,30 @@ def test_a_stream_that_is_dropped_leaves_the_engine_usable(model):
     assert {k: c.tokens for k, c in again.items()} == {k: c.tokens for k, c in whole.items()}
 
 
+class Bytes(Words):
+    """A tokenizer whose tokens are bytes, most of them of characters of several bytes."""
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes([*b"ab", *"€日ü".encode(), *range(128, 255)][i] for i in ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("words", [Words(), Bytes()], ids=["words", "bytes"])
+def test_a_stream_says_the_text_in_pieces_and_no_half_characters(model, words):
+    request = Request(prompt=PROMPTS[3], sampling=Sampling(temperature=1.0, max_new_tokens=40), seed=5)
+    with make(model) as engine:
+        engine.tokenizer = words
+        (whole,) = engine.run([request])
+        engine.eos_ids = (whole.tokens[-7],)
+        (stopped,) = engine.run([request])
+        for expected in (stopped, whole):
+            pieces: list[str] = []
+            assert engine.stream(request, pieces.append) == expected
+            assert "".join(pieces) == expected.text
+            assert len([piece for piece in pieces if piece]) > 1
+            engine.eos_ids = ()
+        assert not any(piece.endswith("\ufffd") for piece in pieces[:-1])
+
+
 def test_generation_ends_where_the_context_does(model):
     with make(model, max_prompt_tokens=60) as engine:
         (completion,) = engine.run([Request(prompt=(1,) * 35, sampling=Sampling(max_new_tokens=40))])

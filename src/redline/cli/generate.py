@@ -130,5 +130,6 @@ def _prompt_ids(prompts: Sequence[str], opened: "Opened", *, chat: bool) -> list
 
     tokenizer = opened.tokenizer
     if chat:
-        return [tuple(tokenizer.encode_prompt(chat_prompt(opened.loaded, prompt))) for prompt in prompts]
+        chats = ([{"role": "user", "content": prompt}] for prompt in prompts)
+        return [tuple(tokenizer.encode_prompt(chat_prompt(opened.loaded, chat))) for chat in chats]
     return [tuple(tokenizer.encode([prompt])[0]) or (tokenizer.eot_id,) for prompt in prompts]

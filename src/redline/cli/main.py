@@ -16,6 +16,7 @@ from redline import __version__
 from redline.cli import (
     ablate,
     bench,
+    chat,
     data,
     diagnose,
     evaluate,
@@ -49,7 +50,7 @@ GROUPS = {
     },
     "Train": {"train": train, "finetune": finetune, "rft": rft},
     "Look at a run": {"watch": watch, "report": report, "diagnose": diagnose},
-    "Use a model": {"generate": generate, "evaluate": evaluate, "export": export},
+    "Use a model": {"chat": chat, "generate": generate, "evaluate": evaluate, "export": export},
     "Prove it": {"verify": verify, "optimizations": optimizations, "ablate": ablate, "bench": bench},
 }
 COMMANDS = {name: module for group in GROUPS.values() for name, module in group.items()}

@@ -17,7 +17,7 @@ when few slots are in use. Adapters must be merged (`redline.model.lora.merged`)
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -37,6 +37,8 @@ from redline.model.transformer import Transformer
 STEPS = 8
 """Tokens between two looks at the slots. A sample that ends idles for half of them on average; a look costs
 the GPU some 0.3 ms. Once nobody waits for a slot, looks are twice as rare."""
+STREAM_STEPS = 2
+"""The same where somebody reads along."""
 AHEAD = 8
 """Prompts for one in this many slots are read before they are needed, so that the GPU does not wait while the
 host launches that work."""
@@ -167,8 +169,30 @@ class LocalEngine:
         """Take up weights that training has changed, where they had to be copied."""
         self.decoder.forward.refresh()
 
-    def run(self, requests: Iterable[Request | None]) -> Iterator[Completion]:
-        """Completions as they finish. Ending the iteration early drops what is under way."""
+    def stream(self, request: Request, say: Callable[[str], None]) -> Completion:
+        """The one sample of a request without stop strings; `say` is given its text in pieces, as it comes. A
+        character of which a part is missing waits for the rest."""
+        assert request.samples == 1
+        assert not request.sampling.stop_strings
+        said, stops = "", {*self.eos_ids, *request.sampling.stop_ids}
+
+        def tell(tokens: list[int]) -> None:
+            nonlocal said
+            spoken = tokens[:-1] if tokens[-1] in stops else tokens
+            text = self.tokenizer.decode(spoken).rstrip("\ufffd")
+            say(text[len(said) :])
+            said = text
+
+        (completion,) = self.run([request], tell=tell)
+        say(completion.text[len(said) :])
+        return completion
+
+    def run(
+        self, requests: Iterable[Request | None], *, tell: Callable[[list[int]], None] | None = None
+    ) -> Iterator[Completion]:
+        """Completions as they finish. Ending the iteration early drops what is under way. `tell`: the tokens so far
+        of the first slot, every few of them."""
+        usual = STEPS if tell is None else STREAM_STEPS
         if any(layer.original is None for layer in lora_layers(self.model).values()):
             raise ConfigError(
                 "the model's adapters are not merged into its weights: generate inside `with"
@@ -181,11 +205,13 @@ class LocalEngine:
                 more = self._admit(feed, len(self._free))
                 self._start()
                 if self._open:
-                    slots, round_ = self._launch(STEPS if more or self._waiting else 2 * STEPS)
+                    slots, round_ = self._launch(usual if more or self._waiting else 2 * usual)
                     if more:
                         self._admit(feed, self._ahead)  # the round runs, and these prompts are read behind it
                     yield from self._completions()
-                    self._take_out(slots, round_)
+                    tokens = self._take_out(slots, round_)
+                    if tell is not None:
+                        tell(tokens)
                 elif self._ended:
                     yield from self._completions()
                 elif more:
@@ -295,8 +321,8 @@ class LocalEngine:
         self.stats.slot_steps += steps * self.decoder.batch_size(len(slots))
         return slots, self.decoder.launch(slots, steps=steps, filtered=filtered)
 
-    def _take_out(self, slots: np.ndarray, round_: Round) -> None:
-        """Wait for the round and free the slots of the samples that have ended."""
+    def _take_out(self, slots: np.ndarray, round_: Round) -> list[int]:
+        """Wait for the round and free the slots of the samples that have ended; returns the first one's tokens."""
         counts, going, tokens, logprobs = round_.wait()
         self._left[slots] = self._limit[slots] - counts
         cut = self._holds_stop_string(slots, counts, going, tokens)
@@ -307,6 +333,8 @@ class LocalEngine:
             self._end(slot)
             if cut[row]:
                 self._cut.append(slot)
+        first: list[int] = tokens[0, : counts[0]].tolist()
+        return first
 
     def _holds_stop_string(
         self, slots: np.ndarray, counts: np.ndarray, going: np.ndarray, tokens: np.ndarray

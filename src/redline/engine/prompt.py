@@ -28,9 +28,9 @@ def render(
     return _filled(loaded, prompt_messages(task, question, shots), add_generation_prompt=True), ()
 
 
-def chat_prompt(loaded: Loaded, message: str) -> str:
-    """A user's message as the model's chat template puts it."""
-    return _filled(loaded, [{"role": "user", "content": message}], add_generation_prompt=True)
+def chat_prompt(loaded: Loaded, messages: list[dict[str, str]]) -> str:
+    """A conversation as the model's chat template puts it, up to where the answer begins."""
+    return _filled(loaded, messages, add_generation_prompt=True)
 
 
 def answer_text(text: str, mode: PromptMode) -> str:

@@ -1,0 +1,156 @@
+"""Talk to a model: each line is a message, and the answer appears as it is generated. A model with a chat template
+answers in a conversation; one without continues the text so far, yours and its own. Lines may come from a pipe.
+
+redline chat demo
+redline chat SmolLM2-135M-Instruct.gguf --system "Answer briefly."
+echo "ROMEO:" | redline chat runs/nano --max-new-tokens 100
+
+/reset forgets what was said, /quit or Ctrl-D ends.
+"""
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from redline.train.restore import Opened
+
+HELP = "talk to a model; the answer appears as it is generated"
+MOST_HISTORY = 8192
+"""Tokens of a conversation that are kept, where the model's context holds more: they take memory for keys and values."""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    from redline.cli.generate import add_model
+
+    add_model(command)
+    command.add_argument(
+        "--system", metavar="TEXT", help="what the model is told first; needs a chat template"
+    )
+    command.add_argument(
+        "--max-new-tokens", type=int, default=256, metavar="N", help="of an answer, at most (default 256)"
+    )
+    command.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default 0.7)")
+    command.add_argument(
+        "--seed", type=int, default=0, help="the same seed gives the same answers (default 0)"
+    )
+
+
+class Conversation:
+    """What was said, and the prompt that it makes."""
+
+    def __init__(self, opened: "Opened", system: str | None, most_tokens: int) -> None:
+        from redline.errors import ConfigError
+
+        self.loaded, self.tokenizer, self.most_tokens = opened.loaded, opened.tokenizer, most_tokens
+        self.chats = self.loaded.chat_template is not None
+        if system is not None and not self.chats:
+            raise ConfigError(
+                "--system needs a model with a chat template, and this one has none: leave it out"
+            )
+        self.system = [{"role": "system", "content": system}] if system is not None else []
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages: list[dict[str, str]] = []
+        self.text = ""
+
+    def ask(self, message: str) -> tuple[tuple[int, ...], int]:
+        """Token ids of the prompt, and how many messages (tokens of a text) had to be forgotten for it to fit."""
+        if not self.chats:
+            self.text += f"\n{message}" if self.text else message
+            ids = tuple(self.tokenizer.encode([self.text])[0])
+            return ids[-self.most_tokens :], max(0, len(ids) - self.most_tokens)
+        self.messages.append({"role": "user", "content": message})
+        forgotten = 0
+        while len(ids := self._ids()) > self.most_tokens and len(self.messages) > 1:
+            del self.messages[:2]  # a question with its answer
+            forgotten += 2
+        return ids, forgotten
+
+    def answered(self, text: str) -> None:
+        self.text += text
+        self.messages.append({"role": "assistant", "content": text})
+
+    def _ids(self) -> tuple[int, ...]:
+        from redline.engine.prompt import chat_prompt
+
+        return tuple(self.tokenizer.encode_prompt(chat_prompt(self.loaded, [*self.system, *self.messages])))
+
+
+def run(options: argparse.Namespace) -> None:
+    from dataclasses import replace
+
+    from redline.cli.generate import check_model
+    from redline.cli.options import status
+    from redline.engine.request import Request, Sampling
+
+    sampling = Sampling(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
+    asked = Request(prompt="", sampling=sampling, seed=options.seed)
+    check_model(options)
+    from redline.engine.local import LocalEngine
+    from redline.engine.prompt import stop_ids
+    from redline.train.restore import open_on
+
+    opened, model = open_on(options.model, options.checkpoint, options.device)
+    context = model.config.context_length
+    new = min(options.max_new_tokens, max(1, context // 2))
+    talk = Conversation(opened, options.system, min(context - new, MOST_HISTORY))
+    asked = replace(asked, sampling=replace(sampling, max_new_tokens=new))
+    stops = stop_ids(opened.loaded, opened.tokenizer)
+    if sys.stdin.isatty():
+        kind = "a chat template" if talk.chats else "no chat template: it continues your text"
+        status(f"{opened.source} has {kind}. /reset forgets, /quit or Ctrl-D ends.")
+    with LocalEngine(
+        model,
+        opened.tokenizer,
+        slots=1,
+        max_prompt_tokens=talk.most_tokens,
+        max_new_tokens=new,
+        eos_ids=stops,
+    ) as engine:
+        for number, message in enumerate(_messages(talk)):
+            _answer(engine, talk, message, replace(asked, seed=asked.seed + number))
+
+
+def _messages(talk: Conversation):  # type: ignore[no-untyped-def]
+    """The lines that are for the model."""
+    if terminal := sys.stdin.isatty():
+        import readline  # noqa: F401 - gives input() its editing and its history
+    while True:
+        try:
+            line = input("> ") if terminal else next(sys.stdin).removesuffix("\n")
+        except (EOFError, StopIteration):
+            break
+        if line.strip() == "/quit":
+            break
+        if line.strip() == "/reset":
+            talk.reset()
+        elif line.strip():
+            yield line
+    if terminal:
+        print()
+
+
+def _answer(engine, talk: Conversation, message: str, asked) -> None:  # type: ignore[no-untyped-def]
+    from dataclasses import replace
+
+    from redline.cli.options import status
+    from redline.record.units import visible
+
+    ids, forgotten = talk.ask(message)
+    if len(ids) > talk.most_tokens:
+        status(
+            f"a message of {len(ids)} tokens does not fit: {talk.most_tokens} are the most; it is left out"
+        )
+        talk.messages.pop()
+        return
+    if forgotten:
+        status(f"(forgotten, to make room: the first {forgotten} {'messages' if talk.chats else 'tokens'})")
+    completion = engine.stream(
+        replace(asked, prompt=ids), lambda piece: print(visible(piece), end="", flush=True)
+    )
+    print(flush=True)
+    if completion.finish == "length" and talk.chats:
+        status(f"(cut at {completion.new_tokens} tokens: --max-new-tokens)")
+    talk.answered(completion.text)
