@@ -61,13 +61,13 @@ def out_of_memory(above: int, from_pass: int = 1, only_rank: int | None = None) 
 
 
 def out_of_memory_on_two(above: int, only_rank: int) -> None:
-    """The launcher starts two forks in the place of torchrun, and one of them runs out of memory."""
+    """The launcher starts two forks in the place of its processes, and one of them runs out of memory."""
     from warm import leave
 
     from redline import launch
     from redline.cli.main import main
 
-    def torchrun(nproc: int, arguments: Sequence[str]) -> int:
+    def start_processes(nproc: int, arguments: Sequence[str]) -> int:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             os.environ |= {
@@ -84,7 +84,7 @@ def out_of_memory_on_two(above: int, only_rank: int) -> None:
             children.append(pid)
         return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children)
 
-    launch.torchrun = torchrun
+    launch.start_processes = start_processes
 
 
 def slow_network(delay_s: float, block: int, tally: str) -> None:

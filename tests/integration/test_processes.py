@@ -31,6 +31,8 @@ from precision import CLOSE, CLOSE_FP32
 from warm import LIMIT_S as HUNG_S
 from warm import Fault
 
+from redline.errors import MachineError
+
 STEPS = 20
 
 
@@ -246,9 +248,41 @@ def stopped(command: subprocess.Popen[str], run: Path, stop: Callable[[subproces
 
 @pytest.mark.slow
 def test_a_worker_that_fails_fails_the_command(nano: Nano, tmp_path: Path) -> None:
-    """With its own exit code, and its own line below all that torchrun prints."""
+    """With its own exit code and one line, whatever the number of processes."""
     recipe = nano.recipe(tmp_path, "data.source=nowhere")
     command = real(nano, "-m", "redline.cli.main", "train", recipe, "--run", tmp_path / "run", "--nproc", "2")
     _, err = command.communicate(timeout=HUNG_S)
     assert command.returncode == 3
+    assert [line for line in err.splitlines() if "corpus" in line] == err.splitlines()[-1:]
     assert err.splitlines()[-1].startswith("redline: no such corpus: nowhere")
+
+
+def running(nano: Nano, tmp_path: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """A run on two processes that has written a line, and its processes."""
+    recipe = nano.recipe(tmp_path, "train.steps=1000000", "train.eval_every=0", "train.checkpoint_every=0")
+    command = real(nano, "-m", "redline.cli.main", "train", recipe, "--run", tmp_path / "run", "--nproc", "2")
+    while command.poll() is None and lines_written(tmp_path / "run") == 0:
+        time.sleep(0.01)
+    return command, psutil.Process(command.pid).children()
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_is_one_line(nano: Nano, tmp_path: Path) -> None:
+    command, processes = running(nano, tmp_path)
+    processes[1].kill()
+    _, err = command.communicate(timeout=HUNG_S)
+    assert command.returncode == MachineError.exit_code
+    assert "Traceback" not in err
+    assert [line for line in err.splitlines() if line.startswith("redline: ")] == [
+        "redline: process 1 was ended by SIGKILL, as the system does when its memory runs out, and the others were"
+        " stopped; run the same command again and it resumes from the last checkpoint"
+    ]
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_killed_takes_its_processes_with_it(nano: Nano, tmp_path: Path) -> None:
+    command, processes = running(nano, tmp_path)
+    command.kill()
+    command.communicate(timeout=HUNG_S)
+    _, left = psutil.wait_procs(processes, timeout=HUNG_S)
+    assert left == []

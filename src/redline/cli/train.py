@@ -84,10 +84,14 @@ def check_options(options: argparse.Namespace) -> None:
 def train(options: argparse.Namespace, recipe) -> int:  # type: ignore[no-untyped-def]
     """Train the recipe here, or on several processes."""
     from redline.data.read import find_source
-    from redline.launch import under_torchrun
+    from redline.launch import LAUNCHER, under_torchrun
     from redline.record.run import RunFolder
     from redline.train.open_run import changes
 
+    if LAUNCHER in os.environ:
+        from redline.measure.lifeline import end_with
+
+        end_with(int(os.environ[LAUNCHER]))
     folder = options.run or Path("runs") / recipe.name
     changes(RunFolder(folder), recipe)
     if recipe.workload == "pretrain":
@@ -99,17 +103,14 @@ def train(options: argparse.Namespace, recipe) -> int:  # type: ignore[no-untype
 
 def _launch(options: argparse.Namespace, recipe, folder: Path) -> int:  # type: ignore[no-untyped-def]
     """Start the processes, with ceilings measured beforehand so that all of them plan alike."""
-    from redline.launch import failure, out_of_memory_override, torchrun, with_recovery
+    from redline.launch import out_of_memory_override, start_processes, with_recovery
 
     _plan(options, recipe, options.nproc)
     events = folder / "events.jsonl"
-    code = with_recovery(
-        lambda overrides: torchrun(options.nproc, [*options.arguments, *overrides]),
+    return with_recovery(
+        lambda overrides: start_processes(options.nproc, [*options.arguments, *overrides]),
         lambda: out_of_memory_override(events),
     )
-    if code != 0 and (failed := failure(events)) is not None:
-        raise failed  # once more, below what torchrun printed
-    return code
 
 
 def _plan(options: argparse.Namespace, recipe, world_size: int):  # type: ignore[no-untyped-def]

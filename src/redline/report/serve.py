@@ -10,6 +10,7 @@ own name at 127.0.0.1 reads nothing.
 """
 
 import json
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -76,10 +77,17 @@ class Watched(Followed):
 
 class Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 1024
+    """Connections that may wait to be taken: browsers and scripts open many in the same moment."""
 
     def __init__(self, watched: Watched, port: int) -> None:
         self.watched = watched
         super().__init__(("127.0.0.1", port), Handler)
+
+    def handle_error(self, *place: Any) -> None:
+        """Whoever asked and went away before the answer is no error of ours."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(*place)
 
     @property
     def url(self) -> str:
@@ -97,8 +105,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._answer(
                 HTTPStatus.MISDIRECTED_REQUEST, "text/plain", "this page is for 127.0.0.1 only\n"
             )
-        asked = urlsplit(self.path)
         try:
+            asked = urlsplit(self.path)
             if asked.path == "/" and not asked.query:
                 return self._answer(HTTPStatus.OK, "text/html", self.server.watched.page())
             if asked.path == "/lines" and (place := _place(asked.query)) is not None:
@@ -110,6 +118,8 @@ class Handler(BaseHTTPRequestHandler):
         except RedlineError as error:
             # a file of the run is damaged: said on the page's side and not in this terminal
             return self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", f"{error}\n")
+        except ValueError:  # an address that is none
+            pass
         return self._answer(
             HTTPStatus.NOT_FOUND, "text/plain", "there is / and /lines?generation=G&offset=N\n"
         )
