@@ -27,7 +27,9 @@ from redline.measure.turns import Arm, measure, take_turns
 from redline.plan.hardware import hardware_here
 from redline.plan.plan import Plan
 from redline.plan.planner import make_plan
+from redline.tune.arms import UpdateArms, rehearsed
 from redline.tune.candidates import changed
+from redline.tune.guard import guard
 from redline.tune.memory import pick_micro_batch, probe
 from redline.tune.search import shorten, tune
 
@@ -181,3 +183,28 @@ def test_the_same_plan_against_itself_shows_no_change() -> None:
             found.append(compare(arms[0].blocks_s, arms[1].blocks_s, paired=True))
     print(*found, sep="\n")
     assert sum(comparison.verdict == "not resolved" for comparison in found) >= 9
+
+
+# ---- fine-tuning ----
+
+WAYS: dict[str, dict[str, Any]] = {
+    "eager": {"graph": False},
+    "smaller passes": {"graph": True, "micro_batch": 8},
+    "padded": {"graph": True, "padded": True},
+    "recomputed": {"graph": True, "recompute": "full"},
+    "compiled": {"graph": True, "compile": "default"},
+    "fp32": {"graph": False, "precision": "fp32"},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_fine_tune_is_the_same_training(way: str) -> None:
+    """Against the planner's own: bf16 in one captured pass, packed."""
+    recipe, plan = planned("seeds/003", "model.num_layers=4")
+    arms = UpdateArms(recipe=rehearsed(recipe), hardware=plan.hardware, timing=Timing(blocks=1, block_s=0.05))
+    reference, found = (measure(arms.trial(state), Children()) for state in ({}, WAYS[way]))
+    assert (reference.outcome, found.outcome) == ("ok", "ok"), (reference.error, found.error)
+    verdict = guard(reference, found, "rounding", precision="bf16")
+    assert verdict.passed, str(verdict)
+    assert verdict.steps == 5

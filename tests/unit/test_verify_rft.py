@@ -159,6 +159,18 @@ def test_packed_attention_on_a_gpu(precision: str, seen: dict[str, int], status:
     assert room._attention(case).status == status
 
 
+@pytest.mark.parametrize(
+    ("recompute", "ran", "status"),
+    [("none", 2, "passed"), ("none", 4, "failed"), ("full", 4, "passed"), ("full", 2, "failed")],
+)
+def test_recomputation_of_packed_attention_on_a_gpu(recompute: str, ran: int, status: str) -> None:
+    """On paper: the trace of two blocks whose kernel is called directly."""
+    plan = SimpleNamespace(recompute=recompute, compile="off")
+    seen = Trace(operations=Counter({"_ShortAttention": ran}))
+    case: Any = SimpleNamespace(plan=plan, blocks=2, cuda=True, in_pass=seen)
+    assert room._recompute(case).status == status
+
+
 def test_every_plan_value_is_proved_by_a_check_that_exists(recipe: Path) -> None:
     proofs = {name for value in VALUES.values() for name in value.proof}
     assert proofs <= set(checks(recipe))

@@ -12,7 +12,6 @@ import fcntl
 import json
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from redline.config.load import build
@@ -50,9 +49,7 @@ class TrialFolder:
         self._lines = LineWriter(path)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._lines.close()
         self._lock.close()
 

@@ -17,7 +17,6 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from redline.config.load import build
@@ -160,14 +159,12 @@ class Turns:
         """Children of arms that nobody needs any more, by what they can still measure."""
         self._ran: set[str] = set()
         """Trials that ended well once: their failing later is chance."""
-        self._shortest_s = math.inf
+        self._shortest_s: float | None = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
         self.children.close()
 
@@ -244,8 +241,7 @@ class Turns:
     def _in_turns(self, name: str, before: Trial, after: Trial, until_s: float, enough: Enough) -> Pair:
         for last in (False, True):
             arms = [self._arm(before, self.deadline_s), self._arm(after, until_s)]
-            if not any(arm.failed for arm in arms):
-                self._rounds(arms, after.timing.blocks, until_s, enough)
+            self._rounds(arms, after.timing.blocks, until_s, partial(_enough, enough, *arms))
             pair = Pair(before=arms[0].end(), after=arms[1].end(), paired=True)
             ran = [pair.before] + [pair.after] * (self._key(after) in self._ran)
             chance = next((m for m in ran if m.outcome not in ("ok", "out_of_memory")), None)
@@ -260,9 +256,7 @@ class Turns:
         first = self._by_itself(f"{name}: before", before, before.timing.blocks, until_s)
         self._make_room(after)
 
-        def settled(arm: Arm) -> bool:
-            return first.outcome == "ok" and bool(arm.blocks_s) and _enough(enough, first, arm)
-
+        settled = partial(_enough, enough, first) if first.outcome == "ok" else lambda arm: False
         second = self._by_itself(name, after, after.timing.blocks, until_s, settled)
         return Pair(before=first, after=second, paired=False)
 
@@ -277,29 +271,22 @@ class Turns:
         """A trial alone; once more where it crashed."""
         for last in (False, True):
             arm = self._arm(trial, until_s)
-            take_turns(
-                [arm],
-                blocks,
-                block_s=trial.timing.block_s,
-                clock=self.clock,
-                enough=partial(self._settled, arm, until_s, settled),
-            )
+            self._rounds([arm], blocks, until_s, partial(settled, arm))
             measured = arm.end()
             if last or measured.outcome != "crashed" or self._over(until_s):
                 break
             self.say(f"{name}: crashed ({measured.error}); once more")
         return measured
 
-    def _settled(self, arm: Arm, until_s: float, settled: Callable[[Arm], bool]) -> bool:
-        return self._over(until_s) or settled(arm)
-
-    def _rounds(self, arms: list[Arm], rounds: int, until_s: float, enough: Enough) -> None:
-        """Rounds of both, until one fails, all is known, or the time is over."""
+    def _rounds(self, arms: list[Arm], rounds: int, until_s: float, enough: Callable[[], bool]) -> None:
+        """Rounds of all, until one fails, all is known, or the time is over."""
 
         def over() -> bool:
-            return any(arm.failed for arm in arms) or self._over(until_s) or _enough(enough, *arms)
+            return any(arm.failed for arm in arms) or self._over(until_s) or enough()
 
-        take_turns(arms, rounds, block_s=arms[0].trial.timing.block_s, clock=self.clock, enough=over)
+        if not any(arm.failed for arm in arms):
+            timing = arms[0].trial.timing
+            take_turns(arms, rounds, block_s=timing.block_s, clock=self.clock, enough=over)
 
     def _arm(self, trial: Trial, until_s: float) -> Arm:
         """The trial's arm: the one that is warm, else one in a spare child that can measure it, else, or where
@@ -339,8 +326,7 @@ class Turns:
 
     def _time_for(self, name: str, until_s: float) -> bool:
         # the naive state of an ablation is the slowest by far, so longer ones say little about the next
-        shortest_s = self._shortest_s if math.isfinite(self._shortest_s) else 0.0
-        if until_s - self.clock() < max(1.0, shortest_s):
+        if until_s - self.clock() < max(1.0, self._shortest_s or 0.0):
             return False
         self.say(f"{name}: measuring")
         return True
@@ -349,7 +335,7 @@ class Turns:
         return self.clock() >= until_s
 
     def _spent(self, began_s: float) -> None:
-        self._shortest_s = min(self._shortest_s, self.clock() - began_s)
+        self._shortest_s = min(self._shortest_s or math.inf, self.clock() - began_s)
 
     def _key(self, trial: Trial) -> str:
         return trial_key(trial, self._beside)

@@ -44,16 +44,23 @@ class Probe:
     memory: PeakMemory
 
 
+@dataclass(frozen=True)
+class Line:
+    base: float
+    slope: float
+
+    def __call__(self, micro_batch: int) -> float:
+        return self.base + self.slope * micro_batch
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryFit:
-    """active = max(floor, base + per_sequence x micro-batch); reserved has a line of its own, and is no less
+    """Active bytes are a line in the micro-batch above a floor; reserved ones have another line, and are no less
     than active by the ratio that the largest probe shows."""
 
     floor_bytes: float
-    base_bytes: float
-    per_sequence_bytes: float
-    reserved_base_bytes: float
-    reserved_per_sequence_bytes: float
+    active: Line
+    reserved: Line
     reserved_ratio: float
     other_bytes: int
     largest_probe: int
@@ -62,47 +69,41 @@ class MemoryFit:
     the margin."""
 
     def active_bytes(self, micro_batch: int) -> float:
-        return max(self.floor_bytes, self.base_bytes + self.per_sequence_bytes * micro_batch)
+        return max(self.floor_bytes, self.active(micro_batch))
 
     def reserved_bytes(self, micro_batch: int) -> float:
-        line = self.reserved_base_bytes + self.reserved_per_sequence_bytes * micro_batch
-        return max(line, self.reserved_ratio * self.active_bytes(micro_batch))
+        return max(self.reserved(micro_batch), self.reserved_ratio * self.active_bytes(micro_batch))
 
     def fits(self, micro_batch: int, capacity_bytes: int) -> bool:
         """Whether it fits a device, or a limit, of `capacity_bytes` with the margin."""
-        return (
-            self.reserved_bytes(micro_batch) * (1 + MARGIN + self.residual) + self.other_bytes
-            <= capacity_bytes
-        )
+        reserved_bytes = self.reserved_bytes(micro_batch) * (1 + MARGIN + self.residual)
+        return reserved_bytes + self.other_bytes <= capacity_bytes
 
 
 def fit_memory(probes: Sequence[Probe]) -> MemoryFit:
-    """The line through the two largest probes and the floor under the others. One probe alone gives a flat
-    line: what it took."""
-    ordered = sorted(probes, key=lambda probe: probe.micro_batch)
-    *smaller, last = ordered
-    active, reserved = last.memory.active_bytes, last.memory.reserved_bytes
-    slope = reserved_slope = 0.0
-    if smaller:
-        before, apart = smaller[-1].memory, last.micro_batch - smaller[-1].micro_batch
-        slope = max(0.0, (active - before.active_bytes) / apart)
-        reserved_slope = max(0.0, (reserved - before.reserved_bytes) / apart)
-    base = active - slope * last.micro_batch
-    floor, residual = 0.0, 0.0
+    """The lines through the two largest probes and the floor under the others. One probe alone gives flat
+    lines: what it took."""
+    *smaller, last = sorted(probes, key=lambda probe: probe.micro_batch)
+    before = smaller[-1] if smaller else last
+
+    def line(name: str) -> Line:
+        top, apart = getattr(last.memory, name), last.micro_batch - before.micro_batch
+        slope = max(0.0, (top - getattr(before.memory, name)) / apart) if apart else 0.0
+        return Line(top - slope * last.micro_batch, slope)
+
+    active, floor, residual = line("active_bytes"), 0.0, 0.0
     for probe in smaller[:-1]:
-        seen, line = probe.memory.active_bytes, base + slope * probe.micro_batch
-        if seen > line:  # a piece that does not grow with the micro-batch: the peak stood elsewhere
+        seen, expected = probe.memory.active_bytes, active(probe.micro_batch)
+        if seen > expected:  # a piece that does not grow with the micro-batch: the peak stood elsewhere
             floor = max(floor, seen)
         else:
-            residual = max(residual, line / seen - 1)
+            residual = max(residual, expected / seen - 1)
     return MemoryFit(
-        floor_bytes=min(floor, active),
-        base_bytes=base,
-        per_sequence_bytes=slope,
-        reserved_base_bytes=reserved - reserved_slope * last.micro_batch,
-        reserved_per_sequence_bytes=reserved_slope,
-        reserved_ratio=reserved / active,
-        other_bytes=max(probe.memory.other_bytes for probe in ordered),
+        floor_bytes=min(floor, last.memory.active_bytes),
+        active=active,
+        reserved=line("reserved_bytes"),
+        reserved_ratio=last.memory.reserved_bytes / last.memory.active_bytes,
+        other_bytes=max(probe.memory.other_bytes for probe in probes),
         largest_probe=last.micro_batch,
         residual=residual,
     )
