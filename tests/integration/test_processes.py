@@ -85,7 +85,7 @@ def test_two_processes_train_what_one_trains(nano: Nano, recipe: Path, single: P
             "model.activation=gelu",
             "model.bias=true",
         ),
-        ("plan.compile=default",),
+        pytest.param(("plan.compile=default",), marks=pytest.mark.slow),
     ],
     ids=["bf16", "bf16-gpt2", "compiled"],
 )
