@@ -28,7 +28,7 @@ from planted_loops import learn_from_samples, read_every_loss, train_on_rows
 
 from redline.config.load import load_recipe, to_toml
 from redline.data.shards import TokenDataset
-from redline.diagnose.own import read_run
+from redline.diagnose.readers.own import read_run
 from redline.diagnose.rules import diagnose
 from redline.machine.facts import read_facts
 from redline.machine.store import cached

@@ -117,7 +117,7 @@ def answer(path: Path, expected: dict[str, Any]) -> Answer:
         return Answer(
             expected,
             step_s=observed.median("step_s"),
-            updates=observed.steps[-1].step if observed.steps else 0,
+            updates=observed.updates,
             tokens_per_s=observed.tokens_per_s,
             gpus=observed.facts.gpus,
             findings=tuple(diagnose(observed)),

@@ -54,7 +54,7 @@ def test_an_example_runs_and_its_fault_is_found(
         return capsys.readouterr().out
 
     found = json.loads(said("diagnose", "--json"))
-    assert (found["format"], found["steps"], found["repairs"]) == ("run", updates, [])
+    assert (found["format"], found["steps"], found["notes"]) == ("run", updates, [])
     assert found["findings"][0]["cause"] == cause
     assert f"1. {found['findings'][0]['title']}" in shown, "what the example printed at its end"
 

@@ -13,7 +13,7 @@ from warm import Fault
 
 from redline.config.load import load_recipe
 from redline.diagnose.observed import PHASES
-from redline.diagnose.own import read_run
+from redline.diagnose.readers.own import read_run
 from redline.diagnose.rules import diagnose
 from redline.plan.arithmetic import received_bytes
 

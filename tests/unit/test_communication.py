@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from redline.cli.diagnose_view import print_findings
+from redline.cli.diagnose_view import print_answer
 from redline.config.load import load_recipe
-from redline.diagnose.communication import communication
 from redline.diagnose.finding import Finding
 from redline.diagnose.observed import Facts, Observed, Step
+from redline.diagnose.rules.plans import communication
 from redline.plan.hardware import hardware_as
 from redline.plan.planner import make_plan
 from redline.record.read import read_run
@@ -184,7 +184,7 @@ def test_the_split_shows_it_and_says_where_it_is_when_it_was_not_measured(
             "(means)",
         ),
     ):
-        print_findings(of, [])
+        print_answer(of, [])
         printed = " ".join(capsys.readouterr().out.split())
         assert words in printed
         assert others not in printed

@@ -12,9 +12,6 @@ from real_logs import EXPECTED, Answer, answer, answers, document, score
 from real_logs import OWN as LOGS
 
 DIAGNOSE_PAGE = Path(__file__).parents[2] / "docs" / "diagnose.md"
-being_rewritten = pytest.mark.xfail(
-    strict=True, reason="the reader is being rewritten: take the mark off with it"
-)
 OWN = [entry for entry in EXPECTED if entry.get("own")]
 
 
@@ -26,7 +23,6 @@ def shared() -> tuple[Answer, ...]:
     return given
 
 
-@being_rewritten
 def test_nine_step_times_in_ten_are_read_right() -> None:
     right, timed = score(shared()).step_times
     assert right >= 0.9 * timed
@@ -40,23 +36,19 @@ def test_a_log_without_times_gets_no_step_time() -> None:
     assert [one.name for one in shared() if "no_step_s" in one.expected and one.step_s is not None] == []
 
 
-@being_rewritten
 def test_no_wrong_finding_is_sure() -> None:
     assert score(shared()).surely_wrong == ()
 
 
-@being_rewritten
 def test_every_other_run_has_an_expert_finding_first() -> None:
     first, held_back = score(shared()).expert_first
     assert first >= 0.5 * held_back
 
 
-@being_rewritten
 def test_the_page_shows_precision_and_recall() -> None:
     assert document(shared()) in DIAGNOSE_PAGE.read_text()
 
 
-@being_rewritten
 @pytest.mark.parametrize("entry", OWN, ids=[entry["file"] for entry in OWN])
 def test_a_log_of_our_own_making(entry: dict[str, object]) -> None:
     one = answer(LOGS / str(entry["file"]), entry)

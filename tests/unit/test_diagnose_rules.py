@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from redline.cli.main import main
-from redline.diagnose.finding import Evidence, Finding, Gain, ordered
+from redline.diagnose.answer import split, too_little
+from redline.diagnose.finding import Evidence, Finding, Gain, causes, ordered, precision
 from redline.diagnose.observed import Facts, Observed, Step
 from redline.diagnose.read import read
 from redline.diagnose.rules import diagnose
-from redline.diagnose.summary import split, too_little
+from redline.diagnose.trainers import named
 from redline.errors import DataError
 
 
@@ -118,7 +119,7 @@ def few(updates: int, *, means: bool = False, apart: int = 1) -> Observed:
             mfu=0.1,
             memory_bytes=8e9,
             communication_s=30.0,
-            parts_s={"gen": 60.0, "reward": 25.0},
+            more={"timing s gen": 60.0, "timing s reward": 25.0},
         )
         for i in range(1, updates + 1)
     )
@@ -130,7 +131,9 @@ def few(updates: int, *, means: bool = False, apart: int = 1) -> Observed:
         response_length=100.0,
         longest_response=1000.0,
     )
-    return Observed(source="", format="verl", steps=steps, facts=facts, lines_are_means=means)
+    return Observed(
+        source="", format="jsonl", trainer=named("verl"), steps=steps, facts=facts, lines_are_means=means
+    )
 
 
 SHARES = {"slow-reward", "uncached-generation", "long-tail", "communication", "small-passes"}
@@ -168,8 +171,8 @@ def test_lines_that_are_means_of_ten_count_ten_times() -> None:
     ("precision", "first", "fp16"),
     [
         ("fp16", "bf16 instead", True),
-        ("fp32", "a lower learning rate", False),
-        (None, "a lower learning rate", True),
+        ("fp32", "a smaller learning rate", False),
+        (None, "a smaller learning rate", True),
     ],
 )
 def test_advice_against_nan_begins_with_what_the_run_can_change(
@@ -208,3 +211,273 @@ def test_a_folder_of_rounds_names_them(tmp_path: Path) -> None:
         (tmp_path / f"round-{number}" / "events.jsonl").write_text('{"event": "start"}\n')
     with pytest.raises(DataError, match=r"holds 2 rounds: name one of them, .*round-1 and so on"):
         read(tmp_path)
+
+
+# ---- what an expert would say of a foreign log ----
+
+
+def log_of(
+    times_s: list[float],
+    trainer: str = "",
+    facts: Facts | None = None,
+    text: str = "",
+    values: dict[str, float] | None = None,
+    **more: float,
+) -> Observed:
+    steps = tuple(
+        Step(step=i, step_s=s, more=more, **values or {})  # type: ignore[arg-type]
+        for i, s in enumerate(times_s, start=1)
+    )
+    known = facts or Facts()
+    return Observed(
+        source="",
+        format="console",
+        trainer=named(trainer),
+        steps=steps,
+        updates=len(steps),
+        facts=known,
+        text=text,
+    )
+
+
+def first(observed: Observed) -> Finding:
+    return diagnose(observed)[0]
+
+
+def shown(finding: Finding) -> dict[str, float | str]:
+    return {item.name: item.value for item in finding.evidence}
+
+
+@pytest.mark.parametrize("slow_first", [True, False])
+def test_a_run_with_two_speeds_is_told_with_what_the_slow_one_costs(slow_first: bool) -> None:
+    """Two thirds of the lines at 2.4 times: 0.67 x 2.4 + 0.33 = 1.93 times the fast run; the median shows only the slow."""
+    draw = random.Random(3)
+    times = [1.46 * draw.uniform(0.98, 1.02) * (2.4 if i < 400 else 1.0) for i in range(600)]
+    finding = first(log_of(times if slow_first else times[::-1]))
+    assert finding.cause == "regime-change"
+    assert "2.4 times" in finding.title or "2.3 times" in finding.title or "2.5 times" in finding.title
+    assert finding.gain is not None
+    assert finding.gain.high == pytest.approx(2 / 3 * 2.4 + 1 / 3, rel=0.05)
+
+
+def test_longer_texts_and_a_slow_drift_are_no_second_speed() -> None:
+    lengths = [40_000.0 if i < 300 else 17_000.0 for i in range(600)]
+    steps = tuple(Step(step=i, step_s=tokens / 10_000, tokens=tokens) for i, tokens in enumerate(lengths))
+    assert diagnose(Observed(source="", format="csv", steps=steps)) == []
+    assert "regime-change" not in {f.cause for f in diagnose(log_of([2.0 - i / 600 for i in range(600)]))}
+
+
+def test_updates_that_take_turns_wait_for_their_loader() -> None:
+    """0.4 and 1.0 s in turns; the same times at random are not told so."""
+    draw = random.Random(1)
+    times = [(0.4 if i % 2 else 1.0) * draw.uniform(0.9, 1.1) for i in range(300)]
+    finding = first(log_of(times, "ultralytics"))
+    assert finding.cause == "slow-loader"
+    assert "workers=8" in finding.fix
+    draw.shuffle(times)
+    assert "slow-loader" not in {f.cause for f in diagnose(log_of(times))}
+
+
+def test_generation_that_mostly_does_not_generate() -> None:
+    parts = {"timing s gen": 27.0, "timing s generate sequences": 0.86, "timing s update actor": 4.0}
+    facts = Facts(rollout="vllm", batch_size=2, response_length=18.0, longest_response=19.0, offload="on")
+    findings = {f.cause: f for f in diagnose(log_of([33.0] * 20, "verl", facts, **parts))}
+    nested = findings["nested-phases"]
+    assert "97% of it is not generating" in nested.title
+    assert shown(nested)["the rest"] == pytest.approx(26.14)
+    assert "free_cache_engine=False" in nested.fix
+    assert nested.gain is not None
+    assert nested.gain.high == pytest.approx(1 / (1 - 26.14 / 33), rel=0.01)
+    assert "param_offload=False" in findings["offload"].fix
+    assert not {"uncached-generation", "long-tail", "slow-generation"} & findings.keys()
+
+
+def test_offload_is_told_where_the_gpu_has_room_and_not_where_it_has_none() -> None:
+    facts = Facts(offload="on", parameters=7e9, trained_parameters=20e6, memory_bytes=80e9)
+    free, full = (
+        log_of([5.0] * 20, "ms-swift", facts, values={"memory_bytes": used}) for used in (20e9, 70e9)
+    )
+    assert "while 75% of the GPU's memory is free" in {f.cause: f for f in diagnose(free)}["offload"].title
+    assert "offload" not in {f.cause for f in diagnose(full)}
+
+
+def test_real_tokens_far_below_the_positions_are_padding() -> None:
+    """44k tokens in 256 rows of 4,096: the GPU computes 1.05M positions, unless rows are packed."""
+    facts = Facts(batch_size=256, seq_len=4096, offload="on")
+    padded = log_of([86.0] * 20, "ms-swift", facts, values={"tokens": 44_000.0})
+    finding = {f.cause: f for f in diagnose(padded)}["padding"]
+    assert shown(finding)["padding"] == pytest.approx(1 - 44_000 / (256 * 4096))
+    assert "--packing true" in finding.fix
+    packed = log_of(
+        [86.0] * 20, "ms-swift", Facts(batch_size=256, seq_len=4096, packing="on"), values={"tokens": 44e3}
+    )
+    assert "padding" not in {f.cause for f in diagnose(packed)}
+
+
+@pytest.mark.parametrize(
+    ("micro", "advice", "not_said"), [(40, "mode none", "selective"), (640, "mode selective", "turn it off")]
+)
+def test_recomputation_is_turned_off_only_where_the_memory_suffices(
+    micro: float, advice: str, not_said: str
+) -> None:
+    """14.8B parameters, rows of 128 tokens, on a GPU of 178 GiB: 5,120 tokens of activations fit, 81,920 need 600 GiB."""
+    facts = Facts(
+        parameters=14.8e9, micro_batch=micro, seq_len=128, memory_bytes=178 * 2**30, recompute="full", gpus=8
+    )
+    finding = first(
+        log_of([2.4] * 20, "torchtitan", facts, values={"memory_bytes": 37.0 * 2**30, "mfu": 0.32})
+    )
+    assert finding.cause == "needless-recomputation"
+    assert advice in finding.fix
+    assert not_said not in finding.fix
+
+
+def test_a_batch_of_very_few_tokens() -> None:
+    facts = Facts(batch_size=2, gpus=1, parameters=7e9)
+    finding = {f.cause: f for f in diagnose(log_of([32.0] * 20, "verl", facts, values={"tokens": 1811.0}))}[
+        "tiny-batch"
+    ]
+    assert "1,811 tokens an update" in finding.title
+    assert "data.train_batch_size" in finding.fix
+
+
+def test_bf16_on_a_gpu_that_has_none() -> None:
+    finding = first(log_of([18.0] * 20, "megatron", Facts(gpu="v100-32g", precision="bf16", gpus=16)))
+    assert finding.cause == "slow-precision"
+    assert "fp16" in finding.fix
+
+
+def test_a_low_speed_is_told_where_nothing_else_is_known() -> None:
+    """6 x 124M x 52,000 tokens/s are 39 of 989 TFLOP/s; without the GPU's name it is still little for any."""
+    facts = Facts(parameters=124e6, gpu="h100-80g", gpus=1)
+    known = first(log_of([1.0] * 20, facts=facts, values={"tokens": 52_000.0}))
+    assert (known.cause, known.gain.low if known.gain else None) == ("low-mfu", 1.0)
+    assert shown(known)["speed"] == pytest.approx(6 * 124e6 * 52_000 / 1e12, rel=0.01)
+    unnamed = first(log_of([1.0] * 20, facts=Facts(parameters=124e6), values={"tokens": 52_000.0}))
+    assert "for any GPU" in unnamed.title
+    assert unnamed.confidence < known.confidence
+
+
+def test_six_n_counted_thrice() -> None:
+    facts = Facts(parameters=124e6, gpu="a100-80g", gpus=1)
+    right = 6 * 124e6 * 99_500 / 312e12
+    finding = diagnose(log_of([1.0] * 20, facts=facts, values={"tokens": 99_500.0, "mfu": 3 * right}))[-1]
+    assert finding.cause == "mfu-6n-thrice"
+    assert finding.evidence[-1].value == pytest.approx(right)
+
+
+def test_generation_of_an_engine_ends_with_its_longest_response() -> None:
+    """100 s for 8,192 tokens are 12 ms each; over the mean of 820 they would be 122, as if nothing was cached."""
+
+    def causes(rollout: str | None, gen_s: float, longest: float) -> set[str]:
+        facts = Facts(
+            rollout=rollout, response_length=820.0, longest_response=longest, prompt_length=120.0, gpus=8
+        )
+        parts = {"timing s gen": gen_s, "timing s update actor": 50.0}
+        return {f.cause for f in diagnose(log_of([180.0] * 20, "verl", facts, **parts))}
+
+    assert causes(None, 100.0, 8192.0) == {"long-tail"}
+    assert "uncached-generation" in causes(None, 160.0, 1000.0)
+    assert "uncached-generation" not in causes("vllm", 160.0, 1000.0)
+    assert "uncached-generation" in causes("hf", 160.0, 1000.0)
+
+
+def test_padding_that_verl_removes_is_not_told() -> None:
+    def told(removed: str | None) -> bool:
+        facts = Facts(
+            remove_padding=removed, prompt_length=104, response_length=130, prompt_room=512, response_room=256
+        )
+        found = diagnose(
+            log_of([10.5] * 20, "verl", facts, **{"timing s update actor": 5.0, "timing s gen": 1.0})
+        )
+        return "padding" in {f.cause for f in found}
+
+    assert [told(removed) for removed in ("false", None, "true")] == [True, True, False]
+
+
+# ---- failures ----
+
+OUT = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 892.00 MiB. GPU 0 has a total capacity of 178.35 GiB of"
+    " which 683.50 MiB is free. Process 7 has 616.00 MiB memory in use. Including non-PyTorch memory, this process has"
+    " 176.95 GiB memory in use. Of the allocated memory 175.22 GiB is allocated by PyTorch, and {unused} is reserved by"
+    " PyTorch but unallocated. If reserved but unallocated memory is large try setting"
+    " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
+
+
+@pytest.mark.parametrize(("unused", "told"), [("74.96 MiB", False), ("12.50 GiB", True)])
+def test_an_allocation_that_failed_is_told_with_what_was_in_use(unused: str, told: bool) -> None:
+    facts = Facts(micro_batch=6, seq_len=4096)
+    finding = first(log_of([], "torchtitan", facts, text=f"[titan] starts\n{OUT.format(unused=unused)}\n"))
+    assert (finding.cause, finding.kind) == ("out-of-memory", "failure")
+    assert "before the first update" in finding.title
+    seen = shown(finding)
+    assert (seen["could not allocate"], seen["in use"], seen["of"]) == (
+        "892.00 MiB",
+        "176.95 GiB",
+        "178.35 GiB",
+    )
+    assert seen["another process holds"] == "616.00 MiB"
+    assert "--training.local_batch_size" in finding.fix
+    assert ("expandable_segments" in finding.fix) == told
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "'ray_wait_register_center_timeout': 300,",
+        "    except torch.cuda.OutOfMemoryError:  # CUDA out of memory",
+        "ppo.ray_wait_register_center_timeout=600",
+        "dist.init_process_group(timeout=1800)  # NCCL",
+    ],
+)
+def test_settings_and_source_code_are_no_errors(line: str) -> None:
+    assert diagnose(log_of([1.0] * 20, "verl", text=f"{line}\n" * 3)) == []
+
+
+def test_how_a_run_ended() -> None:
+    tail = "Traceback (most recent call last):\n  File 'a.py', line 1\nKeyError: 'input_ids'\n"
+    crashed = first(log_of([1.0] * 20, text="step 1\n" * 50 + tail))
+    assert (crashed.cause, shown(crashed)["error"]) == ("crash", "KeyError: 'input_ids'")
+    slurm = "slurmstepd: error: *** JOB 1 ON g084 CANCELLED AT 2024-10-10T02:20:29 DUE TO TIME LIMIT ***"
+    assert first(log_of([1.0] * 20, text=f"step 1\n{slurm}\n")).cause == "time-limit"
+
+
+def losses(values: list[float]) -> list[str]:
+    steps = tuple(Step(step=i, step_s=1.0, loss=value) for i, value in enumerate(values, start=1))
+    return [
+        f.title
+        for f in diagnose(Observed(source="", format="console", steps=steps))
+        if f.cause == "loss-spike"
+    ]
+
+
+def test_a_loss_that_breaks_away_and_one_that_comes_back() -> None:
+    falling = [2.0 + 8.0 / (1 + i / 10) for i in range(200)]
+    (title,) = losses([*falling[:120], *(7.5 for _ in range(80))])
+    assert 105 <= int(title.split("update ")[1].split()[0]) <= 125
+    assert losses([*falling[:120], *([9.0] * 10), *falling[130:]]) == []
+    assert losses([16.8, 9.0, *falling]) == [], "the start of training"
+
+
+# ---- how sure a finding is ----
+
+
+def test_every_cause_has_its_words_and_names_an_entry_of_the_catalogue() -> None:
+    known = pytest.importorskip("redline.optimizations.catalogue").catalogue()
+    for cause, entry in causes().items():
+        assert {"kind", "title", "fix", "real", "planted"} <= entry.keys(), cause
+        assert entry.get("optimisation") in {None, *known}, cause
+        assert 0 < precision(cause) < 1
+
+
+def test_a_cause_that_no_real_log_has_shown_is_never_sure() -> None:
+    unseen = [cause for cause, entry in causes().items() if not entry["real"][0]]
+    assert unseen
+    assert all(precision(cause) <= 0.75 for cause in unseen)
+
+
+def test_a_finding_says_no_more_than_its_cause_was_right() -> None:
+    right, seen = causes()["validation-pause"]["real"]
+    assert precision("validation-pause") <= (right + 3) / (seen + 3)

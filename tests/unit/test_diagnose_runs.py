@@ -12,14 +12,14 @@ from torch import nn
 
 import redline
 from redline.config.load import load_recipe, to_toml
+from redline.diagnose.answer import too_little
 from redline.diagnose.finding import Finding
 from redline.diagnose.observed import PHASES, Facts, Observed, Step
-from redline.diagnose.own import read_run
-from redline.diagnose.pauses import period_of, stalls
-from redline.diagnose.plans import floor_s
 from redline.diagnose.read import read
+from redline.diagnose.readers.own import read_run
 from redline.diagnose.rules import diagnose
-from redline.diagnose.summary import too_little
+from redline.diagnose.rules.pauses import period_of, stalls
+from redline.diagnose.rules.plans import floor_s
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import Plan, save
 from redline.plan.planner import make_plan
@@ -318,7 +318,7 @@ def test_a_folder_of_rejection_sampling_is_read_without_its_plan(tmp_path: Path)
     )
     (tmp_path / "events.jsonl").write_text(json.dumps({"at": 0, "event": "start"}) + "\n")
     observed = read(tmp_path)
-    assert "nothing is said about the plan" in observed.repairs[0]
+    assert "nothing is said about the plan" in observed.notes[0]
     top = diagnose(observed)[0]
     assert top.cause == "padding"
     assert top.gain is not None

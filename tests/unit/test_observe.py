@@ -188,7 +188,7 @@ def test_a_step_outside_the_block_is_said(tmp_path: Path, capsys: pytest.Capture
         capsys.readouterr().err
         == f"\nredline: no update is recorded in {tmp_path / 'run'}: call run.step() after each update\n"
     )
-    assert read(tmp_path / "run").repairs == (), "a loop has no recipe that could be missed"
+    assert read(tmp_path / "run").notes == (), "a loop has no recipe that could be missed"
 
 
 def test_a_folder_in_use_or_used_is_left_alone_and_the_next_number_taken(

@@ -10,7 +10,7 @@ import pytest
 from run_folders import EVENTS, jsonl, lines, write_rft, write_run
 
 from redline.cli.main import main
-from redline.diagnose.own import read_run as observe
+from redline.diagnose.readers.own import read_run as observe
 from redline.errors import DataError
 from redline.record.follow import Followed
 from redline.record.read import holes, read_run, rounds_of

@@ -1,19 +1,20 @@
-"""Say why a run is slow: causes with their evidence, the fix, and what it should bring. Reads logs of other
-trainers too. Needs no torch.
+"""Say what a run is, what holds it back, what to change in that trainer's own options, and what to expect. Reads logs of
+other trainers too, in whatever form. Needs no torch.
 
-redline diagnose runs/nano                              a run folder of ours
-redline diagnose out/checkpoint-500                     Hugging Face's Trainer (trainer_state.json)
-redline diagnose train.log --fact gpu=h100-80g          nanoGPT, torchtitan, verl: what they print, or verl's
-                                                        JSONL
-redline diagnose metrics.csv --map step=i,step_s=dt:ms  Lightning, or any CSV or JSONL; the unit behind the
-                                                        colon where it is no second
-redline diagnose guide.md                               a page of claims: what in it cannot hold
+    redline diagnose runs/nano                         a run folder of ours
+    redline diagnose train.log --fact gpu=h100-80g     what any trainer printed: text, JSON, CSV, a notebook, .xz or .gz
+    redline diagnose a.log b.log c.log                 several runs beside each other
+    redline diagnose train.log --html run.html         as a page, with the curves
+    redline diagnose log.csv --map step_s=dt:ms        a column whose name does not say what it is, with its unit
+    redline diagnose guide.md                          a page of claims: what in it cannot hold
 
-Units are repaired and said so. A gain is a prediction; `redline bench train` measures.
+Units that had to be guessed are said. A gain is a prediction; `redline bench train` measures.
 """
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 LARGE_BYTES = 4 * 2**20
 """A log of this size takes a second to read; before that nobody needs to be told."""
@@ -23,20 +24,14 @@ HELP = "why a run is slow, from its record or another trainer's log"
 def add_arguments(command: argparse.ArgumentParser) -> None:
     from redline.cli.options import add_json
 
-    command.add_argument("path", type=Path, help="a run folder, a log, a table, or a Markdown page")
     command.add_argument(
-        "--format",
-        metavar="NAME",
-        help="hf, verl, torchtitan, nanogpt, jsonl, lightning, document, csv; found by itself",
+        "path", type=Path, nargs="+", help="a run folder, a log, a table, a notebook or a Markdown page"
     )
     command.add_argument(
         "--map",
         default="",
         metavar="NAME=COLUMN[:UNIT],...",
-        help=(
-            "columns of a CSV or JSONL, with their unit where it is another, e.g."
-            " step=iter,step_s=dt:ms,memory_bytes=mem:GB,mfu=mfu:%%"
-        ),
+        help="what a column means, with its unit where it is another, e.g. step=iter,step_s=dt:ms,memory_bytes=mem:GB",
     )
     command.add_argument(
         "--fact",
@@ -45,61 +40,76 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="what the log does not say, e.g. gpu=h100-80g, parameters=454M, gpus=8",
     )
+    command.add_argument(
+        "--html", type=Path, metavar="FILE", help="write it as one self-contained page, with the curves"
+    )
     add_json(command)
 
 
 def run(options: argparse.Namespace) -> None:
-    from dataclasses import asdict
-
     from redline.cli.options import print_json, status
     from redline.diagnose.read import read
     from redline.diagnose.rules import diagnose
-    from redline.diagnose.summary import split, too_little
     from redline.record.units import format_bytes
 
-    facts = _pairs(options.fact, "--fact")
-    if options.path.is_file() and (size := options.path.stat().st_size) >= LARGE_BYTES:
-        status(f"reading {format_bytes(size)} of {options.path}")
-    observed = read(
-        options.path,
-        format=options.format,
-        columns=_pairs(filter(None, options.map.split(",")), "--map"),
-        facts=facts,
-    )
-    findings = diagnose(observed)
+    facts, columns = _pairs(options.fact, "--fact"), _pairs(filter(None, options.map.split(",")), "--map")
+    answers = []
+    for path in options.path:
+        if path.is_file() and (size := path.stat().st_size) >= LARGE_BYTES:
+            status(f"reading {format_bytes(size)} of {path}")
+        observed = read(path, columns=columns, facts=facts)
+        answers.append((observed, diagnose(observed)))
+    if options.html:
+        from redline.report.diagnosis import write_page
+
+        write_page(answers, options.html)
+        status(f"written: {options.html}")
     if options.json:
-        print_json(
-            {
-                "source": observed.source,
-                "format": observed.format,
-                "steps": len(observed.steps),
-                "repairs": observed.repairs,
-                "facts": asdict(observed.facts),
-                "step_s": observed.median("step_s"),
-                "mean_step_s": observed.mean("step_s"),
-                "split_s": split(observed),
-                "tokens_per_s": observed.tokens_per_s,
-                "too_little": too_little(observed),
-                "findings": [asdict(finding) for finding in findings],
-            }
-        )
+        shown = [_as_json(observed, findings) for observed, findings in answers]
+        print_json(shown[0] if len(shown) == 1 else shown)
         return
-    from redline.cli.diagnose_view import print_findings
+    from redline.cli.diagnose_view import print_answer, print_side_by_side
 
-    print_findings(observed, findings)
+    if len(answers) > 1:
+        print_side_by_side(answers)
+    else:
+        print_answer(*answers[0])
 
 
-def _pairs(given, option: str) -> dict[str, str]:  # type: ignore[no-untyped-def]
+def _as_json(observed, findings) -> dict[str, Any]:  # type: ignore[no-untyped-def]
+    from dataclasses import asdict
+
+    from redline.diagnose.answer import mfu, split, too_little, verdict
+
+    share, said = mfu(observed), verdict(observed, findings)
+    return {
+        "source": observed.source,
+        "format": observed.format,
+        "trainer": observed.trainer.name,
+        "steps": len(observed.steps),
+        "updates": observed.updates,
+        "notes": observed.notes,
+        "facts": asdict(observed.facts),
+        "step_s": observed.median("step_s"),
+        "mean_step_s": observed.mean("step_s"),
+        "split_s": split(observed),
+        "tokens_per_s": observed.tokens_per_s,
+        "mfu": share[0] if share else None,
+        "too_little": too_little(observed),
+        "verdict": asdict(said),
+        "findings": [asdict(finding) for finding in findings],
+    }
+
+
+def _pairs(given: Iterable[str], option: str) -> dict[str, str]:
     from redline.errors import ConfigError
 
     pairs: dict[str, str] = {}
     for text in given:
-        name, sign, value = text.partition("=")
-        if not sign or not name.strip() or not value.strip():
+        name, sign, value = (part.strip() for part in text.partition("="))
+        if not sign or not name or not value:
             raise ConfigError(f"{option} needs NAME=VALUE, got {text!r}")
-        if name.strip() in pairs:
-            raise ConfigError(
-                f"{option} names {name.strip()} twice: {pairs[name.strip()]} and {value.strip()}"
-            )
-        pairs[name.strip()] = value.strip()
+        if name in pairs:
+            raise ConfigError(f"{option} names {name} twice: {pairs[name]} and {value}")
+        pairs[name] = value
     return pairs

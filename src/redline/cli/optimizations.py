@@ -3,6 +3,7 @@ it applies. Needs no torch.
 
 redline optimizations                             every entry
 redline optimizations gpt2-124m --as a100-40g     which of them apply to a recipe on a GPU, and if not why not
+redline optimizations train.log                   which of them mend what `redline diagnose` finds in a log
 
 `redline ablate RECIPE` measures them.
 """
@@ -16,7 +17,9 @@ HELP = "every optimisation: who claims what, and which apply"
 def add_arguments(command: argparse.ArgumentParser) -> None:
     from redline.cli.options import add_json
 
-    command.add_argument("recipe", nargs="?", help="say for this recipe and machine whether each applies")
+    command.add_argument(
+        "recipe", nargs="?", help="say for this recipe and machine, or this log, whether each applies"
+    )
     command.add_argument(
         "--set", action="append", default=[], metavar="TABLE.KEY=VALUE", help="override a value of the recipe"
     )
@@ -32,12 +35,66 @@ def run(options: argparse.Namespace) -> None:
 
     if options.recipe is None and (options.as_gpu or options.set):
         raise ConfigError("--as and --set need a recipe: redline optimizations RECIPE --as GPU")
+    if options.recipe is not None and _is_log(options.recipe):
+        return _of_a_log(options)
     hardware = None if options.recipe is None else _hardware(options.as_gpu)
     rows = _rows(None if options.recipe is None else recipe_of(options), options.recipe, hardware)
     if options.json:
         print_json(rows)
-        return
+        return None
     _print(rows, "" if hardware is None else f"{options.recipe} on {hardware.title}")
+    return None
+
+
+def _is_log(name: str) -> bool:
+    """Whether the argument is a file or folder and no recipe."""
+    from pathlib import Path
+
+    return Path(name).exists() and not name.endswith(".toml")
+
+
+def _of_a_log(options: argparse.Namespace) -> None:
+    """The entries that mend what a log shows, with what they would bring there."""
+    from pathlib import Path
+
+    from redline.cli.options import print_json
+    from redline.diagnose.answer import verdict
+    from redline.diagnose.read import read
+    from redline.diagnose.rules import diagnose
+    from redline.errors import ConfigError
+
+    if options.as_gpu or options.set:
+        raise ConfigError("--as and --set are for a recipe: a log has its own GPU and settings")
+    observed = read(Path(options.recipe))
+    findings = diagnose(observed)
+    rows = []
+    for row in _rows(None, "", None):
+        for finding in findings:
+            if finding.optimisation == row["name"]:
+                gain = (
+                    f"{finding.gain.low:.2f} to {finding.gain.high:.2f}x predicted"
+                    if finding.gain
+                    else "no speed"
+                )
+                rows.append(row | {"applies": True, "cause": finding.cause, "gain": gain, "fix": finding.fix})
+    if options.json:
+        print_json(rows)
+        return
+    _print_mending(rows, verdict(observed, findings).text)
+
+
+def _print_mending(rows: list[dict[str, object]], otherwise: str) -> None:
+    from rich.markup import escape
+
+    from redline.report.grid import Output
+
+    console = Output()
+    for row in rows:
+        console.print(f"[bold]{row['name']}[/bold] {row['title']}")
+        console.print(escape(f"  {row['gain']}; claimed {_claimed(row)} by {_by(row)}"))
+        console.print(escape(f"  found: {row['cause']}. Fix: {row['fix']}"))
+    if not rows:
+        console.print(escape(f"No entry mends anything that was found. {otherwise}".strip()))
 
 
 def _hardware(as_gpu: str | None):  # type: ignore[no-untyped-def]

@@ -1,20 +1,35 @@
 """What a diagnosis says: a cause with its evidence in numbers, the fix, and what the fix should bring.
 
-    Finding(cause="slow-loader", title=..., evidence=[Evidence("data wait", 0.31, "of the step")], fix=..., gain=Gain(1.3, 1.4, "..."), ...)
+    found("slow-loader", observed, share=0.31, wait_ms=62.0, update_ms=200.0, left=0.69, saves=(0.28, 0.31))
 
-A gain is a factor on the speed of the whole step (or of the whole run, where the reason says so). A finding
-about a claim or a unit has no gain: correcting a number makes nothing faster, but what was believed because
-of it should not be.
+A rule gives the numbers; the words stand in causes.toml. A gain is a factor on the speed of the whole step (or of the
+whole run, where its reason says so). A finding about a claim or a unit has none: correcting a number makes nothing
+faster, but what was believed because of it should not be. How sure a finding is comes from how often its cause was
+right.
 """
 
 import math
+import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal
 
-SLOW_UPDATES = "slow-updates"
-"""The cause that says that time is lost and not to what: it stands behind all that do."""
+from redline.diagnose.observed import Observed
+from redline.diagnose.trainers import Trainer
+from redline.optimizations.catalogue import catalogue
+from redline.record.units import format_duration
+
+UNNAMED = ("slow-updates", "low-mfu")
+"""Causes that say that time is lost and not to what: they stand behind all that do."""
+PRIOR = 3.0
+"""How many real logs the planted faults weigh as much as, in the precision of a cause."""
+UNCONFIRMED = 0.75
+"""The most that a cause says which no real log has shown: what we plant is what we thought of."""
 
 Kind = Literal["failure", "cause", "claim", "unit"]
+Rows = Iterable[tuple[str, float | str, str]]
 
 
 @dataclass(frozen=True)
@@ -42,16 +57,97 @@ class Finding:
     cause: str
     """A short fixed name; docs/diagnose.md lists them."""
     kind: Kind
-    """`failure`: why it did not train at all; `cause`: why it is slow; `claim`: a statement that cannot hold;
-    `unit`: a number that means something else than it seems to."""
+    """`failure`: why it did not train; `cause`: why it is slow; `claim`: a statement that cannot hold; `unit`: a
+    number that means something else than it seems to."""
     title: str
     evidence: tuple[Evidence, ...]
     fix: str
     gain: Gain | None
     confidence: float
-    """0 to 1: how sure it is that the cause is there and the fix removes it."""
+    """0 to 1: how often this cause was right where it was found, times how good the evidence is here."""
     optimisation: str | None = field(default=None)
-    """The entry of the catalogue that applies the fix."""
+    """The entry of the catalogue that applies the fix, or is wrongly blamed for its absence."""
+
+
+@cache
+def causes() -> dict[str, dict[str, Any]]:
+    """Every cause: its kind, its words, and how often it was right."""
+    return tomllib.loads((files("redline.diagnose") / "causes.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def _mended_by() -> dict[str, str]:
+    """Of each cause the entry of the catalogue that mends it."""
+    return {cause: name for name, entry in catalogue().items() for cause in entry.mends}
+
+
+def precision(cause: str) -> float:
+    """How often a cause is right where it is found: on real logs, with the planted faults counted as a few of them."""
+    (right, seen), (planted_right, planted) = causes()[cause]["real"], causes()[cause]["planted"]
+    share = (right + PRIOR * (planted_right + 1) / (planted + 2)) / (seen + PRIOR)
+    return float(share if right else min(UNCONFIRMED, share))
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What a trainer calls its options, for templates: {option.workers}."""
+
+    trainer: Trainer
+
+    def __getattr__(self, name: str) -> str:
+        return self.trainer.option(name)
+
+
+def found(
+    cause: str, observed: Observed, variant: Any = "", *, strength: Any = 1.0, kind: Any = None, **given: Any
+) -> list[Finding]:
+    """One finding as a list, as rules return them. Of what is given, `gain` is a pair of factors, `saves` a pair of
+    shares of the step that the fix takes away, `evidence` rows that no template makes; all else is for the words, beside
+    what every rule would give: facts, option, step_s, update_ms, tokens, speed. `strength` says how good the evidence is
+    here, 1 at best."""
+    entry = causes()[cause] | (causes()[cause][variant] if variant else {})
+    mean_s = observed.mean("step_s")
+    values = {
+        "facts": observed.facts,
+        "option": _Options(observed.trainer),
+        "step_s": observed.median("step_s"),
+    }
+    values |= {
+        "tokens": observed.median("tokens"),
+        "speed": observed.tokens_per_s,
+        "update_ms": 1e3 * (mean_s or 0.0),
+    }
+    values |= given
+    gain, saves, predicted = given.get("gain"), given.get("saves"), None
+    if gain or saves:
+        low, high = gain or (1 / (1 - min(max(share, 0.0), 0.99)) for share in saves or ())
+        takes = f"; the update takes {format_duration(mean_s)}" if saves else ""
+        predicted = Gain(low, high, entry["why"].format(**values) + takes)
+    rows = given["evidence"] if "evidence" in given else _rows(entry.get("evidence", ()), values)
+    return [
+        Finding(
+            cause=cause,
+            kind=kind or entry["kind"],
+            title=entry["title"].format(**values),
+            evidence=tuple(Evidence(*row) for row in rows),
+            fix=entry["fix"].format(**values),
+            gain=predicted,
+            confidence=round(precision(cause) * strength, 2),
+            optimisation=_mended_by().get(cause),
+        )
+    ]
+
+
+def _rows(templates: Iterable[str], values: dict[str, Any]) -> Rows:
+    for template in templates:
+        name, key, unit = (part.strip() for part in template.split("|", 2))
+        value = (
+            getattr(values["facts"], key.removeprefix("facts."))
+            if key.startswith("facts.")
+            else values.get(key)
+        )
+        if value is not None:
+            yield name.format(**values), value, unit.format(**values)
 
 
 def worth(finding: Finding) -> float:
@@ -59,17 +155,12 @@ def worth(finding: Finding) -> float:
     return (1 - 1 / finding.gain.middle) * finding.confidence if finding.gain else 0.0
 
 
-def ordered(findings: list[Finding]) -> list[Finding]:
-    """Failures first, for the speed of a run that failed comes second; then most worth; what brings no speed
-    after it, the surest first."""
-    return sorted(
-        findings,
-        key=lambda f: (
-            f.kind != "failure",
-            worth(f) == 0,
-            f.cause == SLOW_UPDATES,
-            -worth(f),
-            -f.confidence,
-            f.cause,
-        ),
-    )
+def ordered(findings: Iterable[Finding]) -> list[Finding]:
+    """Failures first, for the speed of a run that failed comes second; then most worth; what brings no speed after it,
+    the surest first."""
+    return sorted(findings, key=_place)
+
+
+def _place(finding: Finding) -> tuple[bool, bool, bool, float, float, str]:
+    value, sure = worth(finding), finding.confidence
+    return finding.kind != "failure", value == 0, finding.cause in UNNAMED, -value, -sure, finding.cause

@@ -1,8 +1,7 @@
-"""The one internal form that every log is turned into: steps, facts, claims. Readers fill it, rules read it.
+"""The one result of reading: updates, facts, claims. Readers fill it, rules read it.
 
-Units are settled here, once: seconds, bytes, tokens of all GPUs together, shares as fractions. A reader that
-had to convert says so in `repairs`. None stands for what a log does not hold; a rule that needs it stays
-silent.
+Units are settled here, once: seconds, bytes, tokens of all GPUs together, shares as fractions. A reader that had to
+convert or to guess says so in `notes`. None stands for what a log does not hold; a rule that needs it stays silent.
 """
 
 from collections.abc import Mapping
@@ -13,10 +12,14 @@ from statistics import fmean, median
 from typing import Any
 
 from redline.config.recipe import Recipe
+from redline.diagnose.trainers import Trainer, named
+from redline.machine.specs import SPECS, GpuSpec
 from redline.plan.plan import Plan
 from redline.record.read import WARM_UP
 
 PHASES = ("generate_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "communication_s")
+FEWEST_UPDATES = 6
+"""A share of the update is told from this many updates after the warm-up on: one or two may be anything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,7 @@ class Step:
     """Whether the log shows a loss that is none (nan, inf, null)."""
     bad_norm: bool = False
     """Whether it shows a gradient norm that is none: a loss scaler's skipped update, unless it stays so."""
+    grad_norm: float | None = None
     mfu: float | None = None
     memory_bytes: float | None = None
     data_wait_s: float | None = None
@@ -48,42 +52,69 @@ class Step:
     elapsed_s: float | None = None
     cold: bool | None = None
     """Whether it belongs to the warm-up of an attempt, where the reader knows (record/read.py)."""
-    parts_s: Mapping[str, float] = field(default_factory=dict)
-    """Other named parts of the step, under the trainer's own names."""
+    more: Mapping[str, float] = field(default_factory=dict)
+    """All other numbers of the line, under their names in plain words: `timing s gen`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of the run beside its steps. `--fact NAME=VALUE` sets any of them."""
+    """What is known of the run beside its updates. `--fact NAME=VALUE` sets any of them."""
 
+    model: str | None = None
     parameters: float | None = None
+    trained_parameters: float | None = None
+    """Fewer than `parameters` where adapters are trained."""
+    num_layers: float | None = None
+    hidden_size: float | None = None
     flops_per_token: float | None = None
+    total_flops: float | None = None
+    """Of the whole run, as the trainer counts them."""
     gpus: float | None = None
     gpu: str | None = None
     """A board of the datasheet table, e.g. `h100-80g`."""
     memory_bytes: float | None = None
     """Memory of one device."""
+    memory_used_bytes: float | None = None
+    """The most in use on one device, where it is not in the lines."""
     batch_size: float | None = None
     """Sequences an update, all GPUs together."""
+    tokens: float | None = None
+    """Tokens an update, all GPUs together."""
     micro_batch: float | None = None
+    model_parallel: float | None = None
+    """GPUs that hold one copy of the model together."""
+    accumulation: float | None = None
     seq_len: float | None = None
+    row_tokens: float | None = None
+    """Mean length of the training rows."""
     prompt_length: float | None = None
     response_length: float | None = None
     """Mean length of the responses."""
     longest_response: float | None = None
     """The longest response of a step: generation ends with it."""
+    prompt_room: float | None = None
+    response_room: float | None = None
+    """Positions that padded prompts and responses take."""
     samples: float | None = None
     """Responses generated for each prompt."""
     precision: str | None = None
     recompute: str | None = None
-    """What activations are computed again in the backward pass: `full`, `selective`, `off`, or `on` where it
-    is not said which."""
+    """What activations are computed again in the backward pass: `full`, `selective`, `off`, or `on` where it is not
+    said which."""
     compile: str | None = None
     """`off` where nothing is compiled."""
+    offload: str | None = None
+    """`on` where weights or optimiser states live in host memory."""
+    packing: str | None = None
+    liger: str | None = None
     rollout: str | None = None
     """What generates, e.g. `hf` or `vllm`."""
+    eager_rollout: str | None = None
     use_cache: str | None = None
     """`false` where generation keeps no keys and values."""
+    remove_padding: str | None = None
+    eval_iters: float | None = None
+    eval_interval: float | None = None
     mfu_peak_tflops: float | None = None
     """The peak that the log's own MFU is counted against."""
     mfu_scope: str = "the step"
@@ -107,8 +138,8 @@ class Claim:
     """A number that a document states: a value before and after, or a factor."""
 
     name: str
-    """`tokens_per_s`, `mfu`, `memory_share`, `speedup` (of one change), `total` (of all), `parameters`, or
-    the document's own word."""
+    """`tokens_per_s`, `mfu`, `memory_share`, `speedup` (of one change), `total` (of all), `parameters`, or the
+    document's own word."""
     line: int
     text: str
     before: Range | None = None
@@ -118,7 +149,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Setting:
-    """`name = value` as a document or a log writes it; `when` is `before`, `after`, or nothing."""
+    """`name = value` as a document writes it; `when` is `before`, `after`, or nothing."""
 
     name: str
     value: str
@@ -132,21 +163,28 @@ class Setting:
 class Observed:
     source: str
     format: str
+    """`run` (a folder of ours), `document`, `runs` (a table with a line a run), or the kind of log."""
+    trainer: Trainer = field(default_factory=lambda: named(""))
     steps: tuple[Step, ...] = ()
+    updates: int = 0
+    """Updates that the log shows: the last step's number, or how many there are from where it starts."""
+    planned: int | None = None
+    """Updates that the run was to have."""
     facts: Facts = field(default_factory=Facts)
     claims: tuple[Claim, ...] = ()
     settings: tuple[Setting, ...] = ()
     text: str = ""
-    """The whole of a document, for rules that look for a name."""
-    repairs: tuple[str, ...] = ()
+    """The text of a log or document, for rules that look for words."""
+    notes: tuple[str, ...] = ()
     recipe: Recipe | None = None
     plan: Plan | None = None
     events: tuple[dict[str, Any], ...] = ()
-    """Of our runs, their events.jsonl; of others, the validations and checkpoints that the log shows: `step`,
-    and `took_s` where it can be told."""
+    """Of our runs, their events.jsonl; of others, the validations and checkpoints that the log shows: `step`, and
+    `took_s` where it can be told."""
     lines_are_means: bool = False
-    """Whether the time of a line is the mean over the updates since the line before, or that of one
-    update."""
+    """Whether the time of a line is the mean over the updates since the line before, or that of one update."""
+    printed_tokens_per_s: float | None = None
+    """The log's own figure, where it is not what step time and batch give."""
 
     @cached_property
     def steady(self) -> tuple[Step, ...]:
@@ -154,13 +192,22 @@ class Observed:
         timed = [s for s in self.steps if s.step_s]
         if any(s.cold is not None for s in timed):
             return tuple(s for s in timed if not s.cold)
-        return tuple(timed[min(WARM_UP, len(timed) // 3) :])
+        return tuple(timed[min(WARM_UP, max(len(timed) // 3, len(timed) > 1)) :])
 
     @cached_property
     def stride(self) -> int:
         """Updates from one line to the next: 1 where every update is logged."""
-        apart = [after.step - before.step for before, after in pairwise(self.steady)]
+        apart = [after.step - before.step for before, after in pairwise(self.steps)]
         return max(1, round(median(apart))) if apart else 1
+
+    @property
+    def enough(self) -> bool:
+        """Whether the log holds enough steady updates to speak of their mean."""
+        return len(self.steady) * (self.stride if self.lines_are_means else 1) >= FEWEST_UPDATES
+
+    @property
+    def spec(self) -> GpuSpec | None:
+        return SPECS.get(self.facts.gpu or "")
 
     def median(self, name: str) -> float | None:
         """Median of one value over the steady steps; None where fewer than half of them have it."""
@@ -172,14 +219,18 @@ class Observed:
         return fmean(found) if found and 2 * len(found) >= len(self.steady) else None
 
     def share(self, name: str) -> float:
-        """Share of the steady steps' time that one part takes, all of them together: a step without it has
-        spent none on it."""
+        """Share of the steady steps' time that one part takes, all of them together: a step without it has spent none
+        on it."""
         total_s = sum(s.step_s or 0.0 for s in self.steady)
         return min(1.0, sum(getattr(s, name) or 0.0 for s in self.steady) / total_s) if total_s else 0.0
 
     def part(self, name: str) -> float | None:
         """Median of one of the trainer's own parts of the step."""
-        found = [s.parts_s[name] for s in self.steady if name in s.parts_s]
+        return self.other(f"timing s {name}")
+
+    def other(self, name: str) -> float | None:
+        """Median of any other number of the lines."""
+        found = [s.more[name] for s in self.steady if name in s.more]
         return median(found) if found else None
 
     @property
@@ -187,6 +238,12 @@ class Observed:
         """Median speed of the steady steps, all GPUs together."""
         found = [s.tokens / s.step_s for s in self.steady if s.tokens and s.step_s]
         return median(found) if found else None
+
+    @property
+    def memory_share(self) -> float | None:
+        """How much of a device's memory is in use."""
+        used, have = self.median("memory_bytes") or self.facts.memory_used_bytes, self.facts.memory_bytes
+        return min(1.0, used / have) if used and have else None
 
     def setting(self, name: str, when: str = "") -> Setting | None:
         """The last setting of this name (with `when`, of that time)."""

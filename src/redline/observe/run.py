@@ -26,10 +26,10 @@ from typing import Any, Literal, Self, TypeVar
 import torch
 from torch import nn
 
+from redline.diagnose.answer import verdict
 from redline.diagnose.finding import Finding
-from redline.diagnose.own import read_run
+from redline.diagnose.readers.own import read_run
 from redline.diagnose.rules import diagnose
-from redline.diagnose.summary import nothing_found
 from redline.errors import ConfigError, nearest
 from redline.machine.telemetry import GpuTelemetry, process_rss_bytes
 from redline.observe.batch import Number
@@ -367,12 +367,13 @@ class WatchedRun:
         each = f", {format_duration(step_s)} an update" if (step_s := observed.median("step_s")) else ""
         speed = f", {format_rate(observed.tokens_per_s, 'tokens')}" if observed.tokens_per_s else ""
         lines = [f"redline: {len(observed.steps)} updates{each}{speed} (medians)"]
-        for place, finding in enumerate(diagnose(observed)[:SHOWN], start=1):
+        found = diagnose(observed)
+        for place, finding in enumerate(found[:SHOWN], start=1):
             gain = finding.gain
             told = f" ({gain.low:.2f} to {gain.high:.2f} times as fast without it, predicted)" if gain else ""
             lines += [f"  {place}. {finding.title}{told}", f"     fix: {finding.fix}"]
         if len(lines) == 1:
-            lines.append(f"  {nothing_found(observed)}")
+            lines.append(f"  {verdict(observed, found).text}")
         return "\n".join([*lines, f"  more: redline report {self.path}", ""])
 
 

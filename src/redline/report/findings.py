@@ -3,11 +3,11 @@
 import math
 from dataclasses import dataclass
 
-from redline.diagnose import own
-from redline.diagnose.finding import SLOW_UPDATES, Finding
+from redline.diagnose.answer import too_little, verdict
+from redline.diagnose.finding import Finding
 from redline.diagnose.observed import Observed
+from redline.diagnose.readers import own
 from redline.diagnose.rules import diagnose
-from redline.diagnose.summary import nothing_found, too_little
 from redline.record.read import Run
 from redline.record.units import format_amount, format_share
 from redline.report.figures import Quality, Speed
@@ -16,7 +16,7 @@ EXPLAINED = 0.75
 """From this share of the attainable speed on, what is left needs no explanation: the roofline leaves out
 launches and caches."""
 
-NOT_IN_THE_MEDIAN = ("validation-pause", "checkpoint-pause", "compile-time", "stall", SLOW_UPDATES)
+NOT_IN_THE_MEDIAN = ("validation-pause", "checkpoint-pause", "compile-time", "stall", "slow-updates")
 """Causes that lie outside the usual update, whose speed is held against the attainable: they do not explain
 the distance."""
 
@@ -44,13 +44,13 @@ def findings(run: Run, speed: Speed, quality: Quality) -> tuple[list[FindingView
     observed = own.observed(run)
     found = diagnose(observed)
     if not run.metrics:
-        return [_view(finding) for finding in found] or None, ""
-    return [_view(finding) for finding in found], " ".join(
+        return [shown(finding) for finding in found] or None, ""
+    return [shown(finding) for finding in found], " ".join(
         part for part in (filtered(run, quality), remark(observed, speed, found)) if part
     )
 
 
-def _view(finding: Finding) -> FindingView:
+def shown(finding: Finding) -> FindingView:
     gain = finding.gain
     return FindingView(
         title=finding.title,
@@ -69,7 +69,7 @@ def remark(observed: Observed, speed: Speed, found: list[Finding]) -> str:
     explain a large distance."""
     share, little = speed.attained_share, too_little(observed)
     if share is None or share >= EXPLAINED or little:
-        return (little or "") if found else nothing_found(observed)
+        return (little or "") if found else verdict(observed, found).text
     only = f"why the updates reach only {format_share(share)} of the attainable speed"
     gains = [
         finding.gain.high for finding in found if finding.gain and finding.cause not in NOT_IN_THE_MEDIAN

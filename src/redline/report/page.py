@@ -86,19 +86,30 @@ def write_page(runs: list[RunView], out: Path) -> None:
 
 def page(runs: list[RunView], live: dict[str, int] | None = None) -> str:
     """The whole page. `live` is where a watched run stands: generation and offset of what is drawn."""
+    title = ", ".join(run.summary.label for run in runs)
+    return assembled(title, parts(runs), [_curves(run) for run in runs], runs, live)
+
+
+def assembled(
+    title: str,
+    filled: dict[str, str],
+    drawn: list[dict[str, Any]],
+    runs: list[RunView],
+    live: dict[str, int] | None = None,
+) -> str:
+    """A page with these parts, the curves of some runs, and below them the details of those that are ours."""
     script = LANGUAGE_GUARD + _asset(f"{UPLOT}.js") + _asset("charts.js")
     connect = "connect-src 'self'; " if live is not None else ""
     policy = (
         f"default-src 'none'; {connect}img-src data:; style-src 'unsafe-inline'; script-src {_hash(script)}; "
         "base-uri 'none'; form-action 'none'"
     )
-    drawn = [_curves(run) for run in runs]
     own = dict.fromkeys(name for run in drawn for name in run["curves"] if name not in CHARTS)
     return _templates().get_template("page.html.j2").render(
-        title=", ".join(run.summary.label for run in runs),
+        title=title,
         policy=policy,
         style=_asset(f"{UPLOT}.css") + _asset("page.css"),
-        parts=parts(runs),
+        parts=filled,
         runs=runs,
         live=live is not None,
         made_at=when(time.time()),
@@ -112,10 +123,10 @@ def parts(runs: list[RunView]) -> dict[str, str]:
     """What changes while a run goes on, by the id of its place on the page."""
     verdict = comparable([shown.run for shown in runs]) if len(runs) > 1 else None
     made: dict[str, Callable[..., str]] = {
-        name: getattr(_macros(), name) for name in ("head", "outcome", "why")
+        name: getattr(macros(), name) for name in ("head", "outcome", "why")
     }
     found = {name: str(macro(runs, verdict)) for name, macro in made.items()}
-    return found | {f"events-{shown.place}": str(_macros().events(shown)) for shown in runs}
+    return found | {f"events-{shown.place}": str(macros().events(shown)) for shown in runs}
 
 
 def _curves(shown: RunView) -> dict[str, Any]:
@@ -158,7 +169,8 @@ def _templates() -> jinja2.Environment:
     return environment
 
 
-def _macros() -> Any:
+def macros() -> Any:
+    """The macros of parts.html.j2."""
     return _templates().get_template("parts.html.j2").module
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from redline.config.load import from_toml
 from redline.config.recipe import Recipe
-from redline.diagnose.amounts import finite
 from redline.diagnose.observed import Facts, Observed, Step
+from redline.diagnose.readers.cells import finite
 from redline.errors import ConfigError, DataError
 from redline.machine.specs import match_spec
 from redline.plan import plan as plans
@@ -23,7 +23,7 @@ from redline.record.run import RunFolder
 _NAMES = {field.name for field in fields(Step)} - {
     "step",
     "tokens",
-    "parts_s",
+    "more",
     "not_a_number",
     "bad_norm",
     "cold",
@@ -43,8 +43,9 @@ def observed(run: read.Run) -> Observed:
         source=str(run.path),
         format="run",
         steps=tuple(_step(line, cold=line["step"] not in warm) for line in run.metrics),
+        updates=run.metrics[-1]["step"] if run.metrics else 0,
         facts=_watched_facts(run) if watched and run.plan else _facts(recipe, plan),
-        repairs=notes,
+        notes=notes,
         events=tuple(run.events),
         recipe=recipe,
         plan=plan,

@@ -1,9 +1,9 @@
 """A Markdown page with numbers in it -> Observed: what it claims, and the settings it shows.
 
-Reads tables with a before and an after column, lists of `Before:` and `After:`, headings and lines that
-promise a factor, and in code every `name=value`, `name: type = value` and `--name value`. It reads sentences
-only for a few quantities (MFU, tokens a second, memory); what it does not understand it leaves out, so a
-claim that is not found is not thereby true.
+Reads tables with a before and an after column, lists of `Before:` and `After:`, headings and lines that promise a factor,
+and in code every `name=value`, `name: type = value` and `--name value`. It reads sentences only for a few quantities (MFU,
+tokens a second, memory); what it does not understand it leaves out, so a claim that is not found is not thereby true.
+Every pattern is bounded: a line of 100,000 dashes takes no longer than one of letters.
 """
 
 import re
@@ -11,28 +11,47 @@ from dataclasses import dataclass, field
 
 from redline.diagnose.observed import Claim, Facts, Observed, Range, Setting
 
+LONGEST_LINE = 20_000
+_NUMBER = r"\d{1,3}(?:,\d{3}){1,6}(?:\.\d{1,9})?|\d{1,15}(?:\.\d{1,9})?"
+_SPEED = r"tok(?:en)?s?/s(?:ec(?:ond)?)?\b|tok(?:en)?s per second\b|tps\b"
 _QUANTITY = re.compile(
-    r"(?<![\w.])~?(\d[\d,]*(?:\.\d+)?)\s*%?(?:\s*[-–]\s*(\d[\d,]*(?:\.\d+)?))?\s*([KMB](?![\w/]))?\+?\s*"
-    r"(%|x\b|GB\b|TB\b|tok(?:ens?)?/s(?:ec(?:ond)?)?\b|min(?:ute)?s?\b|h(?:ou)?rs?\b|days?\b)?"
+    rf"(?<![\w.])~?({_NUMBER})\s?%?([KMBk](?![\w/]))?(?:\s{{0,3}}[-–]\s{{0,3}}({_NUMBER}))?\s{{0,2}}([KMBk](?![\w/]))?\+?\s{{0,2}}"
+    rf"(%|x\b|GB\b|TB\b|{_SPEED}|min(?:ute)?s?\b|h(?:ou)?rs?\b|days?\b)?"
 )
 _SETTING = re.compile(
-    r"--([\w.-]*\w)(?:=|\s+)(\"[^\"]*\"|[\w.+/-]+)"  # --name value
+    r"(?<![-\w])--([A-Za-z][\w.-]{0,60})(?:=|\s{1,4})(\"[^\"]{0,200}\"|[\w.+/-]{1,200})"  # --name value
     # name = value, name: type = value
-    r"|(?<![\w.\"'-])([A-Za-z_][\w.]*)(?:\s*:\s*\w+)?\s*=\s*(\"[^\"]*\"|'[^']*'|[\w.+-]+)"
-    r"|environ\.get\(\s*[\"'](\w+)[\"'],\s*[\"'](\w+)[\"']"
+    r"|(?<![\w.\"'-])([A-Za-z_][\w.]{0,80})(?:\s{0,2}:\s{0,2}\w{1,40})?\s{0,4}=\s{0,4}(\"[^\"]{0,200}\"|'[^']{0,200}'|[\w.+-]{1,200})"
+    r"|environ\.get\(\s{0,4}[\"'](\w{1,80})[\"'],\s{0,4}[\"'](\w{1,80})[\"']"
 )
 _CALL = re.compile(r"\b(TrainingArguments|SFTConfig|GRPOConfig)\(")
-_BEFORE = re.compile(r"\b(before|original|current|previous)\b", re.IGNORECASE)
+_BEFORE = re.compile(r"\b(before|original|current|previous|baseline)\b", re.IGNORECASE)
 _AFTER = re.compile(r"\b(after|optimi[sz]ed|new|with optimi[sz]ations)\b", re.IGNORECASE)
-_BULLET = re.compile(r"^\s*[-*]\s+\**(Before|After|Original|Optimized)\**:?\**:?\s*(.+)$", re.IGNORECASE)
+_BULLET = re.compile(
+    r"^\s{0,12}[-*]\s{1,4}\**(Before|After|Original|Optimized)\**:?\**:?\s{0,4}(.{1,2000})$", re.IGNORECASE
+)
+_SENTENCES = {
+    "mfu": re.compile(
+        rf"(?:MFU|FLOPS? Utili[sz]ation)[^\d]{{0,12}}((?:{_NUMBER})(?:-(?:{_NUMBER}))?%)", re.IGNORECASE
+    ),
+    "tokens_per_s": re.compile(
+        rf"(?:throughput|{_SPEED})[^\d]{{0,6}}(~?(?:{_NUMBER})(?:-(?:{_NUMBER}))?K?\b)", re.IGNORECASE
+    ),
+    "memory_share": re.compile(rf"\b((?:{_NUMBER})%) of \d{{1,4}} ?GB used", re.IGNORECASE),
+    "parameters": re.compile(rf"\bParameters: ((?:{_NUMBER})[MB])\b", re.IGNORECASE),
+}
+_NAMES = {
+    "mfu": ("mfu", "flops utilization"),
+    "tokens_per_s": ("tokens/s", "throughput", "tok/s", "tokens per second"),
+    "memory_share": ("memory usage",),
+    "gpu_util": ("gpu utilization", "gpu util"),
+}
 _SCALE = {"K": 1e3, "M": 1e6, "B": 1e9}
+_BOARDS = {"H200": "h200-141g", "H100": "h100-80g", "A100": "a100-80g", "V100": "v100-32g"}
 
 
 def is_document(text: str) -> bool:
-    return (
-        re.search(r"^#{1,4} ", text, re.MULTILINE) is not None
-        or re.search(r"^\|.+\|$", text, re.MULTILINE) is not None
-    )
+    return re.search(r"^#{1,4} \S|^\|.{1,400}\|\s*$", text, re.MULTILINE) is not None
 
 
 @dataclass
@@ -54,6 +73,7 @@ class _Page:
 def read_document(text: str, source: str) -> Observed:
     page = _Page()
     for number, line in enumerate(text.splitlines(), start=1):
+        line = line[:LONGEST_LINE]
         if line.lstrip().startswith("```"):
             page.code, page.when = not page.code, ""
             page.within = page.within if page.code else ""
@@ -79,11 +99,11 @@ def _read_code(page: _Page, line: str, number: int) -> None:
     if found := _CALL.search(code):
         page.within = found[1]
     for name, value in settings_in(code):
-        page.settings.append(Setting(name, value, number, page.when, page.within))
-        if was := re.search(
-            r"(?:increased|reduced|changed?|reduce|increase) from (\w+)", comment, re.IGNORECASE
-        ):
-            page.settings[-1] = Setting(name, value, number, "after", page.within)
+        was = re.search(
+            r"(?:increased|reduced|changed?|reduce|increase) from (\w{1,40})", comment, re.IGNORECASE
+        )
+        page.settings.append(Setting(name, value, number, "after" if was else page.when, page.within))
+        if was:
             page.settings.append(Setting(name, was[1], number, "before", page.within))
     if code.strip() == ")":
         page.within = ""
@@ -162,31 +182,19 @@ def _read_bullet(page: _Page, word: str, text: str, number: int) -> None:
             Claim(name=canonical(page.heading), line=number, text=text, before=page.before, after=found[0][0])
         )
         page.before = None
-    if (tokens := re.search(r"([\d.]+)K\+? tokens/step", text)) is not None:
+    if (tokens := re.search(r"(?<![\d.])([\d.]{1,12})K\+? tokens/step", text)) is not None:
         page.settings.append(Setting("tokens_per_step", f"{float(tokens[1]) * 1e3:.0f}", number, when))
 
 
 def _read_quantities(page: _Page, line: str, number: int) -> None:
     """The few quantities that are read in sentences: the state that a document starts from."""
     plain = re.sub(r"[*`]", "", line)
-    for name, pattern in (
-        ("mfu", r"(?:MFU|FLOPS? Utili[sz]ation)[^\d]{0,12}([\d.]+(?:-[\d.]+)?%)"),
-        ("tokens_per_s", r"(?:throughput|tokens/sec(?:ond)?|tok/s)[^\d]{0,6}((?:~)?[\d.]+(?:-[\d.]+)?K?\b)"),
-        ("memory_share", r"\b([\d.]+%) of \d+ ?GB used"),
-        ("parameters", r"\bParameters: ([\d.]+[MB])\b"),
-    ):
-        if found := re.search(pattern, plain, re.IGNORECASE):
-            value = quantities(found[1])[0][0]
-            page.claims.append(Claim(name=name, line=number, text=plain.strip(), before=value))
-    if found := re.search(r"(\d+)GB/(\d+)GB", plain):
-        page.claims.append(
-            Claim(
-                name="memory_gb",
-                line=number,
-                text=plain.strip(),
-                before=Range(float(found[1]), float(found[2])),
-            )
-        )
+    for name, pattern in _SENTENCES.items():
+        if (found := pattern.search(plain)) and (values := quantities(found[1])):
+            page.claims.append(Claim(name=name, line=number, text=plain.strip(), before=values[0][0]))
+    if found := re.search(r"(?<!\d)(\d{1,6})GB/(\d{1,6})GB", plain):
+        span = Range(float(found[1]), float(found[2]))
+        page.claims.append(Claim(name="memory_gb", line=number, text=plain.strip(), before=span))
 
 
 def settings_in(text: str) -> list[tuple[str, str]]:
@@ -201,47 +209,39 @@ def settings_in(text: str) -> list[tuple[str, str]]:
 
 
 def quantities(text: str) -> list[tuple[Range, str]]:
-    """Every number or range in a text with its unit: `%`, `x`, `gb`, `tok/s`, or nothing; K, M and B are
-    multiplied out."""
+    """Every number or range in a text with its unit: `%`, `x`, `gb`, `tok/s`, or nothing; K, M and B are multiplied out
+    (`50-60K` as well as `50k-60k`)."""
     found = []
-    for low, high, scale, unit in _QUANTITY.findall(text):
-        times = _SCALE.get(scale, 1.0)
-        first = float(low.replace(",", "")) * times
-        last = float(high.replace(",", "")) * times if high else first
-        found.append((Range(first, last), "tok/s" if unit.startswith("tok") else unit.lower()))
+    for low, low_scale, high, scale, unit in _QUANTITY.findall(text):
+        last = _SCALE.get((scale or low_scale).upper(), 1.0)
+        first = _SCALE.get((low_scale or scale).upper(), 1.0)
+        bottom = float(low.replace(",", "")) * first
+        top = float(high.replace(",", "")) * last if high else bottom
+        found.append((Range(bottom, top), "tok/s" if unit.startswith(("tok", "tps")) else unit.lower()))
     return found
 
 
 def canonical(name: str) -> str:
     """Our word for a row or heading that means one of the quantities rules compare."""
     low = name.lower()
-    for ours, words in (
-        ("mfu", ("mfu", "flops utilization")),
-        ("tokens_per_s", ("tokens/sec", "throughput", "tok/s")),
-        ("memory_share", ("memory usage",)),
-        ("gpu_util", ("gpu utilization", "gpu util")),
-    ):
-        if any(word in low for word in words):
-            return ours
-    return low
+    return next((ours for ours, words in _NAMES.items() if any(word in low for word in words)), low)
 
 
 def _facts(text: str, page: _Page) -> Facts:
-    boards = {"H200": "h200-141g", "H100": "h100-80g", "A100": "a100-80g", "V100": "v100-32g"}
-    counts = {name: len(re.findall(rf"\b{name}", text)) for name in boards}
+    counts = {name: len(re.findall(rf"\b{name}", text)) for name in _BOARDS}
     named = max(counts, key=lambda name: counts[name])
-    many = re.search(r"\b(\d+)\s?(?:x ?)?(?:H200|H100|A100|V100)s?\b(?! ?\d)", text) or re.search(
-        r"--num-gpus[= ](\d+)", text
+    many = re.search(r"\b(\d{1,6})\s?(?:x ?)?(?:H200|H100|A100|V100)s?\b(?! ?\d)", text) or re.search(
+        r"--num-gpus[= ](\d{1,6})\b", text
     )
-    sizes = set(re.findall(r"\b(\d+(?:\.\d+)?[MB]) param", text))
+    sizes = set(re.findall(r"(?<![\w.])(\d{1,6}(?:\.\d{1,3})?[MB]) param", text))
     setting = {s.name.split(".")[-1]: s.value for s in page.settings if s.when != "after"}
-    recompute = re.search(r"gradient.checkpointing\W{0,8}(?:enabled|=\s*True)", text, re.IGNORECASE)
+    recompute = re.search(r"gradient.checkpointing\W{0,8}(?:enabled|=\s{0,3}True)", text, re.IGNORECASE)
 
     def value(name: str) -> float | None:
-        return float(setting[name]) if re.fullmatch(r"\d+(\.\d+)?", setting.get(name, "")) else None
+        return float(setting[name]) if re.fullmatch(r"\d{1,15}(\.\d{1,9})?", setting.get(name, "")) else None
 
     return Facts(
-        gpu=boards[named] if counts[named] else None,
+        gpu=_BOARDS[named] if counts[named] else None,
         gpus=float(many[1]) if many else None,
         parameters=quantities(sizes.pop())[0][0].low if len(sizes) == 1 else None,
         batch_size=value("train_batch_size"),

@@ -1,0 +1,208 @@
+"""What is said beside the findings, in the reader's words: what the run is, where the time of an update went, and whether its
+speed was judged at all.
+
+    verdict(observed, findings)    "found", "failed", "fast enough", or "not judged" with what it would need
+
+No finding is good news only where the speed was judged and is good.
+"""
+
+from dataclasses import dataclass
+from statistics import fmean
+
+from redline.diagnose.finding import Finding, worth
+from redline.diagnose.observed import FEWEST_UPDATES, PHASES, Observed
+from redline.diagnose.rules.memory import achieved
+from redline.diagnose.rules.update import felt_wait_s
+from redline.record.units import format_count, format_duration, format_limit_share, format_rate, format_share
+
+GOOD = 0.35
+"""MFU from which on a run is fast enough: what is left needs other kernels or FP8, and no setting."""
+GOOD_OWN = 0.75
+"""The same for our own runs, as a share of what the roofline allows their plan: it leaves out launches and caches."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    word: str
+    """`found`, `failed`, `fast enough`, `not judged`."""
+    text: str
+    needs: tuple[str, ...] = ()
+    """What is missing to judge the speed."""
+
+
+def split(observed: Observed) -> dict[str, float]:
+    """Mean seconds of each part of an update, what is left of it as `idle`; empty where its parts were not measured. Means
+    add up to the update, as medians do not."""
+    step_s = observed.mean("step_s")
+    if not step_s or observed.mean("forward_s") is None:
+        return _named_parts(observed, step_s) if step_s else {}
+    known = {
+        name.removesuffix("_s"): observed.share(name) * step_s
+        for name in PHASES
+        if any(getattr(s, name) for s in observed.steady)
+    }
+    left_s = max(0.0, step_s - sum(known.values()))
+    wait_s = min(fmean(felt_wait_s(s) for s in observed.steady), left_s)
+    return known | {"data wait": wait_s, "idle": left_s - wait_s}
+
+
+def _named_parts(observed: Observed, step_s: float) -> dict[str, float]:
+    """A trainer's own parts of the step (verl's timing_s), those that stand beside each other and not inside."""
+    names = ("gen", "reward", "old log prob", "ref", "values", "adv", "update critic", "update actor")
+    parts = {name: value for name in names if (value := observed.part(name))}
+    left_s = step_s - sum(parts.values())
+    return parts | {"other": max(0.0, left_s)} if parts and left_s > -0.1 * step_s else {}
+
+
+def mfu(observed: Observed) -> tuple[float, str] | None:
+    """MFU with its convention: by arithmetic where the GPU is known, else as the log prints it."""
+    facts, rate, spec = observed.facts, achieved(observed), observed.spec
+    if rate and spec and facts.gpus and facts.mfu_scope == "the step":
+        peak = spec.bf16_tflops or spec.fp16_tflops
+        counted = "as the log counts FLOPs" if facts.flops_per_token else "6N + 12LdT"
+        return rate[0] / peak, f"{counted}, against {peak:,.0f} TFLOP/s"
+    printed = observed.median("mfu")
+    if printed is None:
+        return None
+    against = f", against {facts.mfu_peak_tflops:,.0f} TFLOP/s" if facts.mfu_peak_tflops else ""
+    scope = "" if facts.mfu_scope == "the step" else f" of {facts.mfu_scope}"
+    return printed, f"as the log prints it{scope}{against}"
+
+
+def what_it_is(observed: Observed) -> list[tuple[str, str]]:
+    """The run in a few lines: trainer, model, GPUs, batch, time of an update, speed, MFU."""
+    facts, step_s, speed = observed.facts, observed.median("step_s"), observed.tokens_per_s
+    lines: list[tuple[str, str]] = []
+    if observed.trainer.title or observed.format != "run":
+        lines.append(("trainer", f"{observed.trainer.title or 'not recognised'} ({observed.format})"))
+    if facts.parameters:
+        trained = f", {format_count(facts.trained_parameters)} trained" if facts.trained_parameters else ""
+        lines.append(
+            (
+                "model",
+                f"{facts.model + ', ' if facts.model else ''}{format_count(facts.parameters)} parameters{trained}",
+            )
+        )
+    if facts.gpus or facts.gpu:
+        board = f" x {observed.spec.title}" if observed.spec else ""
+        lines.append(
+            ("GPUs", f"{facts.gpus:.0f}{board}" if facts.gpus else f"{board[3:]}, how many is not in the log")
+        )
+    tokens = observed.median("tokens") or facts.tokens
+    if facts.batch_size or tokens:
+        rows = f"{facts.batch_size:,.0f} sequences" if facts.batch_size else ""
+        lines.append(
+            ("batch", ", ".join(filter(None, [rows, f"{tokens:,.0f} tokens an update" if tokens else ""])))
+        )
+    if observed.steps:
+        planned = (
+            f" of {observed.planned:,}" if observed.planned and observed.planned > observed.updates else ""
+        )
+        each = f", {format_duration(step_s)} each (median)" if step_s else ""
+        lines.append(("updates", f"{observed.updates:,}{planned}{each}"))
+    if speed:
+        share = mfu(observed)
+        lines.append(
+            (
+                "speed",
+                format_rate(speed, "tokens")
+                + (f", MFU {format_share(share[0])} ({share[1]})" if share else ""),
+            )
+        )
+    return lines
+
+
+def too_little(observed: Observed) -> str | None:
+    """Why nothing, or not much, can be said about the speed of a log, and how to get what is missing; None where there is
+    enough."""
+    if observed.format in ("document", "runs"):
+        return None
+    if not observed.steps:
+        return "No update is recorded, so nothing can be said about speed."
+    if not any(s.step_s for s in observed.steps):
+        how = (
+            "write `step_s` with every update"
+            if observed.format == "run"
+            else observed.trainer.option("times")
+        )
+        return f"The log holds no times, so nothing can be said about speed: {how}."
+    if not observed.enough:
+        return f"Only {len(observed.steady)} timed update(s) after the warm-up, fewer than {FEWEST_UPDATES}: too few to judge the speed."
+    return None
+
+
+def missing(observed: Observed) -> tuple[str, ...]:
+    """What the speed would have to be held against, and is not known."""
+    facts, needs = observed.facts, []
+    if not facts.gpu:
+        needs.append("the GPU (--fact gpu=h100-80g)")
+    if not facts.gpus:
+        needs.append("how many (--fact gpus=8)")
+    if not facts.parameters and not facts.flops_per_token and not facts.total_flops:
+        needs.append("the model's size (--fact parameters=7B)")
+    if not observed.tokens_per_s and not facts.total_flops:
+        needs.append("tokens an update (--fact tokens=500k)")
+    return tuple(needs)
+
+
+def verdict(observed: Observed, findings: list[Finding]) -> Verdict:
+    """Whether something was found, the run is fast enough, or its speed was not judged, and then why."""
+    if any(finding.kind == "failure" for finding in findings):
+        return Verdict("failed", "The run failed, or did not train: the speed comes second.")
+    if observed.format == "document":
+        return _of_a_page(observed, findings)
+    if little := too_little(observed):
+        return Verdict("not judged", little, missing(observed) if observed.steps else ())
+    named = [finding for finding in findings if worth(finding) > 0]
+    if observed.format == "runs":
+        return Verdict(
+            "found" if named else "not judged",
+            "A table of runs: none of them is judged by its updates.",
+            ("the history of one run",),
+        )
+    if observed.format == "run":
+        return _of_our_run(observed, findings, named)
+    if named and any(finding.cause != "low-mfu" for finding in named):
+        return Verdict("found", "")
+    share = mfu(observed)
+    judged = share is not None and (
+        observed.facts.gpu or observed.facts.mfu_peak_tflops or observed.median("mfu")
+    )
+    if judged and share and observed.facts.mfu_scope == "the step" and (share[0] >= GOOD or not named):
+        return Verdict(
+            "fast enough",
+            f"An MFU of {format_share(share[0])} ({share[1]}): good for training; what is left needs other kernels, not other settings.",
+        )
+    if named:
+        return Verdict("found", "")
+    needs = missing(observed)
+    text = "Nothing in the lines holds it back, but its speed was not judged" + (
+        f" without {', '.join(needs)}." if needs else "."
+    )
+    return Verdict("not judged", text, needs)
+
+
+def _of_a_page(observed: Observed, findings: list[Finding]) -> Verdict:
+    if findings:
+        return Verdict("found", "")
+    if not observed.claims:
+        return Verdict(
+            "not judged",
+            "No claim was understood on this page, so none was checked: that is no endorsement.",
+            ("claims with a before and an after",),
+        )
+    return Verdict(
+        "not judged",
+        f"{len(observed.claims)} claims were read and none of them contradicts arithmetic; that does not make them true.",
+    )
+
+
+def _of_our_run(observed: Observed, findings: list[Finding], named: list[Finding]) -> Verdict:
+    attainable = observed.plan.prediction.attainable_tokens_per_s if observed.plan else None
+    share = observed.tokens_per_s / attainable if attainable and observed.tokens_per_s else None
+    limit = f"of the {format_rate(attainable, 'tokens')} that the roofline allows its plan"
+    reached = f" The run reaches {format_limit_share(share, limit)}." if share else ""
+    if named:
+        return Verdict("found", "")
+    word = "fast enough" if share is not None and share >= GOOD_OWN else "not judged"
+    return Verdict(word, f"Nothing found that would bring more than 5 %.{reached}")

@@ -1,0 +1,1 @@
+"""From bytes to tables: whatever a trainer wrote becomes rows of named numbers, and those become updates."""

@@ -1,0 +1,87 @@
+"""Numbers as trainers and people write them: tolerant where a log is read, strict where an option is.
+
+number("1e") is None
+duration_s("4 days, 7:04:09") == 371_049
+amount("454M", COUNTS) == 454e6
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+BYTES = {
+    "": 1.0,
+    "b": 1.0,
+    **{
+        f"{letter}{end}": base**power
+        for end, base in (("b", 1e3), ("ib", 1024.0))
+        for power, letter in enumerate("kmgt", 1)
+    },
+}
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
+SECONDS |= {
+    "sec": 1.0,
+    "secs": 1.0,
+    "second": 1.0,
+    "seconds": 1.0,
+    "mins": 60.0,
+    "minutes": 60.0,
+    "hours": 3600.0,
+}
+SHARES = {"": 1.0, "%": 0.01}
+
+_AMOUNT = re.compile(
+    r"(\d{1,3}(?:,\d{3})+(?:\.\d+)?|(?:\d++\.?\d*+|\.\d++)(?:e[-+]?\d+)?)\s*([a-z]*)", re.IGNORECASE
+)
+_CLOCK = re.compile(r"(?:(\d{1,6}) days?,? *)?(\d{1,6}):(\d\d)(?::(\d\d(?:[.,]\d+)?))?")
+_SPELT = re.compile(
+    r"(?:(\d{1,6}) ?d(?:ays?)? *)?(?:(\d{1,6}) ?h\w* *)?(?:(\d{1,6}) ?m(?:in\w*)? *)?(?:(\d{1,9}(?:\.\d+)?) ?s\w*)?"
+)
+
+
+def number(raw: Any) -> float | None:
+    """A value of a log as a number, nan and inf among them; None for what is none."""
+    if isinstance(raw, bool):
+        return None
+    try:
+        value = float(raw)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    # 400 digits are no number of a trainer, and no infinity either
+    return None if math.isinf(value) and isinstance(raw, str) and raw.lstrip("+-")[:1].isdigit() else value
+
+
+def finite(raw: Any) -> float | None:
+    value = number(raw)
+    return value if value is not None and math.isfinite(value) else None
+
+
+def duration_s(text: str) -> float | None:
+    """`H:MM:SS`, `MM:SS`, `4 days, 7:04:09`, `1m 42s`, `2h 3m`: the seconds; None for anything else."""
+    text = text.strip()
+    if found := _CLOCK.fullmatch(text):
+        days, first, second, third = found.groups()
+        hours, minutes, seconds = (first, second, third) if third is not None else ("0", first, second)
+        return (
+            float(days or 0) * 86400
+            + float(hours) * 3600
+            + float(minutes) * 60
+            + float(seconds.replace(",", "."))
+        )
+    if text[:1].isdigit() and (found := _SPELT.fullmatch(text)):
+        return sum(
+            float(part or 0) * each for part, each in zip(found.groups(), (86400, 3600, 60, 1), strict=True)
+        )
+    return None
+
+
+def amount(text: str, units: Mapping[str, float]) -> float | None:
+    """The whole of a text as a positive number with one of the units, large or small letters; None where anything
+    else is in it."""
+    found = _AMOUNT.fullmatch(text.strip())
+    if found is None or (factor := units.get(found[2].lower())) is None:
+        return None
+    value = float(found[1].replace(",", "")) * factor
+    return value if 0 < value < math.inf else None

@@ -1,0 +1,310 @@
+"""A log of another trainer -> Observed: text to rows, rows to a run, a run to updates and facts."""
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from statistics import mode
+from typing import Any
+
+from redline.diagnose.observed import Facts, Observed, Step
+from redline.diagnose.readers import physics
+from redline.diagnose.readers.cells import finite
+from redline.diagnose.readers.miner import NOT_TRAINING, Console, mine
+from redline.diagnose.readers.rows import TIMES, Log, Row, from_console, from_table, runs_of
+from redline.diagnose.readers.tables import Table, as_table, events_table, notebook_text
+from redline.diagnose.readers.text import lines_of, text_of
+from redline.diagnose.readers.updates import Timed, timed
+from redline.diagnose.trainers import Trainer, facts_of, recognise
+
+HEAD = 200_000
+"""Characters before the run in which facts are looked for."""
+FOLLOWS = {
+    "forward_s",
+    "backward_s",
+    "optimizer_s",
+    "communication_s",
+    "data_wait_s",
+    "memory_bytes",
+    "tokens_per_s",
+}
+FOLLOWS |= {"samples_per_s", "tflops", "loss", "step_s", "generate_s", "mfu"}
+"""What may stand on a line of its own behind that of its update."""
+FAILED = re.compile(r"OutOfMemoryError|CUDA out of memory|Traceback \(most recent call last\)")
+OF_A_RUN = {
+    "batch_size": "batch_size",
+    "block_size": "seq_len",
+    "n_params": "parameters",
+    "n_layer": "num_layers",
+    "n_embd": "hidden_size",
+    "eval_iters": "eval_iters",
+    "eval_interval": "eval_interval",
+}
+"""Columns of a table of runs that are facts."""
+STEP_VALUES = {field.name for field in fields(Step)} - {"step", "not_a_number", "bad_norm", "cold", "more"}
+
+
+def read_log(path: Path, columns: Mapping[str, str], given: Mapping[str, Any]) -> Observed | None:
+    """The log at a path; None where the file holds no training. `given` are facts that the user tells."""
+    if "tfevents" in path.name:
+        return _from_table(events_table(path), str(path), columns, given, "")
+    text = text_of(path)
+    shown = notebook_text(text)
+    table = as_table(text, str(path)) if shown is None else None
+    if table is not None:
+        return _from_table(table, str(path), columns, given, text)
+    form = "console" if shown is None else "notebook"
+    lines = lines_of(shown or text)
+    mined = mine(lines, cut=shown is None and not text.endswith("\n"))
+    return _from_console(lines, mined, str(path), columns, given, form)
+
+
+def _from_table(
+    table: Table, source: str, columns: Mapping[str, str], given: Mapping[str, Any], text: str
+) -> Observed | None:
+    names = ",".join(str(key) for row in table.rows[:50] for key in row)
+    trainer = recognise(f"{text[:20_000]}\n{table.head}\n{names}")
+    if table.lists_runs:
+        return _of_runs(table, source, trainer)
+    own = {ours: text for ours, text in trainer.columns.items() if text.rpartition(":")[0] in names}
+    log = from_table(table.rows, own | dict(columns), source)
+    rows, notes = [row for row in log.rows if row.step >= 0], list(table.notes)
+    if not rows:
+        rows = _counted(log.rows, notes)
+    elif table.format == "tensorboard" and 2 * len({row.step for row in rows}) < len(rows):
+        notes.append("the step is an epoch here: the values of an epoch are counted one by one")
+        number = 0
+        for row in rows:
+            number += row.trained
+            row.step = max(1, number)
+    if not any(row.values or row.lost for row in rows):
+        return None
+    facts = facts_of(trainer, table.head) | dict(given)
+    return _observed(rows, log, trainer, facts, notes, source=source, form=table.format, text=table.head)
+
+
+def _of_runs(table: Table, source: str, trainer: Trainer) -> Observed:
+    """A table with a line a run: what most of them share."""
+    found = {
+        ours: [v for row in table.rows if (v := finite(row.get(name)))] for name, ours in OF_A_RUN.items()
+    }
+    counts = [v for row in table.rows for name in ("_step", "iter", "step") if (v := finite(row.get(name)))]
+    note = (
+        f"each of the {len(table.rows)} lines is a whole run, and not an update: give the history of one run"
+    )
+    facts = Facts(**{name: mode(values) for name, values in found.items() if values})  # type: ignore[arg-type]
+    updates = int(mode(counts)) if counts else 0
+    return Observed(
+        source=source, format="runs", trainer=trainer, facts=facts, updates=updates, notes=(note,)
+    )
+
+
+def _from_console(
+    lines: Sequence[str],
+    console: Console,
+    source: str,
+    columns: Mapping[str, str],
+    given: Mapping[str, Any],
+    form: str,
+) -> Observed | None:
+    text, notes = "\n".join(lines), list[str]()
+    trainer = recognise(text[:HEAD] + text[-20_000:])
+    log = from_console(console.rows, trainer.columns | dict(columns), source)
+    plain = [row for row in log.rows if not row.bar]
+    rows = [row for row in plain if row.step >= 0]
+    _attach(rows, plain)
+    if rows and all(row.counter == "fraction" and row.step == row.total for row in rows):
+        for number, row in enumerate(
+            rows, start=1
+        ):  # 100/100 [=====]: a line an epoch, its step always the last
+            row.step *= number
+    if not _trains(rows):
+        rows = _bar(log)
+    if not _trains(rows):
+        rows = _counted(
+            [row for row in plain if row.step < 0 and "loss" in row.values and not row.evaluated], notes
+        )
+    if _trains(rows):
+        facts = _facts_around(rows, lines, text, trainer) | dict(given)
+        return _observed(
+            rows, log, trainer, facts, notes, source=source, form=form, text=text, pauses=console.pauses
+        )
+    if not trainer.name or not FAILED.search(text):
+        return None
+    known = facts_of(trainer, text[:HEAD]) | dict(given)
+    facts_known = physics.solve(known, Timed([]), trainer, one_gpu=trainer.one_gpu, summary={})
+    return Observed(source=source, format=form, trainer=trainer, text=text, facts=facts_known)
+
+
+def _facts_around(rows: Sequence[Row], lines: Sequence[str], text: str, trainer: Trainer) -> dict[str, Any]:
+    """What stands before the longest run, at its beginning and at the end of the log."""
+    runs, _ = runs_of([Row(row.place, row.step, dict(row.values), counter=row.counter) for row in rows])
+    start = max(reversed(runs), key=len)[0].place
+    head = "\n".join(lines[:start])[-HEAD:], "\n".join(lines[start : start + 200]), "\n".join(lines[-200:])
+    facts = facts_of(trainer, "\n".join(head))
+    ranks = {int(rank) for rank in re.findall(r"\brank[ _]?(\d{1,4})\b", text[: 10 * HEAD], re.IGNORECASE)}
+    if len(ranks) > 1 and len(ranks) == max(ranks) + 1:
+        facts.setdefault("gpus", float(len(ranks)))
+    return facts
+
+
+def _trains(rows: Sequence[Row]) -> bool:
+    """Whether rows are of a training: a step that grows, with a loss or a time."""
+    return len({row.step for row in rows}) > 1 and any(
+        row.trained or TIMES & row.values.keys() for row in rows
+    )
+
+
+def _counted(rows: list[Row], notes: list[str]) -> list[Row]:
+    """Lines without a step: each counts as one."""
+    if len(rows) >= 3:
+        for row, number in zip(rows, range(1, len(rows) + 1), strict=True):
+            row.step = number
+        notes.append("the lines show no step: each counts as one update")
+    return rows
+
+
+def _bar(log: Log) -> list[Row]:
+    """The progress bar of the training, with the losses that the Trainer prints beside it: they come with an epoch, often
+    far from their step, and the epoch says which step it is."""
+    bars: dict[str, list[Row]] = {}
+    for row in log.rows:
+        if row.bar and row.total > 2 and not NOT_TRAINING.search(row.bar):
+            bars.setdefault(row.bar, []).append(row)
+    bar = max(bars.values(), key=lambda rows: rows[-1].values.get("elapsed_s", 0.0), default=[])
+    others = [row for row in log.rows if not row.bar and row.step < 0 and "epoch" in row.values]
+    last = log.summary.get("epoch") or max((row.values["epoch"] for row in others), default=0.0)
+    by_step = {row.step: row for row in bar}
+    for row in others if bar and last else ():
+        place = row.values["epoch"] / last * bar[-1].total
+        at = by_step[min(by_step, key=lambda step: abs(step - place))]
+        at.after_s += row.pauses.get("validation", 0.0) if row.evaluated else 0.0
+        at.values = {
+            name: row.values[name] for name in ("loss", "grad_norm") if name in row.values
+        } | at.values
+        at.more, at.lost = at.more | row.more, at.lost | row.lost
+    return bar
+
+
+def _attach(rows: Sequence[Row], others: Sequence[Row]) -> None:
+    """Lines without a step (timers, the numbers of a block) to the update before them."""
+    places = [row.place for row in rows]
+    for row in others:
+        if row.step < 0 and (at := bisect_right(places, row.place) - 1) >= 0:
+            new = FOLLOWS & row.values.keys() - rows[at].values.keys()
+            rows[at].values |= {name: row.values[name] for name in new}
+            rows[at].unsettled |= new & row.unsettled
+            rows[at].more = row.more | rows[at].more
+
+
+def _mark_pauses(run: Sequence[Row], pauses: Sequence[tuple[int, str]]) -> None:
+    """Lines that tell of a validation or a checkpoint, to the update behind them; where the rows tell of them, those
+    count."""
+    places = [row.place for row in run]
+    told = any(took for row in run for took in row.pauses.values())
+    for place, kind in pauses if not told else ():
+        if (at := bisect_left(places, place)) < len(run) and place > (places[at - 1] if at else -1):
+            run[at].pauses.setdefault(kind, 0.0)
+
+
+def _observed(
+    rows: list[Row],
+    log: Log,
+    trainer: Trainer,
+    facts: dict[str, Any],
+    notes: list[str],
+    *,
+    source: str,
+    form: str,
+    text: str,
+    pauses: Sequence[tuple[int, str]] = (),
+) -> Observed:
+    runs, counted_on = runs_of(rows)
+    run = max(
+        reversed(runs),
+        key=lambda each: (sum(row.trained or "step_s" in row.values for row in each), len(each)),
+    )
+    if len(runs) > 1:
+        notes.append(
+            f"{len(runs)} runs in this log; the longest, steps {run[0].step:,} to {run[-1].step:,}, is read"
+        )
+    if counted_on:
+        notes.append(f"the step starts again with each epoch: counted on to {run[-1].step:,}")
+    _mark_pauses(run, pauses)
+    updates = _updates(run, log)
+    rate, batch = log.columns.get("tokens_per_s"), facts.get("batch_size")
+    one_gpu = trainer.one_gpu or bool(rate and rate.one_gpu)
+    tokens = facts.get("tokens") or (batch * facts["seq_len"] if batch and facts.get("seq_len") else None)
+    share = facts.get("gpus") if one_gpu else 1.0
+    found = timed(
+        run, log, batch=batch, tokens=tokens / share if tokens and share else None, means=trainer.means
+    )
+    known = physics.solve(facts, found, trainer, one_gpu=one_gpu, summary=log.summary)
+    notes += [
+        *found.notes,
+        *([f"the time of an update is taken from {found.source}"] if found.source else []),
+    ]
+    if log.unread and not any("step_s" in row.values for row in run):
+        notes.append(f"columns that are not read: {', '.join(log.unread[:20])}")
+    lost = _lost(run)
+    return Observed(
+        source=source,
+        format=form,
+        trainer=trainer,
+        steps=tuple(_step(row, lost) for row in run),
+        updates=updates,
+        planned=int(next((row.total for row in reversed(run) if row.total), 0)) or None,
+        facts=known,
+        text=text,
+        notes=tuple(notes),
+        events=tuple(found.events),
+        lines_are_means=found.means,
+        printed_tokens_per_s=_contradicted(found, known),
+    )
+
+
+def _step(row: Row, lost: set[int]) -> Step:
+    values = {name: row.values[name] for name in STEP_VALUES if row.values.get(name) is not None}
+    values["tokens"] = values.get("tokens") or None  # type: ignore[assignment]
+    gone = row.step in lost
+    return Step(step=row.step, not_a_number=gone, bad_norm="grad_norm" in row.lost, more=row.more, **values)  # type: ignore[arg-type]
+
+
+def _lost(run: Sequence[Row]) -> set[int]:
+    """The steps whose loss is no number: nan or inf, and nulls at the end, three or more and more than ever stood between
+    two losses (a closing summary has none)."""
+    nulls: list[int] = []
+    most = 2
+    for row in run:
+        if "loss" in row.values:
+            most, nulls = max(most, len(nulls)), []
+        elif row.null and not row.evaluated:
+            nulls.append(row.step)
+    bad = {row.step for row in run if "loss" in row.lost and "loss" not in row.values}
+    return bad | set(nulls if len(nulls) > most else ())
+
+
+def _contradicted(run: Timed, facts: Facts) -> float | None:
+    """tokens/s as printed, where neither all GPUs nor one of them make it."""
+    rate, step_s, tokens = (run.typical(name) for name in ("tokens_per_s", "step_s", "tokens"))
+    if not rate or not step_s or not tokens or run.source.startswith("tokens"):
+        return None
+    ratio = physics.whole(tokens / (rate * step_s))
+    return rate if ratio and ratio > 1 and ratio != facts.gpus else None
+
+
+def _updates(run: Sequence[Row], log: Log) -> int:
+    """The last step's number where the log starts at the beginning, else how many updates it shows."""
+    end, trained = run[-1].step, [row for row in run if row.trained] or run
+    if run[0].bar:
+        return end
+    first, last = trained[0].step, trained[-1].step
+    stride = max(1, trained[1].step - first) if len(trained) > 1 else 1
+    # the summary of an epoch may count on from the last line
+    end = max([end, *(row.step for row in log.rows if not row.bar and end < row.step < end + stride)])
+    last = max(last, int(log.summary.get("updates", 0)))
+    if first > 2 * stride:
+        return last - first + stride
+    from_zero = first == 0 if stride == 1 else first % stride == stride - 1
+    return max(end, last + from_zero)

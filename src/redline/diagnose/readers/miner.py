@@ -1,0 +1,238 @@
+"""Console lines to rows. Most consoles are a few line skeletons, repeated with other numbers: the skeleton says what
+each number is called, and is looked at once however often it comes.
+
+    "step 5/100 | loss: 3.21 | dt: 410.25ms | 143631 tok/s"
+    -> {"step": "5", "step total": "100", "loss": "3.21", "dt": "410.25" in ms, "tok/s": "143631"}
+
+A number is called by the words before it, back to the last separator; where there are none, by its unit. Source code
+printed on top of a log has no skeleton that comes again with a growing step, and so leaves no run.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from redline.diagnose.readers.columns import assign, is_held_out
+
+STAMP = r"\d{4}[-/]\d\d[-/]\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?|[IWEF]\d{4} \d\d:\d\d:\d\d\.\d{1,9}|\d\d/\d\d \d\d:\d\d:\d\d"
+TOKEN = re.compile(
+    rf"(?<![\w.])({STAMP}|\d{{1,4}} days?, \d+:\d\d:\d\d|\d+:\d\d:\d\d(?:\.\d{{1,9}})?|\d\d?:\d\d(?![\d:])"
+    r"|[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d++)(?:\.\d*+)?(?:[eE][-+]?\d+)?"
+    r"|[-+]?(?:nan|NaN|NAN|inf|Inf|Infinity)(?![A-Za-z]))"
+)
+_IS_STAMP = re.compile(STAMP)
+_UNIT = re.compile(
+    r"\s?(ms/step|s/step|ms|µs|us|s/it|s/iter|it/s|iter/s|tok/s|seconds|second|secs|sec|minutes|mins|min|hours|s|m|h"
+    r"|[KMGT]i?B|TFLOP/s|TFLOPS?|%|[KkMBG])(?![A-Za-z/])"
+)
+_SPLIT = re.compile(r"[|;{}<>\t]|,\s|\s-\s|\s{2,}(?=\S)|\](?=\s)")
+_LEVEL = re.compile(r"^(?:INFO|DEBUG|WARNING|SUCCESS|ERROR)\W{1,4}")
+_BAR = re.compile(
+    r"\d{1,3}%\|[^|]{0,200}\|\s*(?P<step>\d{1,12})/(?P<total>\d{1,12})\s*"
+    r"\[(?P<elapsed>(?:\d+ days?, )?\d[\d:]{2,12})<(?P<left>[^,\]]{1,24})(?:,\s*(?P<rate>[\d.]{1,12}|\?)\s?(?P<unit>[^\s,\]]{1,20}))?(?P<rest>[^\]]{0,2000})\]?"
+)
+"""tqdm: `33%|███▎ | 496/1524 [1:59:24<4:04:02, 14.24s/it, loss=2.1]`."""
+_NOTEBOOK_BAR = re.compile(
+    r"\[\s*(?P<step>\d{1,12})/(?P<total>\d{1,12}) (?P<elapsed>\d[\d:]{2,12})(?: < (?P<left>[\d:]+))?, [^\]]{0,60}Epoch"
+)
+NOT_TRAINING = re.compile(
+    r"eval|valid|test|load|shard|map|token|generat|download|fetch|filter|sav|pack|prepar|build|process|split|batches",
+    re.IGNORECASE,
+)
+_PAUSES = {
+    "restart": re.compile(
+        r"\b(?:Training starts at|Starting job|Resum(?:ing|ed) (?:from|training))", re.IGNORECASE
+    ),
+    "validation": re.compile(
+        r"\b(?:val|valid|validation|validat\w+|eval|evaluat\w+|hellaswag|perplexity)\b", re.IGNORECASE
+    ),
+    "checkpoint": re.compile(
+        r"\b(?:sav|writ)\w* .{0,20}?(?:checkpoint|model|ckpt)|checkpoint.{0,40}\bsav", re.IGNORECASE
+    ),
+}
+_PAIR = re.compile(r"""['"]([^'"]{1,80})['"]\s*:\s*('[^']{0,200}'|"[^"]{0,200}"|[^,{}\[\]'"]{1,60})""")
+_COUNT = {"K": "e3", "k": "e3", "M": "e6", "B": "e9"}
+"""1.23K tokens are 1.23e3."""
+
+
+@dataclass
+class Mined:
+    """A line that holds numbers: what they are called, as text, with their units."""
+
+    place: int
+    cells: dict[str, str]
+    units: dict[str, str]
+    stamp: str = ""
+    bar: str = ""
+    """Of a progress bar its name and length: rows of one bar belong together."""
+
+
+@dataclass
+class Console:
+    rows: list[Mined] = field(default_factory=list)
+    pauses: list[tuple[int, str]] = field(default_factory=list)
+    """Lines that tell of a validation or a checkpoint and hold no update."""
+
+
+@dataclass(frozen=True)
+class _Skeleton:
+    columns: tuple[tuple[int, str, str], ...]
+    """Place among the numbers, label, unit."""
+    pause: str
+    useful: bool
+
+
+def mine(lines: Sequence[str], *, cut: bool = False) -> Console:
+    """The rows of a console. `cut` says that its last line has no end: then its last number may be half of one."""
+    console, known = Console(), dict[str, _Skeleton]()
+    for place, line in enumerate(lines):
+        text = line
+        if "%|" in line or ", Epoch" in line:
+            text, bar = _bar(place, line)
+            if bar:
+                console.rows.append(bar)
+        if not text:
+            continue
+        if (at := max(text.find("{'"), text.find('{"'))) >= 0 and (row := _dict(place, text, at)):
+            console.rows.append(row)
+            continue
+        pieces = TOKEN.split(text)
+        key = "\0".join(pieces[::2])
+        if (skeleton := known.get(key)) is None:
+            skeleton = known[key] = _understand(key)
+        if skeleton.useful:
+            tokens = pieces[1::2]
+            cells = {label: tokens[at] + _COUNT.get(unit, "") for at, label, unit in skeleton.columns}
+            stamp = tokens[0] if _IS_STAMP.fullmatch(tokens[0]) else ""
+            console.rows.append(
+                Mined(
+                    place,
+                    cells,
+                    {label: "" if unit in _COUNT else unit for _, label, unit in skeleton.columns},
+                    stamp,
+                )
+            )
+        elif skeleton.pause:
+            console.pauses.append((place, skeleton.pause))
+    last = console.rows[-1] if console.rows else None
+    if last and cut and last.place == len(lines) - 1 and not last.bar:
+        last.cells.popitem()
+        if not any(tuple(row.cells)[:-1] == tuple(last.cells) for row in console.rows[-20:-1]):
+            console.rows.pop()
+    return console
+
+
+def _bar(place: int, line: str) -> tuple[str, Mined | None]:
+    """A progress bar taken off its line: what is left of the line, and the bar."""
+    found = (_BAR if "%|" in line else _NOTEBOOK_BAR).search(line)
+    if found is None:
+        return line, None
+    parts = found.groupdict()
+    cells = {
+        "step": parts["step"],
+        "step total": parts["total"],
+        "elapsed": parts["elapsed"],
+        "remaining": parts["left"] or "",
+    }
+    name, left = line[: found.start()].strip(" :")[-80:], line[found.end() :]
+    for pair in re.finditer(r"([A-Za-z]\w{0,40})\s*[=:]\s*([-+\w.]{1,30})", parts.get("rest") or ""):
+        cells[pair[1]] = pair[2]
+    return left, Mined(place, cells, {}, bar=f"{name}/{parts['total']}")
+
+
+def _dict(place: int, line: str, at: int) -> Mined | None:
+    """A line that ends in a table of Python's or JSON's: `{'loss': 2.1, 'elapsed_time': '1m 9s'}`."""
+    if not line.rstrip().endswith("}") or "{" in line[at + 1 :]:
+        return None
+    cells = {pair[1]: pair[2].strip(" '\"") for pair in _PAIR.finditer(line, at)}
+    if not any(
+        quantity in assign(dict.fromkeys(cells, ""))
+        for quantity in ("loss", "step_s", "validation_s", "elapsed_s")
+    ):
+        return None
+    stamp = _IS_STAMP.search(line[:at])
+    return Mined(place, cells, {}, stamp[0] if stamp else "")
+
+
+def _understand(key: str) -> _Skeleton:
+    """What the numbers of a skeleton are called, and whether any of them is of interest."""
+    parts = key.split("\0")
+    columns = tuple(_columns(parts))
+    names = {label: unit for _, label, unit in columns}
+    chosen = assign(names)
+    useful = bool(chosen.keys() - {"epoch", "step", "remaining_s", "batch_size"}) or any(
+        is_held_out(label) and "loss" in label.lower() for label in names
+    )
+    # [step=10/5000], and its numbers on the lines behind it
+    useful |= (
+        len(columns) <= 4
+        and "step" in chosen
+        and f"{chosen['step'].label} total" in names
+        and chosen["step"].label != "fraction"
+    )
+    pause = next((kind for kind, pattern in _PAUSES.items() if pattern.search(key[:400])), "")
+    return _Skeleton(columns, pause, useful)
+
+
+def _columns(parts: list[str]) -> Iterator[tuple[int, str, str]]:
+    last, unit, seen = "", "", set[str]()
+    for at, (before, after) in enumerate(itertools.pairwise(parts)):
+        label = _label(before.removeprefix(unit) if unit else before, after, last)
+        found = _UNIT.match(after)
+        unit = found[0] if found else ""
+        last = label.removesuffix(" total") or last
+        if label and label not in seen and len(label) <= 80:
+            seen.add(label)
+            written = found[1] if found else ""
+            yield (
+                at,
+                label,
+                f"{written}iB" if written in "MG" and written and "mem" in label.lower() else written,
+            )
+
+
+def _label(before: str, after: str, last: str) -> str:
+    if before.strip() == "/":
+        return f"{last or 'fraction'} total"
+    words = _words(_SPLIT.split(re.sub(r"\s{0,4}=>\s{0,4}", " ", before))[-1])
+    if words:
+        return words
+    if "(" in before or ("[" in before[-2:] and last):
+        # Epoch [1][ 10/500]: a fraction without a name of its own counts the steps
+        return "fraction" if after.startswith("/") and not last.startswith("fraction") else f"{last} ()"
+    if after.startswith("/\0") or after.strip() == "/":
+        return "fraction"
+    found = _UNIT.match(after)
+    behind = _SPLIT.split(after)[0].split("(")[0].strip(" .:=")
+    return behind if re.fullmatch(r"[%A-Za-zµ][\w%/ ]{0,24}", behind) else found[1] if found else ""
+
+
+def _words(text: str) -> str:
+    """The words that name a number: quotes, signs and an open bracket taken off."""
+    text = re.sub(r"np\.\w+\($|tensor\($", "", text.strip())
+    open_at = max(text.rfind("(") if text.rfind("(") > text.rfind(")") else -1, text.rfind("["))
+    if open_at >= 0:
+        text = text[open_at + 1 :] if re.search(r"[A-Za-z]", text[open_at + 1 :]) else text[:open_at]
+    text = _LEVEL.sub("", text.strip(" \"'`:=.,~#*>[]/").removesuffix("("))
+    if re.search(r"[A-Za-z]", text) is None:
+        return ""
+    return (
+        re.split(r"[\"'`]", text)[-1].strip(" :=") if len(text) > 60 or '"' in text or "'" in text else text
+    )
+
+
+def seconds_of(stamp: str) -> float | None:
+    """A time stamp as seconds: only differences count, so the zone and a missing year do not matter."""
+    digits, behind = re.findall(r"\d+", stamp), re.search(r"[.,](\d+)$", stamp)
+    if stamp[:1] in "IWEF":  # I0519 22:01:03.123456
+        digits = [digits[0][:2], digits[0][2:], *digits[1:4]]
+    year, *rest = [
+        int(part)
+        for part in (digits[:6] if len(digits) > 5 and len(digits[0]) == 4 else ["2024", *digits[:5]])
+    ]
+    try:
+        return datetime(year, *rest).timestamp() + (float(f"0.{behind[1]}") if behind else 0.0)  # type: ignore[arg-type]
+    except (ValueError, TypeError, OverflowError, OSError):
+        return None

@@ -1,0 +1,325 @@
+"""Raw cells to rows of quantities in our units, and rows to runs: a log may hold several.
+
+A file that was written on, a job that was started again, a counter that starts again each epoch: mixed together
+their steps mean nothing, so rows are split where the step goes back, and one run is read.
+"""
+
+import math
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from redline.diagnose.readers.cells import BYTES, COUNTS, SECONDS, duration_s, finite, number
+from redline.diagnose.readers.columns import SYNONYMS, Column, assign, is_held_out, plain, units_of
+from redline.diagnose.readers.miner import Mined, seconds_of
+from redline.errors import ConfigError, DataError, nearest
+
+TIMES = {"step_s", "tokens_per_s", "samples_per_s", "updates_per_s", "elapsed_s", "mean_step_s"}
+TIMES |= {"mean_updates_per_s", "at_s"}
+LATE = 3
+"""Lines by which one may come late."""
+SIGNED = ("loss", "mfu", "grad_norm")
+SUMMARY = {
+    "train_runtime": "runtime_s",
+    "train_samples_per_second": "samples_per_s",
+    "train_steps_per_second": "updates_per_s",
+    "total_flos": "total_flops",
+    "epoch": "epoch",
+    "step": "updates",
+    "global_step": "updates",
+    "global_step/max_steps": "updates",
+}
+"""The closing line of Hugging Face's Trainer: of the whole run, and not of an update."""
+
+
+@dataclass
+class Row:
+    place: int
+    step: int = -1
+    """-1 where the line has none."""
+    values: dict[str, float] = field(default_factory=dict)
+    unsettled: set[str] = field(default_factory=set)
+    """Quantities whose unit the log does not say."""
+    lost: set[str] = field(default_factory=set)
+    """Quantities shown as nan or inf."""
+    null: bool = False
+    """Whether its loss is JSON's null: nan, or not logged."""
+    more: dict[str, float] = field(default_factory=dict)
+    """All other numbers, under their names in plain words."""
+    evaluated: bool = False
+    """Whether it holds results of a validation."""
+    total: float = 0.0
+    fine_s: float = 0.0
+    """To how many seconds its clock is exact."""
+    stamp_s: float | None = None
+    bar: str = ""
+    counter: str = ""
+    """The label of its step."""
+    pauses: dict[str, float] = field(default_factory=dict)
+    """Validations and checkpoints since the update before, and how long they took; 0 where that is not told."""
+    after_s: float = 0.0
+    """Time between this update and the start of the next, in a validation that has a line of its own."""
+
+    @property
+    def trained(self) -> bool:
+        return "loss" in self.values or "loss" in self.lost
+
+
+@dataclass
+class Log:
+    """All rows of a file, sorted out."""
+
+    rows: list[Row]
+    summary: dict[str, float] = field(default_factory=dict)
+    columns: dict[str, Column] = field(default_factory=dict)
+    """Of each quantity the column it is read from, as most lines have it."""
+    unread: list[str] = field(default_factory=list)
+
+
+def from_table(table: Sequence[Mapping[str, Any]], given: Mapping[str, str], source: str) -> Log:
+    counts = Counter(str(key) for row in table for key, cell in row.items() if cell not in (None, ""))
+    labels = {key: "" for key, _ in counts.most_common()}
+    columns = _with(assign(labels), _given(given, labels, source))
+    if not {"step", "loss", *TIMES} & columns.keys():
+        raise ConfigError(
+            f"{source}: no column is known for a step, a loss or a time. Name them with --map step=COLUMN; it has"
+            f" {_names(labels) or 'none'}"
+        )
+    shape = _shape(columns, labels)
+    log = Log([], columns=columns, unread=sorted([*shape.held_out, *shape.more]))
+    for place, cells in enumerate(table):
+        _add(log, Row(place), cells, shape, source)
+    return log
+
+
+def from_console(mined: Sequence[Mined], given: Mapping[str, str], source: str) -> Log:
+    named = _given(given, {label: "" for line in mined for label in line.cells}, source) if given else {}
+    known: dict[tuple[str, ...], _Shape] = {}
+    log, used = Log([]), Counter[tuple[str, ...]]()
+    for line in mined:
+        key = (*line.cells, *line.units.values())
+        if (shape := known.get(key)) is None:
+            columns = _with(assign({name: line.units.get(name, "") for name in line.cells}), named)
+            shape = known[key] = _shape(columns, line.cells)
+        row = Row(line.place, bar=line.bar, fine_s=0.0 if re.search(r"[.,]\d+$", line.stamp) else 1.0)
+        row.stamp_s = seconds_of(line.stamp) if line.stamp else None
+        used[key] += _add(log, row, line.cells, shape, source)
+    for key, _ in reversed(used.most_common()):
+        log.columns |= known[key].columns
+    return log
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What the labels of a kind of line mean."""
+
+    columns: dict[str, Column]
+    held_out: list[str]
+    more: dict[str, str]
+    """Other labels, with their names in plain words."""
+
+
+def _shape(columns: dict[str, Column], labels: Iterable[str]) -> _Shape:
+    others = set(labels) - {column.label for column in columns.values()}
+    held = [label for label in others if is_held_out(label)]
+    return _Shape(columns, held, {label: plain(label)[0] for label in others if label not in held})
+
+
+def _given(given: Mapping[str, str], labels: Mapping[str, str], source: str) -> dict[str, Column]:
+    """What the user says with --map: `COLUMN` or `COLUMN:UNIT` for a quantity."""
+    found = {}
+    for quantity, text in given.items():
+        if quantity not in SYNONYMS:
+            known = ", ".join(SYNONYMS)
+            raise ConfigError(
+                f"--map knows no {quantity!r}{nearest(quantity, SYNONYMS)}; it may name {known}"
+            )
+        name, unit = (text, plain(text)[1]) if text in labels else text.rpartition(":")[::2]
+        if name not in labels:
+            name = name or text
+            raise ConfigError(
+                f"{source} has no column {name!r}{nearest(name, labels)}; it has {_names(labels)}"
+            )
+        units = units_of(quantity)
+        if unit and unit.lower() not in units:
+            known = ", ".join(filter(None, units)) or "none"
+            raise ConfigError(
+                f"--map {quantity}={text}: {quantity} knows no unit {unit!r}; it may have {known}"
+            )
+        found[quantity] = Column(name, units.get(unit.lower(), 1.0), told=True)
+    return found
+
+
+def _names(labels: Iterable[str]) -> str:
+    """Names of columns for a message, whatever stands in them."""
+    return ", ".join(name if name.isprintable() else repr(name) for name in sorted(labels))[:800]
+
+
+def _with(columns: dict[str, Column], named: Mapping[str, Column]) -> dict[str, Column]:
+    taken = {column.label for column in named.values()}
+    return {name: column for name, column in columns.items() if column.label not in taken} | dict(named)
+
+
+def _add(log: Log, row: Row, cells: Mapping[str, Any], shape: _Shape, source: str) -> bool:
+    """Fill a row from its cells and put it into the log; whether it is one of the run's."""
+    if any(cells.get(label) is not None for label in list(SUMMARY)[1:3]):
+        found = {ours: number(str(cells.get(name)).partition("/")[0]) for name, ours in SUMMARY.items()}
+        log.summary |= {
+            name: value for name, value in found.items() if value is not None and math.isfinite(value)
+        }
+        return False
+    for quantity, column in shape.columns.items():
+        raw = cells.get(column.label)
+        if raw is None or raw == "":
+            row.null |= quantity == "loss" and raw is None and column.label in cells
+        elif (value := _value(raw, quantity, column)) is not None:
+            _put(row, quantity, value, raw, column, source)
+    row.total = _total(cells, shape.columns)
+    for kind in ("validation", "checkpoint"):
+        if took_s := row.values.pop(f"{kind}_s", None):
+            row.pauses[kind] = took_s
+    row.evaluated = any(finite(cells.get(label)) is not None for label in shape.held_out)
+    row.more = {
+        name: value for label, name in shape.more.items() if (value := finite(cells.get(label))) is not None
+    }
+    if row.evaluated and "loss" in row.values and TIMES & row.values.keys():
+        row.pauses.setdefault("validation", 0.0)
+    log.rows.append(row)
+    return True
+
+
+def _put(row: Row, quantity: str, value: float, raw: Any, column: Column, source: str) -> None:
+    if not math.isfinite(value):
+        row.lost.add(quantity)
+    elif quantity == "step":
+        row.step, row.counter = int(value), column.label
+    elif value < 0 and quantity not in SIGNED and column.told:
+        raise DataError(
+            f"{source}: {column.label} is {value:g}, and {quantity} cannot be negative: name another column with"
+            f" --map {quantity}=COLUMN"
+        )
+    elif value >= 0 or quantity == "loss":
+        row.values[quantity] = value
+        if column.factor is None and number(raw) is not None:
+            row.unsettled.add(quantity)
+        if quantity == "elapsed_s":
+            decimals = len(str(raw).partition(".")[2]) if "e" not in str(raw).lower() else 0
+            row.fine_s = (column.factor or 1.0) * 10.0**-decimals
+
+
+def _value(raw: Any, quantity: str, column: Column) -> float | None:
+    """A cell as a number, in our unit where the unit is known."""
+    text = raw.strip().replace(",", "") if isinstance(raw, str) else raw
+    if (value := number(text)) is not None:
+        return value * (column.factor or 1.0)
+    if not isinstance(raw, str):
+        return None
+    if quantity == "step":
+        return number(text.partition("/")[0])
+    timed = units_of(quantity) is SECONDS
+    if timed and (seconds := duration_s(raw)) is not None:
+        return seconds
+    if text.endswith("%"):
+        return None if (share := number(text[:-1])) is None else share / 100
+    digits = text.rstrip("KMGTBkibms")
+    units = BYTES if quantity == "memory_bytes" else SECONDS if timed else COUNTS
+    factor, value = units.get(text[len(digits) :].lower()), number(digits)
+    return value * factor if value is not None and factor is not None else None
+
+
+def _total(cells: Mapping[str, Any], columns: Mapping[str, Column]) -> float:
+    """The updates that were planned: the second number of `10/500`."""
+    if (column := columns.get("step")) is None:
+        return 0.0
+    raw = cells.get(column.label)
+    total = number(
+        raw.partition("/")[2] if isinstance(raw, str) and "/" in raw else cells.get(f"{column.label} total")
+    )
+    return total if total and math.isfinite(total) else 0.0
+
+
+def runs_of(rows: Sequence[Row]) -> tuple[list[list[Row]], bool]:
+    """The rows of each run, one a step, and whether steps had to be counted on because they start again with every
+    epoch.
+
+    Lines of one step are joined: Lightning writes training and validation on separate ones, and ranks print the same.
+    A line that goes back and contradicts what stands there is of another run; one that only comes late is not. Lines
+    that count by another name than most (of an epoch, of a validation) add to the updates and are none.
+    """
+    counters = Counter(row.counter for row in rows if row.trained or TIMES & row.values.keys())
+    main = counters.most_common(1)[0][0] if counters else ""
+    runs: list[dict[int, Row]] = []
+    offset, last, epoch = 0, -1, math.nan
+    for row in (row for row in rows if row.counter == main):
+        now = row.values.get("epoch", math.nan)
+        if row.step + offset < last and int(now if now == now else 0) > int(
+            epoch if epoch == epoch else 1e18
+        ):
+            offset = last + _apart(runs[-1]) - row.step
+        row.step += offset
+        if not runs or _of_another_run(row, runs[-1], last, _apart(runs[-1])):
+            row.step, offset = row.step - offset, 0
+            runs.append({row.step: row})
+            last = row.step
+        elif row.step in runs[-1]:
+            _join(runs[-1][row.step], row)
+        else:
+            runs[-1][row.step] = row
+            last = max(last, row.step)
+        epoch = now if now == now else epoch
+    if not offset:
+        _join_others(runs, [row for row in rows if row.counter != main])
+    return [[run[step] for step in sorted(run)] for run in runs], offset > 0
+
+
+def _of_another_run(row: Row, run: Mapping[int, Row], last: int, apart: int) -> bool:
+    """Whether the step went back, and not for a line that only comes late."""
+    if row.step >= last:
+        return False
+    same = run.get(row.step)
+    if same is None and row.step < next(iter(run)):
+        return True
+    return last - row.step > LATE * apart or any(
+        same.values.get(name, value) != value for name, value in row.values.items() if same
+    )
+
+
+def _join(same: Row, row: Row) -> None:
+    """Fill in what another line of a step holds. A line of a validation gives way to one of training."""
+    first, second = (row, same) if same.evaluated and not row.evaluated else (same, row)
+    clocks = [each.values.get("elapsed_s") for each in (same, row)]
+    if row.evaluated and same.trained and (took_s := row.pauses.get("validation")):
+        same.after_s += took_s
+    elif row.evaluated and clocks[0] is not None and clocks[1] is not None:
+        same.after_s += max(0.0, clocks[1] - clocks[0])
+    elif row.evaluated or same.evaluated:
+        same.pauses.setdefault("validation", 0.0)
+    same.place = max(same.place, row.place) if first is row else same.place
+    same.values, same.more = second.values | first.values, second.more | first.more
+    same.unsettled = (same.unsettled | row.unsettled) & same.values.keys()
+    same.lost, same.null = same.lost | row.lost, same.null and row.null
+    same.total, same.evaluated = same.total or row.total, same.evaluated and row.evaluated
+
+
+def _join_others(runs: Sequence[dict[int, Row]], others: Sequence[Row]) -> None:
+    """Rows that count by another name: to the update of their step, or as a pause before the next."""
+    starts = [min(row.place for row in run.values()) for run in runs]
+    for row in others if runs else ():
+        at = max(0, bisect_right(starts, row.place) - 1)
+        after = runs[at + 1] if at + 1 < len(runs) and row.place >= starts[at + 1] - LATE else {}
+        run = (
+            after if row.step in after else runs[at]
+        )  # a validation before the first line of a run that goes on
+        if row.step in run:
+            _join(run[row.step], row)
+        elif row.step + 1 in run and row.evaluated:
+            run[row.step + 1].pauses.setdefault("validation", 0.0)
+
+
+def _apart(run: Mapping[int, Row]) -> int:
+    """Updates between the last two lines of a run."""
+    last = list(run)[-2:]
+    return max(1, last[-1] - last[0])

@@ -1,0 +1,240 @@
+"""Files that are tables already: JSON, JSON lines, CSV, TensorBoard events, a notebook's outputs. All end as rows of
+names and raw cells.
+
+    table = as_table(text, "metrics.csv")      # None where the text is no table
+
+A line that is not JSON among many that are is left out and counted; half a last line always is.
+"""
+
+import csv
+import io
+import json
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from redline.diagnose.readers.cells import finite
+from redline.diagnose.readers.text import bytes_of
+from redline.errors import DataError, need
+
+_COMMA = re.compile(r"[-+]?\d{1,15}(?:\.\d{3}){0,5},\d{1,20}(?:[eE][-+]?\d+)?")
+"""A number that a spreadsheet wrote where a comma is the decimal point."""
+_THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?")
+_POINT = re.compile(r"[-+]?(?!0*[1-9]\d{0,2}(?:\.\d{3})+$)\d*\.\d+(?:[eE][-+]?\d+)?")
+"""A decimal point that cannot part thousands."""
+_LIST_OF_RUNS = {"Name", "State", "Runtime", "Created"}
+"""Columns of a table that W&B exports of a project: a line is a run, and not an update."""
+
+
+@dataclass
+class Table:
+    format: str
+    rows: Sequence[Mapping[str, Any]]
+    notes: list[str] = field(default_factory=list)
+    head: str = ""
+    """Text beside the rows in which facts may stand."""
+
+    @property
+    def lists_runs(self) -> bool:
+        return self.format == "csv" and bool(self.rows) and self.rows[0].keys() >= _LIST_OF_RUNS
+
+
+def as_table(text: str, source: str) -> Table | None:
+    start = text.lstrip()[:1]
+    if start in "{[" and start:
+        if (whole := _json(text)) is not None:
+            return _whole(whole, text, source)
+        return _json_lines(text)
+    return _csv(text, source)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text, parse_int=float if len(text) > 4000 else None)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _whole(value: Any, text: str, source: str) -> Table | None:
+    """A file that is one JSON value: the Trainer's state, a list of lines, lists beside each other, or one line."""
+    if isinstance(value, dict) and isinstance(value.get("log_history"), list):
+        rows = [row for row in value["log_history"] if isinstance(row, dict)]
+        state = {key: item for key, item in value.items() if not isinstance(item, dict | list)}
+        return Table("trainer_state", rows, head=json.dumps(state, indent=0))
+    if isinstance(value, dict):
+        lists = {key: item for key, item in value.items() if isinstance(item, list) and len(item) > 1}
+        lengths = {len(item) for item in lists.values()}
+        if lists and len(lengths) == 1:
+            return Table(
+                "json", [dict(zip(lists, cells, strict=True)) for cells in zip(*lists.values(), strict=True)]
+            )
+        return Table("jsonl", [_flat(value)]) if "\n" not in text.strip() else None
+    if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+        return Table("json", [_flat(row) for row in value])
+    raise DataError(f"{source} is JSON, but neither a table nor a list of tables: give the trainer's log")
+
+
+def _flat(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """One level of nesting opened: verl writes {"step": 1, "data": {...}}."""
+    inner = {key: item for key, item in row.items() if isinstance(item, dict)}
+    if not inner:
+        return row
+    flat = {key: item for key, item in row.items() if key not in inner}
+    for key, item in inner.items():
+        flat |= {name if key == "data" else f"{key}/{name}": cell for name, cell in item.items()}
+    return flat
+
+
+def _json_lines(text: str) -> Table | None:
+    rows, bad, head = [], [], ""
+    lines = [
+        (place, line) for place, line in enumerate(re.split(r"\r\n|\r|\n", text), start=1) if line.strip()
+    ]
+    for place, line in lines:
+        row = _json(line)
+        if not isinstance(row, dict):
+            bad.append(place)
+        elif isinstance(row.get("log_history"), list):  # ms-swift's last line holds all others again
+            head = json.dumps({key: item for key, item in row.items() if key != "log_history"})
+        else:
+            rows.append(_flat(row))
+    if bad and bad[-1] == lines[-1][0] and len(lines) > 1 and not text.endswith("\n"):
+        bad.pop()
+    if len(bad) > 0.2 * len(lines):
+        return None
+    notes = (
+        [f"lines that are not JSON and are left out: {len(bad)}, the first is line {bad[0]}"] if bad else []
+    )
+    return Table("jsonl", rows, notes, head)
+
+
+def _csv(text: str, source: str) -> Table | None:
+    lines = text.split("\n", 2)
+    mark = max(",;\t", key=lines[0].count)
+    if len(lines) < 2 or mark not in lines[0] or lines[0].lstrip().startswith(("#", "|", "-")):
+        return None
+    reader = csv.DictReader(io.StringIO(text), delimiter=mark)
+    try:
+        rows = list(reader)
+    except csv.Error:
+        return None
+    names = [name for name in reader.fieldnames or [] if name]
+    full = sum(None not in row and None not in row.values() for row in rows)
+    if len(names) < 2 or full < 0.7 * len(rows) or not any(re.search(r"[A-Za-z]", name) for name in names):
+        return None
+    if any(re.search(r"[:=] ?[-+\d.]", name) for name in names):  # a line of a console, not a header
+        return None
+    if not any(finite(str(cell).replace(",", ".")) is not None for row in rows[:20] for cell in row.values()):
+        return None
+    if len(rows) > 1 and not text.endswith("\n") and None in rows[-1].values():
+        rows.pop()  # a line that was cut
+    return Table("csv", _plain_numbers([{name: row[name] for name in names} for row in rows]))
+
+
+def _plain_numbers(rows: list[dict[str, Any]]) -> list[Mapping[str, Any]]:
+    """Numbers as Python writes them. Commas are decimal points where some part no thousands, or nothing has a point;
+    else they part thousands."""
+    cells = [cell for row in rows for cell in row.values() if isinstance(cell, str) and "," in cell]
+    commas = [cell for cell in cells if _COMMA.fullmatch(cell) or _THOUSANDS.fullmatch(cell)]
+    if not commas:
+        return list(rows)
+    decimal = any(not _THOUSANDS.fullmatch(cell) for cell in commas) and not any(
+        isinstance(cell, str) and _POINT.fullmatch(cell) for row in rows for cell in row.values()
+    )
+    return [{name: _plain(cell, decimal) for name, cell in row.items()} for row in rows]
+
+
+def _plain(cell: Any, decimal: bool) -> Any:
+    if not isinstance(cell, str):
+        return cell
+    if decimal:
+        european = _COMMA.fullmatch(cell) or re.fullmatch(r"[-+]?[1-9]\d{0,2}(?:\.\d{3})+", cell)
+        return cell.replace(".", "").replace(",", ".") if european else cell
+    return cell.replace(",", "") if _THOUSANDS.fullmatch(cell) else cell
+
+
+def events_table(path: Path) -> Table:
+    """A TensorBoard event file: one row for the values that were written together. A record is its length, a checksum,
+    the event and another checksum."""
+    event_of = need("tensorboard.compat.proto.event_pb2", extra="tensorboard").Event.FromString
+    raw, rows, at = bytes_of(path), list[dict[str, Any]](), 0
+    while at + 12 <= len(raw) and (size := int.from_bytes(raw[at : at + 8], "little")) <= len(raw) - at - 12:
+        try:
+            event = event_of(raw[at + 12 : at + 12 + size])
+        except (ValueError, RuntimeError, TypeError, AttributeError) as damage:
+            raise DataError(f"{path} is not a readable TensorBoard event file: {damage}") from damage
+        at += 16 + size
+        for value in event.summary.value:
+            if (number := _scalar(value)) is None:
+                continue
+            if not rows or rows[-1]["step"] != event.step or value.tag in rows[-1]:
+                rows.append({"step": event.step, "timestamp": event.wall_time})
+            rows[-1][value.tag] = number
+    if not rows:
+        raise DataError(f"{path} holds no scalars: give the event file of the training run")
+    return Table("tensorboard", list(rows))
+
+
+def _scalar(value: Any) -> float | None:
+    if value.HasField("simple_value"):
+        return float(value.simple_value)
+    if value.tensor.float_val:
+        return float(value.tensor.float_val[0])
+    content = value.tensor.tensor_content
+    return (
+        float(struct.unpack("<f" if len(content) == 4 else "<d", content)[0])
+        if len(content) in (4, 8)
+        else None
+    )
+
+
+def notebook_text(text: str) -> str | None:
+    """What the cells of a notebook put out, as one console; None where the text is no notebook."""
+    if (
+        '"cells"' not in text
+        or not isinstance(book := _json(text), dict)
+        or not isinstance(book.get("cells"), list)
+    ):
+        return None
+    shown: list[str] = []
+    cells = [cell.get("outputs") for cell in book["cells"] if isinstance(cell, dict)]
+    for output in [
+        one for outputs in cells if isinstance(outputs, list) for one in outputs if isinstance(one, dict)
+    ]:
+        data = output["data"] if isinstance(output.get("data"), dict) else {}
+        shown += [
+            _joined(output.get("text")),
+            _html_text(_joined(data.get("text/html"))) or _joined(data.get("text/plain")),
+        ]
+        shown += [_joined(output.get("traceback")), str(output.get("evalue") or "")]
+    return "\n".join(filter(None, shown))
+
+
+def _joined(part: Any) -> str:
+    return (
+        "".join(str(line) for line in part)
+        if isinstance(part, list)
+        else part
+        if isinstance(part, str)
+        else ""
+    )
+
+
+def _html_text(html: str) -> str:
+    """A table that the Trainer shows in a notebook, as lines `Step 10 | Training Loss 2.1`."""
+    heads = [
+        re.sub(r"<[^>]*>", "", head).strip()
+        for head in re.findall(r"<th[^>]*>(.{0,400}?)</th>", html, re.DOTALL)
+    ]
+    lines = [re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html.partition("<table")[0])).strip()]
+    for row in re.findall(r"<tr[^>]*>(.{0,4000}?)</tr>", html, re.DOTALL):
+        cells = [
+            re.sub(r"<[^>]*>", "", cell).strip()
+            for cell in re.findall(r"<td[^>]*>(.{0,400}?)</td>", row, re.DOTALL)
+        ]
+        if cells and len(cells) == len(heads):
+            lines.append(" | ".join(f"{head}: {cell}" for head, cell in zip(heads, cells, strict=True)))
+    return "\n".join(line for line in lines if line)

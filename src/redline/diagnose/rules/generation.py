@@ -1,0 +1,320 @@
+"""Generation inside training: far below what cached decoding gives, mostly something else than generating, held up by its
+longest answer, in batches smaller than they seem, or of more samples than are needed.
+
+With a cache of keys and values one decoding step reads every weight once, whatever the number of sequences: 2 bytes x
+parameters / bandwidth is its floor. Without one it computes the whole prefix again for every token. A watched loop shows
+which (observe/generation.py).
+"""
+
+import math
+import re
+from typing import Any
+
+from redline.diagnose.finding import Finding, found
+from redline.diagnose.observed import Observed
+from redline.diagnose.rules.update import WORTH_SAYING, last_event
+
+ASSUMED_PARAMETERS = 1.5e9
+"""Where a document does not state the model's size; the finding says so."""
+DECODE_SHARE = 0.5
+"""Share of the bandwidth that a good engine's decoding step reaches, attention and sampling included."""
+ANY_BANDWIDTH = 900e9
+"""Bytes/s of a V100: where the GPU is not named, the slowest that trains."""
+SLOW_STEP_S = 0.05
+"""A decoding step of a cached engine takes 5 to 30 ms on one GPU at up to 256 sequences; longer has another cause."""
+CACHED_CALL = {"cpu": (0.75, 1.5), "cuda": (1.0, 1.6)}
+"""What a call with a cache takes, in what is read off the calls without one: small products are slower, and the cache is
+read and extended. On a GPU that comes on top, two kernels a layer; on a CPU it is little beside the products."""
+ENGINES = ("vllm", "sglang", "trtllm")
+"""Rollouts that always keep keys and values."""
+LONG_TAIL = 4.0
+"""From this many times the mean on, most rows of a generation have ended long before its longest one."""
+GENERATED_TOGETHER = {10: 331.0, 240: 9_600.0, 1920: 24_900.0}
+"""Tokens/s of transformers' `generate` by sequences in a call (H200, 360M parameters, measured for this project)."""
+GRAPHS = (1.05, 1.5)
+"""What CUDA graphs bring to the decoding of small batches."""
+INSIDE = (
+    *("generate sequences", "generation timing max"),
+    *("agent loop slowest generate sequences", "agent loop generate sequences max"),
+)
+"""What verl calls the engine's own time inside `gen`."""
+
+
+def decode_floor_s(bandwidth: float, parameters: float) -> float:
+    """Time of one cached decoding step in half precision that a good engine reaches."""
+    return 2 * parameters / (DECODE_SHARE * bandwidth)
+
+
+def _generation(observed: Observed) -> tuple[float, float, float] | None:
+    """Seconds and share of a step that generation takes in a log that names it, and the step's; where worth a look."""
+    gen_s, step_s = observed.part("gen") or observed.median("generate_s"), observed.median("step_s")
+    if observed.format == "run" or not gen_s or not step_s or not observed.enough or gen_s / step_s < 0.2:
+        return None
+    return gen_s, min(1.0, gen_s / step_s), step_s
+
+
+def _inside(observed: Observed) -> float | None:
+    """What of it the engine spends generating, where the log tells it apart."""
+    return next((value for name in INSIDE if (value := observed.part(name)) is not None), None)
+
+
+def nested(observed: Observed) -> list[Finding]:
+    """A generation phase that mostly does not generate: weights are copied into the engine, it wakes up and goes to
+    sleep."""
+    phase, inside_s = _generation(observed), _inside(observed)
+    if phase is None or inside_s is None or inside_s > 0.5 * phase[0]:
+        return []
+    gen_s, share, step_s = phase
+    rest, batch = 1 - inside_s / gen_s, observed.facts.batch_size or "not in the log"
+    shown = {
+        "share": share,
+        "rest": rest,
+        "gen_s": gen_s,
+        "step_s": step_s,
+        "inside_s": inside_s,
+        "batch": batch,
+    }
+    saves = (0.5 * share * rest, share * rest)
+    return found("nested-phases", observed, **shown, rest_s=gen_s - inside_s, saves=saves)
+
+
+def uncached(observed: Observed) -> list[Finding]:
+    """Reinforcement learning whose generation computes every prefix again, or is as slow as if it did."""
+    if observed.format == "run":
+        return _uncached_loop(observed)
+    if observed.format == "document":
+        return _uncached_document(observed)
+    return _uncached_log(observed)
+
+
+def _uncached_log(observed: Observed) -> list[Finding]:
+    """The log says how long generation took and how long the responses were: it ends with the longest."""
+    facts, phase, spec = observed.facts, _generation(observed), observed.spec
+    length = facts.longest_response or facts.response_length
+    told = facts.use_cache == "false" or facts.rollout == "hf"
+    apart = _inside(observed) is not None and not told
+    if phase is None or not length or phase[1] < 0.3 or apart or facts.rollout in ENGINES:
+        return []
+    token_s, share = phase[0] / length, phase[1]
+    floor_s = (
+        decode_floor_s(spec.memory_bandwidth_bytes_per_s, facts.parameters)
+        if spec and facts.parameters
+        else None
+    )
+    row = (facts.prompt_length or 0.0) + (facts.response_length or 0.0)
+    rows = (observed.median("tokens") or 0.0) / row / (facts.gpus or math.inf) if row else 0.0
+    if not told and (token_s < (max(3 * floor_s, 0.02) if floor_s else SLOW_STEP_S) or rows > 256):
+        return []
+    reach_s = floor_s or SLOW_STEP_S / 2
+    less = share * (1 - min(1.0, reach_s / token_s))
+    return found(
+        "uncached-generation",
+        observed,
+        share=share,
+        token_ms=token_s * 1e3,
+        length=length,
+        reach_ms=reach_s * 1e3,
+        reached="ms, weights read once at half the bandwidth" if floor_s else "ms, what engines reach",
+        rollout=facts.rollout,
+        use_cache=facts.use_cache,
+        saves=(0.6 * less, less),
+        strength=1.0 if told else 0.65,
+    )
+
+
+def slow(observed: Observed) -> list[Finding]:
+    """Generation that takes most of the step and far longer than reading the weights once a token would, on any GPU."""
+    facts, phase, spec = observed.facts, _generation(observed), observed.spec
+    length = facts.longest_response or facts.response_length
+    known = (
+        phase is not None and phase[1] >= 0.5 and length and facts.parameters and _inside(observed) is None
+    )
+    if phase is None or not known or not length or not facts.parameters or uncached(observed):
+        return []
+    (gen_s, share, step_s), token_s = phase, phase[0] / length
+    bandwidth = spec.memory_bandwidth_bytes_per_s if spec else ANY_BANDWIDTH
+    floor_s = decode_floor_s(bandwidth, facts.parameters) / (facts.gpus or 1)
+    if token_s < 3 * floor_s:
+        return []
+    shown = {"share": share, "gen_s": gen_s, "step_s": step_s, "token_ms": token_s * 1e3, "length": length}
+    of, saves = "" if spec else " of a V100", (0.4 * share, share * (1 - floor_s / token_s))
+    return found(
+        "slow-generation", observed, **shown, floor_ms=floor_s * 1e3, of=of, saves=saves, strength=0.8
+    )
+
+
+def long_tail(observed: Observed) -> list[Finding]:
+    """Generation that ends with a few long responses, while the other rows have ended."""
+    facts, phase = observed.facts, _generation(observed)
+    timed = [observed.part(f"agent loop generate sequences {which}") for which in ("max", "mean")]
+    longest, mean = timed if all(timed) else (facts.longest_response, facts.response_length)
+    if (
+        phase is None
+        or phase[1] < 0.3
+        or not longest
+        or not mean
+        or longest < LONG_TAIL * mean
+        or facts.rollout == "hf"
+    ):
+        return []
+    shown = {
+        "share": phase[1],
+        "times": longest / mean,
+        "longest": longest,
+        "mean": mean,
+        "rollout": facts.rollout,
+    }
+    unit, saves, strength = (
+        "s" if all(timed) else "tokens",
+        (0.0, phase[1] * (1 - mean / longest)),
+        0.8 if all(timed) else 0.5,
+    )
+    return found("long-tail", observed, **shown, unit=unit, saves=saves, strength=strength)
+
+
+def eager(observed: Observed) -> list[Finding]:
+    """An engine that launches every kernel of a decoding step by hand."""
+    phase, inside_s = _generation(observed), _inside(observed)
+    if (
+        observed.facts.eager_rollout != "true"
+        or phase is None
+        or (inside_s is not None and inside_s < 0.5 * phase[0])
+    ):
+        return []
+    low, high = (phase[1] * (1 - 1 / factor) for factor in GRAPHS)
+    shown = {"share": phase[1], "gen_s": phase[0], "step_s": phase[2], "eager": "True"}
+    return found("eager-generation", observed, **shown, saves=(low, high), strength=0.8)
+
+
+def _uncached_loop(observed: Observed) -> list[Finding]:
+    """A watched loop: the model's calls were noted in some updates, and those that computed the prefix again are
+    counted."""
+    last, facts = last_event(observed, "generation"), observed.facts
+    share, spec = observed.share("generate_s"), observed.spec
+    if "repeated_s" not in last or not observed.mean("step_s") or not share:
+        return []
+    floor_s = (
+        decode_floor_s(spec.memory_bandwidth_bytes_per_s, facts.parameters)
+        if spec and facts.parameters
+        else 0.0
+    )
+    cached_s = max(floor_s, last["cached_call_s"])
+    factors = reversed(CACHED_CALL["cuda" if facts.gpu else "cpu"])
+    less_s = [max(0.0, last["repeated_s"] - last["repeated_calls"] * factor * cached_s) for factor in factors]
+    low, high = (share * seconds / last["generate_s"] for seconds in less_s)
+    if high < WORTH_SAYING:
+        return []
+    shown = {"share": share, "again": last["positions"] / last["tokens"], "cached_ms": cached_s * 1e3}
+    calls = {f"{which}_ms": last[f"{which}_call_s"] * 1e3 for which in ("first", "last")}
+    return found("uncached-generation", observed, "loop", **shown, **calls, saves=(low, high))
+
+
+def _uncached_document(observed: Observed) -> list[Finding]:
+    """Only whole-step throughput and the update's own MFU are stated. Their quotient is the update's share of the step."""
+    facts, spec = observed.facts, observed.spec
+    speed, mfu = (
+        next((c.before for c in observed.claims if c.name == name and c.before), None)
+        for name in ("tokens_per_s", "mfu")
+    )
+    if spec is None or not spec.bf16_tflops or speed is None or mfu is None or not facts.gpus:
+        return []
+    parameters = facts.parameters or ASSUMED_PARAMETERS
+    whole = math.sqrt(speed.low * speed.high)
+    alone = math.sqrt(mfu.low * mfu.high) / 100 * spec.bf16_tflops * 1e12 / (6 * parameters)
+    update = min(1.0, whole / alone)
+    if facts.mfu_scope == "the step" or update > 0.6:
+        return []
+    shown: dict[str, Any] = {
+        "whole": whole,
+        "alone": alone,
+        "update": update,
+        "rest": 1 - update,
+        "parameters": parameters,
+    }
+    shown["size"] = "stated" if facts.parameters else "assumed, as none is stated (--fact parameters=7B)"
+    gain = (2.0, 1 / max(update, 0.02))
+    if facts.batch_size and facts.prompt_length and facts.response_length:
+        rows, length = facts.batch_size * (facts.samples or 1), facts.prompt_length + facts.response_length
+        step_s = rows * length / (whole * facts.gpus)
+        cached_s = facts.response_length * decode_floor_s(spec.memory_bandwidth_bytes_per_s, parameters)
+        best = step_s / min(step_s, update * step_s + cached_s)
+        shown |= {
+            "step_s": step_s,
+            "rows": rows,
+            "length": length,
+            "cached_s": cached_s,
+            "response": facts.response_length,
+        }
+        gain = (max(1.0, 0.5 * best), best)
+    return found("uncached-generation", observed, "page", **shown, gain=gain, strength=0.75)
+
+
+def real_batch(observed: Observed) -> list[Finding]:
+    """Samples drawn one question at a time in chunks: the batch on the GPU is the chunk, whatever the batch settings
+    say."""
+    limit = (
+        re.findall(r"num_return_sequences >= (\d{1,9})", observed.text)
+        if observed.format == "document"
+        else []
+    )
+    chunk = observed.setting("CHUNK_SIZE", "after") or observed.setting("CHUNK_SIZE")
+    claimed = observed.setting("MICRO_BATCH_SIZE", "after") or observed.setting("MICRO_BATCH_SIZE")
+    drawn = observed.setting("oversample", "after")
+    if (
+        not limit
+        or not chunk
+        or not drawn
+        or not (chunk.value + drawn.value).isdigit()
+        or int(drawn.value) < int(limit[-1])
+    ):
+        return []
+    many, slow_speed, fast_speed = int(drawn.value), GENERATED_TOGETHER[10], GENERATED_TOGETHER[240]
+    return found(
+        "real-batch",
+        observed,
+        real=min(int(chunk.value), many),
+        claim=f", not {claimed.value}" if claimed else "",
+        drawn=many,
+        drawn_line=drawn.line,
+        together=8 * many,
+        limit=int(limit[-1]),
+        chunk=int(chunk.value),
+        chunk_line=chunk.line,
+        claimed=int(claimed.value) if claimed and claimed.value.isdigit() else None,
+        slow=slow_speed,
+        fast=fast_speed,
+        gain=(8.0, fast_speed / slow_speed),
+    )
+
+
+def rewards(observed: Observed) -> list[Finding]:
+    """Scores computed on the CPU while the GPUs wait."""
+    reward_s, step_s = observed.part("reward"), observed.median("step_s")
+    if not reward_s or not step_s or not observed.enough or (share := reward_s / step_s) < 2 * WORTH_SAYING:
+        return []
+    return found(
+        "slow-reward", observed, share=share, reward_s=reward_s, step_s=step_s, saves=(0.7 * share, share)
+    )
+
+
+def samples_to_spare(observed: Observed) -> list[Finding]:
+    """Rejection sampling that draws more than it needs, or hardly ever hits."""
+    last = last_event(observed, "sampling_end")
+    if not last.get("samples") or not last.get("questions"):
+        return []
+    hit, drawn = last["correct"] / last["samples"], last["samples"] / last["questions"]
+    shown = {
+        "hit": hit,
+        "drawn": drawn,
+        "samples": last["samples"],
+        "solved": last["solved"] / last["questions"],
+    }
+    if hit < 0.1:
+        return found("few-correct", observed, **shown, gain=(1.0, 3.0), strength=0.7)
+    enough = math.log(0.05) / math.log(1 - min(hit, 0.95))
+    if enough * 1.5 > drawn:
+        return []
+    return found("spare-samples", observed, **shown, enough=enough, gain=(1.0, drawn / enough), strength=0.7)
+
+
+RULES = (nested, uncached, slow, long_tail, eager, real_batch, rewards, samples_to_spare)

@@ -1,0 +1,298 @@
+"""Foreign logs against what model and GPU allow: memory that lies empty, activations computed twice, states kept on the
+host, batches too small to fill the GPU, and a speed far below what the hardware does.
+
+There is no plan to compare with, so what a change would need is estimated with the plan's arithmetic: no advice needs
+more memory than there is.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from redline.config.recipe import ModelConfig
+from redline.diagnose.finding import Finding, found
+from redline.diagnose.observed import Facts, Observed, Step
+from redline.diagnose.rules.update import WORTH_SAYING
+from redline.plan import arithmetic
+
+TWICE = "every block computed twice, a third of the arithmetic more than without"
+PARTLY = "a part of every block computed twice, its cheap operations and about half of its products"
+RECOMPUTING = {
+    "full": ("Full activation", 1.15, 1.33, TWICE),
+    "on": ("Gradient", 1.1, 1.33, TWICE),
+    "selective": ("Selective activation", 1.02, 1.15, PARTLY),
+}
+"""What recomputation costs where no plan says it: the gain of turning it off, and why. By arithmetic, not measured."""
+FULL = 0.92
+"""Share of the memory up to which a change is said to fit: the estimate is good to some per cent."""
+LARGER_PASSES = ((8_192, 1.25), (32_768, 1.02))
+"""Tokens of a pass, and how much faster passes of 64k are (H200, 124M parameters: 427k, 524k and 533k tokens/s,
+LOG.md)."""
+TINY = 4_000
+"""Tokens an update and GPU below which what a step costs whatever it holds decides its time."""
+WELL, LOW = 0.45, 0.3
+"""MFU that a well-set-up run reaches, and one that is worth a word."""
+ANY_GPU_TFLOPS = 45.0
+"""Where the GPU is not named: below this even a V100 (125) is far from busy."""
+PCIE = 25e9
+
+
+def _tokens_a_pass(facts: Facts) -> float | None:
+    return facts.micro_batch * facts.seq_len if facts.micro_batch and facts.seq_len else None
+
+
+def shape_of(facts: Facts) -> ModelConfig | None:
+    """A transformer of this size: by its printed shape, else one as wide as 128 times its layers, as most are."""
+    if not facts.parameters:
+        return None
+    layers = facts.num_layers or max(2.0, (facts.parameters / (12 * 128**2)) ** (1 / 3))
+    width = facts.hidden_size or math.sqrt(facts.parameters / (12 * layers))
+    heads = max(1, round(width / 128))
+    hidden = heads * max(2, 2 * round(width / heads / 2))
+    sizes: dict[str, Any] = {
+        "num_layers": round(layers),
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "ffn_size": 3 * hidden,
+    }
+    return ModelConfig(vocab_size=32_000, context_length=2048, **sizes)
+
+
+def bytes_without_recomputation(observed: Observed) -> float | None:
+    """What a device would need if every activation were kept, at the pass that the run has."""
+    facts, tokens, model = observed.facts, _tokens_a_pass(observed.facts), shape_of(observed.facts)
+    used = observed.median("memory_bytes") or facts.memory_used_bytes
+    if model is None or not tokens or not used:
+        return None
+    kept = arithmetic.kept_bytes(
+        model, "bf16", "selective" if facts.recompute == "selective" else "full", True
+    )
+    return used + tokens * model.num_layers * (arithmetic.kept_bytes(model, "bf16", "none", True) - kept)
+
+
+def recomputation(observed: Observed) -> list[Finding]:
+    """Recomputation on, and memory that may be enough without it."""
+    facts, share, option = observed.facts, observed.memory_share, observed.trainer.option
+    known = observed.plan is not None or observed.format == "document" or not observed.steps
+    if known or facts.recompute not in RECOMPUTING or (share or 0.0) > 0.6:
+        return []
+    needed, have = bytes_without_recomputation(observed), facts.memory_bytes
+    named, low, high, costs = RECOMPUTING[facts.recompute]
+    if needed is None or have is None:
+        advice = f"{option('selective')} first, then {option('recompute')}, if the memory suffices: it is not in the log"
+        low, strength = 1.0, 0.5 if share is None else 0.6
+    elif needed <= FULL * have:
+        advice, strength = f"turn it off: {option('recompute')}", 1.0
+    else:
+        smaller = max(1, math.floor((facts.micro_batch or 1) * FULL * have / needed))
+        passes = f"{option('micro_batch').removeprefix('a larger ')} {smaller}"
+        advice = f"{option('selective')}; or none of it with a smaller pass ({passes}): at this one it would not fit"
+        low, high, strength = 1.02, min(high, 1.25), 0.8
+    return found(
+        "needless-recomputation",
+        observed,
+        named=named,
+        free=f" while {1 - share:.0%} of the memory is free" if share is not None else "",
+        advice=advice,
+        share=share,
+        how=facts.recompute,
+        costs=costs,
+        needed_gib=needed / 2**30 if needed else None,
+        of=f", of {have / 2**30:.0f}" if have else "",
+        gain=(low, high),
+        strength=strength * (0.6 if facts.recompute == "selective" else 1.0),
+    )
+
+
+def _trained(step: Step) -> Step:
+    """The update without the time in which it drew texts: over all of it, an MFU counts that as time in which nothing
+    was trained."""
+    if not step.generate_s or not step.step_s:
+        return step
+    trained_s = max(0.01 * step.step_s, step.step_s - step.generate_s)
+    return replace(step, step_s=trained_s, mfu=step.mfu * step.step_s / trained_s if step.mfu else step.mfu)
+
+
+def _training(observed: Observed) -> Observed:
+    return replace(observed, steps=tuple(_trained(step) for step in observed.steps))
+
+
+def _from_larger_passes(tokens: float | None) -> float:
+    """What the largest passes bring over those of some tokens, at most: as measured at 8k and 32k, in between by the
+    logarithm."""
+    (few, most), (many, least) = LARGER_PASSES
+    far = math.log(tokens / few) / math.log(many / few) if tokens else 0.0
+    return most + (least - most) * min(1.0, max(0.0, far))
+
+
+def small_passes(observed: Observed) -> list[Finding]:
+    """Passes that do not fill the GPU while memory is free, or passes so small that it must be."""
+    facts, share, tokens = observed.facts, observed.memory_share, _tokens_a_pass(observed.facts)
+    mfu, high = _training(observed).median("mfu"), _from_larger_passes(tokens)
+    merged = (facts.accumulation or 1.0) > 1
+    busy = (mfu or 0.0) > 0.4 or high < 1 + WORTH_SAYING
+    if observed.plan is not None or observed.format == "document" or not observed.enough or busy:
+        return []
+    if share is not None and (share > 0.6 or (mfu is None and not merged)):
+        return []
+    if share is None and (tokens is None or tokens > 16_384 or facts.response_length):
+        return []
+    passes = f"passes of {tokens:,.0f} tokens are small" if tokens else "the passes are small"
+    at = f" at an MFU of {mfu:.0%}" if mfu is not None else ""
+    title = f"{share:.0%} of the memory is used{at}: {passes}" if share is not None else passes.capitalize()
+    have_gib = (facts.memory_bytes or 0.0) / 2**30
+    return found(
+        "small-passes",
+        observed,
+        passes=title,
+        double=_double(observed),
+        used_gib=share * have_gib if share is not None else None,
+        have_gib=have_gib,
+        micro=facts.micro_batch or "not in the log",
+        accumulation=facts.accumulation if merged else None,
+        gain=(1.0, high),
+        strength=0.45 if share is None else 0.75 if merged else 0.55,
+    )
+
+
+def _double(observed: Observed) -> str:
+    """How to make passes larger. Where an update is one pass already, that makes the batch larger too."""
+    facts, option = observed.facts, observed.trainer.option("micro_batch")
+    to = f" (to {2 * facts.micro_batch:.0f})" if facts.micro_batch else ""
+    if (
+        facts.batch_size
+        and facts.micro_batch
+        and facts.gpus
+        and facts.batch_size <= facts.micro_batch * facts.gpus
+    ):
+        return (
+            f"double the micro-batch{to}: {option}. An update is one pass already, so the batch doubles with it, which is"
+            " another training: half as many GPUs keep it the same"
+        )
+    return (
+        f"double the micro-batch{to} and halve the accumulation, so that the batch stays the same: {option}"
+    )
+
+
+def tiny_batch(observed: Observed) -> list[Finding]:
+    """So few tokens an update that fixed costs decide its time."""
+    facts, tokens, step_s = observed.facts, observed.median("tokens"), observed.median("step_s")
+    if observed.format in ("run", "document") or (facts.parameters or 1e9) < 50e6 or not observed.steps:
+        return []
+    if not tokens and not step_s and facts.micro_batch == 1 and facts.batch_size in (None, 1):
+        return found("tiny-batch", observed, "row", rows=1, strength=0.5)
+    each = (tokens or 0.0) / max(1.0, (facts.gpus or 1) / (facts.model_parallel or 1))
+    if not tokens or not step_s or each >= TINY:
+        return []
+    return found(
+        "tiny-batch",
+        observed,
+        each=each,
+        on=f"on each of {facts.gpus:.0f} GPUs" if (facts.gpus or 1) > 1 else "an update",
+        step_s=step_s,
+        tokens=tokens,
+        batch=facts.batch_size or "not in the log",
+        speed=tokens / step_s,
+        gain=(1.0, min(4.0, max(1.3, TINY / each))),
+        strength=0.7,
+    )
+
+
+def offload(observed: Observed) -> list[Finding]:
+    """Weights or optimiser states in host memory, moved over PCIe every step, while the GPU has room."""
+    facts, share = observed.facts, observed.memory_share
+    if facts.offload != "on" or (share or 0.0) > 0.7:
+        return []
+    adapters = (facts.trained_parameters or math.inf) < 0.1 * (facts.parameters or 0.0)
+    moved = 4 * facts.parameters / max(1.0, facts.gpus or 1.0) if facts.parameters else None
+    free = f" while {1 - share:.0%} of the GPU's memory is free" if share is not None else ""
+    shown = {"how": "on", "share": share, "free": free, "moved_gib": moved / 2**30 if moved else None}
+    strength = 0.9 if (share or 1.0) < 0.5 else 0.8 if adapters else 0.7
+    return found(
+        "offload", observed, **shown, pcie_s=(moved or 0.0) / PCIE, gain=(1.0, 1.5), strength=strength
+    )
+
+
+def slow_precision(observed: Observed) -> list[Finding]:
+    """fp32 or TF32 on a GPU that has bf16, or bf16 on one that has not: by the matrix products alone, at the share of the
+    datasheet that Hardware.rate_tflops assumes."""
+    facts, spec, step_s, tokens = (
+        observed.facts,
+        observed.spec,
+        observed.median("step_s"),
+        observed.median("tokens"),
+    )
+    if observed.plan is not None or spec is None or not step_s:
+        return []
+    if facts.precision == "bf16" and not spec.bf16_tflops:
+        shown = {"board": spec.title, "now": "bf16", "fp16": spec.fp16_tflops, "fp32": spec.fp32_tflops}
+        return found("slow-precision", observed, "emulated", **shown, gain=(1.5, 4.0), strength=0.9)
+    flops = facts.flops_per_token or (6 * facts.parameters if facts.parameters else None)
+    best = "bf16" if spec.bf16_tflops else "fp16"
+    peaks = (
+        [spec.peak_tflops(name) for name in (facts.precision, best)]
+        if facts.precision in ("fp32", "tf32")
+        else []
+    )
+    if not tokens or not flops or len(peaks) < 2 or not all(peaks):
+        return []
+    now_s, then_s = (flops * tokens / (facts.gpus or 1) / (0.75e12 * (peak or math.inf)) for peak in peaks)
+    mend, by = observed.trainer.option("precision"), "at 75 % of the datasheet's rate"
+    return precision_found(observed, str(facts.precision), best, (now_s, then_s, step_s), by, mend)
+
+
+def precision_found(
+    observed: Observed, now: str, best: str, times_s: tuple[float, float, float], by: str, mend: str
+) -> list[Finding]:
+    """What the difference of two floors brings; `times_s` are both and the update's."""
+    now_s, then_s, step_s = times_s
+    share = min(now_s - then_s, 0.95 * step_s) / step_s
+    if share < WORTH_SAYING:
+        return []
+    shown = {"now": now, "best": best, "by": by, "mend": mend}
+    shown_ms = {"now_ms": now_s * 1e3, "then_ms": then_s * 1e3, "update_ms": step_s * 1e3}
+    return found("slow-precision", observed, **shown, **shown_ms, saves=(0.85 * share, share))
+
+
+def achieved(observed: Observed) -> tuple[float, str] | None:
+    """TFLOP/s of one GPU, and how that is known."""
+    facts, speed, gpus = observed.facts, _training(observed).tokens_per_s, observed.facts.gpus or 1.0
+    per_token, step_s = facts.flops_per_token, observed.median("step_s")
+    if per_token is None and (model := shape_of(facts)) is not None:
+        per_token = 6 * (facts.parameters or 0.0) + 12 * model.num_layers * model.hidden_size * (
+            facts.seq_len or 0.0
+        )
+    if per_token and speed:
+        known = "of one GPU" if facts.gpus else "of all GPUs together"
+        return (
+            per_token * speed / gpus / 1e12,
+            f"{known}: {per_token / 1e9:,.3g} GFLOP a token x {speed:,.0f} tokens/s",
+        )
+    if facts.total_flops and step_s and observed.updates:
+        total = facts.total_flops / (observed.updates * step_s) / gpus / 1e12
+        return total, "of all GPUs together, by the trainer's own count"
+    return None
+
+
+def low_mfu(observed: Observed) -> list[Finding]:
+    """A speed far below what the GPU does, and no cause in the log: how far it could go."""
+    spec, rate, facts = observed.spec, achieved(observed), observed.facts
+    judged = observed.plan is None and observed.format != "document" and facts.mfu_scope == "the step"
+    if rate is None or not judged or not observed.enough:
+        return []
+    tflops, known = rate
+    if spec is None:
+        small = (facts.parameters or 1e9) < 100e6  # its kernels are short on any GPU
+        if tflops > ANY_GPU_TFLOPS or small:
+            return []
+        shown = {"tflops": tflops, "known": known, "whose": "" if facts.gpus else " of all GPUs together"}
+        comparison = {"boards": "125, 312, 989", "well": WELL}
+        return found("low-mfu", observed, "any", **shown, **comparison, gain=(1.0, 4.0), strength=0.7)
+    peak = spec.fp16_tflops if facts.precision == "fp16" else spec.bf16_tflops or spec.fp16_tflops
+    if not 0 < (mfu := tflops / peak) < LOW:
+        return []
+    shown_mfu = {"mfu": mfu, "tflops": tflops, "known": known, "peak": peak, "well": WELL}
+    return found("low-mfu", observed, **shown_mfu, gain=(1.0, min(10.0, WELL / mfu)), strength=0.75)
+
+
+RULES = (recomputation, small_passes, tiny_batch, offload, slow_precision, low_mfu)

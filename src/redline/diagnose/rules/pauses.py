@@ -1,0 +1,320 @@
+"""What makes updates uneven: evaluations and checkpoints that the record names, slow updates that come every N or at
+random, and a speed that changes in mid-run."""
+
+import math
+from itertools import accumulate, groupby, pairwise
+from statistics import median
+
+from redline.diagnose.finding import Finding, found
+from redline.diagnose.observed import Observed
+from redline.diagnose.rules.update import WORTH_SAYING, felt_wait_s, logs_of, taking_turns
+from redline.record.units import format_duration
+
+LEAST_EXPLAINED = 0.5
+"""A period that explains less of the slow updates is none."""
+CHANCE = 0.01
+"""A period is told where slow updates at random would look as regular in fewer runs than this."""
+SLOW = 1.5
+"""An update is slow from this many times the median on."""
+SPREADS = 4.0
+"""How many times further above the median than the quickest tenth is below it an update at no fixed interval must be:
+where all of them differ, as on a busy machine, the slow ones are like the others."""
+FEWEST_SLOW = 3
+"""Fewer slow updates are chance."""
+LONGEST_SEARCH = 20_000
+"""Lines in which a period is looked for; of a longer log, the last ones."""
+REGIME = 1.3
+"""How far two speeds of a run must be apart to be told as two."""
+REGIME_LINES = 10
+"""The fewest lines that a speed must last."""
+LESS = {
+    "validation": "train.eval_every, or a smaller train.eval_sequences",
+    "checkpoint": "train.checkpoint_every",
+    "watched validation": "interval (Trainer: eval_steps), or on fewer rows",
+    "watched checkpoint": "interval (Trainer: save_steps)",
+}
+"""What our own runs, and loops that we watch, have to make larger."""
+
+
+def period_of(excess_s: dict[int, float], steps: list[int], stride: int = 1) -> tuple[int, int, float] | None:
+    """The N and the remainder for which slow updates come every N updates, and how well that explains them (0 to 1).
+
+    Explained is the share of the excess time that falls on those updates, times the share of those updates that are
+    slow: a busy machine makes some other updates slow too, but not by as much. A log of every tenth update shows nothing
+    but multiples of ten.
+    """
+    best: tuple[int, int, float] | None = None
+    total_s, span = sum(excess_s.values()), steps[-1] - steps[0]
+    if span <= 0:
+        return None
+    most_s = list(accumulate(sorted(excess_s.values(), reverse=True)))
+    for n in range(2 * stride, max(3 * stride, span // 2 + 1), stride):
+        if most_s[min(len(most_s), span // n + 1) - 1] <= LEAST_EXPLAINED * total_s:
+            # not even the slowest updates, as many as fall on every Nth, would explain enough; a larger N has fewer
+            break
+        hits_of: dict[int, list[int]] = {}
+        for step in excess_s:
+            hits_of.setdefault(step % n, []).append(step)
+        for rest, hits in hits_of.items():
+            share = sum(excess_s[step] for step in hits) / total_s
+            least = best[2] if best else LEAST_EXPLAINED
+            # Counting the quick ones takes a look at all updates: only where the slow ones explain enough.
+            if (
+                len(hits) >= 3
+                and share > least
+                and (score := share * len(hits) / sum(step % n == rest for step in steps)) > least
+            ):
+                best = (n, rest, score)
+    return best
+
+
+def chance_of(excess_s: dict[int, float], steps: list[int], period: int, rest: int) -> float:
+    """How often slow updates at random would fall on some period as these do on theirs, at most.
+
+    The chance that of all lines those that are about as slow as the period's own fall on its places as often as they do
+    (hypergeometric), times the number of periods and first places in which as many slow ones would have looked as
+    regular: three of 30 lines, each ten after the other, stand so by chance in 0.9 % of the runs, of 25 lines in 1.1 %.
+    """
+    hits = [step for step in excess_s if step % period == rest]
+    alike_s = 0.5 * median(excess_s[step] for step in hits)
+    lines, places = len(steps), sum(step % period == rest for step in steps)
+    slow = sum(value >= alike_s for value in excess_s.values())
+    hit = sum(excess_s[step] >= alike_s for step in hits)
+    chance = sum(
+        math.exp(_log_ways(places, k) + _log_ways(lines - places, slow - k) - _log_ways(lines, slow))
+        for k in range(hit, min(places, slow) + 1)
+        if slow - k <= lines - places
+    )
+    return chance * sum(_classes(lines, n, hit, places) for n in range(2, lines // 2 + 1))
+
+
+def _classes(lines: int, period: int, fewest: int, most: int) -> int:
+    """How many of a period's first places come to between so many places in so many lines."""
+    each, more = divmod(lines, period)
+    return (more if fewest <= each + 1 <= most else 0) + (period - more if fewest <= each <= most else 0)
+
+
+def _log_ways(many: int, few: int) -> float:
+    """The logarithm of the number of ways to choose a few of many."""
+    return math.lgamma(many + 1) - math.lgamma(few + 1) - math.lgamma(many - few + 1)
+
+
+def _slow(observed: Observed) -> tuple[dict[int, float], dict[int, float], float]:
+    """What each update took, what the slow ones took longer than the usual one, and the usual one. Generation is not
+    counted, for texts drawn every N updates are no stall, nor is a wait for data or a log of the Trainer, which have
+    their own rules. No slow ones where there are too few to tell."""
+    steady = observed.steady[-LONGEST_SEARCH:]
+    times, stalled_s = logs_of(observed)
+    logged = {after.step for now, after in pairwise(observed.steps) if times and now.loss is not None}
+    log_s = stalled_s / times if times else 0.0
+    took_s = {
+        s.step: (s.step_s or 0.0) - (s.generate_s or 0.0) - (log_s if s.step in logged else 0.0)
+        for s in steady
+    }
+    if _uneven_tokens(observed):  # longer texts take longer
+        usual = median(s.tokens or 1.0 for s in steady)
+        took_s = {s.step: took_s[s.step] * usual / (s.tokens or usual) for s in steady}
+    if len(steady) < 12 or (usual_s := median(took_s.values())) <= 0:
+        return took_s, {}, 0.0
+    slow = {s.step: s for s in steady if took_s[s.step] > SLOW * usual_s}
+    excess_s = {step: took_s[step] - usual_s - felt_wait_s(s) for step, s in slow.items()}
+    excess_s = {step: value for step, value in excess_s.items() if value > 0}
+    return took_s, excess_s if len(excess_s) >= FEWEST_SLOW else {}, usual_s
+
+
+def stalls(observed: Observed) -> list[Finding]:
+    """Updates that are slow every N updates: a checkpoint, a flush, a garbage collection inside the loop."""
+    stride, (took_s, excess_s, usual_s) = observed.stride, _slow(observed)
+    steps = list(took_s)
+    best = period_of(excess_s, steps, stride) if excess_s else None
+    if best is None or chance_of(excess_s, steps, *best[:2]) > CHANCE:
+        return []
+    period, rest, explained = best
+    hits = [step for step in excess_s if step % period == rest]
+    # A log of every tenth update that shows one of them shows all slow ones, and one in ten of the others.
+    logged_s = sum(excess_s[step] for step in hits) / len(steps)
+    lost_s = logged_s if observed.lines_are_means else logged_s / stride
+    share = lost_s / ((observed.mean("step_s") or 0.0) - logged_s + lost_s)
+    if share < WORTH_SAYING:
+        return []
+    slow_s, sparse = median(took_s[step] for step in hits), stride > 1
+    return found(
+        "stall",
+        observed,
+        period=period,
+        one=f"the mean of {stride}" if sparse and observed.lines_are_means else "one",
+        times=slow_s / usual_s,
+        slow_ms=slow_s * 1e3,
+        usual_ms=usual_s * 1e3,
+        count=len(hits),
+        first=hits[0],
+        seldom=f"; only every {stride}th is in the log, so it may be more often"
+        if sparse and not observed.lines_are_means
+        else "",
+        explained=explained,
+        saves=(0.85 * share, share),
+        strength=explained,
+    )
+
+
+def slow_updates(observed: Observed) -> list[Finding]:
+    """Slow updates at no fixed interval: what makes them slow is not in the log, but that they cost something is."""
+    took_s, excess_s, usual_s = _slow(observed)
+    mean_s = observed.mean("step_s")
+    if not mean_s or not excess_s:
+        return []
+    usual_spread_s = usual_s - sorted(took_s.values())[len(took_s) // 10]
+    excess_s = {step: value for step, value in excess_s.items() if value > SPREADS * usual_spread_s}
+    share = sum(excess_s.values()) / len(took_s) / mean_s
+    if len(excess_s) < FEWEST_SLOW or share < WORTH_SAYING:
+        return []
+    slow_ms, count = median(took_s[step] for step in excess_s) * 1e3, len(excess_s)
+    shown = {"share": share, "count": count, "slow_ms": slow_ms, "usual_ms": usual_s * 1e3}
+    return found("slow-updates", observed, **shown, saves=(0.0, share), strength=0.4)
+
+
+def _uneven_tokens(observed: Observed) -> bool:
+    """Whether the updates of a foreign log hold different numbers of tokens."""
+    tokens = [s.tokens or 0.0 for s in observed.steady]
+    return observed.format != "run" and bool(tokens) and min(tokens) > 0 and max(tokens) > 1.1 * min(tokens)
+
+
+def _speeds(observed: Observed) -> list[tuple[int, float]]:
+    """Time of an update, smoothed over lines; of a token where the tokens of an update differ, for longer texts are no
+    slower machine."""
+    by_token, steady = _uneven_tokens(observed), observed.steady
+    times = [(s.step_s or 0.0) / (s.tokens or 1.0 if by_token else 1.0) for s in steady]
+    return [(s.step, median(times[max(0, at - 4) : at + 5])) for at, s in enumerate(steady)]
+
+
+def regime_change(observed: Observed) -> list[Finding]:
+    """A run with two speeds, each for a long time: something outside the training changed. The median hides it."""
+    speeds = _speeds(observed) if observed.format != "run" else []
+    if len(speeds) < 4 * REGIME_LINES:
+        return []
+    values = sorted(value for _, value in speeds)
+    fast, slow = values[len(values) // 20], values[-len(values) // 20 - 1]
+    between = sum(1.12 * fast < value < slow / 1.12 for value in values)
+    if slow < REGIME * fast or between > 0.12 * len(values):
+        return []
+    blocks = [
+        (which, list(each))
+        for which, each in groupby(speeds, key=lambda pair: pair[1] > math.sqrt(fast * slow))
+    ]
+    long = [(which, each) for which, each in blocks if len(each) >= max(REGIME_LINES, 0.02 * len(speeds))]
+    told = sum(len(each) for _, each in long)
+    if len({which for which, _ in long}) < 2 or len(long) > 6 or told < 0.9 * len(speeds):
+        return []
+    longest = max((each for which, each in long if which), key=len)
+    share = sum(len(each) for which, each in long if which) / told
+    total = share * slow + (1 - share) * fast
+    step_of = {step: which for which, each in long for step, _ in each}
+    step_s = {
+        each: median(s.step_s or 0.0 for s in observed.steady if step_of.get(s.step) is each)
+        for each in (True, False)
+    }
+    return found(
+        "regime-change",
+        observed,
+        first=longest[0][0],
+        last=longest[-1][0],
+        ratio=slow / fast,
+        share=share,
+        slow=format_duration(step_s[True]),
+        fast=format_duration(step_s[False]),
+        lost=1 - fast / total,
+        gain=(max(1.0, 0.9 * total / fast), total / fast),
+        strength=0.8,
+    )
+
+
+def _own_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
+    """Of our own runs: validations and checkpoints stand between updates, and the events say which was which. Also the
+    run's time."""
+    lines = observed.steps
+    events = {(event.get("event"), event.get("step")): event for event in observed.events}
+    gaps_s = [
+        (now.step, (after.elapsed_s or 0.0) - (now.elapsed_s or 0.0) - (after.step_s or 0.0))
+        for now, after in pairwise(lines)
+    ]
+    last_s, ended_s = (
+        lines[-1].elapsed_s or 0.0,
+        events.get(("end", lines[-1].step), {}).get("elapsed_s", 0.0),
+    )
+    if ended_s > last_s:
+        gaps_s.append((lines[-1].step, ended_s - last_s))
+    lost: dict[str, list[float]] = {"validation": [], "checkpoint": []}
+    for step, gap_s in gaps_s:
+        stalled_s = float(events.get(("checkpoint", step), {}).get("stalled_s", 0.0))
+        if ("checkpoint", step) in events:
+            lost["checkpoint"].append(stalled_s)
+        if ("validation", step) in events:
+            lost["validation"].append(max(0.0, gap_s - stalled_s))
+    return lost, max(last_s, ended_s)
+
+
+def _told_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
+    """Of other logs: the validations and checkpoints whose time they show, beside the updates and what the first took
+    longer."""
+    lost: dict[str, list[float]] = {}
+    for event in observed.events:
+        if "took_s" in event:
+            lost.setdefault(event["event"], []).append(float(event["took_s"]))
+    timed, mean_s = [s for s in observed.steps if s.step_s], observed.mean("step_s")
+    if not lost or not mean_s:
+        return {}, 0.0
+    a_line = observed.stride if observed.lines_are_means else 1
+    first_s = min(timed[0].step_s or mean_s, 20 * mean_s if observed.lines_are_means else math.inf)
+    updates_s = (timed[-1].step - timed[0].step + a_line) * mean_s + a_line * (first_s - mean_s)
+    return lost, updates_s + sum(sum(each_s) for each_s in lost.values())
+
+
+def pauses(observed: Observed) -> list[Finding]:
+    """Validations and checkpoints, as a share of the run."""
+    if len(observed.steps) < 3:
+        return []
+    own = observed.format == "run"
+    lost, total_s = _own_pauses(observed) if own else _told_pauses(observed)
+    findings = []
+    for kind, each_s in lost.items():
+        share, count = sum(each_s) / total_s if total_s > 0 else 0.0, len(each_s)
+        if share < WORTH_SAYING:
+            continue
+        ours = LESS[kind if observed.recipe else f"watched {kind}"]
+        less = f"a larger {ours}" if own else observed.trainer.option(kind)
+        each, saves = share * total_s / count, (0.5 * share, 0.9 * share)
+        shown = {
+            "what": kind,
+            "share": share,
+            "count": count,
+            "each_s": each,
+            "total_s": total_s,
+            "less": less,
+        }
+        findings += found(f"{kind}-pause", observed, **shown, saves=saves)
+    return findings
+
+
+def planned_pauses(observed: Observed) -> list[Finding]:
+    """Evaluations that the settings make long, where no line tells their time: forward passes of two splits beside
+    updates of three passes each."""
+    facts = observed.facts
+    if not facts.eval_iters or not facts.eval_interval or observed.format not in ("runs", "csv", "jsonl"):
+        return []
+    passes = 2 * facts.eval_iters / 3
+    share = passes / (passes + facts.eval_interval * (facts.accumulation or 1.0))
+    if share < 2 * WORTH_SAYING or any("took_s" in event for event in observed.events):
+        return []
+    shown = {"share": share, "passes": 2 * facts.eval_iters, "interval": facts.eval_interval}
+    gain, less = (1 / (1 - 0.5 * share), 1 / (1 - 0.9 * share)), observed.trainer.option("validation")
+    return found("validation-pause", observed, "settings", **shown, less=less, gain=gain, strength=0.6)
+
+
+def uneven(observed: Observed) -> list[Finding]:
+    """Two speeds, or slow updates every N, or else at no fixed interval; quick and slow ones in turns are the loader's."""
+    if taking_turns(observed):
+        return []
+    return regime_change(observed) or stalls(observed) or slow_updates(observed)
+
+
+RULES = (uneven, pauses, planned_pauses)

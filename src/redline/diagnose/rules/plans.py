@@ -1,0 +1,249 @@
+"""A run of ours against the plan that the planner would have made for it, and against the roofline: small passes, needless
+recomputation, slow precision, no compiling, a GPU that waits for the host, waits for other processes.
+
+The roofline (plan/roofline.py) is the floor of a step; a fix cannot save more than what lies above it.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from redline.config.recipe import PlanPins, Recipe
+from redline.diagnose.finding import Finding, found
+from redline.diagnose.observed import Observed
+from redline.diagnose.rules.memory import precision_found
+from redline.diagnose.rules.update import COMPILING, LAUNCH_BOUND, WORTH_SAYING
+from redline.plan import arithmetic
+from redline.plan.plan import Plan
+from redline.plan.planner import THIN_PASS_TOKENS, make_plan
+from redline.plan.roofline import roofline_tokens_per_s
+
+PASS_S = {"eager": (0.6e-3, 0.6e-3), "compiled": (0.6e-3, 0.15e-3), "cpu": (1.2e-3, 1.3e-3)}
+"""Host seconds of one forward and backward pass, and of each layer in it, that do not depend on its tokens: dispatch and
+launches. CPU: measured with one and with four layers on a Xeon. GPU: about 70 operations a layer at 9 µs eager, a quarter
+of it in compiled blocks."""
+CPU_FLOPS = 50e9
+"""What small products reach on one CPU core in fp32, where no ceiling was measured."""
+LAUNCH_S, LAUNCH_QUEUE = 9e-6, 1000
+"""Host seconds of one operation, and how many launches CUDA holds before the host must wait for one to finish."""
+LARGE_WAIT = 0.1
+"""Share of the update from which on its waits for others are told. Some are left in every sharded run: the first gather of
+a pass and its last reduction have nothing to hide behind."""
+FASTER_LINK = 0.5
+"""What a link of twice the speed takes off the waits at least: half of them, and more where a part is hidden, which stays
+so."""
+
+
+def _given(observed: Observed) -> tuple[Recipe, Plan, float] | None:
+    step_s = observed.median("step_s")
+    if observed.recipe is None or observed.plan is None or not step_s:
+        return None
+    return observed.recipe, observed.plan, step_s
+
+
+def unpinned(recipe: Recipe, plan: Plan) -> Plan:
+    """What the planner would do on the same hardware without pins, profile or environment."""
+    return make_plan(replace(recipe, plan=PlanPins()), plan.hardware, world_size=plan.world_size)
+
+
+def floor_s(recipe: Recipe, plan: Plan, **changed: str) -> float | None:
+    """The update's time by the roofline, with some of the plan's values changed."""
+    values = {"precision": plan.precision, "recompute": plan.recompute, **changed}
+    speed = roofline_tokens_per_s(recipe, plan.hardware, plan.world_size, values)
+    return recipe.tokens_per_step / speed if speed else None
+
+
+def dispatch_s(recipe: Recipe, plan: Plan, passes: int) -> float:
+    kind = "cpu" if plan.hardware.kind == "cpu" else "eager" if plan.compile == "off" else "compiled"
+    once_s, layer_s = PASS_S[kind]
+    return passes * (once_s + layer_s * recipe.model.num_layers)
+
+
+def small_passes(observed: Observed) -> list[Finding]:
+    """Passes smaller than memory and batch allow: the fixed cost of a pass is paid too often."""
+    if (given := _given(observed)) is None:
+        return []
+    recipe, plan, step_s = given
+    best, seq_len, why = unpinned(recipe, plan), recipe.data.seq_len, plan.why["micro_batch"]
+    low, high, gained = _fewer_passes(recipe, plan, best, step_s)
+    if best.micro_batch <= plan.micro_batch or math.sqrt(low * high) < 1 / (1 - WORTH_SAYING):
+        return []
+    return found(
+        "small-passes",
+        observed,
+        "own",
+        now=plan.accumulation,
+        tokens=plan.micro_batch * seq_len,
+        then=best.accumulation,
+        larger=best.micro_batch * seq_len,
+        micro=plan.micro_batch,
+        source=why.source,
+        reason=why.reason,
+        best=best.micro_batch,
+        fits=best.why["micro_batch"].reason,
+        used=(observed.median("memory_bytes") or 0.0) / plan.hardware.memory_bytes,
+        have_gib=plan.hardware.memory_bytes / 2**30,
+        gained=gained,
+        gain=(low, high),
+    )
+
+
+def _fewer_passes(recipe: Recipe, plan: Plan, best: Plan, step_s: float) -> tuple[float, float, str]:
+    """What fewer passes bring, and why. On a CPU dispatch and arithmetic add up, so their ratio tells; on a GPU nothing
+    but the roofline is left when passes are full."""
+    now_s, then_s = (dispatch_s(recipe, plan, p.accumulation) for p in (plan, best))
+    if plan.hardware.kind == "cpu":
+        measured = plan.hardware.measured_tflops.get("fp32")
+        rate = 0.5e12 * measured if measured else CPU_FLOPS
+        work_s = plan.prediction.flops_per_token * recipe.tokens_per_step / rate
+        low, high = ((now_s + k * work_s) / (then_s + k * work_s) for k in (1.25, 0.8))
+        fewer, each_ms = plan.accumulation - best.accumulation, now_s / plan.accumulation * 1e3
+        return low, high, f"{fewer} passes fewer at {each_ms:.1f} ms each beside the arithmetic"
+    if (floor := floor_s(recipe, plan)) is None:
+        left_s = max(0.3 * step_s, step_s - (now_s - then_s))
+        return 1.0, step_s / left_s, "launches saved; the GPU's rates are not known"
+    high = max(1.0, step_s / max(floor, then_s))
+    return (
+        max(1.0, 0.85 * high),
+        high,
+        f"to {floor * 1e3:.4g} ms an update by the roofline, or 85 % of that speed",
+    )
+
+
+def recomputation(observed: Observed) -> list[Finding]:
+    """Activations computed twice although they would fit."""
+    if (given := _given(observed)) is None:
+        return []
+    recipe, plan, step_s = given
+    free = make_plan(
+        replace(recipe, plan=replace(recipe.plan, recompute=None)), plan.hardware, world_size=plan.world_size
+    )
+    if plan.recompute == "none" or free.recompute != "none":
+        return []
+    forward_s = observed.median("forward_s")
+    if forward_s is None:  # a third of the arithmetic is the forward pass
+        forward_s = step_s / 4 if plan.recompute == "full" else step_s / 3.3
+    again_s = (
+        forward_s * arithmetic.recomputed_weights(recipe.model) / arithmetic.parameters(recipe.model).matmul
+    )
+    # Torch's selective checkpointing redoes the cheap operations; in eager mode its bookkeeping costs as much as it saves.
+    low, high = (0.9, 1.1) if plan.recompute == "full" or plan.compile == "off" else (0.1, 0.35)
+    needed, have, share = free.prediction.memory_bytes, plan.hardware.memory_bytes, again_s / step_s
+    return found(
+        "needless-recomputation",
+        observed,
+        "own",
+        how=plan.recompute,
+        fits=needed / have,
+        needed_gib=needed / 2**30,
+        have_gib=have / 2**30,
+        again_ms=again_s * 1e3,
+        update_ms=step_s * 1e3,
+        saves=(low * share, high * share),
+    )
+
+
+def slow_precision(observed: Observed) -> list[Finding]:
+    """fp32 or TF32 on a GPU that has bf16."""
+    if (given := _given(observed)) is None:
+        return []
+    recipe, plan, step_s = given
+    best = unpinned(recipe, plan).precision
+    now_s, then_s = floor_s(recipe, plan), floor_s(recipe, plan, precision=best)
+    if (
+        plan.precision not in ("fp32", "tf32")
+        or best not in ("bf16", "fp16")
+        or now_s is None
+        or then_s is None
+    ):
+        return []
+    mend = f"--set plan.precision={best} (or no pin)"
+    return precision_found(observed, plan.precision, best, (now_s, then_s, step_s), "by the roofline", mend)
+
+
+def host_bound(observed: Observed) -> list[Finding]:
+    """The host takes as long to issue the update as the GPU to run it: launches, or a wait for the GPU inside the
+    update."""
+    if (given := _given(observed)) is None or given[1].hardware.kind != "cuda":
+        return []
+    recipe, plan, step_s = given
+    floor, measured_s = floor_s(recipe, plan), observed.median("issue_s")
+    launches_s = dispatch_s(recipe, plan, plan.accumulation)
+    issue_s = measured_s or launches_s
+    if floor is None or step_s < 1.2 * floor or issue_s / step_s < LAUNCH_BOUND:
+        return []
+    shown = {"busy": issue_s / step_s, "launches": launches_s / step_s, "issue_ms": issue_s * 1e3}
+    shown |= {"update_ms": step_s * 1e3, "floor_ms": floor * 1e3, "thin": THIN_PASS_TOKENS}
+    shown |= {"tokens": plan.micro_batch * recipe.data.seq_len}
+    issued = "ms" if measured_s else "ms, estimated"
+    if measured_s is not None and launches_s < 0.5 * measured_s:
+        if launches_s / LAUNCH_S > LAUNCH_QUEUE or plan.precision == "fp16":
+            return []  # the host waits for a place in the queue, or for fp16's check: not a mistake in the loop
+        hidden = min(launches_s, step_s - floor) / step_s
+        return found("sync", observed, "inside", **shown, issued=issued, saves=(0.0, hidden), strength=0.8)
+    high = step_s / max(floor, 0.1 * step_s)
+    eager = "eager" if plan.compile == "off" else ""
+    return found("launch-bound", observed, eager, **shown, issued=issued, gain=(max(1.0, 0.6 * high), high))
+
+
+def not_compiled(observed: Observed) -> list[Finding]:
+    """A long run on a GPU without torch.compile."""
+    if (given := _given(observed)) is None:
+        return []
+    recipe, plan, step_s = given
+    best, floor = unpinned(recipe, plan), floor_s(recipe, plan)
+    if plan.compile != "off" or best.compile == "off" or floor is None or step_s < 1.15 * floor:
+        return []
+    high = min(COMPILING[1], step_s / floor)
+    shown = {
+        "times": step_s / floor,
+        "update_ms": step_s * 1e3,
+        "floor_ms": floor * 1e3,
+        "most": COMPILING[1],
+    }
+    return found("not-compiled", observed, **shown, gain=(1 + 0.25 * (high - 1), high))
+
+
+def communication(observed: Observed) -> list[Finding]:
+    """The update stands still until weights are gathered or gradients reduced, and no computing hides it."""
+    wait_s, mean_s, plan = observed.mean("communication_s"), observed.mean("step_s"), observed.plan
+    if not wait_s or not mean_s or not observed.enough or wait_s / mean_s < LARGE_WAIT:
+        return []
+    share = wait_s / mean_s
+    shown: dict[str, Any] = {"share": share, "wait_ms": wait_s * 1e3, "update_ms": mean_s * 1e3}
+    low, mend, hidden = _mended(observed)
+    if observed.recipe and plan:
+        sizes = {"accumulation": plan.accumulation, "world_size": plan.world_size}
+        received = arithmetic.received_bytes(observed.recipe.model, precision=plan.precision, **sizes)
+        shown |= {
+            "received_mib": received / 2**20,
+            "bandwidth": received / wait_s / 1e9,
+            "world": plan.world_size,
+        }
+        shown["passes"] = f"{plan.accumulation} passes" if plan.accumulation > 1 else "one pass"
+    return found("communication", observed, **shown, mend=mend, hidden=hidden, saves=(low * share, share))
+
+
+def _mended(observed: Observed) -> tuple[float, str, str]:
+    """What takes the waits away: the least share of them, how, and why. Each pass gathers and reduces everything anew, so
+    fewer and larger ones wait less, where memory and batch allow them; else a faster link."""
+    plan = observed.plan
+    best = unpinned(observed.recipe, plan) if observed.recipe and plan else None
+    if plan and best and best.accumulation < plan.accumulation:
+        left = best.accumulation / plan.accumulation
+        mend = (
+            f"--set plan.micro_batch={best.micro_batch} (or no pin): {best.accumulation} passes an update instead of"
+            f" {plan.accumulation}, so that a gather serves more tokens; then a faster link, or fewer processes"
+        )
+        return 1 - left, mend, f"{left:.0%} of the passes wait as much each, or all of it is hidden"
+    on_gpus = plan is None or plan.hardware.kind == "cuda"
+    link = "NCCL_DEBUG=INFO says which is used: NVLink in a machine, InfiniBand between them"
+    mend = (
+        f"a faster link ({link if on_gpus else 'gloo hides none of it'}), or fewer processes with larger passes, so that a"
+        " gather serves more tokens; where the recipe allows it, a larger train.batch_size"
+    )
+    mend = mend if observed.format == "run" else observed.trainer.option("communication")
+    return FASTER_LINK, mend, "a link of twice the speed, or one that is hidden altogether"
+
+
+RULES = (small_passes, recomputation, slow_precision, host_bound, not_compiled, communication)

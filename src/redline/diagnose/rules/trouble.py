@@ -1,0 +1,186 @@
+"""What a log shows of a run that did not train: memory that ran out, a loss that is not a number or breaks away, an
+error at the end. Advice, no gain.
+
+A line counts only where it is an error: printed settings and source code name the same words.
+"""
+
+import re
+from collections.abc import Sequence
+from statistics import median
+
+from redline.diagnose.finding import Finding, found
+from redline.diagnose.observed import Observed, Step
+
+_SIZE = r"([\d.]{1,12} [KMG]iB)"
+_MEMORY = re.compile(
+    rf"(?:CUDA|HIP) out of memory\.? Tried to allocate {_SIZE}|CUDA error: out of memory"
+    r"|RESOURCE_EXHAUSTED: Out of memory|cudaMalloc failed: out of memory"
+)
+_TOLD = {
+    "wanted": re.compile(rf"Tried to allocate {_SIZE}"),
+    "in_use": re.compile(rf"this process has {_SIZE} memory in use|{_SIZE} already allocated"),
+    "total": re.compile(rf"total capacity of {_SIZE}|{_SIZE} total capacity"),
+    "people": re.compile(rf"Process \d+ has {_SIZE} memory in use"),
+    "unused": re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated"),
+}
+"""What an allocator says when it gives up."""
+_ERROR = re.compile(
+    r"(?:\[rank\d+\]:\s?)*((?:\w{1,60}\.){0,8}\w{0,60}(?:Error|Exception|Interrupt)\b.{0,300})"
+)
+ENDINGS = {
+    "time-limit": re.compile(r"DUE TO TIME LIMIT"),
+    "collective-timeout": re.compile(r"Watchdog caught collective operation timeout|NCCL timeout"),
+    "ray-timeout": re.compile(
+        r"Failed to get register_center_actor|register_center\w* .{0,80}timed ?out", re.IGNORECASE
+    ),
+}
+NOT_A_NUMBER = re.compile(r"(?:loss|grad_norm)[^\n]{0,12}\b(?:nan|inf)\b", re.IGNORECASE)
+SKIPS = 0.1
+"""Share of the lines up to which gradient norms that are none are a loss scaler's skips: it looks for the largest scale
+that holds."""
+SCALED = "bf16 instead of fp16 (fp16 needs a loss scaler)"
+BAD_START = (
+    "stop it: the weights or the data are bad before the first update. Check the checkpoint that it starts from, the token"
+    " ids against the vocabulary, and the kernels of this precision on this GPU"
+)
+BROKEN = 1.5
+"""A loss that lies this many times above what it had reached, and stays there, has broken away."""
+
+
+def _ended_by(observed: Observed) -> list[str]:
+    """Why our own runs say they failed."""
+    return [str(event.get("error", "")) for event in observed.events if event.get("event") == "failed"]
+
+
+def ran_out_of_memory(observed: Observed) -> list[Finding]:
+    """A line that says which allocation failed."""
+    text = "\n".join([observed.text, *_ended_by(observed)])
+    if observed.format == "document" or "out of memory" not in text.lower():
+        return []
+    lines = [line for line in text.split("\n") if _MEMORY.search(line)]
+    if not lines:
+        return []
+    line, facts, option = lines[-1], observed.facts, observed.trainer.option
+    told = {name: pattern.search(line) for name, pattern in _TOLD.items()}
+    said = {name: next(filter(None, match.groups())) for name, match in told.items() if match}
+    more = f"; or {option('selective')}" if facts.recompute in (None, "off") else ""
+    unused = said.get("unused", "")
+    if (
+        unused.endswith("GiB")
+        and float(unused.split()[0]) > 2
+        and "expandable_segments:True" not in text.replace(line, "")
+    ):
+        more += f". {unused} were reserved and unused: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    went_on = observed.updates > 10 and len(lines) < 3 and text.rfind(line) < 0.5 * len(text)
+    micro, length = facts.micro_batch, facts.seq_len
+    return found(
+        "out-of-memory",
+        observed,
+        when="" if observed.steps else " before the first update",
+        smaller=option("micro_batch").removeprefix("a larger "),
+        more=more,
+        line=None if "wanted" in said else line.strip()[:160],
+        **{name: said.get(name) for name in ("wanted", "in_use", "total", "people")},
+        tokens=micro * length if micro and length else None,
+        micro=micro,
+        length=length,
+        strength=0.7 if went_on else 1.0,
+    )
+
+
+def ended(observed: Observed) -> list[Finding]:
+    """A line near the end that says why the job stopped."""
+    tail, findings = observed.text[-100_000:] if observed.format != "document" else "", []
+    for cause, pattern in ENDINGS.items():
+        if hit := pattern.search(tail):
+            line = tail[tail.rfind("\n", 0, hit.start()) + 1 : hit.end()].strip()[-160:]
+            findings += found(cause, observed, line=line)
+    return findings
+
+
+def crash(observed: Observed) -> list[Finding]:
+    """A traceback behind the last update: the error that it ends with."""
+    at = observed.text.rfind("Traceback (most recent call last)")
+    behind = observed.text[at:] if at >= 0 and observed.format != "document" else ""
+    done = observed.planned is not None and observed.updates >= observed.planned
+    if (
+        not behind
+        or "out of memory" in behind.lower()
+        or done
+        or (observed.steps and at < 0.7 * len(observed.text))
+    ):
+        return []
+    errors = [match[1] for line in behind.split("\n") if (match := _ERROR.match(line.strip()))]
+    if not errors or "KeyboardInterrupt" in errors[0]:
+        return []
+    return found("crash", observed, error=errors[0][:200], updates=observed.updates, strength=0.9)
+
+
+def _lost(steps: Sequence[Step]) -> list[int]:
+    """Updates whose loss is none, or whose gradient is: an update that a loss scaler skips is among them only where they
+    are many, or the last ones."""
+    norms = [s.step for s in steps if s.bad_norm]
+    skipped = 0 < len(norms) <= SKIPS * len(steps) and not steps[-1].bad_norm
+    return [s.step for s in steps if s.not_a_number or (s.bad_norm and not skipped)]
+
+
+def not_a_number(observed: Observed) -> list[Finding]:
+    """Updates whose loss or gradient is none, or a failure that says so."""
+    steps, lost = observed.steps, _lost(observed.steps)
+    told = [text for text in _ended_by(observed) if NOT_A_NUMBER.search(text)]
+    if not lost and not told:
+        return []
+    at = re.search(r"at step (\d+)", told[-1]) if told else None
+    since = f" from update {lost[0]} on" if lost else f" at update {at[1]}" if at else ""
+    shown = sum(s.not_a_number or s.bad_norm or (s.loss or s.grad_norm) is not None for s in steps)
+    always = len(steps) > 5 and bool(lost) and lost[0] <= steps[2].step and len(lost) >= 0.95 * shown
+    if always:
+        since = " in every line"
+    elif lost and lost[-1] != steps[-1].step:
+        since = f" in {len(lost)} of the updates, the first {lost[0]}"
+    better, advice = (
+        observed.trainer.option("rate"),
+        re.search(r"at step \d+: (.+)", told[-1], re.DOTALL) if told else None,
+    )
+    unknown = {"fp16": f"{SCALED}, {better}", None: f"{better}; where it is fp16, {SCALED}"}
+    better = advice[1] if advice else BAD_START if always else unknown.get(observed.facts.precision, better)
+    count, ending = len(lost) or None, told[-1].partition(":")[0][:160] if told else None
+    return found(
+        "not-a-number", observed, since=since, better=better, count=count, lines=len(steps), told=ending
+    )
+
+
+def loss_spike(observed: Observed) -> list[Finding]:
+    """A loss that jumps and does not come back."""
+    losses = [(s.step, s.loss) for s in observed.steps if s.loss is not None]
+    losses = losses[len(losses) // 10 :]
+    if len(losses) < 40 or any(loss <= 0 for _, loss in losses) or _lost(observed.steps):
+        return []
+    window = max(5, len(losses) // 40)
+    smooth = [
+        median(loss for _, loss in losses[at : at + window])
+        for at in range(0, len(losses) - window + 1, window)
+    ]
+    best = smooth[0]
+    for at, value in enumerate(smooth[:-2]):
+        if value > BROKEN * best and min(smooth[at:]) > BROKEN * best:
+            since = median(smooth[at:])
+            return found("loss-spike", observed, step=losses[at * window][0], before=best, since=since)
+        best = min(best, value)
+    return []
+
+
+def halved(observed: Observed) -> list[Finding]:
+    """Our own runs halve the pass when memory runs out; what that cost is said, and how to start with what fits."""
+    events = [
+        event for event in observed.events if event.get("event") == "out_of_memory" and "micro_batch" in event
+    ]
+    if not events:
+        return []
+    last, micro = events[-1], events[-1]["micro_batch"]
+    change, times = f"{events[0].get('micro_batch_before')} to {micro}", len(events)
+    shown = {"times": times, "micro": micro, "change": change, "step": last.get("step")}
+    return found("out-of-memory", observed, "halved", kind="cause", **shown)
+
+
+RULES = (ran_out_of_memory, ended, crash, not_a_number, loss_spike, halved)
