@@ -1,0 +1,255 @@
+"""`redline finetune`: one's own examples in every form, LoRA and all weights, one process and two, a model and a data
+set from a Hugging Face Hub on loopback."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+
+from redline.cli.main import main
+from redline.data.examples import read_chats
+from redline.errors import DataError
+from redline.record.run import read_lines
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+from rft_model import tiny_model
+
+QUICK = ("--quiet", "--set", "train.epochs=2", "--set", "train.batch_size=8", "--set", "train.lr=1e-2")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model") / "tiny", chat=True)
+
+
+def rows(count: int = 40) -> list[dict[str, Any]]:
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"Write {n}"},
+                {"role": "assistant", "content": "a" * (1 + n % 3)},
+            ]
+        }
+        for n in range(count)
+    ]
+
+
+@pytest.fixture
+def examples(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    return path
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(run / "metrics.jsonl")]
+
+
+def test_an_adapter_comes_out_and_the_run_can_be_used(model, examples, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(["finetune", str(model), str(examples), "--run", str(run), *QUICK]) == 0
+    found = losses(run)
+    assert found[-1] < found[0]
+    assert read_lines(run / "metrics.jsonl")[-1]["valid_loss"] > 0, "a share of the rows is held out"
+    assert (run / "adapter" / "adapter_config.json").is_file()
+    capsys.readouterr()
+    assert (
+        main(["generate", str(run), "--prompt", "Write 1", "--chat", "--max-new-tokens", "3", "--json"]) == 0
+    )
+    assert json.loads(capsys.readouterr().out)
+    assert main(["report", str(run), "--out", str(tmp_path / "report.html")]) == 0
+    assert main(["finetune", str(model), str(examples), "--run", str(run), *QUICK]) == 0, (
+        "nothing is left to do"
+    )
+    assert losses(run) == found
+
+
+def test_all_weights(model, examples, tmp_path):
+    run = tmp_path / "run"
+    assert main(["finetune", str(model), str(examples), "--full", "--run", str(run), *QUICK]) == 0
+    before, after = (
+        safetensors.torch.load_file(folder / "model.safetensors") for folder in (model, run / "model")
+    )
+    assert before.keys() == after.keys()
+    assert all(not before[name].equal(after[name]) for name in before if "embed" in name or "proj" in name)
+
+
+def test_a_run_is_extended_and_forked(model, examples, tmp_path, capsys):
+    run, fork = tmp_path / "run", tmp_path / "fork"
+    command = ["finetune", str(model), str(examples), *QUICK]
+    assert main([*command, "--run", str(run)]) == 0
+    steps = len(losses(run))
+    assert (
+        main([*command, "--run", str(run), "--set", "train.epochs=3", "--set", "train.checkpoint_every=2"])
+        == 0
+    )
+    assert len(losses(run)) == steps * 3 // 2
+    assert [e["changed"] for e in read_lines(run / "events.jsonl") if e["event"] == "extended"] == [
+        {"train.epochs": [2, 3]}
+    ]
+    assert main([*command, "--run", str(run), "--set", "train.lr=1e-3"]) == 2
+    assert "--fork" in capsys.readouterr().err
+    other = ["--run", str(fork), "--fork", str(run), "--set", "train.epochs=4", "--set", "train.lr=1e-3"]
+    assert main([*command, *other]) == 0
+    lines, (forked,) = (
+        read_lines(fork / "metrics.jsonl"),
+        [e for e in read_lines(fork / "events.jsonl") if e["event"] == "forked"],
+    )
+    assert [line["step"] for line in lines] == list(range(steps * 3 // 2 + 1, 2 * steps + 1))
+    assert forked["changed"]["train.lr"] == [1e-2, 1e-3]
+
+
+def test_two_processes_train_what_one_trains(model, examples, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    whole = ("--set", "data.valid_fraction=0")
+    assert main(["finetune", str(model), str(examples), "--run", str(one), *QUICK, *whole]) == 0
+    assert (
+        main(["finetune", str(model), str(examples), "--run", str(two), "--nproc", "2", *QUICK, *whole]) == 0
+    )
+    # A loss of about 5 is a mean of some 20 fp32 losses, added up in another order: a few units in the last place,
+    # and what the updates before have made of it.
+    assert losses(two) == pytest.approx(losses(one), rel=1e-4)
+    a, b = (safetensors.torch.load_file(run / "adapter" / "adapter_model.safetensors") for run in (one, two))
+    assert a.keys() == b.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pairs.json", json.dumps([["Write 1", "a"], ["Write 2", "aa", "so: aa"]])),
+        ("prompts.jsonl", '{"prompt": "Write 1", "completion": "a"}\n{"question": "2", "answer": 3}\n'),
+        ("chat.jsonl", "".join(json.dumps(row) + "\n" for row in rows(2))),
+    ],
+)
+def test_every_form_of_a_row_is_read(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    chats = read_chats(tmp_path / name)
+    assert [chat[-1]["role"] for chat in chats.rows] == ["assistant"] * 2
+    assert chats.left_out == 0
+
+
+def test_each_answer_of_a_conversation_is_an_example(tmp_path):
+    turns = [("user", "hi"), ("assistant", "a"), ("user", "more"), ("assistant", "e")]
+    row = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    (tmp_path / "x.jsonl").write_text(json.dumps(row))
+    assert [len(chat) for chat in read_chats(tmp_path / "x.jsonl").rows] == [2, 4]
+
+
+def test_a_file_that_is_something_else_is_one_line(tmp_path, model, capsys):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "no example"}\n' * 5)
+    with pytest.raises(DataError, match=r"5 of 5 rows are no examples; the first: .*row 1"):
+        read_chats(bad)
+    one_of_many = "".join(json.dumps(row) + "\n" for row in rows(200)) + "{broken\n"
+    bad.write_text(one_of_many)
+    assert (read_chats(bad).left_out, len(read_chats(bad).rows)) == (1, 200)
+    assert main(["finetune", str(model), "no/such.jsonl", "--run", str(tmp_path / "run")]) == 3
+    assert "no/such.jsonl" in capsys.readouterr().err
+
+
+# ---- a Hub on loopback ----
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """Answers what `snapshot_download` asks: the list of a repository's files, and the files."""
+
+    folders: dict[str, Path]
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, *, body: bool) -> None:
+        path = self.path.partition("?")[0]
+        for name, folder in self.folders.items():
+            kind, _, repository = name.partition(":")
+            if path.startswith(f"/api/{kind}/{repository}"):
+                files = sorted(folder.iterdir())
+                tree = [
+                    {"type": "file", "path": f.name, "size": f.stat().st_size, "oid": f"{n:040x}"}
+                    for n, f in enumerate(files)
+                ]
+                about = {
+                    "id": repository,
+                    "sha": "c" * 40,
+                    "siblings": [{"rfilename": f.name} for f in files],
+                }
+                self._send(json.dumps(tree if "/tree/" in path else about).encode(), body)
+                return
+            where = f"/{'datasets/' if kind == 'datasets' else ''}{repository}/resolve/{'c' * 40}/"
+            if path.startswith(where) and (folder / path.removeprefix(where)).is_file():
+                self._send((folder / path.removeprefix(where)).read_bytes(), body)
+                return
+        self.send_response(404)
+        self.send_header("X-Error-Code", "RepoNotFound")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _send(self, data: bytes, body: bool) -> None:
+        self.send_response(200)
+        for name, value in {
+            "Content-Length": str(len(data)), "ETag": f'"{hash(data) & (2**64 - 1):x}"', "X-Repo-Commit": "c" * 40,
+        }.items():  # fmt: skip
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    (model / "pytorch_model.bin").write_bytes(b"a pickle")
+    _Hub.folders = {"models:org/tiny": model, "datasets:org/chats": data}
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    # Read by huggingface_hub when it is imported, so the command runs in a process of its own.
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    yield
+    server.shutdown()
+    (model / "pytorch_model.bin").unlink()
+
+
+def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "redline.cli.main", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, check=False)
+
+
+def test_model_and_data_come_from_the_hub(hub, tmp_path):
+    run = tmp_path / "run"
+    done = command("finetune", "org/tiny", "org/chats", "--run", run, *QUICK)
+    assert done.returncode == 0, done.stderr
+    assert (run / "adapter" / "adapter_config.json").is_file()
+    fetched = {path.name for path in (tmp_path / "cache").rglob("*") if path.is_file() or path.is_symlink()}
+    assert "model.safetensors" in fetched
+    assert "pytorch_model.bin" not in fetched, "no pickle is ever fetched"
+    missing = command("finetune", "org/nothing", "org/chats", "--run", tmp_path / "other")
+    assert missing.returncode != 0
+    assert "org/nothing: the Hugging Face Hub does not give this model" in missing.stderr.splitlines()[-1]
+
+
+def test_without_a_connection_it_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    done = command("generate", "org/nowhere", "--prompt", "x")
+    assert done.returncode != 0
+    said = done.stderr.strip().splitlines()[-1]
+    assert said.startswith(
+        "redline: org/nowhere: not on this disk, and the Hugging Face Hub cannot be reached"
+    )
