@@ -14,6 +14,7 @@ import pytest
 from pipeline import Nano, assert_same_training, events, steps
 from warm import Fault
 
+from redline.record.read import read_run
 from redline.train.checkpoint import verify
 from redline.train.places import step_folders
 
@@ -129,6 +130,24 @@ def test_a_finished_run_is_left_as_it_is(nano: Nano, references: dict[str, tuple
         "metrics": {},
     }
     assert (reference / "metrics.jsonl").read_bytes() == before
+
+
+def test_updates_that_the_record_has_lost_are_written_down_and_a_fork_owes_none(
+    nano: Nano, tmp_path: Path
+) -> None:
+    recipe = nano.recipe(tmp_path, "train.steps=6", "train.eval_every=0", "train.checkpoint_every=0")
+    nano.outcome(recipe, tmp_path / "run")
+    record = tmp_path / "run" / "metrics.jsonl"
+    record.write_text("".join(record.read_text().splitlines(keepends=True)[:2]))
+    longer = nano.recipe(tmp_path, "train.steps=8", "train.eval_every=0", "train.checkpoint_every=0")
+    nano.outcome(longer, tmp_path / "run")
+    (lost,) = [event for event in events(tmp_path / "run") if event["event"] == "updates_not_recorded"]
+    assert (lost["first"], lost["last"]) == (3, 6)
+    assert read_run(tmp_path / "run").holes == [(3, 6)]
+    longest = nano.recipe(tmp_path, "train.steps=9", "train.eval_every=0", "train.lr=1e-4")
+    nano.outcome(longest, tmp_path / "fork", "--fork", str(tmp_path / "run"))
+    assert "updates_not_recorded" not in [event["event"] for event in events(tmp_path / "fork")]
+    assert read_run(tmp_path / "fork").holes == []
 
 
 def test_early_stop_is_the_same_after_a_kill(nano: Nano, tmp_path: Path) -> None:

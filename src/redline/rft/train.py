@@ -218,9 +218,12 @@ def _nothing_correct(store: Store, source: Source) -> str:
         f" {row['answer']!r}, score {row['reward']:g})"
         for row in store.examples(source, correct=False, most=2)
     ]
+    cut = store.cut(source)
+    ended = f" {cut:,} ran out of tokens (sample.max_new_tokens)." if cut else ""
     return (
-        f"none of the {len(store.verdicts(source)):,} samples was scored correct, so there is nothing to train on."
-        f" Two of them: {'; '.join(shown)}. Check the prompt and the scorer (docs/tasks.md), or use a better sampler"
+        f"none of the {len(store.verdicts(source)):,} samples was scored correct, so there is nothing to train"
+        f" on.{ended} Two of them: {'; '.join(shown)}. Check the prompt and the scorer (docs/tasks.md), or use a"
+        " better sampler"
     )
 
 
