@@ -9,7 +9,7 @@ from redline.cli.live import make_view
 from redline.cli.options import status
 from redline.config.recipe import Recipe
 from redline.plan.plan import Plan
-from redline.record.export import make_exporters
+from redline.record.export import ExportedRun, make_exporters
 from redline.record.observe import Observer
 from redline.record.read import Run, number, read_run
 from redline.record.units import (
@@ -61,10 +61,8 @@ def observers_for(
         },
     )
     config = {"recipe": asdict(recipe), "fingerprint": recipe.fingerprint}
-    exporters = make_exporters(
-        options.export, folder, run_name=recipe.name, config=config, warn=status, resume_step=resume_step
-    )
-    return [view, *exporters]
+    exported = ExportedRun(folder, recipe.name, config, status, resume_step)
+    return [view, *make_exporters(options.export, exported)]
 
 
 def print_outcome(why: str, step: int, folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Exporters: every line of metrics.jsonl also to TensorBoard, Weights & Biases or MLflow, off the hot path.
 
-    exporters = make_exporters(["tensorboard"], run_folder, run_name="nano", config=..., warn=say, resume_step=0)
+    exporters = make_exporters(["tensorboard"], ExportedRun(folder, "nano", config, warn=print))
     exporters[0].metrics(line)  # microseconds: the line goes into a queue, a daemon thread does the work
     exporters[0].close()        # drains the queue, for at most CLOSE_LIMIT_S
 
@@ -38,7 +38,8 @@ class ExportedRun:
     name: str
     config: dict[str, Any]
     warn: Callable[[str], None]
-    resume_step: int
+    resume_step: int = 0
+    """The last step that stays: the checkpoint's, or 0 for a new run."""
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -50,21 +51,10 @@ def check_names(names: Sequence[str]) -> None:
             )
 
 
-def make_exporters(
-    names: Sequence[str],
-    folder: Path,
-    *,
-    run_name: str,
-    config: dict[str, Any],
-    warn: Callable[[str], None],
-    resume_step: int = 0,
-) -> list["Exporter"]:
-    """One running exporter a name. `resume_step` is the last step that stays: the checkpoint's, or 0 for a
-    new run."""
+def make_exporters(names: Sequence[str], run: ExportedRun) -> list["Exporter"]:
+    """One running exporter a name."""
     check_names(names)
-    run = ExportedRun(folder=folder, name=run_name, config=config, warn=warn, resume_step=resume_step)
-    sinks = [_SINKS[name](run) for name in names]
-    return [Exporter(sink, warn) for sink in sinks]
+    return [Exporter(_SINKS[name](run), run.warn) for name in names]
 
 
 def exported_name(name: str) -> str:
@@ -75,11 +65,8 @@ def exported_name(name: str) -> str:
 def exported_values(line: dict[str, Any]) -> dict[str, float]:
     """The numbers of a metrics line under their exported names; `step` is the axis, and null is not a
     number."""
-    return {
-        exported_name(name): float(value)
-        for name, value in line.items()
-        if name != "step" and value is not None
-    }
+    known = {name: value for name, value in line.items() if name != "step" and value is not None}
+    return {exported_name(name): float(value) for name, value in known.items()}
 
 
 def document() -> str:
@@ -134,15 +121,12 @@ class Exporter:
         if self._thread.is_alive():
             self._given_up = True
             waiting = max(0, self._queue.qsize() - 1)  # the end mark is no line
-            self._warn(
-                f"{self._sink.title} was not done within {CLOSE_LIMIT_S:.0f} s of the end, {waiting} lines"
-                " wait: the export is left unfinished, metrics.jsonl holds every line"
-            )
+            self._say(f"was not done within {CLOSE_LIMIT_S:.0f} s of the end, {waiting} lines wait")
         if self._num_dropped:
-            self._warn(
-                f"{self._sink.title} was too slow: {self._num_dropped} lines were dropped, metrics.jsonl"
-                " holds every line"
-            )
+            self._say(f"was too slow: {self._num_dropped} lines were dropped")
+
+    def _say(self, what: str) -> None:
+        self._warn(f"{self._sink.title} {what}; metrics.jsonl holds every line")
 
     def _put(self, item: tuple[float, dict[str, Any]] | None) -> None:
         while True:
@@ -156,10 +140,7 @@ class Exporter:
     def _drop_one(self) -> None:
         self._num_dropped += 1
         if self._num_dropped == 1:
-            self._warn(
-                f"{self._sink.title} is slower than the run: {QUEUE_LINES} lines wait, the oldest are dropped"
-                " from now on"
-            )
+            self._say(f"is slower than the run: {QUEUE_LINES} lines wait, the oldest are dropped from now on")
 
     def _work(self) -> None:
         try:
@@ -170,10 +151,7 @@ class Exporter:
         except Exception as error:  # noqa: BLE001 - whatever a foreign library raises in here, the run must go on
             if not self._given_up:  # close() has said it already
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                self._warn(
-                    f"{self._sink.title} export stopped ({reason}): the run goes on, metrics.jsonl holds"
-                    " every line"
-                )
+                self._say(f"export stopped ({reason}): the run goes on")
 
 
 class TensorBoard:
