@@ -291,7 +291,7 @@ class TestExporter:
             time.sleep(0.001)
         exporter.close()
         assert sink.steps == list(range(16, 26))
-        assert said[1:] == ["Fake was too slow: 15 lines were dropped, metrics.jsonl holds every line"]
+        assert said[1:] == ["Fake was too slow: 15 lines were dropped; metrics.jsonl holds every line"]
 
     def test_close_gives_up_after_its_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(export, "CLOSE_LIMIT_S", 0.2)

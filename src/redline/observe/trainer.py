@@ -34,26 +34,20 @@ LOGGED = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
 
 def told_by(args: Any) -> Told:
     """What TrainingArguments say of how the training is executed."""
-    precision = next((name for name in ("bf16", "fp16") if getattr(args, name)), None)
+
+    def given(name: str) -> str:
+        return f"{name}={getattr(args, name)}"
+
     told: dict[str, tuple[Any, str]] = {
-        "recompute": (
-            "full" if args.gradient_checkpointing else "none",
-            f"gradient_checkpointing={args.gradient_checkpointing}",
-        ),
-        "accumulation": (
-            args.gradient_accumulation_steps,
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps}",
-        ),
-        "loader_workers": (
-            args.dataloader_num_workers,
-            f"dataloader_num_workers={args.dataloader_num_workers}",
-        ),
+        "recompute": ("full" if args.gradient_checkpointing else "none", given("gradient_checkpointing")),
+        "accumulation": (args.gradient_accumulation_steps, given("gradient_accumulation_steps")),
+        "loader_workers": (args.dataloader_num_workers, given("dataloader_num_workers")),
         "optimizer": (str(getattr(args.optim, "value", args.optim)), "optim"),
     }
     if args.torch_compile:
-        told["compile"] = ("on", "torch_compile=True")
-    if precision:
-        told["precision"] = (precision, f"{precision}=True")
+        told["compile"] = ("on", given("torch_compile"))
+    if precision := next((name for name in ("bf16", "fp16") if getattr(args, name)), None):
+        told["precision"] = (precision, given(precision))
     return told
 
 
@@ -236,12 +230,9 @@ class RedlineCallback(TrainerCallback):
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **_: Any
     ) -> None:
-        loss = (metrics or {}).get("eval_loss")
-        found = (
-            {}
-            if loss is None
-            else {"valid_loss": float(loss), "valid_perplexity": math.exp(min(float(loss), 700.0))}
-        )
+        found: dict[str, float] = {}
+        if (loss := (metrics or {}).get("eval_loss")) is not None:
+            found = {"valid_loss": float(loss), "valid_perplexity": math.exp(min(float(loss), 700.0))}
         self._paused("validation", found)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
