@@ -41,6 +41,12 @@ def test_every_link_leads_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_every_page_that_a_message_names_is_there() -> None:
+    sources = "".join(path.read_text() for path in sorted((ROOT / "src" / "redline").rglob("*.py")))
+    assert (named := set(re.findall(r"docs/[\w-]+\.md", sources)))
+    assert all((ROOT / page).is_file() for page in named), named
+
+
 def test_measured_speeds_in_the_readme_stand_in_a_benchmark() -> None:
     known = set()
     for path in sorted((ROOT / "benchmarks").glob("train_*.json")):

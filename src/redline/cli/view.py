@@ -23,14 +23,17 @@ from redline.record.units import (
 
 
 def describe(recipe: Recipe, plan: Plan, folder: Path) -> str:
-    """Two lines: what is trained, and how."""
-    p = plan.prediction
+    """A few lines: what is trained, and how."""
+    p, t = plan.prediction, recipe.train
+    count = f"{t.steps:,} steps" if t.steps else f"{t.epochs} epochs in steps"
+    each = (
+        f"{recipe.tokens_per_step:,} tokens" if recipe.workload == "pretrain" else f"{t.batch_size} examples"
+    )
     return (
-        f"{recipe.name}: {format_count(p.parameters)} parameters, {recipe.train.steps:,} steps of"
-        f" {recipe.tokens_per_step:,} tokens, run folder {folder}\nplan: {plan.hardware.title};"
-        f" {plan.precision}, {plan.micro_batch} x {plan.accumulation} passes x {plan.world_size} process(es),"
-        f" compile {plan.compile}, recompute {plan.recompute}; predicted peak {format_bytes(p.memory_bytes)}"
-        " (why: redline plan)"
+        f"{recipe.name}: {format_count(p.parameters)} parameters, {count} of {each}, run folder {folder}\n"
+        f"plan (`redline plan` says why): {plan.precision}, {plan.micro_batch} x {plan.accumulation} passes x"
+        f" {plan.world_size} process(es),\n  compile {plan.compile}, recompute {plan.recompute}; predicted peak"
+        f" {format_bytes(p.memory_bytes)}"
     )
 
 
@@ -78,9 +81,9 @@ def print_outcome(why: str, step: int, folder: Path) -> None:
     if why.startswith("stopped by"):
         print("To go on, run the same command again.")
     print(f"run folder: {name}")
-    print(f"  redline report {name}      the outcome, the speed and where the time went, as one page")
+    print(f"  redline report {name}      the outcome and where the time went, as one page")
     print(f"  redline diagnose {name}    what would make it faster")
-    print(f"  redline generate {name}    or evaluate, export: use the model")
+    print(f"  redline chat {name}        use the model; or generate, evaluate, export")
 
 
 def _loss(run: Run) -> str:
