@@ -387,6 +387,10 @@ class _Decider:
     def allocator(self) -> Decision:
         if self.hardware.kind == "cpu":
             return _rule("", "only CUDA has an allocator to set")
+        if not self.pretraining:
+            return _rule(
+                "", "captured graphs keep memory of their own; torch's default is what was measured there"
+            )
         return _rule(
             "expandable_segments:True",
             "segments that grow do not fragment when the micro-batch changes after an out-of-memory",
