@@ -419,4 +419,59 @@ FORMATS: dict[str, Format] = {
         name="log.jsonl",
         tokens=False,
     ),
+    "composer": Format(
+        lambda r, n: (
+            f"[batch={n}/4800]:\n\t Train time/batch: {n - 1}\n\t Train loss/train/total: {r.loss(n):.4f}\n\t Train throughput/batches_per_sec: {1 / r.took_s(n):.4f}\n\t Train throughput/device/tokens_per_sec: {r.tokens / r.gpus / r.took_s(n):.4f}"
+        ),
+        tokens=False,
+    ),
+    "coqui": Format(
+        lambda r, n: (
+            f"   --> TIME: {r.at(n):%Y-%m-%d %H:%M:%S} -- STEP: {n}/11864 -- GLOBAL_STEP: {n}\n     | > loss: {r.loss(n):.6f}  (5.1)\n     | > step_time: {r.took_s(n):.3f}  (0.5001)\n     | > loader_time: 0.005  (0.0059)"
+        ),
+        tokens=False,
+    ),
+    "a step in brackets": Format(
+        lambda r, n: (
+            f"I0301 {r.at(n):%H:%M:%S.%f} 140 metric_writer.py:70] [{n}] train/loss={r.loss(n):.4f}, timing/steps_per_second={1 / r.took_s(n):.4f}, timing/target_tokens_per_second={r.tokens / r.took_s(n):.1f}"
+        )
+    ),
+    "step twice": Format(
+        lambda r, n: (
+            f"step {n}/5000 | tok {n * r.tokens} | step {r.took_s(n) * 1e3:.1f} ms {r.tokens / r.took_s(n):.1f} tok/s | loss {r.loss(n):.4f} (-0.0120)"
+        )
+    ),
+    "parts and their total": Format(
+        lambda r, n: (
+            f"step {n} | loss {r.loss(n):.4f} | data 0.010s | fwd {0.3 * r.took_s(n):.3f}s | bwd {0.6 * r.took_s(n):.3f}s | total {r.took_s(n):.3f}s"
+        ),
+        tokens=False,
+    ),
+    "a callback beside the bar": Format(
+        lambda r, n: _bar(r, n) + (f"\nstep={n} | loss={r.loss(n):.6f} | lr=2.0e-05" if n % 10 == 0 else ""),
+        tokens=False,
+        exact=0.05,
+    ),
+    "bars in one line": Format(
+        lambda r, n: (
+            " ".join(_bar(r, each) for each in range(n - 9, n + 1))
+            + f"{{'loss': '{r.loss(n):.4g}', 'epoch': '{n / 60:.4g}'}}"
+        ),
+        tokens=False,
+        every=10,
+        trainer="huggingface",
+        exact=0.05,
+    ),
+    "nested jsonl": Format(
+        lambda r, n: json.dumps(
+            {
+                "event": "train",
+                "data": {
+                    "step": n,
+                    "metrics": {"loss": r.loss(n), "step_time_s": r.took_s(n), "tokens": r.tokens},
+                },
+            }
+        ),
+        name="log.jsonl",
+    ),
 }

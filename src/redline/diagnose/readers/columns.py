@@ -23,7 +23,7 @@ HELD_OUT = re.compile(
     r"\b(val|valid|validation|validate|eval|evaluation|test|testing|dev|predict|best|hellaswag)\b"
 )
 _ONE_GPU = re.compile(r"\b(gpu|device|chip|rank)\b")
-_MODEL = r"(?:trainer |train |training |model )*"
+_MODEL = r"(?:trainer |train |training |model |throughput |device |metrics )*"
 _STEP = "(?:step|iteration|iter|update|batch|it)"
 _TEXTS = "(?:tok|toks|token|tokens|word|words)"
 _ROWS = "(?:sample|samples|sequence|sequences|seq|seqs|example|examples|image|images|imgs)"
@@ -33,11 +33,12 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
         f"{_MODEL}num updates",
         f"{_MODEL}(completed |current |cur |optimizer |optim |this )?(steps?|iterations?|iters?)( num| number| idx)?",
         "it|updates?|s|i|n|batch|batches|batch idx|fraction",
+        "bracketed",
     ),
     "epoch": (f"{_MODEL}(current )?epochs?( num| number| idx)?|epochnum",),
     "loss": (
         f"{_MODEL}loss",
-        f"{_MODEL}loss step|loss train|{_MODEL}step loss|trl",
+        f"{_MODEL}loss step|{_MODEL}loss train( total)?|{_MODEL}step loss|trl",
         f"{_MODEL}(lm|total|reduced train|ce|xent|cross entropy|mlm|sft|dpo|policy|actor|actor pg|pg|nll) ?loss",
         f"{_MODEL}(\\w+ )?loss( mean| avg| epoch| step)?|{_MODEL}crossentropyloss",
     ),
@@ -47,6 +48,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
         f"{_MODEL}{_STEP}( time| timing| duration| latency| dt)+",
         f"(ms|s|sec|secs|seconds) per {_STEP}|end to end latency",
         "dt( time)?|delta( time)?|seconds|ms|time",
+        "total",
     ),
     "mean_step_s": ("step avg( time)?", f"(avg|average|mean) {_STEP} time", f"train speed s per {_STEP}"),
     "updates_per_s": (
@@ -68,7 +70,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     ),
     "tokens": (
         "perf total num tokens|(train )?wpb|(train )?ntokens",
-        f"(num |batch |total )*tokens( per {_STEP})?",
+        f"(metrics )?(num |batch |total )*tokens( per {_STEP})?",
     ),
     "tokens_total": (
         "consumed tokens",

@@ -29,7 +29,7 @@ FOLLOWS = {
     "memory_bytes",
     "tokens_per_s",
 }
-FOLLOWS |= {"samples_per_s", "tflops", "loss", "step_s", "generate_s", "mfu"}
+FOLLOWS |= {"samples_per_s", "updates_per_s", "tflops", "loss", "step_s", "generate_s", "mfu"}
 """What may stand on a line of its own behind that of its update."""
 FAILED = re.compile(r"OutOfMemoryError|CUDA out of memory|Traceback \(most recent call last\)")
 OF_A_RUN = {
@@ -119,8 +119,8 @@ def _from_console(
             rows, start=1
         ):  # 100/100 [=====]: a line an epoch, its step always the last
             row.step *= number
-    if not _trains(rows):
-        rows = _bar(log)
+    if not _trains(rows) or not _timed(rows):
+        rows = _bar(log, rows) or rows
     if not _trains(rows):
         rows = _counted(
             [row for row in plain if row.step < 0 and "loss" in row.values and not row.evaluated], notes
@@ -156,6 +156,10 @@ def _trains(rows: Sequence[Row]) -> bool:
     )
 
 
+def _timed(rows: Sequence[Row]) -> bool:
+    return any(TIMES & row.values.keys() or row.stamp_s is not None for row in rows)
+
+
 def _counted(rows: list[Row], notes: list[str]) -> list[Row]:
     """Lines without a step: each counts as one."""
     if len(rows) >= 3:
@@ -165,9 +169,9 @@ def _counted(rows: list[Row], notes: list[str]) -> list[Row]:
     return rows
 
 
-def _bar(log: Log) -> list[Row]:
-    """The progress bar of the training, with the losses that the Trainer prints beside it: they come with an epoch, often
-    far from their step, and the epoch says which step it is."""
+def _bar(log: Log, lines: Sequence[Row]) -> list[Row]:
+    """The progress bar of the training, with what `lines` say of its steps and the losses that the Trainer prints beside
+    it: those come with an epoch, often far from their step, and the epoch says which step it is."""
     bars: dict[str, list[Row]] = {}
     for row in log.rows:
         if row.bar and row.total > 2 and not NOT_TRAINING.search(row.bar):
@@ -176,6 +180,11 @@ def _bar(log: Log) -> list[Row]:
     others = [row for row in log.rows if not row.bar and row.step < 0 and "epoch" in row.values]
     last = log.summary.get("epoch") or max((row.values["epoch"] for row in others), default=0.0)
     by_step = {row.step: row for row in bar}
+    if _trains(lines) and not by_step.keys() >= {row.step for row in lines if row.step}:
+        return []  # lines of other steps than the bar's
+    for row in lines:
+        if row.step in by_step:
+            by_step[row.step].values = row.values | by_step[row.step].values
     for row in others if bar and last else ():
         place = row.values["epoch"] / last * bar[-1].total
         at = by_step[min(by_step, key=lambda step: abs(step - place))]

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from redline.diagnose.readers.cells import SECONDS
 from redline.diagnose.readers.columns import assign, is_held_out
 
 STAMP = r"\d{4}[-/]\d\d[-/]\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?|[IWEF]\d{4} \d\d:\d\d:\d\d\.\d{1,9}|\d\d/\d\d \d\d:\d\d:\d\d"
@@ -34,6 +35,7 @@ _BAR = re.compile(
     r"\[(?P<elapsed>(?:\d+ days?, )?\d[\d:]{2,12})<(?P<left>[^,\]]{1,24})(?:,\s*(?P<rate>[\d.]{1,12}|\?)\s?(?P<unit>[^\s,\]]{1,20}))?(?P<rest>[^\]]{0,2000})\]?"
 )
 """tqdm: `33%|███▎ | 496/1524 [1:59:24<4:04:02, 14.24s/it, loss=2.1]`."""
+_BARS = re.compile(r"(?<=[\]}])\s{0,200}(?=\d{1,3}%\|)")
 _NOTEBOOK_BAR = re.compile(
     r"\[\s*(?P<step>\d{1,12})/(?P<total>\d{1,12}) (?P<elapsed>\d[\d:]{2,12})(?: < (?P<left>[\d:]+))?, [^\]]{0,60}Epoch"
 )
@@ -87,7 +89,7 @@ class _Skeleton:
 def mine(lines: Sequence[str], *, cut: bool = False) -> Console:
     """The rows of a console. `cut` says that its last line has no end: then its last number may be half of one."""
     console, known = Console(), dict[str, _Skeleton]()
-    for place, line in enumerate(lines):
+    for place, line in _apart(lines):
         text = line
         if "%|" in line or ", Epoch" in line:
             text, bar = _bar(place, line)
@@ -122,6 +124,14 @@ def mine(lines: Sequence[str], *, cut: bool = False) -> Console:
         if not any(tuple(row.cells)[:-1] == tuple(last.cells) for row in console.rows[-20:-1]):
             console.rows.pop()
     return console
+
+
+def _apart(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Lines with their places; bars that stand one behind the other in a line, as where carriage returns were lost, are
+    a line each."""
+    for place, line in enumerate(lines):
+        pieces = _BARS.split(line) if line.count("%|") > 1 else [line]
+        yield from ((place, piece) for piece in pieces)
 
 
 def _bar(place: int, line: str) -> tuple[str, Mined | None]:
@@ -167,7 +177,7 @@ def _understand(key: str) -> _Skeleton:
     )
     # [step=10/5000], and its numbers on the lines behind it
     useful |= (
-        len(columns) <= 4
+        len(columns) <= 6
         and "step" in chosen
         and f"{chosen['step'].label} total" in names
         and chosen["step"].label != "fraction"
@@ -183,9 +193,11 @@ def _columns(parts: list[str]) -> Iterator[tuple[int, str, str]]:
         found = _UNIT.match(after)
         unit = found[0] if found else ""
         last = label.removesuffix(" total") or last
+        written = found[1] if found else ""
+        if label in seen and written in SECONDS:  # step 5/100 | step 600.0 ms
+            label += " time"
         if label and label not in seen and len(label) <= 80:
             seen.add(label)
-            written = found[1] if found else ""
             yield (
                 at,
                 label,
@@ -199,6 +211,8 @@ def _label(before: str, after: str, last: str) -> str:
     words = _words(_SPLIT.split(re.sub(r"\s{0,4}=>\s{0,4}", " ", before))[-1])
     if words:
         return words
+    if before.endswith("[") and after.startswith("]") and not before.endswith("]["):
+        return "bracketed"
     if "(" in before or ("[" in before[-2:] and last):
         # Epoch [1][ 10/500]: a fraction without a name of its own counts the steps
         return "fraction" if after.startswith("/") and not last.startswith("fraction") else f"{last} ()"

@@ -78,14 +78,14 @@ def _whole(value: Any, text: str, source: str) -> Table | None:
 
 
 def _flat(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """One level of nesting opened: verl writes {"step": 1, "data": {...}}."""
-    inner = {key: item for key, item in row.items() if isinstance(item, dict)}
-    if not inner:
-        return row
-    flat = {key: item for key, item in row.items() if key not in inner}
-    for key, item in inner.items():
-        flat |= {name if key == "data" else f"{key}/{name}": cell for name, cell in item.items()}
-    return flat
+    """Nesting opened, down to the third level: verl writes {"step": 1, "data": {...}}."""
+    for _ in range(3):
+        inner = {key: item for key, item in row.items() if isinstance(item, dict)}
+        flat = {key: item for key, item in row.items() if key not in inner}
+        for key, item in inner.items():
+            flat |= {name if key == "data" else f"{key}/{name}": cell for name, cell in item.items()}
+        row = flat
+    return row
 
 
 def _json_lines(text: str) -> Table | None:
