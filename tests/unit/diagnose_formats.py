@@ -157,6 +157,15 @@ FORMATS: dict[str, Format] = {
         tokens=False,
         exact=0.25,
     ),
+    "minimind of old": Format(
+        lambda r, n: (
+            f"Epoch:[1/19]({n}/{r.updates}) loss:{r.loss(n):.3f} lr:0.000200000000"
+            f" epoch_Time:{(r.updates - n) * r.step_s / 60:.1f}min:"
+        ),
+        trainer="minimind",
+        tokens=False,
+        exact=0.25,
+    ),
     "torchtitan": Format(
         lambda r, n: (
             f"[rank0]:[titan] {r.stamp(n)} - root - INFO - \x1b[31mstep: {n:2d}  \x1b[32mloss: {r.loss(n):8.5f}  \x1b[33mmemory: 37.00GiB(46.25%)  \x1b[34mtps: {r.tokens / r.took_s(n) / r.gpus:,.0f}  \x1b[35mmfu: 31.69%\x1b[39m"

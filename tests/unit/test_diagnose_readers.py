@@ -665,3 +665,52 @@ def test_a_table_of_runs_is_not_read_as_a_history(tmp_path: Path) -> None:
     assert "give the history of one run" in observed.notes[0]
     assert set(found(observed)) == {"validation-pause"}, "400 forward passes beside 250 updates"
     assert verdict(observed, diagnose(observed)).word == "found"
+
+
+# ---- consoles as they lie about ----
+
+
+def test_bars_whose_carriage_returns_were_lost_and_losses_between_them(tmp_path: Path) -> None:
+    """1.5 s an update; every tenth a dict with the tokens so far, all in one line."""
+    text = ""
+    for step in range(1, 401):
+        at = f"{int(1.5 * step) // 60:02d}:{int(1.5 * step) % 60:02d}"
+        text += f"  {step // 4}%|#         | {step}/400 [{at}<10:00,  1.50s/it]"
+        if step % 10 == 0:
+            text += f"{{'loss': 1.{step}, 'grad_norm': 0.2, 'num_tokens': {step * 5200.0}, 'epoch': {step / 400:.2f}}}\n"
+    observed = read(text_file(tmp_path, text))
+    assert observed.updates == 400
+    assert observed.median("step_s") == pytest.approx(1.5, rel=0.05)
+    assert observed.tokens_per_s == pytest.approx(5200 / 1.5, rel=0.05)
+    assert sum(s.loss is not None for s in observed.steps) == 40
+
+
+def test_a_bar_gives_its_clock_to_lines_that_have_none(tmp_path: Path) -> None:
+    lines = []
+    for step in range(601):
+        at = f"{2 * step // 60:02d}:{2 * step % 60:02d}"
+        lines.append(f"  {step // 6}%|#         | {step}/600 [{at}<10:00,  2.00s/it]")
+        lines += [f"step={step} | loss=2.{step} | lr=1e-5"] if step % 10 == 0 else []
+    observed = read(text_file(tmp_path, "\r".join(lines) + "\n"))
+    assert observed.median("step_s") == pytest.approx(2.0, rel=0.05)
+    assert sum(s.loss is not None for s in observed.steps) == 61
+
+
+def test_a_closing_summary_alone_gives_the_mean(tmp_path: Path) -> None:
+    rates = "'train_samples_per_second': 6.336, 'train_steps_per_second': 0.428"
+    text = f"trainable params: 2,293,760 || all params: 598,343,680\n{{'train_runtime': 11.68, {rates}, 'epoch': 1.0}}\n"
+    observed = read(text_file(tmp_path, text))
+    assert (observed.updates, observed.facts.parameters) == (5, 598_343_680)
+    assert observed.median("step_s") == pytest.approx(11.68 / 5)
+
+
+def test_a_logger_in_front_of_the_step_and_lines_of_bare_numbers(tmp_path: Path) -> None:
+    line = "2026-01-14 09:{:02d}:{:02d},325 INFO train_cfm: train step={}/6000 loss=5.2 addr=5.5 step_s=0.090 avg_s=0.092"
+    text = "".join(line.format(i // 60, i % 60, 20 * i) + "\n" for i in range(1, 60))
+    observed = read(text_file(tmp_path, text))
+    assert (observed.median("step_s"), observed.planned) == (pytest.approx(0.09), 6000)
+    bare = "".join(
+        f"{i} train {10 - i / 50:.6f}\n" + (f"{i} val 9.1\n" if i % 50 == 0 else "") for i in range(200)
+    )
+    observed = read(text_file(tmp_path, bare, "log.txt"))
+    assert (observed.updates, observed.steps[-1].loss) == (200, pytest.approx(6.02))

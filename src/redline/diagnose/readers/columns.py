@@ -40,7 +40,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
         f"{_MODEL}loss",
         f"{_MODEL}loss step|{_MODEL}loss train( total)?|{_MODEL}step loss|trl",
         f"{_MODEL}(lm|total|reduced train|ce|xent|cross entropy|mlm|sft|dpo|policy|actor|actor pg|pg|nll) ?loss",
-        f"{_MODEL}(\\w+ )?loss( mean| avg| epoch| step)?|{_MODEL}crossentropyloss",
+        f"{_MODEL}(\\w+ )?loss( mean| avg| epoch| step)?|{_MODEL}crossentropyloss|train",
     ),
     "grad_norm": (f"{_MODEL}(actor |optim |total )*(grad|gradient|grads) norm( total)?|(train )?gnorm|norm",),
     "step_s": (

@@ -2,7 +2,7 @@
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from statistics import mode
@@ -67,8 +67,7 @@ def _from_table(
     trainer = recognise(f"{text[:20_000]}\n{table.head}\n{names}")
     if table.lists_runs:
         return _of_runs(table, source, trainer)
-    own = {ours: text for ours, text in trainer.columns.items() if text.rpartition(":")[0] in names}
-    log = from_table(table.rows, own | dict(columns), source)
+    log = from_table(table.rows, _own_columns(trainer, names.split(",")) | dict(columns), source)
     rows, notes = [row for row in log.rows if row.step >= 0], list(table.notes)
     if not rows:
         rows = _counted(log.rows, notes)
@@ -82,6 +81,13 @@ def _from_table(
         return None
     facts = facts_of(trainer, table.head) | dict(given)
     return _observed(rows, log, trainer, facts, notes, source=source, form=table.format, text=table.head)
+
+
+def _own_columns(trainer: Trainer, labels: Iterable[str]) -> dict[str, str]:
+    """Columns that the trainer's entry names, as this log spells them."""
+    known = {label.lower(): label for label in labels}
+    named = {ours: text.rpartition(":") for ours, text in trainer.columns.items()}
+    return {ours: f"{known[name]}:{unit}" for ours, (name, _, unit) in named.items() if name in known}
 
 
 def _of_runs(table: Table, source: str, trainer: Trainer) -> Observed:
@@ -110,7 +116,10 @@ def _from_console(
 ) -> Observed | None:
     text, notes = "\n".join(lines), list[str]()
     trainer = recognise(text[:HEAD] + text[-20_000:])
-    log = from_console(console.rows, trainer.columns | dict(columns), source)
+    own = _own_columns(
+        trainer, {label for line in console.rows for label in line.cells} if trainer.columns else ()
+    )
+    log = from_console(console.rows, own | dict(columns), source)
     plain = [row for row in log.rows if not row.bar]
     rows = [row for row in plain if row.step >= 0]
     _attach(rows, plain)
@@ -125,6 +134,11 @@ def _from_console(
         rows = _counted(
             [row for row in plain if row.step < 0 and "loss" in row.values and not row.evaluated], notes
         )
+    if not _trains(rows) and log.summary.get("runtime_s") and log.summary.get("updates_per_s"):
+        updates = log.summary.setdefault(
+            "updates", round(log.summary["runtime_s"] * log.summary["updates_per_s"])
+        )
+        rows = [Row(0, 0), Row(len(lines), int(updates), {"elapsed_s": log.summary["runtime_s"]})]
     if _trains(rows):
         facts = _facts_around(rows, lines, text, trainer) | dict(given)
         return _observed(
@@ -177,21 +191,18 @@ def _bar(log: Log, lines: Sequence[Row]) -> list[Row]:
         if row.bar and row.total > 2 and not NOT_TRAINING.search(row.bar):
             bars.setdefault(row.bar, []).append(row)
     bar = max(bars.values(), key=lambda rows: rows[-1].values.get("elapsed_s", 0.0), default=[])
-    others = [row for row in log.rows if not row.bar and row.step < 0 and "epoch" in row.values]
-    last = log.summary.get("epoch") or max((row.values["epoch"] for row in others), default=0.0)
+    others = [row for row in log.rows if not row.bar and (row.step >= 0 or "epoch" in row.values)]
+    last = log.summary.get("epoch") or max((row.values.get("epoch", 0.0) for row in others), default=0.0)
     by_step = {row.step: row for row in bar}
-    if _trains(lines) and not by_step.keys() >= {row.step for row in lines if row.step}:
+    steps = sorted({row.step for row in lines})
+    if _trains(lines) and abs(max(by_step, default=0) - steps[-1]) > 2 * (steps[-1] - steps[-2]):
         return []  # lines of other steps than the bar's
-    for row in lines:
-        if row.step in by_step:
-            by_step[row.step].values = row.values | by_step[row.step].values
-    for row in others if bar and last else ():
-        place = row.values["epoch"] / last * bar[-1].total
+    for row in others if bar else ():
+        place = row.step if row.step >= 0 else row.values["epoch"] / last * bar[-1].total if last else 0.0
         at = by_step[min(by_step, key=lambda step: abs(step - place))]
         at.after_s += row.pauses.get("validation", 0.0) if row.evaluated else 0.0
-        at.values = {
-            name: row.values[name] for name in ("loss", "grad_norm") if name in row.values
-        } | at.values
+        names = ("loss", "grad_norm", "tokens_total", "tokens")
+        at.values = {name: row.values[name] for name in names if name in row.values} | at.values
         at.more, at.lost = at.more | row.more, at.lost | row.lost
     return bar
 

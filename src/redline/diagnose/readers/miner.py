@@ -28,14 +28,13 @@ _UNIT = re.compile(
     r"\s?(ms/step|s/step|ms|µs|us|s/it|s/iter|it/s|iter/s|tok/s|seconds|second|secs|sec|minutes|mins|min|hours|s|m|h"
     r"|[KMGT]i?B|TFLOP/s|TFLOPS?|%|[KkMBG])(?![A-Za-z/])"
 )
-_SPLIT = re.compile(r"[|;{}<>\t]|,\s|\s-\s|\s{2,}(?=\S)|\](?=\s)")
+_SPLIT = re.compile(r"[|;{}<>\t]|,\s|:\s(?=[A-Za-z])|\s-\s|\s{2,}(?=\S)|\](?=\s)")
 _LEVEL = re.compile(r"^(?:INFO|DEBUG|WARNING|SUCCESS|ERROR)\W{1,4}")
 _BAR = re.compile(
     r"\d{1,3}%\|[^|]{0,200}\|\s*(?P<step>\d{1,12})/(?P<total>\d{1,12})\s*"
     r"\[(?P<elapsed>(?:\d+ days?, )?\d[\d:]{2,12})<(?P<left>[^,\]]{1,24})(?:,\s*(?P<rate>[\d.]{1,12}|\?)\s?(?P<unit>[^\s,\]]{1,20}))?(?P<rest>[^\]]{0,2000})\]?"
 )
 """tqdm: `33%|███▎ | 496/1524 [1:59:24<4:04:02, 14.24s/it, loss=2.1]`."""
-_BARS = re.compile(r"(?<=[\]}])\s{0,200}(?=\d{1,3}%\|)")
 _NOTEBOOK_BAR = re.compile(
     r"\[\s*(?P<step>\d{1,12})/(?P<total>\d{1,12}) (?P<elapsed>\d[\d:]{2,12})(?: < (?P<left>[\d:]+))?, [^\]]{0,60}Epoch"
 )
@@ -89,12 +88,11 @@ class _Skeleton:
 def mine(lines: Sequence[str], *, cut: bool = False) -> Console:
     """The rows of a console. `cut` says that its last line has no end: then its last number may be half of one."""
     console, known = Console(), dict[str, _Skeleton]()
-    for place, line in _apart(lines):
+    for place, line in enumerate(lines):
         text = line
         if "%|" in line or ", Epoch" in line:
-            text, bar = _bar(place, line)
-            if bar:
-                console.rows.append(bar)
+            text, bars = _bars(place, line)
+            console.rows += bars
         if not text:
             continue
         if (at := max(text.find("{'"), text.find('{"'))) >= 0 and (row := _dict(place, text, at)):
@@ -126,30 +124,23 @@ def mine(lines: Sequence[str], *, cut: bool = False) -> Console:
     return console
 
 
-def _apart(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Lines with their places; bars that stand one behind the other in a line, as where carriage returns were lost, are
-    a line each."""
-    for place, line in enumerate(lines):
-        pieces = _BARS.split(line) if line.count("%|") > 1 else [line]
-        yield from ((place, piece) for piece in pieces)
-
-
-def _bar(place: int, line: str) -> tuple[str, Mined | None]:
-    """A progress bar taken off its line: what is left of the line, and the bar."""
-    found = (_BAR if "%|" in line else _NOTEBOOK_BAR).search(line)
-    if found is None:
-        return line, None
-    parts = found.groupdict()
-    cells = {
-        "step": parts["step"],
-        "step total": parts["total"],
-        "elapsed": parts["elapsed"],
-        "remaining": parts["left"] or "",
-    }
-    name, left = line[: found.start()].strip(" :")[-80:], line[found.end() :]
-    for pair in re.finditer(r"([A-Za-z]\w{0,40})\s*[=:]\s*([-+\w.]{1,30})", parts.get("rest") or ""):
-        cells[pair[1]] = pair[2]
-    return left, Mined(place, cells, {}, bar=f"{name}/{parts['total']}")
+def _bars(place: int, line: str) -> tuple[str, list[Mined]]:
+    """The progress bars taken off a line (several where their carriage returns were lost), and what is left of it."""
+    pattern, bars, left, at = _BAR if "%|" in line else _NOTEBOOK_BAR, list[Mined](), "", 0
+    for found in pattern.finditer(line):
+        parts, between = found.groupdict(), line[at : found.start()]
+        cells = {"step": parts["step"], "step total": parts["total"], "elapsed": parts["elapsed"]}
+        cells["remaining"] = parts["left"] or ""
+        for pair in re.finditer(
+            r"([A-Za-z]\w{0,40})\s{0,2}[=:]\s{0,2}([-+\w.]{1,30})", parts.get("rest") or ""
+        ):
+            cells[pair[1]] = pair[2]
+        named = "{" not in between and "=" not in between
+        bars.append(
+            Mined(place, cells, {}, bar=f"{between.strip(' :')[-80:] if named else ''}/{parts['total']}")
+        )
+        left, at = left if named else f"{left} {between}", found.end()
+    return (f"{left} {line[at:]}".strip() if bars else line), bars
 
 
 def _dict(place: int, line: str, at: int) -> Mined | None:
@@ -208,6 +199,8 @@ def _columns(parts: list[str]) -> Iterator[tuple[int, str, str]]:
 def _label(before: str, after: str, last: str) -> str:
     if before.strip() == "/":
         return f"{last or 'fraction'} total"
+    if not before and not last and re.fullmatch(r" [A-Za-z_]{2,20} ", after):  # 250 train 5.91
+        return "step"
     words = _words(_SPLIT.split(re.sub(r"\s{0,4}=>\s{0,4}", " ", before))[-1])
     if words:
         return words

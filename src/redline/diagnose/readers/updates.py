@@ -125,14 +125,19 @@ def _from_means(rows: Sequence[Row]) -> Times:
 
 
 def _from_estimates(rows: Sequence[Row]) -> Times:
-    """How fast the estimate of the time that is left falls; at the start it settles."""
-    known = [(row.step, row.values["remaining_s"]) for row in rows if "remaining_s" in row.values]
+    """How fast the estimate of the time that is left falls, over the longest stretch in which it does: it may be that of
+    an epoch, and at the start it settles."""
+    stretches: list[list[tuple[int, float]]] = [[]]
+    for row in rows:
+        if "remaining_s" in row.values:
+            if stretches[-1] and row.values["remaining_s"] > 1.5 * stretches[-1][-1][1] + 60:
+                stretches.append([])
+            stretches[-1].append((row.step, row.values["remaining_s"]))
+    known = max(stretches, key=len)
     known = known[len(known) // 10 :]
-    fell_s = (
-        (known[0][1] - known[-1][1]) / (known[-1][0] - known[0][0])
-        if len(known) > 2 and known[-1][0] > known[0][0]
-        else 0.0
-    )
+    if len(known) < 3 or known[-1][0] <= known[0][0]:
+        return [None for _ in rows]
+    fell_s = (known[0][1] - known[-1][1]) / (known[-1][0] - known[0][0])
     return [fell_s if "remaining_s" in row.values else None for row in rows]
 
 
