@@ -739,15 +739,6 @@ class TestTrainer:
     def test_a_dataset_that_sleeps_is_the_first_finding(self, tmp_path: Path) -> None:
         assert trained(tmp_path, Rows(wait_s=0.01)).findings()[0].cause == "slow-loader"
 
-    def test_rows_three_times_as_long_as_their_text_are_the_first_finding(self, tmp_path: Path) -> None:
-        assert trained(tmp_path, Rows(length=48, tokens=16)).findings()[0].cause == "padding"
-
-    def test_gradient_checkpointing_is_the_first_finding(self, tmp_path: Path) -> None:
-        assert (
-            trained(tmp_path, Rows(), gradient_checkpointing=True).findings()[0].cause
-            == "needless-recomputation"
-        )
-
     @pytest.mark.parametrize("ours_first", [True, False])
     def test_logging_that_takes_half_of_the_run_is_the_first_finding(
         self, ours_first: bool, tmp_path: Path
