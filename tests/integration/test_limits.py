@@ -34,6 +34,5 @@ def test_a_run_that_beats_its_ceiling_says_so(
     assert cached(facts) is None
     assert main(["report", run]) == 0
     assert " ".join(capsys.readouterr().out.split()).count(WRONG) == 2
-    assert (Path(run) / "report.html").read_text().count(
-        WRONG
-    ) == 2  # the tile of the ceiling, and the roofline
+    # wherever the page shows a share: at least the tile of the ceiling, and the roofline
+    assert (Path(run) / "report.html").read_text().count(WRONG) >= 2
