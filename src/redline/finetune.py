@@ -26,7 +26,8 @@ from redline.data.read import split_of
 from redline.engine.prompt import tokenized
 from redline.errors import DataError
 from redline.model.hub import fetch_data, is_hub_name
-from redline.model.huggingface import architecture, write_folder
+from redline.model.huggingface import architecture
+from redline.model.huggingface_out import write_folder
 from redline.model.lora import add_lora
 from redline.model.transformer import Transformer
 from redline.plan.plan import Plan

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from redline.config.recipe import ModelConfig
 from redline.errors import CheckpointError, MachineError
-from redline.model.huggingface import write_folder
+from redline.model.huggingface_out import write_folder
 from redline.model.lora import LoraConfig, add_lora
 from redline.model.transformer import build_model
 from redline.train.adapter import write_adapter

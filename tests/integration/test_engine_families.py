@@ -16,7 +16,7 @@ from redline.config.recipe import ModelConfig
 from redline.data.tokenizer import Tokenizer, train_bpe
 from redline.engine.local import LocalEngine
 from redline.engine.request import Completion, Request, Sampling
-from redline.model.huggingface import config_json, to_huggingface
+from redline.model.huggingface_out import config_json, to_huggingface
 from redline.model.transformer import Transformer, build_model
 
 SIZES: dict[str, Any] = {"vocab_size": 300, "num_layers": 2, "ffn_size": 40, "context_length": 64}

@@ -23,7 +23,7 @@ from redline.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from redline.engine.request import Completion, Request, Sampling
 from redline.engine.server import TRANSFORMERS, ServerEngine
 from redline.errors import ConfigError
-from redline.model.huggingface import write_folder
+from redline.model.huggingface_out import write_folder
 from redline.model.transformer import build_model
 
 pytestmark = pytest.mark.skipif(

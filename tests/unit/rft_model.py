@@ -17,7 +17,7 @@ from redline.config.load import load_recipe
 from redline.config.recipe import ModelConfig, Recipe
 from redline.data.tokenizer import train_bpe
 from redline.machine.facts import read_facts
-from redline.model.huggingface import write_folder
+from redline.model.huggingface_out import write_folder
 from redline.model.transformer import build_model
 from redline.plan.bounds import Outside
 from redline.plan.hardware import hardware_here

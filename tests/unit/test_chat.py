@@ -15,7 +15,7 @@ from redline.cli.main import main
 from redline.data.tokenizer import Tokenizer, train_bpe
 from redline.engine.request import Request, Sampling
 from redline.errors import ConfigError
-from redline.model.huggingface import write_folder
+from redline.model.huggingface_out import write_folder
 from redline.model.transformer import build_model
 from redline.model.weights import Loaded
 

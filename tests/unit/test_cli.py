@@ -15,7 +15,7 @@ from redline.cli.main import COMMANDS, main
 from redline.config.load import load_recipe, to_toml
 from redline.config.recipe import ModelConfig
 from redline.errors import ConfigError, RedlineError
-from redline.model.huggingface import write_folder
+from redline.model.huggingface_out import write_folder
 from redline.model.transformer import build_model
 
 SMALL = [

@@ -18,8 +18,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from redline.config.recipe import ModelConfig
 from redline.errors import CheckpointError, ConfigError, StorageError
-from redline.model import huggingface
-from redline.model.huggingface import architecture, read_config, read_folder, write_folder
+from redline.model import huggingface_out
+from redline.model.huggingface import architecture, read_config, read_folder
+from redline.model.huggingface_out import write_folder
 from redline.model.transformer import build_model
 from redline.model.weights import load_weights, shapes
 
@@ -159,7 +160,7 @@ def test_tokenizer_template_and_end_travel_with_a_padded_vocabulary(tmp_path):
 
 
 def test_a_large_model_is_written_in_shards(tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(huggingface_out, "SHARD_BYTES", 20_000)
     weights = random_weights(LLAMA)
     write_folder(tmp_path / "out", LLAMA, weights, None, torch.float32)
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))

@@ -17,7 +17,8 @@ from reference_models import reference, tokens_BT
 
 from redline.config.recipe import ModelConfig
 from redline.errors import CheckpointError, ConfigError, StorageError
-from redline.model.huggingface import from_huggingface, read_config, write_folder
+from redline.model.huggingface import from_huggingface, read_config
+from redline.model.huggingface_out import write_folder
 from redline.model.lora import (
     LoraConfig,
     LoraLinear,

@@ -16,7 +16,7 @@ from rft_model import CONFIG, letters_recipe, planned, session_of, tiny_model
 
 from redline.config.load import load_recipe, to_toml
 from redline.errors import ConfigError, DataError, RedlineError
-from redline.model.huggingface import write_folder
+from redline.model.huggingface_out import write_folder
 from redline.model.lora import LoraLinear
 from redline.model.transformer import build_model
 from redline.record.observe import Observers

@@ -10,7 +10,7 @@ import torch
 
 from redline.config.load import from_toml, load_recipe
 from redline.config.recipe import ModelConfig, differences
-from redline.model.huggingface import write_folder
+from redline.model.huggingface_out import write_folder
 from redline.model.transformer import build_model
 from redline.tasks.units_corpus import documents
 from redline.train.places import shipped_models

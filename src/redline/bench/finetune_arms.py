@@ -25,7 +25,7 @@ from redline.machine.facts import read_facts
 from redline.measure.child import cuda_peaks, synchronize, timed
 from redline.measure.training import TrainingSubject, random_rows, whole_batches
 from redline.measure.trial import train_trial
-from redline.model.huggingface import config_json, to_huggingface
+from redline.model.huggingface_out import config_json, to_huggingface
 from redline.model.transformer import Transformer, build_model
 from redline.plan.hardware import hardware_here
 from redline.plan.planner import make_plan

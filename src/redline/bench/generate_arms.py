@@ -27,7 +27,7 @@ from redline.engine.request import Completion, Request, Sampling
 from redline.errors import need
 from redline.measure.child import cuda_peaks, timed
 from redline.measure.generation import letters_tokenizer
-from redline.model.huggingface import config_json, to_huggingface
+from redline.model.huggingface_out import config_json, to_huggingface
 from redline.model.transformer import Transformer, build_model
 
 WARM_TOKENS = 4

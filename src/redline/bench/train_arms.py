@@ -151,7 +151,7 @@ class _Called:
 def hf(setting: dict[str, Any]) -> Iterator[BenchRow]:
     (recipe, plan), started_s = _given(setting), time.perf_counter()
     transformers, per_block = need("transformers", extra="hf"), setting["steps_per_block"]
-    from redline.model.huggingface import config_json
+    from redline.model.huggingface_out import config_json
 
     with join(plan.hardware.kind) as process, tempfile.TemporaryDirectory() as scratch:
         corpus = open_corpus(recipe, Path(scratch), process, None)

@@ -33,7 +33,8 @@ def run(options: argparse.Namespace) -> None:
     check_vacant(options.out, "a model")
     import torch
 
-    from redline.model.huggingface import architecture, write_folder
+    from redline.model.huggingface import architecture
+    from redline.model.huggingface_out import write_folder
     from redline.train.restore import open_weights
 
     loaded = (opened := open_weights(options.model, options.checkpoint)).loaded

@@ -1,0 +1,158 @@
+"""Hugging Face folders out: the configuration, the safetensors and the tokenizer that `transformers` loads.
+
+write_folder(Path("export"), config, weights, tokenizer_json, torch.bfloat16)
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from redline.config.recipe import ModelConfig
+from redline.errors import StorageError
+from redline.model.huggingface import CONV1D, architecture, table_of
+from redline.model.weights import split
+from redline.record.files import check_vacant, storage_errors, sync_path
+
+SHARD_BYTES = 5_000_000_000
+"""Largest weight file; a bigger model is written in several, with an index."""
+
+
+def to_huggingface(config: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by the names that transformers gives them, as views of ours."""
+    conv1d = architecture(config) == "GPT2LMHeadModel"
+    tensors = split(config, table_of(config), weights)
+    return {
+        name: tensor.t() if conv1d and name.endswith(CONV1D) else tensor for name, tensor in tensors.items()
+    }
+
+
+def write_folder(
+    folder: Path,
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    tokenizer_json: str | None,
+    dtype: torch.dtype,
+    *,
+    chat_template: str | None = None,
+    eos_ids: Sequence[int] = (),
+) -> None:
+    """Write a folder that transformers loads; it appears complete or not at all, and never replaces
+    another."""
+    check_vacant(folder, "a model")
+    tensors = to_huggingface(config, weights)
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    with storage_errors("the model", folder):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for name, text in _texts(config, dtype, tokenizer_json, chat_template, eos_ids).items():
+            (temporary / name).write_text(text, encoding="utf-8")
+        _write_weights(temporary, tensors, dtype)
+        for path in (*temporary.iterdir(), temporary):
+            sync_path(path)
+        os.replace(temporary, folder)
+        sync_path(folder.parent)
+
+
+def _texts(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    tokenizer_json: str | None,
+    chat_template: str | None,
+    eos_ids: Sequence[int],
+) -> dict[str, str]:
+    """Every file of the folder that is not weights."""
+    eos = None if not eos_ids else eos_ids[0] if len(eos_ids) == 1 else list(eos_ids)
+    # Given even when null: the defaults of transformers are the ids of Llama's and GPT-2's own tokenizers.
+    ids = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None}
+    files: dict[str, object] = {
+        "config.json": config_json(config) | ids | {"dtype": str(dtype).removeprefix("torch.")},
+        "generation_config.json": ids,
+    }
+    texts = {name: json.dumps(value, indent=2) + "\n" for name, value in files.items()}
+    if tokenizer_json is not None:
+        tokens = {token["id"]: token["content"] for token in json.loads(tokenizer_json)["added_tokens"]}
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.context_length}
+        about |= {"eos_token": tokens[eos_ids[0]]} if eos_ids and eos_ids[0] in tokens else {}
+        # Without it, transformers 4 turns " ." into "." when it decodes.
+        about |= {"clean_up_tokenization_spaces": False}
+        texts |= {
+            "tokenizer.json": tokenizer_json,
+            "tokenizer_config.json": json.dumps(about, indent=2) + "\n",
+        }
+    if chat_template is not None:
+        texts["chat_template.jinja"] = chat_template
+    return texts
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    name = architecture(config)
+    shared: dict[str, Any] = {
+        "architectures": [name],
+        "model_type": name.removesuffix("LMHeadModel").removesuffix("ForCausalLM").lower(),
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
+        "initializer_range": config.init_std,
+    }
+    if name == "GPT2LMHeadModel":
+        return shared | {
+            "n_layer": config.num_layers,
+            "n_embd": config.hidden_size,
+            "n_head": config.num_heads,
+            "n_inner": config.ffn_size,
+            "n_positions": config.context_length,
+            "layer_norm_epsilon": config.norm_eps,
+            "activation_function": "gelu_new",
+            # We train without dropout; transformers would add its own when the model is trained further.
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        }
+    biases = {"attention_bias": config.bias, "mlp_bias": config.bias} if name == "LlamaForCausalLM" else {}
+    return shared | {
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "intermediate_size": config.ffn_size,
+        "max_position_embeddings": config.context_length,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": "silu",
+        # Both spellings: transformers 5 reads the first, transformers 4 the second.
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_theta": config.rope_theta,
+        **biases,
+    }
+
+
+def _write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    shards: list[list[str]] = [[]]
+    sizes_bytes = {name: tensor.numel() * dtype.itemsize for name, tensor in tensors.items()}
+    for name, size_bytes in sizes_bytes.items():
+        if shards[-1] and sum(sizes_bytes[other] for other in shards[-1]) + size_bytes > SHARD_BYTES:
+            shards.append([])
+        shards[-1].append(name)
+    files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        files = ["model.safetensors"]
+    else:
+        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": sum(sizes_bytes.values())}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    for file, names in zip(files, shards, strict=True):
+        # One shard at a time, so that no second copy of the whole model is held.
+        shard = {name: tensors[name].detach().to("cpu", dtype).contiguous() for name in names}
+        try:
+            safetensors.torch.save_file(shard, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise StorageError(
+                f"{file} could not be written to {folder.parent} ({error}); free some space and try again"
+            ) from error
+        # safetensors leaves it readable by its owner alone
+        shutil.copymode(folder / "config.json", folder / file)
