@@ -4,6 +4,7 @@ import json
 import random
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,17 @@ def test_a_run_at_its_roofline_is_left_alone(tmp_path: Path) -> None:
 def test_the_published_run_is_left_alone() -> None:
     (run,) = (ROOT / "benchmarks").glob("wikipedia_*")
     assert diagnose(read_run(run)) == []
+
+
+def test_a_fine_tuning_has_no_length_for_the_roofline(tmp_path: Path) -> None:
+    """Its recipe does not say the tokens of an update: with known rates that divided by zero."""
+    paper = Paper(tmp_path)
+    shaped = replace(
+        load_recipe("finetune", ["plan.precision=fp32"]), model=replace(paper.recipe.model, init_from="model")
+    )
+    paper.recipe, paper.plan = shaped, make_plan(shaped, paper.plan.hardware)
+    assert not paper.recipe.tokens_per_step
+    assert "slow-precision" not in {found.cause for found in paper.found(paper.lines(0.2))}
 
 
 def test_fp32_on_a_gpu_is_worth_what_the_floors_differ_by(tmp_path: Path) -> None:

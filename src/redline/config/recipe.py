@@ -10,7 +10,7 @@ Left out on purpose: anything that a plan derives, and anything that a run measu
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from redline.errors import ConfigError, nearest
 
@@ -244,6 +244,7 @@ class SampleConfig:
 class TestConfig:
     """The questions that are answered greedily, before and after."""
 
+    __test__: ClassVar[bool] = False  # pytest: this is no test
     split: str = "valid"
     rows: int = 100
     """The first rows of the split; 0: all."""

@@ -82,7 +82,7 @@ def _facts(recipe: Recipe | None, plan: Plan | None) -> Facts:
         memory_bytes=plan.hardware.memory_bytes,
         batch_size=recipe.train.batch_size,
         micro_batch=plan.micro_batch,
-        seq_len=recipe.data.seq_len,
+        seq_len=recipe.data.seq_len or None,
         precision=plan.precision,
         recompute=plan.recompute if plan.recompute != "none" else "off",
         mfu_peak_tflops=plan.hardware.peak_tflops.get(plan.precision),

@@ -35,10 +35,12 @@ so."""
 
 
 def _given(observed: Observed) -> tuple[Recipe, Plan, float] | None:
-    step_s = observed.median("step_s")
-    if observed.recipe is None or observed.plan is None or not step_s:
+    """Recipe, plan and seconds of an update. None for examples of any length (fine-tuning): the roofline
+    below counts the tokens of an update from the recipe, and such a recipe does not say them."""
+    recipe, step_s = observed.recipe, observed.median("step_s")
+    if recipe is None or observed.plan is None or not step_s or not recipe.tokens_per_step:
         return None
-    return observed.recipe, observed.plan, step_s
+    return recipe, observed.plan, step_s
 
 
 def unpinned(recipe: Recipe, plan: Plan) -> Plan:
