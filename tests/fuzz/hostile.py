@@ -51,6 +51,33 @@ def encoded(value: object) -> bytes:
 contents = st.sampled_from(CRAFTED) | st.binary(max_size=200) | values.map(encoded)
 
 
+WRONG = st.sampled_from(
+    [None, True, -1, 0, 2**63, 10**30, 0.5, float("nan"), float("inf"), "", "text", [], [1], {}, {"a": 1}]
+)
+
+
+def wrong_in(value: object, data: st.DataObject) -> object:
+    """The value with something in it, however deep, left out or replaced by what does not belong there."""
+    if isinstance(value, dict) and value and data.draw(st.integers(0, 5)):
+        key = data.draw(st.sampled_from(sorted(value)))
+        if not data.draw(st.integers(0, 3)):
+            return {other: inner for other, inner in value.items() if other != key}
+        return value | {key: wrong_in(value[key], data)}
+    if isinstance(value, list) and value and data.draw(st.integers(0, 5)):
+        place = data.draw(st.integers(0, len(value) - 1))
+        return [*value[:place], wrong_in(value[place], data), *value[place + 1 :]]
+    return data.draw(WRONG)
+
+
+def damaged(path: Path, data: st.DataObject) -> bytes:
+    """The content of a file of JSON, with one thing wrong in it."""
+    whole = path.suffix == ".json"
+    parts = [path.read_text()] if whole else path.read_text().splitlines()
+    place = data.draw(st.integers(0, len(parts) - 1))
+    parts[place] = json.dumps(wrong_in(json.loads(parts[place]), data))
+    return "\n".join([*parts, ""]).encode()
+
+
 def one_line(error: BaseException) -> str:
     """The message of a user's error, held to the form in which the command line prints it."""
     text = str(error)

@@ -258,6 +258,11 @@ def table(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def total(events: Path, kind: str, name: str) -> float:
+    """The sum of a number over the events of a kind, such as the seconds of every attempt that ended."""
+    return sum(values([event for event in read_lines(events) if event["event"] == kind], name))
+
+
 def values(lines: list[Line], name: str) -> list[float]:
     """What the lines know of a metric, in their order."""
     return [value for line in lines if (value := number(line.get(name))) is not None]

@@ -32,6 +32,21 @@ NEEDED: dict[str, tuple[str, type, str]] = {
     "events.jsonl": ("event", str, "a word"),
 }
 """What every line of a file must hold for anybody to make sense of it."""
+_UNITS = ("_s", "_bytes", "_loss", "_norm", "_batch", "_low", "_high")
+_COUNTS = {
+    "at",
+    "step",
+    "loss",
+    "lr",
+    "n",
+    "tokens",
+    "samples",
+    "questions",
+    "correct",
+    "cut",
+    "drawn",
+    "accuracy",
+}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -41,7 +56,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def parse_lines(text: str, path: Path) -> list[dict[str, Any]]:
-    """Lines of that file as tables; a line that is none, or without what it NEEDED, is an error."""
+    """Lines of that file as tables; a line that is none, or without what it NEEDED, or with anything but a number
+    under a name that has a unit, is an error."""
     key, kind, words = NEEDED.get(path.name, ("", object, ""))
     found = []
     for number, line in enumerate(text.split("\n"), 1):  # splitlines would also cut at U+2028 inside a text
@@ -50,6 +66,11 @@ def parse_lines(text: str, path: Path) -> list[dict[str, Any]]:
         record = parse_json(line, f"{path} line {number}", dict)
         if key and (not isinstance(record.get(key), kind) or isinstance(record[key], bool)):
             raise DataError(f"{path} line {number} is damaged: it needs `{key}`, {words}; {WAY_OUT}")
+        for name, value in record.items():
+            if not isinstance(value, int | float | None) and (name in _COUNTS or name.endswith(_UNITS)):
+                raise DataError(
+                    f"{path} line {number} is damaged: `{name}` is a number, not {value!r:.40}; {WAY_OUT}"
+                )
         found.append(record)
     return found
 

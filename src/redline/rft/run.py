@@ -26,7 +26,7 @@ from redline.plan.hardware import hardware_here
 from redline.plan.plan import Plan
 from redline.plan.planner import make_plan
 from redline.record.observe import Observer
-from redline.record.run import read_lines
+from redline.record.read import total
 from redline.rft.export import export
 from redline.rft.sample import sample
 from redline.rft.session import Session, open_session
@@ -71,7 +71,9 @@ def run_all(session: Session, *, test_base: bool = True) -> dict[str, Any]:
         check_result(session.recipe)
         report["before"] = run_test(session, "base")
     drawn = sample(session)
-    report["sample"] = vars(drawn) | {"total_s": sampling_s(session.folder.events_path)}
+    report["sample"] = vars(drawn) | {
+        "total_s": total(session.folder.events_path, "sampling_end", "elapsed_s")
+    }
     if drawn.why != "finished":
         return report | {"why": drawn.why}
     report["train"] = train(session, "samples")
@@ -86,11 +88,6 @@ def run_all(session: Session, *, test_base: bool = True) -> dict[str, Any]:
         "test after": report["after"]["elapsed_s"],
     }
     return report
-
-
-def sampling_s(events: Path) -> float:
-    """Seconds that sampling took, over every attempt that ended."""
-    return sum(event["elapsed_s"] for event in read_lines(events) if event["event"] == "sampling_end")
 
 
 def generate_dataset(

@@ -16,7 +16,8 @@ from typing import Any
 
 from redline.config.load import from_toml
 from redline.record.files import read_text
-from redline.record.run import RunFolder, read_lines
+from redline.record.read import total
+from redline.record.run import RunFolder
 from redline.rft.budget import ROUNDS
 from redline.rft.store import Store
 
@@ -130,8 +131,8 @@ def _families(
 
 def _speed(run: Path) -> tuple[float, int]:
     """Seconds and tokens of all attempts that ended; one that was killed left no time behind."""
-    ends = [event for event in read_lines(RunFolder(run).events_path) if event["event"] == "sampling_end"]
-    return sum(event["elapsed_s"] for event in ends), sum(event["tokens"] for event in ends)
+    events = RunFolder(run).events_path
+    return total(events, "sampling_end", "elapsed_s"), int(total(events, "sampling_end", "tokens"))
 
 
 def _share(part: float, whole: float) -> float | None:

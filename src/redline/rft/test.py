@@ -56,7 +56,7 @@ def run_test(session: Session, weights: Weights) -> dict[str, Any]:
     key = fingerprint_of([weights, _trained_as(session, weights), session.model.fingerprint, *asked])
     lines = read_lines(path)
     for line in lines:
-        if line["key"] == key:
+        if line.get("key") == key:
             return line
     questions = session.questions(recipe.test.split, recipe.test.rows or None)
     began_s = time.monotonic()

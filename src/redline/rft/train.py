@@ -23,6 +23,7 @@ from redline.errors import CheckpointError, ConfigError, DataError
 from redline.finetune import check_result, job_of, prepare, write_result
 from redline.finetune import train as run_job
 from redline.record.files import read_json, write_atomic
+from redline.record.read import total, values
 from redline.record.run import RunFolder, read_lines
 from redline.rft.session import Session
 from redline.rft.store import Source, Store
@@ -126,12 +127,13 @@ def _rows_per_s(folder: RunFolder) -> float | None:
     """Examples a second over all updates but the first, which sets up; the last batch of an epoch may be
     short and says little."""
     lines = read_lines(folder.metrics_path)
-    lines = lines[1:] or lines
-    return (
-        sum(line["rows_per_s"] * line["step_s"] for line in lines) / sum(line["step_s"] for line in lines)
-        if lines
-        else None
-    )
+    known = [
+        (rate, s)
+        for line in lines[1:] or lines
+        for rate in values([line], "rows_per_s")
+        for s in values([line], "step_s")
+    ]
+    return sum(rate * s for rate, s in known) / sum(s for _, s in known) if any(s for _, s in known) else None
 
 
 def read_done(place: Place) -> dict[str, Any] | None:
@@ -154,11 +156,7 @@ def _sizes(place: Place) -> dict[str, int]:
 
 def _spent_s(session: Session, on: On) -> float:
     """Seconds of every attempt that ended."""
-    return sum(
-        event["elapsed_s"]
-        for event in read_lines(session.folder.events_path)
-        if event["event"] == f"training_on_{on}"
-    )
+    return total(session.folder.events_path, f"training_on_{on}", "elapsed_s")
 
 
 def _examples(session: Session, on: On) -> list[Example]:
