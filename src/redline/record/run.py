@@ -33,7 +33,7 @@ NEEDED: dict[str, tuple[str, type, str]] = {
 }
 """What every line of a file must hold for anybody to make sense of it."""
 _UNITS = ("_s", "_bytes", "_loss", "_norm", "_batch", "_low", "_high")
-_COUNTS = {
+_COUNTS = (
     "at",
     "step",
     "loss",
@@ -42,11 +42,13 @@ _COUNTS = {
     "tokens",
     "samples",
     "questions",
+    "solved",
     "correct",
     "cut",
     "drawn",
     "accuracy",
-}
+)
+"""Names, and how names end, under which a line holds a number or null."""
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

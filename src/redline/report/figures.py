@@ -135,7 +135,7 @@ def summarise(run: Run) -> Summary:
         hardware=hardware.get("title"),
         hardware_source=hardware.get("source"),
         world_size=None if world_size is None else int(world_size),
-        precision=planned(run, "precision"),
+        precision=str(planned(run, "precision") or "") or None,
         parameters=number(prediction.get("parameters")),
         started_at=number(run.events[0].get("at")) if run.events else None,
         state=run.state,
@@ -166,7 +166,7 @@ def planned(run: Run, name: str) -> Any:
 def speed(run: Run) -> Speed:
     """How fast, beside what the plan holds possible."""
     prediction, hardware = table(run.plan.get("prediction")), table(run.plan.get("hardware"))
-    precision = planned(run, "precision")
+    precision = str(planned(run, "precision") or "")
     dtype = "bf16" if precision == "fp8" else precision
     peak, matmul = (
         number(table(hardware.get("peak_tflops")).get(dtype)),

@@ -300,7 +300,9 @@ def rewards(observed: Observed) -> list[Finding]:
 def samples_to_spare(observed: Observed) -> list[Finding]:
     """Rejection sampling that draws more than it needs, or hardly ever hits."""
     last = last_event(observed, "sampling_end")
-    if not last.get("samples") or not last.get("questions"):
+    if not all(last.get(name) is not None for name in ("correct", "solved")) or not (
+        last.get("samples") and last.get("questions")
+    ):
         return []
     hit, drawn = last["correct"] / last["samples"], last["samples"] / last["questions"]
     shown = {

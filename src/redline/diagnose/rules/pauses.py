@@ -239,13 +239,13 @@ def _own_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
     ]
     last_s, ended_s = (
         lines[-1].elapsed_s or 0.0,
-        events.get(("end", lines[-1].step), {}).get("elapsed_s", 0.0),
+        events.get(("end", lines[-1].step), {}).get("elapsed_s") or 0.0,
     )
     if ended_s > last_s:
         gaps_s.append((lines[-1].step, ended_s - last_s))
     lost: dict[str, list[float]] = {"validation": [], "checkpoint": []}
     for step, gap_s in gaps_s:
-        stalled_s = float(events.get(("checkpoint", step), {}).get("stalled_s", 0.0))
+        stalled_s = float(events.get(("checkpoint", step), {}).get("stalled_s") or 0.0)
         if ("checkpoint", step) in events:
             lost["checkpoint"].append(stalled_s)
         if ("validation", step) in events:
