@@ -483,4 +483,55 @@ FORMATS: dict[str, Format] = {
         ),
         name="log.jsonl",
     ),
+    "llama2.c": Format(
+        lambda r, n: f"{n} | loss {r.loss(n):.4f} | lr 5.000000e-04 | {r.took_s(n) * 1e3:.2f}ms | mfu 35.22%",
+        tokens=False,
+    ),
+    "gpt-2 of old": Format(
+        lambda r, n: f"[{n} | {r.clock_s(n):.2f}] loss={r.loss(n):.2f} avg={r.loss(n):.2f}", tokens=False
+    ),
+    "tensorflow": Format(
+        lambda r, n: f"INFO:tensorflow:global step {n}: loss = {r.loss(n):.4f} ({r.took_s(n):.3f} sec/step)",
+        tokens=False,
+    ),
+    "mmengine": Format(
+        lambda r, n: (
+            f"03/01 09:30:00 - mmengine - INFO - Iter(train) [{n:6d}/40000]  lr: 1.0e-02  eta: 6:48:13  time: {r.took_s(n):.4f}  data_time: 0.0060  memory: 5021  loss: {r.loss(n):.4f}"
+        ),
+        tokens=False,
+    ),
+    "levanter": Format(
+        lambda r, n: (
+            f"{r.at(n):%Y-%m-%dT%H:%M:%S} - 0 - levanter.callbacks - INFO - Progress on:train {n}it/10.0kit rate:{1 / r.took_s(n):.1f}it/s remaining:02:00:00 elapsed:{hms(r.clock_s(n))} postfix:loss={r.loss(n):.3f}"
+        ),
+        tokens=False,
+        exact=0.05,
+    ),
+    "picotron": Format(
+        lambda r, n: (
+            f"[rank 0] Step: {n:<5d} | Loss: {r.loss(n):6.4f} | Global batch size: {r.tokens / 1e3:.1f}K | Tokens/s: {r.tokens / r.took_s(n) / 1e3:.2f}K | Tokens/s/GPU: {r.tokens / r.took_s(n) / r.gpus / 1e3:.2f}K | Tokens: {n * r.tokens / 1e6:.2f}M | MFU: 41.1% | Memory usage: 50.2GB"
+        )
+    ),
+    "olmo by its rates": Format(
+        lambda r, n: (
+            f"2026-03-01 09:30:00.123\thost:0\tolmo.train:967\tINFO\t[step={n}/739328,epoch=0]\n    train/CrossEntropyLoss={r.loss(n):.3f}\n    throughput/total_tokens={n * r.tokens:,}\n    throughput/device/tokens_per_second={r.tokens / r.took_s(n) / r.gpus:,.0f}\n    throughput/device/batches_per_second={1 / r.took_s(n):.4f}"
+        )
+    ),
+    "nemo-rl": Format(
+        lambda r, n: (
+            f"========== Step {n}/100 ==========\n📊 Training Results:\n  • Loss: {r.loss(n):.4f}\n⏱️  Timing:\n  • Total step time: {r.took_s(n):.2f}s\n  • generation: {0.6 * r.took_s(n):.2f}s (60.0%)"
+        ),
+        tokens=False,
+    ),
+    "slime": Format(
+        lambda r, n: (
+            f"(TrainRayActor pid=123) [2026-03-01 09:30:00] log_utils.py:331 - step {n}: {{'train/loss': {r.loss(n)}, 'train/grad_norm': 0.2, 'perf/step_time': {r.took_s(n)}, 'perf/train_time': {0.5 * r.took_s(n)}}}"
+        ),
+        tokens=False,
+    ),
+    "speed with a unit": Format(
+        lambda r, n: (
+            f"[Step  {n}] Loss: {r.loss(n):.4f} | Speed: {r.tokens / r.took_s(n) / 1e3:.2f}K tok/s | MFU: 46.76% | Time: {r.took_s(n):.2f}s"
+        )
+    ),
 }

@@ -714,3 +714,27 @@ def test_a_logger_in_front_of_the_step_and_lines_of_bare_numbers(tmp_path: Path)
     )
     observed = read(text_file(tmp_path, bare, "log.txt"))
     assert (observed.updates, observed.steps[-1].loss) == (200, pytest.approx(6.02))
+
+
+@pytest.mark.parametrize("losses", [True, False], ids=["a line every ten updates", "checkpoints alone"])
+def test_the_running_log_of_hugging_face_has_stamps_and_no_steps(tmp_path: Path, losses: bool) -> None:
+    """768 updates of 7.79 s; a line tells its epoch, and the head how many updates an epoch has."""
+
+    def stamp(seconds: float) -> str:
+        return f"{datetime(2026, 3, 1, 9, 30) + timedelta(seconds=round(seconds)):%Y-%m-%d %H:%M:%S}"
+
+    head = ("***** Running training *****", "Num Epochs = 3", "Total optimization steps = 768")
+    head += ("Total train batch size (w. parallel, distributed & accumulation) = 112",)
+    lines = [f"[INFO|trainer.py:2414] {stamp(0)},100 >>   {line}" for line in head]
+    for step in range(1, 769):
+        if losses and step % 10 == 0:
+            table = {"loss": round(3 - step / 768, 4), "learning_rate": 5e-05, "epoch": round(step / 256, 2)}
+            lines.append(f"[INFO|{stamp(7.79 * step)}] llamafactory.train.callbacks:143 >> {table}")
+        if step % 200 == 0 or step == 768:
+            lines.append(
+                f"[INFO|trainer.py:3948] {stamp(7.79 * step)},200 >> Saving to saves/x/checkpoint-{step}"
+            )
+    observed = read(text_file(tmp_path, "\n".join(lines) + "\n", "running_log.txt"))
+    assert observed.updates == (760 if losses else 768)
+    assert observed.median("step_s") == pytest.approx(7.79, rel=0.02)
+    assert observed.facts.batch_size == 112

@@ -26,7 +26,8 @@ UNNAMED = ("slow-updates", "low-mfu")
 PRIOR = 3.0
 """How many real logs the planted faults weigh as much as, in the precision of a cause."""
 UNCONFIRMED = 0.75
-"""The most that a cause says which no real log has shown: what we plant is what we thought of."""
+"""The most that planted faults alone are worth: what we plant is what we thought of. A failure that real logs have shown
+is read off the log and not concluded, so there they count in full."""
 
 Kind = Literal["failure", "cause", "claim", "unit"]
 Rows = Iterable[tuple[str, float | str, str]]
@@ -83,9 +84,12 @@ def _mended_by() -> dict[str, str]:
 
 def precision(cause: str) -> float:
     """How often a cause is right where it is found: on real logs, with the planted faults counted as a few of them."""
-    (right, seen), (planted_right, planted) = causes()[cause]["real"], causes()[cause]["planted"]
-    share = (right + PRIOR * (planted_right + 1) / (planted + 2)) / (seen + PRIOR)
-    return float(share if right else min(UNCONFIRMED, share))
+    entry = causes()[cause]
+    (right, seen), (planted_right, planted) = entry["real"], entry["planted"]
+    prior = (planted_right + 1) / (planted + 2)
+    if not right or entry["kind"] != "failure":
+        prior = min(UNCONFIRMED, prior)
+    return float((right + PRIOR * prior) / (seen + PRIOR))
 
 
 @dataclass(frozen=True)

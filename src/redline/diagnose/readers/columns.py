@@ -23,7 +23,7 @@ HELD_OUT = re.compile(
     r"\b(val|valid|validation|validate|eval|evaluation|test|testing|dev|predict|best|hellaswag)\b"
 )
 _ONE_GPU = re.compile(r"\b(gpu|device|chip|rank)\b")
-_MODEL = r"(?:trainer |train |training |model |throughput |device |metrics )*"
+_MODEL = r"(?:trainer |train |training |model |throughput |device |metrics |perf )*"
 _STEP = "(?:step|iteration|iter|update|batch|it)"
 _TEXTS = "(?:tok|toks|token|tokens|word|words)"
 _ROWS = "(?:sample|samples|sequence|sequences|seq|seqs|example|examples|image|images|imgs)"
@@ -31,11 +31,11 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "step": (
         f"{_MODEL}global steps?( max steps)?",
         f"{_MODEL}num updates",
-        f"{_MODEL}(completed |current |cur |optimizer |optim |this )?(steps?|iterations?|iters?)( num| number| idx)?",
-        "it|updates?|s|i|n|batch|batches|batch idx|fraction",
+        f"{_MODEL}(completed |current |cur |optimizer |optim |this )?(steps?|iterations?|iters?)( num| number| idx| train)?",
+        "it|updates?|s|i|n|batch|batches|batch idx|fraction|progress on train",
         "bracketed",
     ),
-    "epoch": (f"{_MODEL}(current )?epochs?( num| number| idx)?|epochnum",),
+    "epoch": (f"{_MODEL}(current )?epochs?( num| number| idx| train)?|epochnum",),
     "loss": (
         f"{_MODEL}loss",
         f"{_MODEL}loss step|{_MODEL}loss train( total)?|{_MODEL}step loss|trl",
@@ -45,14 +45,14 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "grad_norm": (f"{_MODEL}(actor |optim |total )*(grad|gradient|grads) norm( total)?|(train )?gnorm|norm",),
     "step_s": (
         f"(perf )?(elapsed )?time per {_STEP}( time)?|timing s step",
-        f"{_MODEL}{_STEP}( time| timing| duration| latency| dt)+",
+        f"{_MODEL}(total )?{_STEP}s?( time| timing| duration| latency| dt)+",
         f"(ms|s|sec|secs|seconds) per {_STEP}|end to end latency",
         "dt( time)?|delta( time)?|seconds|ms|time",
         "total",
     ),
     "mean_step_s": ("step avg( time)?", f"(avg|average|mean) {_STEP} time", f"train speed s per {_STEP}"),
     "updates_per_s": (
-        f"{_MODEL}{_STEP[:-1]}|its|iters|iterations|steps|updates|batches) per s",
+        f"{_MODEL}(?:per device )?{_STEP[:-1]}|its|iters|iterations|steps|updates|batches) per s( speed| rate| throughput)?",
         "(train )?ups",
     ),
     "mean_updates_per_s": (f"train speed( {_STEP} per s)?",),
@@ -70,7 +70,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     ),
     "tokens": (
         "perf total num tokens|(train )?wpb|(train )?ntokens",
-        f"(metrics )?(num |batch |total )*tokens( per {_STEP})?",
+        f"{_MODEL}(num |batch |total )*tokens( per {_STEP})?|toks?",
     ),
     "tokens_total": (
         "consumed tokens",
@@ -99,7 +99,9 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     ),
     "at_s": ("timestamp|time stamp",),
     "padding_share": ("padding( share| ratio| fraction)?",),
-    "generate_s": ("(time )?(generate|generation|rollout|sampling) (time|latency)",),
+    "generate_s": (
+        "(time )?(generate|generation|rollout|sampling) (time|latency)|t (rollout|generate|generation)",
+    ),
     "forward_s": ("(time )?(forward|fwd)( compute| pass)?( time)?",),
     "backward_s": ("(time )?(backward|bwd)( compute| pass)?( time)?",),
     "optimizer_s": ("(time )?optim(izer)?( step)?( time)?",),

@@ -11,7 +11,7 @@ from typing import Any
 from redline.diagnose.observed import Facts, Observed, Step
 from redline.diagnose.readers import physics
 from redline.diagnose.readers.cells import finite
-from redline.diagnose.readers.miner import NOT_TRAINING, Console, mine
+from redline.diagnose.readers.miner import NOT_TRAINING, STAMPED, Console, mine, seconds_of
 from redline.diagnose.readers.rows import TIMES, Log, Row, from_console, from_table, runs_of
 from redline.diagnose.readers.tables import Table, as_table, events_table, notebook_text
 from redline.diagnose.readers.text import lines_of, text_of
@@ -29,7 +29,17 @@ FOLLOWS = {
     "memory_bytes",
     "tokens_per_s",
 }
-FOLLOWS |= {"samples_per_s", "updates_per_s", "tflops", "loss", "step_s", "generate_s", "mfu"}
+FOLLOWS |= {
+    "samples_per_s",
+    "tokens_total",
+    "tokens",
+    "updates_per_s",
+    "tflops",
+    "loss",
+    "step_s",
+    "generate_s",
+    "mfu",
+}
 """What may stand on a line of its own behind that of its update."""
 FAILED = re.compile(r"OutOfMemoryError|CUDA out of memory|Traceback \(most recent call last\)")
 OF_A_RUN = {
@@ -131,6 +141,10 @@ def _from_console(
     if not _trains(rows) or not _timed(rows):
         rows = _bar(log, rows) or rows
     if not _trains(rows):
+        rows = _placed([row for row in plain if row.step < 0 and "epoch" in row.values], log, text)
+    if not _trains(rows):
+        rows = _by_checkpoints(lines)
+    if not _trains(rows):
         rows = _counted(
             [row for row in plain if row.step < 0 and "loss" in row.values and not row.evaluated], notes
         )
@@ -166,12 +180,39 @@ def _facts_around(rows: Sequence[Row], lines: Sequence[str], text: str, trainer:
 def _trains(rows: Sequence[Row]) -> bool:
     """Whether rows are of a training: a step that grows, with a loss or a time."""
     return len({row.step for row in rows}) > 1 and any(
-        row.trained or TIMES & row.values.keys() for row in rows
+        row.trained or (TIMES | {"grad_norm"}) & row.values.keys() for row in rows
     )
 
 
 def _timed(rows: Sequence[Row]) -> bool:
     return any(TIMES & row.values.keys() or row.stamp_s is not None for row in rows)
+
+
+def _placed(rows: list[Row], log: Log, text: str) -> list[Row]:
+    """Lines of Hugging Face's Trainer without its bar: they tell their epoch, and its head or its closing line how many
+    steps there are of how many epochs."""
+    told = [
+        re.search(rf"{name} = ([\d,]{{1,12}})\b", text) for name in ("Total optimization steps", "Num Epochs")
+    ]
+    steps, epochs = (float(found[1].replace(",", "")) if found else 0.0 for found in told)
+    if not steps or not epochs:
+        steps = log.summary.get("runtime_s", 0.0) * log.summary.get("updates_per_s", 0.0)
+        epochs = log.summary.get("epoch", 0.0)
+    for row in rows if steps and epochs else ():
+        row.step, row.total = round(row.values["epoch"] / epochs * steps), steps
+    return rows
+
+
+def _by_checkpoints(lines: Sequence[str]) -> list[Row]:
+    """Where no line tells of an update, when each checkpoint was written."""
+    found: dict[int, tuple[int, float]] = {}
+    for place, line in enumerate(lines):
+        named = re.search(r"checkpoint-(\d{1,9})\b", line) or re.search(r"Running (training)", line)
+        stamp = STAMPED.search(line) if named else None
+        if named and stamp and (at_s := seconds_of(stamp[0])) is not None:
+            found.setdefault(int(named[1]) if named[1].isdigit() else 0, (place, at_s))
+    since_s = min((at_s for _, at_s in found.values()), default=0.0)
+    return [Row(place, step, {"elapsed_s": at_s - since_s}) for step, (place, at_s) in sorted(found.items())]
 
 
 def _counted(rows: list[Row], notes: list[str]) -> list[Row]:
@@ -257,9 +298,7 @@ def _observed(
     one_gpu = trainer.one_gpu or bool(rate and rate.one_gpu)
     tokens = facts.get("tokens") or (batch * facts["seq_len"] if batch and facts.get("seq_len") else None)
     share = facts.get("gpus") if one_gpu else 1.0
-    found = timed(
-        run, log, batch=batch, tokens=tokens / share if tokens and share else None, means=trainer.means
-    )
+    found = timed(run, log, batch=batch, tokens=tokens, share=share, means=trainer.means)
     known = physics.solve(facts, found, trainer, one_gpu=one_gpu, summary=log.summary)
     notes += [
         *found.notes,

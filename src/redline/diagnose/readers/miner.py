@@ -23,13 +23,20 @@ TOKEN = re.compile(
     r"|[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d++)(?:\.\d*+)?(?:[eE][-+]?\d+)?"
     r"|[-+]?(?:nan|NaN|NAN|inf|Inf|Infinity)(?![A-Za-z]))"
 )
-_IS_STAMP = re.compile(STAMP)
+STAMPED = re.compile(STAMP)
 _UNIT = re.compile(
-    r"\s?(ms/step|s/step|ms|µs|us|s/it|s/iter|it/s|iter/s|tok/s|seconds|second|secs|sec|minutes|mins|min|hours|s|m|h"
-    r"|[KMGT]i?B|TFLOP/s|TFLOPS?|%|[KkMBG])(?![A-Za-z/])"
+    r"\s?((?:ms/step|s/step|ms|µs|us|s/it|s/iter|it/s|iter/s|tok/s|seconds|second|secs|sec|minutes|mins|min|hours|s|m|h"
+    r"|[KMGT]i?B|TFLOP/s|TFLOPS?|%|kit|[KkMBG])(?![A-Za-z/])|k?it(?=/$))"
 )
 _SPLIT = re.compile(r"[|;{}<>\t]|,\s|:\s(?=[A-Za-z])|\s-\s|\s{2,}(?=\S)|\](?=\s)")
-_LEVEL = re.compile(r"^(?:INFO|DEBUG|WARNING|SUCCESS|ERROR)\W{1,4}")
+_FIRST = re.compile(r" [A-Za-z_]{2,20} $|\s{0,4}[|:]\s{0,4}(?:train )?loss\b| \| $", re.IGNORECASE)
+"""What comes behind a step without a name: `250 train 5.91`, `250 | loss 5.91`, `[250 | 61.03] loss=5.91`."""
+_LEVEL = re.compile(r"^(?:INFO|DEBUG|WARNING|SUCCESS|ERROR)\W{1,4}(?:[\w.]{1,40}:(?=\w))?")
+_RATE = re.compile(
+    r"\s?(?:[KkMG] ?)?((?:tok\w*|samples?|seqs?|sequences|examples?|imgs?|images|it|iters?|steps?|updates|batches)/s(?:ec|econd)?"
+    r"|(?:ms|s|secs?|seconds)/(?:step|it|iter|iteration|batch|update))(?![A-Za-z/]|\s{0,2}[:=]|\s{1,4}$)"
+)
+"""A unit that names its number."""
 _BAR = re.compile(
     r"\d{1,3}%\|[^|]{0,200}\|\s*(?P<step>\d{1,12})/(?P<total>\d{1,12})\s*"
     r"\[(?P<elapsed>(?:\d+ days?, )?\d[\d:]{2,12})<(?P<left>[^,\]]{1,24})(?:,\s*(?P<rate>[\d.]{1,12}|\?)\s?(?P<unit>[^\s,\]]{1,20}))?(?P<rest>[^\]]{0,2000})\]?"
@@ -54,7 +61,7 @@ _PAUSES = {
     ),
 }
 _PAIR = re.compile(r"""['"]([^'"]{1,80})['"]\s*:\s*('[^']{0,200}'|"[^"]{0,200}"|[^,{}\[\]'"]{1,60})""")
-_COUNT = {"K": "e3", "k": "e3", "M": "e6", "B": "e9"}
+_COUNT = {"K": "e3", "k": "e3", "kit": "e3", "M": "e6", "B": "e9"}
 """1.23K tokens are 1.23e3."""
 
 
@@ -105,7 +112,7 @@ def mine(lines: Sequence[str], *, cut: bool = False) -> Console:
         if skeleton.useful:
             tokens = pieces[1::2]
             cells = {label: tokens[at] + _COUNT.get(unit, "") for at, label, unit in skeleton.columns}
-            stamp = tokens[0] if _IS_STAMP.fullmatch(tokens[0]) else ""
+            stamp = tokens[0] if STAMPED.fullmatch(tokens[0]) else ""
             console.rows.append(
                 Mined(
                     place,
@@ -153,7 +160,9 @@ def _dict(place: int, line: str, at: int) -> Mined | None:
         for quantity in ("loss", "step_s", "validation_s", "elapsed_s")
     ):
         return None
-    stamp = _IS_STAMP.search(line[:at])
+    stamp, step = STAMPED.search(line[:at]), re.search(r"\b[Ss]tep\W{1,3}(\d{1,12})\W{0,4}$", line[:at])
+    if step:
+        cells.setdefault("step", step[1])
     return Mined(place, cells, {}, stamp[0] if stamp else "")
 
 
@@ -199,9 +208,13 @@ def _columns(parts: list[str]) -> Iterator[tuple[int, str, str]]:
 def _label(before: str, after: str, last: str) -> str:
     if before.strip() == "/":
         return f"{last or 'fraction'} total"
-    if not before and not last and re.fullmatch(r" [A-Za-z_]{2,20} ", after):  # 250 train 5.91
+    if not last and not before.strip(" [") and _FIRST.match(after):
         return "step"
+    if before.strip() == "|" and after.startswith("] loss"):  # [250 | 61.03] loss=5.91
+        return "elapsed (s)"
     words = _words(_SPLIT.split(re.sub(r"\s{0,4}=>\s{0,4}", " ", before))[-1])
+    if rate := _RATE.match(after):
+        return words if "/" in words or "per" in words else f"{rate[1]} {words}".strip()
     if words:
         return words
     if before.endswith("[") and after.startswith("]") and not before.endswith("]["):
@@ -212,7 +225,8 @@ def _label(before: str, after: str, last: str) -> str:
     if after.startswith("/\0") or after.strip() == "/":
         return "fraction"
     found = _UNIT.match(after)
-    behind = _SPLIT.split(after)[0].split("(")[0].strip(" .:=")
+    behind = _SPLIT.split(after[found.end() :] if found and found[1] in _COUNT else after)[0]
+    behind = behind.split("(")[0].strip(" .:=")
     return behind if re.fullmatch(r"[%A-Za-zµ][\w%/ ]{0,24}", behind) else found[1] if found else ""
 
 

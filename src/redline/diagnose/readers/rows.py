@@ -250,6 +250,7 @@ def runs_of(rows: Sequence[Row]) -> tuple[list[list[Row]], bool]:
     that count by another name than most (of an epoch, of a validation) add to the updates and are none.
     """
     counters = Counter(row.counter for row in rows if row.trained or TIMES & row.values.keys())
+    counters = counters or Counter(row.counter for row in rows)
     main = counters.most_common(1)[0][0] if counters else ""
     runs: list[dict[int, Row]] = []
     offset, last, epoch = 0, -1, math.nan

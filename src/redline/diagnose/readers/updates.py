@@ -22,6 +22,8 @@ are long enough for INTERVALS of them."""
 INTERVALS = 12
 SLOWER = 1.5
 """An update that holds a validation, against one that does not."""
+ROUNDED = 3
+"""Differences of a sum that is printed to a few digits take this many values at most."""
 PAUSES = {"validation", "checkpoint"}
 TIMERS = ("generate_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "communication_s", "data_wait_s")
 Times = list[float | None]
@@ -45,15 +47,18 @@ class Timed:
         return _middle(values[min(5, max(len(values) // 3, len(values) > 1)) :])
 
 
-def timed(rows: list[Row], log: Log, *, batch: float | None, tokens: float | None, means: bool) -> Timed:
-    """`batch` and `tokens` are those of an update, where the log's head tells them."""
+def timed(
+    rows: list[Row], log: Log, *, batch: float | None, tokens: float | None, share: float | None, means: bool
+) -> Timed:
+    """`batch` and `tokens` are those of an update, where the log's head tells them; `share` is how many GPUs they are
+    spread over where the log's rates are those of one, None where that is not known."""
     run = Timed(rows, means=means)
     _settle_units(run, log)
     _drop_running_means(rows)
     _count_from_totals(rows)
     sources: dict[str, Callable[[], Times]] = {
         "": lambda: [row.values.get("step_s") for row in rows],
-        "tokens over tokens/s": lambda: [_rate(row, "tokens", "tokens_per_s", tokens) for row in rows],
+        "tokens over tokens/s": lambda: [_rate(row, "tokens", "tokens_per_s", tokens, share) for row in rows],
         "the clock": lambda: _clock(rows),
         "samples over samples/s": lambda: [_rate(row, "batch_size", "samples_per_s", batch) for row in rows],
         "updates/s": lambda: [
@@ -76,10 +81,12 @@ def timed(rows: list[Row], log: Log, *, batch: float | None, tokens: float | Non
     return run
 
 
-def _rate(row: Row, amount: str, rate: str, known: float | None = None) -> float | None:
+def _rate(
+    row: Row, amount: str, rate: str, known: float | None = None, share: float | None = 1.0
+) -> float | None:
     """Time of an update from how much it holds and how much a second brings."""
     much, speed = row.values.get(amount, known), row.values.get(rate)
-    return much / speed if much and speed else None
+    return much / speed / share if much and speed and share else None
 
 
 def _clock(rows: Sequence[Row]) -> Times:
@@ -198,13 +205,18 @@ def _count_from_totals(rows: Sequence[Row]) -> None:
     for total, each in (("tokens_total", "tokens"), ("samples_total", "batch_size"), ("tokens", "tokens")):
         known = [(row, row.values[total]) for row in rows if total in row.values]
         values = [value for _, value in known]
-        if len(values) < 3 or not _grows(values):
+        if len(values) < 3 or any(new < old for old, new in pairwise(values)) or values[-1] == values[0]:
             continue
         steps = known[-1][0].step / max(1, known[0][0].step)
         if total == each and values[-1] < values[0] * max(2.5, steps / 4):
             continue  # rows of growing length, and no sum
-        for (before, old), (row, new) in pairwise(known):
-            row.values[each] = (new - old) / max(1, row.step - before.step)
+        found = [
+            (new - old) / max(1, row.step - before.step) for (before, old), (row, new) in pairwise(known)
+        ]
+        if len(set(found)) > 1 and len({f"{value:.4g}" for value in found}) <= ROUNDED:
+            found = [(values[-1] - values[0]) / max(1, known[-1][0].step - known[0][0].step)] * len(found)
+        for (row, _), value in zip(known[1:], found, strict=True):
+            row.values[each] = value
         known[0][0].values.pop(each, None)
 
 
