@@ -46,6 +46,9 @@ METRICS: dict[str, Metric] = {
     "backward_s": Metric(
         "s", "time of this update in backward passes, recomputation included, waits for other processes not"
     ),
+    "combine_s": Metric(
+        "s", "time of this update in keeping and combining the gradients of several domains; with PCGrad"
+    ),
     "optimizer_s": Metric("s", "time of this update in clipping and changing the weights"),
     "communication_s": Metric(
         "s",
@@ -79,6 +82,12 @@ METRICS: dict[str, Metric] = {
     "sm_clock_mhz": Metric("MHz", "clock of the multiprocessors, by NVML; only on GPUs"),
     "temperature_c": Metric("°C", "temperature of the GPU, by NVML; only on GPUs"),
     "memory_used_bytes": Metric("bytes", "memory in use on the GPU by everybody, by NVML; only on GPUs"),
+    "cosine.A.B": Metric(
+        "1", "cosine of the gradients of domains A and B; with PCGrad, or where conflicts are watched"
+    ),
+    "conflict.A.B": Metric(
+        "1", "share of the weight tensors in which the gradients of domains A and B point against each other"
+    ),
     "loss_scale": Metric("1", "factor on the loss against fp16 underflow; only with fp16"),
     "skipped": Metric("1", "1 where fp16 overflowed and the update was skipped; only with fp16"),
     "valid_loss": Metric("nats/token", "mean cross entropy on the validation split; on steps that validate"),

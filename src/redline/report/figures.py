@@ -20,11 +20,12 @@ PHASES = {
     "generate_s": "generation",
     "forward_s": "forward",
     "backward_s": "backward",
+    "combine_s": "combining gradients",
     "optimizer_s": "optimiser update",
     "communication_s": "communication",
 }
-NOT_IN_ALL = {"generate_s", "communication_s"}
-"""Phases that an update may have: texts drawn in it, other processes waited for."""
+NOT_IN_ALL = {"generate_s", "combine_s", "communication_s"}
+"""Phases that an update may have: texts drawn in it, domains kept apart, other processes waited for."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ from redline.train.packed import Packed
 from redline.train.places import step_name
 from redline.train.process import Process
 from redline.train.schedule import fixed, lr_factor
-from redline.train.step import Learner, LossScale
+from redline.train.step import Combination, Learner, LossScale
 from redline.train.stop import STOPPED, stop_on_signal
 
 
@@ -63,6 +63,9 @@ class Job:
     shards."""
     validate: Callable[[Transformer, int], dict[str, float]] | None = None
     """The `valid_*` metrics of a model, from passes of so many rows."""
+    combine: Callable[[Learner, Callable[[], int]], Combination] | None = None
+    """What becomes of the gradients of several groups, from the learner and the number of updates done; None: their
+    sum."""
     initial_weights: Callable[[Transformer], None] | None = None
     fork: Path | None = None
     """A checkpoint of another run, from which this one goes on with other values."""
@@ -106,6 +109,8 @@ class Trainer:
         scale = LossScale() if job.plan.precision == "fp16" else None
         optimizers = make_optimizers(job.model, self.train, job.plan.update)
         self.learner = Learner(job.model, optimizers, process, self.train.clip_norm, scale)
+        if job.combine is not None:
+            self.learner.combine = job.combine(self.learner, lambda: self.progress.step)
         self.tensors = {**state_tensors(job.model, optimizers), "rng.cpu": torch.get_rng_state()}
         self.checkpoints: Checkpoints | None = None
         if job.run is not None:
@@ -230,6 +235,7 @@ class Trainer:
             ) from error
         for optimizer in self.learner.optimizers:
             optimizer.zero_grad(set_to_none=True)
+        self.learner.combine.restart()
         self.executor = self._executor()
         torch.cuda.empty_cache()
 

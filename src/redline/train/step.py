@@ -62,6 +62,9 @@ class Combination(Protocol):
         """All groups are done: leave the gradient of the update on the parameters. Returns numbers to report."""
         ...
 
+    def restart(self) -> None:
+        """Forget the groups of an update that was broken off."""
+
 
 class Sum:
     """The plain one: gradients of all passes add up."""
@@ -71,6 +74,9 @@ class Sum:
 
     def finish(self) -> Numbers:
         return {}
+
+    def restart(self) -> None:
+        pass
 
 
 @dataclass
