@@ -5,16 +5,28 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from precision import CLOSE_FP32
-from warm import Warm
+
+from redline.bench import finetune
+from redline.cli.main import main
+from redline.machine.facts import read_facts
+from redline.measure.child import named
 
 
-@pytest.mark.slow
-def test_both_sides_are_measured_on_the_same_work(warm: Warm, tmp_path: Path) -> None:
-    done = warm.run("bench", "finetune", "--quick", "--arm", "hf-seeds", "--arm", "graph", "--out", tmp_path)
-    assert done.code == 0, done.err
-    [path] = tmp_path.glob("finetune-quick_*.json")
-    theirs, ours = json.loads(path.read_text())["rows"]
+def test_both_sides_are_measured_on_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, which has torch already."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(finetune, "rows_of", lambda function, setting: named(function)(setting))
+    told: list[str] = []
+    path = finetune.bench_finetune(
+        "quick", read_facts(), tmp_path, arms=["hf-seeds", "graph"], progress=told.append
+    )
+    assert [line.partition(":")[0] for line in told] == [
+        finetune.LABELS["hf-seeds"],
+        finetune.LABELS["graph"],
+    ]
+    theirs, ours = json.loads(path.with_suffix(".json").read_text())["rows"]
     assert (theirs["row"], ours["row"]) == ("hf-seeds", "graph")
     assert len(theirs["losses"]) == 6
     # the updates are too small to enlarge what rounding leaves; batches differ by a hundred times as much
@@ -23,12 +35,14 @@ def test_both_sides_are_measured_on_the_same_work(warm: Warm, tmp_path: Path) ->
     for row in (theirs, ours):
         assert 0 < row["low"] <= row["rows_per_s"] <= row["high"]
         assert row["update_ms"] > 0
-    table = path.with_suffix(".md").read_text()
+        assert len(row["blocks"]) == 3
+    table = path.read_text()
     assert f"| {ours['rows_per_s']:,.0f} |" in table
     assert f"{ours['loss_differences']['hf-seeds']:.2g} over 6 updates" in table
 
 
-def test_a_wrong_arm_is_one_clear_line(warm: Warm, tmp_path: Path) -> None:
-    done = warm.run("bench", "finetune", "--quick", "--arm", "peft", "--out", tmp_path)
-    assert done.code == 2
-    assert "--arm must be one of hf-seeds, hf-best, graph, compiled, fp32, got 'peft'" in done.err
+def test_a_wrong_arm_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "finetune", "--quick", "--arm", "peft"]) == 2
+    assert (
+        "--arm must be one of hf-seeds, hf-best, graph, compiled, fp32, got 'peft'" in capsys.readouterr().err
+    )

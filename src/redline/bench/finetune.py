@@ -14,12 +14,11 @@ from pathlib import Path
 from statistics import median
 
 from redline.bench.results import (
-    MEANINGLESS,
     SMOLLM2_360M,
     TINY,
     BenchRow,
+    head,
     machine_title,
-    made_by,
     rows_of,
     shape,
     spread,
@@ -137,10 +136,7 @@ def page(facts: MachineFacts, work: FinetuningWork, rows: Sequence[BenchRow]) ->
     )
     best = next((row["rows_per_s"] for row in rows if row["row"] == "hf-best" and "rows_per_s" in row), None)
     return [
-        f"# LoRA fine-tuning on {machine_title(facts)}",
-        "",
-        made_by("finetune", facts),
-        *([MEANINGLESS] if work is WORKS["quick"] else []),
+        *head("finetune", f"LoRA fine-tuning on {machine_title(facts)}", facts, quick=work is WORKS["quick"]),
         f"{shape(work.model)}; LoRA of rank {work.lora.rank} on all linear layers, batch {work.batch_size}, loss on"
         f" the answers. {RANDOM_ROWS:,} rows of random tokens, {shortest} to {longest} long, in the same order for all"
         f" arms; Hugging Face's are padded to {work.padded_to}, ours packed.",

@@ -5,28 +5,25 @@ Every arm starts from the same weights and adapters, and reads the same rows in 
 learning rate. Ours is the real loop with its record on a disk (`measure.training`).
 """
 
-import itertools
-import json
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from redline.bench import theirs
 from redline.bench.finetune import WORKS, FinetuningWork
 from redline.bench.results import BenchRow
 from redline.errors import need
 from redline.finetune import prepare
 from redline.machine.facts import read_facts
-from redline.measure.child import cuda_peaks, synchronize, timed
+from redline.measure.child import cuda_peaks, timed
 from redline.measure.training import TrainingSubject, random_rows, whole_batches
 from redline.measure.trial import train_trial
-from redline.model.huggingface_out import config_json, to_huggingface
-from redline.model.transformer import Transformer, build_model
+from redline.model.transformer import build_model
 from redline.plan.hardware import hardware_here
 from redline.plan.planner import make_plan
 from redline.train.adapter import MODULES, peft_tensors
@@ -51,6 +48,10 @@ def _rows(work: FinetuningWork) -> list[Example]:
     return whole_batches(rows, work.batch_size)
 
 
+def _block_size(name: str, work: FinetuningWork) -> int:
+    return max(1, (work.updates[name] - WARM_UP) // BLOCKS)
+
+
 def _block(work: FinetuningWork, updates: int, seconds: float, tokens_per_update: float) -> dict[str, Any]:
     tokens, examples = updates * tokens_per_update, updates * work.batch_size
     return {"updates": updates, "examples": examples, "tokens": tokens, "seconds": seconds}
@@ -69,7 +70,7 @@ def _ours(name: str, work: FinetuningWork) -> BenchRow:
     try:
         first_update_s = timed(1, subject.step, subject.drain)
         timed(WARM_UP - 1, subject.step, subject.drain)
-        size = max(1, (work.updates[name] - WARM_UP) // BLOCKS)
+        size = _block_size(name, work)
         blocks_s = [timed(size, subject.step, subject.drain) for _ in range(BLOCKS)]
     finally:
         subject.close()
@@ -80,32 +81,18 @@ def _ours(name: str, work: FinetuningWork) -> BenchRow:
 # ---- Hugging Face's Trainer with PEFT ----
 
 
-def _adapted(work: FinetuningWork) -> Transformer:
-    """The model that ours starts from, in fp32."""
-    process = Process(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    model = build_model(work.model, device=process.device, seed=work.recipe.train.seed)
-    prepare(model, work.recipe, process)
-    return model
-
-
 def peft_model(work: FinetuningWork) -> Any:
-    """Their model with our weights and our adapters."""
-    transformers, peft = need("transformers", extra="hf"), need("peft", extra="hf")
-    ours = _adapted(work)
-    with tempfile.TemporaryDirectory() as scratch:
-        (Path(scratch) / "config.json").write_text(json.dumps(config_json(work.model)), encoding="utf-8")
-        config = transformers.AutoConfig.from_pretrained(scratch)
-    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    theirs = theirs.to(ours.embed.weight.device)
+    """Their model with our weights and our adapters, in fp32."""
+    peft = need("peft", extra="hf")
+    process = Process(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    ours = build_model(work.model, device=process.device, seed=work.recipe.train.seed)
+    prepare(ours, work.recipe, process)
     plain = {name: p.detach() for name, p in ours.named_parameters() if "lora" not in name}
-    missing, unexpected = theirs.load_state_dict(to_huggingface(work.model, plain), strict=False)
-    assert not unexpected
-    assert set(missing) <= {"lm_head.weight"}, "the head is the embedding, and nothing else is left over"
     modules = [module.split(".")[1] for module in MODULES.values()]
     lora = peft.LoraConfig(
         r=work.lora.rank, lora_alpha=work.lora.alpha, target_modules=modules, task_type="CAUSAL_LM"
     )
-    model = peft.get_peft_model(theirs, lora)
+    model = peft.get_peft_model(theirs.model_of(work.model, plain, device=process.device), lora)
     start = peft_tensors(ours)
     learning = {name.replace(".default", ""): p for name, p in model.named_parameters() if p.requires_grad}
     assert learning.keys() == start.keys()
@@ -115,14 +102,13 @@ def peft_model(work: FinetuningWork) -> Any:
 
 
 def _huggingface(name: str, work: FinetuningWork) -> BenchRow:
-    transformers = need("transformers", extra="hf")
-    model, watch, rows = peft_model(work), _watch_of_theirs(transformers), _rows(work)
-    as_seeds, updates = name == "hf-seeds", work.updates[name]
+    model, rows, size = peft_model(work), _rows(work), _block_size(name, work)
+    as_seeds = name == "hf-seeds"
     with tempfile.TemporaryDirectory() as scratch:
-        arguments = transformers.TrainingArguments(
-            output_dir=scratch,
+        arguments = theirs.arguments(
+            scratch,
             per_device_train_batch_size=work.batch_size,
-            max_steps=updates,
+            max_steps=work.updates[name],
             learning_rate=work.lr,
             lr_scheduler_type="constant",
             weight_decay=0.0,
@@ -131,25 +117,21 @@ def _huggingface(name: str, work: FinetuningWork) -> BenchRow:
             gradient_checkpointing=as_seeds,
             gradient_checkpointing_kwargs={"use_reentrant": False} if as_seeds else None,
             optim="adamw_torch" if as_seeds else "adamw_torch_fused",
-            logging_steps=10**6,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            use_cpu=not torch.cuda.is_available(),
         )
-        padded = [_padded(row, work.padded_to) for row in rows]
-        trainer = _trainer_of_theirs(transformers, len(rows))(
-            model=model, args=arguments, train_dataset=padded, callbacks=[watch]
+        padded, clock = (
+            [_padded(row, work.padded_to) for row in rows],
+            theirs.clock(warm_up=WARM_UP, per_block=size),
         )
-        watch.started_s = time.perf_counter()
+        trainer = _trainer_of_theirs(len(rows))(
+            model=model, args=arguments, train_dataset=padded, callbacks=[clock]
+        )
+        clock.started_s = time.perf_counter()
         trainer.train()
-    size = max(1, (updates - WARM_UP) // BLOCKS)
-    edges = [watch.ends_s[WARM_UP - 1 + place * size] for place in range(BLOCKS + 1)]
     tokens = exact(rows).tokens / (len(rows) // work.batch_size)
     return {
         "losses": [float(loss) for loss in trainer.losses],
-        "blocks": [_block(work, size, end - start, tokens) for start, end in itertools.pairwise(edges)],
-        "first_update_s": watch.ends_s[0] - watch.started_s,
+        "blocks": [_block(work, size, seconds, tokens) for seconds in clock.blocks_s[:BLOCKS]],
+        "first_update_s": clock.first_step_s,
     }
 
 
@@ -163,7 +145,7 @@ def _padded(example: Example, length: int) -> dict[str, Tensor]:
     }
 
 
-def _trainer_of_theirs(transformers: Any, rows: int) -> Any:
+def _trainer_of_theirs(rows: int) -> Any:
     class Order(torch.utils.data.Sampler[int]):
         """Our order, which a trial goes through again and again: an iteration is an epoch."""
 
@@ -174,7 +156,7 @@ def _trainer_of_theirs(transformers: Any, rows: int) -> Any:
             (numbers,) = batches(rows, batch_size=rows, epochs=1, seed=0)
             return iter(numbers)
 
-    class Trainer(transformers.Trainer):
+    class Trainer(need("transformers", extra="hf").Trainer):  # type: ignore[misc]
         """Keeps every loss without waiting for the GPU."""
 
         losses: list[Tensor]
@@ -189,17 +171,3 @@ def _trainer_of_theirs(transformers: Any, rows: int) -> Any:
             return loss
 
     return Trainer
-
-
-def _watch_of_theirs(transformers: Any) -> Any:
-    class Watch(transformers.TrainerCallback):
-        started_s = 0.0
-
-        def __init__(self) -> None:
-            self.ends_s: list[float] = []
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            synchronize()  # an update takes a quarter of a second there, and waiting for its end microseconds
-            self.ends_s.append(time.perf_counter())
-
-    return Watch()

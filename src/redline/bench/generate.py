@@ -19,12 +19,11 @@ from pathlib import Path
 from statistics import median
 
 from redline.bench.results import (
-    MEANINGLESS,
     SMOLLM2_360M,
     TINY,
     BenchRow,
+    head,
     machine_title,
-    made_by,
     rows_of,
     shape,
     spread,
@@ -252,10 +251,7 @@ def page(facts: MachineFacts, work: GenerationWork, rows: Sequence[BenchRow]) ->
         "share of the floor", "peak memory", "first run",
     )  # fmt: skip
     return [
-        f"# Generation on {machine_title(facts)}",
-        "",
-        made_by("generate", facts),
-        *([MEANINGLESS] if work is WORKS["quick"] else []),
+        *head("generate", f"Generation on {machine_title(facts)}", facts, quick=work is WORKS["quick"]),
         f"{shape(work.model)}; prompts of {work.prompt_tokens} tokens, {work.new_tokens} new tokens each,"
         f" temperature {TEMPERATURE}. Median of the timed runs; interval: slowest to fastest.",
         "Floor: weights once a step, keys and values once a token, at the measured copy bandwidth, and the"

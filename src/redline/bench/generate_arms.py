@@ -11,7 +11,6 @@ same work that warms it up.
 
 import contextlib
 import gc
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,13 +20,13 @@ from torch import Tensor
 
 from redline.bench.generate import HEADLINE, TEMPERATURE, WORKS, GenerationWork, mixed_lengths
 from redline.bench.results import BenchRow
+from redline.bench.theirs import model_of
 from redline.config.recipe import ModelConfig
 from redline.engine.local import LocalEngine
 from redline.engine.request import Completion, Request, Sampling
 from redline.errors import need
 from redline.measure.child import cuda_peaks, timed
 from redline.measure.generation import letters_tokenizer
-from redline.model.huggingface_out import config_json, to_huggingface
 from redline.model.transformer import Transformer, build_model
 
 WARM_TOKENS = 4
@@ -91,19 +90,7 @@ def transformers(setting: dict[str, str]) -> Iterator[BenchRow]:
 
 def _theirs(config: ModelConfig, model: Transformer) -> Any:
     """Its model with our weights, in the compute dtype."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    hf = need("transformers", extra="hf")
-    about = {key: value for key, value in config_json(config).items() if key != "architectures"}
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    with torch.device(_device()):  # or it would draw all its weights on the CPU, for seconds
-        theirs = hf.AutoModelForCausalLM.from_config(
-            hf.AutoConfig.for_model(**about, **ids), attn_implementation="sdpa", dtype=_dtype()
-        )
-    weights = to_huggingface(config, dict(model.named_parameters()))
-    missing, unexpected = theirs.load_state_dict(weights, strict=False)
-    assert not unexpected, unexpected
-    assert set(missing) <= {"lm_head.weight"}, missing  # tied to the embedding
-    return theirs.eval()
+    return model_of(config, dict(model.named_parameters()), device=_device(), dtype=_dtype()).eval()
 
 
 def _sampled(new_tokens: int, samples: int) -> Any:

@@ -32,7 +32,7 @@ TINY = ModelConfig(
 )
 """So small that a CPU shows in seconds that everything runs."""
 ROW_LIMIT_S = 1800.0
-"""A row that takes longer hangs."""
+"""A row that takes longer counts as hung."""
 MEANINGLESS = "A tiny model, to see that everything runs: **its speeds mean nothing.**"
 
 
@@ -54,10 +54,13 @@ def machine_title(facts: MachineFacts) -> str:
     return facts.gpus[0].name if facts.gpus else f"{facts.cpu_name}, {facts.cpu_cores} cores"
 
 
-def made_by(verb: str, facts: MachineFacts) -> str:
+def head(verb: str, title: str, facts: MachineFacts, *, quick: bool = False) -> list[str]:
+    """The first lines of a page: its title, and what made it."""
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version)
-    today = time.strftime("%Y-%m-%d")
-    return f"Made by `redline bench {verb}` on {today}; {versions}; Python {facts.python}."
+    made = (
+        f"Made by `redline bench {verb}` on {time.strftime('%Y-%m-%d')}; {versions}; Python {facts.python}."
+    )
+    return [f"# {title}", "", made, *[MEANINGLESS] * quick]
 
 
 def shape(model: ModelConfig) -> str:
@@ -69,7 +72,7 @@ def shape(model: ModelConfig) -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """As Markdown; short rows are filled up."""
+    """A Markdown table; short rows are filled up."""
     filled = [[*row, *[""] * (len(columns) - len(row))] for row in rows]
     return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *filled)]
 
@@ -77,7 +80,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def write(
     out: Path, what: str, facts: MachineFacts, results: dict[str, Any], lines: Sequence[str], title: str = ""
 ) -> Path:
-    """The results as JSON, with the machine, and as a page; the page's path."""
+    """Write the results as JSON, with the machine, and as a page; returns the page's path."""
     name = re.sub(r"[^a-z0-9]+", "-", (title or machine_title(facts)).lower()).strip("-")
     base = out / f"{what}_{name}_{time.strftime('%Y%m%d')}"
     out.mkdir(parents=True, exist_ok=True)

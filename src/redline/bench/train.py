@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from redline.bench.results import BenchRow, made_by, rows_of, table, write
+from redline.bench.results import BenchRow, head, rows_of, table, write
 from redline.config.load import to_toml
 from redline.config.recipe import Recipe
 from redline.machine.facts import MachineFacts
@@ -81,9 +81,7 @@ def _brief(found: BenchRow) -> str:
 def page(hardware: Hardware, facts: MachineFacts, results: Sequence[BenchRow]) -> list[str]:
     """Markdown: one section a recipe, one row an arm."""
     lines = [
-        f"# Training on {hardware.title}",
-        "",
-        made_by("train", facts),
+        *head("train", f"Training on {hardware.title}", facts),
         "MFU: 6N + 12LdT per token over the dense bf16 datasheet peak. Median of the blocks; interval: slowest to"
         " fastest block.",
         "Rows of one loop are interleaved in one process; plain PyTorch and HF Trainer run in processes of their"
@@ -111,8 +109,8 @@ def _section(entry: BenchRow, hardware: Hardware) -> list[str]:
         ),
     ]
     loop = entry["arms"].get("loop", {})
-    if loop.get("memory"):
-        predicted, seen = loop["predicted_bytes"], loop["memory"]["allocated_peak_bytes"]
+    if loop.get("memory_bytes"):
+        predicted, seen = loop["predicted_bytes"], loop["memory_bytes"]
         off = f"{predicted / seen - 1:+.1%}"
         lines += ["", f"Predicted peak {format_bytes(predicted)}, seen {format_bytes(seen)}: {off}."]
     return lines
@@ -145,7 +143,7 @@ def _cells(arm: str, found: BenchRow, entry: BenchRow, hardware: Hardware) -> li
             f"{speed['low']:,.0f} – {speed['high']:,.0f}",
             f"{rate * flops / peak / 1e12:.1%}" if peak else "–",
             f"{rate / bare - 1:+.2%}" if bare else "–",
-            format_bytes(found["memory"]["allocated_peak_bytes"]) if found["memory"] else "–",
+            format_bytes(found["memory_bytes"]) if found["memory_bytes"] else "–",
             format_duration(found["first_step_s"]) if name in ARMS else "",
         ])  # fmt: skip
     return rows

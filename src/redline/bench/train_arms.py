@@ -11,7 +11,6 @@
 A block of steps is timed between two synchronisations.
 """
 
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from redline.bench import theirs
 from redline.bench.results import BenchRow, spread
 from redline.config.load import from_toml
 from redline.config.recipe import Recipe
@@ -74,10 +74,7 @@ def loop(setting: dict[str, Any]) -> Iterator[BenchRow]:
         "loop_without_instruments": _Steps(setting, turn_blind),
         "bare": _Steps(setting, bare_step),
     }
-    yield {
-        "speeds": _speeds(arms, recipe, setting),
-        "first_step_s": first_step_s,
-        "memory": _memory(),
+    yield _row(_speeds(arms, recipe, setting), first_step_s) | {
         "predicted_bytes": plan.prediction.memory_bytes,
         "data_wait_s_per_step": trainer.waited_s / max(1, trainer.progress.step),
         "loss": trainer.last_line.get("loss"),
@@ -112,7 +109,7 @@ def plain(setting: dict[str, Any]) -> Iterator[BenchRow]:
         synchronize()
         first_step_s = time.perf_counter() - started_s
         speeds = _speeds({"plain": _Steps(setting, step)}, recipe, setting)
-        yield {"speeds": speeds, "first_step_s": first_step_s, "memory": _memory()}
+        yield _row(speeds, first_step_s)
 
 
 def _plain_step(recipe: Recipe, plan: Plan, process: Process) -> Callable[[], object]:
@@ -149,19 +146,15 @@ class _Called:
 
 
 def hf(setting: dict[str, Any]) -> Iterator[BenchRow]:
-    (recipe, plan), started_s = _given(setting), time.perf_counter()
-    transformers, per_block = need("transformers", extra="hf"), setting["steps_per_block"]
-    from redline.model.huggingface_out import config_json
-
+    (recipe, plan), per_block = _given(setting), setting["steps_per_block"]
+    # the first block is warm-up too
+    clock = theirs.clock(warm_up=1 + per_block, per_block=per_block)
     with join(plan.hardware.kind) as process, tempfile.TemporaryDirectory() as scratch:
         corpus = open_corpus(recipe, Path(scratch), process, None)
         assert isinstance(corpus.train, TokenDataset)
-        (Path(scratch) / "config.json").write_text(json.dumps(config_json(recipe.model)), encoding="utf-8")
-        config = transformers.AutoConfig.from_pretrained(scratch)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
         steps, cuda = 1 + (setting["blocks"] + 1) * per_block, process.device.type == "cuda"
-        arguments = transformers.TrainingArguments(
-            output_dir=scratch,
+        arguments = theirs.arguments(
+            scratch,
             per_device_train_batch_size=plan.micro_batch,
             gradient_accumulation_steps=plan.accumulation,
             max_steps=steps,
@@ -173,17 +166,15 @@ def hf(setting: dict[str, Any]) -> Iterator[BenchRow]:
             torch_compile=plan.compile != "off",
             optim="adamw_torch_fused",
             dataloader_num_workers=4 if cuda else 0,
-            logging_steps=per_block,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            use_cpu=not cuda,
         )
-        clock = _clock(transformers, per_block, started_s)
-        windows = _Windows(corpus.train, recipe, steps)
-        transformers.Trainer(model=model, args=arguments, train_dataset=windows, callbacks=[clock]).train()
-    speeds = {"hf": _speed(clock.blocks_s, recipe, setting)}
-    yield {"speeds": speeds, "first_step_s": clock.first_step_s, "memory": _memory()}
+        need("transformers", extra="hf").Trainer(
+            model=theirs.model_of(recipe.model, device=process.device),
+            args=arguments,
+            train_dataset=_Windows(corpus.train, recipe, steps),
+            callbacks=[clock],
+        ).train()
+    steps_s = [block_s / per_block for block_s in clock.blocks_s]
+    yield _row({"hf": _speed(steps_s, recipe, setting)}, clock.first_step_s)
 
 
 class _Windows(torch.utils.data.Dataset):
@@ -200,30 +191,6 @@ class _Windows(torch.utils.data.Dataset):
         place = np.array([index % self.dataset.windows(self.seq_len)])
         tokens = torch.from_numpy(self.dataset.read_windows(place, self.seq_len)[0][:-1].copy())
         return {"input_ids": tokens, "labels": tokens}  # its models shift the labels themselves
-
-
-def _clock(transformers: Any, per_block: int, started_s: float) -> Any:
-    class Clock(transformers.TrainerCallback):
-        """Times blocks of steps, the first block left out as warm-up."""
-
-        def __init__(self) -> None:
-            self.blocks_s: list[float] = []
-            self.first_step_s = 0.0
-            self.last_s = 0.0
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            step = state.global_step
-            if step == 1:
-                synchronize()
-                self.first_step_s = time.perf_counter() - started_s
-            if step > 1 and (step - 1) % per_block == 0:
-                synchronize()
-                now_s = time.perf_counter()
-                if step - 1 > per_block:
-                    self.blocks_s.append((now_s - self.last_s) / per_block)
-                self.last_s = now_s
-
-    return Clock()
 
 
 # ---- timing ----
@@ -259,8 +226,7 @@ def _speed(steps_s: Sequence[float], recipe: Recipe, setting: dict[str, Any]) ->
     return {**rates, "step_s": step_s, "blocks": len(steps_s), "steps_per_block": setting["steps_per_block"]}
 
 
-def _memory() -> dict[str, int]:
-    if not torch.cuda.is_available():
-        return {}
-    peaks = cuda_peaks()
-    return {"allocated_peak_bytes": peaks["allocated_bytes"], "reserved_peak_bytes": peaks["reserved_bytes"]}
+def _row(speeds: dict[str, BenchRow], first_step_s: float) -> BenchRow:
+    cuda = torch.cuda.is_available()
+    memory_bytes = cuda_peaks()["allocated_bytes"] if cuda else None
+    return {"speeds": speeds, "first_step_s": first_step_s, "memory_bytes": memory_bytes}
