@@ -492,7 +492,10 @@ def test_cpu_rates_count_what_they_time(seconds, flops, monkeypatch):
     large one too."""
     monkeypatch.setattr(measuring, "_best_s", lambda work, time_s: (seconds, 0.25))
     assert measuring._cpu_matmul_gflops() == pytest.approx((flops / seconds / 1e9, 0.25))
-    assert measuring._cpu_copy_bytes_per_s() == pytest.approx((2 * 256 * MIB / seconds, 0.25))
+    numbers = torch.zeros(256 * MIB // 4)
+    assert measuring._copy_bytes_per_s(numbers, measuring._time_cpu_s) == pytest.approx(
+        (2 * 256 * MIB / seconds, 0.25)
+    )
 
 
 def _numpy_gflops() -> float:

@@ -1,15 +1,14 @@
 """Measured ceilings: the fastest this machine was seen to multiply, copy and launch. Needs torch; import it
 only to measure.
 
-    ceilings = load_or_measure(read_facts(), progress=print)    # seconds the first time, then read from the
-                                                                cache
+    ceilings = load_or_measure(read_facts(), progress=print)    # seconds the first time, then from the cache
 
 Method: random data (zeros draw less power and run faster than any training), inputs rotated so that they do
 not stay in the L2 cache, warm-up, then the best of seven blocks timed by CUDA events with a synchronise only
-at block edges. Where the median block is much slower than the best, or other programs held the CPU meanwhile,
-up to three series are taken; what is still noisy is shown but not kept. Calls are queued one by one as a training step queues them, so the smallest matrices show
-the launch cost too. Left out: sustained clocks over minutes, several GPUs (the current one is measured),
-NVLink and disk.
+at block edges. If the median block is much slower than the best, or other programs held the CPU meanwhile, up
+to three series are taken; what is still noisy is shown but not kept. Calls are queued one by one, as in a
+training step, so the smallest matrices show the launch cost too. Left out: sustained clocks over minutes,
+several GPUs (the current one is measured), NVLink and disk.
 """
 
 import contextlib
@@ -60,22 +59,24 @@ Clock = Callable[[Work, int], tuple[float, float]]
 """Seconds that so many calls take, and how many of them went to other programs."""
 
 
-def load_or_measure(facts: MachineFacts, refresh: bool = False, progress: Progress | None = None) -> Ceilings:
-    """The ceilings kept for this kind of machine, measured and kept when there are none or a fresh
-    measurement is asked for."""
-    tell = progress or _silent
+def _silent(_: str) -> None:
+    """Progress that nobody listens to."""
+
+
+def load_or_measure(facts: MachineFacts, refresh: bool = False, progress: Progress = _silent) -> Ceilings:
+    """The ceilings kept for this kind of machine; measured if there are none or `refresh` asks for it."""
     unusable: list[str] = []
 
     def hear(line: str) -> None:
         unusable.append(line)
-        tell(line)
+        progress(line)
 
     if not refresh and (kept := cached(facts, hear)) is not None:
         return kept
     ceilings = measure(progress)
     ceilings = dataclasses.replace(ceilings, notes=(*unusable, *ceilings.notes))
     if ceilings.noisy:
-        tell(
+        progress(
             f"the ceilings are not kept, because this machine was busy: {', '.join(ceilings.noisy)}. The next"
             " command measures again; `redline machine --refresh` does it when the machine is quiet"
         )
@@ -84,17 +85,18 @@ def load_or_measure(facts: MachineFacts, refresh: bool = False, progress: Progre
         save(facts, ceilings)
     except StorageError as error:
         # A home that cannot be written costs one measurement for each process, not the run.
-        tell(f"the ceilings are not kept and will be measured again next time: {error}")
+        progress(f"the ceilings are not kept and will be measured again next time: {error}")
     return ceilings
 
 
-def measure(progress: Progress | None = None) -> Ceilings:
-    """Measure the current GPU, where there is one, and the CPU. Torch's random state and precision stay as
-    they were."""
-    tell = progress or _silent
-    tell("measuring the CPU")
+def measure(progress: Progress = _silent) -> Ceilings:
+    """Measure the CPU and, if there is one, the current GPU. Torch's random state and precision stay as they
+    were."""
+    progress("measuring the CPU")
     cpu_matmul_gflops, matmul_spread = _cpu_matmul_gflops()
-    cpu_copy_bytes_per_s, copy_spread = _cpu_copy_bytes_per_s()
+    # repeated: drawing so many numbers would take seconds
+    numbers = _randn(torch.Generator().manual_seed(0), 2**20).repeat(_TRANSFER_BYTES // 2**22)
+    cpu_copy_bytes_per_s, copy_spread = _copy_bytes_per_s(numbers, _time_cpu_s)
     ceilings = Ceilings(
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         device="cpu",
@@ -110,7 +112,7 @@ def measure(progress: Progress | None = None) -> Ceilings:
         spread={"CPU matmul": matmul_spread, "CPU copy": copy_spread},
         notes=(),
     )
-    return _measure_gpu(ceilings, tell) if torch.cuda.is_available() else ceilings
+    return _measure_gpu(ceilings, progress) if torch.cuda.is_available() else ceilings
 
 
 def _measure_gpu(ceilings: Ceilings, tell: Progress) -> Ceilings:
@@ -126,7 +128,7 @@ def _measure_gpu(ceilings: Ceilings, tell: Progress) -> Ceilings:
     random = torch.Generator(device).manual_seed(0)
     points, notes = _matmul_points(properties, random, tell)
     tell(f"measuring copies and launches on {properties.name}")
-    copy_bytes_per_s, copy_spread = _copy_bytes_per_s(random)
+    copy_bytes_per_s, copy_spread = _copy_bytes_per_s(_randn(random, _COPY_BYTES // 4), _time_cuda_s)
     host_to_device_bytes_per_s, device_to_host_bytes_per_s = _transfer_bytes_per_s(random)
     launch_latency_s, graph_launch_latency_s = _launch_latencies_s(random)
     torch.cuda.empty_cache()
@@ -149,8 +151,7 @@ def _measure_gpu(ceilings: Ceilings, tell: Progress) -> Ceilings:
 def _matmul_points(
     properties: Any, random: torch.Generator, tell: Progress
 ) -> tuple[tuple[MatmulPoint, ...], tuple[str, ...]]:
-    """Every shape in every type that the GPU has hardware for, and a note for each that did not fit into its
-    memory."""
+    """Every shape in every type that the GPU has hardware for, and a note for each that did not fit."""
     points, notes = [], []
     for dtype, (_, least_capability) in _DTYPES.items():
         if (properties.major, properties.minor) < least_capability:
@@ -167,8 +168,8 @@ def _matmul_points(
 
 
 def reject_impossible(ceilings: Ceilings, spec: GpuSpec) -> Ceilings:
-    """The ceilings without the values that the board cannot reach, each named in the notes: the measurement
-    went wrong."""
+    """The ceilings without values above what the board can reach: their measurement went wrong, and the notes
+    name them."""
     possible, notes = [], list(ceilings.notes)
     for point in ceilings.matmul:
         peak_tflops = spec.peak_tflops(point.dtype)
@@ -217,10 +218,9 @@ def _matmul_point(dtype: str, m: int, n: int, k: int, random: torch.Generator, l
     return MatmulPoint(dtype=dtype, m=m, n=n, k=k, tflops=2 * m * n * k / seconds / 1e12, spread=spread)
 
 
-def _copy_bytes_per_s(random: torch.Generator) -> tuple[float, float]:
-    source = _randn(random, _COPY_BYTES // 4)
+def _copy_bytes_per_s(source: torch.Tensor, clock: Clock) -> tuple[float, float]:
     target = torch.empty_like(source)
-    seconds, spread = _best_s(lambda _: target.copy_(source), _time_cuda_s)
+    seconds, spread = _best_s(lambda _: target.copy_(source), clock)
     return 2 * source.nbytes / seconds, spread
 
 
@@ -264,15 +264,6 @@ def _cpu_matmul_gflops() -> tuple[float, float]:
     return best_gflops, best_spread
 
 
-def _cpu_copy_bytes_per_s() -> tuple[float, float]:
-    random = torch.Generator().manual_seed(0)
-    # repeated: drawing so many numbers would take seconds
-    source = _randn(random, 2**20).repeat(_TRANSFER_BYTES // 2**22)
-    target = torch.empty_like(source)
-    seconds, spread = _best_s(lambda _: target.copy_(source), _time_cpu_s)
-    return 2 * source.nbytes / seconds, spread
-
-
 def _best_s(work: Work, time_s: Clock) -> tuple[float, float]:
     """Seconds per call in the best block, and the spread."""
     time_s(work, 1)  # loads kernels and lets the library choose among them
@@ -283,9 +274,9 @@ def _best_s(work: Work, time_s: Clock) -> tuple[float, float]:
 
 
 def best_of(block: Callable[[], tuple[float, float]]) -> tuple[float, float]:
-    """Seconds of the best block (seconds, and those lost to other programs), and the spread: how much slower the
-    median block of its series was, or how much of the best one was lost. Ends with the first steady series that
-    holds the best block."""
+    """Seconds of the best block, and the spread: how much slower the median block of its series was, or what
+    share of the best one was lost to other programs. `block` gives its seconds and those lost. Ends with the first
+    steady series that holds the best block."""
     best = math.inf, math.inf
     for _ in range(_SERIES):
         blocks = [block() for _ in range(_BLOCKS)]
@@ -315,8 +306,8 @@ def _time_cpu_s(work: Work, calls: int) -> tuple[float, float]:
 
 
 def _waited_s() -> float:
-    """Seconds that the threads of this process have stood ready without a CPU, by the kernel's count; 0 where it
-    keeps none."""
+    """Seconds that this process's threads were ready to run and had no CPU, as the kernel counts them; 0 if it does
+    not."""
     waited_ns = 0
     for path in Path("/proc/self/task").glob("*/schedstat"):
         with contextlib.suppress(OSError):  # the thread has ended
@@ -337,9 +328,5 @@ def _fp32_precision(precision: str) -> Iterator[None]:
 
 
 def _randn(random: torch.Generator, *shape: int) -> torch.Tensor:
-    """Normal values of a generator of our own, so that a measurement does not move the seed of a run."""
+    """Normal values from a separate generator, so that a measurement does not move the seed of a run."""
     return torch.randn(shape, device=random.device, generator=random)
-
-
-def _silent(_: str) -> None:
-    """Progress that nobody listens to."""

@@ -87,8 +87,7 @@ def read_facts() -> MachineFacts:
 
 
 def machine_key(facts: MachineFacts) -> str:
-    """Short stable name of this kind of machine with its software: ceilings measured under one key hold
-    wherever it is equal."""
+    """Short stable name of this kind of machine with its software; ceilings hold wherever it is equal."""
     what = {
         "gpus": [(gpu.name, gpu.memory_bytes, gpu.driver) for gpu in facts.gpus],
         "cpu": (facts.cpu_name, facts.cpu_cores),
@@ -98,8 +97,7 @@ def machine_key(facts: MachineFacts) -> str:
 
 
 def software_key(facts: MachineFacts) -> str:
-    """The machine and every package that decides how fast a program runs on it: trials measured under one key
-    compare."""
+    """The machine and every package that decides how fast a program runs on it; trials with the same key compare."""
     versions = {name: version for name, version in facts.versions.items() if version}
     return f"{machine_key(facts)}-{hashlib.sha256(json.dumps(versions, sort_keys=True).encode()).hexdigest()[:12]}"
 
@@ -141,7 +139,7 @@ def _read_gpu(index: int, handle: Any, driver: str) -> GpuFacts:
 
 
 def _cpu_cores() -> int:
-    """Processors this process may keep busy. A fractional quota is rounded down: threads beyond it are
+    """Processors this process may keep busy. A fractional quota is rounded down, because threads beyond it are
     throttled together."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min([allowed, *_cpu_quotas()])))
@@ -172,8 +170,7 @@ def memory_bytes() -> int:
 
 
 def _cgroup_folders(controller: str) -> Iterator[Path]:
-    """Folders whose limits bind this process: its group and all groups above it, in versions 1 and 2 of
-    control groups."""
+    """Folders whose limits bind this process: its control group (version 1 or 2) and all above it."""
     if not _CGROUP_LISTING.exists():
         return
     for line in _CGROUP_LISTING.read_text().splitlines():

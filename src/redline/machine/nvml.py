@@ -1,8 +1,7 @@
-"""The NVIDIA management library, as this room uses it: which GPUs this process may see, without torch and
-without a CUDA context.
+"""The NVIDIA management library: which GPUs this process may see, without torch and without a CUDA context.
 
-NVML numbers GPUs by PCI bus; CUDA does so too except on machines with unlike GPUs, where it puts the fastest
-first unless CUDA_DEVICE_ORDER=PCI_BUS_ID is set. Such machines are left to that setting.
+NVML numbers GPUs by PCI bus. So does CUDA, except on machines with different GPUs, where it puts the fastest
+first; set CUDA_DEVICE_ORDER=PCI_BUS_ID there.
 """
 
 import os
@@ -22,8 +21,7 @@ def visible_handles() -> list[Any]:
     for entry in map(str.strip, chosen.split(",")):
         uuid = _uuid(entry, count)
         if uuid is None:
-            # CUDA ignores whatever follows the first entry that names no GPU, which is how "-1" hides them
-            # all
+            # CUDA ignores what follows the first entry that names no GPU, which is how "-1" hides them all
             break
         named.append(uuid)
     if len(set(named)) < len(named):
@@ -32,8 +30,7 @@ def visible_handles() -> list[Any]:
 
 
 def _uuid(entry: str, count: int) -> str | None:
-    """The full UUID that an entry of CUDA_VISIBLE_DEVICES names: an index, a UUID, or an unambiguous start of
-    one."""
+    """The full UUID that an entry of CUDA_VISIBLE_DEVICES (an index, a UUID, or the start of one) names."""
     if entry.startswith("MIG-"):
         return entry
     uuids = [pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(count)]

@@ -1,10 +1,9 @@
-"""Datasheet figures of GPUs, for planning on a machine that is not here and for refusing measurements that
+"""Datasheet figures of GPUs: for planning for a machine that is not here, and for refusing measurements that
 cannot be true.
 
-    spec = find_spec("rtx 4090")                            # a name as people write it
-    spec = spec_of("memory=24GB,bf16=165,bandwidth=1008GB/s")      # what `--as` takes: a name, or the figures
-    spec = match_spec("NVIDIA H200", gpu.memory_bytes)     # the name that NVML reports; None when the table
-                                                           lacks it
+    spec = find_spec("rtx 4090")                                # a name as people write it
+    spec = spec_of("memory=24GB,bf16=165,bandwidth=1008GB/s")   # what `--as` takes: a name, or the figures
+    spec = match_spec("NVIDIA H200", gpu.memory_bytes)          # the name that NVML reports; None: not in the table
 
 Peaks are dense, with fp32 accumulation as torch computes by default (GeForce cards run that at half their
 advertised rate). Left out: sparsity doubles, int8, fp4, and any board whose figures are not its namesake's
@@ -24,7 +23,7 @@ differ by far more."""
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSpec:
-    """One board. A peak of None means that the hardware has no such arithmetic, or that nobody told it."""
+    """One board. A peak of None: the hardware has no such arithmetic, or nobody gave the figure."""
 
     name: str
     title: str
@@ -44,14 +43,8 @@ class GpuSpec:
 
     def peak_tflops(self, dtype: str) -> float | None:
         """Dense peak for one of bf16, fp16, tf32, fp32, fp8."""
-        peaks = {
-            "bf16": self.bf16_tflops,
-            "fp16": self.fp16_tflops,
-            "tf32": self.tf32_tflops,
-            "fp32": self.fp32_tflops,
-            "fp8": self.fp8_tflops,
-        }
-        return peaks[dtype]
+        peak: float | None = getattr(self, f"{dtype}_tflops")
+        return peak
 
 
 def _board(

@@ -3,8 +3,8 @@ does the measuring.
 
     ceilings = cached(read_facts())    # None when this machine has not been measured yet
 
-The file is read strictly: one that is broken or was written in another layout counts as absent, and the
-reason is said. What was measured on a busy machine is not kept (`noisy`), and what a run beats is dropped.
+The file is read strictly: a broken one, or one in another layout, counts as absent, and the user is told why.
+What was measured on a busy machine is not kept (`noisy`), and what a run beats is dropped.
 """
 
 import dataclasses
@@ -63,14 +63,14 @@ class Ceilings:
     cpu_copy_bytes_per_s: float
     """Within host memory, read and written both counted."""
     spread: dict[str, float]
-    """The same for what is not a matmul on the GPU, by name; or, where that is more, the share of the best
-    block in which other programs held the CPU."""
+    """That of everything else, by name; or, if larger, the share of the best block in which other programs held
+    the CPU."""
     notes: tuple[str, ...]
     """What was skipped or rejected, and why."""
 
     @property
     def noisy(self) -> tuple[str, ...]:
-        """The limits that cannot be trusted, in words. A GPU is not measured by its host's rates."""
+        """The limits that cannot be trusted, in words. On a machine with a GPU its host's rates do not matter."""
         best = {
             f"matmul {point.dtype}": point.spread
             for point in sorted(self.matmul, key=lambda point: point.tflops)
@@ -106,8 +106,8 @@ def save(facts: MachineFacts, ceilings: Ceilings) -> None:
 
 
 def forget_if_beaten(facts: MachineFacts, share: float, say: Progress) -> None:
-    """A run whose usual update reaches more than all of the measured matmul rate (`ceiling_share`) shows that the machine was
-    busy when it was measured: drop the ceilings, so that the next command measures again."""
+    """Drop the ceilings, so that the next command measures again, if a run's usual update beats the measured
+    matmul rate (`ceiling_share` above 1): the machine was busy when it was measured."""
     if share > 1 and (path := cache_path(facts)).exists():
         with storage_errors("the measured ceilings", path.parent):
             path.unlink(missing_ok=True)

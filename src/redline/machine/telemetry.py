@@ -2,11 +2,9 @@
 torch, no CUDA sync.
 
     telemetry = GpuTelemetry(0)
-    telemetry.read()    # {'gpu_util': 0.97, 'memory_used_bytes': ..., 'power_w': ..., 'sm_clock_mhz': ...,
-                        'temperature_c': ...}
+    telemetry.read()    # {'gpu_util': 0.97, 'memory_used_bytes': ..., 'power_w': ..., 'sm_clock_mhz': ..., ...}
 
-A reading never raises: a run must not die of its instruments. What the board does not answer is left out of
-the reading.
+A reading never raises: instruments must not end a run. What the board does not answer is left out.
 """
 
 import os
@@ -19,8 +17,7 @@ from redline.machine.nvml import ask, visible_handles
 
 
 class GpuTelemetry:
-    """The counters of one visible GPU. Without NVML, or where NVML does not list the GPU, every reading is
-    empty."""
+    """The counters of one visible GPU; every reading is empty if NVML is absent or does not list it."""
 
     def __init__(self, index: int) -> None:
         self._handle = None
