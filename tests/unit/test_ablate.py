@@ -376,7 +376,7 @@ def test_what_there_was_no_time_for_is_named_below_the_table() -> None:
         [replace(row, name="bf16", outcome="ok", note=""), row, replace(row, name="fp8")], "t", "here"
     )
     assert "| bf16 |" in text
-    assert "Not run, for want of time: sdpa, fp8." in text
+    assert "Not run, because the time was up: sdpa, fp8." in text
     assert "| sdpa" not in text
 
 
@@ -456,9 +456,9 @@ def test_any_switch_of_the_workload_can_be_asked_for_and_nothing_else(tmp_path: 
         "compile",
         "selective-recompute",
     ]
-    with pytest.raises(ConfigError, match="packing: is no switch of train"):
+    with pytest.raises(ConfigError, match="got packing .it does not switch anything in train"):
         run(tmp_path, only=("packing",))
-    with pytest.raises(ConfigError, match="pinned-memory: is built in"):
+    with pytest.raises(ConfigError, match="got pinned-memory .it is built in"):
         run(tmp_path, only=("pinned-memory",))
     with pytest.raises(ConfigError, match="did you mean 'sdpa'"):
         run(tmp_path, only=("spda",))

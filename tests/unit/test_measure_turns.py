@@ -225,7 +225,7 @@ def test_blocks_of_another_time_do_not_stand_beside_a_trial_that_failed(tmp_path
     ("how", "said"),
     [
         ("out_of_memory", "both do not fit in memory together"),
-        (KILLED, "was killed, perhaps for want of memory"),
+        (KILLED, "was killed, perhaps for lack of memory"),
     ],
 )
 def test_what_is_said_of_a_pair_that_is_measured_apart(tmp_path: Path, how: str, said: str) -> None:

@@ -363,7 +363,7 @@ def test_a_rules_plan_that_the_system_kills_is_tried_with_smaller_passes(
         replace(how, starts={0: KILLED}) if plan["micro_batch"] > 32 else how
     )
     plan, result, _ = search(world, tmp_path)
-    note = "micro-batch 64 was killed twice, perhaps for want of memory: killed by signal 9"
+    note = "micro-batch 64 was killed twice, perhaps for lack of memory: killed by signal 9"
     assert result.rows[0].note.startswith(note)
     assert [p["micro_batch"] for p in world.started[:2]] == [64, 64], "once more before it is cut"
     assert (plan.micro_batch, plan.attention) == (32, "flash")

@@ -353,7 +353,7 @@ def _why_apart(pair: Pair | None) -> str:
     if pair is None or "out_of_memory" in (pair.before.outcome, pair.after.outcome):
         return "both do not fit in memory together"
     failed = pair.before if pair.before.outcome != "ok" else pair.after
-    how = "was killed, perhaps for want of memory" if failed.was_killed else failed.outcome
+    how = "was killed, perhaps for lack of memory" if failed.was_killed else failed.outcome
     return f"one {how} beside the other"
 
 

@@ -2,12 +2,11 @@
 one by one from the best. No torch.
 
     rows = ablate(recipe, "gpt2-124m", hardware, folder, only=(), minutes=30, progress=print)
-    # folder/ablation.json: the rows, written after each; folder/trials.jsonl: finished trials, which are not
-    # run again
+    # folder/ablation.json: the rows, written after each; folder/trials.jsonl: trials that need not run again
 
-A change is kept when it measures faster and the numerics guard passes it; what is slower, not resolved, or
-another training leaves the state as it was, so every row says what its change is worth on top of those kept
-before it. What was slower, or could not be had, is tried once more on top of what was kept after it: bf16
+A change is kept if it is faster and the numerics guard passes it; one that is slower, not resolved, or another
+training leaves the state as it was. So every row says what its change is worth on top of those kept before it.
+What was slower, or not possible, is tried once more at the end, because changes kept later may help it: bf16
 costs time while attention is not one kernel. A change and the state before it take turns (measure/turns.py).
 Left out: interactions of more than two changes.
 """
@@ -49,9 +48,9 @@ OUT_OF_TIME = "the time was up; run the same command again to continue"
 BASELINE_BLOCKS = 2
 """Of the first state alone: every comparison measures it again."""
 RUNS = "runs"
-"""The verdict on a change whose state before never did."""
+"""The verdict on a change that runs where the state before it never did."""
 NOT_COMPARED = "not compared"
-"""That on a change whose state before failed now, though it had run."""
+"""The verdict on a change if the state before it failed this time, though it had run."""
 THIRDS_OF_TRAINING = {"train": 3, "finetune": 2, "generate": 1}
 """Of the FLOPs of training: a third each for the forward pass, the gradients of activations and those of the
 weights, which adapters do without."""
@@ -72,7 +71,7 @@ class AblationRow:
     measured_ratio: float | None = None
     low: float | None = None
     high: float | None = None
-    """Where the ratio lies: with 95 % confidence from six rounds on, with 87.5 % where four were plain."""
+    """The ratio's interval: 95 % confidence from six rounds on, 87.5 % if four rounds were clear enough."""
     rounds: int | None = None
     verdict: str = ""
     before_tokens_per_s: float | None = None
@@ -106,8 +105,8 @@ def ablate(
     machine: str = "",
     children: Children | None = None,
 ) -> list[AblationRow]:
-    """Run the study of the recipe `name`, or those of its entries in `only`; finished trials of this
-    `machine` in the folder are not repeated."""
+    """Run the study of the recipe `name`, or only the entries in `only`; trials that this `machine` finished
+    before are not repeated."""
     parts = chosen(study(name, recipe.workload), only)
     rows: list[AblationRow] = []
     with TrialFolder(folder, machine) as trials:
@@ -127,7 +126,7 @@ def ablate(
                 work, timed = samples or part.samples or samples_of(recipe), timing or Timing()
                 arms = arms_for(part.workload, recipe, hardware, samples=work, timing=timed)
                 waterfalls.append(_Waterfall(name, part, arms, recipe, hardware, turns, write))
-            # every list comes before the first thing is left out: the time may not be enough for all
+            # all lists before anything is left out: there may not be time for everything
             for waterfall in waterfalls:
                 waterfall.apply()
             for waterfall in waterfalls:
@@ -136,17 +135,17 @@ def ablate(
 
 
 def chosen(parts: Sequence[StudyPart], only: Sequence[str]) -> list[StudyPart]:
-    """The parts with all of their entries, or those in `only`: of the lists in their order, then what else a part
-    could switch, from where that switches from."""
+    """The parts with all of their entries, or with those in `only`: first those of their lists, then other switches
+    of their workloads."""
     for name in only:
         if not any(_switches(part, name) for part in parts):
             workloads, standing = " or ".join(part.workload for part in parts), find(name).standing
             why = (
-                f"is {standing}, not a switch"
-                if standing != "switch"
-                else f"is no switch of {workloads}, which this recipe's study has"
+                f"it is {standing}" if standing != "switch" else f"it does not switch anything in {workloads}"
             )
-            raise ConfigError(f"--only {name}: {why}; `redline optimizations` lists them")
+            raise ConfigError(
+                f"--only takes a switch of this recipe's study, got {name} ({why}): `redline optimizations` lists them"
+            )
     if not only:
         return list(parts)
     narrowed = []
@@ -161,7 +160,7 @@ def chosen(parts: Sequence[StudyPart], only: Sequence[str]) -> list[StudyPart]:
 
 
 def _check_list(path: Path, parts: Sequence[StudyPart]) -> None:
-    """Refuse a folder that holds the rows of another list, which these would write over."""
+    """Refuse a folder with the rows of another list, which these would overwrite."""
     if not path.exists():
         return
     rows = read_json(path, list, error=StorageError)
@@ -174,8 +173,7 @@ def _check_list(path: Path, parts: Sequence[StudyPart]) -> None:
     names = [name for part in parts for name in part.names]
     if known != names[: len(known)]:
         raise StorageError(
-            f"{path.parent} holds the rows of another list ({', '.join(known)}): give another folder with"
-            " --out"
+            f"{path.parent} holds the rows of another list ({', '.join(known)}): give another folder with --out"
         )
 
 
@@ -205,25 +203,25 @@ class _Waterfall:
         self.start = ", ".join(f"{name} {value_words(value)}" for name, value in start.items())
         self.state = self.first = arms.held(start)
         self.reference: Measurement | None = None
-        """What `rounding` is compared with: the first state that ran."""
+        """What numbers with other roundings are compared with: the first state that ran."""
         self.runs = self.naive_runs = False
-        """Whether the state, and the naive one, ever ran."""
+        """Whether the present state, and the naive one, ever ran."""
         self.kept: list[tuple[Optimization, Switches]] = []
-        """Entries that were kept, each with the values that it replaced."""
+        """Entries that were kept, each with the values it replaced."""
         self.refused: list[tuple[Optimization, Switches]] = []
-        """Entries that were slower or could not be had, each with the state on which they were tried."""
+        """Entries that were slower or not possible, each with the state it was tried on."""
 
     def apply(self) -> None:
-        """One by one, what was refused a second time, and all that was kept."""
+        """One by one; once more those that were refused; then everything kept together."""
         self._write(self._baseline())
         for entry in self.entries:
             self._write(self._one(entry, "one by one"))
         for entry, before in list(self.refused):
-            # another change took the same switch since
+            # changes that have taken the same switch since
             rivals = [name for name in entry.on if self.state[name] != before[name]]
             if self.state != before and not rivals:
                 self._write(self._one(entry, "second try"))
-        if len(self.kept) > 1:  # with one it is that one's own row
+        if len(self.kept) > 1:  # one alone has its row already
             self._write(self._all())
 
     def leave_out(self) -> None:
@@ -266,7 +264,7 @@ class _Waterfall:
             self.refused.append((entry, self.state))
             return replace(row, outcome="not applicable", note=str(error))
         if trial_key(trials[0]) == trial_key(trials[1]):
-            return replace(row, outcome="no change", note="the state before has it already")
+            return replace(row, outcome="no change", note="the state before it has it already")
         pair = self.turns.pair(f"{self.workload} {entry.name}", *trials)
         if pair is None:
             return replace(row, outcome="not run", note=OUT_OF_TIME)
@@ -304,8 +302,8 @@ class _Waterfall:
         return replace(_compared_row(row, turned, runs=True), numerics=numerics)
 
     def _all(self) -> AblationRow:
-        """All that were kept against the first state; claimed: what the guide says of all its changes
-        together. Claims of single changes overlap and are not multiplied."""
+        """Everything kept against the first state. Claimed: what the guide says of all its changes together;
+        claims about single changes overlap and are not multiplied."""
         overall = [quote for quote in self.part.quotes if quote.of == "all"]
         row = AblationRow(
             name="all kept", stage="all", workload=self.workload,
@@ -327,8 +325,7 @@ class _Waterfall:
         )  # fmt: skip
 
     def _numerics(self, effect: EntryEffect, state: Switches, pair: Pair) -> tuple[bool, str]:
-        """Whether the numbers are the reference's: `exact` against the state before, `rounding` against the
-        naive one."""
+        """Whether the training is the same: `exact` against the state before, `rounding` against the naive one."""
         if effect == "changes-training":
             return False, "another training: its tokens/s do not compare"
         if pair.after.outcome != "ok":
@@ -349,8 +346,7 @@ def _with_speed(row: AblationRow, measured: Measurement) -> AblationRow:
 
 
 def _compared_row(row: AblationRow, pair: Pair, *, runs: bool) -> AblationRow:
-    """The row with what the pair says. `runs`: the state before is known to run, so its failing now is
-    chance."""
+    """The row with what the pair says. `runs`: the state before is known to run, so its failure now is chance."""
     if pair.after.outcome != "ok":
         return replace(row, outcome=pair.after.outcome, note=pair.after.error or "")
     row = _with_speed(row, pair.after)

@@ -1,13 +1,12 @@
-"""From the switches of an ablation to a trial: a plan for what learns, an engine's setting for what generates.
-No torch.
+"""From an ablation's switches to a trial: a plan for training, an engine's settings for generation. No torch.
 
     arms = arms_for("train", recipe, hardware, samples=samples_of(recipe), timing=Timing())
     state = naive(entries, hardware)           # every switch off
     arms.trial(state)                          # what to measure
     arms.trial(state, entry.change)            # the same on a changed recipe
 
-A state maps the name of a value (plan/values.py) to its value. A value that a kernel cannot take beside the others
-(fused loss in fp32) falls back to the planner's choice, so that one switch can be turned without the rest.
+A state maps names of values (plan/values.py) to values. One that does not work with the others (fused loss in
+fp32) falls back to the planner's choice, so that each switch can be turned alone.
 """
 
 from collections.abc import Sequence
@@ -30,12 +29,12 @@ GENERATION = "redline.measure.generation:GenerationSubject"
 
 class Arms(Protocol):
     def held(self, state: Switches) -> Switches:
-        """The state with every value that it leaves to a rule held at what the rule says now: one change at a
-        time."""
+        """The state with every value that it leaves to a rule fixed at what the rule says now, so that one thing
+        changes at a time."""
 
     def trial(self, state: Switches, change: Change | None = None) -> Trial: ...
     def precision(self, state: Switches) -> str:
-        """In which a state computes; the guard's band depends on it."""
+        """The precision a state computes in, which sets the guard's band."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +53,7 @@ class UpdateArms:
             pins["micro_batch"] = _divisor(recipe.train.batch_size, pins["micro_batch"])
         if pins["precision"] == "fp32" and state.get("tf32"):
             pins["precision"] = "tf32"
-        for name in ("cross_entropy", "attention", "graph"):  # what cannot be had is left to the planner
+        for name in ("cross_entropy", "attention", "graph"):  # what is not possible is left to the planner
             if why_not(name, pins[name], recipe, self.hardware, pins) is not None:
                 pins[name] = None
         pinned = replace(recipe, plan=PlanPins(**pins))
@@ -67,7 +66,7 @@ class UpdateArms:
     def held(self, state: Switches) -> Switches:
         try:
             plan = self.plan(state)[1]
-        except MachineError:  # the first state does not fit; a later one may, and is held by its own rules
+        except MachineError:  # the first state does not fit; a later one may
             return state
         held = {name: getattr(plan, name) for name in PINS}
         return held | {name: value for name, value in state.items() if value is not None}
@@ -103,8 +102,7 @@ def arms_for(
     workload: WorkloadName, recipe: Recipe, hardware: Hardware, *, samples: Samples, timing: Timing
 ) -> Arms:
     if workload == "generate":
-        # A step is a whole batch of samples, up to some 20 s of them without a cache: the guard's numbers come
-        # with the first.
+        # A step is a whole batch of samples, up to 20 s without a cache; the guard's numbers come with the first.
         timing = replace(timing, guard_steps=1)
         return GenerationArms(recipe=recipe, hardware=hardware, samples=samples, timing=timing)
     if workload == "finetune" and recipe.workload == "pretrain":
@@ -113,13 +111,11 @@ def arms_for(
 
 
 def samples_of(recipe: Recipe) -> Samples:
-    """What a study generates that does not say: a few of the recipe's questions, with prompts as long as the
-    longest answers."""
-    asked = recipe.sample
-    new_tokens = min(asked.max_new_tokens, max(1, recipe.model.context_length // 2))
-    return Samples(
-        prompts=32, samples=asked.samples_per_question, prompt_tokens=new_tokens, new_tokens=new_tokens
-    )
+    """What a study generates if it does not say: 32 of the recipe's questions, prompts as long as the longest
+    answers."""
+    tokens = min(recipe.sample.max_new_tokens, max(1, recipe.model.context_length // 2))
+    samples = recipe.sample.samples_per_question
+    return Samples(prompts=32, samples=samples, prompt_tokens=tokens, new_tokens=tokens)
 
 
 def rehearsed(recipe: Recipe) -> Recipe:
@@ -134,8 +130,8 @@ def rehearsed(recipe: Recipe) -> Recipe:
 
 
 def naive(entries: Sequence[Optimization], hardware: Hardware) -> Switches:
-    """Every switch off; of several that turn the same value the first one's. A CPU only emulates half
-    precision: there fp32 for all."""
+    """Every switch off; if several turn the same value, the first one's. A CPU only emulates half precision, so
+    there everything is fp32."""
     state: Switches = {"precision": "fp32"} if hardware.kind == "cpu" else {}
     for entry in entries:
         for name, value in entry.off.items():

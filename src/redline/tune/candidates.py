@@ -3,11 +3,10 @@ measurement predicts. No torch.
 
     for candidate in candidates(recipe, plan, fixed={"precision"}, data_wait_share=0.0):
         candidate.change, candidate.predicted, candidate.reason
-    changed(recipe, plan, candidate.change)     # the plan with it, its prediction made anew; MachineError
-                                                # where it cannot fit
+    changed(recipe, plan, candidate.change)     # the plan with it; MachineError if it cannot fit
 
-Candidates come in the order of predicted gain, what compiles for minutes last; those that cannot pay (below
-WORTH) are given with a reason not to try them. The micro-batch has its own search (search.py).
+Candidates come in the order of predicted gain, those that compile for minutes last. Those that cannot pay (below
+WORTH) come too, with the reason. The micro-batch has its own search (search.py).
 """
 
 import importlib.util
@@ -26,7 +25,7 @@ from redline.plan.values import why_not
 WORTH = 0.85
 """A candidate predicted slower than this share of the current speed is not tried."""
 WAITING = 0.02
-"""Share of the step spent waiting for data from which more loader threads are worth a trial."""
+"""Above this share of the step spent waiting for data, more loader threads are worth a trial."""
 LONG_COMPILE_S = 60.0
 """What takes longer to compile is tried last."""
 PINS = tuple(field.name for field in fields(PlanPins) if field.name != "slots")
@@ -68,8 +67,8 @@ def candidates(
 
 
 def changed(recipe: Recipe, plan: Plan, change: dict[str, Any]) -> Plan:
-    """The plan with other values; the batch stays. Raises MachineError where arithmetic says that it cannot
-    fit, ConfigError where the recipe does not allow it."""
+    """The plan with other values and the same batch. Raises MachineError if arithmetic says that it cannot fit,
+    ConfigError if the recipe does not allow it."""
     pins = {name: getattr(plan, name) for name in PINS} | change
     again = make_plan(
         check(replace(recipe, plan=PlanPins(**pins))), plan.hardware, world_size=plan.world_size
@@ -78,8 +77,8 @@ def changed(recipe: Recipe, plan: Plan, change: dict[str, Any]) -> Plan:
 
 
 def differing(before: Plan, after: Plan) -> dict[str, Any]:
-    """The values of the second plan in which it differs from the first; accumulation follows from the
-    micro-batch and is left out."""
+    """The second plan's values that differ from the first's. Accumulation follows from the micro-batch and is left
+    out."""
     names = [
         name for name in PLANNED if name != "accumulation" and getattr(before, name) != getattr(after, name)
     ]
@@ -89,7 +88,7 @@ def differing(before: Plan, after: Plan) -> dict[str, Any]:
 def _candidate(
     recipe: Recipe, plan: Plan, name: str, attempt: Attempt, data_wait_share: float
 ) -> Candidate | None:
-    """The attempt on this plan; None where it is not for it."""
+    """The attempt on this plan; None if it does not apply."""
     now = getattr(plan, name)
     to = 2 * now if attempt.to == "twice" else attempt.to
     if now == to or attempt.origin not in (None, now) or not _possible(recipe, plan, name, to):
@@ -104,7 +103,7 @@ def _candidate(
         assert attempt.gain is not None, f"{name} {to}: nothing predicts it"
         gain, reason = attempt.gain, attempt.seen
         if plan.hardware.kind == "cpu":  # measured on a GPU
-            gain, reason = 1.0, f"{reason}; on a CPU nobody knows"
+            gain, reason = 1.0, f"{reason}; unknown on a CPU"
     return Candidate(change={name: to}, predicted=gain, reason=reason, compile_s=attempt.compile_s)
 
 

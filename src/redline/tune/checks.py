@@ -29,9 +29,9 @@ from redline.train.packed import Packed
 from redline.tune.evidence import Check, Trace, absent, checked, profiled, unseen
 
 WATCHED = 5
-"""Updates that torch's detector of waits looks at."""
+"""Updates that torch's sync detector watches."""
 DATA_SHARE = 0.05
-"""Of the time of the updates, what they may wait for data."""
+"""Share of the updates' time that may be spent waiting for data."""
 BAND = {
     "fp32": (1e-5, 0.9999),
     "tf32": (1e-3, 0.999),
@@ -55,28 +55,29 @@ FUSED_ATTENTION = {
     "efficient": ("aten::_scaled_dot_product_efficient_attention",),
 }
 PACKED_ATTENTION = {"short": ("_ShortAttention",), "varlen": ("torch_attn::_varlen_attn",)}
-"""What a GPU in half precision has for packed rows: one operation a block."""
+"""For packed rows on a GPU in half precision: one operation a block."""
 ATTENTION_KERNELS = ("flash", "fmha", "attention", "sdpa")
-"""What the names of attention kernels hold, for the evidence."""
+"""Parts of the names of attention kernels, for the evidence."""
 ATTENTION = "aten::scaled_dot_product_attention"
-"""What the model calls, whatever kernel then runs; not seen in compiled code."""
+"""What the model calls, whichever kernel then runs; not seen in compiled code."""
 EXPLICIT_ATTENTION = "aten::_scaled_dot_product_attention_math"
 SYNCHRONISING = "called a synchronizing CUDA operation"
-"""What torch's detector says of a wait; that it is a prototype, it says in other words, once."""
+"""How torch's detector reports a sync; it also warns once that it is a prototype."""
 LOSS_OPERATIONS = {"torch": "aten::cross_entropy_loss", "fused": "_Fused"}
-"""One a piece of the loss, of which several are computed again in the backward pass."""
+"""One for each piece of the loss; several pieces are computed again in the backward pass."""
 UPDATE_OPERATIONS = {
     "fused": "aten::_fused_adamw_",
     "foreach": "aten::_foreach_addcdiv_",
     "loop": "aten::addcdiv_",
 }
 NO_GRAPHS = "a CPU has no CUDA graphs"
+NO_LOSS = "the profiler saw neither torch's cross entropy nor the fused one"
 NO_KERNELS = (
-    "the profiler saw no kernel on the GPU: it has no CUPTI, or may not use it here (another profiler, a"
-    " container's rights)"
+    "the profiler saw no kernel on the GPU: CUPTI is missing, or not available here (another profiler, a"
+    " container's permissions)"
 )
 EMULATED = "a CPU emulates FP8: it multiplies rounded numbers in fp32"
-IN_THE_GRAPH = "it is inside the CUDA graph of the update, where the profiler sees kernels only"
+IN_THE_GRAPH = "it is inside the update's CUDA graph, where the profiler sees only kernels"
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,8 @@ class Case:
 
 
 def _loss_and_gradients(case: Case) -> Check:
-    """Against the same weights in fp32. Of packed rows the reference is one example at a time, which is what
-    padding them would compute."""
+    """Against the same weights in fp32. The reference of packed rows is one example at a time, which is what padding
+    would compute."""
     holds, figures = agreement(case.plan.precision, case.found, case.expected)
     tokens = sum(x_T.numel() for x_T, _ in case.rows)
     what = f"{len(case.rows)} examples one by one" if case.packed else f"{tokens:,} tokens"
@@ -135,9 +136,9 @@ def _loss_and_gradients(case: Case) -> Check:
 
 
 def agreement(precision: str, found: Numbers, expected: Numbers) -> tuple[bool, str]:
-    """Whether loss and gradients lie within the precision's band of the fp32 ones; and the figures."""
+    """Whether loss and gradients lie within the precision's band of the fp32 ones, with the figures."""
     difference = abs(found.loss / expected.loss - 1)
-    # A weight without a gradient counts as one whose gradient is 0.
+    # a weight without a gradient counts as one with gradient 0
     dot = sum(
         float((found.gradients[name].double() * g.double()).sum())
         for name, g in expected.gradients.items()
@@ -150,7 +151,7 @@ def agreement(precision: str, found: Numbers, expected: Numbers) -> tuple[bool, 
     cosine, norm = dot / max(norms[0] * norms[1], 1e-300), abs(norms[0] / norms[1] - 1)
     band, least = BAND[precision]
     norm_band = NORM_BAND if precision in HALF else NORM_BAND / 10
-    holds = difference <= band and cosine >= least and norm <= norm_band  # false where one is nan
+    holds = difference <= band and cosine >= least and norm <= norm_band  # false if one is nan
     figures = (
         f"loss differs by {difference:.1e} (band {band:g}), gradients have cosine {cosine:.6f} (at least"
         f" {least}), their norm differs by {norm:.1e} (band {norm_band:g})"
@@ -199,9 +200,9 @@ def _tf32(case: Case) -> Check:
 
 
 def _attention(case: Case) -> Check:
-    """Every block, whenever its attention is called, by the planned kernel. A fused kernel's operation is
-    seen in compiled code too, once a call (an H200 showed cuDNN's 12 times in 12 compiled blocks); that of
-    explicit scores only where nothing is compiled."""
+    """Every call of every block's attention, by the planned kernel. A fused kernel's operation is seen in compiled
+    code too, once a call (an H200 showed cuDNN's 12 times in 12 compiled blocks); explicit scores are seen only if
+    nothing is compiled."""
     name, wanted, blocks, seen = "attention kernel", case.plan.attention, case.blocks, case.in_pass
     explicit, calls = seen.operations[EXPLICIT_ATTENTION], seen.operations[ATTENTION]
     ran = _fused_attention(case) | ({"math": explicit} if explicit else {})
@@ -218,7 +219,7 @@ def _attention(case: Case) -> Check:
     if case.packed:
         return checked(name, wanted == "math" or count >= blocks, evidence)
     if count < calls or (not ran and kernels and case.plan.compile != "off"):
-        return unseen(name, f"{evidence}; what else ran has a name that is not known here")
+        return unseen(name, f"{evidence}; the other calls ran under a name that is not known here")
     return checked(name, wanted == "math" or count >= (2 if calls > blocks else 1) * blocks, evidence)
 
 
@@ -235,7 +236,7 @@ def _cross_entropy(case: Case) -> Check:
         kind: n for kind, operation in LOSS_OPERATIONS.items() if (n := case.in_pass.operations[operation])
     }
     if not seen:
-        return unseen(name, "the profiler saw neither torch's cross entropy nor the fused one")
+        return unseen(name, NO_LOSS)
     ran = ", ".join(f"{kind} {count} times" for kind, count in seen.items())
     return checked(name, set(seen) == {wanted}, f"plan says {wanted}; in one pass ran {ran}")
 
@@ -245,9 +246,7 @@ def _update(case: Case) -> Check:
     if case.plan.graph:
         return absent(name, IN_THE_GRAPH)
     ran = {kind for kind in ("fused", "foreach") if seen[UPDATE_OPERATIONS[kind]]} or {"loop"}
-    counts = [
-        f"{operation} {seen[operation]} times" for operation in UPDATE_OPERATIONS.values() if seen[operation]
-    ]
+    counts = [f"{name} {seen[name]} times" for name in UPDATE_OPERATIONS.values() if seen[name]]
     evidence = f"plan says {wanted}; one update ran {', '.join(counts) or 'none of them'}"
     return checked(name, ran == {wanted}, evidence)
 
@@ -274,9 +273,8 @@ def _recompilation(case: Case) -> Check:
 
 
 def _recompute(case: Case) -> Check:
-    """Full recomputation calls a block's attention again in the backward pass; selective recomputation does
-    too, and takes its result from what was kept. A compiler leaves only the operation of a fused kernel to be
-    seen."""
+    """Full recomputation calls a block's attention again in the backward pass. So does selective recomputation, but
+    takes the result from what was kept. In compiled code only a fused kernel's operation can be seen."""
     name, plan, blocks = "recomputation", case.plan.recompute, case.blocks
     ran = sum(_fused_attention(case).values())
     calls = case.in_pass.operations[ATTENTION] or ran  # the kernels of packed rows are called directly
@@ -285,24 +283,23 @@ def _recompute(case: Case) -> Check:
         again, evidence = ran > blocks, f"{evidence}its operation ran {ran} times"
         hidden = (plan == "selective" and not again) or (plan == "full" and ran < 2 * blocks and case.cuda)
         if ran < blocks or hidden:
-            return unseen(name, f"{evidence}; what else is computed again stands inside compiled kernels")
+            return unseen(name, f"{evidence}; anything else recomputed is inside compiled kernels")
         return checked(name, ran >= 2 * blocks if plan == "full" else not again, evidence)
     evidence = f"{evidence}called {calls} times, its operation ran {ran} times"
     if not calls or (plan == "selective" and calls == ran and case.cuda):
-        return unseen(name, f"{evidence}; not told apart from another plan's")
-    # What is kept passes through torch's dispatch twice the first time and once the second; what is not, once
-    # each time.
+        return unseen(name, f"{evidence}; another plan would show the same")
+    # What is kept passes torch's dispatch twice the first time and once the second; what is not, once each time.
     kept = ran != calls if ran else plan == "selective"
     holds = calls == (1 if plan == "none" else 2) * blocks
     return checked(name, holds and (plan == "none" or kept == (plan == "selective")), evidence)
 
 
 def _loss_chunks(case: Case) -> Check:
-    """Several pieces are each computed again in the backward pass, so that one at a time is in memory."""
+    """If there are several pieces, each is computed again in the backward pass, so that only one is in memory."""
     name, plan = "pieces of the loss", case.plan.loss_chunks
     seen = sum(case.in_pass.operations[operation] for operation in LOSS_OPERATIONS.values())
     if not seen:
-        return unseen(name, "the profiler saw neither torch's cross entropy nor the fused one")
+        return unseen(name, NO_LOSS)
     pieces = math.ceil(case.head_rows / math.ceil(case.head_rows / plan))
     expected = 1 if plan == 1 else 2 * pieces
     evidence = f"plan says {plan}; one pass computed the loss of a piece {seen} times, {expected} expected"
@@ -310,7 +307,7 @@ def _loss_chunks(case: Case) -> Check:
 
 
 def _passes(case: Case) -> Check:
-    """Every pass looks its tokens up once. Of a long update a few passes were run."""
+    """Every pass looks up its tokens once. Only a few passes of a long update were run."""
     name, plan, seen = "passes of an update", case.plan, Counter(case.in_update.embedded)
     if plan.graph:
         return absent(name, IN_THE_GRAPH)
@@ -343,14 +340,14 @@ def _update_graph(case: Case) -> Check:
 
 
 def _sync(case: Case) -> Check:
-    """In whole turns of the loop: batch to device, passes, update, record. On a GPU torch itself says where
-    the host waits; on a CPU, where nothing can wait, a number read would. fp16 reads one an update."""
+    """In whole turns of the loop: batch to device, passes, update, record. On a GPU torch itself reports where the
+    host waits. On a CPU nothing waits, so the numbers read are counted. fp16 reads one an update."""
     name, fp16 = "no hidden sync", int(case.plan.precision == "fp16")
     if not case.cuda:
         count, allowed = case.in_update.reads, fp16 + (not case.packed)
         evidence = (
-            f"{count} number(s) read by the host in one update, {allowed} expected (on a GPU each more would"
-            " wait for it)"
+            f"{count} number(s) read by the host in one update, {allowed} expected (each further one would wait for a"
+            " GPU)"
         )
         return checked(name, count <= allowed, evidence)
     if case.plan.update != "fused":
@@ -388,8 +385,7 @@ def _allocator(case: Case) -> Check:
 
 
 def _merging(case: Case) -> Check:
-    """Merged weights against W + B A alpha/r in fp64, part by part; and the bits that un-merging gives
-    back."""
+    """Merged weights against W + B A alpha/r in fp64, part by part; and the bits after un-merging."""
     name = "adapters merged and un-merged"
     if not (layers := lora_layers(case.model)):
         return absent(name, "the recipe trains all weights: it has no [lora] table")
@@ -423,7 +419,7 @@ def generation_graphs(model: Transformer) -> Check:
     if not model.embed.weight.is_cuda:
         return absent(name, NO_GRAPHS)
     if lora_layers(model):
-        return absent(name, "the engine takes merged adapters")
+        return absent(name, "the engine needs merged adapters")
     room = Room(slots=8, prompts=8, max_prompt_tokens=16, max_new_tokens=16)
     decoder = Decoder(model, room, whole_batch=False)
     decoder.read([[1, 2, 3, 4]], [0])
@@ -438,7 +434,7 @@ def generation_graphs(model: Transformer) -> Check:
     with profiled() as seen:
         decoder.launch(np.arange(1), steps=4, filtered=False).wait()
     launched = seen.operations["cudaGraphLaunch"]
-    if not launched and not seen.kernels:  # a decode step without a kernel there is not
+    if not launched and not seen.kernels:  # every decode step has kernels
         return unseen(name, NO_KERNELS)
     return checked(name, launched == 4, f"{launched} graph launches in 4 decode steps")
 

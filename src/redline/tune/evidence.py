@@ -1,13 +1,13 @@
-"""What a profiled piece of work shows: its operations by name, the dtypes of its matrix products, the kernels
-that ran on a GPU; and how a check says what it found.
+"""What the profiler shows of a piece of work: operations by name, dtypes of matrix products, kernels that ran on
+a GPU; and the result of a check.
 
     with profiled() as seen:
         step()
     seen.operations["aten::mm"], seen.products, seen.kernels
     checked("optimiser kernels", seen.operations["aten::_fused_adamw_"] > 0, "what was seen")
 
-Read from the profiler's own trace, which holds the types of the inputs also of compiled code (a dispatch mode
-would keep the compiler from running). Costs a slow step; for proofs, not for measuring.
+Read from the profiler's trace, which has input types even of compiled code (a dispatch mode would keep the
+compiler from running). It costs a slow step: for proofs, not for measuring.
 """
 
 import json
@@ -41,7 +41,7 @@ EMBEDDING = "aten::embedding"
 OPTIMIZER = "Optimizer.step#"
 """How torch marks the time of an optimiser's step."""
 Status = Literal["passed", "failed", "not applicable", "not checked"]
-"""`not checked`: it concerns this plan, but the machine does not let it be seen; no failure, and no proof."""
+"""`not checked`: it concerns this plan but cannot be seen on this machine; neither a failure nor a proof."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +72,9 @@ class Trace:
     kernels: Counter[str] = field(default_factory=Counter)
     """On the GPU; empty on a CPU."""
     embedded: list[tuple[int, ...]] = field(default_factory=list)
-    """Shapes of the tokens that were looked up, one an embedding: the passes of a training."""
+    """Shapes of the tokens that were looked up, one for each pass of a training."""
     reads: int = 0
-    """Numbers that the host read, but for those inside an optimiser's step, which are torch's own and on a
-    CPU many."""
+    """Numbers that the host read outside optimiser steps; inside them torch reads many on a CPU."""
 
 
 @contextmanager
@@ -98,12 +97,11 @@ def profiled() -> Iterator[Trace]:
 
 def _take_in(seen: Trace, events: list[dict[str, Any]]) -> None:
     work: Counter[str] = Counter()
-    marked = [
-        event
+    steps = [
+        (event["ts"], event["ts"] + event["dur"])
         for event in events
         if event.get("cat") == "user_annotation" and event["name"].startswith(OPTIMIZER)
     ]
-    steps = [(event["ts"], event["ts"] + event["dur"]) for event in marked]
     for event in events:
         kind, name = event.get("cat"), event.get("name", "")
         if kind == "kernel":
@@ -121,10 +119,10 @@ def _take_in(seen: Trace, events: list[dict[str, Any]]) -> None:
 
 
 def _product(name: str, arguments: dict[str, Any]) -> tuple[str, int]:
-    """The dtype of a product's inputs and how many numbers it multiplies."""
+    """The dtype of a product's inputs and its number of multiplications."""
     given = zip(arguments["Input Dims"], arguments["Input type"], strict=True)
     matrices = [(dims, kind) for dims, kind in given if len(dims) == 2 and kind in DTYPES]
-    # An addmm may have a matrix to add before the two, a scaled product has scales behind them.
+    # addmm may have a matrix to add before the two, a scaled product has scales after them
     operands = matrices[-2:] if name == "aten::addmm" else matrices[:2]
     if len(operands) < 2:
         return "other", 0

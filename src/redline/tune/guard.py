@@ -1,16 +1,15 @@
-"""The numerics guard: does a plan compute the same training? Losses and gradient norms of the first steps
-against a reference. No torch.
+"""The numerics guard: does a plan compute the same training? It compares losses and gradient norms of the first
+steps with a reference. No torch.
 
     effect = effect_of(reference_plan, plan)       # plan/values.py: the most that any changed value may do
     guard(reference, measured, effect, precision=plan.precision).passed
 
-`exact`     the same sums in another order (micro-batch, recomputation, loader): within float reassociation of
-            the compute dtype.
+`exact`     the same sums in another order (micro-batch, recomputation, loader): within what reordering changes
+            in the compute dtype.
 `rounding`  other roundings of the same mathematics (precision, compiled or other kernels): within
             ROUNDING_BAND.
 
-What changes the training itself is a recipe's matter: a plan cannot. A workload whose steps have no losses is
-"not checked", not passed. A plan that fails is never chosen.
+A plan cannot change the training itself; only a recipe can. A plan that fails is never chosen.
 """
 
 import math
@@ -20,16 +19,15 @@ from redline.measure.trial import Measurement
 from redline.plan.values import Effect
 
 EXACT_BAND = {"fp32": 1e-5, "tf32": 1e-3, "fp16": 1e-3, "bf16": 3e-3, "fp8": 1e-2}
-"""Relative difference of a loss that another order of sums may bring, by compute dtype: a few units in the
-last place, grown over the first steps (fp32 on a CPU gives 2e-7)."""
+"""Relative difference of a loss that another order of sums may cause, by compute dtype: a few units in the last
+place, grown over the first steps (fp32 on a CPU gives 2e-7)."""
 ROUNDING_BAND = 1e-2
 """Relative difference of a loss: TF32, bf16 and fp16 stay within it of fp32 over 30 updates (LOG.md)."""
 LOGPROB_BAND = {"fp32": 1e-3, "bf16": 5e-2}
-"""Mean difference of a log-probability from the fp32 model's that generation may show, by precision: 5 % of a
-probability, and 0.1 %."""
+"""Mean difference of a log-probability from the fp32 model's that generation may show, by precision: 0.1 % and 5 %
+of a probability."""
 NORM_FACTOR = 10.0
-"""A gradient norm may differ by this many times the band of the loss: it is a sum of squares that no mean
-smooths."""
+"""A gradient norm may differ by this many times the loss's band: no mean smooths its sum of squares."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +37,7 @@ class Guard:
     passed: bool
     effect: Effect
     steps: int
-    """Steps that both have; 0: nothing could be compared, which counts as passed and says so."""
+    """Steps that both have; with 0 nothing is compared, which passes as "not checked"."""
     loss_difference: float
     """Largest relative difference."""
     grad_norm_difference: float
@@ -65,20 +63,15 @@ def guard(reference: Measurement, measured: Measurement, effect: Effect, *, prec
     losses = [_difference(a, b) for a, b in zip(reference.losses, measured.losses, strict=False)]
     norms = [_difference(a, b) for a, b in zip(reference.grad_norms, measured.grad_norms, strict=False)]
     loss, norm = max(losses, default=0.0), max(norms, default=0.0)
-    passed = loss <= band and norm <= NORM_FACTOR * band
     return Guard(
-        passed=passed,
-        effect=effect,
-        steps=len(losses),
-        loss_difference=loss,
-        grad_norm_difference=norm,
-        band=band,
-    )
+        passed=loss <= band and norm <= NORM_FACTOR * band, effect=effect, steps=len(losses),
+        loss_difference=loss, grad_norm_difference=norm, band=band,
+    )  # fmt: skip
 
 
 def guard_logprobs(measured: Measurement, precision: str) -> tuple[bool, str]:
-    """Of generation, which has no losses: the differences of log-probabilities from the fp32 model's that its
-    subject keeps in their place."""
+    """For generation, which has no losses: its subject keeps differences of log-probabilities from the fp32 model's
+    in their place."""
     worst = max(math.inf if difference is None else difference for difference in measured.losses)
     band = LOGPROB_BAND[precision]
     where = "within" if worst <= band else "OUTSIDE"
@@ -86,7 +79,7 @@ def guard_logprobs(measured: Measurement, precision: str) -> tuple[bool, str]:
 
 
 def _difference(reference: float | None, value: float | None) -> float:
-    """Relative; infinite where only one of them is a number. Both none: an update that fp16 skipped."""
+    """Relative; infinite if only one of them is a number. Both None: an update that fp16 skipped."""
     if reference == value:
         return 0.0
     return abs(value - reference) / abs(reference) if reference and value is not None else math.inf

@@ -3,14 +3,13 @@ No torch here.
 
     fit = fit_memory(probes)                     # readings at micro-batch 1, 2, 4
     fit.active_bytes(64), fit.reserved_bytes(64)
-    fit.fits(64, capacity_bytes)                 # with a margin, beside what the CUDA context and libraries
-                                                 were seen to take
+    fit.fits(64, capacity_bytes)                 # with a margin, and what the CUDA context and libraries take
     pick_micro_batch(recipe, plan, measure, capacity_bytes=...)      # measure: a trial -> Measurement
 
-At one sequence length and one code path, active bytes are a straight line in the micro-batch (bookkeeping,
-not noise), above a floor that small passes do not leave (the update's own peak). What torch reserves is more,
-and a line of its own: holes grow with the passes, not with the weights. Readings come from the second step
-on: gradients and optimiser state exist then. Left out: lengths that vary within a run, mixtures of experts.
+At one sequence length and one code path, active bytes are a straight line in the micro-batch (bookkeeping, not
+noise), above a floor that small passes do not leave (the update's own peak). What torch reserves is more, on
+another line: holes grow with the passes, not with the weights. Readings start at the second step, when gradients
+and optimiser state exist. Left out: lengths that vary within a run, mixtures of experts.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,13 +24,12 @@ from redline.plan.planner import predicted_memory
 MARGIN = 0.03
 """Added to predicted reserved bytes before they are held against the device."""
 FURTHEST, CLOSE = 4, 2
-"""How many times the largest probe the next one may be; and how many times the last one the pick may be."""
+"""The next probe may be this many times the largest so far; the pick, this many times the last one."""
 ACTIVATION_SHARE = 0.05
-"""Probes begin where activations are this share of the predicted peak; below it the line drowns in the
-floor."""
+"""Probes begin where activations are this share of the predicted peak; below it the floor hides the line."""
 STEEPEST = 1.5
-"""Memory is taken to grow at most this many times as fast as arithmetic says; it was seen to say too much,
-never too little (LOG.md)."""
+"""Memory is assumed to grow at most this many times as fast as arithmetic says, which was seen to overestimate and
+never to underestimate (LOG.md)."""
 PROBE = Timing(blocks=0, guard_steps=2, warmup_s=0.0)
 """Two steps, nothing timed."""
 
@@ -55,8 +53,8 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFit:
-    """Active bytes are a line in the micro-batch above a floor; reserved ones have another line, and are no less
-    than active by the ratio that the largest probe shows."""
+    """Active bytes are a line in the micro-batch above a floor. Reserved bytes are another line, and at least the
+    active ones times the ratio of the largest probe."""
 
     floor_bytes: float
     active: Line
@@ -65,8 +63,8 @@ class MemoryFit:
     other_bytes: int
     largest_probe: int
     residual: float
-    """How far the smallest of three probes lies from the line of the two larger ones, as a share; it widens
-    the margin."""
+    """How far the smallest of three probes lies off the line of the two larger ones, as a share; it widens the
+    margin."""
 
     def active_bytes(self, micro_batch: int) -> float:
         return max(self.floor_bytes, self.active(micro_batch))
@@ -75,14 +73,13 @@ class MemoryFit:
         return max(self.reserved(micro_batch), self.reserved_ratio * self.active_bytes(micro_batch))
 
     def fits(self, micro_batch: int, capacity_bytes: int) -> bool:
-        """Whether it fits a device, or a limit, of `capacity_bytes` with the margin."""
+        """Whether it fits `capacity_bytes` with the margin."""
         reserved_bytes = self.reserved_bytes(micro_batch) * (1 + MARGIN + self.residual)
         return reserved_bytes + self.other_bytes <= capacity_bytes
 
 
 def fit_memory(probes: Sequence[Probe]) -> MemoryFit:
-    """The lines through the two largest probes and the floor under the others. One probe alone gives flat
-    lines: what it took."""
+    """Lines through the two largest probes, and the floor under the others. One probe alone gives flat lines."""
     *smaller, last = sorted(probes, key=lambda probe: probe.micro_batch)
     before = smaller[-1] if smaller else last
 
@@ -94,7 +91,7 @@ def fit_memory(probes: Sequence[Probe]) -> MemoryFit:
     active, floor, residual = line("active_bytes"), 0.0, 0.0
     for probe in smaller[:-1]:
         seen, expected = probe.memory.active_bytes, active(probe.micro_batch)
-        if seen > expected:  # a piece that does not grow with the micro-batch: the peak stood elsewhere
+        if seen > expected:  # the peak was elsewhere, in a part that does not grow with the micro-batch
             floor = max(floor, seen)
         else:
             residual = max(residual, expected / seen - 1)
@@ -111,7 +108,7 @@ def fit_memory(probes: Sequence[Probe]) -> MemoryFit:
 
 @dataclass(frozen=True, kw_only=True)
 class Pick:
-    """The largest micro-batch that should fit, and what it was chosen by."""
+    """The largest micro-batch that should fit, and what the choice rests on."""
 
     micro_batch: int
     fit: MemoryFit
@@ -123,8 +120,7 @@ class Pick:
 def with_micro_batch(
     recipe: Recipe, plan: Plan, micro_batch: int, passes: int | None = None
 ) -> tuple[Recipe, Plan]:
-    """The recipe and the plan at another micro-batch; `passes` cuts the update short for a trial, the
-    recipe's own batch otherwise."""
+    """The recipe and the plan at another micro-batch; for a trial, `passes` cuts the update short."""
     batch = micro_batch * passes if passes is not None else recipe.train.batch_size
     accumulation = batch // (micro_batch * plan.world_size)
     short = replace(recipe, train=replace(recipe.train, batch_size=batch))
@@ -134,19 +130,15 @@ def with_micro_batch(
 def probe(
     recipe: Recipe, plan: Plan, micro_batch: int, measure: Callable[[Trial], Measurement]
 ) -> Measurement:
-    """Two steps of two passes; two, because gradients that accumulate take memory of their
-    own."""
-    share = recipe.train.batch_size // plan.world_size
-    passes = min(2, share // micro_batch)
-    trial = train_trial(*with_micro_batch(recipe, plan, micro_batch, passes), PROBE)
-    return measure(trial)
+    """Two steps of two passes; two, because accumulating gradients takes memory too."""
+    passes = min(2, recipe.train.batch_size // plan.world_size // micro_batch)
+    return measure(train_trial(*with_micro_batch(recipe, plan, micro_batch, passes), PROBE))
 
 
 def pick_micro_batch(
     recipe: Recipe, plan: Plan, measure: Callable[[Trial], Measurement], *, capacity_bytes: int
 ) -> Pick | None:
-    """Probe, fit, and pick the largest micro-batch that fits; None where not even the first could be
-    probed."""
+    """Probe, fit, and pick the largest micro-batch that fits; None if not even the first could be probed."""
     sizes = divisors(recipe.train.batch_size // plan.world_size)
     probes: list[Probe] = []
     size: int | None = _first_probe(recipe, plan, sizes)
@@ -156,7 +148,7 @@ def pick_micro_batch(
             break
         probes.append(Probe(micro_batch=size, memory=measured.memory))
         size = _next_probe(probes, sizes, capacity_bytes)
-        # nothing is known of the slope yet but what arithmetic says
+        # one reading has no slope: take that of the arithmetic
         if size is not None and len(probes) == 1:
             small, large = (arithmetic_memory(recipe, plan, s).total for s in (probes[0].micro_batch, size))
             taken = measured.memory.reserved_bytes + measured.memory.other_bytes
@@ -196,8 +188,8 @@ def _first_probe(recipe: Recipe, plan: Plan, sizes: Sequence[int]) -> int:
 
 
 def _next_probe(probes: Sequence[Probe], sizes: Sequence[int], capacity_bytes: int) -> int | None:
-    """Twice the last until there are three; then towards half of the largest that fits, so that the pick lies
-    close to a probe."""
+    """Twice the last until there are three; then towards half of the largest that fits, so that the pick is close to
+    a probe."""
     fit, last = fit_memory(probes), probes[-1].micro_batch
     if len(probes) < 3:
         size = next((s for s in sizes if s >= 2 * last), None)
@@ -207,4 +199,4 @@ def _next_probe(probes: Sequence[Probe], sizes: Sequence[int], capacity_bytes: i
         return None
     larger = [s for s in sizes if last < s <= largest]
     towards = [s for s in larger if s <= min(FURTHEST * last, largest // CLOSE)]
-    return max(towards, default=larger[0])  # where divisors lie far apart, the next one itself
+    return max(towards, default=larger[0])  # divisors that lie far apart: the next one

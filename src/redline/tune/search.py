@@ -6,18 +6,17 @@ if it is faster. No torch.
 
 It starts from the rules' plan, walks the micro-batch down and up, tries the other candidates, walks the
 micro-batch again if one of them was kept, and ends with the winner against the rules' plan. Every candidate
-takes turns with the best plan so far (measure/turns.py): on a machine whose speed drifts nothing else can be
-believed. A candidate wins when its interval lies above 1, its numbers pass the guard, and, if it compiles, the
-run is long enough to earn that back. Trials use the recipe's own data and step, with updates cut to a few
-passes where the recipe's are long: a plan changes the time of a pass, and the update's own cost is the same
-for all. The rules' plan is measured whatever it takes; everything after it keeps to the time, that of the last
-comparison set aside. Left out: several processes, and values that interact in ways that a walk along the axes
-cannot see.
+takes turns with the best plan so far (measure/turns.py), because the machine's speed drifts. A candidate wins
+when its interval lies above 1, its numbers pass the guard, and, if it compiles, the run is long enough to earn
+that back. Trials run the recipe's real steps on its own data; long updates are cut to a few passes, because a
+plan changes the time of a pass and the update costs the same in all of them. The rules' plan is measured
+however long it takes; everything after it keeps to the time limit, with the last comparison's share set aside.
+Left out: several processes, and values that only pay together.
 """
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -42,8 +41,7 @@ from redline.tune.store import TrialTable, TuningResult, keep, pinned
 RULES = "the rules' plan"
 FINAL = "the winner against"
 STEP = 1.8
-"""The micro-batch walks from divisor to divisor of the batch, each at least this many times the one
-before."""
+"""The micro-batch walks along divisors of the batch, each at least this many times the one before."""
 LONG_STEP_S = 0.5
 """An update predicted longer than this is cut short in trials."""
 NO_GAIN = (1.0, 1.0, 1.0)
@@ -59,12 +57,10 @@ def tune(
     timing: Timing | None = None,
     children: Children | None = None,
 ) -> tuple[Plan, TuningResult]:
-    """Find the fastest plan within the time, write it into the folder, and return it with the table of
-    trials."""
+    """Find the fastest plan within the time, write it into the folder, and return it with the table of trials."""
     if rules.world_size != 1:
         raise ConfigError(
-            f"tuning works on one process, this plan has {rules.world_size}: tune with --nproc 1 and the same"
-            " recipe"
+            f"tuning works on one process, and this plan has {rules.world_size}: tune the same recipe with --nproc 1"
         )
     write_atomic(folder.path / "recipe.toml", to_toml(recipe))
     children = children or Children.on(rules.hardware)
@@ -85,15 +81,13 @@ class _Search:
     def __init__(self, recipe: Recipe, rules: Plan, turns: Turns, timing: Timing) -> None:
         self.recipe, self.asked, self.turns, self.timing = recipe, rules, turns, timing
         self.rules = self.best = rules
-        """What the search starts from and its gain is against: the plan that was asked for, or that one with
-        smaller passes; and the best plan."""
+        """What the search starts from and measures its gain against (the plan asked for, or that with smaller
+        passes); and the best plan so far."""
         self.fixed = set(pinned(rules))
         self.best_measured = self.rules_measured = self.alone = Measurement(outcome="ok")
-        """What the best plan gave, what the rules' plan gave, and what that gave when it was measured by
-        itself at the start."""
+        """What the best plan gave; what the rules' plan gave; and what the latter gave alone, at the start."""
         self.gain = NO_GAIN
-        """What the pairs say the best plan is worth, with the ends of its interval: the product of those that
-        were kept."""
+        """What the pairs say the best plan is worth, with its interval: the product of those that were kept."""
         self.table = TrialTable(turns.say)
         self.untried: list[str] = []
         self.why: dict[str, Why] = {}
@@ -105,21 +99,19 @@ class _Search:
 
     def begin(self) -> None:
         """Measure the rules' plan; where it does not fit, smaller passes of it."""
-        cut = (
-            f", updates cut to {self.short.train.batch_size} sequences"
-            if self.short is not self.recipe
-            else ""
-        )
-        title = f"tuning {self.recipe.name} on {self.rules.hardware.title}{cut}"
-        self.turns.say(f"{title}; the rules' plan takes the time it takes")
+        title = f"tuning {self.recipe.name} on {self.rules.hardware.title}"
+        if self.short is not self.recipe:
+            title += f", updates cut to {self.short.train.batch_size} sequences"
+        self.turns.say(f"{title}; the rules' plan is measured however long it takes")
         failures: list[str] = []
         while True:
             measured = self.turns.alone(RULES, self._trial(self.best), until_s=math.inf)
             assert measured is not None, "no time bounds it"
             if not measured.lacked_memory or "micro_batch" in self.fixed:
                 break
-            killed = "was killed twice, perhaps for want of memory"
-            what = killed if measured.was_killed else "ran out of memory"
+            what = (
+                "was killed twice, perhaps for lack of memory" if measured.was_killed else "ran out of memory"
+            )
             failures.append(f"micro-batch {self.best.micro_batch} {what}")
             smaller = self._smaller_size(failures[-1])
             if smaller is None:
@@ -136,8 +128,8 @@ class _Search:
         self.table.add(self.against, measured=measured, note="where the search starts", kept=True)
 
     def walk_micro_batch(self) -> None:
-        """Down and up from the best size, further as long as it gets faster; down first, so that two readings
-        show what up would take."""
+        """Down and up from the best size for as long as it gets faster; down first, so that two readings show what
+        larger passes would take."""
         for up in (False, True):
             while "micro_batch" not in self.fixed and (size := self._next_size(up)) is not None:
                 change = {"micro_batch": size}
@@ -145,8 +137,7 @@ class _Search:
                     break
 
     def try_candidates(self) -> None:
-        """Every candidate once against the best plan of its time; what was predicted is predicted anew when
-        the best changes."""
+        """Every candidate once against the best plan of its time; predictions are made again when that changes."""
         done: set[str] = set()
         while True:
             share = self.best_measured.data_wait_share
@@ -158,8 +149,8 @@ class _Search:
             self._try(todo[0])
 
     def finish(self) -> tuple[Plan, TuningResult]:
-        """The winner once more against the rules' plan: a choice among many flatters the chosen, and this
-        measurement had no part in it."""
+        """The winner once more against the rules' plan: a choice among many flatters the chosen one, and this
+        measurement had no part in the choice."""
         gain, paired, unconfirmed = NO_GAIN, True, ""
         if differing(self.rules, self.best):
             pair = self._last_pair()
@@ -167,7 +158,7 @@ class _Search:
                 gain, unconfirmed = self.gain, "the time was over"
                 if pair is not None:
                     unconfirmed = str(pair.before.error or pair.after.error)
-                note = f"failed: {unconfirmed}; run the same command to make it again"
+                note = f"failed: {unconfirmed}; run the same command again to repeat it"
                 after = pair.after if pair else None
                 self.table.add(f"{FINAL} {self.against}", measured=after, note=note, verdict="not compared")
             else:
@@ -179,7 +170,21 @@ class _Search:
                 else:
                     self.turns.say(f"{self.against} stays")
                     self.best, self.best_measured, self.why = self.rules, pair.before, {}
-        plan, result = self._explained(), self._result(gain, paired, unconfirmed)
+        plan = self._explained()
+        result = TuningResult(
+            tuned_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            against=self.against,
+            ratio=gain[0],
+            low=gain[1],
+            high=gain[2],
+            paired=paired,
+            tokens_per_s=self.best_measured.tokens_per_s,
+            trials=sum(row.outcome is not None for row in self.table.rows),
+            elapsed_s=self.turns.clock() - self.turns.began_s,
+            untried=tuple(dict.fromkeys(self.untried)),
+            unconfirmed=unconfirmed,
+            rows=tuple(self.table.rows),
+        )
         keep(self.turns.folder.path, plan, result)
         return plan, result
 
@@ -192,10 +197,13 @@ class _Search:
             self.table.add(name, predicted, note=refused)
             return False
         plan = changed(self.recipe, self.best, candidate.change)
-        pair = self._measure_against(name, plan)
+        pair = self.turns.pair(
+            name, self._trial(self.best), self._trial(plan), enough=hopeless,
+            together=self._fit_at_once(plan), until_s=self._until_s(),
+        )  # fmt: skip
         if pair is None:
             self.untried.append(name)
-            self.table.add(name, predicted, note="not tried to its end: the time was over")
+            self.table.add(name, predicted, note="not finished: the time was up")
             return False
         self._remember_memory(plan, pair.after)
         if pair.comparison is None:
@@ -210,7 +218,7 @@ class _Search:
             self.best, self.best_measured = plan, pair.after
             self.gain = _times(self.gain, pair)
         if same_training and differing(self.asked, self.rules) and not differing(self.asked, plan):
-            self.turns.say("the rules' plan runs after all: what is found is held against that")
+            self.turns.say("the rules' plan runs after all: gains are measured against it from now on")
             self.rules, self.rules_measured = self.asked, pair.after
             turned = Pair(before=pair.after, after=pair.before, paired=pair.paired)
             self.gain = NO_GAIN if kept else _times(NO_GAIN, turned)
@@ -227,13 +235,13 @@ class _Search:
             run = (
                 f"the run has {steps:,}"
                 if steps
-                else "the recipe counts epochs: pin plan.compile for a long one"
+                else "the recipe counts epochs: pin plan.compile for a long run"
             )
-            return False, f"compiling pays back after {payback:,.0f} updates, {run}", True
+            return False, f"compiling pays back after {payback:,.0f} updates; {run}", True
         return wins, str(numbers), numbers.passed
 
     def _explain(self, candidate: Candidate, pair: Pair, kept: bool) -> None:
-        """What was measured becomes the reason of the value that was tried."""
+        """What was measured becomes the reason for the value that was tried."""
         for name, value in candidate.change.items():
             before = self.why.get(name, self.rules.why[name]).reason
             won = f"measured {pair.comparison} against {getattr(self.best, name)}"
@@ -241,7 +249,7 @@ class _Search:
             self.why[name] = Why(reason=won if kept else lost, source="measurement")
 
     def _refusal(self, candidate: Candidate) -> str | None:
-        """Why a candidate is not tried: it cannot pay, cannot fit, or there is no time for it."""
+        """Why a candidate is not tried: it cannot pay, it cannot fit, or there is no time; None: try it."""
         if candidate.predicted < WORTH:
             return f"not tried: predicted {candidate.predicted:.2f}x ({candidate.reason})"
         try:
@@ -255,43 +263,34 @@ class _Search:
         if cost_s <= left_s:
             return None
         self.untried.append(candidate.name)
-        return (
-            f"not tried: it takes about {format_duration(cost_s)}, and {format_duration(left_s)} are left"
-            " before the last comparison"
-        )
-
-    def _measure_against(self, name: str, plan: Plan) -> Pair | None:
-        """A plan and the best one, in turns where both fit at once."""
-        return self.turns.pair(
-            name, self._trial(self.best), self._trial(plan), enough=hopeless,
-            together=self._fit_at_once(plan), until_s=self._until_s(),
-        )  # fmt: skip
+        needs, left = format_duration(cost_s), format_duration(left_s)
+        return f"not tried: it takes about {needs}, and {left} are left before the last comparison"
 
     def _last_pair(self) -> Pair | None:
-        """The rules' plan before the best one. Both have run, and no blocks are saved."""
+        """The rules' plan and the best one, with all blocks: both are known to run."""
         pair = self.turns.pair(
-            f"{self.against}, again", self._trial(self.best), self._trial(self.rules), enough=_never,
-            together=self._fit_at_once(self.rules), again=" final",
+            f"{self.against}, again", self._trial(self.best), self._trial(self.rules),
+            enough=lambda first_s, second_s: False, together=self._fit_at_once(self.rules), again=" final",
         )  # fmt: skip
         return pair and Pair(before=pair.after, after=pair.before, paired=pair.paired)
 
     # ---- time and memory ----
 
     def _pair_s(self, plan: Plan) -> float:
-        """What a pair takes, by what the rules' plan took: a start and the rounds of two, or two starts where
-        both do not fit at once."""
+        """Estimated from what the rules' plan took: a start and the rounds of both, or two starts where both do not
+        fit together."""
         alone = self.alone
         step_s = alone.tokens_per_step / alone.tokens_per_s
         rounds_s = (self.timing.blocks + 1) * alone.steps_per_block * step_s
         return alone.elapsed_s + (rounds_s if self._fit_at_once(plan) else alone.elapsed_s)
 
     def _until_s(self) -> float:
-        """When the pair of a candidate has to end: the time of the last one is set aside for it."""
+        """When a candidate's pair has to end: the last comparison's time is set aside."""
         return self.turns.deadline_s - self._pair_s(self.rules)
 
     def _fit_at_once(self, plan: Plan) -> bool:
-        """Whether a plan and the best one fit the device together, by what the best was seen to take, and the
-        planner's arithmetic scaled by how far it was off there."""
+        """Whether a plan and the best one fit the device together: the best by what it took, the other by the
+        planner's arithmetic, corrected by how far that was off for the best."""
         seen = self.best_measured.memory
         if plan.hardware.kind == "cpu" or seen is None:
             return True
@@ -299,8 +298,8 @@ class _Search:
         return seen.reserved_bytes + 2 * seen.other_bytes + needed <= plan.hardware.memory_bytes
 
     def _smaller_size(self, failure: str) -> int | None:
-        """For a plan that ran out of memory: what small probes say that fits, or the next smaller divisor
-        where they say nothing new."""
+        """For a plan that ran out of memory: what small probes say will fit, or the next smaller divisor if they
+        say nothing new."""
         now = self.best.micro_batch
         sizes = [size for size in divisors(now) if size < now]
         if not sizes or self.best is not self.rules:
@@ -314,8 +313,7 @@ class _Search:
         return max((size for size in sizes if pick and size <= pick.micro_batch), default=sizes[-1])
 
     def _next_size(self, up: bool) -> int | None:
-        """The next micro-batch in a direction that is worth a trial: a divisor that was not measured and
-        should fit."""
+        """The next micro-batch in that direction worth a trial: a divisor not measured yet that should fit."""
         now, batch = self.best.micro_batch, self.short.train.batch_size
         sizes = [size for size in divisors(batch) if size < batch or self.short is self.recipe]
         if up:
@@ -340,8 +338,7 @@ class _Search:
             self.probes.setdefault(_shape(plan), {})[plan.micro_batch] = probe
 
     def _payback_steps(self, candidate: Candidate, pair: Pair) -> float:
-        """Updates of the recipe after which a longer start has paid; 0 for what does not compile
-        differently."""
+        """Updates after which a longer start has paid for itself; 0 for what does not compile differently."""
         if "compile" not in candidate.change:
             return 0.0
         longer_s = (pair.after.first_step_s or 0.0) - (pair.before.first_step_s or 0.0)
@@ -353,12 +350,12 @@ class _Search:
 
     @property
     def against(self) -> str:
-        """What the gain is against, in words."""
+        """What gains are measured against, in words."""
         cut = f"{RULES} cut to micro-batch {self.rules.micro_batch}"
         return cut if differing(self.asked, self.rules) else RULES
 
     def _explained(self) -> Plan:
-        """The best plan, with what was measured as the reason of each value that a trial decided."""
+        """The best plan, with what was measured as the reason for each value that a trial decided."""
         moved = self.best.accumulation != self.rules.accumulation
         why = self.rules.why | self.why | (self._accumulation(self.best) if moved else {})
         return replace(self.best, why=why)
@@ -373,27 +370,10 @@ class _Search:
         accumulation = self.short.train.batch_size // plan.micro_batch
         return train_trial(self.short, replace(plan, accumulation=accumulation), self.timing)
 
-    def _result(self, gain: tuple[float, float, float], paired: bool, unconfirmed: str) -> TuningResult:
-        ratio, low, high = gain
-        return TuningResult(
-            tuned_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            against=self.against,
-            ratio=ratio,
-            low=low,
-            high=high,
-            paired=paired,
-            tokens_per_s=self.best_measured.tokens_per_s,
-            trials=sum(row.outcome is not None for row in self.table.rows),
-            elapsed_s=self.turns.clock() - self.turns.began_s,
-            untried=tuple(dict.fromkeys(self.untried)),
-            unconfirmed=unconfirmed,
-            rows=tuple(self.table.rows),
-        )
-
 
 def shorten(recipe: Recipe, plan: Plan) -> Recipe:
-    """The recipe with an update of a few passes, where its own is predicted to take longer than LONG_STEP_S;
-    else the recipe itself."""
+    """The recipe with updates of a few passes if its own are predicted to take longer than LONG_STEP_S; else the
+    recipe itself."""
     rate, batch, micro = plan.prediction.attainable_tokens_per_s, recipe.train.batch_size, plan.micro_batch
     # packed examples have no predicted rate, and their updates are short
     if rate is None or recipe.tokens_per_step / rate < LONG_STEP_S:
@@ -404,10 +384,6 @@ def shorten(recipe: Recipe, plan: Plan) -> Recipe:
     return recipe if few == batch else replace(recipe, train=replace(recipe.train, batch_size=few))
 
 
-def _never(_first_s: Sequence[float], _second_s: Sequence[float]) -> bool:
-    return False
-
-
 def _times(gain: tuple[float, float, float], pair: Pair) -> tuple[float, float, float]:
     found = pair.comparison
     assert found is not None
@@ -415,5 +391,5 @@ def _times(gain: tuple[float, float, float], pair: Pair) -> tuple[float, float, 
 
 
 def _shape(plan: Plan) -> tuple[Any, ...]:
-    """The values on which the memory of a pass depends, beside the micro-batch."""
+    """The values other than the micro-batch on which the memory of a pass depends."""
     return tuple(getattr(plan, name) for name in PLANNED if VALUES[name].shapes_memory)

@@ -35,7 +35,7 @@ class TrialRow:
 
     name: str
     predicted: float | None
-    """Speed against the best plan's of that time, before it was tried."""
+    """Speed against the best plan so far, before it was tried."""
     outcome: TrialOutcome | None = None
     """None: not tried."""
     tokens_per_s: float | None = None
@@ -43,12 +43,11 @@ class TrialRow:
     memory_bytes: int | None = None
     """Peak reserved by torch; on a CPU resident."""
     comparison: Comparison | None = None
-    """With the best plan of that time."""
+    """With the best plan so far."""
     rounds: int | None = None
-    """Blocks of each that the comparison was made with; below FEWEST_BLOCKS where it was given up."""
+    """Blocks of each in the comparison; below FEWEST_BLOCKS if it was given up early."""
     verdict: str
-    """kept; the comparison's; the outcome of one that failed; not compared, for want of a reference; not
-    tried."""
+    """kept; the comparison's; the outcome if it failed; not compared, if there was no reference; not tried."""
     note: str = ""
     kept: bool = False
 
@@ -60,9 +59,9 @@ class TuningResult:
     tuned_at: str
     """ISO time, UTC."""
     against: str = "the rules' plan"
-    """What the ratio is against: the rules' plan, or where that did not run, what it was cut to."""
+    """What the ratio is against: the rules' plan, or, if that did not run, what it was cut to."""
     ratio: float
-    """Speed of the plan against that of the rules' plan, in turns; 1 where the rules' plan was kept."""
+    """Speed of the plan against the rules' plan, measured in turns; 1 if the rules' plan was kept."""
     low: float
     high: float
     paired: bool
@@ -72,13 +71,13 @@ class TuningResult:
     untried: tuple[str, ...]
     """Candidates for which there was no time left."""
     unconfirmed: str = ""
-    """Why the last comparison, of the winner with the rules' plan, failed: then the ratio is the product of
-    those that chose it."""
+    """Why the last comparison (winner against rules' plan) failed; the ratio is then the product of the comparisons
+    that chose the winner."""
     rows: tuple[TrialRow, ...]
 
 
 class TrialTable:
-    """The rows of a search as they come; each is said."""
+    """The rows of a search as they come; each is also printed."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.rows: list[TrialRow] = []
@@ -95,7 +94,7 @@ class TrialTable:
         verdict: str = "",
         kept: bool = False,
     ) -> None:
-        """One without a pair has nothing to compare with, one that was not measured was not tried."""
+        """Without a pair there was nothing to compare with; without a measurement it was not tried."""
         measured = pair.after if pair else measured
         found = pair.comparison if pair else None
         if measured is None or measured.outcome != "ok":
@@ -119,7 +118,7 @@ class TrialTable:
 
 
 def pinned(plan: Plan) -> dict[str, Any]:
-    """Values that somebody fixed and a search must leave alone."""
+    """Values that the user fixed, which a search must leave alone."""
     return {
         name: getattr(plan, name) for name in PLANNED if plan.why[name].source not in ("rule", "measurement")
     }
@@ -132,8 +131,8 @@ def tuning_folder(facts: MachineFacts, rules: Plan) -> Path:
 
 
 def tuned_plan(folder: Path, recipe: Recipe) -> tuple[Plan, TuningResult] | None:
-    """The result kept in a folder for this recipe; None when there is none. One in another layout, or of
-    another recipe, is an error that says what to do."""
+    """The result kept in a folder for this recipe; None if there is none. One in another layout, or of another
+    recipe, is an error."""
     if not (folder / "result.json").exists():
         return None
     try:
@@ -148,14 +147,14 @@ def tuned_plan(folder: Path, recipe: Recipe) -> tuple[Plan, TuningResult] | None
 
 
 def check_folder(path: Path, recipe: Recipe, rules: Plan | None = None) -> None:
-    """Refuse a folder in which trials of this recipe would write over something else: a run, the trials of
-    another workload, or, of a tuning that starts from `rules`, a plan that was tuned with other pins. A plan
-    that cannot be read is of no use to anybody, and is no reason."""
+    """Refuse a folder in which trials of this recipe would overwrite something else: a run, trials of another
+    workload, or (for a tuning that starts from `rules`) a plan tuned with other pins. A plan that cannot be read is no
+    obstacle."""
     way_out = "give another folder with --out"
     for name in ("metrics.jsonl", "checkpoints", "samples.db"):
         if (path / name).exists():
             raise StorageError(
-                f"{path} holds a run ({name}), whose recipe and plan trials would write over: {way_out}"
+                f"{path} holds a run ({name}), whose recipe and plan the trials would overwrite: {way_out}"
             )
     try:
         kept = load(path / "plan.json")

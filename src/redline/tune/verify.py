@@ -1,14 +1,14 @@
-"""Proof that what a plan says is really on, on this machine: each check passed, failed, not applicable or not
-checked, with what was seen.
+"""Proof that this machine really does what a plan says: each check passed, failed, not applicable or not checked,
+with the evidence.
 
     checks = verify(recipe, plan, progress=print)
     [check for check in checks if check.status == "failed"]
 
-The training loop itself runs a few updates on the recipe's data, at most two passes each; one pass and one
-turn of the loop are profiled, and on a GPU torch's detector of waits watches more turns. Loss and gradients
-of the pass are compared with the same weights in fp32, eager, with explicit attention, one sequence at a time.
-An RFT recipe has no examples yet: the model answers a few of its questions, which proves its generation, and
-learns from the answers. checks.py holds what is checked. Left out: speed (`redline tune`) and several processes.
+The training loop itself runs a few updates on the recipe's data, at most two passes each. One pass and one turn of
+the loop are profiled, and on a GPU torch's sync detector watches more turns. Loss and gradients of the pass are
+compared with the same weights in fp32, eager, with explicit attention, one sequence at a time. An RFT recipe has
+no examples yet, so the model answers a few of its questions, which also proves generation, and learns from the
+answers. The checks are in checks.py. Left out: speed (`redline tune`) and several processes.
 """
 
 import copy
@@ -46,10 +46,10 @@ from redline.tune.checks import CHECKS, Case, Numbers, generation_graphs, log_pr
 from redline.tune.evidence import Check, profiled
 
 MOST_PASSES = 2
-"""Of a long update: the others are the same."""
+"""Passes of a long update that are run: the others are the same."""
 WARM_UP, WATCHED = 3, 5
-"""Updates before anything is watched, which compile, fill the loader, and move the adapters' B, which begins at
-0; and updates that are."""
+"""Updates before anything is watched (they compile, fill the loader and move the adapters' B away from 0), and
+updates that are watched."""
 QUESTIONS = 16
 
 
@@ -100,7 +100,7 @@ def _completions(session: Session) -> list[Completion]:
 
 
 def _learner_of(session: Session, completions: Sequence[Completion]) -> Trainer:
-    """A training on the answers, of which nothing is kept; an epoch is one update of the recipe's size."""
+    """A training on the answers that keeps nothing; an epoch is one update of the recipe's size."""
     model, size = session.model.model, session.recipe.train.batch_size
     prepare(model, session.recipe, session.process)
     prompts = [(c.request.prompt, c.tokens) for c in completions]
@@ -147,8 +147,7 @@ def _watch(recipe: Recipe, plan: Plan, trainer: Trainer, progress: Callable[[str
 
 
 def _first_pass(trainer: Trainer) -> tuple[Any, list[tuple[Tensor, Tensor]], int]:
-    """A batch; the sequences of its first pass, tokens and targets; and the positions that the head computes in
-    it."""
+    """A batch; tokens and targets of each sequence of its first pass; and the positions the head computes in it."""
     batch, objective, device = trainer.source.next(), trainer.objective, trainer.process.device
     if not isinstance(objective, Packed):
         inputs, targets = (t[: objective.pass_size].to(device) for t in (batch.inputs_BT, batch.targets_BT))
@@ -169,7 +168,7 @@ def _alone(example: Example, device: torch.device) -> tuple[Tensor, Tensor]:
 def _reference(
     recipe: Recipe, model: Transformer, rows: Sequence[tuple[Tensor, Tensor]], targets: int
 ) -> Numbers:
-    """Mean loss and gradients in fp32, sequence by sequence so that explicit attention fits."""
+    """Mean loss and gradients in fp32, one sequence at a time so that explicit attention fits."""
     reference = build_model(model.config, device=rows[0][0].device, seed=0)
     if recipe.lora is not None:
         add_lora(reference, recipe.lora, 0)
@@ -187,7 +186,7 @@ def _reference(
 
 @contextmanager
 def plain_fp32() -> Iterator[None]:
-    """No TF32 and explicit attention, whatever the plan that is being verified has set."""
+    """No TF32, and explicit attention, whatever the plan being verified has set."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

@@ -8,16 +8,8 @@ from redline.record.units import format_bytes
 from redline.tune.ablate import AblationRow
 
 COLUMNS = (
-    "change",
-    "claimed",
-    "by",
-    "measured",
-    "interval",
-    "verdict",
-    "tokens/s (MFU)",
-    "memory",
-    "numerics",
-)
+    "change", "claimed", "by", "measured", "interval", "verdict", "tokens/s (MFU)", "memory", "numerics",
+)  # fmt: skip
 WORKLOADS = {"train": "pre-training", "generate": "generation", "finetune": "LoRA fine-tuning"}
 
 
@@ -32,22 +24,13 @@ def cells(row: AblationRow) -> tuple[str, ...]:
     before = f"{row.before_tokens_per_s:,.0f} → " if row.before_tokens_per_s is not None else ""
     tokens = f"{before}{row.tokens_per_s:,.0f}{share}" if row.tokens_per_s is not None else ""
     memory = format_bytes(row.memory_bytes) if row.memory_bytes else ""
-    return (
-        name,
-        ratio(row.claimed) if row.claimed else "",
-        row.source,
-        measured,
-        interval,
-        verdict,
-        tokens,
-        memory,
-        row.numerics,
-    )
+    claimed = ratio(row.claimed) if row.claimed else ""
+    return name, claimed, row.source, measured, interval, verdict, tokens, memory, row.numerics
 
 
 def markdown(rows: Sequence[AblationRow], title: str, where: str) -> str:
-    """What the guide of the study claims, with the answers; then one table a workload and stage, and what there
-    was no time for below it."""
+    """What the study's guide claims, with the answers; then a table for each workload and stage, and below it what
+    there was no time for."""
     lines = [f"## {title}", "", where, ""]
     answers = [(quote, _answer(quote, part, rows)) for part in study(title) for quote in part.quotes]
     if answers:
@@ -62,12 +45,12 @@ def markdown(rows: Sequence[AblationRow], title: str, where: str) -> str:
             lines += [f"| {' | '.join(cell.replace('|', '/') for cell in cells(row))} |" for row in ran]
             lines.append("")
         if left := [cells(row)[0] for row in shown if row.outcome == "not run"]:
-            lines += [f"Not run, for want of time: {', '.join(left)}.", ""]
+            lines += [f"Not run, because the time was up: {', '.join(left)}.", ""]
     return "\n".join(lines)
 
 
 def _answer(quote: Quote, part: StudyPart, rows: Sequence[AblationRow]) -> str:
-    """What a row of the ladder says about a claim, of its speed or of the memory it takes."""
+    """What a row says about a claim of speed or memory."""
     before_bytes: int | None = None
     for row in rows:
         if row.workload != part.workload or row.stage == "leave one out":
@@ -84,8 +67,9 @@ def _answer(quote: Quote, part: StudyPart, rows: Sequence[AblationRow]) -> str:
 
 
 def _stage(row: AblationRow) -> str:
+    left_out = row.stage == "leave one out"
     return (
         "left out of the best, one at a time"
-        if row.stage == "leave one out"
+        if left_out
         else "one by one, each on top of those kept before it"
     )
