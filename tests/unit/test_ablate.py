@@ -456,9 +456,9 @@ def test_any_switch_of_the_workload_can_be_asked_for_and_nothing_else(tmp_path: 
         "compile",
         "selective-recompute",
     ]
-    with pytest.raises(ConfigError, match="got packing .it does not switch anything in train"):
+    with pytest.raises(ConfigError, match="does not switch anything in train"):
         run(tmp_path, only=("packing",))
-    with pytest.raises(ConfigError, match="got pinned-memory .it is built in"):
+    with pytest.raises(ConfigError, match="it is built in"):
         run(tmp_path, only=("pinned-memory",))
     with pytest.raises(ConfigError, match="did you mean 'sdpa'"):
         run(tmp_path, only=("spda",))
