@@ -87,7 +87,7 @@ def test_the_full_benchmark_on_a_cpu_is_refused_and_so_is_an_unknown_arm(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     facts = replace(read_facts(), gpus=())
-    monkeypatch.setattr("redline.machine.facts.read_facts", lambda: facts)
+    monkeypatch.setattr("redline.cli.bench.read_facts", lambda: facts)
     assert main(["bench", "generate"]) == 6
     assert main(["bench", "generate", "--arm", "vllm"]) == 2
     full, arm = capsys.readouterr().err.splitlines()

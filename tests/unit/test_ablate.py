@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from lab import Behaviour, Lab
 
-from redline.cli.ablate import _print as print_table
+from redline.cli.ablate import print_rows as print_table
 from redline.cli.main import main
 from redline.config.load import build, load_recipe
 from redline.errors import ConfigError, StorageError

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rft_model import CHAT_TEMPLATE, CONFIG
 
-from redline.cli.chat import Conversation, _answer
+from redline.cli.chat import Conversation, answer
 from redline.cli.main import main
 from redline.data.tokenizer import Tokenizer, train_bpe
 from redline.engine.request import Request, Sampling
@@ -81,14 +81,14 @@ def test_what_a_terminal_would_obey_is_shown(tokenizer, capsys):
         return SimpleNamespace(finish="stop", text="\x1b[2J", new_tokens=1)
 
     talk = Conversation(opened(tokenizer, CHAT_TEMPLATE), None, 1000)
-    _answer(SimpleNamespace(stream=stream), talk, "Hi", Request(prompt="", sampling=Sampling()))
+    answer(SimpleNamespace(stream=stream), talk, "Hi", Request(prompt="", sampling=Sampling()))
     assert capsys.readouterr().out == "\\x1b[2J\n"
     assert talk.messages[-1] == {"role": "assistant", "content": "\x1b[2J"}
 
 
 def test_a_message_that_does_not_fit_is_left_out(tokenizer, capsys):
     talk = Conversation(opened(tokenizer, CHAT_TEMPLATE), None, 60)
-    _answer(None, talk, "x" * 100, Request(prompt="", sampling=Sampling()))
+    answer(None, talk, "x" * 100, Request(prompt="", sampling=Sampling()))
     assert "does not fit: 60 are the most" in capsys.readouterr().err
     assert talk.messages == []
 

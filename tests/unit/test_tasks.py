@@ -193,7 +193,7 @@ def test_the_command_answers_without_torch(arguments):
         (["units", "--data", "nowhere", "--seed", "1"], 2, "files keep their order"),
         (["--score", "answers.jsonl"], 2, "--score needs a task"),
         (["units", "--score", "missing.jsonl"], 3, "missing.jsonl cannot be read"),
-        (["units", "--score", "EMPTY"], 3, "holds no answers"),
+        (["units", "--score", "EMPTY"], 3, "is empty"),
         (["units", "--score", "BROKEN"], 3, "line 1 is damaged"),
         (["units", "--score", "SCALAR"], 3, "line 1 is damaged: it must hold a table"),
         (["units", "--score", "FIELDS"], 3, "answer 1: `completion` and one of `id` and `question`"),

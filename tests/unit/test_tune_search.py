@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from lab import HANGS, KILLED, Behaviour, Lab
 
-from redline.cli.tune import _gain
+from redline.cli.tune import gain
 from redline.config.load import load_recipe
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError, TrainingError
@@ -528,13 +528,13 @@ def test_what_is_printed_says_against_what_and_how_the_speed_was_measured() -> N
         tuned_at="2026-01-01T00:00:00Z", ratio=1.0, low=1.0, high=1.0, paired=True, tokens_per_s=1e3,
         trials=3, elapsed_s=1.0, untried=(), rows=(start,),
     )  # fmt: skip
-    assert _gain(same) == "the rules' plan is the fastest found: 1.0k tokens/s measured alone"
-    assert _gain(replace(same, rows=(start, last))).endswith("1.0k tokens/s measured in turns with another")
+    assert gain(same) == "the rules' plan is the fastest found: 1.0k tokens/s measured alone"
+    assert gain(replace(same, rows=(start, last))).endswith("1.0k tokens/s measured in turns with another")
     apart = replace(last, comparison=replace(slower, paired=False))
-    assert _gain(replace(same, rows=(start, replace(last, name="attention flash"), apart))).endswith(
+    assert gain(replace(same, rows=(start, replace(last, name="attention flash"), apart))).endswith(
         "measured alone"
     )
     cut = replace(same, against="the rules' plan cut to micro-batch 2")
-    assert _gain(cut).startswith("the rules' plan cut to micro-batch 2 is the fastest found")
-    gained = _gain(replace(cut, ratio=1.2, low=1.1, high=1.3))
+    assert gain(cut).startswith("the rules' plan cut to micro-batch 2 is the fastest found")
+    gained = gain(replace(cut, ratio=1.2, low=1.1, high=1.3))
     assert "x [1.100, 1.300] the rules' plan cut to micro-batch 2, in turns" in gained

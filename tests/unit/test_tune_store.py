@@ -7,7 +7,7 @@ import pytest
 
 from redline.cli.main import main
 from redline.cli.options import check_positive
-from redline.cli.tune import _print, train_command
+from redline.cli.tune import print_result, train_command
 from redline.config.load import load_recipe, to_toml
 from redline.errors import ConfigError, StorageError
 from redline.measure.statistics import Comparison
@@ -107,7 +107,7 @@ def test_the_table_has_a_star_where_the_interval_has_less_than_95_per_cent(
             trials=3, elapsed_s=1.0,
             untried=(), rows=shown,
         )  # fmt: skip
-        _print(PLAN, result, Path("folder"))
+        print_result(PLAN, result, Path("folder"))
         said = " ".join(capsys.readouterr().out.split())
         assert "0.800x [0.750, 0.850] slower 1.00x" in said
         assert ("0.800x [0.750, 0.850]* slower" in said) == ("* given up after fewer rounds" in said) == star

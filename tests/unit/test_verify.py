@@ -433,7 +433,7 @@ def test_the_tuned_plan_is_verified_and_the_corpus_tokenised_first(
 
     monkeypatch.setattr(watching, "verify", found)
     said: list[str] = []
-    monkeypatch.setattr("redline.cli.options.status", said.append)
+    monkeypatch.setattr("redline.cli.verify.status", said.append)
     facts, recipe = read_facts(), load_recipe("nano", sets)
     rules = make_plan(recipe, hardware_here(facts, None))
     assert main(command) == 0

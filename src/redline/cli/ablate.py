@@ -12,63 +12,48 @@ report FOLDER` draws it.
 """
 
 import argparse
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
-HELP = "measure each optimisation on a recipe, claimed beside measured"
+from redline.cli.arguments import JSON, RECIPE
+from redline.cli.options import check_positive, print_json, recipe_of, status, tokenise
+from redline.config.load import shipped
+from redline.config.recipe import Recipe
+from redline.errors import ConfigError
+from redline.machine.facts import MachineFacts, read_facts, software_key
+from redline.machine.store import cached
+from redline.measure.trial import Timing
+from redline.optimizations.catalogue import study
+from redline.plan.hardware import hardware_here
+from redline.plan.plan import Hardware
+from redline.report.grid import show
+from redline.tune.ablate import AblationRow, ablate, chosen
+from redline.tune.store import check_folder
+from redline.tune.waterfall_table import COLUMNS, cells, markdown
 
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    from redline.cli.options import add_json, add_recipe
-
-    add_recipe(command)
-    command.add_argument(
-        "--only",
-        metavar="NAME,NAME",
-        default="",
-        help="only these entries of `redline optimizations`; all else as the study starts",
-    )
-    command.add_argument(
-        "--minutes", type=float, default=30.0, metavar="N", help="time for all of it (default 30)"
-    )
-    command.add_argument(
-        "--block-seconds",
-        type=float,
-        default=0.5,
-        metavar="S",
-        help="of a timed block (default 0.5); shorter is quicker and less sure",
-    )
-    command.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="the folder (default runs/ablate-RECIPE, the names of --only behind it)",
-    )
-    command.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    add_json(command)
+ARGUMENTS = f"""
+{RECIPE}
+--only NAME,NAME          only these entries of `redline optimizations`; all else as the study starts
+--minutes MINUTES         time for all of it (default 30)
+--block-seconds SECONDS   length of a timed block (default 0.5); shorter is quicker and less sure
+--out DIR                 the folder (default: runs/ablate-RECIPE, followed by the names of --only)
+--markdown                print the table as Markdown
+{JSON}
+"""
 
 
 def run(options: argparse.Namespace) -> None:
-    from dataclasses import asdict
-
-    from redline.cli.options import check_positive, print_json, recipe_of, status, tokenise
-    from redline.config.load import shipped
-    from redline.errors import ConfigError
-    from redline.machine.facts import read_facts, software_key
-    from redline.machine.store import cached
-    from redline.measure.trial import Timing
-    from redline.optimizations.catalogue import study
-    from redline.plan.hardware import hardware_here
-    from redline.tune.ablate import ablate, chosen
-    from redline.tune.store import check_folder
-
     check_positive("--minutes", options.minutes)
     check_positive("--block-seconds", options.block_seconds)
-    only = [name.strip() for name in options.only.split(",") if name.strip()]
+    only = [name.strip() for name in (options.only or "").split(",") if name.strip()]
     if options.only and not only:
         raise ConfigError(f"--only {options.only!r} names nothing")
     recipe, facts = recipe_of(options), read_facts()
-    named = options.recipe.replace("/", "-") if options.recipe in shipped() else recipe.name
-    folder = options.out or Path("runs") / "-".join(["ablate", named, *only])
+    name = options.recipe if options.recipe in shipped() else recipe.name
+    folder = options.out or Path("runs") / "-".join(["ablate", name.replace("/", "-"), *only])
     parts = chosen(study(options.recipe, recipe.workload), only)
     check_folder(folder, recipe)
     hardware = hardware_here(facts, cached(facts, progress=status))
@@ -88,17 +73,9 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print_json([asdict(row) for row in rows])
     elif options.markdown:
-        from redline.tune.waterfall_table import markdown
-
-        print(
-            markdown(
-                rows,
-                options.recipe if options.recipe in shipped() else recipe.name,
-                _where(options, hardware, facts, recipe),
-            )
-        )
+        print(markdown(rows, name, _where(options, hardware, facts, recipe)))
     else:
-        _print(rows, f"{recipe.name} on {hardware.title}")
+        print_rows(rows, f"{recipe.name} on {hardware.title}")
         print(f"written to {folder / 'ablation.json'}; `redline report {folder}` draws it")
     if left := sum(row.outcome == "not run" for row in rows):
         status(
@@ -107,10 +84,7 @@ def run(options: argparse.Namespace) -> None:
         )
 
 
-def _where(options, hardware, facts, recipe) -> str:  # type: ignore[no-untyped-def]
-    import shlex
-    import time
-
+def _where(options: argparse.Namespace, hardware: Hardware, facts: MachineFacts, recipe: Recipe) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version)
     given = [options.recipe, *(part for override in options.set for part in ("--set", override))]
     given += ["--only", options.only] if options.only else []
@@ -118,19 +92,14 @@ def _where(options, hardware, facts, recipe) -> str:  # type: ignore[no-untyped-
     return (
         f"Made by `redline ablate {shlex.join(given)}` on {time.strftime('%Y-%m-%d')}: {hardware.title};"
         f" {versions}; fingerprint {recipe.fingerprint}. Speed with the change over speed without it, on top"
-        " of what was kept before it; medians of blocks of steps in turns, with an interval of 95 %. * Four"
+        " of what was kept before it; medians of blocks of steps in turns, with a 95 % interval. * Four"
         " rounds, each a fifth apart: 87.5 %. The first state alone: two blocks. MFU: of the dense bf16 peak,"
         " whatever the precision; generation counts the forward pass, LoRA no gradients of frozen weights."
     )
 
 
-def _print(rows, title: str) -> None:  # type: ignore[no-untyped-def]
-    from dataclasses import replace
-
-    from redline.report.grid import show
-    from redline.tune.waterfall_table import COLUMNS, cells
-
-    lines = []
+def print_rows(rows: Sequence[AblationRow], title: str) -> None:
+    lines: list[tuple[str, ...]] = []
     for heading, row in _shown(rows):
         lines += [(heading,)] if heading else []
         named = dict(zip(COLUMNS, cells(replace(row, note="")), strict=True))
@@ -142,21 +111,11 @@ def _print(rows, title: str) -> None:  # type: ignore[no-untyped-def]
     show((*columns, "note"), lines, title=title)
 
 
-def _shown(rows):  # type: ignore[no-untyped-def]
-    """Every row with the heading before it, if there is one, and without what stands elsewhere: figures of
-    the numerics are in the JSON and the Markdown, and that there was no time is the last line of the output,
-    once."""
-    from dataclasses import replace
-
+def _shown(rows: Sequence[AblationRow]) -> Iterator[tuple[str, AblationRow]]:
+    """Every row with the heading before it, if there is one, and without what is said elsewhere: figures of
+    the numerics are in the JSON and the Markdown, and the last line of the output says that time ran out."""
     stage = None
     for row in rows:
         heading = f"{row.workload}: {row.stage}" if row.stage not in (stage, "one by one") else ""
-        stage = row.stage
-        yield (
-            heading,
-            replace(
-                row,
-                numerics=row.numerics.partition(" (")[0],
-                note="" if row.outcome == "not run" else row.note,
-            ),
-        )
+        stage, note = row.stage, "" if row.outcome == "not run" else row.note
+        yield heading, replace(row, numerics=row.numerics.partition(" (")[0], note=note)

@@ -10,44 +10,40 @@ echo "ROMEO:" | redline chat runs/nano --max-new-tokens 100
 
 import argparse
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from redline.cli.arguments import DEVICE, MODEL
+from redline.cli.options import find_model, status
+from redline.engine.request import Request, Sampling
+from redline.errors import ConfigError
+from redline.record.units import visible
+
 if TYPE_CHECKING:
+    from redline.engine.local import LocalEngine
     from redline.train.restore import Opened
 
-HELP = "talk to a model; the answer appears as it is generated"
+ARGUMENTS = f"""
+{MODEL}
+{DEVICE}
+--system TEXT          what the model is told first; needs a chat template
+--max-new-tokens N     length of an answer, at most (default 256)
+--temperature NUMBER   0 is greedy (default 0.7)
+--seed N               the same seed gives the same answers (default 0)
+"""
 MOST_HISTORY = 8192
-"""Tokens of a conversation that are kept, where the model's context holds more: they take memory for keys and values."""
-
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    from redline.cli.generate import add_model
-
-    add_model(command)
-    command.add_argument(
-        "--system", metavar="TEXT", help="what the model is told first; needs a chat template"
-    )
-    command.add_argument(
-        "--max-new-tokens", type=int, default=256, metavar="N", help="of an answer, at most (default 256)"
-    )
-    command.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default 0.7)")
-    command.add_argument(
-        "--seed", type=int, default=0, help="the same seed gives the same answers (default 0)"
-    )
+"""Tokens of a conversation that are kept where the model's context holds more: keys and values take memory."""
 
 
 class Conversation:
     """What was said, and the prompt that it makes."""
 
     def __init__(self, opened: "Opened", system: str | None, most_tokens: int) -> None:
-        from redline.errors import ConfigError
-
         self.loaded, self.tokenizer, self.most_tokens = opened.loaded, opened.tokenizer, most_tokens
         self.chats = self.loaded.chat_template is not None
         if system is not None and not self.chats:
-            raise ConfigError(
-                "--system needs a model with a chat template, and this one has none: leave it out"
-            )
+            raise ConfigError("--system needs a model with a chat template, and this one has none: omit it")
         self.system = [{"role": "system", "content": system}] if system is not None else []
         self.reset()
 
@@ -79,20 +75,14 @@ class Conversation:
 
 
 def run(options: argparse.Namespace) -> None:
-    from dataclasses import replace
-
-    from redline.cli.generate import check_model
-    from redline.cli.options import status
-    from redline.engine.request import Request, Sampling
-
     sampling = Sampling(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
     asked = Request(prompt="", sampling=sampling, seed=options.seed)
-    check_model(options)
+    path = find_model(options)
     from redline.engine.local import LocalEngine
     from redline.engine.prompt import stop_ids
     from redline.train.restore import open_on
 
-    opened, model = open_on(options.model, options.checkpoint, options.device)
+    opened, model = open_on(path, options.checkpoint, options.device)
     context = model.config.context_length
     new = min(options.max_new_tokens, max(1, context // 2))
     talk = Conversation(opened, options.system, min(context - new, MOST_HISTORY))
@@ -101,19 +91,13 @@ def run(options: argparse.Namespace) -> None:
     if sys.stdin.isatty():
         kind = "a chat template" if talk.chats else "no chat template: it continues your text"
         status(f"{opened.source} has {kind}. /reset forgets, /quit or Ctrl-D ends.")
-    with LocalEngine(
-        model,
-        opened.tokenizer,
-        slots=1,
-        max_prompt_tokens=talk.most_tokens,
-        max_new_tokens=new,
-        eos_ids=stops,
-    ) as engine:
+    sizes = {"slots": 1, "max_prompt_tokens": talk.most_tokens, "max_new_tokens": new}
+    with LocalEngine(model, opened.tokenizer, **sizes, eos_ids=stops) as engine:
         for number, message in enumerate(_messages(talk)):
-            _answer(engine, talk, message, replace(asked, seed=asked.seed + number))
+            answer(engine, talk, message, replace(asked, seed=asked.seed + number))
 
 
-def _messages(talk: Conversation):  # type: ignore[no-untyped-def]
+def _messages(talk: Conversation) -> Iterator[str]:
     """The lines that are for the model."""
     if terminal := sys.stdin.isatty():
         import readline  # noqa: F401 - gives input() its editing and its history
@@ -132,21 +116,14 @@ def _messages(talk: Conversation):  # type: ignore[no-untyped-def]
         print()
 
 
-def _answer(engine, talk: Conversation, message: str, asked) -> None:  # type: ignore[no-untyped-def]
-    from dataclasses import replace
-
-    from redline.cli.options import status
-    from redline.record.units import visible
-
+def answer(engine: "LocalEngine", talk: Conversation, message: str, asked: Request) -> None:
     ids, forgotten = talk.ask(message)
     if len(ids) > talk.most_tokens:
-        status(
-            f"a message of {len(ids)} tokens does not fit: {talk.most_tokens} are the most; it is left out"
-        )
+        status(f"your message has {len(ids)} tokens and {talk.most_tokens} fit: shorten it")
         talk.messages.pop()
         return
     if forgotten:
-        status(f"(forgotten, to make room: the first {forgotten} {'messages' if talk.chats else 'tokens'})")
+        status(f"(dropped the first {forgotten} {'messages' if talk.chats else 'tokens'} to make room)")
     completion = engine.stream(
         replace(asked, prompt=ids), lambda piece: print(visible(piece), end="", flush=True)
     )

@@ -13,46 +13,36 @@ Units that had to be guessed are said. A gain is a prediction; `redline bench tr
 
 import argparse
 from collections.abc import Iterable
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
+from redline.cli.arguments import JSON
+from redline.cli.diagnose_view import print_answer, print_side_by_side
+from redline.cli.options import print_json, status
+from redline.diagnose.answer import mfu, split, too_little, verdict
+from redline.diagnose.finding import Finding
+from redline.diagnose.observed import Observed
+from redline.diagnose.read import read
+from redline.diagnose.rules import diagnose
+from redline.errors import ConfigError
+from redline.record.units import format_bytes
+
+ARGUMENTS = f"""
+PATH...                     a run folder, a log, a table, a notebook or a Markdown page
+--map NAME=COLUMN[:UNIT]    what columns mean, with a unit where it differs: step=iter,step_s=dt:ms,memory_bytes=mem:GB
+--fact NAME=VALUE...        what the log does not say, e.g. gpu=h100-80g, parameters=454M, gpus=8
+--html FILE                 write it as one self-contained page, with the curves
+{JSON}
+"""
 LARGE_BYTES = 4 * 2**20
-"""A log of this size takes a second to read; before that nobody needs to be told."""
-HELP = "why a run is slow, from its record or another trainer's log"
-
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    from redline.cli.options import add_json
-
-    command.add_argument(
-        "path", type=Path, nargs="+", help="a run folder, a log, a table, a notebook or a Markdown page"
-    )
-    command.add_argument(
-        "--map",
-        default="",
-        metavar="NAME=COLUMN[:UNIT],...",
-        help="what a column means, with its unit where it is another, e.g. step=iter,step_s=dt:ms,memory_bytes=mem:GB",
-    )
-    command.add_argument(
-        "--fact",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="what the log does not say, e.g. gpu=h100-80g, parameters=454M, gpus=8",
-    )
-    command.add_argument(
-        "--html", type=Path, metavar="FILE", help="write it as one self-contained page, with the curves"
-    )
-    add_json(command)
+"""A log of this size takes a second to read."""
 
 
 def run(options: argparse.Namespace) -> None:
-    from redline.cli.options import print_json, status
-    from redline.diagnose.read import read
-    from redline.diagnose.rules import diagnose
-    from redline.record.units import format_bytes
-
-    facts, columns = _pairs(options.fact, "--fact"), _pairs(filter(None, options.map.split(",")), "--map")
+    facts, columns = (
+        _pairs(options.fact, "--fact"),
+        _pairs(filter(None, (options.map or "").split(",")), "--map"),
+    )
     answers = []
     for path in options.path:
         if path.is_file() and (size := path.stat().st_size) >= LARGE_BYTES:
@@ -68,19 +58,13 @@ def run(options: argparse.Namespace) -> None:
         shown = [_as_json(observed, findings) for observed, findings in answers]
         print_json(shown[0] if len(shown) == 1 else shown)
         return
-    from redline.cli.diagnose_view import print_answer, print_side_by_side
-
     if len(answers) > 1:
         print_side_by_side(answers)
     else:
         print_answer(*answers[0])
 
 
-def _as_json(observed, findings) -> dict[str, Any]:  # type: ignore[no-untyped-def]
-    from dataclasses import asdict
-
-    from redline.diagnose.answer import mfu, split, too_little, verdict
-
+def _as_json(observed: Observed, findings: list[Finding]) -> dict[str, Any]:
     share, said = mfu(observed), verdict(observed, findings)
     return {
         "source": observed.source,
@@ -102,8 +86,6 @@ def _as_json(observed, findings) -> dict[str, Any]:  # type: ignore[no-untyped-d
 
 
 def _pairs(given: Iterable[str], option: str) -> dict[str, str]:
-    from redline.errors import ConfigError
-
     pairs: dict[str, str] = {}
     for text in given:
         name, sign, value = (part.strip() for part in text.partition("="))

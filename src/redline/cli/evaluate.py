@@ -6,52 +6,38 @@ redline evaluate hf-folder --data corpus.txt   on any text, JSONL, Parquet or da
 
 import argparse
 
-HELP = "validation loss, perplexity and bits per byte"
+from redline.cli.arguments import DEVICE, JSON, MODEL
+from redline.cli.options import check_least, find_model, print_json
+from redline.data.read import find_source
+from redline.errors import ConfigError
+from redline.train.places import step_folders
 
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    from redline.cli.generate import add_model
-    from redline.cli.options import add_json
-
-    add_model(command)
-    command.add_argument(
-        "--data", metavar="SOURCE", help="text files or a data folder (default: the run's validation split)"
-    )
-    command.add_argument(
-        "--seq-len",
-        type=int,
-        metavar="N",
-        help="tokens in a sequence (default: the run's, else the model's context)",
-    )
-    command.add_argument(
-        "--sequences",
-        type=int,
-        metavar="N",
-        help="sequences to read (default: as the run validates, else 256)",
-    )
-    command.add_argument(
-        "--text-field", default="text", help="field of a JSONL or Parquet row (default text)"
-    )
-    add_json(command)
+ARGUMENTS = f"""
+{MODEL}
+{DEVICE}
+--data SOURCE        text files or a data folder (default: the run's validation split)
+--seq-len N          tokens in a sequence (default: the run's, else the model's context)
+--sequences N        sequences to read (default: as many as the run validates on, else 256)
+--text-field FIELD   field of a JSONL or Parquet row (default text)
+{JSON}
+"""
 
 
 def run(options: argparse.Namespace) -> None:
-    from redline.cli.generate import check_model
-    from redline.cli.options import check_least, print_json
-    from redline.data.read import find_source
-
-    check_model(options)
+    model = find_model(options)
     check_least("--seq-len", options.seq_len)
     check_least("--sequences", options.sequences)
     if options.data is not None:
         find_source(options.data)
+    elif model not in step_folders(model.parent).values():
+        raise ConfigError(f"{model} was not trained here and has no validation split: give --data SOURCE")
     from redline.evaluate import evaluate_opened
     from redline.train.restore import open_on
 
-    opened, model = open_on(options.model, options.checkpoint, options.device)
+    opened, built = open_on(model, options.checkpoint, options.device)
     found = evaluate_opened(
         opened,
-        model,
+        built,
         source=options.data,
         text_field=options.text_field,
         seq_len=options.seq_len,

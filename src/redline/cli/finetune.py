@@ -11,49 +11,33 @@ killed, run the same command again and it resumes.
 """
 
 import argparse
+import json
 from pathlib import Path
 
-HELP = "fine-tune a model on your own examples"
+from redline.cli.arguments import JSON
+from redline.cli.options import recipe_of
+from redline.cli.train import RUN, check_options, train
+from redline.data.examples import find_examples
+from redline.errors import ConfigError
+from redline.model.hub import is_hub_name
 
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    from redline.cli.options import add_json
-    from redline.cli.train import add_run_options
-
-    command.add_argument("model", help="the model to start from")
-    command.add_argument(
-        "examples", help="a file or folder of examples, or a data set on the Hugging Face Hub"
-    )
-    command.add_argument("--full", action="store_true", help="train all weights instead of an adapter")
-    command.add_argument(
-        "--recipe", default="finetune", help="a recipe of workload finetune (default finetune)"
-    )
-    command.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="TABLE.KEY=VALUE",
-        help="override a value, e.g. train.lr=1e-4; may be repeated",
-    )
-    add_run_options(command)
-    add_json(command)
+ARGUMENTS = f"""
+MODEL                      the model to start from
+EXAMPLES                   a file or folder of examples, or a data set on the Hugging Face Hub
+--full                     train all weights instead of an adapter
+--recipe RECIPE            a recipe of workload finetune (default finetune)
+--set TABLE.KEY=VALUE...   override a value, e.g. train.lr=1e-4
+{RUN}
+{JSON}
+"""
 
 
 def run(options: argparse.Namespace) -> int:
-    import json
-
-    from redline.cli.options import recipe_of
-    from redline.cli.train import check_options, train
-    from redline.data.examples import find_examples
-    from redline.errors import ConfigError
-    from redline.model.hub import is_hub_name
-
     check_options(options)
     if not is_hub_name(options.examples):
         find_examples(Path(options.examples).expanduser())
     named = [f"model.init_from={json.dumps(options.model)}", f"data.source={json.dumps(options.examples)}"]
-    named += ["lora=none"] if options.full else []
-    recipe = recipe_of(options, *named)
+    recipe = recipe_of(options, *named, *(["lora=none"] if options.full else []))
     if recipe.workload != "finetune":
         raise ConfigError(
             f"{options.recipe} is a recipe of workload {recipe.workload}: give one of workload finetune"

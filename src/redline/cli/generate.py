@@ -6,80 +6,35 @@ redline generate runs/nano --prompt "ROMEO:" --samples 2
 import argparse
 import os
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from redline.cli.arguments import DEVICE, JSON, MODEL
+from redline.cli.options import find_model, print_json, status
+from redline.engine.request import Request, Sampling
+from redline.plan.bounds import Outside, bounded_slots
+from redline.plan.plan import Why
+from redline.record.units import visible
 
 if TYPE_CHECKING:
     from redline.train.restore import Opened
 
-HELP = "generate text from a trained model"
-
-
-def add_model(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "model", type=Path, help="a run folder, a checkpoint, a Hugging Face folder, a .gguf file or demo"
-    )
-    command.add_argument(
-        "--checkpoint", default="last", metavar="WHICH", help="of a run: last, best or step-N (default last)"
-    )
-    command.add_argument("--device", default=None, help="cuda or cpu (default: cuda where there is one)")
-
-
-def check_model(options: argparse.Namespace) -> None:
-    """What can be said about the model before torch is imported."""
-    from redline.errors import ConfigError
-    from redline.train.places import find
-
-    if getattr(options, "device", None) not in (None, "cuda", "cpu"):
-        raise ConfigError(f"the device must be cuda or cpu, got {options.device!r}")
-    options.model = find(options.model, options.checkpoint)
-
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    from redline.cli.options import add_json
-
-    add_model(command)
-    command.add_argument(
-        "--prompt",
-        action="append",
-        metavar="TEXT",
-        help="may be given several times (default: a new document)",
-    )
-    command.add_argument(
-        "--chat",
-        action="store_true",
-        help="put each prompt through the model's chat template, as a user's message",
-    )
-    command.add_argument(
-        "--max-new-tokens",
-        type=int,
-        default=128,
-        metavar="N",
-        help="tokens to generate at most (default 128)",
-    )
-    command.add_argument("--samples", type=int, default=1, metavar="N", help="texts per prompt (default 1)")
-    command.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
-    command.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
-    command.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="sample from the likeliest tokens of this total probability",
-    )
-    command.add_argument("--seed", type=int, default=0, help="the same seed gives the same texts (default 0)")
-    add_json(command)
+ARGUMENTS = f"""
+{MODEL}
+{DEVICE}
+--prompt TEXT...       a prompt (default: a new document)
+--chat                 put each prompt through the model's chat template, as a user's message
+--max-new-tokens N     tokens to generate at most (default 128)
+--samples N            texts per prompt (default 1)
+--temperature NUMBER   0 is greedy (default 0.8)
+--top-k K              sample from the K likeliest tokens
+--top-p NUMBER         sample from the likeliest tokens of this total probability (default 1)
+--seed N               the same seed gives the same texts (default 0)
+{JSON}
+"""
 
 
 def run(options: argparse.Namespace) -> None:
-    from dataclasses import replace
-
-    from redline.cli.options import print_json, status
-    from redline.engine.request import Request, Sampling
-    from redline.plan.bounds import Outside, bounded_slots
-    from redline.plan.plan import Why
-    from redline.record.units import visible
-
     sampling = Sampling(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
@@ -87,12 +42,12 @@ def run(options: argparse.Namespace) -> None:
         top_p=options.top_p,
     )
     asked = Request(prompt="", sampling=sampling, samples=options.samples, seed=options.seed)
-    check_model(options)
+    path = find_model(options)
     from redline.engine.local import LocalEngine, fitting_slots
     from redline.engine.prompt import stop_ids
     from redline.train.restore import open_on
 
-    opened, model = open_on(options.model, options.checkpoint, options.device)
+    opened, model = open_on(path, options.checkpoint, options.device)
     prompts = options.prompt or [""]
     ids = _prompt_ids(prompts, opened, chat=options.chat)
     context, longest = model.config.context_length, max(map(len, ids))

@@ -1,29 +1,22 @@
-"""Show what this machine is and what it can do. Ceilings are measured once (seconds) and kept per machine;
---refresh measures again."""
+"""Show what this machine is and what it can do. Ceilings are measured once, in seconds, and kept for the machine."""
 
 import argparse
 from dataclasses import asdict
 
-HELP = "the facts of this machine and its measured ceilings"
+from redline.cli.arguments import JSON
+from redline.cli.options import print_json, status
+from redline.cli.tables import print_machine
+from redline.machine.facts import read_facts
+from redline.machine.store import cached
 
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    from redline.cli.options import add_json
-
-    command.add_argument(
-        "--refresh", action="store_true", help="measure again instead of reading the kept result"
-    )
-    command.add_argument(
-        "--facts", action="store_true", help="facts only: nothing is measured, torch is not loaded"
-    )
-    add_json(command)
+ARGUMENTS = f"""
+--refresh   measure again instead of reading the kept result
+--facts     facts only: measure nothing, and do not load torch
+{JSON}
+"""
 
 
 def run(options: argparse.Namespace) -> None:
-    from redline.cli.options import print_json, status
-    from redline.machine.facts import read_facts
-    from redline.machine.store import cached
-
     facts = read_facts()
     ceilings = None if options.facts or options.refresh else cached(facts, progress=status)
     if ceilings is None and not options.facts:
@@ -32,7 +25,5 @@ def run(options: argparse.Namespace) -> None:
         ceilings = load_or_measure(facts, refresh=options.refresh, progress=status)
     if options.json:
         print_json({"facts": asdict(facts), "ceilings": asdict(ceilings) if ceilings else None})
-        return
-    from redline.cli.tables import print_machine
-
-    print_machine(facts, ceilings)
+    else:
+        print_machine(facts, ceilings)

@@ -1,88 +1,101 @@
-"""`redline`: one sub-command a verb. Each lives in its own file, imports its room when it runs, and holds no
-logic.
+"""`redline`: one sub-command a verb. A command lives in the file of its name, which is imported only to run it
+or to explain it: its docstring is its help, `ARGUMENTS` what it takes (arguments.py; of several verbs a table),
+and `run` does it.
 
-A user's mistake is one line on standard error and an exit code that is not zero; anything else keeps its
-traceback.
+A user's mistake is one line on standard error and a non-zero exit code; anything else keeps its traceback.
 """
 
 import argparse
+import importlib
 import io
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from redline import __version__
-from redline.cli import (
-    ablate,
-    bench,
-    chat,
-    data,
-    diagnose,
-    evaluate,
-    export,
-    finetune,
-    generate,
-    machine,
-    optimizations,
-    plan,
-    recipes,
-    report,
-    rft,
-    tasks,
-    train,
-    tune,
-    verify,
-    watch,
-)
+from redline.cli.arguments import declare
 from redline.errors import ConfigError, RedlineError, nearest
 from redline.machine.cpu import avoid_broken_amx
 from redline.record.units import visible
 
 GROUPS = {
     "Before a run": {
-        "machine": machine,
-        "recipes": recipes,
-        "plan": plan,
-        "data": data,
-        "tasks": tasks,
-        "tune": tune,
+        "machine": "what this machine is, and its measured ceilings",
+        "recipes": "list the shipped recipes, or print one",
+        "plan": "how a recipe would be executed, and why",
+        "data": "build token shards from text, or inspect them",
+        "tasks": "list tasks, print questions, score completions",
+        "tune": "find the fastest plan for a recipe on this machine",
     },
-    "Train": {"train": train, "finetune": finetune, "rft": rft},
-    "Look at a run": {"watch": watch, "report": report, "diagnose": diagnose},
-    "Use a model": {"chat": chat, "generate": generate, "evaluate": evaluate, "export": export},
-    "Prove it": {"verify": verify, "optimizations": optimizations, "ablate": ablate, "bench": bench},
+    "Train": {
+        "train": "train a recipe, or resume, extend or fork its run",
+        "finetune": "fine-tune a model on your own examples",
+        "rft": "rejection-sampling fine-tuning: sample, train, test",
+    },
+    "Look at a run": {
+        "watch": "watch a run in the terminal or on a local page",
+        "report": "runs as tables and as one self-contained page",
+        "diagnose": "why a run is slow, from its record or another trainer's log",
+    },
+    "Use a model": {
+        "chat": "talk to a model; the answer appears as it is generated",
+        "generate": "generate text from a trained model",
+        "evaluate": "validation loss, perplexity and bits per byte",
+        "export": "write a run's weights as a Hugging Face folder",
+    },
+    "Prove it": {
+        "verify": "prove that what a plan says is really on",
+        "optimizations": "every optimisation: who claims what, and which apply",
+        "ablate": "measure each optimisation on a recipe, claimed beside measured",
+        "bench": "measure speeds beside PyTorch, Transformers and PEFT",
+    },
 }
-COMMANDS = {name: module for group in GROUPS.values() for name, module in group.items()}
+COMMANDS = {name: about for group in GROUPS.values() for name, about in group.items()}
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; `{self.prog} --help` explains the command")
+
+
+def module_of(command: str) -> Any:
+    return importlib.import_module(f"redline.cli.{command}")
 
 
 def parser(only: str | None = None) -> argparse.ArgumentParser:
-    """The whole command line, or with the options of one command only, which is quicker. Imports no torch."""
-    root = argparse.ArgumentParser(
+    """The whole command line, or the arguments of one command only, which is quicker. Imports no torch."""
+    width = max(map(len, COMMANDS))
+    listed = [
+        "\n".join([title, *(f"  {name:<{width}}  {about}" for name, about in group.items())])
+        for title, group in GROUPS.items()
+    ]
+    root = Parser(
         prog="redline",
         usage="redline COMMAND ...",
-        description=f"Train language models at the limit of the GPU, and prove it.\n\n{_listed()}",
+        description="\n\n".join(["Train language models at the limit of the GPU, and prove it.", *listed]),
         epilog="`redline COMMAND --help` explains a command. Start with: redline train nano",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     root.add_argument("--version", action="version", version=f"redline {__version__}")
     commands = root.add_subparsers(dest="command", metavar="COMMAND", prog="redline", help=argparse.SUPPRESS)
-    for name, module in COMMANDS.items():
-        command = commands.add_parser(
-            name, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+    for name in COMMANDS:
+        command = commands.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter)
         if only in (None, name):
-            module.add_arguments(command)
+            _fill(command, module_of(name))
     return root
 
 
-def _listed() -> str:
-    """Every command with a line about it."""
-    width = max(map(len, COMMANDS))
-    return "\n\n".join(
-        "\n".join([title, *(f"  {name:<{width}}  {module.HELP}" for name, module in group.items())])
-        for title, group in GROUPS.items()
-    )
+def _fill(command: argparse.ArgumentParser, module: Any) -> None:
+    command.description = module.__doc__
+    if isinstance(module.ARGUMENTS, str):
+        declare(command, module.ARGUMENTS)
+        return
+    verbs = command.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for verb, text in module.ARGUMENTS.items():
+        about, _, arguments = text.partition("\n")
+        declare(verbs.add_parser(verb, help=about, description=about), arguments)
 
 
 SPIN_COUNT = "3000"
@@ -114,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 parser(only="").print_help()
                 return 0
             options.arguments = given  # for a command that starts itself again
-            return COMMANDS[options.command].run(options) or 0
+            return module_of(options.command).run(options) or 0
         finally:
             sys.stdout.flush()  # here, where a pipe that broke can still be handled
     except RedlineError as error:

@@ -1,40 +1,28 @@
-"""Options and printing that several commands share."""
+"""What several commands do with their options, and how they print."""
 
 import argparse
 import json
 import math
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from redline.config.load import load_recipe
 from redline.config.recipe import Recipe
+from redline.data.build import prepare
 from redline.errors import ConfigError
-
-
-def add_recipe(command: argparse.ArgumentParser, example: str = "train.steps=100") -> None:
-    command.add_argument("recipe", help="a shipped recipe (see `redline recipes`) or a path to a .toml file")
-    command.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="TABLE.KEY=VALUE",
-        help=f"override a value, e.g. {example}, or take it back with =none; may be repeated",
-    )
-
-
-def add_json(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--json", action="store_true", help="print JSON for programs instead of text for people"
-    )
+from redline.record.units import format_rate, visible
+from redline.report.grid import Output
+from redline.train.places import find
 
 
 def recipe_of(
     options: argparse.Namespace, *more: str, check: Callable[[Recipe], None] | None = None
 ) -> Recipe:
-    """The recipe with what the user set; a shape that it leaves out is read from the weights it starts from, which
-    needs torch: `check` comes before."""
+    """The recipe with what the user set. A shape that it leaves out is read from the weights it starts from, which
+    needs torch: `check` runs before that."""
     recipe = load_recipe(
         options.recipe, [*options.set, *more], preset=getattr(options, "preset", None), say=status
     )
@@ -42,12 +30,15 @@ def recipe_of(
         check(recipe)
     if recipe.model.is_shaped or recipe.model.init_from is None:
         return recipe
-    from redline.train.places import find
-
-    find(Path(recipe.model.init_from))  # what is not there is said before torch is imported
+    find(Path(recipe.model.init_from))  # report a missing file before importing torch
     from redline.train.restore import with_shape
 
     return with_shape(recipe)
+
+
+def find_model(options: argparse.Namespace) -> Path:
+    """The weights that the user names, found before torch is imported."""
+    return find(Path(options.model), options.checkpoint)
 
 
 def typed_pins(options: argparse.Namespace) -> frozenset[str]:
@@ -60,22 +51,18 @@ def typed_pins(options: argparse.Namespace) -> frozenset[str]:
 
 
 def check_least(option: str, value: int | None, least: int = 1) -> None:
-    """A count that the user may give."""
     if value is not None and value < least:
         raise ConfigError(f"{option} must be at least {least}, got {value}")
 
 
 def check_positive(option: str, value: float) -> None:
-    """A time that the user gives; 0, nan and inf are none."""
     if not (math.isfinite(value) and value > 0):
         raise ConfigError(f"{option} must be a finite number above 0, got {value:g}")
 
 
 def tokenise(recipe: Recipe) -> None:
-    """Tokenise the corpus of pre-training, if it was not yet, and show how far it is: before anything is
-    measured, of which it is no part. A stream is tokenised as it is read."""
-    from redline.data.build import prepare
-
+    """Tokenise the corpus of pre-training unless that is done, and show the progress: it must not be part of a
+    measurement. A stream is tokenised as it is read."""
     if recipe.workload == "pretrain" and not recipe.data.stream:
         prepare(recipe.data, recipe.model.vocab_size, progress=byte_progress("tokenising"))
 
@@ -86,19 +73,12 @@ def print_json(value: Any) -> None:
 
 def status(text: str) -> None:
     """A line about progress, on standard error so that standard output stays clean."""
-    from redline.record.units import visible
-
     print(visible(text), file=sys.stderr, flush=True)
 
 
 def byte_progress(what: str) -> Callable[[int, int, int], None]:
-    """Shows how far source files are read: a bar in a terminal, else a line every 5 s."""
-    import time
-
+    """Shows how much of the source files has been read: a bar in a terminal, else a line every 5 s."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    from redline.record.units import format_rate
-    from redline.report.grid import Output
 
     rate_column = TextColumn("{task.fields[rate]}")
     columns = (TextColumn(what), BarColumn(24), TaskProgressColumn(), rate_column, TimeRemainingColumn())

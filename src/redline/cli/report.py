@@ -3,80 +3,61 @@ plan. Needs no torch.
 
 redline report runs/nano                          tables here, and runs/nano/report.html: one page that opens
                                                   anywhere, offline
-redline report runs/a runs/b --out compare.html   side by side, with a verdict on whether they may be compared
+redline report runs/a runs/b --out compare.html   side by side, with a verdict on whether they can be compared
 redline report runs/rft                           the rounds of an RFT run side by side
 """
 
 import argparse
+import os
+from dataclasses import asdict
+from os.path import exists
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from redline.report.view import RunView
+from redline.cli.arguments import JSON
+from redline.cli.options import print_json, status
+from redline.record.read import metrics_path, read_runs, rounds_of
+from redline.record.units import format_bytes
+from redline.report.compare import comparable
+from redline.report.grid import Output
+from redline.report.page import write_page
+from redline.report.terminal import print_report
+from redline.report.view import RunView, view
 
-HELP = "runs as tables and as one self-contained page"
+ARGUMENTS = f"""
+RUN...       run folders
+--out FILE   where the page goes (default: report.html in the first run's folder, or here if that is read-only)
+{JSON}
+"""
 LONG_BYTES = 8 * 2**20
 """Metrics that take more than about two seconds to read."""
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    from redline.cli.options import add_json
-
-    command.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-    command.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="where the page goes (default: report.html in the first run's folder, or here if that is read-only)",
-    )
-    add_json(command)
-
-
 def run(options: argparse.Namespace) -> None:
-    from dataclasses import asdict
-    from os.path import exists
-
-    from redline.cli.options import print_json, status
-    from redline.record.read import metrics_path, read_runs, rounds_of
-    from redline.record.units import format_bytes
-    from redline.report.compare import comparable
-    from redline.report.page import write_page
-    from redline.report.view import view
-
-    paths = [path for given in options.runs for path in rounds_of(given) or [given]]
+    paths = [path for given in options.run for path in rounds_of(given) or [given]]
     for path in paths:
         if exists(place := metrics_path(path)) and (size := place.stat().st_size) > LONG_BYTES:
             status(f"reading {format_bytes(size)} of metrics in {path}")
     runs = [view(run, place) for place, run in enumerate(read_runs(paths))]
-    out = options.out or _beside(options.runs[0])
+    out = options.out or _beside(options.run[0])
     write_page(runs, out)
     if options.json:
-        found = {"page": str(out), "runs": [_figures(shown) for shown in runs]}
-        print_json(
-            found
-            | ({"comparable": asdict(comparable([shown.run for shown in runs]))} if len(runs) > 1 else {})
-        )
+        found: dict[str, Any] = {"page": str(out), "runs": [_figures(shown) for shown in runs]}
+        if len(runs) > 1:
+            found["comparable"] = asdict(comparable([shown.run for shown in runs]))
+        print_json(found)
         return
-    from redline.report.grid import Output
-    from redline.report.terminal import print_report
-
     print_report(runs, Output())
     status(f"page: {out}")
 
 
 def _beside(folder: Path) -> Path:
-    """In the run's folder, or where that may only be read, in the folder we are in."""
-    import os
-
-    if os.access(folder, os.W_OK):
-        return folder / "report.html"
-    return Path(f"{folder.resolve().name}-report.html")
+    writable = os.access(folder, os.W_OK)
+    return folder / "report.html" if writable else Path(f"{folder.resolve().name}-report.html")
 
 
-def _figures(shown: "RunView") -> dict[str, Any]:
-    """Everything that the page shows but its curves, which are the folder's metrics.jsonl."""
-    from dataclasses import asdict
-
+def _figures(shown: RunView) -> dict[str, Any]:
+    """Everything on the page but its curves, which are the folder's metrics.jsonl."""
     run = shown.run
     return asdict(shown.summary) | {
         "findings": None if shown.findings is None else [asdict(found.finding) for found in shown.findings],

@@ -10,65 +10,36 @@ Answers are JSON lines with `completion` and either `id` or `question`. A path r
 
 import argparse
 import os
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from redline.tasks.task import Question
+from redline.cli.arguments import JSON
+from redline.cli.options import print_json
+from redline.errors import ConfigError, DataError
+from redline.record.files import read_text
+from redline.record.units import format_share, visible
+from redline.report.grid import show
+from redline.tasks.pool import Pool
+from redline.tasks.registry import TASKS, load_task
+from redline.tasks.task import Question, accuracy, answer_rate, json_lines, prompt_text
 
-HELP = "list tasks, print questions, score completions"
-
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    from redline.cli.options import add_json
-
-    command.add_argument(
-        "task", nargs="?", help="a task's name, or a file of your own and its function: my_task.py:make"
-    )
-    command.add_argument(
-        "--data", metavar="FOLDER", help="read the questions from files in this folder, one a split"
-    )
-    command.add_argument("--split", default="valid", help="train, valid or test (default valid)")
-    command.add_argument(
-        "--count", type=int, metavar="N", help="the first N questions (default 10; all when scoring)"
-    )
-    command.add_argument(
-        "--seed",
-        type=int,
-        metavar="N",
-        help="another draw of generated questions (default 0); files keep their order",
-    )
-    command.add_argument(
-        "--score",
-        type=Path,
-        metavar="ANSWERS.jsonl",
-        help="score these completions: accuracy and answer rate",
-    )
-    add_json(command)
+ARGUMENTS = f"""
+[TASK]          a task's name, or a file of your own and its function: my_task.py:make
+--data FOLDER   read the questions from files in this folder, one a split
+--split SPLIT   train, valid or test (default valid)
+--count N       the first N questions (default: 10, or all when scoring)
+--seed N        another draw of generated questions (default: 0); files keep their order
+--score FILE    score the completions in this .jsonl file: accuracy and answer rate
+{JSON}
+"""
 
 
 def run(options: argparse.Namespace) -> None:
-    from redline.cli.options import print_json
-    from redline.errors import ConfigError
-    from redline.report.grid import show
-    from redline.tasks.registry import TASKS, load_task
-    from redline.tasks.task import prompt_text
-
     if options.task is None:
-        if given := [
-            f"--{name}" for name in ("data", "count", "seed", "score") if getattr(options, name) is not None
-        ]:
-            raise ConfigError(f"{given[0]} needs a task: one of {', '.join(TASKS)}, or my_task.py:make")
-        about = {name: make(None).about for name, make in TASKS.items()}
-        if options.json:
-            print_json([{"name": name, "about": text} for name, text in about.items()])
-        else:
-            show(("", ""), list(about.items()))
+        _list(options)
         return
     if options.seed is not None and options.data is not None:
         raise ConfigError(
-            f"--seed draws generated questions and files keep their order; got --seed {options.seed} with"
-            " --data"
+            "--seed draws generated questions and files keep their order: leave out --seed or --data"
         )
     task = load_task(options.task, options.data)
     count = 10 if options.count is None and options.score is None else options.count
@@ -81,19 +52,25 @@ def run(options: argparse.Namespace) -> None:
         show(("id", "answer", "question"), [(q.id, q.answer, q.text) for q in questions])
 
 
-def _shown(question: "Question", prompt: str) -> dict[str, object]:
+def _list(options: argparse.Namespace) -> None:
+    for name in ("data", "count", "seed", "score"):
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name} needs a task: one of {', '.join(TASKS)}, or my_task.py:make")
+    about = {name: make(None).about for name, make in TASKS.items()}
+    if options.json:
+        print_json([{"name": name, "about": text} for name, text in about.items()])
+    else:
+        show(("", ""), list(about.items()))
+
+
+def _shown(question: Question, prompt: str) -> dict[str, Any]:
     named = question._asdict()
     return {"id": named.pop("id"), "question": named.pop("text"), **named, "prompt": prompt}
 
 
-def _score(options: argparse.Namespace, questions: "list[Question]") -> None:
-    from redline.cli.options import print_json
-    from redline.record.units import format_share, visible
-    from redline.tasks.pool import Pool
-    from redline.tasks.task import accuracy, answer_rate
-
+def _score(options: argparse.Namespace, questions: list[Question]) -> None:
     items = _answers(options, questions)
-    # starting one costs as much as thousands of cheap verdicts
+    # starting a worker costs as much as thousands of cheap verdicts
     workers = min(len(os.sched_getaffinity(0)), 1 + len(items) // 1000)
     with Pool(options.task, options.data, workers=workers) as pool:
         verdicts = pool.score(items)
@@ -112,39 +89,27 @@ def _score(options: argparse.Namespace, questions: "list[Question]") -> None:
     print(f"answer rate  {format_share(answer_rate(verdicts))}")
     print(f"{len(items):,} completions of {found['questions']:,} questions, {options.split} split")
     if failures:
-        print(
-            f"the scorer failed on {len(failures):,} of them, counted as wrong; the first: {visible(failures[0])}"
-        )
+        first = visible(failures[0])
+        print(f"the scorer failed on {len(failures):,} of them, counted as wrong; the first: {first}")
 
 
-def _answers(options: argparse.Namespace, questions: "list[Question]") -> "list[tuple[Question, str]]":
+def _answers(options: argparse.Namespace, questions: list[Question]) -> list[tuple[Question, str]]:
     """The completions of the answers file, each with its question."""
-    from redline.errors import DataError
-    from redline.record.files import read_text
-    from redline.tasks.task import json_lines
-
     rows = json_lines(str(options.score), read_text(options.score))
-    by = {
-        "id": {question.id: question for question in questions},
-        "question": {question.text: question for question in questions},
-    }
+    by = {"id": {q.id: q for q in questions}, "question": {q.text: q for q in questions}}
     items = []
     for place, row in enumerate(rows, start=1):
-        key = "id" if "id" in row else "question"
+        where, key = f"{options.score}, answer {place}", "id" if "id" in row else "question"
         if not isinstance(row.get("completion"), str) or not isinstance(row.get(key), str):
             raise DataError(
-                f"{options.score}, answer {place}: `completion` and one of `id` and `question` are needed as"
-                f" text, got {list(row)}"
+                f"{where}: needs `completion` and either `id` or `question` as text, got {list(row)}"
             )
         if (question := by[key].get(row[key])) is None:
-            raise DataError(
-                f"{options.score}, answer {place}: no {key} {row[key]!r} among the {len(questions):,} of the"
-                f" {options.split} split"
-            )
+            among = f"the {len(questions):,} questions of the {options.split} split"
+            raise DataError(f"{where}: no {key} {row[key]!r} among {among}")
         items.append((question, row["completion"]))
     if not items:
         raise DataError(
-            f"{options.score} holds no answers: write one JSON object a line, with completion and id or"
-            " question"
+            f"{options.score} is empty: write a JSON object a line, with completion and id or question"
         )
     return items

@@ -5,8 +5,7 @@ finished run.
 redline train nano
 redline train gpt2-124m --set data.source=data/wiki --run runs/wiki --nproc 2
 redline train nano --fork runs/nano --run runs/rescued --set train.lr=1e-3
-torchrun --nproc-per-node 2 --no-python -- redline train gpt2-124m     the `--` keeps torchrun from reading
-                                                                       our options
+torchrun --nproc-per-node 2 --no-python -- redline train gpt2-124m     `--` keeps torchrun from reading our options
 """
 
 import argparse
@@ -14,51 +13,39 @@ import os
 from functools import partial
 from pathlib import Path
 
-HELP = "train a recipe, or resume, extend or fork its run"
+from redline.cli.arguments import JSON, PLAN, RECIPE
+from redline.cli.options import byte_progress, check_least, print_json, recipe_of, status
+from redline.cli.plan import chosen, make
+from redline.cli.view import describe, observers_for, print_outcome
+from redline.config.recipe import Recipe
+from redline.data.read import find_source
+from redline.errors import ConfigError
+from redline.launch import LAUNCHER, out_of_memory_override, start_processes, under_torchrun, with_recovery
+from redline.machine.facts import read_facts
+from redline.machine.store import cached, forget_if_beaten
+from redline.plan.plan import Plan
+from redline.record.export import check_names
+from redline.record.read import read_run
+from redline.record.run import RunFolder
+from redline.train.open_run import changes
+from redline.train.places import resolve
 
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    from redline.cli.options import add_json, add_recipe
-
-    add_recipe(command)
-    add_run_options(command)
-    add_json(command)
-
-
-def add_run_options(command: argparse.ArgumentParser) -> None:
-    """What every training takes."""
-    command.add_argument("--run", type=Path, metavar="DIR", help="the run folder (default runs/RECIPE)")
-    command.add_argument(
-        "--plan",
-        metavar="FILE|auto",
-        help=(
-            "a plan written by `redline plan --save`; auto: the one that `redline tune` found here, else plan"
-            " now (default: plan now)"
-        ),
-    )
-    command.add_argument(
-        "--fork",
-        type=Path,
-        metavar="RUN",
-        help="begin with the last checkpoint of this run (or with this checkpoint), under other values; needs --run",
-    )
-    command.add_argument(
-        "--nproc", type=int, default=1, metavar="N", help="processes on this machine, one a GPU (default 1)"
-    )
-    command.add_argument(
-        "--export",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="also send metrics to: tensorboard, wandb, mlflow",
-    )
-    command.add_argument("--quiet", action="store_true", help="no live view")
+RUN = f"""
+--run DIR          the run folder (default: runs/RECIPE)
+{PLAN}
+--fork RUN         start from the last checkpoint of this run (or from this checkpoint), under other values; needs --run
+--nproc N          processes on this machine, one a GPU (default 1)
+--export NAME...   also send metrics to tensorboard, wandb or mlflow
+--quiet            no live view
+"""
+ARGUMENTS = f"""
+{RECIPE}
+{RUN}
+{JSON}
+"""
 
 
 def run(options: argparse.Namespace) -> int:
-    from redline.cli.options import recipe_of
-    from redline.errors import ConfigError
-
     check_options(options)
     recipe = recipe_of(options)
     if recipe.workload == "rft":
@@ -67,12 +54,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """What can be said before torch is imported."""
-    from redline.cli.options import check_least
-    from redline.errors import ConfigError
-    from redline.record.export import check_names
-    from redline.train.places import resolve
-
+    """What can be refused before torch is imported."""
     check_least("--nproc", options.nproc)
     check_names(options.export)
     if options.fork is not None and options.run is None:
@@ -81,13 +63,8 @@ def check_options(options: argparse.Namespace) -> None:
         resolve(options.fork)
 
 
-def train(options: argparse.Namespace, recipe) -> int:  # type: ignore[no-untyped-def]
+def train(options: argparse.Namespace, recipe: Recipe) -> int:
     """Train the recipe here, or on several processes."""
-    from redline.data.read import find_source
-    from redline.launch import LAUNCHER, under_torchrun
-    from redline.record.run import RunFolder
-    from redline.train.open_run import changes
-
     if LAUNCHER in os.environ:
         from redline.measure.lifeline import end_with
 
@@ -96,31 +73,17 @@ def train(options: argparse.Namespace, recipe) -> int:  # type: ignore[no-untype
     changes(RunFolder(folder), recipe)
     if recipe.workload == "pretrain":
         find_source(recipe.data.source)
-    if options.nproc > 1 and not under_torchrun():
-        return _launch(options, recipe, folder)
-    return _train(options, recipe, folder)
-
-
-def _launch(options: argparse.Namespace, recipe, folder: Path) -> int:  # type: ignore[no-untyped-def]
-    """Start the processes, with ceilings measured beforehand so that all of them plan alike."""
-    from redline.launch import out_of_memory_override, start_processes, with_recovery
-
-    _plan(options, recipe, options.nproc)
-    events = folder / "events.jsonl"
+    if options.nproc == 1 or under_torchrun():
+        return _train(options, recipe, folder)
+    _plan(options, recipe, options.nproc)  # measures the ceilings, so that all processes plan alike
     return with_recovery(
         lambda overrides: start_processes(options.nproc, [*options.arguments, *overrides]),
-        lambda: out_of_memory_override(events),
+        lambda: out_of_memory_override(folder / "events.jsonl"),
     )
 
 
-def _plan(options: argparse.Namespace, recipe, world_size: int):  # type: ignore[no-untyped-def]
+def _plan(options: argparse.Namespace, recipe: Recipe, world_size: int) -> Plan:
     """The plan, made with measured ceilings; on a new machine they are measured first."""
-    from redline.cli.options import status
-    from redline.cli.plan import chosen, make
-    from redline.launch import under_torchrun
-    from redline.machine.facts import read_facts
-    from redline.machine.store import cached
-
     facts, from_file = read_facts(), options.plan not in (None, "auto")
     if not from_file and not under_torchrun() and cached(facts) is None:
         from redline.machine.ceilings import load_or_measure
@@ -133,16 +96,10 @@ def _plan(options: argparse.Namespace, recipe, world_size: int):  # type: ignore
     return chosen(options, recipe, world_size, say=status if first else lambda text: None)
 
 
-def _train(options: argparse.Namespace, recipe, folder: Path) -> int:  # type: ignore[no-untyped-def]
-    from redline.cli.options import byte_progress, print_json, status
-    from redline.cli.view import describe, observers_for, print_outcome
-
+def _train(options: argparse.Namespace, recipe: Recipe, folder: Path) -> int:
     plan = _plan(options, recipe, int(os.environ.get("WORLD_SIZE", 1)))
     from redline.finetune import finetune
-    from redline.machine.facts import read_facts
-    from redline.machine.store import forget_if_beaten
     from redline.pretrain import pretrain
-    from redline.record.read import read_run
     from redline.train.execution import set_allocator
     from redline.train.process import join
 
@@ -158,11 +115,12 @@ def _train(options: argparse.Namespace, recipe, folder: Path) -> int:  # type: i
             outcome = pretrain(
                 recipe, plan, folder, process, observers=watching, progress=progress, fork=options.fork
             )
-    if process.is_first:
-        share = read_run(folder).typical("ceiling_share")
-        forget_if_beaten(read_facts(), share.value if share else 0.0, status)
-    if process.is_first and options.json:
+    if not process.is_first:
+        return 0
+    share = read_run(folder).typical("ceiling_share")
+    forget_if_beaten(read_facts(), share.value if share else 0.0, status)
+    if options.json:
         print_json({"run": str(folder), "step": outcome.step, "why": outcome.why, "metrics": outcome.metrics})
-    elif process.is_first:
+    else:
         print_outcome(outcome.why, outcome.step, folder)
     return 0

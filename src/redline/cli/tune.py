@@ -9,39 +9,32 @@ redline tune rft/demo                                  the update of a fine-tuni
 
 import argparse
 import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-HELP = "find the fastest plan for a recipe on this machine"
+from redline.cli.arguments import JSON, RECIPE
+from redline.cli.options import check_positive, print_json, recipe_of, status, tokenise
+from redline.cli.plan import make
+from redline.machine.facts import read_facts, software_key
+from redline.machine.store import cached
+from redline.measure.folder import TrialFolder
+from redline.measure.statistics import FEWEST_BLOCKS
+from redline.plan.plan import PLANNED, Plan, to_json
+from redline.record.units import DASH, format_bytes, format_duration, format_rate
+from redline.report.grid import Grid, Output
+from redline.tune.search import FINAL, tune
+from redline.tune.store import TrialRow, TuningResult, check_folder, tuning_folder
 
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    from redline.cli.options import add_json, add_recipe
-
-    add_recipe(command)
-    command.add_argument(
-        "--minutes", type=float, default=6.0, metavar="M", help="time for all trials together (default 6)"
-    )
-    command.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="the folder of the tuning (default: in the cache, where --plan auto looks)",
-    )
-    add_json(command)
+ARGUMENTS = f"""
+{RECIPE}
+--minutes MINUTES   time for all trials together (default 6)
+--out DIR           the folder of the tuning (default: in the cache, where --plan auto looks)
+{JSON}
+"""
 
 
 def run(options: argparse.Namespace) -> None:
-    from dataclasses import asdict
-
-    from redline.cli.options import check_positive, print_json, recipe_of, status, tokenise
-    from redline.cli.plan import make
-    from redline.machine.facts import read_facts, software_key
-    from redline.machine.store import cached
-    from redline.measure.folder import TrialFolder
-    from redline.plan.plan import to_json
-    from redline.tune.search import tune
-    from redline.tune.store import check_folder, tuning_folder
-
     check_positive("--minutes", options.minutes)
     recipe, facts = recipe_of(options), read_facts()
     if options.out:  # what can be refused before anything is measured
@@ -59,16 +52,10 @@ def run(options: argparse.Namespace) -> None:
         plan, found = tune(recipe, rules, folder, minutes=options.minutes, progress=status)
     if options.json:
         result = asdict(found)
-        print_json(
-            {
-                "folder": str(folder.path),
-                "plan": to_json(plan),
-                "trials": result.pop("rows"),
-                "result": result,
-            }
-        )
+        rows = result.pop("rows")
+        print_json({"folder": str(folder.path), "plan": to_json(plan), "trials": rows, "result": result})
         return
-    _print(plan, found, folder.path)
+    print_result(plan, found, folder.path)
     print(f"use it: {train_command(options, recipe.workload)}")
 
 
@@ -82,48 +69,31 @@ def train_command(options: argparse.Namespace, workload: str = "pretrain") -> st
     return shlex.join(["redline", *verb, options.recipe, *sets, "--plan", plan])
 
 
-def _print(plan, result, folder: Path) -> None:  # type: ignore[no-untyped-def]
-    from redline.plan.plan import PLANNED
-    from redline.record.units import format_duration
-    from redline.report.grid import Output
-
-    console = Output()
+def print_result(plan: Plan, result: TuningResult, folder: Path) -> None:
+    console = Output(markup=False)
     console.print(_table(result.rows))
     for row in result.rows:
-        if (
-            row.outcome != "ok"
-            or row.verdict == "not compared"
-            or "refused" in row.note
-            or "pays back" in row.note
-        ):
-            console.print(f"{row.name}: {row.note}", highlight=False, markup=False)
+        said = any(words in row.note for words in ("refused", "pays back"))
+        if said or row.outcome != "ok" or row.verdict == "not compared":
+            console.print(f"{row.name}: {row.note}")
     console.print(
         "tokens/s: median of the blocks; ratios with a 95 % interval; memory: peak reserved by torch (on a"
         " CPU resident)"
     )
     if any(_brief(row) for row in result.rows):
-        console.print(
-            "* given up after fewer rounds, each of them 3 % slower or more: 87.5 %", highlight=False
-        )
-    console.print(f"\n{_gain(result)}", style="bold", highlight=False, markup=False)
+        console.print("* given up after fewer rounds, each of them 3 % slower or more: 87.5 %")
+    console.print(f"\n{gain(result)}", style="bold")
     for name in PLANNED:
         if (why := plan.why[name]).source == "measurement":
-            console.print(f"  {name} {getattr(plan, name)}: {why.reason}", highlight=False, markup=False)
+            console.print(f"  {name} {getattr(plan, name)}: {why.reason}")
     if result.untried:
-        console.print(
-            f"no time left for: {', '.join(result.untried)}; run the same command with more --minutes to try them",
-            highlight=False,
-        )
-    console.print(
-        f"{result.trials} trials in {format_duration(result.elapsed_s)}; kept in {folder}", highlight=False
-    )
+        untried = ", ".join(result.untried)
+        console.print(f"no time left for: {untried}; run the same command with more --minutes to try them")
+    console.print(f"{result.trials} trials in {format_duration(result.elapsed_s)}; kept in {folder}")
 
 
-def _table(rows):  # type: ignore[no-untyped-def]
-    """The trials that were made; what was not tried is told below."""
-    from redline.record.units import DASH, format_bytes
-    from redline.report.grid import Grid
-
+def _table(rows: Sequence[TrialRow]) -> Grid:
+    """The trials that were made; the untried are listed below the table."""
     shown = []
     for row in (row for row in rows if row.outcome is not None):
         found, speed = row.comparison, f"{row.tokens_per_s:,.0f}" if row.tokens_per_s is not None else DASH
@@ -135,40 +105,24 @@ def _table(rows):  # type: ignore[no-untyped-def]
     return Grid(columns, shown, right=(1, 2, 4), named_below=True)
 
 
-def _brief(row) -> bool:  # type: ignore[no-untyped-def]
-    """Whether the interval of a row has less than 95 %."""
-    from redline.measure.statistics import FEWEST_BLOCKS
-
-    return row.comparison is not None and row.rounds < FEWEST_BLOCKS
+def _brief(row: TrialRow) -> bool:
+    """Whether the row's interval covers less than 95 %."""
+    return row.comparison is not None and row.rounds is not None and row.rounds < FEWEST_BLOCKS
 
 
-def _gain(result) -> str:  # type: ignore[no-untyped-def]
+def gain(result: TuningResult) -> str:
     """What the plan is worth, in a line."""
-    from redline.record.units import format_rate
-
     speed = format_rate(result.tokens_per_s, "tokens")
     if result.ratio == 1.0:
-        return (
-            f"{result.against} is the fastest found: {speed} measured"
-            f" {'in turns with another' if _in_turns(result) else 'alone'}"
-        )
-    gain = f"{result.ratio:.3f}x [{result.low:.3f}, {result.high:.3f}] {result.against}"
+        compared = [
+            r.comparison for r in result.rows if r.comparison and (r.kept or r.name.startswith(FINAL))
+        ]
+        how = "in turns with another" if compared and compared[-1].paired else "alone"
+        return f"{result.against} is the fastest found: {speed} measured {how}"
+    ratio = f"{result.ratio:.3f}x [{result.low:.3f}, {result.high:.3f}] {result.against}"
     if result.unconfirmed:
         return (
-            f"{gain} by the trials that chose it: {speed}; the last comparison with {result.against} failed"
+            f"{ratio} by the trials that chose it: {speed}; the last comparison with {result.against} failed"
             f" ({result.unconfirmed})"
         )
-    return f"{gain}, {'in turns' if result.paired else 'one after the other'}: {speed}"
-
-
-def _in_turns(result) -> bool:  # type: ignore[no-untyped-def]
-    """Whether the speed of the plan comes from a comparison in turns: the last one, or the one that it
-    won."""
-    from redline.tune.search import FINAL
-
-    found = [
-        row.comparison
-        for row in result.rows
-        if row.comparison is not None and (row.kept or row.name.startswith(FINAL))
-    ]
-    return bool(found) and found[-1].paired
+    return f"{ratio}, {'in turns' if result.paired else 'one after the other'}: {speed}"

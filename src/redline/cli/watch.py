@@ -8,72 +8,55 @@ redline watch runs/nano --web            the page, on 127.0.0.1 only; Ctrl-C end
 import argparse
 import contextlib
 import math
+import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from redline.cli.watch_screen import PlainWatch, ScreenWatch
+from redline.cli.live import is_terminal
+from redline.cli.options import status
+from redline.cli.watch_screen import PlainWatch, ScreenWatch
+from redline.errors import ConfigError
+from redline.record.read import rounds_of
+from redline.record.run import read_lines
+from redline.report.serve import Watched, make_server
+from redline.report.view import accuracies
 
-HELP = "watch a run in the terminal, or as a local page"
 PORT = 8765
+ARGUMENTS = f"""
+RUN        the run folder
+--web      as a page on 127.0.0.1 that keeps up, instead of in the terminal
+--port N   port of the page (default: {PORT}; 0 for any free one)
+"""
 LOOK_EVERY_S = 0.5
 NEXT_ROUND_S = 30.0
-"""How long a round that has ended is watched for the next one: nothing in the folder says how many were asked
-for."""
-
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run_folder", type=Path, metavar="RUN", help="the run folder")
-    command.add_argument(
-        "--web", action="store_true", help="as a page on 127.0.0.1 that keeps up, instead of in the terminal"
-    )
-    command.add_argument(
-        "--port",
-        type=int,
-        default=None,
-        metavar="N",
-        help=f"port of the page (default {PORT}; 0: any that is free)",
-    )
+"""How long to wait for the next round after one has ended: the folder does not say how many were asked for."""
 
 
 def run(options: argparse.Namespace) -> None:
-    if options.port is not None and not options.web:
-        from redline.errors import ConfigError
-
-        raise ConfigError(f"--port {options.port} is the page's: add --web")
     if options.web:
-        _serve(options.run_folder, PORT if options.port is None else options.port)
+        _serve(options.run, PORT if options.port is None else options.port)
+    elif options.port is not None:
+        raise ConfigError(f"--port {options.port} is for the page: add --web")
     else:
-        _follow(options.run_folder)
+        _follow(options.run)
 
 
 def _serve(folder: Path, port: int) -> None:
-    from redline.cli.options import status
-    from redline.report.serve import make_server
-
     place = latest_round(folder)
     with make_server(place, port) as server:
         status(f"watching {place} at {server.url} (this machine only); Ctrl-C ends it")
-        with contextlib.suppress(KeyboardInterrupt):  # the end that was announced, no interruption
+        with contextlib.suppress(KeyboardInterrupt):  # the announced way to end it
             server.serve_forever()
 
 
 def latest_round(folder: Path) -> Path:
-    """The folder of the round that is under way; the folder itself where a run has none."""
-    from redline.record.read import rounds_of
-
+    """The folder of the round under way; the folder itself for a run without rounds."""
     return (rounds_of(folder) or [folder])[-1]
 
 
 def _follow(folder: Path) -> None:
-    """Show what is there, then what comes, until the record says that the run has ended; the rounds of an RFT
-    run one after the other."""
-    import sys
-
-    from redline.cli.live import is_terminal
-    from redline.cli.watch_screen import PlainWatch, ScreenWatch
-
+    """Show the run as it stands and then as it grows, until the record says that it has ended."""
     view = ScreenWatch() if is_terminal(sys.stdout) else PlainWatch(sys.stdout)
     with contextlib.closing(view):
         place: Path | None = latest_round(folder)
@@ -81,10 +64,8 @@ def _follow(folder: Path) -> None:
             place = _follow_one(folder, place, view)
 
 
-def _follow_one(folder: Path, place: Path, view: "ScreenWatch | PlainWatch") -> Path | None:
+def _follow_one(folder: Path, place: Path, view: ScreenWatch | PlainWatch) -> Path | None:
     """Follow one run folder to its end, or until there is a later round, which is returned."""
-    from redline.report.serve import Watched
-
     watched = Watched(place)
     found, generation = watched.now()
     view.begin(watched.shown(found), _ended_rounds(folder, place))
@@ -96,9 +77,9 @@ def _follow_one(folder: Path, place: Path, view: "ScreenWatch | PlainWatch") -> 
             else:  # JSON has no nan
                 view.metrics(record | ({"loss": math.nan} if record.get("loss", 0.0) is None else {}))
         shown, told = len(found.metrics), len(found.events)
-        # A run that was killed may be taken up again by its own command, so the watching goes on.
+        # A killed run may be resumed by its own command, so keep watching.
         calm = found.state.over or found.state.ending == "running"
-        note = "" if calm else f"{found.state.ending}, {found.state.text} (Ctrl-C ends the watching)"
+        note = "" if calm else f"{found.state.ending}, {found.state.text} (Ctrl-C to stop watching)"
         view.show(found, watched.shown(found), note)
         if (following := latest_round(folder)) != place:
             return following
@@ -106,15 +87,13 @@ def _follow_one(folder: Path, place: Path, view: "ScreenWatch | PlainWatch") -> 
             return None
         time.sleep(LOOK_EVERY_S)
         found, now = watched.now()
-        if now != generation:  # resumed from a checkpoint: what was behind it is computed again
+        if now != generation:  # resumed from a checkpoint: later updates are computed again
             generation, shown = now, 0
 
 
 def _ended_rounds(folder: Path, place: Path) -> list[str]:
     """`round-1: 63.0 % after RFT` for the rounds before this one."""
     from redline.record.read import rounds_of
-    from redline.record.run import read_lines
-    from redline.report.view import accuracies
 
     tests = {path.name: accuracies(read_lines(path / "evaluations.jsonl")) for path in rounds_of(folder)}
     return [

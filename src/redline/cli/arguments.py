@@ -1,0 +1,65 @@
+"""The arguments of a command, written the way its help shows them: one a line, two spaces, what it means.
+
+    RECIPE                  a positional argument; [RECIPE] may be left out, RUN... takes one or more
+    --set KEY=VALUE...      an option that may be repeated
+    --minutes MINUTES       time for all trials (default 6)
+    --device {cuda,cpu}     one of these
+    --json                  a switch
+
+The name of a value decides its type (TYPES; any other is text). `(default 6)` in the help is the default;
+`(default: the recipe's)` only describes what happens without the option.
+"""
+
+import argparse
+import keyword
+import re
+from pathlib import Path
+from typing import Any
+
+TYPES: dict[str, type] = (
+    dict.fromkeys(("N", "K"), int)
+    | dict.fromkeys(("MINUTES", "SECONDS", "NUMBER", "SHARE"), float)
+    | dict.fromkeys(("DIR", "FILE", "OUT", "PATH", "RUN"), Path)
+)
+
+RECIPE = """
+RECIPE                     a shipped recipe (see `redline recipes`) or a .toml file
+--set TABLE.KEY=VALUE...   override a value, e.g. train.steps=100; =none removes it
+"""
+PLAN = "--plan FILE|auto   a plan saved by `redline plan --save`; auto: the plan `redline tune` found here, if any"
+MODEL = """
+MODEL                a run folder, a checkpoint, a Hugging Face folder, a .gguf file or demo
+--checkpoint WHICH   of a run: last, best or step-N (default last)
+"""
+DEVICE = "--device {cuda,cpu}   where to compute (default: cuda where there is one)"
+JSON = "--json   print JSON for programs instead of text for people"
+
+
+def declare(command: argparse.ArgumentParser, text: str) -> None:
+    """Add every argument that the text lists."""
+    for line in text.splitlines():
+        form, _, about = line.strip().partition("  ")
+        if form:
+            _add(command, form, about.strip())
+
+
+def _add(command: argparse.ArgumentParser, form: str, about: str) -> None:
+    name, _, value = form.removesuffix("...").partition(" ")
+    facts: dict[str, Any] = {"help": about.replace("%", "%%")}
+    many = form.endswith("...")
+    if name.startswith("--"):
+        word = name.removeprefix("--").replace("-", "_")
+        facts["dest"] = f"{word}_" if keyword.iskeyword(word) else word
+        if not value:
+            command.add_argument(name, action="store_true", **facts)
+            return
+        facts |= {"action": "append", "default": []} if many else {"required": "(required)" in about}
+    else:
+        value = name.strip("[]")
+        facts |= {"nargs": "+"} if many else {"nargs": "?"} if name.startswith("[") else {}
+        name = value.lower()
+    facts["type"] = kind = TYPES.get(value, str)
+    if default := re.search(r"\(default ([^\s,:;)]+)", about):
+        facts["default"] = kind(default[1])
+    facts |= {"choices": value.strip("{}").split(",")} if value.startswith("{") else {"metavar": value}
+    command.add_argument(name, **facts)
