@@ -23,6 +23,7 @@ VARIANTS = {
     "muon": ("train.optimizer=muon",),
     "stream": ("data.stream=true",),
     "fp16": ("plan.precision=fp16", "train.steps=20"),
+    "favor": ("model.attention=favor", "model.features=16", "model.redraw_every=5"),
     "accumulated": ("plan.micro_batch=2", "train.clip_norm=0", "train.schedule=wsd"),
 }
 

@@ -1,17 +1,22 @@
 """Counting without torch against the real model: parameters and matrix products on the meta device, FLOPs by
 torch's own counter."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from generated import models
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from redline.config.load import load_recipe, shipped
 from redline.config.recipe import ModelConfig
+from redline.model.attention.state import Room
+from redline.model.attention.variants import VARIANTS
 from redline.model.transformer import Transformer
-from redline.plan.arithmetic import flops_per_token, parameters
+from redline.plan.arithmetic import FAVOR_CHUNK, flops_per_token, parameters, slot_bytes
 
 PRETRAINING = [name for name in shipped() if load_recipe(name).workload == "pretrain"]
 
@@ -82,3 +87,23 @@ def test_gpt2_with_its_padded_vocabulary_takes_854_7_mflop_a_token():
     assert flops_per_token(config, 1024) == 6 * (12 * 12 * 768 * 768 + 50304 * 768) + 12 * 12 * 768 * 1024
     assert round(flops_per_token(config, 1024) / 1e6, 1) == 854.7
     assert parameters(config).total == 124_475_904
+
+
+@settings(max_examples=15)
+@given(models(), st.integers(1, 40), st.sampled_from([5, FAVOR_CHUNK, 3 * FAVOR_CHUNK]))
+def test_kernel_attention_is_counted_as_torch_counts_it(config, features, seq_len):
+    """Of sequences shorter than a chunk, and of whole chunks."""
+    config = replace(config, attention="favor", features=features, context_length=seq_len)
+    check_parameters(config)
+    assert flops_per_token(config, seq_len) * seq_len == counted_flops(config, seq_len)
+
+
+@pytest.mark.parametrize("attention", ["softmax", "favor"])
+def test_a_sequence_takes_what_the_engine_allocates_for_it(attention):
+    config = ModelConfig(
+        vocab_size=64, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=48, context_length=32,
+        attention=attention, features=12,
+    )  # fmt: skip
+    room = Room(slots=1, prompts=1, max_prompt_tokens=10, max_new_tokens=22)
+    kept = VARIANTS[attention].state.sequence_bytes(config, room, torch.bfloat16)
+    assert slot_bytes(config, tokens=32, precision="bf16") == kept + 2 * 64 * 4

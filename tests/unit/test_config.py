@@ -426,7 +426,8 @@ OPTIONS = {
     Recipe: "name about workload model data train lora task prompt sample test plan",
     ModelConfig: (
         "vocab_size num_layers hidden_size num_heads ffn_size context_length num_kv_heads head_dim norm"
-        " norm_eps positions rope_theta activation bias qkv_bias qk_norm tie_embeddings init_std init_from"
+        " norm_eps positions rope_theta activation bias qkv_bias qk_norm tie_embeddings attention features"
+        " redraw_every init_std init_from"
     ),
     DataConfig: "source seq_len tokenizer text_field valid_fraction stream",
     TrainConfig: (

@@ -23,6 +23,7 @@ from redline.config.load import load_recipe
 from redline.config.recipe import Recipe
 from redline.machine.facts import read_facts
 from redline.model import transformer
+from redline.model.attention.variants import VARIANTS
 from redline.plan.hardware import hardware_here
 from redline.plan.plan import Plan
 from redline.plan.planner import make_plan
@@ -32,7 +33,7 @@ from redline.train.objective import Eager
 from redline.tune import checks as room
 from redline.tune import evidence
 from redline.tune import verify as watching
-from redline.tune.evidence import Check, Trace
+from redline.tune.evidence import FUSED_ATTENTION, Check, Trace
 from redline.tune.store import TuningResult, keep, tuning_folder
 from redline.tune.verify import verify
 
@@ -77,6 +78,7 @@ def failed(found: dict[str, Check]) -> set[str]:
         ("plan.precision=fp16",),
         ("plan.recompute=selective", "plan.loss_chunks=3", "plan.micro_batch=1"),
         ("train.optimizer=muon",),
+        ("model.attention=favor", "model.features=16", "plan.recompute=full"),
         pytest.param(("plan.compile=default",), marks=pytest.mark.slow),
         pytest.param(("plan.compile=default", "plan.recompute=full"), marks=pytest.mark.slow),
     ],
@@ -107,6 +109,14 @@ def test_an_attention_kernel_that_was_not_asked_for_is_found(monkeypatch: pytest
     assert "flash" in found["attention kernel"].evidence
 
 
+def test_softmax_attention_in_a_model_of_kernel_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(VARIANTS, "favor", VARIANTS["softmax"])
+    pins = ("model.attention=favor", "model.features=16")
+    found = checks(plan_for(*pins), load_recipe("nano", [*TINY, *pins]))
+    assert failed(found) == {"attention kernel"}
+    assert "ran 0 times, softmax attention" in found["attention kernel"].evidence
+
+
 @pytest.mark.parametrize("explicit", [1, 2])
 def test_blocks_that_do_not_use_the_planned_kernel_are_found(
     monkeypatch: pytest.MonkeyPatch, explicit: int
@@ -125,7 +135,7 @@ def test_blocks_that_do_not_use_the_planned_kernel_are_found(
     assert f"math {explicit} times" in found["attention kernel"].evidence
 
 
-CUDNN, FLASH, EFFICIENT = (room.FUSED_ATTENTION[kernel][0] for kernel in ("cudnn", "flash", "efficient"))
+CUDNN, FLASH, EFFICIENT = (FUSED_ATTENTION[kernel][0] for kernel in ("cudnn", "flash", "efficient"))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +165,7 @@ def test_attention_on_a_gpu_is_that_of_every_block(
     """On paper: what is in the trace of two blocks."""
     wanted, _, compiled = plan.partition(" ")
     case: Any = SimpleNamespace(
-        plan=SimpleNamespace(attention=wanted, compile=compiled, precision="bf16"), blocks=2, packed=False,
+        plan=SimpleNamespace(attention=wanted, compile=compiled, precision="bf16"), blocks=2, packed=False, mixing="softmax",
         cuda=True,
         in_pass=Trace(operations=Counter(seen), kernels=Counter([kernels] if kernels else ())),
     )  # fmt: skip
@@ -309,12 +319,12 @@ def _follows(monkeypatch: pytest.MonkeyPatch, runs_with: dict[str, Any]) -> None
         ({"recompute": "none", "compile": "off"}, {}, "not checked"),
         (
             {"recompute": "selective", "compile": "off"},
-            dict.fromkeys((room.ATTENTION, room.FUSED_ATTENTION["flash"][0]), 4),
+            dict.fromkeys((room.ATTENTION, FUSED_ATTENTION["flash"][0]), 4),
             "not checked",
         ),
         (
             {"recompute": "full", "compile": "off"},
-            dict.fromkeys((room.ATTENTION, room.FUSED_ATTENTION["flash"][0]), 4),
+            dict.fromkeys((room.ATTENTION, FUSED_ATTENTION["flash"][0]), 4),
             "passed",
         ),
     ],
@@ -324,7 +334,7 @@ def test_recomputation_on_a_gpu_is_not_called_failed_where_it_cannot_be_seen(
 ) -> None:
     """On paper: what is in the trace of two blocks."""
     case: Any = SimpleNamespace(
-        plan=SimpleNamespace(**plan), blocks=2, cuda=True,
+        plan=SimpleNamespace(**plan), blocks=2, cuda=True, mixing="softmax",
         in_pass=Trace(operations=Counter(seen))
     )  # fmt: skip
     assert room._recompute(case).status == status

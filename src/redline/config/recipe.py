@@ -18,6 +18,7 @@ Workload = Literal["pretrain", "finetune", "rft"]
 Norm = Literal["rmsnorm", "layernorm"]
 Positions = Literal["rope", "learned"]
 Activation = Literal["swiglu", "gelu", "relu2"]
+Mixing = Literal["softmax", "favor"]
 Optimizer = Literal["adamw", "muon"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
@@ -65,6 +66,13 @@ class ModelConfig:
     """RMSNorm over each query and key head before the rotation (Qwen3)."""
     tie_embeddings: bool = True
     """The output head is the embedding matrix."""
+    attention: Mixing = "softmax"
+    """`favor`: kernel attention, an estimate of softmax attention from random features whose cost grows linearly with
+    the length."""
+    features: int = 256
+    """Random features of each key/value head, for `favor`: the estimate's error falls with their square root."""
+    redraw_every: int = 0
+    """Updates after which the features are drawn anew; 0: never."""
     init_std: float = 0.02
     init_from: str | None = None
     """The weights that the run starts from: a run folder, a checkpoint, a Hugging Face or PEFT folder, a .gguf

@@ -24,7 +24,7 @@ def check(recipe: Recipe) -> Recipe:
 
 _SHAPE = ("vocab_size", "num_layers", "hidden_size", "num_heads", "ffn_size", "context_length")
 _POSITIVE = {
-    "model": (*_SHAPE, "num_kv_heads", "head_dim", "norm_eps", "rope_theta", "init_std"),
+    "model": (*_SHAPE, "num_kv_heads", "head_dim", "norm_eps", "rope_theta", "init_std", "features"),
     "train": ("batch_size", "lr", "muon_lr", "eps", "max_hours", "eval_sequences", "keep_checkpoints"),
     "task": ("rows",),
     "sample": (
@@ -34,6 +34,7 @@ _POSITIVE = {
     "plan": ("micro_batch", "loss_chunks", "loader_threads", "prefetch", "slots"),
 }  # fmt: skip
 _NOT_NEGATIVE = {
+    "model": ("redraw_every",),
     "data": ("seq_len",),
     "train": (
         "steps", "epochs", "weight_decay", "clip_norm", "warmup_steps", "eval_every", "early_stop_evals",
@@ -126,6 +127,11 @@ def _relations(recipe: Recipe) -> Iterator[Rule]:
 
 def _shape(recipe: Recipe) -> Iterator[Rule]:
     m, d = recipe.model, recipe.data
+    yield (
+        m.attention == "softmax" or recipe.workload == "pretrain",
+        f"workload {recipe.workload} writes a Hugging Face folder or an adapter, which cannot hold model.attention"
+        f" {m.attention}: train it further with workload pretrain and model.init_from",
+    )
     for name in _SHAPE:
         yield getattr(m, name) > 0, f"model.{name} must be greater than 0, got 0"
     yield (
@@ -148,6 +154,10 @@ def _shape(recipe: Recipe) -> Iterator[Rule]:
 
 def _plan(recipe: Recipe) -> Iterator[Rule]:
     m, d, size, p = recipe.model, recipe.data, recipe.train.batch_size, recipe.plan
+    yield (
+        p.attention in (None, "auto") or m.attention == "softmax",
+        f"plan.attention {p.attention} is a kernel for softmax attention, and model.attention is {m.attention}",
+    )
     yield not p.graph or recipe.workload != "pretrain", "plan.graph is for fine-tuning: leave it out"
     yield (
         p.slots is None or recipe.workload == "rft",

@@ -298,6 +298,11 @@ def from_huggingface(config: ModelConfig, tensors: Mapping[str, Tensor], *, wher
 def architecture(config: ModelConfig) -> str:
     """The class of transformers that computes this model; a switch that none of them has is refused by
     name."""
+    if config.attention != "softmax":
+        raise ConfigError(
+            f"model.attention = {config.attention} has no equivalent in transformers, nor in GGUF files: use the run"
+            " folder itself (redline generate, redline serve, model.init_from)"
+        )
     if config.positions == "learned":
         name = "GPT2LMHeadModel"
         needed = {

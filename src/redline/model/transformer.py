@@ -32,6 +32,7 @@ from redline.config.recipe import CrossEntropy, ModelConfig, Recompute
 from redline.errors import MachineError
 from redline.machine.facts import memory_bytes
 from redline.model import kernels
+from redline.model.attention.favor import draw
 from redline.model.attention.packed import Packing
 from redline.model.attention.rope import rope_table
 from redline.model.attention.variants import VARIANTS, Attend
@@ -83,6 +84,9 @@ class Attention(nn.Module):
         self.out = Linear(width, config.hidden_size, bias=config.bias)
         self.q_norm = Norm(self.head_size, config, kind="rmsnorm") if config.qk_norm else None
         self.k_norm = Norm(self.head_size, config, kind="rmsnorm") if config.qk_norm else None
+        shape = (self.kv_heads, config.features, self.head_size)
+        self.projection = nn.Buffer(torch.empty(shape)) if config.attention == "favor" else None
+        """The random directions of kernel attention."""
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_size))
@@ -151,7 +155,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config, self.variant = config, VARIANTS["softmax"]
+        self.config, self.variant = config, VARIANTS[config.attention]
         self.compute_dtype = torch.float32
         self.cross_entropy: CrossEntropy = "torch"
         self.loss_chunks = 1
@@ -270,8 +274,26 @@ def fill(model: Transformer, seed: int) -> None:
             generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
             value.normal_(0.0, _std(name, model.config), generator=generator)
         write_part(parameter, value)
+    redraw(model, seed, 0)
     for buffer, table in zip((model.rope_cos, model.rope_sin), rope_table(model.config), strict=True):
         buffer.copy_(table)
+
+
+@torch.no_grad()
+def redraw(model: Transformer, seed: int, number: int) -> None:
+    """Draw the random features of kernel attention, in place, for the given time: from the seed, layer and number
+    alone. A softmax model has none."""
+    for layer, block in enumerate(model.blocks):
+        if (projection := block.attn.projection) is not None:
+            layer_seed = zlib.crc32(f"{seed}/blocks.{layer}.attn.projection/{number}".encode())
+            projection.copy_(draw(model.config, layer_seed))
+
+
+def weights_of(model: Transformer) -> dict[str, Tensor]:
+    """What must be kept to compute the same again: all parameters, and the random features of kernel attention."""
+    features = {f"blocks.{i}.attn.projection": block.attn.projection for i, block in enumerate(model.blocks)}
+    drawn = {name: directions for name, directions in features.items() if directions is not None}
+    return {**dict(model.named_parameters()), **drawn}
 
 
 def write_part(parameter: Tensor, value: Tensor) -> None:

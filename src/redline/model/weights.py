@@ -24,7 +24,7 @@ from torch import Tensor
 from redline.config.load import build
 from redline.config.recipe import ModelConfig
 from redline.errors import CheckpointError, ConfigError
-from redline.model.transformer import Transformer, write_part
+from redline.model.transformer import Transformer, weights_of, write_part
 from redline.plan.arithmetic import parameters
 
 T = TypeVar("T")
@@ -113,7 +113,7 @@ def check_sizes(
 def shapes(config: ModelConfig) -> dict[str, torch.Size]:
     """Name and shape of every parameter of the model."""
     with torch.device("meta"):
-        return {name: parameter.shape for name, parameter in Transformer(config).named_parameters()}
+        return {name: weight.shape for name, weight in weights_of(Transformer(config)).items()}
 
 
 def join(
@@ -153,10 +153,10 @@ def split(config: ModelConfig, table: Table, weights: Mapping[str, Tensor]) -> d
 def load_weights(model: Transformer, weights: Mapping[str, Tensor]) -> None:
     """Copy every weight into the model in place, a sharded parameter taking its own part; names and shapes
     must fit exactly."""
-    parameters = dict(model.named_parameters())
-    check({name: parameter.shape for name, parameter in parameters.items()}, weights)
-    for name, parameter in parameters.items():
-        write_part(parameter, weights[name])
+    own = weights_of(model)
+    check({name: weight.shape for name, weight in own.items()}, weights)
+    for name, weight in own.items():
+        write_part(weight, weights[name])
 
 
 def check(expected: Mapping[str, torch.Size], weights: Mapping[str, Tensor]) -> None:

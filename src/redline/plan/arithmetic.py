@@ -12,6 +12,9 @@ from redline.config.recipe import LoraConfig, ModelConfig, Recompute, TrainConfi
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of one activation in each precision; FP8 holds its activations in bf16 and converts at the matrix
 products."""
+FAVOR_CHUNK = 128
+"""Tokens that kernel attention takes at a time: quadratic within a chunk, recurrent from one to the next. Twice as
+many make the sums between chunks half as large, and the squares twice."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +60,31 @@ def adapter_parameters(model: ModelConfig, lora: LoraConfig) -> int:
 def flops_per_token(model: ModelConfig, seq_len: int, lora: LoraConfig | None = None) -> int:
     """Training FLOPs of one token, PaLM convention: 6 per matmul weight, and 12 L d T for attention, causal or
     not. A weight that does not learn has no gradient of its own: with adapters it counts 4."""
-    attention = 12 * model.num_layers * model.num_heads * model.head_size * seq_len
+    attention = attention_flops(model, seq_len)
     if lora is None:
         return 6 * parameters(model).matmul + attention
     return 4 * parameters(model).matmul + 6 * adapter_parameters(model, lora) + attention
 
 
+def attention_flops(model: ModelConfig, seq_len: int) -> int:
+    """Training FLOPs of one token in attention, all layers. Kernel attention computes the features of queries and
+    keys, the sums and what queries read of them, and squares within a chunk, whose masked half counts too."""
+    H, K, C, M = model.num_heads, model.kv_heads, model.head_size, model.features
+    if model.attention == "softmax":
+        return 12 * model.num_layers * H * C * seq_len
+    forward = 4 * M * C * (H + K) + 2 * min(FAVOR_CHUNK, seq_len) * (M + C) * H
+    return 3 * model.num_layers * forward
+
+
 def slot_bytes(model: ModelConfig, *, tokens: int, precision: str) -> int:
-    """Bytes of one sequence in generation: keys and values of its prompt and its new tokens, and the logits of
-    its row in fp32 (twice: the pool's and the step's)."""
-    each = model.num_layers * 2 * model.kv_heads * model.head_size * BYTES[precision]
-    return tokens * each + 2 * model.vocab_size * 4
+    """Bytes of one sequence in generation: keys and values of its prompt and its new tokens (kernel attention: the
+    sums of both, in fp32), and the logits of its row in fp32 (twice: the pool's and the step's)."""
+    heads = model.num_layers * model.kv_heads
+    if model.attention == "favor":
+        kept = 2 * heads * model.features * (model.head_size + 2) * 4
+    else:
+        kept = tokens * heads * 2 * model.head_size * BYTES[precision]
+    return kept + 2 * model.vocab_size * 4
 
 
 def recomputed_weights(model: ModelConfig) -> int:
@@ -167,6 +184,8 @@ def kept_bytes(model: ModelConfig, precision: str, recompute: Recompute, fused: 
         return a * D
     rotated = width + kv_width if model.positions == "rope" else 0
     attention = a * (width + 2 * kv_width + width) + 4 * model.num_heads  # q, k, v, output and log-sum-exp
+    if model.attention == "favor" and not fused:
+        attention += _favor_bytes(model)
     if recompute == "selective" or precision == "fp8":
         return a * (2 * D + inner + (rotated if recompute == "none" else 0)) + attention
     kept = a * (4 * D + inner + F + rotated) + attention
@@ -175,6 +194,13 @@ def kept_bytes(model: ModelConfig, precision: str, recompute: Recompute, fused: 
     # Else the gate's activation too, and what RMSNorm and rotation computed in fp32.
     gate = a * F if model.activation == "swiglu" else 0
     return kept + gate + (16 * D if model.norm == "rmsnorm" else 0) + (8 * rotated if a == 2 else 0)
+
+
+def _favor_bytes(model: ModelConfig) -> int:
+    """What plain PyTorch keeps of kernel attention beside that, for one token, in fp32: features, squares and sums.
+    (The kernel computes them again.)"""
+    H, K, C, M, L = model.num_heads, model.kv_heads, model.head_size, model.features, FAVOR_CHUNK
+    return 4 * (H * (M + L + 3 * C) + K * (2 * M + 4 * C) + 3 * K * M * C // L)
 
 
 def _block_temporaries(model: ModelConfig, precision: str, recompute: Recompute, fused: bool) -> int:

@@ -175,6 +175,8 @@ class _Decider:
         return precision
 
     def attention(self) -> Decision:
+        if self.recipe.model.attention != "softmax":
+            return _rule("auto", "kernel attention calls none of torch's attention kernels")
         if self.hardware.kind == "cpu":
             return _rule("auto", "torch picks its CPU flash kernel")
         if not self.pretraining:

@@ -77,7 +77,9 @@ def roofline_tokens_per_s(
     again = {"none": 3, "selective": 3, "full": 4}[values["recompute"]] / 3
     once_more = 2 * arithmetic.recomputed_weights(model) if values["recompute"] == "full" else 0
     products = ((6 * count.hidden + once_more) / rate + 6 * (count.matmul - count.hidden) / dense) / 1e12
-    pairs = 6 * model.num_layers * model.num_heads * model.head_size * T  # half of the square: causal
+    pairs = arithmetic.attention_flops(model, T)
+    if model.attention == "softmax":
+        pairs //= 2  # half of the square: causal
     attention = again * pairs / (ATTENTION_SHARE[hardware.kind][model.head_size >= 128] * dense * 1e12)
     moved = again * _moved_bytes(model, values["precision"])
     update = 40 * count.total / recipe.tokens_per_step  # clip, AdamW: 10 passes of 4 bytes

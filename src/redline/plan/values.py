@@ -55,6 +55,12 @@ def _half(_recipe: Recipe, _hardware: Hardware, beside: Beside) -> str | None:
     return None if precision is None or precision in HALF else f"needs half precision, this is {precision}"
 
 
+def _softmax(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
+    return (
+        None if recipe.model.attention == "softmax" else f"the model's attention is {recipe.model.attention}"
+    )
+
+
 def _head_width(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
     width = recipe.model.head_size
     if width % 8 == 0 and width <= 128:
@@ -118,8 +124,10 @@ VALUES: dict[str, PlanValue] = {
         effect="rounding", choices=get_args(Attention), proof=("attention kernel",), shapes_memory=True,
         lasting=True,
         needs={
-            "flash": (_half, _capability((8, 0), "flash attention")),
-            "cudnn": (_half, _head_width, _capability((8, 0), "cuDNN attention")),
+            "efficient": (_softmax,),
+            "math": (_softmax,),
+            "flash": (_softmax, _half, _capability((8, 0), "flash attention")),
+            "cudnn": (_softmax, _half, _head_width, _capability((8, 0), "cuDNN attention")),
         },
     ),
     "cross_entropy": PlanValue(

@@ -151,6 +151,8 @@ def state_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer])
     themselves, not copies."""
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
     tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for p, name in names.items()}
+    # Random features are no parameters, but a model without them would compute something else.
+    tensors |= {f"model.{name}": b for name, b in model.named_buffers() if name.endswith(".projection")}
     for optimizer in optimizers:
         for p, slots in optimizer.state.items():
             tensors |= {f"optimizer.{slot}.{names[p]}": value for slot, value in slots.items()}

@@ -26,7 +26,16 @@ from redline.plan.values import HALF
 from redline.train.graph import Captured
 from redline.train.loop import Trainer
 from redline.train.packed import Packed
-from redline.tune.evidence import Check, Trace, absent, checked, profiled, unseen
+from redline.tune.evidence import (
+    Check,
+    Trace,
+    absent,
+    attention_ran,
+    checked,
+    kernel_attention,
+    profiled,
+    unseen,
+)
 
 WATCHED = 5
 """Updates that torch's sync detector watches."""
@@ -46,16 +55,6 @@ GAP = {"fp32": (1e-4, 1e-3), "bf16": (0.05, 1.0)}
 """Mean and largest difference of a token's log-probability from the fp32 forward, in nats. Seen: 2e-5 and
 5e-5 in fp32 (SmolLM2-135M on a CPU), 0.02 and 0.4 in bf16 (SmolLM2-360M on an H200, against its own bf16
 forward)."""
-FUSED_ATTENTION = {
-    "flash": (
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-    ),
-    "cudnn": ("aten::_scaled_dot_product_cudnn_attention",),
-    "efficient": ("aten::_scaled_dot_product_efficient_attention",),
-}
-PACKED_ATTENTION = {"short": ("_ShortAttention",), "varlen": ("torch_attn::_varlen_attn",)}
-"""For packed rows on a GPU in half precision: one operation a block."""
 ATTENTION_KERNELS = ("flash", "fmha", "attention", "sdpa")
 """Parts of the names of attention kernels, for the evidence."""
 ATTENTION = "aten::scaled_dot_product_attention"
@@ -109,6 +108,10 @@ class Case:
     @property
     def model(self) -> Transformer:
         return self.trainer.learner.model
+
+    @property
+    def mixing(self) -> str:
+        return self.model.config.attention
 
     @property
     def blocks(self) -> int:
@@ -204,14 +207,16 @@ def _attention(case: Case) -> Check:
     code too, once a call (an H200 showed cuDNN's 12 times in 12 compiled blocks); explicit scores are seen only if
     nothing is compiled."""
     name, wanted, blocks, seen = "attention kernel", case.plan.attention, case.blocks, case.in_pass
+    if case.mixing != "softmax":
+        return kernel_attention(name, case.mixing, seen, blocks, compiled=case.plan.compile != "off")
     explicit, calls = seen.operations[EXPLICIT_ATTENTION], seen.operations[ATTENTION]
-    ran = _fused_attention(case) | ({"math": explicit} if explicit else {})
+    ran = attention_ran(seen) | ({"math": explicit} if explicit else {})
     count = sum(ran.values())
     kernels = [kernel for kernel in seen.kernels if any(word in kernel.lower() for word in ATTENTION_KERNELS)]
     said = ", ".join(f"{kernel} {times} times" for kernel, times in ran.items()) or "no fused kernel"
     more = f"; on the GPU {', '.join(sorted(kernels)[:2])[:160]}" if kernels else ""
     evidence = f"plan says {wanted}; in one pass of {blocks} blocks ran {said}{more}"
-    allowed = {*FUSED_ATTENTION, *PACKED_ATTENTION} if wanted == "auto" else {wanted, *PACKED_ATTENTION}
+    allowed = ran.keys() - {"math"} if wanted == "auto" else {wanted, "short", "varlen"}
     if not ran.keys() <= allowed:
         return checked(name, False, evidence)
     if case.packed and not ran and case.cuda and (case.plan.precision not in HALF or not calls):
@@ -221,13 +226,6 @@ def _attention(case: Case) -> Check:
     if count < calls or (not ran and kernels and case.plan.compile != "off"):
         return unseen(name, f"{evidence}; the other calls ran under a name that is not known here")
     return checked(name, wanted == "math" or count >= (2 if calls > blocks else 1) * blocks, evidence)
-
-
-def _fused_attention(case: Case) -> dict[str, int]:
-    """How often each kernel's operation ran in the pass."""
-    seen, kinds = case.in_pass.operations, FUSED_ATTENTION | PACKED_ATTENTION
-    counts = {name: sum(seen[o] for o in operations) for name, operations in kinds.items()}
-    return {name: count for name, count in counts.items() if count}
 
 
 def _cross_entropy(case: Case) -> Check:
@@ -276,7 +274,7 @@ def _recompute(case: Case) -> Check:
     """Full recomputation calls a block's attention again in the backward pass. So does selective recomputation, but
     takes the result from what was kept. In compiled code only a fused kernel's operation can be seen."""
     name, plan, blocks = "recomputation", case.plan.recompute, case.blocks
-    ran = sum(_fused_attention(case).values())
+    ran = sum(attention_ran(case.in_pass).values())
     calls = case.in_pass.operations[ATTENTION] or ran  # the kernels of packed rows are called directly
     evidence = f"plan says {plan}; attention of {blocks} blocks in one pass: "
     if case.plan.compile != "off":
@@ -286,7 +284,8 @@ def _recompute(case: Case) -> Check:
             return unseen(name, f"{evidence}; anything else recomputed is inside compiled kernels")
         return checked(name, ran >= 2 * blocks if plan == "full" else not again, evidence)
     evidence = f"{evidence}called {calls} times, its operation ran {ran} times"
-    if not calls or (plan == "selective" and calls == ran and case.cuda):
+    told = not case.cuda and case.mixing == "softmax"
+    if not calls or (plan == "selective" and calls == ran and not told):
         return unseen(name, f"{evidence}; another plan would show the same")
     # What is kept passes torch's dispatch twice the first time and once the second; what is not, once each time.
     kept = ran != calls if ran else plan == "selective"

@@ -77,6 +77,37 @@ class Trace:
     """Numbers that the host read outside optimiser steps; inside them torch reads many on a CPU."""
 
 
+FUSED_ATTENTION = {
+    "flash": (
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+    ),
+    "cudnn": ("aten::_scaled_dot_product_cudnn_attention",),
+    "efficient": ("aten::_scaled_dot_product_efficient_attention",),
+}
+PACKED_ATTENTION = {"short": ("_ShortAttention",), "varlen": ("torch_attn::_varlen_attn",)}
+"""For packed rows on a GPU in half precision: one operation a block."""
+KERNEL_ATTENTION = {"favor": ("redline::favor", "aten::_cummax_helper")}
+"""Our kernel, and an operation that nothing but its form in PyTorch uses: one a block."""
+
+
+def attention_ran(seen: Trace) -> dict[str, int]:
+    """How often each kernel's operation ran."""
+    kinds = FUSED_ATTENTION | PACKED_ATTENTION | KERNEL_ATTENTION
+    counts = {name: sum(seen.operations[o] for o in operations) for name, operations in kinds.items()}
+    return {name: count for name, count in counts.items() if count}
+
+
+def kernel_attention(name: str, kind: str, seen: Trace, blocks: int, *, compiled: bool) -> Check:
+    """Whether every block computed the model's kernel attention, and none softmax attention."""
+    ran = attention_ran(seen).get(kind, 0)
+    softmax = seen.operations["aten::scaled_dot_product_attention"]
+    evidence = f"model says {kind}; in one pass of {blocks} blocks it ran {ran} times, softmax attention {softmax} times"
+    if compiled and not ran and not softmax:
+        return unseen(name, f"{evidence}; compiled code does not name it")
+    return checked(name, ran >= blocks and not softmax, evidence)
+
+
 @contextmanager
 def profiled() -> Iterator[Trace]:
     """Filled when the `with` block ends."""

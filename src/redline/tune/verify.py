@@ -34,7 +34,7 @@ from redline.measure.child import synchronize
 from redline.measure.training import TrainingSubject
 from redline.measure.trial import train_trial
 from redline.model.lora import add_lora
-from redline.model.transformer import Transformer, build_model
+from redline.model.transformer import Transformer, build_model, weights_of
 from redline.plan.bounds import Outside
 from redline.plan.plan import Plan
 from redline.rft.sample import logprob_gap
@@ -172,9 +172,9 @@ def _reference(
     reference = build_model(model.config, device=rows[0][0].device, seed=0)
     if recipe.lora is not None:
         add_lora(reference, recipe.lora, 0)
-    own, total = dict(model.named_parameters()), 0.0
+    own, total = weights_of(model), 0.0
     with torch.no_grad():
-        for name, p in reference.named_parameters():
+        for name, p in weights_of(reference).items():
             p.copy_(own[name])
     with plain_fp32():
         for x_T, y_T in rows:

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from redline.config.recipe import ModelConfig
 from redline.model.attention import short
 from redline.model.attention.rope import Rope, rotate
+from redline.model.attention.softmax import causal
 
 if TYPE_CHECKING:
     from redline.model.transformer import Attention
@@ -85,13 +85,23 @@ def varlen_kernel() -> Callable[..., Any]:
     return functools.partial(varlen_attn, window_size=(-1, 0), **grouped)
 
 
-def on_grid(attn: "Attention", qkv_1THC: Tensor, *, rope: Rope | None, grid: Grid) -> Tensor:
+def _softmax(attn: "Attention", q_SLHC: Tensor, k_SLKC: Tensor, v_SLKC: Tensor) -> Tensor:
+    return causal(q_SLHC, k_SLKC, v_SLKC)
+
+
+def on_grid(
+    attn: "Attention",
+    qkv_1THC: Tensor,
+    *,
+    rope: Rope | None,
+    grid: Grid,
+    mix: Callable[["Attention", Tensor, Tensor, Tensor], Tensor] = _softmax,
+) -> Tensor:
     q, k, v = (
-        x_THC.index_select(0, grid.index_SL.flatten()).unflatten(0, grid.index_SL.shape).transpose(1, 2)
+        x_THC.index_select(0, grid.index_SL.flatten()).unflatten(0, grid.index_SL.shape)
         for x_THC in _rotated(attn, qkv_1THC, rope)
     )
-    y_SHLC = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return y_SHLC.transpose(1, 2).flatten(0, 1).index_select(0, grid.places_T).flatten(1)[None]
+    return mix(attn, q, k, v).flatten(0, 1).index_select(0, grid.places_T)[None]
 
 
 def grid_of(packing: Packing) -> Grid:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from redline.config.recipe import ModelConfig
-from redline.model.attention import packed, softmax
+from redline.model.attention import favor, packed, softmax
 from redline.model.attention.cache import KeysAndValues
 from redline.model.attention.packed import Packing
 from redline.model.attention.rope import Rope
@@ -45,4 +45,4 @@ def _softmax(config: ModelConfig, packing: Packing | None, rope: Rope | None, x:
     return functools.partial(softmax.attend, rope=rope)
 
 
-VARIANTS = {"softmax": Variant(_softmax, KeysAndValues)}
+VARIANTS = {"softmax": Variant(_softmax, KeysAndValues), "favor": Variant(favor.attention, favor.Features)}
