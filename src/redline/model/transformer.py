@@ -289,6 +289,15 @@ def redraw(model: Transformer, seed: int, number: int) -> None:
             projection.copy_(draw(model.config, layer_seed))
 
 
+def redraw_when_due(model: Transformer, seed: int, step: int, wait: Callable[[], None]) -> None:
+    """Redraw after every `redraw_every` updates: a function of the step, so that a resumed run draws the same. `wait`
+    is called before: a checkpoint may still be copying the old features."""
+    every = model.config.redraw_every
+    if every and step and step % every == 0:
+        wait()
+        redraw(model, seed, step // every)
+
+
 def weights_of(model: Transformer) -> dict[str, Tensor]:
     """What must be kept to compute the same again: all parameters, and the random features of kernel attention."""
     features = {f"blocks.{i}.attn.projection": block.attn.projection for i, block in enumerate(model.blocks)}

@@ -22,7 +22,7 @@ import torch
 
 from redline.config.recipe import Recipe
 from redline.errors import CheckpointError, TrainingError
-from redline.model.transformer import Transformer, redraw
+from redline.model.transformer import Transformer, redraw_when_due
 from redline.plan.plan import Plan
 from redline.record.observe import Observer, Observers
 from redline.record.read import lost_updates
@@ -184,7 +184,7 @@ class Trainer:
         counts = (float(batch.targets), float(batch.tokens), float(batch.rows))
         targets, tokens, rows, self.clock_s = self.process.sums(*counts, clock_s)
         factor = lr_factor(self.train, done.step + 1, self.clock_s)
-        self._redraw()
+        redraw_when_due(self.learner.model, self.train.seed, done.step, self.learner.before_update)
         while True:
             try:
                 self.instruments.begin()
@@ -205,14 +205,6 @@ class Trainer:
             facts |= {"loss_scale": self.learner.scale.value, "skipped": int(update.skipped)}
         self.waited_s = self.source.waited_s
         self.instruments.push(facts, update, Work(int(tokens), int(rows)))
-
-    def _redraw(self) -> None:
-        """New random features for kernel attention, when they are due: a function of the step, so that a resumed run
-        draws the same."""
-        every, step = self.job.recipe.model.redraw_every, self.progress.step
-        if every and step and step % every == 0:
-            self.learner.before_update()  # a checkpoint may still be copying the old ones
-            redraw(self.learner.model, self.train.seed, step // every)
 
     def _executor(self) -> Executor:
         if self.plan.graph:
