@@ -10,13 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from redline.errors import ConfigError, nearest
-from redline.tasks import gsm8k, units
+from redline.tasks import gsm8k, maths, simulation, tables, units
 from redline.tasks.task import Task
 
 Make = Callable[[str | None], Task]
 """Makes a task; the argument is the folder of data that the user named, or None."""
 
-TASKS: dict[str, Make] = {"units": units.make, "gsm8k": gsm8k.make}
+TASKS: dict[str, Make] = {
+    "units": units.make,
+    "gsm8k": gsm8k.make,
+    "math": maths.make,
+    "simulation": simulation.make,
+    "tables": tables.make,
+}
 
 
 def load_task(spec: str, data: str | None = None) -> Task:

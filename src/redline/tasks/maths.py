@@ -1,0 +1,93 @@
+"""Maths: rates, short sums, differences and products, or competition problems from JSONL files with `problem` (or
+`question`) and `answer`, such as MATH.
+
+Numbers are compared as numbers. Anything else (fractions, roots, intervals, sets, LaTeX) is compared by
+math-verify, an extra; files therefore need it, generated questions do not. Its own time limits are switched
+off: they use a signal that only reaches a main thread, and the scoring pool kills what takes too long.
+"""
+
+import dataclasses
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from redline.errors import need
+from redline.tasks import answers
+from redline.tasks.domain import Drawn, domain, split_of
+from redline.tasks.task import Question, Task, Verdict
+from redline.tasks.units import whole_conversions
+
+FILES = {"train": ("train.jsonl",), "valid": ("validation.jsonl",), "test": ("test.jsonl", "math500.jsonl")}
+EXAMPLES = (
+    ("What is 6 * 15?", "6 * 15 = <answer>90</answer>"),
+    ("What is 41 + 7?", "41 + 7 = <answer>48</answer>"),
+)
+
+
+def draw(randomness: random.Random) -> Drawn:
+    """A rate ("1 hour is 60 min. How many min is 7 hour?"), a product of 2 to 10 with up to 99, a sum or a
+    difference of two numbers below 100. The rates suit models that know little else, the shipped one for example."""
+    if randomness.random() < 0.5:
+        (number, source, target), result, split = randomness.choice(whole_conversions())
+        factor = f"{result / number:g}"
+        text = f"1 {source} is {factor} {target}. How many {target} is {number} {source}?"
+        return Drawn(text, str(result), f"{number} * {factor} = <answer>{result}</answer>", split, "rate")
+    sign, kind = randomness.choice((("*", "product"), ("+", "sum"), ("-", "difference")))
+    a, b = randomness.randint(2, 10 if sign == "*" else 99), randomness.randint(2, 99)
+    if sign == "-" and a < b:
+        a, b = b, a
+    result = {"*": a * b, "+": a + b, "-": a - b}[sign]
+    solution = f"{a} {sign} {b} = <answer>{result}</answer>"
+    split = split_of(f"{sign} {min(a, b)} {max(a, b)}")
+    return Drawn(f"What is {a} {sign} {b}?", str(result), solution, split, kind)
+
+
+def score(question: Question, completion: str) -> Verdict:
+    """Exact, for the whole numbers that are generated."""
+    answer = answers.find(completion)
+    return answers.judged(answer, answer is not None and answers.same(answer, question.answer))
+
+
+def score_verified(question: Question, completion: str) -> Verdict:
+    answer = answers.find(completion)
+    return answers.judged(answer, answer is not None and equal(answer, question.answer))
+
+
+def equal(answer: str, expected: str) -> bool:
+    """Whether both are the same piece of mathematics."""
+    if answers.same(answer, expected):
+        return True
+    if None not in (answers.number_of(answer), answers.number_of(expected)):
+        return False
+    verify = need("math_verify", extra="rl")
+    gold, found = (verify.parse(f"${text}$", parsing_timeout=None) for text in (expected, answer))
+    return bool(verify.verify(gold, found, timeout_seconds=None))
+
+
+def row(name: str, fields: Mapping[str, Any]) -> Question | None:
+    match fields:
+        case {"problem": str(text), "answer": str(answer)}:
+            kinds = {"kind": str(fields.get("subject", "")), "level": str(fields.get("level", ""))}
+            return Question(name, text, answer, f"<answer>{answer}</answer>", kinds)
+        case {"question": str(text), "answer": str(worked)} if answer := answers.find(worked) or "":
+            return Question(name, text, answer, worked)
+    return None
+
+
+_make = domain(
+    "math",
+    about="maths: short sums and products, or problems from files (MATH, GURU), compared by math-verify",
+    draw=draw,
+    score=score,
+    instruction=answers.INSTRUCTION.format(42),
+    examples=EXAMPLES,
+    files=FILES,
+    row=row,
+)
+
+
+def make(data: str | None) -> Task:
+    if data is None:
+        return _make(None)
+    need("math_verify", extra="rl")  # here, and not in the time of the first completion
+    return dataclasses.replace(_make(data), score=score_verified)
