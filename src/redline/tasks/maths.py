@@ -74,7 +74,7 @@ def row(name: str, fields: Mapping[str, Any]) -> Question | None:
     return None
 
 
-_make = domain(
+_plain = domain(
     "math",
     about="maths: short sums and products, or problems from files (MATH, GURU), compared by math-verify",
     draw=draw,
@@ -88,6 +88,6 @@ _make = domain(
 
 def make(data: str | None) -> Task:
     if data is None:
-        return _make(None)
+        return _plain(None)
     need("math_verify", extra="rl")  # here, and not in the time of the first completion
-    return dataclasses.replace(_make(data), score=score_verified)
+    return dataclasses.replace(_plain(data), score=score_verified)
