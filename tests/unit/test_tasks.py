@@ -196,8 +196,8 @@ def test_the_command_answers_without_torch(arguments):
         (["units", "--score", "EMPTY"], 3, "is empty"),
         (["units", "--score", "BROKEN"], 3, "line 1 is damaged"),
         (["units", "--score", "SCALAR"], 3, "line 1 is damaged: it must hold a table"),
-        (["units", "--score", "FIELDS"], 3, "answer 1: `completion` and one of `id` and `question`"),
-        (["units", "--score", "UNKNOWN"], 3, "no id 'units-0' among the 8,280 of the valid split"),
+        (["units", "--score", "FIELDS"], 3, "answer 1: needs `completion` and either `id` or `question`"),
+        (["units", "--score", "UNKNOWN"], 3, "no id 'units-0' among the 8,280 questions of the valid split"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
