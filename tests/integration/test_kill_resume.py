@@ -23,9 +23,12 @@ VARIANTS = {
     "muon": ("train.optimizer=muon",),
     "stream": ("data.stream=true",),
     "fp16": ("plan.precision=fp16", "train.steps=20"),
-    "favor": ("model.attention=favor", "model.features=16", "model.redraw_every=5"),
+    "favor": (
+        "model.attention=favor", "model.features=16", "model.redraw_every=5",
+        "train.orthogonality=0.01", "train.orthogonality_warmup_steps=10",
+    ),
     "accumulated": ("plan.micro_batch=2", "train.clip_norm=0", "train.schedule=wsd"),
-}
+}  # fmt: skip
 
 
 NOTHING_LEARNED = "train.lr=1e-30"

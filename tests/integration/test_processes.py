@@ -85,9 +85,10 @@ def test_two_processes_train_what_one_trains(nano: Nano, recipe: Path, single: P
             "model.activation=gelu",
             "model.bias=true",
         ),
+        ("plan.precision=bf16", "model.attention=favor", "model.features=16", "train.orthogonality=0.01"),
         pytest.param(("plan.compile=default",), marks=pytest.mark.slow),
     ],
-    ids=["bf16", "bf16-gpt2", "compiled"],
+    ids=["bf16", "bf16-gpt2", "bf16-favor", "compiled"],
 )
 def test_two_processes_round_where_one_does(nano: Nano, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     """One process takes the batch in two passes, and each of two takes one of these: the same kernels on the

@@ -432,7 +432,8 @@ OPTIONS = {
     DataConfig: "source seq_len tokenizer text_field valid_fraction stream",
     TrainConfig: (
         "batch_size lr steps epochs max_hours optimizer muon_lr weight_decay beta1 beta2 eps schedule warmup_steps"
-        " warmup_fraction decay_fraction min_lr_ratio clip_norm seed eval_every eval_sequences early_stop_evals"
+        " warmup_fraction decay_fraction min_lr_ratio orthogonality"
+        " orthogonality_warmup_steps orthogonality_values clip_norm seed eval_every eval_sequences early_stop_evals"
         " checkpoint_every keep_checkpoints"
     ),
     LoraConfig: "rank alpha targets",

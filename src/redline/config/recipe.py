@@ -145,6 +145,12 @@ class TrainConfig:
     (`wsd`)."""
     min_lr_ratio: float = 0.1
     """Learning rate at the end of the run, as a share of the peak."""
+    orthogonality: float = 0.0
+    """Weight of a penalty that keeps the query and key maps of each head orthonormal; 0: none."""
+    orthogonality_warmup_steps: int = 0
+    """Updates in which that weight rises from 0."""
+    orthogonality_values: bool = False
+    """Whether it keeps the value maps orthonormal too."""
     clip_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0: no clipping."""
     seed: int = 0

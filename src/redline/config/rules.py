@@ -37,7 +37,7 @@ _NOT_NEGATIVE = {
     "model": ("redraw_every",),
     "data": ("seq_len",),
     "train": (
-        "steps", "epochs", "weight_decay", "clip_norm", "warmup_steps", "eval_every", "early_stop_evals",
+        "steps", "epochs", "weight_decay", "clip_norm", "orthogonality", "orthogonality_warmup_steps", "warmup_steps", "eval_every", "early_stop_evals",
         "checkpoint_every", "seed",
     ),
     "prompt": ("shots", "trained_shots"),
@@ -127,6 +127,11 @@ def _relations(recipe: Recipe) -> Iterator[Rule]:
 
 def _shape(recipe: Recipe) -> Iterator[Rule]:
     m, d = recipe.model, recipe.data
+    yield (
+        not recipe.train.orthogonality or (recipe.workload == "pretrain" and m.head_size <= m.hidden_size),
+        f"train.orthogonality is for workload pretrain and heads no wider ({m.head_size}) than model.hidden_size"
+        f" ({m.hidden_size}): leave it out",
+    )
     yield (
         m.attention == "softmax" or recipe.workload == "pretrain",
         f"workload {recipe.workload} writes a Hugging Face folder or an adapter, which cannot hold model.attention"

@@ -88,6 +88,10 @@ METRICS: dict[str, Metric] = {
     "conflict.A.B": Metric(
         "1", "share of the weight tensors in which the gradients of domains A and B point against each other"
     ),
+    "orthogonality_violation": Metric(
+        "1",
+        "norm of W W^T - I over sqrt(head width), root mean square of the heads' query and key maps; with train.orthogonality",
+    ),
     "loss_scale": Metric("1", "factor on the loss against fp16 underflow; only with fp16"),
     "skipped": Metric("1", "1 where fp16 overflowed and the update was skipped; only with fp16"),
     "valid_loss": Metric("nats/token", "mean cross entropy on the validation split; on steps that validate"),

@@ -34,6 +34,7 @@ from redline.train.graph import Captured
 from redline.train.instruments import Instruments, Work, training_rates
 from redline.train.objective import Batch, Eager, Executor, Objective, Position, Source
 from redline.train.optimizer import make_optimizers, state_tensors
+from redline.train.orthogonality import penalty
 from redline.train.packed import Packed
 from redline.train.places import step_name
 from redline.train.process import Process
@@ -111,6 +112,7 @@ class Trainer:
         self.learner = Learner(job.model, optimizers, process, self.train.clip_norm, scale)
         if job.combine is not None:
             self.learner.combine = job.combine(self.learner, lambda: self.progress.step)
+        self.learner.penalise = penalty(job.model, self.train, lambda: self.progress.step)
         self.tensors = {**state_tensors(job.model, optimizers), "rng.cpu": torch.get_rng_state()}
         self.checkpoints: Checkpoints | None = None
         if job.run is not None:

@@ -58,12 +58,12 @@ class Muon(torch.optim.Optimizer):
             buffer = self.state[p]["momentum_buffer"]
             buffer.lerp_(p.grad, 1 - group["momentum"])
             # Nesterov; half the bytes to gather
-            updates.append(_whole(p.grad.lerp(buffer, group["momentum"]).bfloat16()))
+            updates.append(whole_of(p.grad.lerp(buffer, group["momentum"]).bfloat16()))
         rows, columns = stack[0].shape
         lr = group["lr"] * max(1.0, rows / columns) ** 0.5
         for p, update in zip(stack, orthogonalize(torch.stack(updates), group["steps"]), strict=True):
             p.mul_(1 - group["lr"] * group["weight_decay"])
-            p.add_(_part(update, p).to(p.dtype), alpha=-lr)
+            p.add_(part_of(update, p).to(p.dtype), alpha=-lr)
 
 
 def orthogonalize(x: Tensor, steps: int) -> Tensor:
@@ -91,11 +91,13 @@ def _stacks(params: Sequence[Tensor]) -> list[list[Tensor]]:
     return stacks
 
 
-def _whole(t: Tensor) -> Tensor:
+def whole_of(t: Tensor) -> Tensor:
+    """A tensor gathered from the processes that hold parts of it."""
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
-def _part(whole: Tensor, like: Tensor) -> Tensor:
+def part_of(whole: Tensor, like: Tensor) -> Tensor:
+    """What this process holds of a tensor that is spread like another."""
     if isinstance(like, DTensor):
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
     return whole

@@ -107,6 +107,8 @@ class Learner:
     """0: no clipping."""
     scale: LossScale | None = None
     combine: Combination = field(default_factory=Sum)
+    penalise: Callable[[float], Numbers] = field(default=lambda scale: {})
+    """Adds the gradient of what depends on the weights alone, times the loss scale; returns numbers to report."""
     before_update: Callable[[], None] = field(default=lambda: None)
     """Called when the gradients are there and the weights are about to change."""
     mark: Mark = field(default=lambda phase: None)
@@ -135,6 +137,7 @@ def update(learner: Learner, passes: Iterable[Pass], *, targets: float | Tensor)
                 sums[name] = sums[name] + value if name in sums else value
         learner.combine.keep(group)
     told = learner.combine.finish()
+    told |= learner.penalise(scale)
     learner.before_update()
     grad_norm = clip(learner, scale)
     skipped = learner.scale is not None and not bool(grad_norm.isfinite())
