@@ -221,7 +221,7 @@ class TestPanel:
         assert len([c for c in words if c in "▁▂▃▄▅▆▇█"]) == min(60, columns - 15)
 
     def test_before_the_first_step(self, columns: int) -> None:
-        assert "waiting for the first news" in render(make_seen(), columns)
+        assert "waiting for the first numbers" in render(make_seen(), columns)
 
     def test_sampling(self, columns: int) -> None:
         seen = Seen.of({"title": "units · sampling", "questions": 1000, "on_gpu": False})

@@ -2,11 +2,12 @@
 
 redline finetune HuggingFaceTB/SmolLM2-135M-Instruct chats.jsonl
 redline finetune model.gguf pairs.json --run runs/mine --set train.epochs=1 --set lora.rank=8
-redline finetune runs/gpt2 texts.jsonl --full --set prompt.mode=text
+redline finetune runs/gpt2 pairs.jsonl --full
 
 The model is a run folder, a Hugging Face or PEFT folder, a .gguf file, or a name on the Hugging Face Hub. A row of
 the file (JSON, JSONL, Parquet) holds messages, a prompt and a completion, or [question, answer]; docs/finetune.md
-shows all forms. The result is RUN/adapter (RUN/model after --full), which `redline generate RUN` reads. If the run is
+shows all forms. They go through the model's chat template; a model without one reads them as plain text
+(prompt.mode=text). The result is RUN/adapter (RUN/model after --full), which `redline generate RUN` reads. If the run is
 killed, run the same command again and it resumes.
 """
 
@@ -15,11 +16,13 @@ import json
 from pathlib import Path
 
 from redline.cli.arguments import JSON
-from redline.cli.options import recipe_of
+from redline.cli.options import recipe_of, status
 from redline.cli.train import RUN, check_options, train
 from redline.data.examples import find_examples
 from redline.errors import ConfigError
 from redline.model.hub import is_hub_name
+from redline.record.files import read_text
+from redline.train.places import find, step_folders
 
 ARGUMENTS = f"""
 MODEL                      the model to start from
@@ -37,10 +40,32 @@ def run(options: argparse.Namespace) -> int:
     if not is_hub_name(options.examples):
         find_examples(Path(options.examples).expanduser())
     named = [f"model.init_from={json.dumps(options.model)}", f"data.source={json.dumps(options.examples)}"]
-    recipe = recipe_of(options, *named, *(["lora=none"] if options.full else []))
+    named += ["lora=none"] if options.full else []
+    if options.recipe == "finetune" and not any(
+        text.strip().startswith("prompt.mode") for text in options.set
+    ):
+        named += _mode(options.model)
+    recipe = recipe_of(options, *named)
     if recipe.workload != "finetune":
         raise ConfigError(
             f"{options.recipe} is a recipe of workload {recipe.workload}: give one of workload finetune"
         )
     options.run = options.run or Path("runs") / f"finetune-{Path(options.model).stem}"
     return train(options, recipe)
+
+
+def _mode(model: str) -> list[str]:
+    """Text mode for a run of ours or a Hugging Face folder that has no chat template."""
+    folder = find(Path(model))
+    ours = folder in step_folders(folder.parent).values()
+    told = (
+        "chat_template" in read_text(folder / "tokenizer_config.json", missing="")
+        if folder.is_dir()
+        else True
+    )
+    if ours or (
+        (folder / "config.json").is_file() and not told and not (folder / "chat_template.jinja").is_file()
+    ):
+        status(f"{model} has no chat template: examples are plain text (prompt.mode=text)")
+        return ["prompt.mode=text"]
+    return []

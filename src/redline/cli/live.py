@@ -1,15 +1,14 @@
-"""The view of a running program, whatever its stage: a panel that redraws itself in a terminal, plain lines
-anywhere else.
+"""The live view of a run: a panel that redraws itself in a terminal, plain lines anywhere else.
 
     view = make_view()
-    view.event("stage", {"title": "nano · cpu · fp32", "total_steps": 1000})      # then everything that is told
+    view.event("stage", {"title": "nano · cpu · fp32", "total_steps": 1000})      # then every line and event
     view.metrics(line)
     view.close()
 
 An observer (record/observe.py) of trainings, of sampling and of tests. Beside `total_steps` or `questions` a stage
 may give `max_hours`, `mfu_note` (the convention of the MFU, or why there is none), `device_bytes` and `on_gpu`.
 Data wait and time left come from the last WINDOW_STEPS updates, because a single one says little about them.
-Nothing in here may stop a run: output that nobody takes is dropped.
+Nothing here may stop a run: output that cannot be written is dropped.
 """
 
 import contextlib
@@ -59,18 +58,17 @@ Row = tuple[str, Text]
 
 
 def make_view(*, quiet: bool = False, stream: TextIO | None = None) -> Observer:
-    """The view for a stream (stdout unless given): a live panel in a terminal, else plain lines; nothing if
-    quiet."""
+    """A live panel if the stream (default: stdout) is a terminal, else plain lines; nothing if quiet."""
     if quiet:
         return Observers()
     stream = stream or sys.stdout
     if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(errors="replace")  # a terminal that cannot show – must not end the run
+        stream.reconfigure(errors="replace")  # a character the terminal lacks must not end the run
     return LiveView(Output(file=stream)) if is_terminal(stream) else PlainView(stream)
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether a person looks at the stream through something that can redraw."""
+    """Whether the stream is a terminal that can redraw."""
     dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown", "")
     return stream.isatty() and not dumb and os.environ.get("CI", "false").lower() in ("false", "0", "")
 
@@ -81,7 +79,7 @@ class Seen:
 
     title: str = ""
     total_steps: int | None = None
-    """None where nobody planned how many: somebody else's loop that is watched."""
+    """None where it is not known, as in a watched loop."""
     max_hours: float | None = None
     questions: int | None = None
     mfu_note: str = ""
@@ -89,7 +87,7 @@ class Seen:
     on_gpu: bool = False
     last: dict[str, Any] = field(default_factory=dict)
     loss: float | None = None
-    """The last that was recorded: not every loop tells that of every update."""
+    """The last recorded one: a watched loop may not record every update's."""
     smoothed_loss: float | None = None
     validation: dict[str, Any] = field(default_factory=dict)
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
@@ -108,18 +106,18 @@ class Seen:
         if (loss := line.get("loss")) is None:
             return
         self.loss = loss
-        if math.isfinite(loss):  # one nan would stay in the average for ever
-            # The first lines are averaged evenly, later ones with a memory of about a third of the window.
+        if math.isfinite(loss):  # one nan would stay in the average
+            # An even average of the first lines, then one that forgets over a third of the window.
             weight = max(1 / len(self.recent), 3 / WINDOW_STEPS)
             before = loss if self.smoothed_loss is None else self.smoothed_loss
             self.smoothed_loss = before + weight * (loss - before)
 
     def begin(self, facts: dict[str, Any]) -> None:
-        """An attempt of a training: only now the updates of fine-tuning are counted."""
+        """An attempt at training starts; for fine-tuning, only now is the number of updates known."""
         self.total_steps = facts.get("updates") or self.total_steps
 
     def share_done(self) -> float:
-        """By updates or by hours, whichever is further on, since that one ends the run; or by questions."""
+        """By updates or hours, whichever is further along, or by questions."""
         by_steps = self.last.get("step", 0) / self.total_steps if self.total_steps else 0.0
         by_hours = self.last.get("elapsed_s", 0.0) / (self.max_hours * 3600) if self.max_hours else 0.0
         asked = self.last.get("questions_done", 0) / self.questions if self.questions else 0.0
@@ -145,20 +143,20 @@ class Seen:
         if self.questions:
             return f"{self.last.get('questions_done', 0):,}/{self.questions:,} questions"
         steps = f"step {self.last.get('step', 0)}" + (f"/{self.total_steps}" if self.total_steps else "")
-        hours = (
-            f"  {self.last.get('elapsed_s', 0.0) / 3600:.2f}/{self.max_hours:g} h" if self.max_hours else ""
-        )
-        return steps + hours
+        spent_h = self.last.get("elapsed_s", 0.0) / 3600
+        return steps + (f"  {spent_h:.2f}/{self.max_hours:g} h" if self.max_hours else "")
 
 
 def success_rate(line: dict[str, Any]) -> float | None:
-    """Share of the samples so far that are correct; None where they are scored at the end."""
+    """Share of correct samples so far; None if they are scored at the end."""
     return None if line.get("correct") is None or not line["samples"] else line["correct"] / line["samples"]
 
 
 class PlainView:
-    """A line for the first news of a stage and the last, for each tenth of it, and else every PLAIN_EVERY_S; one
-    for each event."""
+    """Prints a line at the start and end of a stage, at each tenth of it, and every PLAIN_EVERY_S; and one for
+    each event but the end, which the command itself reports."""
+
+    shows_end = False
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._seen, self._stream, self._clock = Seen(), stream, clock
@@ -180,7 +178,8 @@ class PlainView:
                 self._print(f"MFU: {self._seen.mfu_note}")
             return
         self._seen.begin(facts)
-        self._print(told(kind, facts))
+        if kind != "end" or self.shows_end:
+            self._print(told(kind, facts))
 
     def close(self) -> None:
         """The last update is not always the planned one: a limit in hours, an early stop, Ctrl-C."""
@@ -195,14 +194,13 @@ class PlainView:
         self._print(plain_line(self._seen))
 
     def _print(self, text: str) -> None:
-        # the reader of the pipe is gone; the record holds everything
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):  # the reader of the pipe has gone
             print(visible(text), file=self._stream, flush=True)
 
 
 def figures(seen: Seen) -> list[tuple[str, str, str, str]]:
-    """What the last lines say, without what is not known: a name, the value and a note for the panel, and how a plain
-    line has it (empty: not at all)."""
+    """The known figures of the last lines: a name, the value and a note for the panel, and the form in a plain line
+    (empty: not shown there)."""
     line, sampled = seen.last, "samples" in seen.last
     drawn = line.get("samples") if line.get("samples") != line.get("questions_done") else None
     to_come = f"at most {line['samples_left']:,} to come" if line.get("samples_left") else ""
@@ -251,8 +249,8 @@ def plain_line(seen: Seen) -> str:
 
 
 class LiveView:
-    """A panel that rich redraws from its own thread; the program only stores lines. A stage that ends leaves its
-    last picture behind."""
+    """A panel that rich redraws from its own thread; the program only stores lines. The panel of a finished stage
+    stays on screen."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._lock, self._seen = console, threading.Lock(), Seen()
@@ -287,14 +285,14 @@ class LiveView:
                 live.stop()
 
     def _render(self) -> Panel:
-        with self._lock:  # only for the copy: the program must not wait for the drawing
+        with self._lock:  # only for the copy: the program must not wait for drawing
             seen, events = replace(self._seen, recent=self._seen.recent.copy()), list(self._events)
         return live_panel(seen, events, min(self._console.width, PANEL_COLUMNS))
 
 
 def live_panel(seen: Seen, events: Sequence[str], columns: int) -> Panel:
-    """The whole picture; `columns` must be what the terminal has at least."""
-    rows = part("", *(() if seen.last else ("waiting for the first news",)))
+    """The panel; the terminal must have at least `columns` columns."""
+    rows = part("", *(() if seen.last else ("waiting for the first numbers",)))
     losses = [line["loss"] for line in seen.recent if line.get("loss") is not None]
     for label, value, note, _ in figures(seen):
         rows += part(label, Text.assemble((value, "bold"), "  ", (note, "dim")))
@@ -312,7 +310,7 @@ def panel(
     title: str = "redline",
     label: int = LABEL,
 ) -> Panel:
-    """A frame around a head and rows that are cut to the width, so that the picture never grows."""
+    """A frame around a head and rows, which are cut to the width so that the panel keeps its height."""
     body = []
     for name, text in rows:
         body.append(Text.assemble((name.ljust(label), "dim"), text, no_wrap=True))
@@ -327,7 +325,7 @@ def part(label: str, *lines: Text | str) -> list[Row]:
 
 
 def progress(seen: Seen) -> Table:
-    """How far the stage is, as a bar where somebody planned its end."""
+    """The progress of the stage, as a bar if its end is known."""
     row = Table.grid(expand=True, padding=(0, 2, 0, 0))
     if not (seen.total_steps or seen.max_hours or seen.questions):
         row.add_row(seen.done())

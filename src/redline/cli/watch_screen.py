@@ -80,6 +80,8 @@ def test_events(run: Run) -> list[dict[str, Any]]:
 class PlainWatch(PlainView):
     """Lines for a pipe or a file, as the run's own program writes them."""
 
+    shows_end = True
+
     def begin(self, shown: RunView, before: Sequence[str]) -> None:
         self._tested, self._noted, self._sampled = 0, False, 0
         self.event("stage", stage_of(shown))
