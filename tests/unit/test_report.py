@@ -81,7 +81,7 @@ class TestFigures:
         assert sum(part.elapsed_s for part in parts.values()) == pytest.approx(10 + 3 + 25.5)
         assert parts["updates"].note.startswith("fine-tuning on the samples")
         bars = {bar.name: bar.note for bar in view(run).speed_bars}
-        assert bars["fine-tuning"] == "all of it; sampling and tests are not in it"
+        assert bars["fine-tuning"] == "without sampling and tests"
         assert "whole run" not in bars
 
     def test_generation_is_a_part_of_its_own(self, tmp_path: Path) -> None:
@@ -526,7 +526,7 @@ class TestCommand:
             "validation-pause",
         }
         sentence = (
-            "Without what is found it would be 37.0 % at most; no rule explains the rest of why the updates"
+            "With everything fixed it would be 37.0 % at most; no rule explains the rest of why the updates"
             " reach only 33.3 % of the attainable speed."
         )
         assert found.remark == (sentence if told else "")

@@ -49,8 +49,7 @@ _STATES = {"running": "cyan", "finished": "green", "failed": "red"}
 
 def stage_of(shown: RunView) -> dict[str, Any]:
     """The run as the stage that a view must know before its first line."""
-    run, summary = shown.run, shown.summary
-    hardware = table(run.plan.get("hardware"))
+    run, summary, hardware = shown.run, shown.summary, shown.run.hardware
     return {
         "title": title_of(summary),
         "total_steps": summary.planned_updates,

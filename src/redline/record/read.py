@@ -96,9 +96,17 @@ class Run:
         return str(self.recipe.get("workload", "pretrain"))
 
     @property
+    def hardware(self) -> Line:
+        return table(self.plan.get("hardware"))
+
+    @property
+    def prediction(self) -> Line:
+        return table(self.plan.get("prediction"))
+
+    @property
     def on_gpu(self) -> bool:
-        """Whether its plan, or where it has stages the last of them, ran on a GPU."""
-        kind = table(self.plan.get("hardware")).get("kind")
+        """Whether its plan, or if it has stages the last of them, ran on a GPU."""
+        kind = self.hardware.get("kind")
         stages = [event for event in self.events if event["event"] == "stage"]
         return kind == "cuda" if kind else not stages or bool(stages[-1].get("on_gpu"))
 

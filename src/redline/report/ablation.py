@@ -1,12 +1,7 @@
-"""An ablation as a picture of claimed beside measured, and the trials behind it as a table. No torch, no
-HTML.
+"""An ablation as a chart of claimed beside measured, and the trials behind it as a table. No torch, no HTML.
 
-    for chart in ablation(run.ablation):      # one a workload and stage
-        chart.title, chart.rows[0].measured, chart.rows[0].at
-
-Reads ablation.json (a list of rows: name, claimed, measured_ratio, low, high, verdict, memory_bytes,
-numerics, and more where `redline ablate` wrote it), trials.jsonl, and the table that `redline tune` leaves in
-result.json. What a row does not say is left blank.
+Reads ablation.json (rows of name, claimed, measured_ratio, low, high, verdict, memory_bytes, numerics and more),
+trials.jsonl, and the table that `redline tune` leaves in result.json. What a row does not say is left blank.
 """
 
 import math
@@ -16,18 +11,14 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from redline.measure.statistics import FEWEST_BLOCKS
-from redline.record.read import number, table
+from redline.record.read import Line, number, table, values
 from redline.record.units import DASH, exact, factor, format_bytes, named
 
 MOST_COLUMNS = 9
 TICKS = (0.1, 0.25, 0.5, 0.8, 1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100)
-_STAGES = {
-    "one by one": "one by one, each on top of those kept before it",
-    "second try": "one by one, each on top of those kept before it",
-    "leave one out": "left out of the best, one at a time",
-    "baseline": "one by one, each on top of those kept before it",
-    "all": "all kept together",
-}
+_STAGES = dict.fromkeys(
+    ("baseline", "one by one", "second try"), "one by one, each on top of those kept before it"
+) | {"leave one out": "left out of the best, one at a time", "all": "all kept together"}
 _WORKLOADS = {"train": "pre-training", "generate": "generation", "finetune": "fine-tuning"}
 
 
@@ -46,7 +37,7 @@ class Row:
     measured: str
     interval: str
     judged: str
-    """The comparison's verdict, or why there was none; and whether the change stays."""
+    """The comparison's verdict, or why there is none; and whether the change was kept."""
     note: str
     speed: str
     memory: str
@@ -62,7 +53,6 @@ class Row:
 
     @property
     def details(self) -> list[str]:
-        """What there is to say beside the verdict."""
         by = f" by {self.source}" if self.source else ""
         claim = f"claimed {self.claimed}{by}" if self.claimed != DASH else ""
         interval = f"interval {self.interval}" if self.interval else ""
@@ -72,14 +62,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Ablation:
-    """One chart. Places are per cents of its width on a logarithmic scale."""
+    """One chart. Places are percentages of its width on a logarithmic scale."""
 
     title: str
     rows: list[Row]
     not_applicable: list[tuple[str, str]]
     """Name and reason."""
     one: float
-    """Where a factor of 1 lies."""
+    """The place of a factor of 1."""
     ticks: list[Tick]
 
 
@@ -90,13 +80,13 @@ class Trials:
 
     @property
     def note(self) -> str:
-        """What a star in the table means, where there is one."""
+        """What a star in the table means, if it has one."""
         starred = any(cell.endswith("×*") for row in self.rows for cell in row)
         return f"* fewer than {FEWEST_BLOCKS} rounds: an interval of 87.5 %" if starred else ""
 
 
-def ablation(rows: list[dict[str, Any]]) -> list[Ablation]:
-    """The charts, all on one scale that holds every number and 1."""
+def ablation(rows: list[Line]) -> list[Ablation]:
+    """The charts, one a workload and stage, all on one scale that holds every number and 1."""
     measured = [number(row.get(key)) for row in rows for key in ("measured_ratio", "low", "high")]
     factors = [value for value in measured if value and value > 0]
     factors += [value for row in rows for value in _pair(row.get("claimed")) or ()]
@@ -107,30 +97,28 @@ def ablation(rows: list[dict[str, Any]]) -> list[Ablation]:
     def place(factor: float) -> float:
         return 100 * (math.log(factor) - bottom) / width
 
-    groups: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, list[Line]] = {}
     for row in rows:
         groups.setdefault(_title(row), []).append(row)
     ticks = _apart([Tick(place(f), f"{f:g}×") for f in TICKS if low <= f <= high])
     return [_chart(title, group, place, ticks) for title, group in groups.items()]
 
 
-def _chart(
-    title: str, rows: list[dict[str, Any]], place: Callable[[float], float], ticks: list[Tick]
-) -> Ablation:
-    """What could not be tried here is a list of names and reasons, not rows without numbers."""
+def _chart(title: str, rows: list[Line], place: Callable[[float], float], ticks: list[Tick]) -> Ablation:
+    """A chart; what could not be tried here is listed below it with the reason."""
     out = [row for row in rows if row.get("outcome") == "not applicable"]
     left_out = [(str(row.get("name", "")), str(row.get("note") or "")) for row in out]
     shown = [_row(row, place) for row in rows if row not in out]
     return Ablation(title, shown, left_out, place(1.0), ticks)
 
 
-def _title(row: dict[str, Any]) -> str:
+def _title(row: Line) -> str:
     parts = (_WORKLOADS.get(row.get("workload", ""), ""), _STAGES.get(row.get("stage", ""), ""))
     return ", ".join(part for part in parts if part)
 
 
 def _apart(ticks: list[Tick]) -> list[Tick]:
-    """Those whose labels do not run into the one before; 1 always stays."""
+    """The ticks whose labels do not overlap; 1 always stays."""
     kept: list[Tick] = []
     for tick in sorted(ticks, key=lambda tick: tick.text != "1×"):
         if all(abs(tick.at - other.at) > 9 for other in kept):
@@ -145,7 +133,7 @@ def _pair(value: Any) -> tuple[float, float] | None:
     return (low, high) if low and high and 0 < low <= high else None
 
 
-def _row(row: dict[str, Any], place: Callable[[float], float]) -> Row:
+def _row(row: Line, place: Callable[[float], float]) -> Row:
     value, size = number(row.get("measured_ratio")), number(row.get("memory_bytes"))
     before, speed = number(row.get("before_tokens_per_s")), number(row.get("tokens_per_s"))
     interval, claim = _pair([row.get("low"), row.get("high")]), _pair(row.get("claimed"))
@@ -155,7 +143,7 @@ def _row(row: dict[str, Any], place: Callable[[float], float]) -> Row:
     return Row(
         name=str(row.get("name", "")) + (", again" if row.get("stage") == "second try" else ""),
         title=str(row.get("title") or ""),
-        claimed=_range(claim, "{:.3g}") if claim else DASH,
+        claimed=_range(claim) if claim else DASH,
         source=str(row.get("source") or ""),
         measured=f"{factor(value)}×" if value else DASH,
         interval=f"{factor(interval[0])} to {factor(interval[1])}×" if interval else "",
@@ -170,53 +158,45 @@ def _row(row: dict[str, Any], place: Callable[[float], float]) -> Row:
     )
 
 
-def _range(pair: tuple[float, float], form: str) -> str:
-    low, high = (form.format(value) for value in pair)
+def _range(pair: tuple[float, float]) -> str:
+    low, high = (f"{value:.3g}" for value in pair)
     return f"{low}×" if low == high else f"{low} to {high}×"
 
 
-def trials(lines: list[dict[str, Any]]) -> Trials:
-    """The plain values of every trial, those of its measurement included; the first columns where there are
-    many."""
+def trials(lines: list[Line]) -> Trials:
+    """The plain values of every trial and its measurement; only the first columns if there are many."""
     flat = [_flat(line) for line in lines]
     every = dict.fromkeys(name for line in flat for name in line)
     names = [name for name in every if any(line.get(name) is not None for line in flat)][:MOST_COLUMNS]
-    rows = [
-        [DASH if line.get(name) is None else named(name, line[name])[1] for name in names] for line in flat
-    ]
-    titles = [
-        named(name, next((v for line in flat if (v := number(line.get(name))) is not None), ""))[0]
-        for name in names
-    ]
+    rows = [[DASH if row.get(name) is None else named(name, row[name])[1] for name in names] for row in flat]
+    titles = [named(name, next(iter(values(flat, name)), ""))[0] for name in names]
     return Trials(titles, rows)
 
 
-def tuning(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The table of a tuning as lines for `trials`: each comparison with the best plan of its time."""
+def tuning(rows: list[Line]) -> list[Line]:
+    """The table of a tuning as lines for `trials`: each plan against the best at that time."""
     found = []
     for row in rows:
         against, predicted = table(row.get("comparison")), number(row.get("predicted"))
         rounds = number(row.get("rounds"))
         ratio, between = number(against.get("ratio")), _pair([against.get("low"), against.get("high")])
         star = "*" if rounds is not None and rounds < FEWEST_BLOCKS else ""
-        found.append(
-            {
-                "name": str(row.get("name", "")),
-                "tokens_per_s": number(row.get("tokens_per_s")),
-                "against the best then": f"{ratio:.3f}×" if ratio else None,
-                "verdict": row.get("verdict"),
-                "95 % interval": f"{between[0]:.3f} to {between[1]:.3f}×{star}" if between else None,
-                "predicted": f"{predicted:.2f}×" if predicted else None,
-                "memory_bytes": number(row.get("memory_bytes")),
-                "note": row.get("note") or None,
-            }
-        )
+        shown = {
+            "name": str(row.get("name", "")),
+            "tokens_per_s": number(row.get("tokens_per_s")),
+            "against the best then": f"{ratio:.3f}×" if ratio else None,
+            "verdict": row.get("verdict"),
+            "95 % interval": f"{between[0]:.3f} to {between[1]:.3f}×{star}" if between else None,
+            "predicted": f"{predicted:.2f}×" if predicted else None,
+            "memory_bytes": number(row.get("memory_bytes")),
+            "note": row.get("note") or None,
+        }
+        found.append(shown)
     return found
 
 
-def _flat(line: dict[str, Any]) -> dict[str, Any]:
-    """A trial without what it is found by and without lists; with the speed that its blocks give (their times
-    are those of one step)."""
+def _flat(line: Line) -> Line:
+    """A trial without its keys and lists, and with the speed of its blocks (each holds the time of one step)."""
     measured = table(line.get("measured"))
     plain = {name: value for name, value in (line | measured).items() if not isinstance(value, dict | list)}
     known = {name: value for name, value in plain.items() if name not in ("key", "machine")}

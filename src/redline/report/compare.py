@@ -1,11 +1,7 @@
-"""Whether runs may be compared, and what the comparison gives. No torch.
+"""Whether runs can be compared, and the ratio of their speeds. No torch.
 
-    verdict = comparable(runs)      # level: yes, speed only, loss only, accuracy only or no, with the reasons
-    ratio(slow, fast)               # speed of one over the other, with its interval
-
-Losses compare where the trainings are the same (one fingerprint). Speeds compare where the work of an update is the
-same, on the same hardware. What the plans do differently is no reason against: it is what is being compared. Nor is
-how often a run validates or saves, beside its median speed.
+Losses compare if the trainings are the same (one fingerprint). Speeds compare if the work of an update is the same,
+on the same hardware. Different plans are no obstacle: they are what is being compared.
 """
 
 from dataclasses import dataclass
@@ -46,11 +42,8 @@ class Ratio:
 
 
 def comparable(runs: list[Run]) -> Verdict:
-    """The verdict on several runs."""
     recipes = [{k: v for k, v in run.recipe.items() if k not in ("name", "about", "plan")} for run in runs]
-    plans = [
-        {name: entry["value"] for name, entry in run.plan.items() if "value" in table(entry)} for run in runs
-    ]
+    plans = [{k: v["value"] for k, v in run.plan.items() if "value" in table(v)} for run in runs]
     level, text = _level(runs)
     return Verdict(level, TITLES[level], text, _differences(recipes), _differences(plans))
 
@@ -58,11 +51,11 @@ def comparable(runs: list[Run]) -> Verdict:
 def _level(runs: list[Run]) -> tuple[Level, str]:
     trainings, works = {run.fingerprint for run in runs}, {run.work for run in runs}
     elsewhere = _differences([
-        {"hardware": table(run.plan.get("hardware")).get("title"), "processes": run.plan.get("world_size")}
+        {"hardware": run.hardware.get("title"), "processes": run.plan.get("world_size")}
         for run in runs
     ])  # fmt: skip
     if None in trainings:
-        return "no", "a run without a recipe does not say what it computed"
+        return "no", "a run without a recipe does not say what it computes"
     if len(trainings) == 1 and elsewhere:
         return "loss only", f"the same training ran on different hardware ({'; '.join(elsewhere)})"
     if len(trainings) == 1:
@@ -75,13 +68,13 @@ def _level(runs: list[Run]) -> tuple[Level, str]:
 
 
 def _tested_alike(runs: list[Run]) -> bool:
-    """Whether these are RFT runs, say the rounds of one, that answer the same held-out questions."""
+    """Whether these are RFT runs that answer the same held-out questions, such as the rounds of one."""
     tests = [(run.recipe.get("task"), run.recipe.get("test")) for run in runs]
     return all(run.workload == "rft" for run in runs) and all(test == tests[0] for test in tests)
 
 
 def _differences(tables: list[dict[str, Any]]) -> list[str]:
-    """`key: a | b` for every value that is not the same in all tables; nested tables by dotted keys."""
+    """`key: a | b` for every value that differs between the tables; nested tables by dotted keys."""
     flat = [_flat(entry) for entry in tables]
     keys = dict.fromkeys(key for entry in flat for key in entry)
     return [
@@ -99,8 +92,7 @@ def _flat(entry: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def ratio(base: Summary, other: Summary) -> Ratio | None:
-    """Speed of `other` over that of `base`; the widest interval that the two allow, since the runs did not
-    take turns."""
+    """Speed of `other` over that of `base`; the widest interval the two allow, since they did not take turns."""
     a, b = base.speed.update, other.speed.update
     if a is None or b is None or base.speed.unit != other.speed.unit:
         return None

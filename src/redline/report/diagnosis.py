@@ -1,8 +1,5 @@
-"""A diagnosis as one HTML page: what the run is, what holds it back, what to change, and the curves. Of several runs, beside
-each other. The page is the report's (page.py); the findings are diagnose's. No torch.
-
-write_page([(observed, diagnose(observed))], Path("run.html"))
-"""
+"""A diagnosis as one HTML page, in the report's frame (page.py): what each run is, what holds it back, what to change,
+and the curves. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -42,7 +39,7 @@ def _view(observed: Observed, findings: list[Finding]) -> dict[str, Any]:
 
 
 def _lines(steps: Sequence[Step]) -> list[dict[str, Any]]:
-    """Updates as the report's curves take them: tokens counted from the start, and their speed."""
+    """Updates as lines for the report's curves: tokens counted from the start, and their speed."""
     lines, tokens, elapsed_s = [], 0.0, 0.0
     for step in steps:
         tokens, elapsed_s = tokens + (step.tokens or 0.0), step.elapsed_s or elapsed_s + (step.step_s or 0.0)

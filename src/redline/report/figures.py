@@ -1,16 +1,11 @@
-"""The figures of a report: speed, time, memory and loss of one run, each from the record and with its
-convention. No torch.
+"""The figures of a report: speed, time, memory and loss of one run, each from the record and with its convention.
+No torch.
 
-    summary = summarise(run)
-    summary.speed.tokens_per_s, summary.speed.low, summary.speed.high        # median and interval
-    summary.time                                                            # parts that add up to the run's
-                                                                            training time
-
-What a speed is, its interval and the updates it leaves out are defined in record/read.py. Left out: what nobody
-recorded; a missing figure is None and is shown as a dash.
+What a speed is, its interval and the updates it leaves out are defined in record/read.py. A figure that nobody
+recorded is None and is shown as a dash.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from redline.record.metrics import METRICS
@@ -25,7 +20,7 @@ PHASES = {
     "communication_s": "communication",
 }
 NOT_IN_ALL = {"generate_s", "combine_s", "communication_s"}
-"""Phases that an update may have: texts drawn in it, domains kept apart, other processes waited for."""
+"""Phases that not every update has: generating text, combining domains, waiting for other processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,18 +28,18 @@ class Speed:
     unit: str
     """tokens/s, or rows/s in fine-tuning."""
     update: Measured | None
-    """Over the updates alone."""
+    """Of the updates alone."""
     whole_run: float | None
-    """Everything counted: compilation, validations and checkpoints."""
+    """With compilation, validations and checkpoints."""
     step_s: float | None
     mfu: float | None
     mfu_note: str
     ceiling_share: float | None
     ceiling_note: str
     attainable: float | None
-    """By roofline: the floor of the time of a token, predicted."""
+    """Predicted by the roofline."""
     ceiling: float | None
-    """If only matrix products took time, predicted."""
+    """Predicted, if only matrix products took time."""
 
     @property
     def attained_share(self) -> float | None:
@@ -60,7 +55,7 @@ class TimePart:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Predictions are of a GPU's memory alone: what a process holds on a CPU is another thing."""
+    """Predictions are for a GPU's memory only."""
 
     seen_bytes: float | None
     seen_note: str
@@ -70,10 +65,10 @@ class Memory:
 
     @property
     def error(self) -> float | None:
-        """How far the prediction lies above what was seen, as a share of it."""
-        return (
-            self.predicted_bytes / self.seen_bytes - 1 if self.predicted_bytes and self.seen_bytes else None
-        )
+        """How far the prediction is above what was seen, as a share."""
+        if not self.predicted_bytes or not self.seen_bytes:
+            return None
+        return self.predicted_bytes / self.seen_bytes - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +82,9 @@ class Quality:
     best_loss: float | None
     best_step: int | None
     nan_step: int | None
-    """The update from which on no recorded loss is a number; None where the last is one."""
+    """The first update after which no recorded loss is a number; None if the last is one."""
     bad_gradient_step: int | None
-    """The same of the gradient's norm."""
+    """The same for the gradient's norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +109,7 @@ class Summary:
     elapsed_s: float | None
     attempts: int
     missing: str
-    """Which updates the record has lost, in words."""
+    """The updates missing from the record, in words."""
     speed: Speed
     time: list[TimePart]
     memory: Memory
@@ -123,7 +118,6 @@ class Summary:
 
 def summarise(run: Run) -> Summary:
     """Every figure of one run."""
-    hardware, prediction = table(run.plan.get("hardware")), table(run.plan.get("prediction"))
     last = run.metrics[-1] if run.metrics else {}
     world_size = number(run.plan.get("world_size"))
     return Summary(
@@ -133,11 +127,11 @@ def summarise(run: Run) -> Summary:
         about=str(run.recipe.get("about", "")),
         workload=run.workload,
         fingerprint=run.fingerprint,
-        hardware=hardware.get("title"),
-        hardware_source=hardware.get("source"),
+        hardware=run.hardware.get("title"),
+        hardware_source=run.hardware.get("source"),
         world_size=None if world_size is None else int(world_size),
-        precision=str(planned(run, "precision") or "") or None,
-        parameters=number(prediction.get("parameters")),
+        precision=_precision(run) or None,
+        parameters=number(run.prediction.get("parameters")),
         started_at=number(run.events[0].get("at")) if run.events else None,
         state=run.state,
         updates=int(last.get("step", 0)),
@@ -159,40 +153,33 @@ def _missing(run: Run) -> str:
     return f"updates {', '.join(places[:3])}{more} are missing from metrics.jsonl" if places else ""
 
 
-def planned(run: Run, name: str) -> Any:
-    """A value of the plan, without its reason."""
-    return table(run.plan.get(name)).get("value")
+def _precision(run: Run) -> str:
+    return str(table(run.plan.get("precision")).get("value") or "")
 
 
 def speed(run: Run) -> Speed:
-    """How fast, beside what the plan holds possible."""
-    prediction, hardware = table(run.plan.get("prediction")), table(run.plan.get("hardware"))
-    precision = str(planned(run, "precision") or "")
+    """How fast, beside what the plan predicts is possible."""
+    precision = _precision(run)
     dtype = "bf16" if precision == "fp8" else precision
-    peak, matmul = (
-        number(table(hardware.get("peak_tflops")).get(dtype)),
-        number(table(hardware.get("measured_tflops")).get(precision)),
-    )
+    peak = number(table(run.hardware.get("peak_tflops")).get(dtype))
+    matmul = number(table(run.hardware.get("measured_tflops")).get(precision))
     mfu, share, step_s = (run.typical(name) for name in ("mfu", "ceiling_share", "step_s"))
+    each, datasheet, measured = "6N + 12LdT per token, of", "no datasheet peak is known", "nothing measured"
+    if peak:
+        datasheet = f"{each} {peak:,.0f} TFLOP/s, dense {dtype} datasheet peak"
+    if matmul:
+        measured = f"{each} {_tflops(matmul)}, measured {precision} matrix products"
     return Speed(
         unit=METRICS[run.rate].unit,
         update=run.speed,
         whole_run=run.whole_run_speed,
         step_s=step_s.value if step_s else None,
         mfu=mfu.value if mfu else None,
-        mfu_note=(
-            f"6N + 12LdT per token, of {peak:,.0f} TFLOP/s, dense {dtype} datasheet peak"
-            if peak
-            else "no datasheet peak is known"
-        ),
+        mfu_note=datasheet,
         ceiling_share=share.value if share else None,
-        ceiling_note=(
-            f"6N + 12LdT per token, of {_tflops(matmul)}, measured {precision} matrix products"
-            if matmul
-            else "nothing measured"
-        ),
-        attainable=number(prediction.get("attainable_tokens_per_s")),
-        ceiling=number(prediction.get("ceiling_tokens_per_s")),
+        ceiling_note=measured,
+        attainable=number(run.prediction.get("attainable_tokens_per_s")),
+        ceiling=number(run.prediction.get("ceiling_tokens_per_s")),
     )
 
 
@@ -201,49 +188,37 @@ def _tflops(rate: float) -> str:
 
 
 def time_parts(run: Run) -> list[TimePart]:
-    """Where the time went: parts that add up to the training time, and of an RFT run to that of all its
-    recorded stages."""
+    """Where the time went: parts that add up to the training time, or for an RFT run to the time of its stages."""
     if run.workload != "rft":
         return _training_parts(run)
-    tuned = [
-        TimePart(part.name, part.elapsed_s, f"fine-tuning on the samples: {part.note}")
-        for part in _training_parts(run)
-    ]
+    tuned = [replace(part, note=f"fine-tuning on the samples: {part.note}") for part in _training_parts(run)]
     stages = [
-        TimePart("sampling", _spent_s(run.events, "sampling_end"), "generation and scoring"),
-        TimePart("fine-tuning on answers", _spent_s(run.events, "training_on_answers"), "to compare with"),
+        TimePart("sampling", _spent_s(run, "sampling_end"), "generation and scoring"),
+        TimePart("fine-tuning on answers", _spent_s(run, "training_on_answers"), "for comparison"),
         TimePart("tests", sum(values(run.evaluations, "elapsed_s")), "greedy, on held-out questions"),
     ]
     return [*(stage for stage in stages if stage.elapsed_s > 0), *tuned]
 
 
-def _spent_s(events: list[dict[str, Any]], stage: str) -> float:
-    """All attempts at a stage together."""
-    return sum(values([event for event in events if event["event"] == stage], "elapsed_s"))
+def _spent_s(run: Run, kind: str, name: str = "elapsed_s") -> float:
+    return sum(values([event for event in run.events if event["event"] == kind], name))
 
 
 def _training_parts(run: Run) -> list[TimePart]:
-    """Only for runs whose updates carry their times."""
+    """Empty if the updates do not carry their times."""
     total_s, step_s = run.elapsed_s, sum(values(run.metrics, "step_s"))
     if total_s is None or not step_s:
         return []
-    first_s = _warm_up_s(run)
-    wait_s = sum(values(run.metrics, "data_wait_s"))
-    stalled_s = sum(values([event for event in run.events if event["event"] == "checkpoint"], "stalled_s"))
-    rest_s = total_s - step_s - stalled_s
-    validations = sum(event["event"] == "validation" for event in run.events)
+    first_s, wait_s = _warm_up_s(run), sum(values(run.metrics, "data_wait_s"))
+    stalled_s = _spent_s(run, "checkpoint", "stalled_s")
+    rest = "validation" if any(event["event"] == "validation" for event in run.events) else "other"
+    warm_up = f"compilation and warm-up: first {WARM_UP} updates, beyond the median"
     parts = [
         *_update_parts(run, step_s - first_s - wait_s),
         TimePart("data wait", wait_s, "waiting for the loader"),
-        TimePart(
-            "first updates", first_s, f"compilation and warm-up: first {WARM_UP} updates, beyond the median"
-        ),
-        TimePart("checkpoints", stalled_s, "stalls of the loop; writing goes on beside it"),
-        TimePart(
-            "validation" if validations else "other",
-            rest_s,
-            "what the updates and checkpoints leave of the training time",
-        ),
+        TimePart("first updates", first_s, warm_up),
+        TimePart("checkpoints", stalled_s, "stalls of the loop; writing goes on in parallel"),
+        TimePart(rest, total_s - step_s - stalled_s, "training time outside updates and checkpoints"),
     ]
     return [part for part in parts if part.elapsed_s > 0]
 
@@ -257,39 +232,31 @@ def _warm_up_s(run: Run) -> float:
 
 
 def _update_parts(run: Run, update_s: float) -> list[TimePart]:
-    """The updates, split into phases where the record has them; the first updates split like the others."""
+    """The updates, split into phases if the record has them; the first updates split like the others."""
     sums = {name: total_s for name in PHASES if (total_s := sum(values(run.metrics, name)))}
-    split = PHASES.keys() - NOT_IN_ALL <= sums.keys()
-    if not split:
+    rest, about = "between phases", "updates outside the recorded phases"
+    if not PHASES.keys() - NOT_IN_ALL <= sums.keys():
         sums = {name: total_s for name, total_s in sums.items() if name == "generate_s"}
-    whole = max(
-        sum(sums.values()), sum(values(run.metrics, "step_s")) - sum(values(run.metrics, "data_wait_s"))
-    )
+        rest, about = "updates", "forward, backward, optimiser; not recorded separately"
+    computed_s = sum(values(run.metrics, "step_s")) - sum(values(run.metrics, "data_wait_s"))
+    whole = max(sum(sums.values()), computed_s)
     rest_s = update_s * (1 - sum(sums.values()) / whole) if whole else update_s
-    return [
-        *(
-            TimePart(PHASES[name], update_s * total_s / whole, "of the updates, by the recorded phases")
-            for name, total_s in sums.items()
-        ),
-        (
-            TimePart("between phases", rest_s, "updates outside the recorded phases")
-            if split
-            else TimePart("updates", rest_s, "forward, backward, optimiser; not recorded apart")
-        ),
-    ]
+    note = "of the updates, by the recorded phases"
+    phases = [TimePart(PHASES[name], update_s * total_s / whole, note) for name, total_s in sums.items()]
+    return [*phases, TimePart(rest, rest_s, about)]
 
 
 def memory(run: Run) -> Memory:
-    """Seen, and on a GPU predicted."""
-    hardware, on_gpu = table(run.plan.get("hardware")), run.on_gpu
-    prediction = table(run.plan.get("prediction")) if on_gpu else {}
+    prediction = run.prediction if run.on_gpu else {}
     parts = table(prediction.get("memory_parts_bytes"))
     return Memory(
         seen_bytes=max(values(run.metrics, "memory_bytes"), default=None),
-        seen_note="peak allocated by torch" if on_gpu else "of the whole process, Python and torch included",
+        seen_note="peak allocated by torch"
+        if run.on_gpu
+        else "of the whole process, Python and torch included",
         predicted_bytes=number(prediction.get("memory_bytes")),
         predicted_parts_bytes={name: size for name, value in parts.items() if (size := number(value))},
-        device_bytes=number(hardware.get("memory_bytes")),
+        device_bytes=number(run.hardware.get("memory_bytes")),
     )
 
 
@@ -297,29 +264,26 @@ def quality(run: Run) -> Quality:
     """Loss at the beginning and the end; the last validation and the best."""
     losses = values(run.metrics, "loss")
     tested = [line for line in run.metrics if number(line.get("valid_loss")) is not None]
-    best = min(tested, key=lambda line: float(line["valid_loss"]), default=None)
+    best: dict[str, Any] = min(tested, key=lambda line: float(line["valid_loss"]), default={})
     last = tested[-1] if tested else {}
+    nan, bad = (next(iter(without_number(run.metrics, name)), {}) for name in ("loss", "grad_norm"))
     return Quality(
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,
         valid_loss=number(last.get("valid_loss")),
         valid_perplexity=number(last.get("valid_perplexity")),
         valid_bits_per_byte=number(last.get("valid_bits_per_byte")),
-        valid_step=int(last["step"]) if last else None,
-        best_loss=float(best["valid_loss"]) if best else None,
-        best_step=int(best["step"]) if best else None,
-        nan_step=_first_step(without_number(run.metrics)),
-        bad_gradient_step=_first_step(without_number(run.metrics, "grad_norm")),
+        valid_step=last.get("step"),
+        best_loss=number(best.get("valid_loss")),
+        best_step=best.get("step"),
+        nan_step=nan.get("step"),
+        bad_gradient_step=bad.get("step"),
     )
 
 
-def _first_step(lines: list[dict[str, Any]]) -> int | None:
-    return int(lines[0]["step"]) if lines else None
-
-
 def without_number(lines: list[dict[str, Any]], name: str = "loss") -> list[dict[str, Any]]:
-    """The updates at the end whose loss (or another metric) is recorded and is no number. Lines that say
-    nothing of it count neither way, nor do updates that fp16 skipped."""
+    """The last updates whose loss (or another metric) is recorded and is not a number. Lines that do not mention it
+    are ignored, and so are updates that fp16 skipped."""
     told = [line for line in lines if name in line and not line.get("skipped")]
     good = next((place for place in range(len(told), 0, -1) if number(told[place - 1][name]) is not None), 0)
     return told[good:]

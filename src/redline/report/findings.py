@@ -1,4 +1,4 @@
-"""What the diagnosis says of a run, in words for the page and the terminal. No torch."""
+"""What the diagnosis says about a run, in words for the page and the terminal. No torch."""
 
 import math
 from dataclasses import dataclass
@@ -13,12 +13,11 @@ from redline.record.units import format_amount, format_share
 from redline.report.figures import Quality, Speed
 
 EXPLAINED = 0.75
-"""From this share of the attainable speed on, what is left needs no explanation: the roofline leaves out
-launches and caches."""
+"""Above this share of the attainable speed the rest needs no explanation: the roofline ignores launches and
+caches."""
 
 NOT_IN_THE_MEDIAN = ("validation-pause", "checkpoint-pause", "compile-time", "stall", "slow-updates")
-"""Causes that lie outside the usual update, whose speed is held against the attainable: they do not explain
-the distance."""
+"""Causes outside the median update, which is what is compared with the attainable speed."""
 
 
 @dataclass(frozen=True)
@@ -27,27 +26,24 @@ class FindingView:
     evidence: list[str]
     fix: str
     gain: str
-    """As a factor on the speed; empty where correcting a number makes nothing faster."""
+    """As a factor on the speed; empty if the fix makes nothing faster."""
     gain_why: str
     confidence: str
     optimisation: str
     finding: Finding
-    """As the diagnosis gave it."""
 
 
 def findings(run: Run, speed: Speed, quality: Quality) -> tuple[list[FindingView] | None, str]:
-    """The findings, most worth first, and what is said beside them; None where there is nothing to
-    diagnose."""
+    """The findings, the most valuable first, and a remark; None if there is nothing to diagnose."""
     sampled = any(event.get("event") == "sampling_end" for event in run.events)
     if not run.metrics and not sampled:
         return None, ""
     observed = own.observed(run)
     found = diagnose(observed)
+    views = [shown(finding) for finding in found]
     if not run.metrics:
-        return [shown(finding) for finding in found] or None, ""
-    return [shown(finding) for finding in found], " ".join(
-        part for part in (filtered(run, quality), remark(observed, speed, found)) if part
-    )
+        return views or None, ""
+    return views, f"{filtered(run, quality)} {remark(observed, speed, found)}".strip()
 
 
 def shown(finding: Finding) -> FindingView:
@@ -65,32 +61,21 @@ def shown(finding: Finding) -> FindingView:
 
 
 def remark(observed: Observed, speed: Speed, found: list[Finding]) -> str:
-    """No finding is good news only where the speed is near what is attainable, and small findings do not
-    explain a large distance."""
+    """Whether the findings explain the distance to the attainable speed."""
     share, little = speed.attained_share, too_little(observed)
     if share is None or share >= EXPLAINED or little:
         return (little or "") if found else verdict(observed, found).text
     only = f"why the updates reach only {format_share(share)} of the attainable speed"
-    gains = [
-        finding.gain.high for finding in found if finding.gain and finding.cause not in NOT_IN_THE_MEDIAN
-    ]
+    gains = [f.gain.high for f in found if f.gain and f.cause not in NOT_IN_THE_MEDIAN]
     if not gains:
         return f"{'No finding' if found else 'Nothing found by the rules; none'} explains {only}."
-    best = share * math.prod(gains)
-    return (
-        f"Without what is found it would be {format_share(best)} at most; no rule explains the rest of"
-        f" {only}."
-        if best < EXPLAINED
-        else ""
-    )
+    if (best := share * math.prod(gains)) >= EXPLAINED:
+        return ""
+    return f"With everything fixed it would be {format_share(best)} at most; no rule explains the rest of {only}."
 
 
 def filtered(run: Run, quality: Quality) -> str:
-    """A loss of 0 beside a gradient that is not a number is none: the Trainer (which alone records its
-    logging) has left the losses out."""
+    """A loss of 0 beside a gradient that is not a number: the Trainer (only its runs have the event) hides losses."""
     if quality.bad_gradient_step is None or not any(event.get("event") == "logging" for event in run.events):
         return ""
-    return (
-        "The Trainer leaves losses that are not numbers out of what it logs (logging_nan_inf_filter, on by"
-        " default): a loss of 0 is none."
-    )
+    return "The Trainer does not log losses that are not numbers (logging_nan_inf_filter): a loss of 0 is one of them."

@@ -1,9 +1,9 @@
-"""Tables that fit the terminal: no word is broken and nothing is cut, however narrow it is.
+"""Tables that fit the terminal, however narrow: no word is broken and nothing is cut.
 
     show(("name", "claimed", "why"), [("bf16", "2-3x", "a long text"), ("a heading",)], title="Precision", right=(1,))
 
-A row of cells stands in one line where there is room; the last column may wrap. Where there is not, the columns that
-do not fit stand below the row, over the whole width. A row of one cell is a heading.
+A row takes one line if there is room; its last column may wrap. Otherwise the columns that do not fit go below the
+row, over the whole width. A row of one cell is a heading.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -21,13 +21,13 @@ from redline.record.units import DASH, visible
 
 GAP = 2
 LEAST_TEXT = 26
-"""Columns under which a text is better read below its row than beside it, a few words a line."""
+"""A column narrower than this goes below its row: a few words a line are hard to read."""
 Cell = str | Text
 
 
 class Output(Console):
-    """Standard output, or another stream. Texts of runs and models may hold anything, and none of it is obeyed by the
-    terminal. A reader that has gone (head, less) is handled once, where the command line ends."""
+    """Standard output, or another stream. Control characters in the texts of runs and models are shown, not obeyed. A
+    reader that has gone (head, less) is handled in one place, cli/main.py."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, **options)
@@ -43,7 +43,7 @@ class Output(Console):
 def show(
     columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, title: str = "", right: Collection[int] = ()
 ) -> None:
-    """Print a table on standard output; nothing in it is taken for markup."""
+    """Print a table on standard output; markup in it is shown as it is."""
     console = Output()
     if title:
         console.print(Text(title, style="italic"))
@@ -53,12 +53,12 @@ def show(
 @dataclass(frozen=True)
 class Grid:
     columns: Sequence[str]
-    """Their names; all empty: no line of names."""
+    """Their names; if all are empty there is no header."""
     rows: Sequence[Sequence[Cell]]
     right: Collection[int] = ()
     """Columns of numbers."""
     named_below: bool = False
-    """Whether what stands below a row is told with the names of its columns."""
+    """Whether cells below a row are prefixed with the names of their columns."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         full = [self.columns, *(row for row in self.rows if len(row) > 1)]

@@ -1,12 +1,9 @@
 """The report as one HTML page: works offline, opens from the disk, fits a phone, light and dark. No torch.
 
-    write_page([view(run)], Path("report.html"))
-    page([view(run)], live=...)              # the same page for a run that is watched (serve.py)
-
-Templates, style, script and the chart library (uPlot, vendored with its licence) lie in assets/ and are put
-into the page. All text of a run goes through Jinja's escaping; the curves go in as JSON. A content security
-policy names the page's own scripts by their hashes and forbids everything else, so that neither a file of a
-run nor a mistake of ours can make the page load or send anything.
+Templates, style, script and the chart library (uPlot, vendored with its licence) are in assets/ and go into the page.
+All text of a run is escaped by Jinja; the curves go in as JSON. A content security policy names the page's own
+scripts by their hashes and forbids everything else, so that neither a file of a run nor a bug of ours can make the
+page load or send anything.
 """
 
 import base64
@@ -14,7 +11,6 @@ import functools
 import hashlib
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -43,7 +39,7 @@ LANGUAGE_GUARD = (
     "try{new"
     ' Intl.NumberFormat(navigator.language)}catch(e){Object.defineProperty(navigator,"language",{value:"en"})}\n'
 )
-"""Under LANG=C Chromium says that its language is en-US@posix, on which uPlot stops at once."""
+"""Under LANG=C Chromium reports the language en-US@posix, which makes uPlot throw."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,7 @@ def write_page(runs: list[RunView], out: Path) -> None:
 
 
 def page(runs: list[RunView], live: dict[str, int] | None = None) -> str:
-    """The whole page. `live` is where a watched run stands: generation and offset of what is drawn."""
+    """The whole page. `live`, for a watched run: generation and offset of what is drawn."""
     title = ", ".join(run.summary.label for run in runs)
     return assembled(title, parts(runs), [_curves(run) for run in runs], runs, live)
 
@@ -97,7 +93,7 @@ def assembled(
     runs: list[RunView],
     live: dict[str, int] | None = None,
 ) -> str:
-    """A page with these parts, the curves of some runs, and below them the details of those that are ours."""
+    """A page with these parts, the curves of some runs, and the details of those that are our own."""
     script = LANGUAGE_GUARD + _asset(f"{UPLOT}.js") + _asset("charts.js")
     connect = "connect-src 'self'; " if live is not None else ""
     policy = (
@@ -120,31 +116,24 @@ def assembled(
 
 
 def parts(runs: list[RunView]) -> dict[str, str]:
-    """What changes while a run goes on, by the id of its place on the page."""
+    """The parts that change during a run, by their element ids."""
     verdict = comparable([shown.run for shown in runs]) if len(runs) > 1 else None
-    made: dict[str, Callable[..., str]] = {
-        name: getattr(macros(), name) for name in ("head", "outcome", "why")
-    }
-    found = {name: str(macro(runs, verdict)) for name, macro in made.items()}
+    found = {name: str(getattr(macros(), name)(runs, verdict)) for name in ("head", "outcome", "why")}
     return found | {f"events-{shown.place}": str(macros().events(shown)) for shown in runs}
 
 
 def _curves(shown: RunView) -> dict[str, Any]:
-    """What the browser draws of a run: its curves, and the predictions beside them as horizontal lines."""
+    """What the browser draws of a run: its curves, and the predictions as horizontal lines."""
     speed, memory = shown.summary.speed, shown.summary.memory
     lines = {
         "tokens_per_s": [("attainable", speed.attainable), ("matmul ceiling", speed.ceiling)],
         "memory_bytes": [("predicted", memory.predicted_bytes)],
     }
-    known = {
-        name: [{"label": label, "value": value} for label, value in pairs if value]
-        for name, pairs in lines.items()
-    }
+    known = {name: [{"label": k, "value": v} for k, v in pairs if v] for name, pairs in lines.items()}
     return {"label": shown.run.label, "place": shown.place, "lines": known, **curves(shown.run.metrics)}
 
 
 def _chart(name: str) -> dict[str, Any]:
-    """How a metric is drawn; one that is not Redline's has its own name."""
     chart, metric = CHARTS.get(name, Chart(name, "plain")), METRICS.get(name, Metric("1", name))
     unit = "" if metric.unit == "1" else metric.unit
     meaning = f"{metric.meaning} ({metric.unit})" if unit else metric.meaning
@@ -163,7 +152,7 @@ def _templates() -> jinja2.Environment:
     )
     environment.filters |= {
         "bytes": format_bytes, "count": format_count, "duration": format_duration, "share": format_share,
-        "limit_share": format_limit_share,         "exact": exact, "when": when,
+        "limit_share": format_limit_share, "exact": exact, "when": when,
     }  # fmt: skip
     environment.globals |= {"side_by_side": side_by_side}
     return environment

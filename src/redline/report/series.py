@@ -1,11 +1,8 @@
-"""The curves of a report: columns of numbers that a browser draws, thinned where a run has more updates than
-a screen has pixels.
+"""The curves of a report, as columns of numbers for the browser: {"mean": [...], "low": [...], "high": [...]}.
 
-    columns = curves(run.metrics)["loss"]          # {"mean": [...], "low": [...], "high": [...]}
-
-A point of a thinned curve stands for as many neighbouring updates as needed: their mean, and their lowest and
-highest value, so that a spike stays visible. Validations are never thinned. None stands where a line has no
-number; `broken` says where on each axis the loss ceases to be one, if it does so to the end.
+A run with more updates than a screen has pixels is thinned: a point is the mean, the lowest and the highest of some
+neighbouring updates, so that a spike stays visible. Validations are never thinned. A line without a number gives
+None; `broken` says where on each axis the loss stops being a number for good.
 """
 
 from typing import Any
@@ -25,11 +22,11 @@ MOST_UPDATES = 800
 MOST_POINTS = 350
 """Of a thinned curve, which has three numbers a point."""
 DIGITS = {"loss": 6}
-"""Of the others four are shown at most, and more would only make the page longer."""
+"""The others show four at most; more would only make the page longer."""
 
 
 def curves(lines: list[dict[str, Any]], most_points: int = MOST_POINTS) -> dict[str, Any]:
-    """Axes and curves of a run's updates. `each` says how many updates a point stands for."""
+    """Axes and curves of a run's updates. `each`: how many updates a point stands for."""
     each = 1 if len(lines) <= MOST_UPDATES else max(1, -(-len(lines) // most_points))
     blocks = [lines[i : i + each] for i in range(0, len(lines), each)]
     found: dict[str, Any] = {
@@ -47,14 +44,13 @@ def curves(lines: list[dict[str, Any]], most_points: int = MOST_POINTS) -> dict[
 
 
 def own_names(lines: list[dict[str, Any]]) -> list[str]:
-    """Numbers under names that are not Redline's, in the lines of a watched loop (`run.log`)."""
+    """Names of the user's own metrics, logged by a watched loop (`run.log`)."""
     some = lines[:: max(1, len(lines) // 200)]  # a name stands in more than one line
     names = dict.fromkeys(name for line in some for name in line if name not in METRICS)
     return [name for name in names if values(some, name)]
 
 
 def broken(lines: list[dict[str, Any]]) -> dict[str, float | None] | None:
-    """Where on each axis the losses that are no numbers begin, which go on to the end."""
     first = without_number(lines)[:1]
     return {axis: _plain(number(line.get(axis))) for line in first for axis in AXES} or None
 
@@ -72,7 +68,7 @@ def _curve(blocks: list[list[dict[str, Any]]], name: str) -> dict[str, list[floa
 
 
 def _plain(value: float | None, digits: int = 6) -> float | None:
-    """As many digits as can be seen."""
+    """Rounded to the digits that can be seen."""
     if value is None:
         return None
     short = float(f"{value:.{digits}g}")

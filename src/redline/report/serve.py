@@ -1,12 +1,8 @@
-"""The page of a run that is under way, on 127.0.0.1 and nowhere else, read-only. No torch.
+"""The page of a run under way, read-only and on 127.0.0.1 alone. No torch.
 
-    server = make_server(Path("runs/nano"), port=0)
-    server.server_address[1]; server.serve_forever()
-
-Two paths: `/` is the report's page, `/lines?generation=G&offset=N` what came behind the first N updates, and
-the figures as they now stand. Nothing is read but the run folder given at the start: no path comes from a
-request. Only GET; a request whose Host is not this machine's is refused, so that a web site that points its
-own name at 127.0.0.1 reads nothing.
+Two paths: `/` is the report's page, `/lines?generation=G&offset=N` what came after the first N updates, with the
+current figures. Only the run folder given at the start is read: no path comes from a request. Only GET; a request
+whose Host is not this machine's is refused, so that a web site that points its own name at 127.0.0.1 reads nothing.
 """
 
 import json
@@ -38,9 +34,8 @@ class Watched(Followed):
         self._shown_until = 0.0
 
     def shown(self, run: Run) -> RunView:
-        """The figures of the run. They take time in proportion to the run, and a training may share these
-        cores: at most a twentieth of the time is spent on them, so those of a long run are some seconds
-        old."""
+        """The figures of the run. They cost time in proportion to its length on cores that training may share, so
+        at most a twentieth of the time goes into them: those of a long run are some seconds old."""
         with self._figures:
             began_s = time.monotonic()
             ended = self._shown is not None and self._shown.run.state.over != run.state.over
@@ -51,19 +46,16 @@ class Watched(Followed):
 
     def page(self) -> str:
         run, generation = self.now()
-        return page.page(
-            [replace(self.shown(run), run=run)], live={"generation": generation, "offset": len(run.metrics)}
-        )
+        live = {"generation": generation, "offset": len(run.metrics)}
+        return page.page([replace(self.shown(run), run=run)], live=live)
 
     def news(self, generation: int, offset: int) -> dict[str, Any]:
-        """What a page that has drawn `offset` updates of a generation does not know yet."""
+        """What is new to a page that has drawn `offset` updates of a generation."""
         run, now = self.now()
         shown = self.shown(run)
         fresh = generation == now and offset <= len(run.metrics)
-        points = (
-            curves(run.metrics[offset:], most_points=len(run.metrics) + 1) if fresh else curves(run.metrics)
-        )
-        points["broken"] = broken(run.metrics)  # where it begins may lie far behind what is new
+        points = curves(run.metrics[offset:], len(run.metrics) + 1) if fresh else curves(run.metrics)
+        points["broken"] = broken(run.metrics)  # it may begin long before what is new
         return {
             "generation": now,
             "offset": len(run.metrics),
@@ -78,14 +70,14 @@ class Watched(Followed):
 class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 1024
-    """Connections that may wait to be taken: browsers and scripts open many in the same moment."""
+    """Connections that may wait: browsers and scripts open many at the same moment."""
 
     def __init__(self, watched: Watched, port: int) -> None:
         self.watched = watched
         super().__init__(("127.0.0.1", port), Handler)
 
     def handle_error(self, *place: Any) -> None:
-        """Whoever asked and went away before the answer is no error of ours."""
+        """A client that left before the answer is not our error."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(*place)
 
@@ -102,29 +94,21 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         port = self.server.server_address[1]
         if self.headers.get("Host") not in (f"127.0.0.1:{port}", f"localhost:{port}"):
-            return self._answer(
-                HTTPStatus.MISDIRECTED_REQUEST, "text/plain", "this page is for 127.0.0.1 only\n"
-            )
+            return self._answer(HTTPStatus.MISDIRECTED_REQUEST, "this page is for 127.0.0.1 only\n")
         try:
             asked = urlsplit(self.path)
             if asked.path == "/" and not asked.query:
-                return self._answer(HTTPStatus.OK, "text/html", self.server.watched.page())
+                return self._answer(HTTPStatus.OK, self.server.watched.page(), "text/html")
             if asked.path == "/lines" and (place := _place(asked.query)) is not None:
-                return self._answer(
-                    HTTPStatus.OK,
-                    "application/json",
-                    json.dumps(self.server.watched.news(*place), allow_nan=False),
-                )
-        except RedlineError as error:
-            # a file of the run is damaged: said on the page's side and not in this terminal
-            return self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", f"{error}\n")
-        except ValueError:  # an address that is none
+                news = json.dumps(self.server.watched.news(*place), allow_nan=False)
+                return self._answer(HTTPStatus.OK, news, "application/json")
+        except RedlineError as error:  # a damaged file of the run: say it on the page, not in this terminal
+            return self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, f"{error}\n")
+        except ValueError:  # not an address
             pass
-        return self._answer(
-            HTTPStatus.NOT_FOUND, "text/plain", "there is / and /lines?generation=G&offset=N\n"
-        )
+        return self._answer(HTTPStatus.NOT_FOUND, "there is / and /lines?generation=G&offset=N\n")
 
-    def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
+    def _answer(self, status: HTTPStatus, text: str, kind: str = "text/plain") -> None:
         body = text.encode()
         self.send_response(status)
         headers = {
@@ -142,28 +126,24 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """A line a second about a page that asks for news says nothing."""
+        """The page asks every second: nothing worth a line."""
 
 
 def _place(query: str) -> tuple[int, int] | None:
-    """Generation and offset of a query that holds just these."""
+    """Generation and offset of a query that holds exactly these."""
     found = parse_qs(query, keep_blank_values=True, max_num_fields=2) if query.count("&") == 1 else {}
     texts = [found.get(name, [""])[0] for name in ("generation", "offset")]
-    return (
-        (int(texts[0]), int(texts[1]))
-        if all(text.isascii() and text.isdecimal() and len(text) < 19 for text in texts)
-        else None
-    )
+    valid = all(text.isascii() and text.isdecimal() and len(text) < 19 for text in texts)
+    return (int(texts[0]), int(texts[1])) if valid else None
 
 
 def make_server(path: Path, port: int) -> Server:
-    """A server for this run folder, on a port of 127.0.0.1 (0: any that is free)."""
+    """A server for this run folder, on a port of 127.0.0.1 (0: any free one)."""
     watched = Watched(path)
     if not 0 <= port < 2**16:
         raise MachineError(f"a port is a number from 0 to 65535, got {port}: give another with --port")
     try:
         return Server(watched, port)
     except OSError as error:
-        raise MachineError(
-            f"port {port} of 127.0.0.1 cannot be had ({error.strerror}): give another with --port, 0 for any"
-        ) from error
+        reason = f"port {port} of 127.0.0.1 is not available ({error.strerror})"
+        raise MachineError(f"{reason}: give another with --port, 0 for any") from error

@@ -1,5 +1,5 @@
-"""The report as tables in a terminal: the same figures as on the page, in the same order, one run after the other,
-then side by side. No torch."""
+"""The report as tables in a terminal: the figures of the page in the same order, run by run, then side by side. No
+torch."""
 
 from rich.console import Console
 from rich.table import Table
@@ -18,24 +18,23 @@ _LEVELS = {"yes": "green", "no": "red"}
 
 
 class Printer:
-    """Prints texts of a run, which may hold anything: none of it is taken for markup."""
+    """Prints a run's texts as they are, never as markup."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
 
-    def line(self, text: str = "", style: str = "", *, note: str = "") -> None:
-        said = Text.assemble((text, style), (f"  {note}" if note else "", "dim"))
-        self.console.print(said, highlight=False)
+    def line(self, text: str = "", style: str = "", *, note: str = "", note_style: str = "dim") -> None:
+        self.console.print(Text.assemble((text, style), (f"  {note}" if note else "", note_style)))
 
     def part(self, title: str, grid: Grid | None = None, note: str = "") -> None:
         self.console.print()
         self.line(title, "bold", note=note)
         if grid is not None:
-            self.console.print(grid, highlight=False)
+            self.console.print(grid)
 
 
 def print_report(runs: list[RunView], console: Console) -> None:
-    """Print everything but the plan's reasons of runs that are compared (each run's own report has them)."""
+    """Print everything; the plan's reasons only for a single run."""
     out = Printer(console)
     for run in runs:
         _identity(out, run)
@@ -92,11 +91,9 @@ def _rft(out: Printer, run: RunView) -> None:
     if not (found := run.samples):
         return
     speed = f", {format_count(found['tokens_per_s'])} tokens/s" if found["tokens_per_s"] else ""
+    correct, solved = format_share(found["success_rate"]), f"{found['solved']:,} of {found['asked']:,}"
     out.part("Samples")
-    out.line(
-        f"{found['samples']:,} samples, {format_share(found['success_rate'])} correct; {found['solved']:,} of"
-        f" {found['asked']:,} questions solved{speed}"
-    )
+    out.line(f"{found['samples']:,} samples, {correct} correct; {solved} questions solved{speed}")
     if found.get("cut"):
         out.line(f"{found['cut']:,} were cut off by sample.max_new_tokens and count as wrong")
     for example in found["examples"][:2]:
@@ -110,9 +107,7 @@ def _findings(out: Printer, run: RunView) -> None:
         return
     out.part("Findings")
     for finding in run.findings:
-        out.console.print(
-            Text.assemble((finding.title, "bold"), "  ", (finding.gain, "green")), highlight=False
-        )
+        out.line(finding.title, "bold", note=finding.gain, note_style="green")
         because = [*finding.evidence, finding.gain_why] if finding.gain_why else finding.evidence
         out.line(f"  {'; '.join(because)}")
         out.line(f"  {finding.fix}", note=f"(confidence {finding.confidence})")
@@ -131,23 +126,20 @@ def _ablation(out: Printer, run: RunView) -> None:
         grid = Grid(columns, rows, right=(1, 2, 3)) if rows else None
         out.part(title, grid, "measured is speed with the change over speed without it")
         if chart.not_applicable:
-            out.line(
-                "not applicable here: " + "; ".join(f"{name} ({why})" for name, why in chart.not_applicable)
-            )
+            out.line(f"not applicable here: {'; '.join(f'{n} ({why})' for n, why in chart.not_applicable)}")
     if run.trials.rows:
         out.part("Trials", Grid(run.trials.columns, run.trials.rows, named_below=True), run.trials.note)
 
 
 def _comparison(out: Printer, runs: list[RunView]) -> None:
     verdict = comparable([run.run for run in runs])
-    rows = [(name, *cells) for name, cells in side_by_side(runs)]
     out.line("Side by side", "bold")
     table = Table(box=None, padding=(0, 2, 0, 0))
     for label in ("", *(run.summary.label for run in runs)):
         table.add_column(Text(label), ratio=1 if label else None, overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    out.console.print(table, highlight=False)
+    for name, cells in side_by_side(runs):
+        table.add_row(*map(Text, (name, *cells)))
+    out.console.print(table)
     out.line()
     out.line(verdict.title, _LEVELS.get(verdict.level, "yellow"), note=verdict.text)
     for what, lines in (("recipe", verdict.differences), ("plan", verdict.plan_differences)):

@@ -1,20 +1,18 @@
 """A run's figures as they are shown: tiles, bars with their lengths, parts of a stack, rows of tables. No torch,
 no HTML.
 
-    shown = view(run)
-    shown.tiles[0].value, shown.time_stack[0].percent
-
-The outcome stands first (losses, or accuracies before and after), then what explains it. Numbers become text
-here, once, for the page and for the terminal. `place` is the run's place among those shown and decides its colour.
+The outcome comes first (losses, or accuracies before and after), then what explains it. Numbers become text here,
+once, for the page and the terminal. `place` is the run's place among those shown and decides its colour.
 """
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from redline.record.read import Run, number, table, time_left_s
+from redline.record.read import Run, number, table, time_left_s, values
 from redline.record.units import (
     DASH,
     exact,
@@ -34,7 +32,7 @@ from redline.report.findings import FindingView, findings
 TESTED = {"base": "before", "answers": "after fine-tuning on the answers", "samples": "after RFT"}
 FIRST_EVENTS, LAST_EVENTS = 20, 80
 RECENT = 60
-"""Updates that the time left is told from."""
+"""Updates that the time left is estimated from."""
 _KINDS = {
     "updates": "p0", "forward": "p0", "backward": "p4", "optimiser update": "p2", "between phases": "p6",
     "data wait": "p7", "first updates": "p3", "checkpoints": "p5", "validation": "p1", "other": "p6",
@@ -46,10 +44,7 @@ class Tile(NamedTuple):
     label: str
     value: str
     note: str
-    kind: str
-
-
-"""A figure worth its own frame."""
+    kind: str = ""
 
 
 class Bar(NamedTuple):
@@ -94,7 +89,7 @@ class RunView:
     place: int
     summary: Summary
     progress: Progress | None
-    """None where the run has ended or nobody planned its end."""
+    """None if the run has ended or its end is not known."""
     tiles: list[Tile]
     speed_bars: list[Bar]
     floor_s: float | None
@@ -104,7 +99,7 @@ class RunView:
     memory_stack: list[Bar]
     findings: list[FindingView] | None
     remark: str
-    """What is said beside them, or where there are none."""
+    """Said beside the findings, or in their place."""
     plan: list[PlanRow]
     events: list[EventRow]
     ablation: list[Ablation]
@@ -115,15 +110,20 @@ class RunView:
 
 
 def view(run: Run, place: int = 0) -> RunView:
-    """Everything that is shown of a run. Costs some 20 µs an update: made once, and handed to the page and to the
-    terminal."""
+    """Everything that is shown of a run. Takes about 20 µs an update, so make it once for page and terminal."""
     summary = summarise(run)
     memory, speed = summary.memory, summary.speed
     found, remark = findings(run, speed, summary.quality)
     tests, samples = accuracies(run.evaluations), samples_of(run.path)
     parts = [(part.name, part.elapsed_s, format_duration(part.elapsed_s), part.note) for part in summary.time]
-    sizes = [(name, size, format_bytes(size), "") for name, size in memory.predicted_parts_bytes.items()]
+    memory_parts = [
+        (name, size, format_bytes(size), "") for name, size in memory.predicted_parts_bytes.items()
+    ]
     device = f"the device holds {format_bytes(memory.device_bytes)}" if memory.device_bytes else ""
+    sizes = [
+        ("seen", memory.seen_bytes, "seen", memory.seen_note),
+        ("predicted", memory.predicted_bytes, "limit", device),
+    ]
     return RunView(
         run=run,
         place=place,
@@ -133,11 +133,8 @@ def view(run: Run, place: int = 0) -> RunView:
         speed_bars=_speed_bars(summary),
         floor_s=speed.step_s * speed.attained_share if speed.step_s and speed.attained_share else None,
         time_stack=_stack(parts),
-        memory_bars=_bars([
-            ("seen", memory.seen_bytes, format_bytes(memory.seen_bytes), "seen", memory.seen_note),
-            ("predicted", memory.predicted_bytes, format_bytes(memory.predicted_bytes), "limit", device),
-        ]),
-        memory_stack=_stack(sizes),
+        memory_bars=_bars(sizes, format_bytes),
+        memory_stack=_stack(memory_parts),
         findings=found,
         remark=remark,
         plan=plan_rows(run),
@@ -151,7 +148,7 @@ def view(run: Run, place: int = 0) -> RunView:
 
 
 def samples_of(path: Path) -> dict[str, Any] | None:
-    """What `redline rft stats --json` says of an RFT run; None before anybody has begun to sample."""
+    """What `redline rft stats --json` says of an RFT run; None before sampling has begun."""
     if not (path / "samples.db").is_file():
         return None
     from redline.rft.stats import stats
@@ -171,7 +168,7 @@ def when(at: float) -> str:
 
 
 def progress(run: Run, summary: Summary, samples: dict[str, Any] | None) -> Progress | None:
-    """How far a run is that goes on: by updates or hours, whichever ends it first, or by questions asked."""
+    """How far a running run is: by updates or hours, whichever ends it first, or by questions asked."""
     if run.state.over:
         return None
     stage = next((event for event in reversed(run.events) if event["event"] == "stage"), {})
@@ -198,7 +195,7 @@ def _outcome_tiles(summary: Summary, tests: list[Test]) -> list[Tile]:
     tiles = []
     for test in tests:
         interval = f"95 %: {100 * test.low:.1f} to {100 * test.high:.1f} %, {test.n:,} questions"
-        tiles.append(Tile(f"accuracy {test.name}", f"{100 * test.accuracy:.1f} %", interval, ""))
+        tiles.append(Tile(f"accuracy {test.name}", f"{100 * test.accuracy:.1f} %", interval))
     q = summary.quality
     if q.nan_step is not None:
         last = f"; the last number was {q.last_loss:.4f}" if q.last_loss is not None else ""
@@ -208,14 +205,14 @@ def _outcome_tiles(summary: Summary, tests: list[Test]) -> list[Tile]:
         notes += [f"perplexity {q.valid_perplexity:.2f}"] if q.valid_perplexity is not None else []
         notes += [f"{q.valid_bits_per_byte:.3f} bits/byte"] if q.valid_bits_per_byte is not None else []
         notes += [f"best {q.best_loss:.4f} at update {q.best_step:,}"] if q.best_step != q.valid_step else []
-        tiles.append(Tile("validation loss", f"{q.valid_loss:.4f}", ", ".join(notes), ""))
+        tiles.append(Tile("validation loss", f"{q.valid_loss:.4f}", ", ".join(notes)))
     if q.last_loss is None or q.nan_step is not None:
         return tiles
     if q.bad_gradient_step is not None:
         tiles.append(Tile("training loss", f"{q.last_loss:.4f}", f"{bad_gradient(q)} on", "bad"))
     elif q.valid_loss is None:
         note = f"nats/token, last update; the first {q.first_loss:.4f}"
-        tiles.append(Tile("training loss", f"{q.last_loss:.4f}", note, ""))
+        tiles.append(Tile("training loss", f"{q.last_loss:.4f}", note))
     return tiles
 
 
@@ -226,12 +223,12 @@ def _speed_tiles(summary: Summary) -> list[Tile]:
     spent = "fine-tuning time" if summary.workload == "rft" else "training time"
     tokens = f"{format_count(summary.tokens)} tokens" if summary.tokens else ""
     tiles = [
-        Tile(f"speed, {speed.unit}", exact(median), f"median update{_interval(summary)}", ""),
-        Tile("of the attainable speed", format_limit_share(speed.attained_share), limit, ""),
-        Tile("MFU", format_limit_share(speed.mfu), speed.mfu_note, ""),
-        Tile("of the matmul ceiling", format_limit_share(speed.ceiling_share), speed.ceiling_note, ""),
-        Tile("peak memory", format_bytes(memory.seen_bytes), memory.seen_note, ""),
-        Tile(spent, format_duration(spent_s), tokens, ""),
+        Tile(f"speed, {speed.unit}", exact(median), f"median update{_interval(summary)}"),
+        Tile("of the attainable speed", format_limit_share(speed.attained_share), limit),
+        Tile("MFU", format_limit_share(speed.mfu), speed.mfu_note),
+        Tile("of the matmul ceiling", format_limit_share(speed.ceiling_share), speed.ceiling_note),
+        Tile("peak memory", format_bytes(memory.seen_bytes), memory.seen_note),
+        Tile(spent, format_duration(spent_s), tokens),
     ]
     return [tile for tile in tiles if tile.value != DASH]
 
@@ -245,22 +242,20 @@ def _speed_bars(summary: Summary) -> list[Bar]:
     speed = summary.speed
     whole = ("whole run", "everything included")
     if summary.workload == "rft":
-        whole = ("fine-tuning", "all of it; sampling and tests are not in it")
+        whole = ("fine-tuning", "without sampling and tests")
     rows = [
         ("median update", speed.update.value if speed.update else None, "seen", _interval(summary)[2:]),
         (whole[0], speed.whole_run, "seen2", whole[1]),
         ("attainable", speed.attainable, "limit", "predicted: roofline"),
         ("matmul ceiling", speed.ceiling, "limit", "predicted: matrix products alone"),
     ]
-    return _bars(
-        [(name, value, f"{exact(value)} {speed.unit}", kind, note) for name, value, kind, note in rows]
-    )
+    return _bars(rows, lambda value: f"{exact(value)} {speed.unit}")
 
 
-def _bars(rows: list[tuple[str, float | None, str, str, str]]) -> list[Bar]:
-    known = [(name, value, text, kind, note) for name, value, text, kind, note in rows if value]
+def _bars(rows: list[tuple[str, float | None, str, str]], text: Callable[[float], str]) -> list[Bar]:
+    known = [(name, value, kind, note) for name, value, kind, note in rows if value]
     most = max((value for _, value, *_ in known), default=1.0)
-    return [Bar(name, text, 100 * value / most, kind, note) for name, value, text, kind, note in known]
+    return [Bar(name, text(value), 100 * value / most, kind, note) for name, value, kind, note in known]
 
 
 def _stack(parts: list[tuple[str, float, str, str]]) -> list[Bar]:
@@ -287,8 +282,7 @@ def plan_rows(run: Run) -> list[PlanRow]:
 
 
 def event_rows(run: Run) -> list[EventRow]:
-    """The events; of many the first and the last, so that a page of a long run is no longer than one of a short
-    one."""
+    """The events; if there are many, the first and the last, so that the page of a long run stays short."""
     rows = []
     for event in (*run.events[:FIRST_EVENTS], *run.events[FIRST_EVENTS:][-LAST_EVENTS:]):
         at, kind = when(number(event.get("at")) or math.inf), "bad" if event["event"] in BAD else ""
@@ -303,12 +297,10 @@ def accuracies(evaluations: list[dict[str, Any]]) -> list[Test]:
     names = ("n", "accuracy", "accuracy_low", "accuracy_high", "answer_rate")
     found = []
     for line in evaluations:
-        known = [value for name in names if (value := number(line.get(name))) is not None]
+        known = [value for name in names for value in values([line], name)]
         if len(known) == len(names):
-            weights = str(line.get("weights"))
-            found.append(
-                Test(TESTED.get(weights, weights), int(known[0]), str(line.get("split", "")), *known[1:])
-            )
+            weights, split = str(line.get("weights")), str(line.get("split", ""))
+            found.append(Test(TESTED.get(weights, weights), int(known[0]), split, *known[1:]))
     return found
 
 
@@ -341,14 +333,12 @@ def side_by_side(runs: list[RunView]) -> list[tuple[str, list[str]]]:
 
 
 def last_loss(summary: Summary) -> str:
-    """A loss that is no number any more is said before the last that was one, and a gradient that is none beside
-    it."""
+    """The last loss, or since when it or the gradient is not a number."""
     quality = summary.quality
     if quality.nan_step is not None:
         return f"not a number from update {quality.nan_step:,}"
-    return _loss(quality.last_loss) + (
-        f", {bad_gradient(quality)}" if quality.bad_gradient_step is not None else ""
-    )
+    more = f", {bad_gradient(quality)}" if quality.bad_gradient_step is not None else ""
+    return _loss(quality.last_loss) + more
 
 
 def bad_gradient(quality: Quality) -> str:
