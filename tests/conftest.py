@@ -5,11 +5,14 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
+from ceilings import save_ceilings
 from hypothesis import HealthCheck, settings
 
 from redline.machine.cpu import avoid_broken_amx
+from redline.machine.facts import read_facts
 
 avoid_broken_amx(os.environ)  # as the command line does
 
@@ -24,6 +27,16 @@ _PATIENT = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("test", max_examples=20, derandomize=True, database=None, **_PATIENT)
 settings.register_profile("fuzz", max_examples=1000, **_PATIENT)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "test"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test writes into the user's cache, and without a GPU none measures this machine, which takes seconds."""
+    folder = tmp_path_factory.mktemp("own-cache")
+    if not read_facts().gpus:
+        save_ceilings(folder)
+    with patch.dict("os.environ", REDLINE_CACHE=str(folder)):
+        yield
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pipeline import Nano, save_ceilings
+from ceilings import save_ceilings
+from pipeline import Nano
 from warm import Warm
 
 

@@ -1,17 +1,27 @@
 """What can go wrong in a command, made to happen at a chosen moment. Called in the command's own process
 before it starts."""
 
+import importlib
 import json
 import os
 import resource
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+
+def instead(place: str, **given: Any) -> None:
+    """No command, but a function of a test: `module:name`."""
+    from warm import leave
+
+    module, _, name = place.partition(":")
+    getattr(importlib.import_module(module), name)(**given)
+    leave(0)
 
 
 def kill_at(call: int) -> None:
@@ -60,31 +70,49 @@ def out_of_memory(above: int, from_pass: int = 1, only_rank: int | None = None) 
     Transformer.forward = limited  # type: ignore[method-assign]
 
 
-def out_of_memory_on_two(above: int, only_rank: int) -> None:
-    """The launcher starts two forks in the place of its processes, and one of them runs out of memory."""
+def forked_members(fault: str = "", **given: Any) -> None:
+    """The processes that the launcher starts are forks of it, which have torch already; each begins with the fault, if
+    one is named."""
     from warm import leave
 
     from redline import launch
     from redline.cli.main import main
 
-    def start_processes(nproc: int, arguments: Sequence[str]) -> int:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            os.environ |= {
-                "WORLD_SIZE": str(nproc),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(free.getsockname()[1]),
-            }
-        children = []
-        for rank in range(nproc):
-            if (pid := os.fork()) == 0:
-                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                out_of_memory(above, only_rank=only_rank)
-                leave(main(arguments))
-            children.append(pid)
-        return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children)
+    class Fork:
+        """What the launcher uses of a Popen."""
 
-    launch.start_processes = start_processes
+        def __init__(self, command: Sequence[str], *, env: Mapping[str, str], **_: Any) -> None:
+            reading, writing = os.pipe()
+            self.returncode: int | None = None
+            self.pid = os.fork()
+            if self.pid == 0:
+                os.setsid()
+                os.dup2(writing, 2)
+                sys.stderr = os.fdopen(2, "w", buffering=1)  # that of the launcher is a file
+                os.environ |= env
+                if fault:
+                    globals()[fault](**given)
+                try:
+                    code = main(command[3:])
+                except BaseException:  # noqa: BLE001 - or it would go on as a second launcher
+                    traceback.print_exc()
+                    code = 1
+                leave(code)
+            os.close(writing)
+            self.stderr = os.fdopen(reading, "rb")
+
+        def poll(self) -> int | None:
+            if self.returncode is None and (found := os.waitpid(self.pid, os.WNOHANG))[0]:
+                self.returncode = os.waitstatus_to_exitcode(found[1])
+            return self.returncode
+
+        def terminate(self) -> None:
+            os.kill(self.pid, signal.SIGTERM)
+
+        def kill(self) -> None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    launch.subprocess = SimpleNamespace(Popen=Fork, PIPE=None)
 
 
 def slow_network(delay_s: float, block: int, tally: str) -> None:

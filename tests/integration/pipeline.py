@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,8 +20,6 @@ from warm import Command, Done, Fault, Warm
 
 from redline.config.load import load_recipe, to_toml
 from redline.data.read import SHIPPED
-from redline.machine.facts import read_facts
-from redline.machine.store import Ceilings, save
 from redline.record.run import read_lines
 from redline.train.checkpoint import read_tensors
 from redline.train.places import resolve
@@ -170,24 +167,3 @@ def one_line(text: str) -> str:
     assert "Traceback" not in text
     (line,) = [line for line in text.splitlines() if line.startswith("redline: ")]
     return line
-
-
-def save_ceilings(cache: Path) -> None:
-    """Ceilings for this machine, so that no command stops to measure them."""
-    ceilings = Ceilings(
-        measured_at="2026-01-01T00:00:00+00:00",
-        device="cpu",
-        matmul=(),
-        copy_bytes_per_s=None,
-        host_to_device_bytes_per_s=None,
-        device_to_host_bytes_per_s=None,
-        launch_latency_s=None,
-        graph_launch_latency_s=None,
-        cpu_threads=1,
-        cpu_matmul_gflops=50.0,
-        cpu_copy_bytes_per_s=1e10,
-        spread={},
-        notes=(),
-    )
-    with patch.dict("os.environ", REDLINE_CACHE=str(cache)):
-        save(read_facts(), ceilings)

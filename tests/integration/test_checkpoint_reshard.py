@@ -1,8 +1,9 @@
 """Checkpoints over two gloo processes with real FSDP2 and AdamW: saved on one and loaded on two, and the
 reverse, exactly.
 
-One pair of processes does everything that needs two, because starting them is what takes the time. Parameters
-with three, seven and one rows over two ranks are uneven shards, and one rank holds nothing of the last.
+One pair of processes, forks of the warm one, does everything that needs two, because starting them is what takes
+the time. Parameters with three, seven and one rows over two ranks are uneven shards, and one rank holds nothing of
+the last.
 """
 
 import os
@@ -11,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from warm import Fault, Warm
 
 from redline.errors import StorageError
 from redline.train.checkpoint import Checkpoints, load, read_tensors, verify
@@ -65,7 +66,8 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-def two(rank: int, folder: Path) -> None:
+def two(rank: int, folder: str | Path) -> None:
+    folder = Path(folder)
     os.environ |= {"MASTER_ADDR": "127.0.0.1"}
     dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2)
     torch.manual_seed(1)  # other weights than those in the checkpoint
@@ -113,7 +115,7 @@ def two(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_saved_on_one_loads_on_two_and_the_reverse(tmp_path: Path) -> None:
+def test_saved_on_one_loads_on_two_and_the_reverse(warm: Warm, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Uneven()
     tensors = tensors_of(model, trained(model, 2))
@@ -122,7 +124,12 @@ def test_saved_on_one_loads_on_two_and_the_reverse(tmp_path: Path) -> None:
     checkpoints.wait()
     save_file(whole(tensors), tmp_path / "one.safetensors")
 
-    mp.spawn(two, args=(tmp_path,), nprocs=2)
+    place = "test_checkpoint_reshard:two"
+    ranks = [
+        warm.start(fault=Fault("instead", place=place, rank=rank, folder=str(tmp_path))) for rank in (0, 1)
+    ]
+    for done in [rank.wait() for rank in ranks]:
+        assert done.code == 0, done.err
 
     expected = load_file(tmp_path / "two.safetensors")
     folder = resolve(tmp_path / "two", "step-2")

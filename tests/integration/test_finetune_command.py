@@ -2,7 +2,6 @@
 set from a Hugging Face Hub on loopback."""
 
 import json
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import safetensors.torch
+from warm import Fault, Warm
 
 from redline.cli.main import main
 from redline.data.examples import read_chats
@@ -106,13 +106,12 @@ def test_a_run_is_extended_and_forked(model, examples, tmp_path, capsys):
     assert forked["changed"]["train.lr"] == [1e-2, 1e-3]
 
 
-def test_two_processes_train_what_one_trains(model, examples, tmp_path):
+def test_two_processes_train_what_one_trains(warm: Warm, model, examples, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
-    whole = ("--set", "data.valid_fraction=0")
-    assert main(["finetune", str(model), str(examples), "--run", str(one), *QUICK, *whole]) == 0
-    assert (
-        main(["finetune", str(model), str(examples), "--run", str(two), "--nproc", "2", *QUICK, *whole]) == 0
-    )
+    command = ("finetune", model, examples, *QUICK, "--set", "data.valid_fraction=0")
+    alone = warm.run(*command, "--run", one)
+    both = warm.run(*command, "--run", two, "--nproc", "2", fault=Fault("forked_members"))
+    assert (alone.code, both.code) == (0, 0), alone.err + both.err
     # A loss of about 5 is a mean of some 20 fp32 losses, added up in another order: a few units in the last place,
     # and what the updates before have made of it.
     assert losses(two) == pytest.approx(losses(one), rel=1e-4)
@@ -209,7 +208,8 @@ class _Hub(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def hub(model: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The variables that a command needs to find it."""
     data = tmp_path / "data"
     data.mkdir()
     (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows()))
@@ -217,39 +217,36 @@ def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     _Hub.folders = {"models:org/tiny": model, "datasets:org/chats": data}
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    # Read by huggingface_hub when it is imported, so the command runs in a process of its own.
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
-    yield
+    # read by huggingface_hub when it is imported, which the warm process has not done
+    yield {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HUB_CACHE": str(tmp_path / "cache"),
+        "HF_HUB_DISABLE_XET": "1",
+    }
     server.shutdown()
     (model / "pytorch_model.bin").unlink()
 
 
-def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "redline.cli.main", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, check=False)
-
-
-def test_model_and_data_come_from_the_hub(hub, tmp_path):
+def test_model_and_data_come_from_the_hub(warm: Warm, hub, tmp_path):
     run = tmp_path / "run"
-    done = command("finetune", "org/tiny", "org/chats", "--run", run, *QUICK)
-    assert done.returncode == 0, done.stderr
+    command = ("finetune", "org/tiny", "org/chats", "--run", run, *QUICK)
+    done = warm.start(*command, environment=hub).wait()
+    assert done.code == 0, done.err
     assert (run / "adapter" / "adapter_config.json").is_file()
     fetched = {path.name for path in (tmp_path / "cache").rglob("*") if path.is_file() or path.is_symlink()}
     assert "model.safetensors" in fetched
     assert "pytorch_model.bin" not in fetched, "no pickle is ever fetched"
-    missing = command("finetune", "org/nothing", "org/chats", "--run", tmp_path / "other")
-    assert missing.returncode != 0
-    assert "org/nothing: the Hugging Face Hub does not give this model" in missing.stderr.splitlines()[-1]
+    command = ("finetune", "org/nothing", "org/chats", "--run", tmp_path / "other")
+    missing = warm.start(*command, environment=hub).wait()
+    assert missing.code != 0
+    assert "org/nothing: the Hugging Face Hub does not give this model" in missing.err.splitlines()[-1]
 
 
-def test_without_a_connection_it_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
-    done = command("generate", "org/nowhere", "--prompt", "x")
-    assert done.returncode != 0
-    said = done.stderr.strip().splitlines()[-1]
+def test_without_a_connection_it_is_one_line(warm: Warm, tmp_path):
+    offline = {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_HUB_CACHE": str(tmp_path / "cache")}
+    done = warm.start("generate", "org/nowhere", "--prompt", "x", environment=offline).wait()
+    assert done.code != 0
+    said = done.err.strip().splitlines()[-1]
     assert said.startswith(
         "redline: org/nowhere: not on this disk, and the Hugging Face Hub cannot be reached"
     )

@@ -1,8 +1,9 @@
 """Two processes train what one trains: the same data in the same order, the same losses but for the order of
 additions.
 
-Most runs here are two forks with torchrun's variables set, because torchrun imports torch three times; two
-tests go through torchrun itself, once started by `--nproc` and once from outside.
+Most runs here are two forks with torchrun's variables set, or forks that the launcher starts in the place of its
+processes, because importing torch takes longer than the test. One test starts everything for real: once by `--nproc`
+and once by torchrun from outside.
 """
 
 import json
@@ -30,7 +31,7 @@ from pipeline import (
 )
 from precision import CLOSE, CLOSE_FP32
 from warm import LIMIT_S as HUNG_S
-from warm import Fault
+from warm import Command, Fault
 
 from redline.errors import MachineError
 
@@ -250,43 +251,40 @@ def stopped(command: subprocess.Popen[str], run: Path, stop: Callable[[subproces
     return said["step"]
 
 
-@pytest.mark.slow
 def test_a_worker_that_fails_fails_the_command(nano: Nano, tmp_path: Path) -> None:
     """With its own exit code and one line, whatever the number of processes."""
     recipe = nano.recipe(tmp_path, "data.source=nowhere")
-    command = real(nano, "-m", "redline.cli.main", "train", recipe, "--run", tmp_path / "run", "--nproc", "2")
-    _, err = command.communicate(timeout=HUNG_S)
-    assert command.returncode == 3
-    assert [line for line in err.splitlines() if "corpus" in line] == err.splitlines()[-1:]
-    assert err.splitlines()[-1].startswith("redline: no such corpus: nowhere")
+    done = nano.train(recipe, tmp_path / "run", "--nproc", "2", fault=Fault("forked_members"))
+    assert done.code == 3
+    assert [line for line in done.err.splitlines() if "corpus" in line] == done.err.splitlines()[-1:]
+    assert done.err.splitlines()[-1].startswith("redline: no such corpus: nowhere")
 
 
-def running(nano: Nano, tmp_path: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+def running(nano: Nano, tmp_path: Path) -> tuple[Command, list[psutil.Process]]:
     """A run on two processes that has written a line, and its processes."""
     recipe = nano.recipe(tmp_path, "train.steps=1000000", "train.eval_every=0", "train.checkpoint_every=0")
-    command = real(nano, "-m", "redline.cli.main", "train", recipe, "--run", tmp_path / "run", "--nproc", "2")
-    while command.poll() is None and lines_written(tmp_path / "run") == 0:
+    command = nano.start(recipe, tmp_path / "run", "--nproc", "2", fault=Fault("forked_members"))
+    while command.alive() and lines_written(tmp_path / "run") == 0:
         time.sleep(0.01)
+    assert command.alive(), command.wait().err
     return command, psutil.Process(command.pid).children()
 
 
-@pytest.mark.slow
 def test_a_process_that_is_killed_is_one_line(nano: Nano, tmp_path: Path) -> None:
     command, processes = running(nano, tmp_path)
     processes[1].kill()
-    _, err = command.communicate(timeout=HUNG_S)
-    assert command.returncode == MachineError.exit_code
-    assert "Traceback" not in err
-    assert [line for line in err.splitlines() if line.startswith("redline: ")] == [
+    done = command.wait()
+    assert done.code == MachineError.exit_code
+    assert "Traceback" not in done.err
+    assert [line for line in done.err.splitlines() if line.startswith("redline: ")] == [
         "redline: process 1 was ended by SIGKILL, as the system does when its memory runs out, and the others were"
         " stopped; run the same command again and it resumes from the last checkpoint"
     ]
 
 
-@pytest.mark.slow
 def test_a_launcher_that_is_killed_takes_its_processes_with_it(nano: Nano, tmp_path: Path) -> None:
     command, processes = running(nano, tmp_path)
+    assert len(processes) == 2
     command.kill()
-    command.communicate(timeout=HUNG_S)
     _, left = psutil.wait_procs(processes, timeout=HUNG_S)
     assert left == []

@@ -121,18 +121,14 @@ class TestOutOfMemory:
     def test_one_of_two_processes(self, nano: Nano, tmp_path: Path, rank: int, planned: bool) -> None:
         """The launcher starts both again with half the micro-batch, whichever failed and wherever the plan
         came from."""
-        nano, recipe = nano.in_double(), nano.recipe(tmp_path, "train.steps=20")
+        nano, recipe = nano.in_double(), nano.recipe(tmp_path, "train.steps=8")
         nano.outcome(recipe, tmp_path / "reference")
         run, options = tmp_path / "run", ["--nproc", "2"]
         if planned:
             assert nano.warm.run("plan", recipe, *options, "--save", tmp_path / "plan.json").code == 0
             options += ["--plan", str(tmp_path / "plan.json")]
-        assert (
-            nano.outcome(recipe, run, *options, fault=Fault("out_of_memory_on_two", above=2, only_rank=rank))[
-                "why"
-            ]
-            == "finished"
-        )
+        fault = Fault("forked_members", fault="out_of_memory", above=2, only_rank=rank)
+        assert nano.outcome(recipe, run, *options, fault=fault)["why"] == "finished"
         assert [event["micro_batch"] for event in events(run, "out_of_memory")] == [2]
         assert [event["micro_batch"] for event in events(run, "start")] == [4, 2]
         assert json.loads((run / "plan.json").read_text())["accumulation"]["value"] == 2
