@@ -38,7 +38,8 @@ from redline.plan.plan import Hardware, save
 from redline.plan.planner import make_plan
 from redline.pretrain import open_corpus
 from redline.record.run import RunFolder
-from redline.train.loop import Job, Trainer
+from redline.train.loop import Trainer
+from redline.train.objective import Job
 from redline.train.process import Process
 
 SMALL = (

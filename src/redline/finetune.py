@@ -35,7 +35,8 @@ from redline.record.observe import Observer
 from redline.record.run import RunFolder
 from redline.train.adapter import check_family, write_adapter
 from redline.train.execution import COMPUTE_DTYPE, check_device, equip, strip_compiled
-from redline.train.loop import Job, Outcome, Trainer
+from redline.train.loop import Outcome, Trainer
+from redline.train.objective import Job
 from redline.train.open_run import Watching, open_run
 from redline.train.packed import Examples, Packed, batches_of, share_of
 from redline.train.packing import Example, check_examples, exact, fingerprint, pack, unpack

@@ -26,8 +26,8 @@ from redline.model.weights import load_weights
 from redline.plan.plan import Plan
 from redline.record.run import RunFolder
 from redline.train.execution import build, check_device
-from redline.train.loop import Job, Outcome, Trainer
-from redline.train.objective import Position, Sequences
+from redline.train.loop import Outcome, Trainer
+from redline.train.objective import Job, Position, Sequences
 from redline.train.open_run import OpenRun, Watching, open_run
 from redline.train.process import Process
 from redline.train.restore import open_weights

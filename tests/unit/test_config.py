@@ -26,6 +26,7 @@ from redline.config.recipe import (
     differences,
     extends,
 )
+from redline.config.rl import RlConfig
 from redline.config.rules import check
 from redline.errors import ConfigError
 
@@ -96,7 +97,7 @@ def test_a_name_that_is_not_known_gets_the_nearest():
 
 def test_a_table_that_the_workload_does_not_read_is_refused(minimal):
     assert "[lora] has no part in workload 'pretrain'" in refusal(minimal, "lora.rank=4")
-    assert "workload must be one of pretrain, finetune, rft" in refusal(minimal, "workload=rl")
+    assert "workload must be one of pretrain, finetune, rft, rl" in refusal(minimal, "workload=sft")
 
 
 def test_a_model_to_start_from_brings_its_own_shape(minimal):
@@ -423,7 +424,7 @@ def test_the_fingerprint_ignores_how_a_run_is_named_and_executed(minimal):
 # ---- the list of options ----
 
 OPTIONS = {
-    Recipe: "name about workload model data train lora task prompt sample test plan",
+    Recipe: "name about workload model data train lora task prompt sample test rl plan",
     ModelConfig: (
         "vocab_size num_layers hidden_size num_heads ffn_size context_length num_kv_heads head_dim norm"
         " norm_eps positions rope_theta activation bias qkv_bias qk_norm tie_embeddings attention features"
@@ -444,6 +445,10 @@ OPTIONS = {
         " max_new_tokens distinct_correct spend_rest max_factor keep_per_question"
     ),
     TestConfig: "split rows",
+    RlConfig: (
+        "domains weights data rows algorithm group_size max_prompt_tokens max_new_tokens updates_per_rollout clip_low"
+        " clip_high kl overlong importance_cap refills critic_lr pcgrad"
+    ),
     PlanPins: (
         "precision micro_batch compile graph recompute attention cross_entropy update loss_chunks loader_threads"
         " prefetch slots"

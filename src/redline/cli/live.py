@@ -101,7 +101,7 @@ class Seen:
         self.last = line
         self.recent.append(line)
         self.questions = line.get("questions", self.questions)
-        if line.get("valid_loss") is not None:
+        if line.get("valid_loss", line.get("valid_accuracy")) is not None:
             self.validation = line
         if (loss := line.get("loss")) is None:
             return
@@ -209,8 +209,20 @@ def figures(seen: Seen) -> list[tuple[str, str, str, str]]:
     rows = [
         ("samples", _fixed(drawn, ","), to_come, "{} samples"),
         ("correct", format_share(success_rate(line)), "of the samples", "{} correct"),
+        (
+            "reward",
+            _fixed(line.get("reward"), ".3f"),
+            f"{format_share(line.get('accuracy'))} correct",
+            "reward {}",
+        ),
         ("loss", _fixed(seen.loss, ".3f"), f"smoothed {_fixed(seen.smoothed_loss, '.3f')}", "loss {}"),
         ("validation", _fixed(seen.validation.get("valid_loss"), ".3f"), _validation(seen.validation), ""),
+        (
+            "held out",
+            format_share(seen.validation.get("valid_accuracy")),
+            "answered correctly",
+            "held out {}",
+        ),
         ("lr", _fixed(line.get("lr"), ".1e"), "", "lr {}"),
         ("speed", format_rate(line.get("tokens_per_s"), "tok"), "new tokens" if sampled else typical, "{}"),
         ("MFU", format_limit_share(line.get("mfu")), f"({seen.mfu_note})" if seen.mfu_note else "", "MFU {}"),

@@ -33,6 +33,7 @@ GROUPS = {
         "train": "train a recipe, or resume, extend or fork its run",
         "finetune": "fine-tune a model on your own examples",
         "rft": "rejection-sampling fine-tuning: sample, train, test",
+        "rl": "reinforcement learning: GRPO, PPO, several domains",
     },
     "Look at a run": {
         "watch": "watch a run in the terminal or on a local page",

@@ -48,8 +48,9 @@ ARGUMENTS = f"""
 def run(options: argparse.Namespace) -> int:
     check_options(options)
     recipe = recipe_of(options)
-    if recipe.workload == "rft":
-        raise ConfigError(f"{options.recipe} is an RFT recipe: use `redline rft run {options.recipe}`")
+    if recipe.workload in ("rft", "rl"):
+        verb = f"redline {recipe.workload} run {options.recipe}"
+        raise ConfigError(f"{options.recipe} is a recipe of workload {recipe.workload}: use `{verb}`")
     return train(options, recipe)
 
 
@@ -100,6 +101,7 @@ def _train(options: argparse.Namespace, recipe: Recipe, folder: Path) -> int:
     plan = _plan(options, recipe, int(os.environ.get("WORLD_SIZE", 1)))
     from redline.finetune import finetune
     from redline.pretrain import pretrain
+    from redline.rl.run import reinforce
     from redline.train.execution import set_allocator
     from redline.train.process import join
 
@@ -108,8 +110,9 @@ def _train(options: argparse.Namespace, recipe: Recipe, folder: Path) -> int:
         if process.is_first:
             status(describe(recipe, plan, folder))
         watching = partial(observers_for, options, recipe, plan, folder)
-        if recipe.workload == "finetune":
-            outcome = finetune(recipe, plan, folder, process, observers=watching, fork=options.fork)
+        if recipe.workload != "pretrain":
+            run = finetune if recipe.workload == "finetune" else reinforce
+            outcome = run(recipe, plan, folder, process, observers=watching, fork=options.fork)
         else:
             progress = byte_progress("tokenising") if process.is_first else None
             outcome = pretrain(

@@ -18,6 +18,7 @@ from redline.record.units import (
     format_count,
     format_duration,
     format_limit_share,
+    format_share,
     visible,
 )
 
@@ -26,9 +27,10 @@ def describe(recipe: Recipe, plan: Plan, folder: Path) -> str:
     """A few lines: what is trained, and how."""
     p, t = plan.prediction, recipe.train
     count = f"{t.steps:,} steps" if t.steps else f"{t.epochs} epochs in steps"
-    each = (
-        f"{recipe.tokens_per_step:,} tokens" if recipe.workload == "pretrain" else f"{t.batch_size} examples"
-    )
+    each = {
+        "pretrain": f"{recipe.tokens_per_step:,} tokens",
+        "rl": f"{t.batch_size} questions with {recipe.rl.group_size if recipe.rl else 0} answers each",
+    }.get(recipe.workload, f"{t.batch_size} examples")
     return (
         f"{recipe.name}: {format_count(p.parameters)} parameters, {count} of {each}, run folder {folder}\n"
         f"plan (`redline plan` says why): {plan.precision}, {plan.micro_batch} x {plan.accumulation} passes x"
@@ -87,10 +89,13 @@ def print_outcome(why: str, step: int, folder: Path) -> None:
 
 
 def _loss(run: Run) -> str:
-    tested = [line for line in run.metrics if number(line.get("valid_loss")) is not None]
+    names = ("valid_loss", "valid_accuracy")
+    tested = [line for line in run.metrics if any(number(line.get(name)) is not None for name in names)]
     if not tested:
         return ""
     last = tested[-1]
+    if "valid_loss" not in last:
+        return f"held-out accuracy {format_share(last['valid_accuracy'])}"
     also = {"perplexity {:.2f}": "valid_perplexity", "{:.4f} bits/byte": "valid_bits_per_byte"}
     rest = [
         form.format(value) for form, name in also.items() if (value := number(last.get(name))) is not None

@@ -62,7 +62,7 @@ def load_recipe(
 
 def tables_of(workload: str) -> tuple[str, ...]:
     """The tables that a recipe of this workload may have."""
-    return (*TABLES[workload], *(("test",) if workload == "rft" else ()), "plan")
+    return (*TABLES[workload], *(("test",) if workload in ("rft", "rl") else ()), "plan")
 
 
 def from_toml(text: str, where: str) -> Recipe:

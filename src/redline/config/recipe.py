@@ -1,7 +1,8 @@
 """The Recipe: what a run computes. Frozen tables, every field with its meaning, unit and default.
 
 `workload` says which tables count: pre-training reads `model`, `data` and `train`; fine-tuning adds `lora` and
-`prompt`; rejection-sampling fine-tuning (RFT) adds `task`, `sample` and `test`. A recipe is read from TOML by
+`prompt`; rejection-sampling fine-tuning (RFT) adds `task`, `sample` and `test`; reinforcement learning (`rl`) reads
+`rl`, `prompt` and `test` beside the model and its training. A recipe is read from TOML by
 `redline.config.load` and checked by `redline.config.rules`. Everything that defines the training makes up the fingerprint. What only sets a cadence
 (CADENCE), what is tested (`test`) and how it is executed (`plan`) stay outside it.
 Left out on purpose: anything that a plan derives, and anything that a run measures.
@@ -12,9 +13,10 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
+from redline.config.rl import RlConfig
 from redline.errors import ConfigError, nearest
 
-Workload = Literal["pretrain", "finetune", "rft"]
+Workload = Literal["pretrain", "finetune", "rft", "rl"]
 Norm = Literal["rmsnorm", "layernorm"]
 Positions = Literal["rope", "learned"]
 Activation = Literal["swiglu", "gelu", "relu2"]
@@ -305,6 +307,7 @@ class Recipe:
     prompt: PromptConfig = field(default_factory=PromptConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     test: TestConfig = field(default_factory=TestConfig)
+    rl: RlConfig | None = None
     plan: PlanPins = field(default_factory=PlanPins)
 
     @property
@@ -334,7 +337,21 @@ class Recipe:
         update = {"batch_size": self.train.batch_size, "optimizer": self.train.optimizer}
         clips, lora = self.train.clip_norm > 0, asdict(self.lora) if self.lora else None
         data = {"seq_len": self.data.seq_len, "stream": self.data.stream}
-        return fingerprint_of([self.workload, model, data, update, clips, lora])
+        sized = ("algorithm", "group_size", "max_prompt_tokens", "max_new_tokens", "updates_per_rollout")
+        rollout = (
+            [{name: getattr(self.rl, name) for name in sized} | {"kl": self.rl.kl > 0}] if self.rl else []
+        )
+        return fingerprint_of([self.workload, model, data, update, clips, lora, *rollout])
+
+    @property
+    def rows_per_step(self) -> int:
+        """Sequences, examples or sampled answers in one step."""
+        return self.train.batch_size * (self.rl.group_size if self.rl else 1)
+
+    @property
+    def rows_per_update(self) -> int:
+        """The same of one update: a rollout may be cut into several."""
+        return self.rows_per_step // (self.rl.updates_per_rollout if self.rl else 1)
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -358,8 +375,9 @@ TABLES: dict[str, tuple[str, ...]] = {
     "pretrain": ("model", "data", "train"),
     "finetune": ("model", "data", "train", "lora", "prompt"),
     "rft": ("model", "train", "lora", "task", "prompt", "sample"),
+    "rl": ("model", "train", "lora", "prompt", "rl"),
 }
-"""The tables that define a workload's training. `plan` goes with every workload, `test` with RFT."""
+"""The tables that define a workload's training. `plan` goes with every workload, `test` with RFT and RL."""
 CADENCE = ("eval_every", "eval_sequences", "checkpoint_every", "keep_checkpoints")
 """Fields of `train` that say how often something is looked at or kept: they may change when a run is resumed."""
 ENDS = ("steps", "epochs", "max_hours", "early_stop_evals")
@@ -371,7 +389,13 @@ FINETUNING: dict[str, Any] = {
 DEFAULTS: dict[str, dict[str, Any]] = {
     "finetune": {"train": FINETUNING, "data": {"valid_fraction": 0.05}, "prompt": {"mode": "chat"}},
     "rft": {"train": FINETUNING},
-}
+    "rl": {
+        "train": {
+            "batch_size": 32, "lr": 1e-6, "schedule": "constant", "weight_decay": 0.0, "beta2": 0.999,
+            "checkpoint_every": 20, "keep_checkpoints": 1,
+        },
+    },
+}  # fmt: skip
 """Where a workload's defaults differ from those written above."""
 PRESETS: dict[str, dict[str, Any]] = {
     "quality": {"samples_per_question": 50, "temperature": 0.5},

@@ -31,6 +31,7 @@ _POSITIVE = {
         "samples_per_question", "temperature", "later_temperature", "top_k", "max_new_tokens",
         "distinct_correct",
     ),
+    "rl": ("rows", "max_prompt_tokens", "max_new_tokens", "updates_per_rollout", "clip_high", "critic_lr"),
     "plan": ("micro_batch", "loss_chunks", "loader_threads", "prefetch", "slots"),
 }  # fmt: skip
 _NOT_NEGATIVE = {
@@ -43,6 +44,7 @@ _NOT_NEGATIVE = {
     "prompt": ("shots", "trained_shots"),
     "sample": ("keep_per_question",),
     "test": ("rows",),
+    "rl": ("kl", "importance_cap", "refills"),
 }  # fmt: skip
 _BETWEEN: dict[str, dict[str, tuple[float, float]]] = {
     "train": {
@@ -50,6 +52,7 @@ _BETWEEN: dict[str, dict[str, tuple[float, float]]] = {
         "warmup_fraction": (0.0, 1.0),
     },
     "data": {"valid_fraction": (0.0, 0.9)},
+    "rl": {"clip_low": (0.0, 1.0)},
     "plan": {"prefetch": (1, 64)},
 }  # fmt: skip
 
@@ -102,6 +105,8 @@ def _relations(recipe: Recipe) -> Iterator[Rule]:
         yield t.schedule != "wsd" or bool(t.steps), "train.schedule wsd needs train.steps"
     if workload == "rft":
         yield recipe.task is not None, "workload rft samples the questions of a task: give task.name"
+    elif workload == "rl":
+        yield from _rl(recipe)
     else:
         yield bool(d.source), "data.source is missing"
     yield (
@@ -158,19 +163,21 @@ def _shape(recipe: Recipe) -> Iterator[Rule]:
 
 
 def _plan(recipe: Recipe) -> Iterator[Rule]:
-    m, d, size, p = recipe.model, recipe.data, recipe.train.batch_size, recipe.plan
+    m, d, size, p = recipe.model, recipe.data, recipe.rows_per_step, recipe.plan
     yield (
         p.attention in (None, "auto") or m.attention == "softmax",
         f"plan.attention {p.attention} is a kernel for softmax attention, and model.attention is {m.attention}",
     )
-    yield not p.graph or recipe.workload != "pretrain", "plan.graph is for fine-tuning: leave it out"
+    fine_tunes = recipe.workload in ("finetune", "rft")
+    yield not p.graph or fine_tunes, "plan.graph is for fine-tuning: leave it out"
     yield (
-        p.slots is None or recipe.workload == "rft",
+        p.slots is None or recipe.workload in ("rft", "rl"),
         "plan.slots bounds generation, and this workload has none",
     )
     yield (
         p.micro_batch is None or size % p.micro_batch == 0,
-        f"train.batch_size ({size}) must be a multiple of plan.micro_batch ({p.micro_batch})",
+        f"train.batch_size{' x rl.group_size' if recipe.rl else ''} ({size}) must be a multiple of plan.micro_batch"
+        f" ({p.micro_batch})",
     )
     if p.precision == "fp8" and m.is_shaped:
         sides = (m.hidden_size, m.ffn_size, m.head_size * m.kv_heads)
@@ -183,6 +190,39 @@ def _plan(recipe: Recipe) -> Iterator[Rule]:
             d.seq_len % 16 == 0,
             f"plan.precision fp8 needs data.seq_len to be a multiple of 16, got {d.seq_len}",
         )
+
+
+def _rl(recipe: Recipe) -> Iterator[Rule]:
+    r, t, m = recipe.rl, recipe.train, recipe.model
+    yield r is not None and bool(r.domains), "workload rl needs questions: name tasks in rl.domains"
+    assert r is not None
+    yield len(set(r.names)) == len(r.names), f"rl.domains names one of {list(r.names)} twice"
+    yield (
+        not r.weights or (len(r.weights) == len(r.domains) and min(r.weights) > 0),
+        f"rl.weights must give a share greater than 0 for each of {len(r.domains)} domains, got {list(r.weights)}",
+    )
+    yield (
+        t.batch_size >= len(r.domains),
+        f"train.batch_size ({t.batch_size}) must be at least the number of rl.domains, {len(r.domains)}: every"
+        " domain has a part in each step",
+    )
+    yield bool(t.steps), "reinforcement learning counts train.steps, not train.epochs"
+    least = 2 if r.algorithm == "grpo" else 1
+    yield (
+        r.group_size >= least,
+        f"rl.group_size must be at least {least} for {r.algorithm}, got {r.group_size}",
+    )
+    yield (
+        t.batch_size % r.updates_per_rollout == 0,
+        f"train.batch_size ({t.batch_size}) must be a multiple of rl.updates_per_rollout ({r.updates_per_rollout})",
+    )
+    yield (
+        not m.is_shaped or r.max_prompt_tokens + r.max_new_tokens <= m.context_length,
+        f"rl.max_prompt_tokens + rl.max_new_tokens ({r.max_prompt_tokens + r.max_new_tokens}) must not exceed the"
+        f" model's context, {m.context_length}",
+    )
+    yield r.pcgrad == "off" or len(r.domains) > 1, f"rl.pcgrad {r.pcgrad} needs several rl.domains, got one"
+    yield recipe.plan.precision != "fp8", "plan.precision fp8 is for pre-training"
 
 
 def _sample(recipe: Recipe) -> Iterator[Rule]:

@@ -29,7 +29,8 @@ from redline.plan.plan import Plan, from_json
 from redline.plan.planner import longest_row
 from redline.record.run import RunFolder
 from redline.train.execution import COMPUTE_DTYPE, check_device
-from redline.train.loop import Job, Trainer
+from redline.train.loop import Trainer
+from redline.train.objective import Job
 from redline.train.open_run import OpenRun
 from redline.train.packed import ExampleBatch, Examples, Packed, Updates
 from redline.train.packing import Example, Shape, exact

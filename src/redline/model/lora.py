@@ -217,6 +217,20 @@ def merged(model: Transformer) -> Iterator[None]:
         unmerge(model)
 
 
+@contextmanager
+def without_adapters(model: Transformer) -> Iterator[None]:
+    """The model as it was before adapters were put on it, while they stay where they are; for a forward pass without
+    gradients."""
+    layers = lora_layers(model).values()
+    for layer in layers:
+        layer.original = layer.weight.detach()  # the layer then takes its weight as it is
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.original = None
+
+
 @torch.no_grad()
 def merged_weights(model: Transformer) -> Mapping[str, Tensor]:
     """The weights of the equal model without adapters, by our names, for `write_folder`; sums in fp32, not yet

@@ -112,12 +112,14 @@ class Memory:
     activations: int
     logits: int
     workspace: int
+    generation: int = 0
+    """Slots of an engine that stays open beside the training, and the weights that it needs in another form."""
+    companions: int = 0
+    """Models beside the one that learns: a frozen reference, a critic with its optimiser."""
 
     @property
     def total(self) -> int:
-        return (
-            self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.workspace
-        )
+        return sum(vars(self).values())
 
 
 CUBLAS_BYTES = 64 * 2**20

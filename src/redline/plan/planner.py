@@ -13,7 +13,7 @@ from typing import Any
 
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError, MachineError
-from redline.plan import arithmetic
+from redline.plan import arithmetic, reinforcement
 from redline.plan.bounds import Decision, Outside, bounded_slots, positive
 from redline.plan.plan import Hardware, Plan, Prediction, Why
 from redline.plan.roofline import attainable_tokens_per_s
@@ -58,11 +58,11 @@ def make_plan(
         "graph": decide.pinned("graph", decide.graph),
         "cross_entropy": decide.pinned("cross_entropy", decide.cross_entropy),
         "update": decide.pinned("update", decide.update),
+        "slots": decide.record("slots", decide.slots()),  # before the batch: in RL they share the memory
         **decide.batch(),
         "loader_threads": decide.pinned("loader_threads", decide.loader_threads),
         "prefetch": decide.pinned("prefetch", decide.prefetch),
         "allocator": decide.record("allocator", decide.allocator()),
-        "slots": decide.record("slots", decide.slots()),
     }
     return Plan(
         recipe=recipe.name,
@@ -82,6 +82,8 @@ def _rule(value: Any, reason: str) -> Decision:
 def longest_row(recipe: Recipe) -> int:
     """Tokens of a sequence. Of an example the most that the recipe says; RFT knows only the length of the
     answers, and takes the prompts to be as long."""
+    if recipe.rl is not None:
+        return min(recipe.rl.max_prompt_tokens + recipe.rl.max_new_tokens, recipe.model.context_length)
     if recipe.workload == "rft":
         return min(2 * recipe.sample.max_new_tokens, recipe.model.context_length)
     return recipe.data.seq_len or recipe.model.context_length
@@ -92,13 +94,13 @@ def predicted_memory(
 ) -> arithmetic.Memory:
     """What a plan of these values should take on one device."""
     cuda, precision = hardware.kind == "cuda", values["precision"]
-    return arithmetic.memory(
+    found = arithmetic.memory(
         recipe.model,
         recipe.train,
         lora=recipe.lora,
         seq_len=longest_row(recipe),
         micro_batch=values["micro_batch"],
-        accumulation=recipe.train.batch_size // world_size // values["micro_batch"],
+        accumulation=recipe.rows_per_update // world_size // values["micro_batch"],
         precision=precision,
         recompute=values["recompute"],
         loss_chunks=values["loss_chunks"],
@@ -106,6 +108,7 @@ def predicted_memory(
         fused=arithmetic.fuses(compiled=values["compile"] != "off", cuda=cuda, precision=precision),
         fused_loss=values["cross_entropy"] == "fused",
     )
+    return reinforcement.beside(found, recipe, values, world_size, tokens=longest_row(recipe))
 
 
 class _Decider:
@@ -230,6 +233,8 @@ class _Decider:
     def graph(self) -> Decision:
         if self.pretraining:
             return _rule(False, "an update of a long batch leaves no gaps between its kernels")
+        if self.recipe.rl is not None:
+            return _rule(False, "every rollout has rows of other lengths; a graph would be captured for each")
         if self.hardware.kind == "cpu" or self.world_size > 1:
             return _rule(False, "captured updates need one process with a GPU")
         return _rule(
@@ -239,13 +244,11 @@ class _Decider:
     def batch(self) -> dict[str, Any]:
         """Micro-batch, accumulation, recomputation and loss chunks together: they trade one memory against
         each other."""
-        share = self.recipe.train.batch_size // self.world_size
+        rows = self.recipe.rows_per_update
+        share = rows // self.world_size
         micro, recompute, chunks = self._fit(share)
         accumulation = share // micro
-        reason = (
-            f"{self.recipe.train.batch_size} sequences an update / ({micro} a pass x {self.world_size}"
-            " process(es))"
-        )
+        reason = f"{rows} sequences an update / ({micro} a pass x {self.world_size} process(es))"
         source = self.why["micro_batch"].source
         self.record(
             "accumulation",
@@ -400,18 +403,26 @@ class _Decider:
 
     def slots(self) -> Decision:
         """Sequences generated together, by arithmetic; when the engine opens it measures the memory that is free."""
-        if self.recipe.workload != "rft":
+        if self.recipe.workload not in ("rft", "rl"):
             return _rule(0, "this workload generates no text")
         model, most = self.recipe.model, MOST_SLOTS[self.hardware.kind]
         weights = 2 * 4 * arithmetic.parameters(model).total  # the model, and room for as much again
+        room_bytes = GENERATION_SHARE * self.hardware.memory_bytes - weights
+        if self.recipe.rl is not None:
+            most = min(most, -(-self.recipe.rows_per_step // self.world_size))
+            room_bytes = reinforcement.GENERATION_SHARE * self.hardware.memory_bytes
         each = arithmetic.slot_bytes(
             model, tokens=longest_row(self.recipe), precision=self.chosen["precision"]
         )
-        fitting = max(1, int(GENERATION_SHARE * self.hardware.memory_bytes - weights) // each)
+        fitting = max(1, int(room_bytes) // each)
         if fitting < most:
             chosen = _rule(fitting, f"{each / 2**20:,.1f} MiB of keys and values a sequence fill the memory")
         else:
-            chosen = _rule(most, "more sequences bring few more tokens a second")
+            whole = most < MOST_SLOTS[self.hardware.kind]
+            reason = (
+                "all answers of a step at once" if whole else "more sequences bring few more tokens a second"
+            )
+            chosen = _rule(most, reason)
         return bounded_slots(chosen, self.outside, pin=self._pin("slots"))
 
     def prediction(self, values: dict[str, Any]) -> Prediction:

@@ -58,7 +58,9 @@ def make_exporters(names: Sequence[str], run: ExportedRun) -> list["Exporter"]:
 
 
 def exported_name(name: str) -> str:
-    """`loss` -> `train/loss`, `valid_loss` -> `valid/loss`."""
+    """`loss` -> `train/loss`, `valid_loss` -> `valid/loss`; verl's names (`perf/throughput`) stay as they are."""
+    if "/" in name:
+        return name
     return f"valid/{name.removeprefix('valid_')}" if name.startswith("valid_") else f"train/{name}"
 
 

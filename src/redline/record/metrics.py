@@ -57,9 +57,51 @@ METRICS: dict[str, Metric] = {
     ),
     "generate_s": Metric(
         "s",
-        "time of this update in which text was generated, on the GPU's clock; in a watched loop that"
+        "time of this update in which text was generated; in reinforcement learning, and in a watched loop that"
         " marks it",
     ),
+    "weights_s": Metric(
+        "s",
+        "time in which the weights were put into the engine: gathered, cast or merged; in RL, like those below",
+    ),
+    "reward_s": Metric("s", "time in which the step waited for rewards that generation did not hide"),
+    "reference_s": Metric(
+        "s", "time of this update in the forward passes of the reference model; with rl.kl"
+    ),
+    "critic_s": Metric(
+        "s", "time of this update in the critic: what it expects, and its own update; with PPO"
+    ),
+    "update_s": Metric(
+        "s", "time of this update in the policy: forward, backward, combining, optimiser, waits"
+    ),
+    "reward": Metric("1", "mean reward of all answers of this step, before a penalty for their length"),
+    "accuracy": Metric("1", "share of the answers of this step that are correct"),
+    "reward.D": Metric("1", "the same of domain D"),
+    "accuracy.D": Metric("1", "the same of domain D"),
+    "response_tokens": Metric("tokens", "mean length of the answers of this step"),
+    "cut_share": Metric("1", "share of the answers that reached rl.max_new_tokens"),
+    "groups": Metric("questions", "questions asked in this step, the replaced ones included"),
+    "skipped_groups": Metric("questions", "questions among them that taught nothing"),
+    "new_tokens": Metric("tokens", "tokens generated in this step"),
+    "clip_share": Metric("1", "share of the trained tokens whose ratio was clipped"),
+    "entropy": Metric(
+        "nats/token", "mean surprise of the trained tokens under the policy: an estimate of its entropy"
+    ),
+    "kl": Metric("nats/token", "estimated divergence from the reference model (k3); with rl.kl"),
+    "logprob_gap": Metric(
+        "nats/token", "mean difference between the log-probabilities of the engine and of the trainer"
+    ),
+    "critic_loss": Metric("1", "mean squared error of the critic's values, halved and clipped; with PPO"),
+    "critic_grad_norm": Metric("1", "global norm of the critic's gradient before clipping; with PPO"),
+    "actor_tflop": Metric(
+        "TFLOP", "work of the policy's update by our convention (see mfu), over all processes"
+    ),
+    "actor_tflop_verl": Metric("TFLOP", "the same as verl counts it"),
+    "actor_mfu": Metric("1", "actor_tflop over update_s and the datasheet peak of all GPUs"),
+    "perf/throughput": Metric("tokens/s/GPU", "tokens trained on over step_s and the number of processes"),
+    "perf/mfu/actor": Metric("1", "actor_mfu as verl counts it"),
+    "perf/mfu/critic": Metric("1", "the same of the critic, over critic_s; with PPO"),
+    "training/global_step": Metric("updates", "step, under verl's name"),
     "issue_s": Metric(
         "s", "time the host took to issue this update; as long as step_s: the GPU waits for the host"
     ),
@@ -95,6 +137,12 @@ METRICS: dict[str, Metric] = {
     "loss_scale": Metric("1", "factor on the loss against fp16 underflow; only with fp16"),
     "skipped": Metric("1", "1 where fp16 overflowed and the update was skipped; only with fp16"),
     "valid_loss": Metric("nats/token", "mean cross entropy on the validation split; on steps that validate"),
+    "valid_accuracy": Metric(
+        "1", "share of held-out questions answered correctly, greedily; the mean of the domains"
+    ),
+    "valid_accuracy.D": Metric("1", "the same of domain D"),
+    "valid_accuracy_low.D": Metric("1", "lower end of its 95 % interval (Wilson)"),
+    "valid_accuracy_high.D": Metric("1", "upper end of its 95 % interval"),
     "valid_perplexity": Metric("1", "exp(valid_loss)"),
     "valid_bits_per_byte": Metric("bits/byte", "valid_loss in bits over the bytes of text behind the tokens"),
 }

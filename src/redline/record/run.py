@@ -96,7 +96,7 @@ class LineWriter:
         self._file.close()
 
 
-def _cut_torn_line(path: Path) -> None:
+def cut_torn_line(path: Path) -> None:
     """Cut off half a last line, so that the next one starts clean."""
     raw = path.read_bytes() if path.exists() else b""
     if raw and not raw.endswith(b"\n"):
@@ -187,7 +187,7 @@ class RunFolder:
     def _tidy(self) -> None:
         """Put right what a killed process left: half lines, and the temporary files of `write_atomic`."""
         for path in (self.metrics_path, self.events_path):
-            _cut_torn_line(path)
+            cut_torn_line(path)
         for folder in (self.path, self.checkpoints_path):
             for path in folder.glob(".*.tmp"):
                 path.unlink()

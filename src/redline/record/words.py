@@ -23,6 +23,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "refused": ("refused: {error}",),
     "validation": (
         "validation loss {valid_loss} at update {step}",
+        "held-out accuracy {valid_accuracy} at update {step}",
         "validation at update {step} took {stalled_s}",
     ),
     "checkpoint": (
@@ -36,6 +37,14 @@ WORDS: dict[str, tuple[str, ...]] = {
     "validation_out_of_memory": (
         "out of memory while validating at update {step}: {validation_micro_batch} sequences a pass from now on",
     ),
+    "scorer_failed": (
+        "the scorer failed on {answers} answers of update {step}, which count as wrong: {why}",
+    ),
+    "nothing_to_learn": (
+        "update {step} had nothing to learn from: in each of {groups} questions all answers were equally good",
+    ),
+    "pcgrad": ("PCGrad ({mode}) keeps the domains' gradients on the {kept_on}: {why}",),
+    "phase_hung": ("{phase} has taken {spent_s} in update {step}, usually {usual_s}: ending the run",),
     "updates_not_recorded": ("updates {first} to {last} are missing from metrics.jsonl",),
     "shards_not_hashed": ("{size_bytes} of token shards were not hashed; `{to_check}` does it",),
     "communication_not_timed": ("communication is not timed: {why}",),

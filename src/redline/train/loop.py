@@ -12,19 +12,16 @@ the metrics up to it are on the disk. The loop knows no terminal and no exporter
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from redline.config.recipe import Recipe
 from redline.errors import CheckpointError, TrainingError
-from redline.model.transformer import Transformer, redraw_when_due
-from redline.plan.plan import Plan
-from redline.record.observe import Observer, Observers
+from redline.model.transformer import redraw_when_due
+from redline.record.observe import Observers
 from redline.record.read import lost_updates
 from redline.record.run import LineWriter, RunFolder
 from redline.train import execution
@@ -32,45 +29,15 @@ from redline.train.checkpoint import Checkpoints, load
 from redline.train.communication import time_waits, waiting
 from redline.train.graph import Captured
 from redline.train.instruments import Instruments, Work, training_rates
-from redline.train.objective import Batch, Eager, Executor, Objective, Position, Source
+from redline.train.objective import Batch, Executor, Job, Position
 from redline.train.optimizer import make_optimizers, state_tensors
 from redline.train.orthogonality import penalty
 from redline.train.packed import Packed
 from redline.train.places import step_name
 from redline.train.process import Process
 from redline.train.schedule import fixed, lr_factor
-from redline.train.step import Combination, Learner, LossScale
-from redline.train.stop import STOPPED, stop_on_signal
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """Everything a run needs."""
-
-    recipe: Recipe
-    plan: Plan
-    steps: int
-    """Updates in the run."""
-    model: Transformer
-    source: Callable[[Position | None], Source]
-    """Opens the batches from a position on; None: from the beginning."""
-    objective: Objective
-    data_fingerprint: str
-    """Changes when the tokens do; a run resumes only with the data it began with."""
-    run: Path | None = None
-    """Where the run folder is, the same on every process; None: nothing is kept."""
-    folder: RunFolder | None = None
-    """The run folder itself, on the first process; None on the others, which write only their checkpoint
-    shards."""
-    validate: Callable[[Transformer, int], dict[str, float]] | None = None
-    """The `valid_*` metrics of a model, from passes of so many rows."""
-    combine: Callable[[Learner, Callable[[], int]], Combination] | None = None
-    """What becomes of the gradients of several groups, from the learner and the number of updates done; None: their
-    sum."""
-    initial_weights: Callable[[Transformer], None] | None = None
-    fork: Path | None = None
-    """A checkpoint of another run, from which this one goes on with other values."""
-    observers: Sequence[Observer] = ()
+from redline.train.step import Learner, LossScale
+from redline.train.stop import STOPPED, StopTraining, stop_on_signal
 
 
 @dataclass(frozen=True)
@@ -113,7 +80,7 @@ class Trainer:
         if job.combine is not None:
             self.learner.combine = job.combine(self.learner, lambda: self.progress.step)
         self.learner.penalise = penalty(job.model, self.train, lambda: self.progress.step)
-        self.tensors = {**state_tensors(job.model, optimizers), "rng.cpu": torch.get_rng_state()}
+        self.tensors = {**state_tensors(job.model, optimizers), **job.state, "rng.cpu": torch.get_rng_state()}
         self.checkpoints: Checkpoints | None = None
         if job.run is not None:
             folder = RunFolder(job.run).checkpoints_path
@@ -151,7 +118,13 @@ class Trainer:
 
     def turn(self) -> None:
         """One turn of the loop: an update, and what is due after it."""
-        self._update(self.source.next())
+        try:
+            batch = self.source.next()
+        except StopTraining as reason:
+            self.why = str(reason)
+            self._checkpoint()
+            return
+        self._update(batch)
         self.why = self._why_stop()
         if self._validation_due():
             self._validate()
@@ -212,7 +185,7 @@ class Trainer:
         if self.plan.graph:
             assert isinstance(self.objective, Packed)
             return Captured(self.learner, self.objective, self._event)
-        return Eager(self.learner, self.objective)
+        return self.job.executor(self.learner, self.objective)
 
     def _shrink(self, error: torch.OutOfMemoryError) -> None:
         """Halve the passes (the batch stays what it was), or give up when there is nothing left to halve."""
@@ -245,7 +218,7 @@ class Trainer:
     def _write(self, lines: Sequence[dict[str, Any]], extra: dict[str, Any] | None = None) -> None:
         """Append finished lines to the record; `extra` belongs to the last of them."""
         for i, line in enumerate(lines):
-            full = line | (extra or {}) if i == len(lines) - 1 else line
+            full = line | self.job.derived(line) | (extra or {} if i == len(lines) - 1 else {})
             lost = [
                 name for name in ("loss", "grad_norm", "valid_loss") if not math.isfinite(full.get(name, 0.0))
             ]
@@ -277,10 +250,12 @@ class Trainer:
         found = self._held_out()
         self._write(lines, found)
         done = self.progress
-        self.better = done.best_loss is None or found["valid_loss"] < done.best_loss
+        # The share of wrong answers is to accuracy what the loss is to probability: lower is better.
+        loss = found["valid_loss"] if "valid_loss" in found else 1.0 - found["valid_accuracy"]
+        self.better = done.best_loss is None or loss < done.best_loss
         done.evals_without_gain = 0 if self.better else done.evals_without_gain + 1
         if self.better:
-            done.best_loss, done.best_step = found["valid_loss"], done.step
+            done.best_loss, done.best_step = loss, done.step
         self._event("validation", step=done.step, **found, best=self.better)
         if (
             self.why is None

@@ -1,17 +1,26 @@
-"""What a workload hands the loop: batches, and what to do with one.
+"""What a workload hands the loop: a `Job` with batches, and what to do with one.
 
 A `Source` gives batches and says where the next one begins, so that a resumed run goes on there. An `Objective`
 turns a batch into passes (`step.Pass`); running out of memory makes its passes smaller, never the batch. How an
 update is executed, pass by pass or as one CUDA graph, is the `Executor`'s business.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
+from redline.config.recipe import Recipe
 from redline.data.loader import Batch as SequenceBatch
+from redline.model.transformer import Transformer
+from redline.plan.plan import Plan
+from redline.record.observe import Observer
+from redline.record.run import RunFolder
 from redline.train.optimizer import set_lr
-from redline.train.step import Learner, Pass, Update, backpropagated, update
+from redline.train.step import Combination, Learner, Pass, Update, backpropagated, update
 
 Position = Any
 """JSON: where a source goes on."""
@@ -105,3 +114,40 @@ class Eager:
     def take(self, batch: Any, *, targets: float, lr_factor: float) -> Update:
         set_lr(self.learner.optimizers, lr_factor)
         return update(self.learner, self.objective.passes(self.learner, batch), targets=targets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything a run needs."""
+
+    recipe: Recipe
+    plan: Plan
+    steps: int
+    """Updates in the run."""
+    model: Transformer
+    source: Callable[[Position | None], Source]
+    """Opens the batches from a position on; None: from the beginning."""
+    objective: Objective
+    data_fingerprint: str
+    """Changes when the tokens do; a run resumes only with the data it began with."""
+    run: Path | None = None
+    """Where the run folder is, the same on every process; None: nothing is kept."""
+    folder: RunFolder | None = None
+    """The run folder itself, on the first process; None on the others, which write only their checkpoint
+    shards."""
+    validate: Callable[[Transformer, int], dict[str, float]] | None = None
+    """The `valid_*` metrics of a model, from passes of so many rows: `valid_loss`, or else `valid_accuracy`, says which
+    weights are the best."""
+    combine: Callable[[Learner, Callable[[], int]], Combination] | None = None
+    """What becomes of the gradients of several groups, from the learner and the number of updates done; None: their
+    sum."""
+    executor: Callable[[Learner, Objective], Executor] = Eager
+    """How an update is executed, where no CUDA graph does it."""
+    state: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Further tensors that are saved and restored with the model's."""
+    derived: Callable[[dict[str, Any]], dict[str, Any]] = lambda line: {}
+    """Metrics that follow from the others of a line."""
+    initial_weights: Callable[[Transformer], None] | None = None
+    fork: Path | None = None
+    """A checkpoint of another run, from which this one goes on with other values."""
+    observers: Sequence[Observer] = ()

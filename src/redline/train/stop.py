@@ -8,6 +8,10 @@ from typing import Any
 STOPPED = "stopped by signal"
 
 
+class StopTraining(Exception):
+    """A source has no more batches, for the reason given: the run ends in order, with a checkpoint."""
+
+
 @contextmanager
 def stop_on_signal(request: Callable[[], None]) -> Iterator[None]:
     """The first signal calls `request`; a second one interrupts immediately."""

@@ -1,0 +1,1 @@
+"""Reinforcement learning from verifiable rewards: `redline.rl.run.reinforce(recipe, plan, run, process)`."""

@@ -1,0 +1,88 @@
+"""What an algorithm decides: which groups teach something, how good each token of an answer was, and the loss.
+
+A new one is a file with these three functions and a line in `run.ALGORITHMS`. Everything else (drawing, packing,
+passes, processes) is the same for all of them.
+
+Shapes: A answer tokens of a packed row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from redline.rl.samples import Group, Sample
+from redline.train.packing import Example
+from redline.train.process import Process
+from redline.train.step import Numbers
+
+
+@dataclass
+class Row:
+    """An answer to learn from."""
+
+    domain: str
+    example: Example
+    cut: bool
+    reward: float
+    columns: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    """Numbers of each answer token: `sampled` (the engine's log-probability), `advantage`, and where they are needed
+    `old` (the trainer's before the first update), `value` and `returned`."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The numbers of a packed row's answer tokens, where the model computes."""
+
+    sampled: Tensor
+    advantage: Tensor
+    old: Tensor | None = None
+    value: Tensor | None = None
+    returned: Tensor | None = None
+    reference: Tensor | None = None
+    """Log-probabilities under the model that the run began with."""
+
+
+class Algorithm(Protocol):
+    def teaches(self, group: Group, rewards: Sequence[float]) -> bool:
+        """Whether a group is worth an update."""
+        ...
+
+    def rows(self, group: Group, rewards: Sequence[float]) -> list[Row]:
+        """The answers of a group to learn from."""
+        ...
+
+    def loss(self, logprobs_A: Tensor, given: Columns) -> Numbers:
+        """The loss and what else is told, as sums over the tokens."""
+        ...
+
+
+def row_of(group: Group, sample: Sample, reward: float, advantage: float) -> Row:
+    """A row whose tokens were all as good."""
+    size = len(sample.tokens)
+    columns = {
+        "sampled": np.array(sample.logprobs, np.float32),
+        "advantage": np.full(size, advantage, np.float32),
+    }
+    return Row(group.domain, Example(group.prompt, sample.tokens), sample.cut, reward, columns)
+
+
+def share_of(rows: Sequence[Row], process: Process) -> list[Row]:
+    """The rows of this process: longest first in turn, so that all have about as many tokens."""
+    ordered = sorted(rows, key=lambda row: -row.example.length)
+    return ordered[process.rank :: process.world_size]
+
+
+def columns_of(rows: Sequence[Row], device: torch.device) -> Columns:
+    """The numbers of the rows' tokens, one after the other as packing has them. A row that holds no answer has one
+    token that counts for nothing."""
+    names = rows[0].columns if rows else ("sampled", "advantage")
+    given = {
+        name: np.concatenate([row.columns[name] for row in rows]) if rows else np.zeros(1, np.float32)
+        for name in names
+    }
+    return Columns(**{name: torch.from_numpy(values).to(device) for name, values in given.items()})

@@ -1,0 +1,175 @@
+"""The questions of every domain, chosen by (seed, step), as the model reads them; and who scores the answers.
+
+with open_domains(recipe, opened) as domains:
+    asked = domains.ask(step=12, domain="units", number=3)     # the fourth question of units in step 12
+    verdicts = domains.score("units", [(question, text), ...])
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from redline.config.recipe import Recipe
+from redline.engine.prompt import render
+from redline.engine.request import Completion, Sampling
+from redline.errors import ConfigError, DataError
+from redline.rl.samples import Sample
+from redline.tasks.pool import Item, Pool
+from redline.tasks.registry import load_task
+from redline.tasks.task import Question, Task, Verdict
+from redline.train.restore import Opened
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question as the model reads it."""
+
+    question: Question
+    prompt: tuple[int, ...]
+    stops: tuple[str, ...]
+    """Texts that end an answer."""
+
+
+@dataclass
+class Domain:
+    name: str
+    task: Task
+    questions: list[Question]
+    held_out: list[Question]
+    pool: Pool
+    _read: dict[str, Asked] = field(default_factory=dict)
+
+
+class Domains:
+    def __init__(self, recipe: Recipe, opened: Opened, domains: Sequence[Domain]) -> None:
+        assert recipe.rl is not None
+        self.recipe, self.rl, self.opened = recipe, recipe.rl, opened
+        self.by_name = {domain.name: domain for domain in domains}
+        self.tokenizer = opened.tokenizer
+        self._order: tuple[int, dict[str, Iterator[Asked]]] = (-1, {})
+        self._drawn: dict[str, list[Asked]] = {}
+
+    def shares(self) -> dict[str, int]:
+        """Questions of a step by domain: in proportion to the weights, and at least one of each."""
+        weights = self.rl.weights or (1.0,) * len(self.rl.domains)
+        total, count = sum(weights), self.recipe.train.batch_size
+        exact = [max(1.0, count * weight / total) for weight in weights]
+        found = [int(share) for share in exact]
+        while sum(found) > count:
+            found[found.index(max(found))] -= 1
+        for place in sorted(range(len(exact)), key=lambda i: found[i] - exact[i])[: count - sum(found)]:
+            found[place] += 1
+        return dict(zip(self.rl.names, found, strict=True))
+
+    def ask(self, *, step: int, domain: str, number: int) -> Asked:
+        """The question with this number among those of its domain in a step; the same for the same seed."""
+        if self._order[0] != step:
+            self._order = step, {name: self._shuffled(name, step) for name in self.by_name}
+            self._drawn = {name: [] for name in self.by_name}
+        drawn = self._drawn[domain]
+        while len(drawn) <= number:
+            drawn.append(next(self._order[1][domain]))
+        return drawn[number]
+
+    def seed(self, *, step: int, domain: str, number: int) -> int:
+        """Seeds the answers to that question."""
+        text = f"{self.recipe.train.seed}/{step}/{domain}/{number}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+    def held_out(self, domain: str) -> list[Asked]:
+        chosen = [self._asked(self.by_name[domain], question) for question in self.by_name[domain].held_out]
+        return [asked for asked in chosen if len(asked.prompt) <= self.rl.max_prompt_tokens]
+
+    def sampling(self, stops: tuple[str, ...], *, greedy: bool = False) -> Sampling:
+        return Sampling(
+            max_new_tokens=self.rl.max_new_tokens, temperature=0.0 if greedy else 1.0, stop_strings=stops
+        )
+
+    def scored(self, domain: str, question: Question, completions: Sequence[Completion]) -> list[Sample]:
+        """The answers to one question with their rewards. A scorer that hangs or dies costs its own answer: 0, with
+        the reason."""
+        task, texts = (
+            self.by_name[domain].task,
+            [self._text(domain, completion) for completion in completions],
+        )
+        items: list[Item] = [(question, task.answer_of(text)) for text in texts]
+        return [
+            _sample(completion, text, verdict, whole=task.finished(text, completion.finish))
+            for completion, text, verdict in zip(
+                completions, texts, self.by_name[domain].pool.score(items), strict=True
+            )
+        ]
+
+    def _text(self, domain: str, completion: Completion) -> str:
+        """What was said; a stop string is cut off a completion, and the end of an answer belongs to it."""
+        end = self.by_name[domain].task.end
+        closed = end and end not in completion.text and end in self.tokenizer.decode(list(completion.tokens))
+        return completion.text + end if closed else completion.text
+
+    def _shuffled(self, domain: str, step: int) -> Iterator[Asked]:
+        """The domain's questions in the order of this step, over and over."""
+        own, longest, fitting = self.by_name[domain], self.rl.max_prompt_tokens, True
+        number = self.seed(step=step, domain=domain, number=-1) % 2**63
+        order = np.random.default_rng(number).permutation(len(own.questions)).tolist()
+        while fitting:
+            fitting = False
+            for place in order:
+                if len((asked := self._asked(own, own.questions[place])).prompt) <= longest:
+                    fitting = True
+                    yield asked
+        raise DataError(
+            f"every prompt of domain {domain} is longer than rl.max_prompt_tokens ({longest}): raise it, or lower"
+            " prompt.shots"
+        )
+
+    def _asked(self, domain: Domain, question: Question) -> Asked:
+        if (known := domain._read.get(question.id)) is not None:
+            return known
+        prompt = self.recipe.prompt
+        text, stops = render(
+            domain.task, question, self.opened.loaded, prompt.mode, prompt.shots_of(trained=True)
+        )
+        stops += (domain.task.end,) if domain.task.end else ()
+        asked = Asked(question, tuple(self.tokenizer.encode_prompt(text)), stops)
+        domain._read[question.id] = asked
+        return asked
+
+
+def _sample(completion: Completion, text: str, verdict: Verdict, *, whole: bool) -> Sample:
+    """An answer that was cut may read as a correct one; it is none."""
+    return Sample(
+        text=text,
+        reward=verdict.reward if whole else 0.0,
+        correct=verdict.correct and whole,
+        parsed=verdict.parsed,
+        cut=completion.finish == "length",
+        tokens=completion.tokens,
+        logprobs=completion.logprobs,
+        reason=verdict.reason,
+    )
+
+
+@contextmanager
+def open_domains(recipe: Recipe, opened: Opened, *, processes: int = 1) -> Iterator[Domains]:
+    """Load every domain and start its scoring processes; `processes` share the machine."""
+    rl, test = recipe.rl, recipe.test
+    assert rl is not None
+    workers = max(1, len(os.sched_getaffinity(0)) // (len(rl.domains) * processes))
+    with ExitStack() as stack:
+        found = []
+        for spec, name in zip(rl.domains, rl.names, strict=True):
+            data = rl.data_of(name)
+            task = load_task(spec, data)
+            questions = task.questions("train", rl.rows, recipe.train.seed)
+            held_out = task.questions(test.split, test.rows or None, 0)
+            if not questions or not held_out:
+                raise ConfigError(
+                    f"domain {name} has no questions to train or to test on: choose another test.split"
+                )
+            pool = stack.enter_context(Pool(spec, data, workers=workers))
+            found.append(Domain(name, task, questions, held_out, pool))
+        yield Domains(recipe, opened, found)

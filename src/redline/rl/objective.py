@@ -1,0 +1,145 @@
+"""A rollout becomes updates: rows packed into passes by a budget of tokens, the algorithm's loss on each.
+
+The budget is the plan's micro-batch times the longest row, so short answers fill a pass as well as long ones.
+Every process computes as many passes as the one that has the most, because a sharded model must run on all of them
+together; a pass without rows counts for nothing. Prompts are read once for every answer of a group: sharing them would
+take an attention kernel for trees, and pays only where prompts are much longer than answers.
+
+Shapes: A answer tokens of a packed row.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from redline.config.recipe import Recipe
+from redline.model.lora import lora_layers, without_adapters
+from redline.model.transformer import Transformer
+from redline.plan.planner import longest_row
+from redline.rl.algorithm import Algorithm, Row, columns_of, share_of
+from redline.rl.rollout import Rollout
+from redline.rl.speed import work_of
+from redline.train.optimizer import set_lr
+from redline.train.packed import EMPTY
+from redline.train.packing import exact, pack, unpack
+from redline.train.process import Process
+from redline.train.step import Learner, Numbers, Pass, Update, backpropagated, update
+
+
+class Policies:
+    """The objective: what the rows of an update cost the policy."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        recipe: Recipe,
+        process: Process,
+        *,
+        pass_size: int,
+        reference: Transformer | None = None,
+    ) -> None:
+        """`reference`: the model that the run began with, where it is needed and is not the model without its
+        adapters."""
+        assert recipe.rl is not None
+        self.algorithm, self.recipe, self.process = algorithm, recipe, process
+        self.pass_size, self.reference, self.rl = pass_size, reference, recipe.rl
+
+    def passes(self, learner: Learner, rows: Sequence[Row]) -> Iterable[Pass]:
+        """Domains are kept apart only where somebody compares their gradients: together they fill passes better."""
+        groups = self.rl.names if self.rl.pcgrad != "off" else ("",)
+        for group in groups:
+            for part in self.split([row for row in rows if group in ("", row.domain)]):
+                yield backpropagated(partial(self._forward, learner, part), group)
+
+    def split(self, rows: Sequence[Row]) -> list[list[Row]]:
+        """The passes of this process for the rows of all processes."""
+        shares = [
+            _within(
+                share_of(rows, replace(self.process, rank=rank)), self.pass_size * longest_row(self.recipe)
+            )
+            for rank in range(self.process.world_size)
+        ]
+        own = shares[self.process.rank]
+        return own + [[]] * (max(map(len, shares)) - len(own))
+
+    def shrink(self) -> bool:
+        before, self.pass_size = self.pass_size, max(1, self.pass_size // 2)
+        return self.pass_size < before
+
+    def facts(self, batch: Rollout) -> dict[str, float]:
+        return {**batch.facts, **work_of(self.recipe, batch.all_rows)}
+
+    def _forward(self, learner: Learner, rows: Sequence[Row]) -> Numbers:
+        model, device = learner.model, learner.process.device
+        given = columns_of(rows, device)
+        if self.rl.kl > 0:
+            with torch.no_grad(), without_adapters(model) if lora_layers(model) else nullcontext():
+                given = replace(given, reference=logprobs(self.reference or model, rows))
+            learner.mark("reference_s")
+        return self.algorithm.loss(logprobs(model, rows), given)
+
+
+def logprobs(model: Transformer, rows: Sequence[Row]) -> Tensor:
+    """The log-probability of every answer token of the rows, one after the other."""
+    examples = [row.example for row in rows]
+    shape = exact(examples) if examples else EMPTY
+    words = torch.from_numpy(pack(examples, shape)).to(model.embed.weight.device)
+    tokens_1T, targets_1A, packing = unpack(words, shape)
+    losses_1A: Tensor = model(tokens_1T, targets_1A, packing=packing, reduction="none")
+    return -losses_1A[0]
+
+
+def _within(rows: Sequence[Row], budget: int) -> list[list[Row]]:
+    """Rows in their order in as few passes as hold no more tokens than the budget."""
+    parts: list[list[Row]] = []
+    left = 0
+    for row in rows:
+        if row.example.length > left or not parts:
+            parts.append([])
+            left = budget
+        parts[-1].append(row)
+        left -= row.example.length
+    return parts
+
+
+class Updates:
+    """The executor: the updates of one rollout."""
+
+    def __init__(self, learner: Learner, objective: Policies) -> None:
+        self.learner, self.objective = learner, objective
+
+    def take(self, batch: Rollout, *, targets: float, lr_factor: float) -> Update:
+        set_lr(self.learner.optimizers, lr_factor)
+        if not targets:
+            nothing = torch.zeros((), device=self.learner.process.device)
+            return Update({"loss": nothing, "grad_norm": nothing})
+        parts = self._parts(batch)
+        if len(parts) > 1 and not batch.parts_done:
+            self._remember(parts)
+        done: list[Update] = []
+        for rows in parts[batch.parts_done :]:
+            counted = float(sum(len(row.example.answer) for row in rows))
+            done.append(update(self.learner, self.objective.passes(self.learner, rows), targets=counted))
+            batch.parts_done += 1
+        names = done[0].numbers
+        return Update({name: torch.stack([one.numbers[name] for one in done]).mean() for name in names})
+
+    def _parts(self, batch: Rollout) -> list[list[Row]]:
+        """The rows of each update, over all processes."""
+        count = min(self.objective.rl.updates_per_rollout, len(batch.all_rows))
+        return [batch.all_rows[part::count] for part in range(count)]
+
+    @torch.no_grad()
+    def _remember(self, parts: Sequence[Sequence[Row]]) -> None:
+        """Note the log-probabilities that this process's rows have before the first update."""
+        for part in (part for rows in parts for part in self.objective.split(rows)):
+            found = logprobs(self.learner.model, part).cpu().numpy()
+            ends = np.cumsum([len(row.example.answer) for row in part])
+            for row, own in zip(part, np.split(found, ends[:-1]) if part else (), strict=True):
+                row.columns["old"] = own
+        self.learner.mark("forward_s")

@@ -1,0 +1,109 @@
+"""The policy as an engine: the model that learns, asked for answers.
+
+    with policy.speaking() as engine:
+        for completion in engine.run(requests): ...
+
+On one process the engine computes with the trainer's own weights: nothing is copied unless they are kept in another
+dtype, and adapters are merged in place while it speaks. Spread over several processes, the weights are gathered into
+a model that each process holds whole, because generation is its own business on each. The engine stays open between
+the steps: its slots and CUDA graphs are made once.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+
+from redline.engine.local import LocalEngine
+from redline.engine.prompt import stop_ids
+from redline.errors import MachineError
+from redline.model.lora import lora_layers, merged
+from redline.model.transformer import Transformer, build_model
+from redline.train.process import Process, full
+from redline.train.restore import Opened
+
+
+class Policy:
+    def __init__(
+        self,
+        model: Transformer,
+        opened: Opened,
+        process: Process,
+        *,
+        max_prompt_tokens: int,
+        max_new_tokens: int,
+        slots: int,
+        event: Callable[..., None] = lambda kind, **facts: None,
+    ) -> None:
+        self.model, self.process, self.slots, self.event = model, process, slots, event
+        self.tokenizer, self.stop_ids = opened.tokenizer, stop_ids(opened.loaded, opened.tokenizer)
+        self.lengths = {"max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens}
+        self.whole = model if process.world_size == 1 else self._copy()
+        self.weights_s = 0.0
+        """Spent on putting the weights into the engine, over its life."""
+        self._engine: LocalEngine | None = None
+
+    @contextmanager
+    def speaking(self) -> Iterator[LocalEngine]:
+        """An engine with the weights as they are now."""
+        with ExitStack() as stack:
+            began_s = time.perf_counter()
+            if self.process.world_size > 1:
+                self._gather()
+            else:
+                stack.enter_context(merged(self.model))
+            if self._engine is None:
+                self._engine = self._open()
+            self._engine.refresh()
+            if self.process.device.type == "cuda":
+                torch.cuda.synchronize()
+            self.weights_s += time.perf_counter() - began_s
+            yield self._engine
+
+    def fewer_slots(self, error: torch.OutOfMemoryError) -> None:
+        """Memory ran out while generating: go on with half of the slots."""
+        if self.slots == 1:
+            raise MachineError(
+                "out of memory while generating one answer at a time: use a smaller model"
+            ) from error
+        self.close()
+        self.event("out_of_memory", stage="generate", slots_before=self.slots, slots=self.slots // 2)
+        self.slots //= 2
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _open(self) -> LocalEngine:
+        # On a CPU the same seed gives the same run, so an answer may not depend on what is generated beside it.
+        same = self.process.device.type == "cpu"
+        slots, eos = self.slots, self.stop_ids
+        return LocalEngine(
+            self.whole, self.tokenizer, slots=slots, eos_ids=eos, reproducible=same, **self.lengths
+        )
+
+    def _copy(self) -> Transformer:
+        """A model of the whole weights without adapters, in the compute dtype; filled before every use."""
+        whole = build_model(self.model.config, device=self.process.device, seed=0)
+        whole.compute_dtype = self.model.compute_dtype
+        for parameter in whole.requires_grad_(False).parameters():
+            parameter.data = parameter.data.to(whole.compute_dtype)
+        return whole.eval()
+
+    @torch.no_grad()
+    def _gather(self) -> None:
+        """Every process takes part; one parameter at a time is held twice."""
+        adapted, own = lora_layers(self.model), dict(self.whole.named_parameters())
+        for name, parameter in self.model.named_parameters():
+            if name not in own:
+                continue  # an adapter, merged below
+            value: Tensor = full(parameter.detach())
+            if (layer := adapted.get(name.removesuffix(".weight"))) is not None:
+                value = (
+                    value.float()
+                    + full(layer.lora_b.detach()) @ full(layer.lora_a.detach()) * layer.config.scale
+                )
+            own[name].copy_(value)

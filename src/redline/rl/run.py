@@ -1,0 +1,145 @@
+"""The RL workload: a model, questions and their scorers become a better model.
+
+    with join(plan.hardware.kind) as process:
+        outcome = reinforce(recipe, plan, Path("runs/rl-demo"), process)
+
+runs/rl-demo/
+    recipe.toml  plan.json  metrics.jsonl  events.jsonl  checkpoints/
+    samples/             step-00000012.jsonl: every question and answer of a step (samples.py)
+    adapter/             in PEFT's format, when the run has finished (model/, a Hugging Face folder, where the recipe
+                         has no [lora] table)
+
+If it is killed, the same call resumes: a step whose answers are in its file is not drawn again.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from redline.config.recipe import Recipe
+from redline.config.rl import RlConfig
+from redline.finetune import check_result, prepare, write_result
+from redline.plan.plan import Plan
+from redline.plan.planner import MEMORY_SHARE
+from redline.plan.reinforcement import pcgrad_place
+from redline.rl.algorithm import Algorithm
+from redline.rl.domains import Domains, open_domains
+from redline.rl.grpo import Grpo
+from redline.rl.imitation import Imitation
+from redline.rl.objective import Policies, Updates
+from redline.rl.policy import Policy
+from redline.rl.rollout import Rollouts
+from redline.rl.samples import Samples
+from redline.rl.speed import make_derived
+from redline.rl.validation import make_validation
+from redline.train.execution import COMPUTE_DTYPE, check_device, equip
+from redline.train.loop import Outcome, Trainer
+from redline.train.objective import Job
+from redline.train.open_run import OpenRun, Watching, open_run
+from redline.train.pcgrad import Mode, PCGrad
+from redline.train.process import Process
+from redline.train.restore import Opened, open_weights
+from redline.train.step import Combination, Learner
+
+ALGORITHMS: dict[str, Callable[[RlConfig], Algorithm]] = {"grpo": Grpo, "imitation": Imitation}
+
+
+def reinforce(
+    recipe: Recipe,
+    plan: Plan,
+    run: Path,
+    process: Process,
+    *,
+    observers: Watching = lambda resume_step: (),
+    fork: Path | None = None,
+) -> Outcome:
+    """Train the recipe's model on its domains in the run folder, and write the result there."""
+    check_device(plan)
+    check_result(recipe)
+    with open_run(recipe, plan, run, process, observers=observers, fork=fork) as opened:
+        base = open_weights(Path(recipe.model.init_from or ""))
+        with open_domains(recipe, base, processes=process.world_size) as domains:
+            job = job_of(recipe, plan, base, domains, process, run=run, opened=opened)
+            outcome = Trainer(job, process).run()
+        if outcome.why == "finished":
+            write_result(job.model, recipe, base, process, adapter=run / "adapter", whole=run / "model")
+        return outcome
+
+
+def job_of(
+    recipe: Recipe,
+    plan: Plan,
+    base: Opened,
+    domains: Domains,
+    process: Process,
+    *,
+    run: Path | None = None,
+    opened: OpenRun | None = None,
+) -> Job:
+    """What the loop needs; without a run folder nothing is kept."""
+    rl, event = domains.rl, opened.event if opened else _silent
+    algorithm = ALGORITHMS[rl.algorithm](rl)
+    model = base.build(process.device, COMPUTE_DTYPE[plan.precision])
+    prepare(model, recipe, process)
+    equip(model, plan)
+    reference = None
+    if rl.kl > 0 and recipe.lora is None:
+        reference = base.build(process.device, COMPUTE_DTYPE[plan.precision]).requires_grad_(False)
+    policy = Policy(
+        model,
+        base,
+        process,
+        max_prompt_tokens=rl.max_prompt_tokens,
+        max_new_tokens=rl.max_new_tokens,
+        slots=plan.slots,
+        event=event,
+    )
+    return Job(
+        recipe=recipe,
+        plan=plan,
+        steps=recipe.train.steps,
+        model=model,
+        source=lambda position: Rollouts(
+            domains, policy, algorithm, Samples(run), process, done=position or 0, event=event
+        ),
+        objective=Policies(algorithm, recipe, process, pass_size=plan.micro_batch, reference=reference),
+        executor=Updates,  # type: ignore[arg-type]  # it takes the objective above, and no other
+        data_fingerprint=_fingerprint(domains),
+        run=run,
+        folder=opened.folder if opened else None,
+        validate=make_validation(domains, policy, process),
+        combine=_combination(recipe, plan, event) if rl.pcgrad != "off" else None,
+        derived=make_derived(recipe, plan),
+        fork=opened.fork if opened else None,
+        observers=opened.observers if opened else (),
+    )
+
+
+def _combination(
+    recipe: Recipe, plan: Plan, event: Callable[..., None]
+) -> Callable[[Learner, Callable[[], int]], Combination]:
+    """The domains' gradients kept apart, compared, and projected if the recipe says so."""
+    rl = recipe.rl
+    assert rl is not None
+    assert rl.pcgrad != "off"
+    mode: Mode = rl.pcgrad
+    place, why = pcgrad_place(recipe, plan, MEMORY_SHARE)
+    event("pcgrad", mode=mode, kept_on=place, why=why)
+    return lambda learner, updates_done: PCGrad(
+        learner, groups=rl.names, mode=mode, seed=recipe.train.seed, updates_done=updates_done, place=place
+    )
+
+
+def _silent(kind: str, **facts: Any) -> None:
+    pass
+
+
+def _fingerprint(domains: Domains) -> str:
+    """Changes when a training question does, or its answer."""
+    digest = hashlib.sha256()
+    for name, domain in domains.by_name.items():
+        for question in domain.questions:
+            digest.update(json.dumps([name, question.id, question.text, question.answer]).encode())
+    return digest.hexdigest()[:16]

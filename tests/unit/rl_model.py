@@ -1,0 +1,49 @@
+"""RL on the tiny random model of RFT's tests: a task that random weights solve at times, and the loop in this
+process."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rft_model import TASK, planned
+
+from redline.rl.run import reinforce
+from redline.train.loop import Outcome
+from redline.train.process import Process
+
+RECIPE = """
+workload = "rl"
+[model]
+init_from = "{model}"
+[prompt]
+mode = "text"
+[rl]
+domains = ["{task}:make"]
+group_size = 8
+max_prompt_tokens = 40
+max_new_tokens = 2
+overlong = "none"
+[train]
+seed = 3
+steps = 6
+batch_size = 4
+lr = 1e-2
+checkpoint_every = 2
+[test]
+rows = 5
+"""
+
+
+def letters_rl(folder: Path, model: Path) -> Path:
+    """Write the task and a recipe for it."""
+    task, recipe = folder / "letters.py", folder / "letters-rl.toml"
+    task.write_text(TASK)
+    recipe.write_text(RECIPE.format(task=task, model=model))
+    return recipe
+
+
+def run_rl(recipe: Path, run: Path, overrides: Sequence[str] = (), observers: Sequence[Any] = ()) -> Outcome:
+    shaped, plan, _ = planned(recipe, overrides)
+    process = Process(0, 1, torch.device("cpu"))
+    return reinforce(shaped, plan, run, process, observers=lambda step: observers)

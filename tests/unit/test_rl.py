@@ -1,0 +1,199 @@
+"""Reinforcement learning: losses and advantages against cases computed by hand, the loop on a tiny model."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from rft_model import tiny_model
+from rl_model import letters_rl, run_rl
+
+from redline.config.rl import RlConfig
+from redline.record.metrics import METRICS
+from redline.record.run import read_lines
+from redline.rl.algorithm import Columns, columns_of
+from redline.rl.grpo import Grpo, advantages, divergence, policy_loss
+from redline.rl.imitation import Imitation
+from redline.rl.rollout import Rollouts, shaped_reward
+from redline.rl.samples import Group, Sample, Samples
+from redline.train.checkpoint import read_tensors
+from redline.train.places import resolve
+
+RL = RlConfig(domains=("units",), clip_low=0.2, clip_high=0.28, importance_cap=2.0, max_new_tokens=100)
+
+
+def answer(reward: float, size: int = 3, *, cut: bool = False) -> Sample:
+    return Sample("text", reward, reward > 0, True, cut, tuple(range(size)), (-0.5,) * size)
+
+
+def group(*rewards: float) -> Group:
+    return Group(1, "units", 0, "q", (1, 2), tuple(map(answer, rewards)))
+
+
+# ---- advantages and losses ----
+
+
+def test_advantages_are_standard_deviations_from_the_mean_of_the_group():
+    # mean 0.25; squares 0.5625 + 3 * 0.0625 = 0.75; over 3: variance 0.25, deviation 0.5
+    assert advantages([1.0, 0.0, 0.0, 0.0]) == pytest.approx([0.75 / 0.5001, *[-0.25 / 0.5001] * 3])
+    assert sum(advantages([0.3, 0.9, 0.1])) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_grpo_learns_from_groups_with_different_rewards_only():
+    grpo = Grpo(RL)
+    assert grpo.teaches(group(1.0, 0.0), [1.0, 0.0])
+    assert not grpo.teaches(group(1.0, 1.0), [1.0, 1.0])
+    rows = grpo.rows(group(1.0, 0.0), [1.0, 0.0])
+    assert [row.reward for row in rows] == [1.0, 0.0]
+    assert rows[0].columns["advantage"].tolist() == pytest.approx([0.5 / (math.sqrt(0.5) + 1e-4)] * 3)
+    assert rows[0].example.answer == (0, 1, 2)
+
+
+def test_the_loss_of_every_kind_of_token_by_hand():
+    """Ratios 1.5, 1.5, 0.5, 0.5 with advantages 1, -1, 1, -1: only what would move further away is clipped."""
+    old = torch.zeros(4)
+    now = torch.tensor([1.5, 1.5, 0.5, 0.5]).log().requires_grad_()
+    given = Columns(sampled=old, advantage=torch.tensor([1.0, -1.0, 1.0, -1.0]), old=old)
+    found = policy_loss(now, given, RL)
+    assert found["loss"].item() == pytest.approx(-1.28 + 1.5 - 0.5 + 0.8)
+    assert float(found["clip_share"]) == 2
+    found["loss"].backward()
+    assert now.grad is not None
+    assert now.grad.tolist() == pytest.approx([0.0, 1.5, -0.5, 0.0]), "d(ratio)/d(log p) is the ratio"
+
+
+def test_on_policy_the_gradient_is_that_of_reinforce():
+    now = torch.tensor([-1.0, -2.0], requires_grad=True)
+    found = policy_loss(now, Columns(sampled=now.detach(), advantage=torch.tensor([2.0, -3.0])), RL)
+    found["loss"].backward()
+    assert now.grad is not None
+    assert now.grad.tolist() == pytest.approx([-2.0, 3.0])
+    assert found["loss"].item() == pytest.approx(1.0)
+    assert float(found["entropy"]) == pytest.approx(3.0)
+
+
+def test_what_the_engine_computes_differently_is_corrected_up_to_the_cap():
+    now = torch.tensor([math.log(0.3), math.log(0.9)], requires_grad=True)
+    engine = torch.tensor([math.log(0.2), math.log(0.3)])  # weights 1.5, and 3 cut to 2
+    found = policy_loss(now, Columns(sampled=engine, advantage=torch.ones(2)), RL)
+    found["loss"].backward()
+    assert now.grad is not None
+    assert now.grad.tolist() == pytest.approx([-1.5, -2.0])
+    assert float(found["logprob_gap"]) == pytest.approx(math.log(1.5) + math.log(3))
+    without = policy_loss(
+        now, Columns(sampled=engine, advantage=torch.ones(2)), replace(RL, importance_cap=0.0)
+    )
+    assert without["loss"].item() == pytest.approx(-2.0)
+
+
+def test_the_divergence_is_k3():
+    now, reference = torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)])
+    expected = 0.5 - math.log(0.5) - 1
+    assert float(divergence(now, reference)) == pytest.approx(expected)
+    given = Columns(sampled=now, advantage=torch.zeros(1), reference=reference)
+    found = policy_loss(now, given, replace(RL, kl=0.1))
+    assert found["loss"].item() == pytest.approx(0.1 * expected)
+    assert float(found["kl"]) == pytest.approx(expected)
+
+
+def test_imitation_is_cross_entropy_on_the_correct_answers():
+    imitation = Imitation(RL)
+    assert imitation.teaches(group(1.0, 1.0), [1.0, 1.0])
+    assert not imitation.teaches(group(0.0, 0.0), [0.0, 0.0])
+    (row,) = imitation.rows(group(0.0, 1.0), [0.0, 1.0])
+    logprobs = torch.tensor([-1.0, -2.0, -4.0])
+    assert float(imitation.loss(logprobs, columns_of([row], torch.device("cpu")))["loss"]) == 7.0
+
+
+def test_the_penalty_for_length_rises_over_the_last_fifth():
+    sizes = [80, 90, 100]
+    assert [shaped_reward(answer(1.0, n), RL) for n in sizes] == pytest.approx([1.0, 0.5, 0.0])
+    assert shaped_reward(answer(1.0, 100), replace(RL, overlong="none")) == 1.0
+
+
+def test_samples_survive_the_file_to_the_last_bit(tmp_path):
+    drawn = replace(group(1.0, 0.5), step=7)
+    samples = Samples(tmp_path)
+    samples.add([drawn])
+    (path,) = (tmp_path / "samples").iterdir()
+    path.write_bytes(path.read_bytes() + b'{"step": 7, "dom')  # killed while it wrote the next
+    assert Samples(tmp_path).of(7) == [drawn]
+    samples.add([replace(drawn, number=1)])
+    assert [kept.number for kept in samples.of(7)] == [0, 1]
+
+
+# ---- the loop ----
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rl")
+    letters_rl(folder, tiny_model(folder / "model"))
+    return folder / "letters-rl.toml"
+
+
+@pytest.fixture(scope="module")
+def unbroken(place: Path) -> Path:
+    run_rl(place, place.parent / "unbroken")
+    return place.parent / "unbroken"
+
+
+TIMES = ("_s", "mfu", "ceiling_share", "tokens_per_s", "memory_bytes", "throughput")
+
+
+def training(run: Path) -> list[dict[str, Any]]:
+    """Of every step what does not depend on the clock."""
+    lines = read_lines(run / "metrics.jsonl")
+    return [{name: value for name, value in line.items() if not name.endswith(TIMES)} for line in lines]
+
+
+def test_the_reward_rises(place, tmp_path):
+    run_rl(place, tmp_path / "run", ["train.steps=12"])
+    rewards = [line["reward"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 0.3
+
+
+def test_the_record_names_everything_and_the_result_can_be_opened(unbroken):
+    lines = read_lines(unbroken / "metrics.jsonl")
+    known = {name.partition(".")[0] for name in METRICS}
+    assert {name.partition(".")[0] for line in lines for name in line} <= known
+    assert lines[0]["reward.letters"] == lines[0]["reward"]
+    assert lines[0]["logprob_gap"] < 1e-4, "the engine and the trainer compute the same"
+    assert lines[0]["clip_share"] == 0, "on policy nothing is clipped"
+    assert lines[-1]["valid_accuracy.letters"] == lines[-1]["valid_accuracy"]
+    assert (unbroken / "model" / "config.json").is_file()
+
+
+def test_the_same_seed_gives_the_same_run_and_another_another(place, unbroken, tmp_path):
+    run_rl(place, tmp_path / "again", ["train.steps=3"])
+    assert training(tmp_path / "again")[:2] == training(unbroken)[:2]
+    run_rl(place, tmp_path / "other", ["train.seed=4", "train.steps=1"])
+    assert training(tmp_path / "other")[0]["new_tokens"] != 0
+    assert Samples(tmp_path / "other").of(1) != Samples(unbroken).of(1)
+
+
+@pytest.mark.parametrize("drawn", [0, 3, 9, 14])
+def test_a_run_that_was_killed_loses_and_repeats_no_answer(place, unbroken, tmp_path, monkeypatch, drawn):
+    """Broken off after so many groups were drawn; the groups that are in the files are not drawn again."""
+    generated: list[tuple[int, tuple[str, int]]] = []
+    scored = Rollouts._scored
+
+    def counting(self: Rollouts, step: int, keys: Any) -> Any:
+        for found in scored(self, step, keys):
+            if len(generated) == drawn and not (tmp_path / "killed").exists():
+                (tmp_path / "killed").touch()
+                raise KeyboardInterrupt
+            generated.append((step, found.key))
+            yield found
+
+    monkeypatch.setattr(Rollouts, "_scored", counting)
+    with pytest.raises(KeyboardInterrupt):
+        run_rl(place, tmp_path / "run")
+    run_rl(place, tmp_path / "run")
+    assert len(generated) == len(set(generated)), "no group was drawn twice"
+    assert training(tmp_path / "run") == training(unbroken)
+    weights = [read_tensors(resolve(run), "model.") for run in (tmp_path / "run", unbroken)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
