@@ -23,7 +23,7 @@ ARGUMENTS = {
 {RECIPE}
 {RUN}
 --dry-run   show the plan and run nothing
-{JSON}""",
+{JSON}"""
 }
 
 
