@@ -13,7 +13,7 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from redline.config.rl import RlConfig
+from redline.config.rl import REINFORCING, RlConfig
 from redline.errors import ConfigError, nearest
 
 Workload = Literal["pretrain", "finetune", "rft", "rl"]
@@ -389,13 +389,8 @@ FINETUNING: dict[str, Any] = {
 DEFAULTS: dict[str, dict[str, Any]] = {
     "finetune": {"train": FINETUNING, "data": {"valid_fraction": 0.05}, "prompt": {"mode": "chat"}},
     "rft": {"train": FINETUNING},
-    "rl": {
-        "train": {
-            "batch_size": 32, "lr": 1e-6, "schedule": "constant", "weight_decay": 0.0, "beta2": 0.999,
-            "checkpoint_every": 20, "keep_checkpoints": 1,
-        },
-    },
-}  # fmt: skip
+    "rl": {"train": REINFORCING},
+}
 """Where a workload's defaults differ from those written above."""
 PRESETS: dict[str, dict[str, Any]] = {
     "quality": {"samples_per_question": 50, "temperature": 0.5},

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 RlAlgorithm = Literal["grpo", "ppo", "imitation"]
 Overlong = Literal["penalty", "mask", "none"]
@@ -64,3 +64,10 @@ class RlConfig:
         """The folder of a domain's files, if there is one."""
         folder = Path(self.data).expanduser() / name if self.data is not None else None
         return str(folder) if folder is not None and folder.is_dir() else None
+
+
+REINFORCING: dict[str, Any] = {
+    "batch_size": 32, "lr": 1e-6, "schedule": "constant", "weight_decay": 0.0, "beta2": 0.999,
+    "checkpoint_every": 20, "keep_checkpoints": 1,
+}  # fmt: skip
+"""Where the defaults of `[train]` differ from those of pre-training."""
