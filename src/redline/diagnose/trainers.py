@@ -135,7 +135,13 @@ def _last(name: str, pattern: str, head: str) -> float | str | None:
 
 
 def _in_our_units(found: dict[str, Any]) -> dict[str, Any]:
-    for suffix, factor in (("_gib", 2.0**30), ("_mib", 2.0**20), ("_tera", 1e-12), ("_billion", 1e9)):
+    for suffix, factor in (
+        ("_gib", 2.0**30),
+        ("_mib", 2.0**20),
+        ("_tera", 1e-12),
+        ("_million", 1e6),
+        ("_billion", 1e9),
+    ):
         for name in [name for name in found if name.endswith(suffix)]:
             base = name.removesuffix(suffix)
             ours = {

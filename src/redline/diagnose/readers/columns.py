@@ -32,8 +32,8 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
         f"{_MODEL}global steps?( max steps)?",
         f"{_MODEL}num updates",
         f"{_MODEL}(completed |current |cur |optimizer |optim |this )?(steps?|iterations?|iters?)( num| number| idx| train)?",
-        "it|updates?|s|i|n|batch|batches|batch idx|fraction|progress on train",
-        "bracketed",
+        "it|updates?|s|i|n|batch|batches|batch idx|progress on train",
+        "fraction|bracketed",
     ),
     "epoch": (f"{_MODEL}(current )?epochs?( num| number| idx| train)?|epochnum",),
     "loss": (
@@ -47,7 +47,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
         f"(perf )?(elapsed )?time per {_STEP}( time)?|timing s step",
         f"{_MODEL}(total )?{_STEP}s?( time| timing| duration| latency| dt)+",
         f"(ms|s|sec|secs|seconds) per {_STEP}|end to end latency",
-        "dt( time)?|delta( time)?|seconds|ms|time",
+        "dt( time)?|delta( time)?|seconds|ms|time|batch t",
         "total",
     ),
     "mean_step_s": ("step avg( time)?", f"(avg|average|mean) {_STEP} time", f"train speed s per {_STEP}"),
@@ -89,7 +89,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
         "(gpu |cuda )*(mem|memory)( allocated| alloc| usage| used| log| max active)?",
     ),
     "data_wait_s": (
-        "(time )?data( wait| load(ing|er)?| fetch)?( time)?|batch generator|dataload(er|ing)( time)?",
+        "(time )?data( wait| load(ing|er)?| fetch)?( time| t)?|batch generator|dataload(er|ing)( time)?",
     ),
     "remaining_s": ("remaining( time)?|eta( time| seconds)?|time (left|remaining)",),
     "elapsed_s": (

@@ -41,6 +41,8 @@ FOLLOWS |= {
     "mfu",
 }
 """What may stand on a line of its own behind that of its update."""
+TRAINS = re.compile(r"\b(?:torch|transformers|accelerate|deepspeed|jax|tensorflow|lightning)/", re.IGNORECASE)
+"""Libraries in whose folders a traceback is one of a training."""
 FAILED = re.compile(r"OutOfMemoryError|CUDA out of memory|Traceback \(most recent call last\)")
 OF_A_RUN = {
     "batch_size": "batch_size",
@@ -158,7 +160,7 @@ def _from_console(
         return _observed(
             rows, log, trainer, facts, notes, source=source, form=form, text=text, pauses=console.pauses
         )
-    if not trainer.name or not FAILED.search(text):
+    if not FAILED.search(text) or not (trainer.name or TRAINS.search(text)):
         return None
     known = facts_of(trainer, text[:HEAD]) | dict(given)
     facts_known = physics.solve(known, Timed([]), trainer, one_gpu=trainer.one_gpu, summary={})
@@ -233,18 +235,26 @@ def _bar(log: Log, lines: Sequence[Row]) -> list[Row]:
             bars.setdefault(row.bar, []).append(row)
     bar = max(bars.values(), key=lambda rows: rows[-1].values.get("elapsed_s", 0.0), default=[])
     others = [row for row in log.rows if not row.bar and (row.step >= 0 or "epoch" in row.values)]
-    last = log.summary.get("epoch") or max((row.values.get("epoch", 0.0) for row in others), default=0.0)
+    last, end = log.summary.get("epoch"), bar[-1].total if bar else 0.0
+    if not last:
+        last = max((row.values.get("epoch", 0.0) for row in others), default=0.0)
+        end = bar[-1].step if bar else 0.0
     by_step = {row.step: row for row in bar}
     steps = sorted({row.step for row in lines})
     if _trains(lines) and abs(max(by_step, default=0) - steps[-1]) > 2 * (steps[-1] - steps[-2]):
         return []  # lines of other steps than the bar's
     for row in others if bar else ():
-        place = row.step if row.step >= 0 else row.values["epoch"] / last * bar[-1].total if last else 0.0
+        place = row.step if row.step >= 0 else row.values["epoch"] / last * end if last else 0.0
         at = by_step[min(by_step, key=lambda step: abs(step - place))]
         at.after_s += row.pauses.get("validation", 0.0) if row.evaluated else 0.0
         names = ("loss", "grad_norm", "tokens_total", "tokens")
         at.values = {name: row.values[name] for name in names if name in row.values} | at.values
         at.more, at.lost = at.more | row.more, at.lost | row.lost
+    sums = [(row.step, row.values.pop("tokens_total")) for row in bar if "tokens_total" in row.values]
+    if len(sums) > 2 and sums[-1][0] > sums[0][0]:  # an epoch of two digits does not place a line to the step
+        each = (sums[-1][1] - sums[0][1]) / (sums[-1][0] - sums[0][0])
+        for row in bar:
+            row.values.setdefault("tokens", each)
     return bar
 
 

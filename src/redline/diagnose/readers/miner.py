@@ -17,13 +17,19 @@ from datetime import datetime
 from redline.diagnose.readers.cells import SECONDS
 from redline.diagnose.readers.columns import assign, is_held_out
 
-STAMP = r"\d{4}[-/]\d\d[-/]\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?|[IWEF]\d{4} \d\d:\d\d:\d\d\.\d{1,9}|\d\d/\d\d \d\d:\d\d:\d\d"
+_MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
+STAMP = (
+    r"\d{4}[-/]\d\d[-/]\d\d[T _,]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?|[IWEF]\d{4} \d\d:\d\d:\d\d\.\d{1,9}"
+    rf"|(?:\d\d/\d\d|(?:{'|'.join(_MONTHS)}) {{1,2}}\d\d?)(?:[/ ]\d{{4}})?,? \d\d:\d\d:\d\d"
+)
 TOKEN = re.compile(
     rf"(?<![\w.])({STAMP}|\d{{1,4}} days?, \d+:\d\d:\d\d|\d+:\d\d:\d\d(?:\.\d{{1,9}})?|\d\d?:\d\d(?![\d:])"
     r"|[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d++)(?:\.\d*+)?(?:[eE][-+]?\d+)?"
     r"|[-+]?(?:nan|NaN|NAN|inf|Inf|Infinity)(?![A-Za-z]))"
 )
 STAMPED = re.compile(STAMP)
+_TIME = re.compile(r"\d\d:\d\d:\d\d(?:\.\d{1,9})?")
+"""A stamp without a date, where a line begins with it."""
 _UNIT = re.compile(
     r"\s?((?:ms/step|s/step|ms|µs|us|s/it|s/iter|it/s|iter/s|tok/s|seconds|second|secs|sec|minutes|mins|min|hours|s|m|h"
     r"|[KMGT]i?B|TFLOP/s|TFLOPS?|%|kit|[KkMBG])(?![A-Za-z/])|k?it(?=/$))"
@@ -42,6 +48,12 @@ _BAR = re.compile(
     r"\[(?P<elapsed>(?:\d+ days?, )?\d[\d:]{2,12})<(?P<left>[^,\]]{1,24})(?:,\s*(?P<rate>[\d.]{1,12}|\?)\s?(?P<unit>[^\s,\]]{1,20}))?(?P<rest>[^\]]{0,2000})\]?"
 )
 """tqdm: `33%|███▎ | 496/1524 [1:59:24<4:04:02, 14.24s/it, loss=2.1]`."""
+_POSTFIX = re.compile(r"([A-Za-z][\w/]{0,40}(?: \w{1,20}){0,3})\s{0,2}[=:]\s{0,2}([-+\w.]{1,30})")
+_IN_NAME = re.compile(r"(\b[Ll]oss)[\s:]{1,3}(\d[\w.+-]{0,20})")
+_NUMBERS = re.compile(
+    r"(\bep(?:och)?\W{0,3}\d{1,9}(?:/\d{1,9})?)|[-+]?\d[\d.]{0,20}(?:e[-+]?\d{1,3})?", re.IGNORECASE
+)
+"""What changes in the name of a bar from one time to the next; the epoch stays."""
 _NOTEBOOK_BAR = re.compile(
     r"\[\s*(?P<step>\d{1,12})/(?P<total>\d{1,12}) (?P<elapsed>\d[\d:]{2,12})(?: < (?P<left>[\d:]+))?, [^\]]{0,60}Epoch"
 )
@@ -54,7 +66,8 @@ _PAUSES = {
         r"\b(?:Training starts at|Starting job|Resum(?:ing|ed) (?:from|training))", re.IGNORECASE
     ),
     "validation": re.compile(
-        r"\b(?:val|valid|validation|validat\w+|eval|evaluat\w+|hellaswag|perplexity)\b", re.IGNORECASE
+        r"(?<![A-Za-z])(?:val|valid|validat\w+|eval|evaluat\w+|hellaswag|perplexity)(?![A-Za-z])",
+        re.IGNORECASE,
     ),
     "checkpoint": re.compile(
         r"\b(?:sav|writ)\w* .{0,20}?(?:checkpoint|model|ckpt)|checkpoint.{0,40}\bsav", re.IGNORECASE
@@ -112,7 +125,9 @@ def mine(lines: Sequence[str], *, cut: bool = False) -> Console:
         if skeleton.useful:
             tokens = pieces[1::2]
             cells = {label: tokens[at] + _COUNT.get(unit, "") for at, label, unit in skeleton.columns}
-            stamp = tokens[0] if STAMPED.fullmatch(tokens[0]) else ""
+            stamp = next(filter(STAMPED.fullmatch, tokens[:3]), "")
+            if not stamp and not pieces[0].strip(" [") and _TIME.fullmatch(tokens[0]):
+                stamp = tokens[0]
             console.rows.append(
                 Mined(
                     place,
@@ -138,14 +153,11 @@ def _bars(place: int, line: str) -> tuple[str, list[Mined]]:
         parts, between = found.groupdict(), line[at : found.start()]
         cells = {"step": parts["step"], "step total": parts["total"], "elapsed": parts["elapsed"]}
         cells["remaining"] = parts["left"] or ""
-        for pair in re.finditer(
-            r"([A-Za-z]\w{0,40})\s{0,2}[=:]\s{0,2}([-+\w.]{1,30})", parts.get("rest") or ""
-        ):
-            cells[pair[1]] = pair[2]
         named = "{" not in between and "=" not in between
-        bars.append(
-            Mined(place, cells, {}, bar=f"{between.strip(' :')[-80:] if named else ''}/{parts['total']}")
-        )
+        pairs = _POSTFIX.findall(parts.get("rest") or "") + _IN_NAME.findall(between if named else "")
+        cells |= {label: value for label, value in pairs if "step" not in assign({label: ""})}
+        name = _NUMBERS.sub(lambda one: one[1] or "", between.strip(" :")[-80:]) if named else ""
+        bars.append(Mined(place, cells, {}, bar=f"{name}/{parts['total']}"))
         left, at = left if named else f"{left} {between}", found.end()
     return (f"{left} {line[at:]}".strip() if bars else line), bars
 
@@ -173,7 +185,7 @@ def _understand(key: str) -> _Skeleton:
     names = {label: unit for _, label, unit in columns}
     chosen = assign(names)
     useful = bool(chosen.keys() - {"epoch", "step", "remaining_s", "batch_size"}) or any(
-        is_held_out(label) and "loss" in label.lower() for label in names
+        is_held_out(label) and ("loss" in label.lower() or "step" in chosen) for label in names
     )
     # [step=10/5000], and its numbers on the lines behind it
     useful |= (
@@ -219,15 +231,18 @@ def _label(before: str, after: str, last: str) -> str:
         return words
     if before.endswith("[") and after.startswith("]") and not before.endswith("]["):
         return "bracketed"
+    found = _UNIT.match(after)
+    if "(" in before and found and found[1] == "ms":
+        return "ms"
     if "(" in before or ("[" in before[-2:] and last):
         # Epoch [1][ 10/500]: a fraction without a name of its own counts the steps
         return "fraction" if after.startswith("/") and not last.startswith("fraction") else f"{last} ()"
     if after.startswith("/\0") or after.strip() == "/":
         return "fraction"
-    found = _UNIT.match(after)
     behind = _SPLIT.split(after[found.end() :] if found and found[1] in _COUNT else after)[0]
     behind = behind.split("(")[0].strip(" .:=")
-    return behind if re.fullmatch(r"[%A-Za-zµ][\w%/ ]{0,24}", behind) else found[1] if found else ""
+    label = behind if re.fullmatch(r"[%A-Za-zµ][\w%/ ]{0,24}", behind) else found[1] if found else ""
+    return "seconds" if label == "s" else label
 
 
 def _words(text: str) -> str:
@@ -247,13 +262,16 @@ def _words(text: str) -> str:
 def seconds_of(stamp: str) -> float | None:
     """A time stamp as seconds: only differences count, so the zone and a missing year do not matter."""
     digits, behind = re.findall(r"\d+", stamp), re.search(r"[.,](\d+)$", stamp)
-    if stamp[:1] in "IWEF":  # I0519 22:01:03.123456
+    if _TIME.fullmatch(stamp):
+        digits = ["1", "1", *digits]
+    if stamp[:3] in _MONTHS:
+        digits.insert(0, str(_MONTHS.index(stamp[:3]) + 1))
+    elif stamp[:1] in "IWEF":  # I0519 22:01:03.123456
         digits = [digits[0][:2], digits[0][2:], *digits[1:4]]
-    year, *rest = [
-        int(part)
-        for part in (digits[:6] if len(digits) > 5 and len(digits[0]) == 4 else ["2024", *digits[:5]])
-    ]
+    if len(digits) > 5 and len(digits[2]) == 4:  # 03/01/2026 09:30:00
+        digits = [digits[2], *digits[:2], *digits[3:]]
+    numbers = [int(part) for part in (digits if len(digits[0]) == 4 else ["2024", *digits])[:6]]
     try:
-        return datetime(year, *rest).timestamp() + (float(f"0.{behind[1]}") if behind else 0.0)  # type: ignore[arg-type]
+        return datetime(*numbers).timestamp() + (float(f"0.{behind[1]}") if behind else 0.0)  # type: ignore[arg-type]
     except (ValueError, TypeError, OverflowError, OSError):
         return None

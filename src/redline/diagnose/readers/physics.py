@@ -43,6 +43,8 @@ def solve(known: Known, run: Timed, trainer: Trainer, *, one_gpu: bool, summary:
     _model_and_memory(known, run, trainer, summary)
     step_s, rate = run.typical("step_s"), run.typical("tokens_per_s")
     _batch(known, run, step_s, summary)
+    if rate and step_s and abs(rate * step_s / (known["batch_size"] or 1.0) - 1) < NEAR:
+        rate = None  # a "throughput" of rows and not of tokens
     tokens = run.typical("tokens") or known.get("tokens")
     if tokens is None and known.get("row_tokens") and known.get("batch_size"):
         tokens = known["row_tokens"] * known["batch_size"]

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import median
+from statistics import linear_regression, median
 from typing import Any
 
 from redline.diagnose.readers.rows import Log, Row
@@ -144,7 +144,7 @@ def _from_estimates(rows: Sequence[Row]) -> Times:
     known = known[len(known) // 10 :]
     if len(known) < 3 or known[-1][0] <= known[0][0]:
         return [None for _ in rows]
-    fell_s = (known[0][1] - known[-1][1]) / (known[-1][0] - known[0][0])
+    fell_s = -linear_regression(*zip(*known, strict=True)).slope  # often whole minutes
     return [fell_s if "remaining_s" in row.values else None for row in rows]
 
 
@@ -166,6 +166,10 @@ def _settle_units(run: Timed, log: Log) -> None:
         if reference:
             ratio = raw / reference
             factor = min((1.0, 1e-3, 60.0), key=lambda unit: abs(math.log(ratio * unit)))
+            if not 0.5 <= ratio * factor <= 2:
+                run.notes.append(f"{name} is not read: in no unit is it the time that the clock shows")
+                for row in rows:
+                    row.values.pop("step_s", None)
         else:
             said = "milliseconds" if factor < 1 else "seconds"
             run.notes.append(f"{name} is read as {said} (--map step_s={name}:ms or :s overrules)")

@@ -201,7 +201,7 @@ def tiny_batch(observed: Observed) -> list[Finding]:
 def offload(observed: Observed) -> list[Finding]:
     """Weights or optimiser states in host memory, moved over PCIe every step, while the GPU has room."""
     facts, share = observed.facts, observed.memory_share
-    if facts.offload != "on" or (share or 0.0) > 0.7:
+    if facts.offload != "on" or (share or 0.0) > 0.7 or not observed.steps:
         return []
     adapters = (facts.trained_parameters or math.inf) < 0.1 * (facts.parameters or 0.0)
     moved = 4 * facts.parameters / max(1.0, facts.gpus or 1.0) if facts.parameters else None

@@ -134,6 +134,7 @@ def not_a_number(observed: Observed) -> list[Finding]:
     since = f" from update {lost[0]} on" if lost else f" at update {at[1]}" if at else ""
     shown = sum(s.not_a_number or s.bad_norm or (s.loss or s.grad_norm) is not None for s in steps)
     always = len(steps) > 5 and bool(lost) and lost[0] <= steps[2].step and len(lost) >= 0.95 * shown
+    passed = bool(lost) and not told and len(lost) <= SKIPS * len(steps) and lost[-1] < steps[-1].step
     if always:
         since = " in every line"
     elif lost and lost[-1] != steps[-1].step:
@@ -146,7 +147,15 @@ def not_a_number(observed: Observed) -> list[Finding]:
     better = advice[1] if advice else BAD_START if always else unknown.get(observed.facts.precision, better)
     count, ending = len(lost) or None, told[-1].partition(":")[0][:160] if told else None
     return found(
-        "not-a-number", observed, since=since, better=better, count=count, lines=len(steps), told=ending
+        "not-a-number",
+        observed,
+        since=since,
+        better=better,
+        count=count,
+        lines=len(steps),
+        told=ending,
+        kind="cause" if passed else None,
+        strength=0.7 if passed else 1.0,
     )
 
 
