@@ -534,4 +534,72 @@ FORMATS: dict[str, Format] = {
             f"[Step  {n}] Loss: {r.loss(n):.4f} | Speed: {r.tokens / r.took_s(n) / 1e3:.2f}K tok/s | MFU: 46.76% | Time: {r.took_s(n):.2f}s"
         )
     ),
+    "a date with its month first": Format(
+        lambda r, n: f"{r.at(n):%m/%d/%Y %H:%M:%S} - INFO - __main__ - Step {n}: loss={r.loss(n):.4f}",
+        tokens=False,
+        exact=0.05,
+    ),
+    "a month by its name": Format(
+        lambda r, n: f"{r.at(n):%b %d %H:%M:%S} gpu01 train[77]: step {n} loss {r.loss(n):.4f}",
+        tokens=False,
+        exact=0.05,
+    ),
+    "a time of day": Format(
+        lambda r, n: f"[{r.at(n):%H:%M:%S.%f}] INFO train.py: step {n} loss {r.loss(n):.4f}", tokens=False
+    ),
+    "a host in front": Format(
+        lambda r, n: (
+            f"worker-0: [{r.stamp(n)}] [INFO] [timer.py:199:stop] epoch=0/micro_step={n}/global_step={n}, RunningAvgSamplesPerSec=60.1, CurrSamplesPerSec={32 / r.took_s(n):.6f}, MemAllocated=3.96GB, MaxMemAllocated=22.95GB"
+        ),
+        every=10,
+        losses=False,
+        tokens=False,
+        trainer="deepspeed",
+    ),
+    "nemo's bar": Format(
+        lambda r, n: (
+            f"\rEpoch 0: : {100 * n // r.updates:3d}%|███       | {n}/{r.updates} [{hms(r.clock_s(n))}<00:10, reduced_train_loss={r.loss(n):.3f}, global_step={n - 1:.3f}, consumed_samples={n * 32:.1f}, train_step_timing in s={r.took_s(n):.3f}, val_loss=0.212]"
+        ),
+        tokens=False,
+    ),
+    "a loss in the name of a bar": Format(
+        lambda r, n: f"\r{_bar(r, n, name=f'Epoch 0, Loss {r.loss(n):.3f}, LR 1.00e-05: ')}",
+        tokens=False,
+        exact=0.05,
+    ),
+    "torchtune's bar": Format(
+        lambda r, n: f"\r{_bar(r, n, name=f'1|{n}|Loss: {r.loss(n)}: ')}", tokens=False, exact=0.05
+    ),
+    "times in brackets": Format(
+        lambda r, n: (
+            f"step {n}/{r.updates} loss {r.loss(n):.4f} ({r.took_s(n) * 1e3:.1f}ms, {r.tokens / r.took_s(n) / 1e3:.2f}k tok/s) lr 3e-4"
+        )
+    ),
+    "argonne's megatron": Format(
+        lambda r, n: (
+            f"[{r.at(n):%Y-%m-%d %H:%M:%S}][INFO][training:1251] - iteration= {n:7d}/  317892 | consumed_samples= {n * 32:12d} | consumed_tokens= {n * r.tokens:12d} | elapsed_time_per_iteration_ms={r.took_s(n) * 1e3:.1f} | learning_rate=1.5e-07 | global_batch_size=   32 | lm loss={r.loss(n):.6f} | loss_scale=1.0 | grad_norm=9.6 | samples_per_second={32 / r.took_s(n):.3f} | tokens_per_gpu_per_second_tgs={r.tokens / r.took_s(n) / r.gpus:.3f} | [LM]TFLOPs=42.80 |"
+        )
+    ),
+    "mlx": Format(
+        lambda r, n: (
+            f"Iter {n}: Train loss {r.loss(n):.3f}, Learning Rate 1.000e-05, It/sec {1 / r.took_s(n):.3f}, Tokens/sec {r.tokens / r.took_s(n):.3f}, Trained Tokens {n * r.tokens}, Peak mem 5.123 GB"
+        )
+    ),
+    "deepspeed-chat's third step": Format(
+        lambda r, n: (
+            f"|E2E latency={r.took_s(n):.3f}s |Gather latency=0.00s (0.00%) |Generate time={0.4 * r.took_s(n):.2f}s (40.0%) |Training time={0.5 * r.took_s(n):.2f}s (50.0%) |CurSamplesPerSec={8 / r.took_s(n):.2f}\n"
+            f"Epoch: 0 | Step: {n} | PPO Epoch: 1 | Actor Loss: {r.loss(n)} | Critic Loss: 0.02 | Unsupervised Loss: 0.0\n"
+            f"End-to-End => Latency: {r.took_s(n):.3f}s, TFLOPs: 3.29, Samples/sec: {8 / r.took_s(n):.2f}, Batch Size: 8, Total Seq. Length: 512\n"
+            f"Generation => Latency: {0.4 * r.took_s(n):.2f}s, Per-token Latency 6.92 ms, Answer Seq. Length: 256\n"
+            "Actor Model Parameters => 0.388 B, Critic Model Parameters => 0.125 B"
+        ),
+        tokens=False,
+        trainer="deepspeed",
+    ),
+    "paddlenlp": Format(
+        lambda r, n: (
+            f"[{r.stamp(n)}] [    INFO] - loss: {r.loss(n):.6f}, learning_rate: 3e-05, global_step: {n}, interval_runtime: {r.took_s(n):.4f}, interval_samples_per_second: {32 / r.took_s(n):.4f}, interval_tokens_per_second_per_device: {r.tokens / r.gpus / r.took_s(n):.4f}, interval_steps_per_second: {1 / r.took_s(n):.4f}"
+        ),
+        tokens=False,
+    ),
 }

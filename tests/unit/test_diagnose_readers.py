@@ -738,3 +738,79 @@ def test_the_running_log_of_hugging_face_has_stamps_and_no_steps(tmp_path: Path,
     assert observed.updates == (760 if losses else 768)
     assert observed.median("step_s") == pytest.approx(7.79, rel=0.02)
     assert observed.facts.batch_size == 112
+
+
+def test_a_console_of_the_trainer_that_is_still_running(tmp_path: Path) -> None:
+    """The bar's total is not where the last line stands: tokens of an update follow from the steps done."""
+    lines = []
+    for step in range(1, 401):
+        lines.append(
+            f"\r{step / 16:3.0f}%|███   | {step}/1600 [{step // 30:02d}:{2 * step % 60:02d}<59:00,  2.00s/it]"
+        )
+        if step % 10 == 0:
+            cells = {"loss": 2.0 - step / 1000, "num_tokens": 5000.0 * step, "epoch": round(step / 800, 2)}
+            lines.append(f"{cells}\n")
+    observed = read(text_file(tmp_path, "".join(lines), "train.log"))
+    assert observed.updates == 400
+    assert observed.median("step_s") == pytest.approx(2.0, rel=0.02)
+    assert observed.median("tokens") == pytest.approx(5000, rel=0.02)
+
+
+def test_an_estimate_in_whole_minutes_is_told_by_how_it_falls(tmp_path: Path) -> None:
+    step_s, steps = 0.0755, 60_000
+    lines = []
+    for step in range(0, 20_000, 100):
+        left = (step_s * steps) // 60 - (step_s * step) // 60
+        lines.append(
+            f"Epoch:[0/3]({step}/{steps}) loss:{2.0 - step / 4e4:.3f} lr:0.0001 epoch_Time:{left}min:"
+        )
+    observed = read(text_file(tmp_path, "\n".join(["LLM总参数量：26.878 百万", *lines]) + "\n"))
+    assert observed.median("step_s") == pytest.approx(step_s, rel=0.02)
+    assert observed.facts.parameters == pytest.approx(26.878e6)
+
+
+def test_an_accuracy_between_the_updates_tells_of_a_validation(tmp_path: Path) -> None:
+    now, lines = datetime(2026, 3, 1), []
+    for step in range(1, 121):
+        now += timedelta(seconds=2)
+        lines.append(f"{now:%Y-%m-%d %H:%M:%S},000 - train - INFO - Step {step} loss: {8 - step / 40:.4f}")
+        if step % 20 == 0:
+            now += timedelta(seconds=30)
+            lines.append(f"{now:%Y-%m-%d %H:%M:%S},000 - train - INFO - Step {step} eval_acc: 0.4")
+    observed = read(text_file(tmp_path, "\n".join(lines) + "\n"))
+    assert observed.median("step_s") == pytest.approx(2.0)
+    causes = found(observed)
+    assert "validation-pause" in causes
+    assert "stall" not in causes
+
+
+def test_a_time_that_no_unit_brings_to_the_clock_is_not_read(tmp_path: Path) -> None:
+    """Here it is that of the 20 updates between two lines."""
+    lines = [
+        f"2026-03-01 09:{step * 8 // 1200:02d}:{step * 8 // 20 % 60:02d},000 batch: {step}, time: 8.0, loss: {9 - step / 999:.3f}"
+        for step in range(20, 2000, 20)
+    ]
+    observed = read(text_file(tmp_path, "\n".join(lines) + "\n"))
+    assert observed.median("step_s") == pytest.approx(0.4, rel=0.02)
+    assert any("time is not read" in note for note in observed.notes)
+
+
+def test_a_crash_before_the_first_update_is_told_whoever_trained(tmp_path: Path) -> None:
+    text = (
+        'Traceback (most recent call last):\n  File "/venv/site-packages/transformers/trainer.py", line 1, in train\n'
+        "ImportError: flash_attn_2_cuda.so: undefined symbol\n"
+    )
+    causes = found(read(text_file(tmp_path, f"loading the model\n{text}", "train.log")))
+    assert causes["crash"].kind == "failure"
+    with pytest.raises(DataError, match="shows no training"):
+        read(text_file(tmp_path, text.replace("transformers", "requests"), "other.log"))
+
+
+def test_a_loss_that_was_lost_once_is_no_failure(tmp_path: Path) -> None:
+    losses = [f"{8 - step / 40:.4f}" if step != 57 else "nan" for step in range(1, 201)]
+    lines = [f"step {step} | loss: {loss} | dt: 400.0ms" for step, loss in enumerate(losses, 1)]
+    observed = read(text_file(tmp_path, "\n".join(lines) + "\n"))
+    finding = found(observed)["not-a-number"]
+    assert finding.kind == "cause"
+    assert finding.confidence < 0.8
+    assert verdict(observed, [finding]).word != "failed"

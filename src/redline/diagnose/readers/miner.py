@@ -23,12 +23,12 @@ STAMP = (
     rf"|(?:\d\d/\d\d|(?:{'|'.join(_MONTHS)}) {{1,2}}\d\d?)(?:[/ ]\d{{4}})?,? \d\d:\d\d:\d\d"
 )
 TOKEN = re.compile(
-    rf"(?<![\w.])({STAMP}|\d{{1,4}} days?, \d+:\d\d:\d\d|\d+:\d\d:\d\d(?:\.\d{{1,9}})?|\d\d?:\d\d(?![\d:])"
+    r"(?<![\w.])(\d{1,4} days?, \d+:\d\d:\d\d|\d+:\d\d:\d\d(?:\.\d{1,9})?|\d\d?:\d\d(?![\d:])"
     r"|[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d++)(?:\.\d*+)?(?:[eE][-+]?\d+)?"
     r"|[-+]?(?:nan|NaN|NAN|inf|Inf|Infinity)(?![A-Za-z]))"
 )
 STAMPED = re.compile(STAMP)
-_TIME = re.compile(r"\d\d:\d\d:\d\d(?:\.\d{1,9})?")
+_TIME = re.compile(r"[ \[]{0,4}\d\d:\d\d:\d\d(?:\.\d{1,9})?")
 """A stamp without a date, where a line begins with it."""
 _UNIT = re.compile(
     r"\s?((?:ms/step|s/step|ms|µs|us|s/it|s/iter|it/s|iter/s|tok/s|seconds|second|secs|sec|minutes|mins|min|hours|s|m|h"
@@ -118,6 +118,9 @@ def mine(lines: Sequence[str], *, cut: bool = False) -> Console:
         if (at := max(text.find("{'"), text.find('{"'))) >= 0 and (row := _dict(place, text, at)):
             console.rows.append(row)
             continue
+        stamp = STAMPED.search(text, 0, 120) or _TIME.match(text)
+        if stamp:
+            text = text[: stamp.start()] + text[stamp.end() :]
         pieces = TOKEN.split(text)
         key = "\0".join(pieces[::2])
         if (skeleton := known.get(key)) is None:
@@ -125,17 +128,8 @@ def mine(lines: Sequence[str], *, cut: bool = False) -> Console:
         if skeleton.useful:
             tokens = pieces[1::2]
             cells = {label: tokens[at] + _COUNT.get(unit, "") for at, label, unit in skeleton.columns}
-            stamp = next(filter(STAMPED.fullmatch, tokens[:3]), "")
-            if not stamp and not pieces[0].strip(" [") and _TIME.fullmatch(tokens[0]):
-                stamp = tokens[0]
-            console.rows.append(
-                Mined(
-                    place,
-                    cells,
-                    {label: "" if unit in _COUNT else unit for _, label, unit in skeleton.columns},
-                    stamp,
-                )
-            )
+            units = {label: "" if unit in _COUNT else unit for _, label, unit in skeleton.columns}
+            console.rows.append(Mined(place, cells, units, stamp[0].strip(" [") if stamp else ""))
         elif skeleton.pause:
             console.pauses.append((place, skeleton.pause))
     last = console.rows[-1] if console.rows else None
@@ -191,8 +185,7 @@ def _understand(key: str) -> _Skeleton:
     useful |= (
         len(columns) <= 6
         and "step" in chosen
-        and f"{chosen['step'].label} total" in names
-        and chosen["step"].label != "fraction"
+        and any(name.endswith(" total") and name != "fraction total" for name in names)
     )
     pause = next((kind for kind, pattern in _PAUSES.items() if pattern.search(key[:400])), "")
     return _Skeleton(columns, pause, useful)
@@ -251,7 +244,7 @@ def _words(text: str) -> str:
     open_at = max(text.rfind("(") if text.rfind("(") > text.rfind(")") else -1, text.rfind("["))
     if open_at >= 0:
         text = text[open_at + 1 :] if re.search(r"[A-Za-z]", text[open_at + 1 :]) else text[:open_at]
-    text = _LEVEL.sub("", text.strip(" \"'`:=.,~#*>[]/").removesuffix("("))
+    text = _LEVEL.sub("", text.strip(" \"'`:=.,~#*>[]/-").removesuffix("("))
     if re.search(r"[A-Za-z]", text) is None:
         return ""
     return (
@@ -262,12 +255,12 @@ def _words(text: str) -> str:
 def seconds_of(stamp: str) -> float | None:
     """A time stamp as seconds: only differences count, so the zone and a missing year do not matter."""
     digits, behind = re.findall(r"\d+", stamp), re.search(r"[.,](\d+)$", stamp)
-    if _TIME.fullmatch(stamp):
-        digits = ["1", "1", *digits]
     if stamp[:3] in _MONTHS:
         digits.insert(0, str(_MONTHS.index(stamp[:3]) + 1))
     elif stamp[:1] in "IWEF":  # I0519 22:01:03.123456
         digits = [digits[0][:2], digits[0][2:], *digits[1:4]]
+    elif len(digits) < 5:  # a time of day
+        digits = ["1", "1", *digits]
     if len(digits) > 5 and len(digits[2]) == 4:  # 03/01/2026 09:30:00
         digits = [digits[2], *digits[:2], *digits[3:]]
     numbers = [int(part) for part in (digits if len(digits[0]) == 4 else ["2024", *digits])[:6]]
