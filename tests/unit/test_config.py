@@ -9,6 +9,7 @@ import pytest
 from generated import recipes
 from hypothesis import given, settings
 
+from redline.config.differences import differences, extends
 from redline.config.load import from_toml, load_recipe, shipped, to_toml
 from redline.config.recipe import (
     CADENCE,
@@ -23,8 +24,6 @@ from redline.config.recipe import (
     TaskConfig,
     TestConfig,
     TrainConfig,
-    differences,
-    extends,
 )
 from redline.config.rl import RlConfig
 from redline.config.rules import check

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from redline.config.differences import differences
 from redline.config.load import load_recipe
-from redline.config.recipe import PRESETS, Recipe, differences
+from redline.config.recipe import PRESETS, Recipe
 from redline.errors import ConfigError
 from redline.machine.facts import read_facts
 from redline.plan.bounds import Outside, bounded_slots

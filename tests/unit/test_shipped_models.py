@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from redline.config.differences import differences
 from redline.config.load import from_toml, load_recipe
-from redline.config.recipe import ModelConfig, differences
+from redline.config.recipe import ModelConfig
 from redline.model.huggingface_out import write_folder
 from redline.model.transformer import build_model
 from redline.tasks.units_corpus import documents

@@ -318,12 +318,12 @@ class Recipe:
     @property
     def fingerprint(self) -> str:
         """Hash of everything that defines the training: equal fingerprints compute the same thing."""
-        return fingerprint_of(self._defining())
+        return fingerprint_of(self.defining())
 
     @property
     def identity(self) -> str:
         """Hash of what a run may not change when it is resumed: the fingerprint but for when the run ends."""
-        tables = self._defining()
+        tables = self.defining()
         tables["train"] = {name: value for name, value in tables["train"].items() if name not in ENDS}
         return fingerprint_of(tables)
 
@@ -362,7 +362,8 @@ class Recipe:
         drawing = {name: getattr(self.sample, name) for name in drawn}
         return {"seed": self.train.seed, **task, **prompt, **drawing}
 
-    def _defining(self) -> dict[str, Any]:
+    def defining(self) -> dict[str, Any]:
+        """The tables that make this training what it is."""
         tables = {name: asdict(getattr(self, name) or LoraConfig()) for name in TABLES[self.workload]}
         if self.lora is None:
             tables.pop("lora", None)
@@ -403,39 +404,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 def fingerprint_of(what: Any) -> str:
     """A short hash of JSON values."""
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def differences(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
-    """What makes two fingerprints differ: `table.key` -> (value before, value now)."""
-    old, new = _flat(before._defining()), _flat(now._defining())
-    keys = [*new, *(key for key in old if key not in new)]
-    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
-
-
-def _flat(tables: dict[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, table in tables.items():
-        flat |= (
-            {f"{name}.{key}": value for key, value in table.items()}
-            if isinstance(table, dict)
-            else {name: table}
-        )
-    return flat
-
-
-def extends(changed: dict[str, tuple[Any, Any]]) -> bool:
-    """Whether these differences leave the training as it is and only let it end at another time."""
-    return all(key in {f"train.{name}" for name in ENDS} for key in changed)
-
-
-def refusal(where: str, changed: dict[str, tuple[Any, Any]]) -> str:
-    """The line for a folder that holds another recipe's run."""
-    shown = [f"{key} ({old} before, {new} now)" for key, (old, new) in changed.items()]
-    more = f" and {len(shown) - 2} more" if len(shown) > 2 else ""
-    return (
-        f"{where} holds a run of another recipe: {', '.join(shown[:2])}{more}; give another folder with --run, "
-        f"go on from its weights with --fork {where}, or give the recipe it was made with"
-    )
 
 
 def later_round(recipe: Recipe, before: str) -> Recipe:

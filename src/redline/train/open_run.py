@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from redline.config.differences import differences, extends, refusal
 from redline.config.load import from_toml, to_toml
-from redline.config.recipe import Recipe, differences, extends, refusal
+from redline.config.recipe import Recipe
 from redline.errors import ConfigError
 from redline.plan.plan import Plan, save
 from redline.record.files import read_text, write_atomic

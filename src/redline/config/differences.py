@@ -1,0 +1,38 @@
+"""What makes two recipes different trainings, and what to say where a run folder holds another one."""
+
+from typing import Any
+
+from redline.config.recipe import ENDS, Recipe
+
+
+def differences(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
+    """What makes two fingerprints differ: `table.key` -> (value before, value now)."""
+    old, new = _flat(before.defining()), _flat(now.defining())
+    keys = [*new, *(key for key in old if key not in new)]
+    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
+
+
+def _flat(tables: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, table in tables.items():
+        flat |= (
+            {f"{name}.{key}": value for key, value in table.items()}
+            if isinstance(table, dict)
+            else {name: table}
+        )
+    return flat
+
+
+def extends(changed: dict[str, tuple[Any, Any]]) -> bool:
+    """Whether these differences leave the training as it is and only let it end at another time."""
+    return all(key in {f"train.{name}" for name in ENDS} for key in changed)
+
+
+def refusal(where: str, changed: dict[str, tuple[Any, Any]]) -> str:
+    """The line for a folder that holds another recipe's run."""
+    shown = [f"{key} ({old} before, {new} now)" for key, (old, new) in changed.items()]
+    more = f" and {len(shown) - 2} more" if len(shown) > 2 else ""
+    return (
+        f"{where} holds a run of another recipe: {', '.join(shown[:2])}{more}; give another folder with --run, "
+        f"go on from its weights with --fork {where}, or give the recipe it was made with"
+    )
