@@ -173,7 +173,7 @@ class TestRefusals:
 
     def test_no_run(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["watch", str(tmp_path / "none")]) == 3
-        assert "no run folder" in capsys.readouterr().err
+        assert "not a run folder" in capsys.readouterr().err
 
 
 class TestTerminal:

@@ -546,7 +546,7 @@ def test_exporting_over_another_folder(made, capsys, tmp_path):
         capsys,
         ["export", str(made / "model"), "full"],
         5,
-        "a model is written to a new folder, and full is there already",
+        "a model needs a new folder and full already exists",
     )
     assert (tmp_path / "full" / "file").read_text() == "mine"
 

@@ -193,7 +193,7 @@ class TestWandb:
         exporter.metrics(line(1))
         exporter.close()
         assert len(said) == 1
-        assert said[0].startswith("W&B has no API key: the run is written offline")
+        assert said[0].startswith("W&B has no API key: writing offline")
         assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
     def test_steps_that_the_server_holds_are_not_logged_again(
@@ -221,7 +221,7 @@ class TestWandb:
             exporter.metrics(line(step))
         exporter.close()
         assert logged == [7, 8, 9, -1]
-        assert said == ["W&B holds steps 5 to 6 from before the resume: they are not logged again"]
+        assert said == ["W&B has steps 5 to 6 from before the resume: they are not logged again"]
         assert (given["project"], given["resume"], given["mode"], given["config"]) == (
             "redline",
             "allow",
@@ -284,7 +284,7 @@ class TestExporter:
             exporter.metrics(line(step))
         (warned,) = said
         assert warned.startswith(
-            "Fake is slower than the run: 10 lines wait, the oldest are dropped from now on"
+            "Fake is slower than the run: 10 lines wait, dropping the oldest from now on"
         )
         gate.set()
         while len(sink.steps) < 10:
@@ -303,7 +303,7 @@ class TestExporter:
         gate.set()
         until_dead(exporter)  # its late failure is not said a second time
         assert len(said) == 1
-        assert "Fake was not done within 0 s of the end, 1 lines wait" in said[0]
+        assert "Fake did not finish within 0 s of the end, 1 lines wait" in said[0]
 
     @pytest.mark.timing
     def test_metrics_returns_in_microseconds(self, tmp_path: Path) -> None:

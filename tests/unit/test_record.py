@@ -151,6 +151,6 @@ def test_a_folder_has_begun_with_its_first_line_or_checkpoint(tmp_path: Path):
 
 def test_a_folder_with_other_files_is_not_taken(tmp_path: Path):
     (tmp_path / "corpus.txt").write_text("words")
-    with pytest.raises(StorageError, match="holds other files than a run's"), RunFolder(tmp_path):
+    with pytest.raises(StorageError, match="holds files that are not a run's"), RunFolder(tmp_path):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.txt"]

@@ -138,7 +138,7 @@ class TestDamage:
     @pytest.mark.parametrize("make", [Path.touch, Path.mkdir, lambda path: None])
     def test_no_run_folder(self, tmp_path: Path, make) -> None:
         make(tmp_path / "a")
-        with pytest.raises(DataError, match=r"a is no run folder.*redline train"):
+        with pytest.raises(DataError, match=r"a is not a run folder.*redline train"):
             read_run(tmp_path / "a")
 
 

@@ -1,13 +1,8 @@
-"""Exporters: every line of metrics.jsonl also to TensorBoard, Weights & Biases or MLflow, off the hot path.
+"""Exporters: every line of metrics.jsonl also to TensorBoard, Weights & Biases or MLflow.
 
-    exporters = make_exporters(["tensorboard"], ExportedRun(folder, "nano", config, warn=print))
-    exporters[0].metrics(line)  # microseconds: the line goes into a queue, a daemon thread does the work
-    exporters[0].close()        # drains the queue, for at most CLOSE_LIMIT_S
-
-An exporter never stops or slows a run: what goes wrong in its thread is said once through `warn` (mostly
-called from that thread) and the exporter drops itself. metrics.jsonl stays the record, exports are copies of
-it; events are not exported, they stand in events.jsonl. To add a target: one class with open, write and
-close, and one line in `_SINKS`.
+A line goes into a queue and a daemon thread sends it, so an exporter neither stops nor slows a run: if its thread
+fails, `warn` says so once and the export ends. metrics.jsonl stays the record; events are not exported. To add a
+target: a class with open, write and close, and a line in `_SINKS`.
 """
 
 import contextlib
@@ -26,7 +21,7 @@ from redline.record.files import write_atomic
 from redline.record.metrics import METRICS
 
 QUEUE_LINES = 10_000
-"""Lines that may wait for a slow target (about 10 MB); beyond that the oldest are dropped."""
+"""Lines that may wait for a slow target (about 10 MB); then the oldest are dropped."""
 CLOSE_LIMIT_S = 10.0
 
 
@@ -43,7 +38,7 @@ class ExportedRun:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Refuse a name that no exporter has; cheap, so that a typo is found before a corpus is read."""
+    """Refuse an unknown exporter before a corpus is read."""
     for name in names:
         if name not in _SINKS:
             raise ConfigError(
@@ -52,7 +47,6 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def make_exporters(names: Sequence[str], run: ExportedRun) -> list["Exporter"]:
-    """One running exporter a name."""
     check_names(names)
     return [Exporter(_SINKS[name](run), run.warn) for name in names]
 
@@ -65,39 +59,34 @@ def exported_name(name: str) -> str:
 
 
 def exported_values(line: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a metrics line under their exported names; `step` is the axis, and null is not a
-    number."""
-    known = {name: value for name, value in line.items() if name != "step" and value is not None}
-    return {exported_name(name): float(value) for name, value in known.items()}
+    """The numbers of a metrics line under their exported names; `step` is the axis."""
+    return {exported_name(n): float(v) for n, v in line.items() if n != "step" and v is not None}
 
 
 def document() -> str:
     """A Markdown table of every metric, for docs/metrics.md."""
-    rows = [
-        f"| `{name}` | {'the x axis' if name == 'step' else f'`{exported_name(name)}`'} | {metric.unit} |"
-        f" {metric.meaning} |\n"
-        for name, metric in METRICS.items()
-    ]
-    return "| metrics.jsonl | exported as | unit | meaning |\n|---|---|---|---|\n" + "".join(rows)
+    rows = ["| metrics.jsonl | exported as | unit | meaning |", "|---|---|---|---|"]
+    for name, (unit, meaning) in METRICS.items():
+        exported = "the x axis" if name == "step" else f"`{exported_name(name)}`"
+        rows.append(f"| `{name}` | {exported} | {unit} | {meaning} |")
+    return "\n".join(rows) + "\n"
 
 
 class Sink(Protocol):
-    """Where lines go. All three methods run in the exporter's thread and may raise; the constructor only
-    imports."""
+    """Where lines go. The methods run in the exporter's thread and may raise; the constructor only imports."""
 
     title: str
 
     def open(self) -> None: ...
 
     def write(self, at: float, line: dict[str, Any]) -> None:
-        """One metrics line, and the time in Unix seconds at which it came."""
+        """One metrics line, and its time in Unix seconds."""
 
     def close(self) -> None: ...
 
 
 class Exporter:
-    """An observer of the training loop that hands every line, which must not change any more, to a sink in
-    its own thread."""
+    """An observer that hands every line to a sink in its own thread; the line must not change any more."""
 
     def __init__(self, sink: Sink, warn: Callable[[str], None]) -> None:
         self._sink = sink
@@ -109,21 +98,21 @@ class Exporter:
         self._thread.start()
 
     def metrics(self, line: dict[str, Any]) -> None:
-        if self._thread.is_alive() and "step" in line:  # how far sampling is has no axis
+        if self._thread.is_alive() and "step" in line:  # the progress of sampling has no axis
             self._put((time.time(), line))
 
     def event(self, kind: str, facts: dict[str, Any]) -> None:
         """Events are not exported."""
 
     def close(self) -> None:
-        """Write what is queued, for at most CLOSE_LIMIT_S, and say what was lost."""
+        """Write what is queued, for at most CLOSE_LIMIT_S, and report what was lost."""
         if self._thread.is_alive():
             self._put(None)
         self._thread.join(CLOSE_LIMIT_S)
         if self._thread.is_alive():
             self._given_up = True
-            waiting = max(0, self._queue.qsize() - 1)  # the end mark is no line
-            self._say(f"was not done within {CLOSE_LIMIT_S:.0f} s of the end, {waiting} lines wait")
+            waiting = max(0, self._queue.qsize() - 1)  # without the end mark
+            self._say(f"did not finish within {CLOSE_LIMIT_S:.0f} s of the end, {waiting} lines wait")
         if self._num_dropped:
             self._say(f"was too slow: {self._num_dropped} lines were dropped")
 
@@ -137,12 +126,11 @@ class Exporter:
             except queue.Full:
                 with contextlib.suppress(queue.Empty):  # the thread may just have made room
                     self._queue.get_nowait()
-                    self._drop_one()
-
-    def _drop_one(self) -> None:
-        self._num_dropped += 1
-        if self._num_dropped == 1:
-            self._say(f"is slower than the run: {QUEUE_LINES} lines wait, the oldest are dropped from now on")
+                    self._num_dropped += 1
+                    if self._num_dropped == 1:
+                        self._say(
+                            f"is slower than the run: {QUEUE_LINES} lines wait, dropping the oldest from now on"
+                        )
 
     def _work(self) -> None:
         try:
@@ -153,42 +141,35 @@ class Exporter:
         except Exception as error:  # noqa: BLE001 - whatever a foreign library raises in here, the run must go on
             if not self._given_up:  # close() has said it already
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                self._say(f"export stopped ({reason}): the run goes on")
+                self._say(f"export stopped ({reason}): the run continues")
 
 
 class TensorBoard:
-    """Event files under <run>/tensorboard, framed by tensorboard's own RecordWriter.
-
-    Not through its EventFileWriter: that one imports tensorflow where there is one, and on a full disk prints
-    a traceback from a second thread.
-    """
+    """Event files under <run>/tensorboard, framed by tensorboard's RecordWriter: its EventFileWriter imports
+    tensorflow if there is one, and on a full disk prints a traceback from a second thread."""
 
     title = "TensorBoard"
 
     def __init__(self, run: ExportedRun) -> None:
         self._folder = run.folder / "tensorboard"
         self._resume_step = run.resume_step
-        self._event = need("tensorboard.compat.proto.event_pb2", extra="tensorboard")
-        self._summary = need("tensorboard.compat.proto.summary_pb2", extra="tensorboard").Summary
-        self._record_writer = need(
-            "tensorboard.summary.writer.record_writer", extra="tensorboard"
-        ).RecordWriter
+        places = ("compat.proto.event_pb2", "compat.proto.summary_pb2", "summary.writer.record_writer")
+        self._event, summary, writer = (need(f"tensorboard.{p}", extra="tensorboard") for p in places)
+        self._summary, self._record_writer = summary.Summary, writer.RecordWriter
 
     def open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads the files of a folder in the order of their names, so a resumed run must sort
-        # after the one before it.
+        # TensorBoard reads files in the order of their names, so a resumed run must sort after the one before.
         path = self._folder / f"events.out.tfevents.{time.time_ns():020d}"
         self._file = self._record_writer(open(path, "xb"))  # noqa: SIM115 - lives as long as the run
         self._write(wall_time=time.time(), file_version="brain.Event:2")
-        # At START TensorBoard discards every point from this step on that an earlier attempt left behind.
+        # START makes TensorBoard discard every point from this step on that an earlier attempt left.
         start = self._event.SessionLog(status=self._event.SessionLog.START)
         self._write(wall_time=time.time(), step=self._resume_step + 1, session_log=start)
 
     def write(self, at: float, line: dict[str, Any]) -> None:
-        values = [
-            self._summary.Value(tag=tag, simple_value=value) for tag, value in exported_values(line).items()
-        ]
+        found = exported_values(line).items()
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in found]
         self._write(wall_time=at, step=line["step"], summary=self._summary(value=values))
 
     def close(self) -> None:
@@ -199,19 +180,16 @@ class TensorBoard:
             self._file.write(self._event.Event(**fields).SerializeToString())
             self._file.flush()
         except OSError:
-            # closed here, or the garbage collector tries to flush again and complains
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # or the garbage collector flushes again and complains
                 self._file.close()
             raise
 
 
 class WandB:
-    """A Weights & Biases run; its id stands in <run>/wandb_id, so a resumed run goes on with it. Honours
-    W&B's own settings.
+    """A Weights & Biases run; its id is in <run>/wandb_id, so a resumed run continues it. Honours W&B's settings.
 
-    Without an API key it writes offline and says so. W&B cannot take points back: steps that it holds from
-    before a crash keep their first values, and are not logged again.
-    """
+    Without an API key it writes offline and says so. W&B cannot take points back: steps from before a crash keep
+    their first values and are not logged again."""
 
     title = "W&B"
 
@@ -223,8 +201,8 @@ class WandB:
         run, id_path = self._run, self._run.folder / "wandb_id"
         if not id_path.exists():
             write_atomic(id_path, secrets.token_hex(4))
-        # Its messages and its capture of stdout would tear the live view. The limits are for a server that is
-        # gone: with W&B's own ones (90 s and none) the exit of the whole program waits for it.
+        # Its messages and its capture of stdout would tear the live view. With W&B's own limits (90 s and none)
+        # a server that is gone would hold up the exit of the program.
         settings = self._wandb.Settings(
             silent=True, console="off", init_timeout=30.0, finish_timeout=CLOSE_LIMIT_S
         )
@@ -239,10 +217,8 @@ class WandB:
             settings=settings,
         )
         if (held := self._log.starting_step - 1) > run.resume_step:
-            run.warn(
-                f"W&B holds steps {run.resume_step + 1} to {held} from before the resume: they are not logged"
-                " again"
-            )
+            steps = f"steps {run.resume_step + 1} to {held}"
+            run.warn(f"W&B has {steps} from before the resume: they are not logged again")
 
     def write(self, at: float, line: dict[str, Any]) -> None:
         if line["step"] >= self._log.starting_step:
@@ -252,21 +228,20 @@ class WandB:
         self._log.finish()
 
     def _mode(self) -> str:
-        """W&B's own mode, but offline where going online would ask for an API key."""
+        """W&B's own mode, but offline if going online would ask for an API key."""
         mode: str = self._wandb.setup(self._wandb.Settings(silent=True)).settings.mode
         if mode == "online" and not self._wandb.login(prompt=False, verify=False):
             where = self._run.folder / "wandb"
             self._run.warn(
-                f"W&B has no API key: the run is written offline to {where}; `wandb login`, then `wandb"
-                " sync` it"
+                f"W&B has no API key: writing offline to {where}; `wandb login`, then `wandb sync` it"
             )
             return "offline"
         return mode
 
 
 class MLflow:
-    """An MLflow run on the server that MLFLOW_TRACKING_URI names; its id stands in <run>/mlflow_id, so a resumed run
-    goes on with it. MLflow keeps every value of a step: those from before a crash stay beside the new ones."""
+    """An MLflow run on the server MLFLOW_TRACKING_URI; its id is in <run>/mlflow_id, so a resumed run continues it.
+    MLflow keeps every value of a step: those from before a crash stay beside the new ones."""
 
     title = "MLflow"
 

@@ -1,8 +1,8 @@
-"""Files of ours, written durably and read strictly.
+"""Our files, written durably and read strictly.
 
-What is reported as written survives a crash, and nobody ever sees half a file. Whatever stands in a file that we
-read, the reader gets a value of the right kind or one line that names the file, what is wrong and the way out: a
-file may be unreadable, a pipe, huge, random bytes, nested 100,000 deep or hold numbers of 5,000 digits.
+What is reported as written survives a crash, and nobody sees half a file. A reader gets a value of the right kind, or
+one line that names the file, what is wrong and the way out: a file may be unreadable, a pipe, huge, random bytes,
+nested 100,000 deep or hold numbers of 5,000 digits.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ WAY_OUT = "correct the file, or move it away"
 _KINDS: dict[type, str] = {dict: "a table", list: "a list"}
 
 REFUSALS = {
-    getattr(errno, name)
-    for name in ("EACCES", "EPERM", "EROFS", "ENOTDIR", "EISDIR", "EEXIST", "EFBIG", "EIO", "ENOENT")
-}
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EFBIG, errno.EIO,
+    errno.ENOENT,
+}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -37,24 +37,19 @@ def storage_errors(what: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageError(
-                f"the disk is full: {what} could not be written to {path}; free some space and run the same"
-                " command"
-            ) from error
+            full = f"the disk is full: {what} could not be written to {path}"
+            raise StorageError(f"{full}; free some space and run the same command again") from error
         if error.errno in REFUSALS:
-            way_out = (
-                "set REDLINE_CACHE to another folder"
-                if cache_folder() in (path, *path.parents)
-                else "choose another folder"
-            )
+            cached = cache_folder() in (path, *path.parents)
+            way_out = "set REDLINE_CACHE to another folder" if cached else "choose another folder"
             raise StorageError(f"{what} cannot be written to {path}: {error.strerror}; {way_out}") from error
         raise
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name beside the file to write to. When the block ends well it takes the file's place (fsync, rename,
-    fsync of the folder); when not, the file is what it was and nothing is left beside it."""
+    """A temporary name to write to. When the block succeeds it takes the file's place (fsync, rename, fsync of the
+    folder); if not, the file is unchanged and nothing is left beside it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with storage_errors(path.name, path.parent):
         try:
@@ -62,7 +57,7 @@ def replacing(path: Path) -> Iterator[Path]:
             sync_path(temporary)
             os.replace(temporary, path)
         except BaseException:
-            with contextlib.suppress(OSError):  # the first error is the one to tell
+            with contextlib.suppress(OSError):  # report the first error
                 temporary.unlink(missing_ok=True)
             raise
         sync_path(path.parent)
@@ -75,8 +70,8 @@ def read_text(
     whole_lines: bool = False,
     missing: str | None = None,
 ) -> str:
-    """The text of a plain file, or `error` in one line. With `whole_lines`, a torn last line (its writer died) is
-    left out. A file that is not there is an error too, unless `missing` stands for it."""
+    """The text of a plain file, or `error` in one line. `whole_lines` drops a torn last line (its writer died). A
+    missing file gives `missing`, if that is not None."""
     try:
         # Without O_NONBLOCK, opening a named pipe waits for a writer that may never come.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -98,8 +93,8 @@ def read_text(
 
 
 def parse_json(text: str, where: object, kind: type[T], *, error: type[RedlineError] = DataError) -> T:
-    """JSON text as a value of `kind` (`dict`, `list`), or `error` in one line. Numbers fit in 64 bits and texts
-    can be written as UTF-8, so that whoever uses them needs no check."""
+    """JSON text as a value of `kind` (`dict`, `list`), or `error` in one line. Numbers fit in 64 bits and texts can
+    be written as UTF-8, so nobody has to check them again."""
     try:
         value = json.loads(text, parse_int=_parse_int if _LONG_NUMBER.search(text) else None)
         if "\\u" in text:  # half a surrogate pair can be escaped, but not be written
@@ -124,16 +119,15 @@ def read_json(path: Path, kind: type[T], *, error: type[RedlineError] = DataErro
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace the file by `text`."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def check_vacant(folder: Path, what: str) -> None:
-    """Refuse a folder that holds something: what is written there would mix with it."""
+    """Refuse a folder that is not empty: the files would mix."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise StorageError(
-            f"{what} is written to a new folder, and {folder} is there already; remove it or choose another"
+            f"{what} needs a new folder and {folder} already exists: remove it or choose another"
         )
 
 

@@ -1,10 +1,10 @@
-"""Following a run folder that a living program writes: the run as it stands now, again and again.
+"""Following a run folder while it is written: the run as it stands now, again and again.
 
     followed = Followed(Path("runs/nano"))
-    run, generation = followed.now()      # another generation: updates were taken back, begin afresh
+    run, generation = followed.now()      # a new generation: updates were taken back, so start over
 
-Growing files are read on from where they were left, small ones again when they changed. Left out: waiting.
-Whoever follows decides how often to look.
+Growing files are read from where the last read stopped, small ones again when they change. The caller decides how
+often to look.
 """
 
 import os
@@ -28,13 +28,12 @@ class Tail:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.generation = 0
-        """Counts up when the file was replaced: what was read before no longer holds."""
+        """Counts up when the file is replaced: what was read before no longer holds."""
         self._inode: int | None = None
         self._offset = 0
 
     def read(self) -> list[Line]:
-        """The whole lines that came since the last call; half a line waits for its rest. None where there is
-        no file yet."""
+        """The whole lines since the last call; half a line waits for its rest."""
         try:
             with open(self.path, "rb") as file:
                 now = os.fstat(file.fileno())
@@ -61,12 +60,12 @@ class Followed:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
-        self._run = read_run(path)  # refuses what is no run folder
+        self._run = read_run(path)
         self._stamps = self._stamp()
         self._metrics, self._events = Tail(metrics_path(path)), Tail(RunFolder(path).events_path)
         self._lines: list[Line] = []
         self._told: list[Line] = []
-        # A page that outlives its server and finds another one on the port must not mix the two.
+        # Not 0: a page that outlives its server and finds another on the port must not mix the two.
         self._generation = time.time_ns() // 1_000_000
 
     def now(self) -> tuple[Run, int]:
@@ -80,7 +79,7 @@ class Followed:
             new = self._metrics.read()
             if self._metrics.generation != before:
                 self._lines, self._generation = [], self._generation + 1
-            self._lines = [*self._lines, *new]  # a new list: whoever has the old one goes on reading it
+            self._lines = [*self._lines, *new]  # a new list: others may still read the old one
             self._told = [*self._told, *self._events.read()]
             run = replace(self._run, metrics=self._lines, events=self._told, silent_s=silent_s(self.path))
             return run, self._generation

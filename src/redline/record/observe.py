@@ -1,19 +1,19 @@
-"""Who watches a run: the one protocol of the live view, the exporters and a user's own code.
+"""The protocol for watching a run: the live view, the exporters and a user's own code.
 
     class Printing:
         def metrics(self, line): print(line["loss"])
         def event(self, kind, facts): print(kind, facts)
         def close(self): ...
 
-`metrics` gets every line of metrics.jsonl; while text is sampled, lines without a step (SAMPLING names their
-keys). `event` gets what events.jsonl gets, and two kinds more:
+`metrics` gets every line of metrics.jsonl; during sampling, lines without a step (SAMPLING names their keys).
+`event` gets what events.jsonl gets, and two more kinds:
 
-- `stage` when a run with several parts (RFT: test, sample, train, test) begins one: `name`, `title`, and the
-  size of the part as `total_steps` or `questions`;
-- `note`, with `text`: something that a person should know and the record need not keep.
+- `stage` when a run with several parts (RFT: test, sample, train, test) begins one: `name`, `title`, and the size
+  of the part as `total_steps` or `questions`;
+- `note`, with `text`: something a person should know and the record need not keep.
 
-Calls come from the loop, one at a time but not always from one thread. They must return immediately and must
-not raise: a run is not worth losing to whoever looks at it.
+The loop makes one call at a time, but not always from the same thread. A call must return immediately and must not
+raise: watching must not cost the run.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ SAMPLING = (
     "questions", "questions_done", "samples", "samples_left", "correct", "cut", "tokens_per_s", "elapsed_s", "left_s",
     "memory_bytes",
 )  # fmt: skip
-"""Keys of a line that tells how far sampling is; None where something is not known yet."""
+"""Keys of a line about the progress of sampling; None for what is not known yet."""
 
 
 class Observer(Protocol):

@@ -1,20 +1,19 @@
 """Reading a run folder: the one reader behind report, watch, diagnose and compare. No torch.
 
     run = read_run(Path("runs/nano"))
-    run.metrics[-1]["loss"], run.plan["micro_batch"]["reason"], run.state.text
-    run.speed.value, run.whole_run_speed, run.holes
+    run.metrics[-1]["loss"], run.plan["micro_batch"]["reason"], run.state.text, run.speed.value
 
-What the figures mean, for everybody who shows them:
+What the figures mean, wherever they are shown:
 
 - An *attempt* begins with each event `start` or `resume`.
 - *Warm* updates are all but the first WARM_UP of every attempt (of a short attempt, its first third): those
   compile, allocate, and find the loader's queue full.
-- The *speed* of a run is the median of `tokens_per_s` (`rows_per_s` where there are no tokens) over its warm
-  updates. Its interval is the lowest and highest median of six consecutive blocks of them.
-- The *whole-run speed* is all tokens over all training time: compilation, validations and checkpoints count.
+- The *speed* of a run is the median of `tokens_per_s` (`rows_per_s` if there are no tokens) over its warm updates.
+  Its interval is the lowest and highest median of six consecutive blocks of them.
+- The *whole-run speed* is all tokens over all training time, with compilation, validations and checkpoints.
 
-What a folder does not hold is empty; what it holds and cannot be read is an error of one line. The plan stays
-plain JSON: a report also opens the plans of watched loops. Left out: checkpoints, and samples.db (rft/store.py).
+What a folder does not hold is empty; what cannot be read is an error of one line. The plan stays plain JSON, because
+watched loops have plans too. Left out: checkpoints, and samples.db (rft/store.py).
 """
 
 import math
@@ -38,12 +37,11 @@ from redline.record.units import format_duration
 WARM_UP = 5
 BLOCKS = 6
 SILENT_AFTER_S = 60.0
-"""No line for this long, and for ten updates: the process may be gone. A run that is killed cannot record its
-end."""
+"""After no line for this long, and for ten updates, the process may be gone: a killed run cannot record its end."""
 RECORDS = ("recipe.toml", "metrics.jsonl", "events.jsonl", "ablation.json", "trials.jsonl")
-"""One of these makes a folder a run's."""
+"""A run folder has one of these."""
 GROWING = ("metrics.jsonl", "events.jsonl", "samples.db", "samples.db-wal", "recipe.toml")
-"""What a run writes while it goes on; samples stand in the WAL until SQLite puts them into the database."""
+"""What a running run writes; new samples are in the WAL until SQLite moves them into the database."""
 
 Line = dict[str, Any]
 Ending = Literal[
@@ -64,7 +62,7 @@ class State:
 
 @dataclass(frozen=True)
 class Measured:
-    """A median over updates, and the interval of its block medians where there are enough for six blocks."""
+    """A median over updates, and the interval of its block medians if there are enough for six blocks."""
 
     value: float
     low: float | None
@@ -81,15 +79,15 @@ class Run:
     recipe_text: str
     plan: dict[str, Any]
     metrics: list[Line]
-    """One line per update, each with a step; of an RFT run those of the fine-tuning on its samples."""
+    """One line per update, each with a step; for an RFT run, of the fine-tuning on its samples."""
     events: list[Line]
     evaluations: list[Line]
     trials: list[Line]
     tuning: list[Line]
-    """The table that a finished tuning left."""
+    """The table of a finished tuning."""
     ablation: list[Line]
     silent_s: float
-    """Time since the last line was written, when the folder was read."""
+    """Time since the last line, when the folder was read."""
 
     @property
     def workload(self) -> str:
@@ -116,12 +114,12 @@ class Run:
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """What was computed; two losses compare only under the same one."""
+        """What was computed: losses compare only if it is the same."""
         return self._typed.fingerprint if self._typed else None
 
     @cached_property
     def work(self) -> str | None:
-        """The work of one update; two speeds compare only under the same one."""
+        """The work of one update: speeds compare only if it is the same."""
         planned = self.plan.get("work")
         return planned if isinstance(planned, str) else self._typed.work if self._typed else None
 
@@ -129,7 +127,7 @@ class Run:
     def _typed(self) -> Recipe | None:
         try:
             return from_toml(self.recipe_text, where="recipe.toml")
-        except ConfigError:  # there is none, or it is of another version
+        except ConfigError:  # none, or one of another version
             return None
 
     @cached_property
@@ -142,12 +140,8 @@ class Run:
         told = f"{known.text}; " if known is not None else ""
         if self.silent_s <= silence_limit_s(self.metrics):
             return State("running", f"{told}last line {format_duration(round(self.silent_s))} ago")
-        return State(
-            "no end recorded",
-            f"last line {format_duration(self.silent_s)} ago; killed, or on a machine whose clock differs",
-        )
-
-    # ---- the figures that everybody shares ----
+        ago = f"last line {format_duration(self.silent_s)} ago"
+        return State("no end recorded", f"{ago}; killed, or on a machine whose clock differs")
 
     @property
     def attempts(self) -> list[Line]:
@@ -157,12 +151,8 @@ class Run:
     def planned_updates(self) -> int | None:
         """As the last attempt counted them, else the last stage, else the recipe."""
         stages = [event for event in self.events if event["event"] == "stage"]
-        train = table(self.recipe.get("train"))
-        told = (
-            *values(self.attempts[-1:], "updates"),
-            *values(stages[-1:], "total_steps"),
-            *values([train], "steps"),
-        )
+        counted, staged = values(self.attempts[-1:], "updates"), values(stages[-1:], "total_steps")
+        told = (*counted, *staged, *values([table(self.recipe.get("train"))], "steps"))
         return next((int(value) for value in told if value > 0), None)
 
     @cached_property
@@ -202,33 +192,31 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Everything that stands in the folder; refuses a folder that is no run's."""
-    texts = {
-        name: read_text(path / name, missing="") for name in ("recipe.toml", "plan.json", "ablation.json")
-    }
+    """Everything in the folder; refuses a folder that is not a run's."""
+    recipe = read_text(path / "recipe.toml", missing="")
     if not any(exists(path / name) for name in RECORDS):
+        missing = "it has no recipe.toml and no metrics.jsonl"
         raise DataError(
-            f"{path} is no run folder: it holds no recipe.toml and no metrics.jsonl; give the folder that"
-            " `redline train --run` or `redline rft run --run` wrote"
+            f"{path} is not a run folder ({missing}): give the folder of a `redline train` or `rft run`"
         )
     return Run(
         path=path,
         label=path.resolve().name,
-        recipe=parse(texts["recipe.toml"], where=str(path / "recipe.toml")),
-        recipe_text=texts["recipe.toml"],
-        plan=_json(texts["plan.json"], path / "plan.json", dict) or {},
+        recipe=parse(recipe, where=str(path / "recipe.toml")),
+        recipe_text=recipe,
+        plan=_json(path / "plan.json", dict) or {},
         metrics=read_lines(metrics_path(path)),
         events=read_lines(RunFolder(path).events_path),
         evaluations=read_lines(path / "evaluations.jsonl"),
         trials=read_lines(path / "trials.jsonl"),
         tuning=_tuning(path),
-        ablation=_rows(_json(texts["ablation.json"], path / "ablation.json", list)),
+        ablation=_rows(_json(path / "ablation.json", list)),
         silent_s=silent_s(path),
     )
 
 
 def read_runs(paths: list[Path]) -> list[Run]:
-    """Several runs, told apart by their folders' names, or by their paths where two folders share one."""
+    """Several runs, labelled by their folders' names, or by their paths if two share a name."""
     runs = [read_run(path) for path in paths]
     if len({run.label for run in runs}) == len(runs):
         return runs
@@ -245,34 +233,32 @@ def rounds_of(folder: Path) -> list[Path]:
 
 
 def metrics_path(run: Path) -> Path:
-    """Where the updates of a run stand: in the folder itself, or in that of an RFT run's fine-tuning."""
-    places = [run, run / "train-samples", run / "train-answers"]
-    return next(
-        (place for folder in places if exists(place := folder / "metrics.jsonl")), run / "metrics.jsonl"
-    )
+    """The metrics of the folder itself, or of an RFT run's fine-tuning."""
+    places = [folder / "metrics.jsonl" for folder in (run, run / "train-samples", run / "train-answers")]
+    return next((place for place in places if exists(place)), places[0])
 
 
-# ---- values of a record, whatever stands there ----
+# ---- values of a record, whatever it holds ----
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None for anything else that may stand in a record."""
+    """A finite number, or None for anything else."""
     plain = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if plain else None
 
 
 def table(value: Any) -> dict[str, Any]:
-    """A table of a record, empty where there is none."""
+    """A table of a record; empty for anything else."""
     return value if isinstance(value, dict) else {}
 
 
 def total(events: Path, kind: str, name: str) -> float:
-    """The sum of a number over the events of a kind, such as the seconds of every attempt that ended."""
+    """The sum of a number over the events of a kind."""
     return sum(values([event for event in read_lines(events) if event["event"] == kind], name))
 
 
 def values(lines: list[Line], name: str) -> list[float]:
-    """What the lines know of a metric, in their order."""
+    """The numbers that the lines hold for a metric, in order."""
     return [value for line in lines if (value := number(line.get(name))) is not None]
 
 
@@ -301,20 +287,20 @@ def attempts(events: list[Line]) -> list[Line]:
 
 
 def first_step(events: list[Line]) -> int:
-    """The updates behind a run when it began: of a fork, those of its parent."""
+    """The updates that a run began with: for a fork, those of its parent."""
     return int(min(values(attempts(events), "step"), default=0))
 
 
 def lost_updates(folder: RunFolder, step: int) -> list[tuple[int, int]]:
-    """The holes in the record of a run that resumes from a checkpoint of this step; none in one that begins."""
+    """The holes in the record of a run that resumes from a checkpoint of this step; none for a new run."""
     events = read_lines(folder.events_path)
     begun = first_step(events) if attempts(events) else step
     return holes(read_lines(folder.metrics_path), step, begun)
 
 
 def holes(lines: list[Line], end: int | None = None, begin: int = 0) -> list[tuple[int, int]]:
-    """Updates after `begin` that the record should hold and does not, as (first, last): before its lines, between
-    them, and up to `end`, which a checkpoint has reached. A record of every Nth update has no holes."""
+    """Updates missing from the record, as (first, last): after `begin`, between its lines, and up to `end`, which a
+    checkpoint has reached. A record of every Nth update has no holes."""
     if not lines:
         return [(begin + 1, end)] if end and end > begin else []
     steps = [begin, *(line["step"] for line in lines), *(() if end is None else (end + 1,))]
@@ -323,8 +309,8 @@ def holes(lines: list[Line], end: int | None = None, begin: int = 0) -> list[tup
 
 
 def time_left_s(recent: list[Line], total_steps: float | None, max_hours: float | None) -> float | None:
-    """From the median of the recent updates: a compilation, a validation or a checkpoint among them does not move
-    it. None where nobody planned an end."""
+    """From the median of recent updates, which a compilation, a validation or a checkpoint does not move. None if the
+    run has no planned end."""
     step_s = values(recent, "step_s")
     if not step_s or not (total_steps or max_hours):
         return None
@@ -335,20 +321,19 @@ def time_left_s(recent: list[Line], total_steps: float | None, max_hours: float 
 
 
 def silence_limit_s(metrics: list[Line]) -> float:
-    """How long a run that goes on may write nothing."""
+    """How long a running run may write nothing."""
     recent = values(metrics[-20:], "step_s")
     return max(SILENT_AFTER_S, 10 * median(recent) if recent else 0.0)
 
 
 def silent_s(path: Path) -> float:
-    """Time since anything was written that a run writes while it goes on."""
     places = (metrics_path(path), *(path / name for name in GROWING))
     last = max((place.stat().st_mtime for place in places if exists(place)), default=0.0)
     return max(0.0, time.time() - last)
 
 
 def _state(events: list[Line]) -> State | None:
-    """From the last event that says how the run stands."""
+    """From the last event that shows the state of the run."""
     for event in reversed(events):
         kind, why = event["event"], str(event.get("why", ""))
         if kind == "end":
@@ -368,7 +353,7 @@ _STAGES = {
 
 
 def _rft_state(events: list[Line], evaluations: list[Line]) -> State | None:
-    """The stages of an RFT run end one by one; the test of what was trained is the last."""
+    """The stages of an RFT run end one by one; the last is the test of what was trained."""
     last = events[-1] if events else {}
     if last.get("event") == "failed":
         return State("failed", str(last.get("error", "failed")))
@@ -383,14 +368,13 @@ def _rft_state(events: list[Line], evaluations: list[Line]) -> State | None:
 
 
 def _tuning(path: Path) -> list[Line]:
-    """A result.json without trials is somebody else's."""
-    if not exists(path / "trials.jsonl"):
+    if not exists(path / "trials.jsonl"):  # then result.json is not ours
         return []
-    found = _json(read_text(path / "result.json", missing=""), path / "result.json", dict)
-    return _rows((found or {}).get("rows"))
+    return _rows((_json(path / "result.json", dict) or {}).get("rows"))
 
 
-def _json(text: str, path: Path, kind: type) -> Any:
+def _json(path: Path, kind: type) -> Any:
+    text = read_text(path, missing="")
     return parse_json(text, path, kind) if text else None
 
 

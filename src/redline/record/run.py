@@ -3,14 +3,13 @@
     runs/nano/
         recipe.toml        what was computed
         plan.json          how, every value with its reason
-        metrics.jsonl      one line per optimiser step, nothing twice (names and units: metrics.py)
-        events.jsonl       what happened beside the steps: starts, resumes, checkpoints, validations,
-                           recoveries
+        metrics.jsonl      one line per update (names and units: metrics.py)
+        events.jsonl       starts, resumes, checkpoints, validations, recoveries
         tokenizer.json     the tokenizer that made the tokens
         checkpoints/       step-N folders, best.json
 
-Lines are appended whole. After a crash the metrics are cut back to the checkpoint that the run resumes from,
-so each step stands there once; events are never cut.
+Lines are appended whole. After a crash the metrics are cut back to the checkpoint that the run resumes from, so each
+step appears once; events are never cut.
 """
 
 import contextlib
@@ -31,35 +30,23 @@ NEEDED: dict[str, tuple[str, type, str]] = {
     "metrics.jsonl": ("step", int, "a whole number"),
     "events.jsonl": ("event", str, "a word"),
 }
-"""What every line of a file must hold for anybody to make sense of it."""
+"""What every line of a file must hold."""
 _UNITS = ("_s", "_bytes", "_loss", "_norm", "_batch", "_low", "_high")
 _COUNTS = (
-    "at",
-    "step",
-    "loss",
-    "lr",
-    "n",
-    "tokens",
-    "samples",
-    "questions",
-    "solved",
-    "correct",
-    "cut",
-    "drawn",
-    "accuracy",
-)
-"""Names, and how names end, under which a line holds a number or null."""
+    "at", "step", "loss", "lr", "n", "tokens", "samples", "questions", "solved", "correct", "cut", "drawn", "accuracy",
+)  # fmt: skip
+"""Endings and names under which a line holds a number or null."""
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a JSONL file of ours; none where there is no file. A torn last line (the process died
-    while writing it) is left out."""
+    """All whole lines of one of our JSONL files; none if there is no file. A torn last line (the process died while
+    writing it) is left out."""
     return parse_lines(read_text(path, whole_lines=True, missing=""), path)
 
 
 def parse_lines(text: str, path: Path) -> list[dict[str, Any]]:
-    """Lines of that file as tables; a line that is none, or without what it NEEDED, or with anything but a number
-    under a name that has a unit, is an error."""
+    """Lines of that file as tables. An error for a line that is no table, that lacks what is NEEDED, or that has
+    anything but a number under a name with a unit."""
     key, kind, words = NEEDED.get(path.name, ("", object, ""))
     found = []
     for number, line in enumerate(text.split("\n"), 1):  # splitlines would also cut at U+2028 inside a text
@@ -70,16 +57,14 @@ def parse_lines(text: str, path: Path) -> list[dict[str, Any]]:
             raise DataError(f"{path} line {number} is damaged: it needs `{key}`, {words}; {WAY_OUT}")
         for name, value in record.items():
             if not isinstance(value, int | float | None) and (name in _COUNTS or name.endswith(_UNITS)):
-                raise DataError(
-                    f"{path} line {number} is damaged: `{name}` is a number, not {value!r:.40}; {WAY_OUT}"
-                )
+                wrong = f"`{name}` is a number, not {value!r:.40}"
+                raise DataError(f"{path} line {number} is damaged: {wrong}; {WAY_OUT}")
         found.append(record)
     return found
 
 
 class LineWriter:
-    """Appends JSON lines, each with one write, so that a reader never sees half of one from a living
-    process."""
+    """Appends JSON lines, each in one write, so that a reader never sees half a line of a living process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -89,7 +74,7 @@ class LineWriter:
     def append(self, line: dict[str, Any]) -> None:
         with storage_errors(self.path.name, self.path.parent):
             data = (json.dumps(line) + "\n").encode()
-            while data:  # a nearly full disk may take a part of it
+            while data:  # a nearly full disk may take only a part
                 data = data[self._file.write(data) :]
 
     def close(self) -> None:
@@ -105,8 +90,7 @@ def cut_torn_line(path: Path) -> None:
 
 @contextlib.contextmanager
 def failures_recorded(path: Path, kind: str = "failed") -> Iterator[None]:
-    """Write what ends a run with a user's error into its events, where the launcher of several processes
-    finds it."""
+    """Record a user's error that ends the run, for the launcher of several processes to find."""
     try:
         yield
     except RedlineError as error:
@@ -120,8 +104,8 @@ class FolderInUse(StorageError):
 
 
 class RunFolder:
-    """A run folder that this process owns until it leaves the `with` block; a second owner is refused.
-    `option` is what the user names folders with; a program that is called from Python has none."""
+    """A run folder that this process owns inside the `with` block; a second owner is refused. `option` is the
+    command line's name for the folder, for messages."""
 
     def __init__(self, path: Path, *, option: str | None = "--run") -> None:
         self.path, self._option = path, option
@@ -137,7 +121,7 @@ class RunFolder:
         ours = (self.path / ".lock", self.recipe_path, self.metrics_path)
         if self.path.is_dir() and any(self.path.iterdir()) and not any(path.exists() for path in ours):
             raise StorageError(
-                f"{self.path} holds other files than a run's: give a new or empty folder{named}"
+                f"{self.path} holds files that are not a run's: give a new or empty folder{named}"
             )
         with storage_errors("the run folder", self.path):
             self.checkpoints_path.mkdir(parents=True, exist_ok=True)
@@ -146,16 +130,15 @@ class RunFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._lock.close()
-            raise FolderInUse(
-                f"{self.path} is in use by another process: wait for it, or give another folder{named}"
-            ) from None
+            wait = f"wait for it, or give another folder{named}"
+            raise FolderInUse(f"{self.path} is in use by another process: {wait}") from None
         with storage_errors("the run folder", self.path):
             self._tidy()
         return self
 
     @classmethod
     def free(cls, path: Path) -> "RunFolder":
-        """The folder, opened and ours; where a run is in it already, the first free one of PATH-2, PATH-3, ..."""
+        """The folder, opened; if it holds a run, the first free one of PATH-2, PATH-3, ..."""
         for place in chain([path], (path.with_name(f"{path.name}-{number}") for number in count(2))):
             folder = cls(place, option=None)
             try:
@@ -169,7 +152,7 @@ class RunFolder:
 
     @classmethod
     def last(cls, path: Path) -> "RunFolder":
-        """The folder that `free` gave last, opened and ours again."""
+        """The folder that `free` returned last, opened again."""
         later = path
         for number in count(2):
             if not (place := path.with_name(f"{path.name}-{number}")).is_dir():
@@ -185,7 +168,7 @@ class RunFolder:
         self._lock.close()
 
     def _tidy(self) -> None:
-        """Put right what a killed process left: half lines, and the temporary files of `write_atomic`."""
+        """Clean up after a killed process: half lines, and the temporary files of `write_atomic`."""
         for path in (self.metrics_path, self.events_path):
             cut_torn_line(path)
         for folder in (self.path, self.checkpoints_path):
@@ -193,11 +176,8 @@ class RunFolder:
                 path.unlink()
 
     def event(self, kind: str, **facts: Any) -> None:
-        """Append one event. Also for a process that does not own the folder and has something to tell.
-
-        It outlives the process at once, and a power cut from the next checkpoint on: waiting for a busy disk
-        here would hold up the training.
-        """
+        """Append one event; a process that does not own the folder may do so too. It survives the process, but a
+        power cut only from the next checkpoint on: waiting for a busy disk here would hold up the training."""
         events = LineWriter(self.events_path)
         try:
             events.append({"at": round(time.time(), 3), "event": kind, **facts})
@@ -205,15 +185,15 @@ class RunFolder:
             events.close()
 
     def sync(self) -> None:
-        """Make every metric and event so far survive a power cut."""
+        """Make all metrics and events so far survive a power cut."""
         for path in (self.metrics_path, self.events_path):
             if path.exists():
                 with storage_errors(path.name, self.path):
                     sync_path(path)
 
     def has_begun(self) -> bool:
-        """Whether there is anything to lose: a line of metrics, a checkpoint, samples, tests. A run that failed
-        before the first of these does not hold its folder to a recipe."""
+        """Whether there is anything to lose: a line of metrics, a checkpoint, samples, tests. Until then the folder
+        is not tied to its recipe."""
         made = ("samples.db", "evaluations.jsonl", "train-samples", "train-answers")
         return (
             bool(read_lines(self.metrics_path))
@@ -222,8 +202,7 @@ class RunFolder:
         )
 
     def cut_metrics(self, step: int) -> int:
-        """Keep the metrics up to and including `step`, drop later ones (they will be computed again); return
-        how many were dropped."""
+        """Drop the metrics after `step`, which will be computed again; return how many were dropped."""
         lines = read_lines(self.metrics_path)
         kept = [line for line in lines if line["step"] <= step]
         if len(kept) < len(lines):

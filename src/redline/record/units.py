@@ -1,9 +1,7 @@
-"""Numbers as people read them: bytes, rates, durations, shares, facts whose names end in their unit, and a line of
-values as one row of blocks.
+"""Numbers as people read them: bytes, rates, durations, shares, facts whose names end in their unit, sparklines.
 
-Used by everything that shows a number. None (not known) is shown as `–`; a number that is not finite is shown as
-what it is, because hiding a nan would hide a fault. Parsing is left out: records hold plain numbers, units are
-only for reading.
+None (not known) is shown as `–`; a nan is shown as it is, because hiding it would hide a fault. Nothing here parses:
+records hold plain numbers.
 """
 
 import math
@@ -13,15 +11,14 @@ from statistics import fmean
 from typing import Any
 
 DASH = "–"
-# What a terminal obeys or reorders instead of showing: controls (but for tab and newline), directions of writing;
+# What a terminal obeys instead of showing: controls (except tab and newline) and changes of the writing direction;
 # and halves of surrogate pairs, which cannot be written.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def visible(text: object) -> str:
-    """Text from outside (a model's, a file's, a folder's name) as it may be sent to a terminal: what the terminal
-    would obey is spelt out, as in `\\x1b[2J`."""
+    """Text from outside (a model, a file, a name) made safe for a terminal: control characters are spelt out."""
     return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
 
 
@@ -52,15 +49,13 @@ def format_share(share: float | None) -> str:
 
 
 def format_limit_share(share: float | None, of: str = "") -> str:
-    """`46.8 % of the ceiling`: a share of what the hardware can do. Nothing does more than that, so a share over
-    100 % says which of the two is wrong."""
+    """`46.8 % of the ceiling`: a share of what the hardware can do. Over 100 %, the limit must be wrong."""
     text = f"{format_share(share)} {of}".rstrip()
     return f"{text} (the limit was measured too low)" if share is not None and share > 1 else text
 
 
 def format_duration(duration_s: float | None) -> str:
-    """`210 ms`, `3.4 s`, `42 s`, `2 m 10 s`, `3 h 5 m`, `2 d 4 h`: two units at most, rounded before they are
-    split."""
+    """`210 ms`, `3.4 s`, `42 s`, `2 m 10 s`, `3 h 5 m`, `2 d 4 h`: two units at most, rounded, then split."""
     if duration_s is None:
         return DASH
     if not math.isfinite(duration_s):
@@ -83,8 +78,7 @@ def format_duration(duration_s: float | None) -> str:
 
 
 def format_amount(value: float | str, unit: str) -> str:
-    """`1.6% of 24 GiB`, `2,048 tokens`: a number before its unit, as evidence gives them; a share where the
-    unit says of what."""
+    """`1.6% of 24 GiB`, `2,048 tokens`: a number and its unit; a share if the unit says of what."""
     if isinstance(value, str):
         text = value
     elif abs(value) >= 1e6:
@@ -97,7 +91,7 @@ def format_amount(value: float | str, unit: str) -> str:
 
 
 def exact(value: float | None) -> str:
-    """`41,234`: all digits before the point; three digits where that would be nothing much."""
+    """`41,234`: all digits before the point, at least three."""
     if value is None:
         return DASH
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -132,8 +126,8 @@ _ENDINGS: dict[str, Callable[[float], str]] = {
 
 
 def sparkline(values: Sequence[float], most: int | None = None) -> str:
-    """One block a value, lowest to highest; `×` where a value is not finite, middle blocks where all are equal. Of
-    more than `most` values, one for the mean of each few neighbours."""
+    """One block a value, lowest to highest; `×` for a value that is not finite, middle blocks if all are equal. More
+    than `most` values are averaged in groups."""
     if most and len(values) > most:
         each = -(-len(values) // most)
         values = [fmean(values[i : i + each]) for i in range(0, len(values), each)]
@@ -147,7 +141,7 @@ def sparkline(values: Sequence[float], most: int | None = None) -> str:
 def _block(value: float, low: float, high: float) -> str:
     if low == high:
         return _BLOCKS[3]
-    # Each term is divided on its own: high - low overflows for the largest floats.
+    # Halved first: high - low overflows for the largest floats.
     share = (value / 2 - low / 2) / (high / 2 - low / 2)
     return _BLOCKS[min(int(share * len(_BLOCKS)), len(_BLOCKS) - 1)]
 

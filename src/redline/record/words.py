@@ -1,9 +1,9 @@
-"""Events in words: what a line of events.jsonl says to a person, on every screen and page.
+"""Events in words: how a line of events.jsonl reads on every screen and page.
 
     told("checkpoint", {"step": 500, "stalled_s": 0.009})      # checkpoint of update 500, 9 ms of training lost
 
-A kind has one or more sentences; the first whose facts are all there is used. Kinds that are not listed are told
-by their name and facts. `{name}` is the value with its unit, which the end of the name gives.
+A kind has one or more sentences; the first whose facts are all there is used. Other kinds are shown by their name and
+facts. `{name}` is the value with its unit, which the name's ending gives.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "resume": ("resumed at update {step}",),
     "extended": ("extended: {changes}",),
     "forked": ("forked from {source}: {changes}", "forked from {source}"),
-    "examples_left_out": ("{rows} rows could not be read or are longer than data.seq_len: left out",),
+    "examples_left_out": ("left out {rows} rows that cannot be read or are longer than data.seq_len",),
     "end": ("{why} at update {step} after {elapsed_s}", "{why}"),
     "failed": ("failed: {error}",),
     "refused": ("refused: {error}",),
@@ -31,8 +31,8 @@ WORDS: dict[str, tuple[str, ...]] = {
         "checkpoint of update {step}",
     ),
     "out_of_memory": (
-        "out of memory at update {step} with {micro_batch_before} sequences a pass: going on with {micro_batch}",
-        "out of memory with {slots_before} sequences at once ({stage}): going on with {slots}",
+        "out of memory at update {step} with {micro_batch_before} sequences a pass: continuing with {micro_batch}",
+        "out of memory with {slots_before} sequences at once ({stage}): continuing with {slots}",
     ),
     "validation_out_of_memory": (
         "out of memory while validating at update {step}: {validation_micro_batch} sequences a pass from now on",
@@ -46,7 +46,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "pcgrad": ("PCGrad ({mode}) keeps the domains' gradients on the {kept_on}: {why}",),
     "phase_hung": ("{phase} has taken {spent_s} in update {step}, usually {usual_s}: ending the run",),
     "updates_not_recorded": ("updates {first} to {last} are missing from metrics.jsonl",),
-    "shards_not_hashed": ("{size_bytes} of token shards were not hashed; `{to_check}` does it",),
+    "shards_not_hashed": ("{size_bytes} of token shards were not verified; `{to_check}` verifies them",),
     "communication_not_timed": ("communication is not timed: {why}",),
     "sampling_end": (
         "sampling {why}: {correct} of {samples} samples correct ({cut} cut off at sample.max_new_tokens),"
@@ -59,13 +59,13 @@ WORDS: dict[str, tuple[str, ...]] = {
     "training_on_samples": ("fine-tuning on the samples {why} after {step} updates, {elapsed_s}",),
     "training_on_answers": ("fine-tuning on the answers {why} after {step} updates, {elapsed_s}",),
     "test": ("accuracy {name} {accuracy_share} ({low_share} to {high_share}), {n} questions",),
-    "writer_not_checked": ("not checked who wrote the samples: {why}",),
+    "writer_not_checked": ("could not check which model wrote the samples: {why}",),
     "generation": ("text generated in update {step}: {tokens} tokens in {calls} calls, {generate_s}",),
     "waits_for_gpu": ("the host waited for the GPU {times} times in update {step}: {where}",),
     "logging": ("{times} logs of the trainer took {stalled_s}",),
 }
 BAD = ("failed", "out_of_memory", "validation_out_of_memory", "updates_not_recorded")
-"""Kinds that a page shows in red."""
+"""Shown in red."""
 _QUIET = ("at", "event", "exit_code")
 
 
