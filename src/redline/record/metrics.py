@@ -79,4 +79,6 @@ valid_bits_per_byte | bits/byte | valid_loss in bits over the bytes of text behi
 """
 """`mfu` and `ceiling_share` are null if no peak is known (a CPU has no datasheet peak)."""
 
-METRICS = {name: Metric(*about) for name, *about in (line.split(" | ") for line in _TABLE.strip().splitlines())}
+METRICS = {
+    name: Metric(*about) for name, *about in (line.split(" | ") for line in _TABLE.strip().splitlines())
+}
