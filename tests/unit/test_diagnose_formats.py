@@ -2,6 +2,7 @@
 
 import gzip
 import lzma
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,11 +45,6 @@ def test_what_a_terminal_and_a_file_system_do_to_a_console_changes_nothing(tmp_p
     path = tmp_path / "other.log"
     for raw in (
         dos.encode(),
-        text.encode("utf-16"),
-        text.encode("utf-16-le"),
-        text.encode("utf-8-sig"),
-        gzip.compress(text.encode()),
-        lzma.compress(text.encode()),
         text.replace("loss", "\x1b[32mloss\x1b[0m").encode(),
         text.encode() + b"\xff\xfe\x00 half a character\n",
     ):
@@ -57,6 +53,24 @@ def test_what_a_terminal_and_a_file_system_do_to_a_console_changes_nothing(tmp_p
     if "\r" not in text and "[" not in text.split("\n")[-2][:1]:
         path.write_text("".join(f" 3: {line}\n" for line in text.splitlines()))
         assert len(read(path).steps) == len(plain), "srun -l"
+
+
+@pytest.mark.parametrize(
+    "encode",
+    [
+        lambda text: text.encode("utf-16"),
+        lambda text: text.encode("utf-16-le"),
+        lambda text: text.encode("utf-8-sig"),
+        lambda text: gzip.compress(text.encode()),
+        lambda text: lzma.compress(text.encode()),
+    ],
+    ids=["utf-16", "utf-16-le", "utf-8-sig", "gzip", "xz"],
+)
+def test_a_console_in_any_encoding_is_the_same(tmp_path: Path, encode: Callable[[str], bytes]) -> None:
+    """Whatever the form: bytes become text before anybody looks for one."""
+    form = FORMATS["megatron"]
+    (tmp_path / "other.log").write_bytes(encode(form.text(RUN)))
+    assert read(tmp_path / "other.log").steps == made(tmp_path, form).steps
 
 
 def test_lines_of_several_ranks_count_once(tmp_path: Path) -> None:
