@@ -17,17 +17,14 @@ TOO_MUCH = {"outcome": "out_of_memory", "error": "out of memory"}
 @pytest.mark.parametrize(
     ("line", "part"),
     [
-        ({}, "a trial has a key"),
+        ({}, "a trial needs a key"),
         ({"key": "a"}, "measured must be a table"),
         ({"key": "a", "measured": 3}, "measured must be a table, got 3"),
         ({"key": "a", "measured": {"outcome": "fine"}}, "must be one of ok"),
-        ({"key": "a", "measured": {"outcome": "ok"}}, "times of blocks above 0"),
-        ({"key": "a", "measured": OK | {"blocks_s": [0.5, 0.0]}}, "times of blocks above 0"),
-        (
-            {"key": "a", "measured": OK, "beside": {"outcome": "ok"}, "paired": True},
-            "times of blocks above 0",
-        ),
-        ({"key": "a", "measured": OK, "beside": OK}, "says `paired`"),
+        ({"key": "a", "measured": {"outcome": "ok"}}, "blocks longer than 0 s"),
+        ({"key": "a", "measured": OK | {"blocks_s": [0.5, 0.0]}}, "blocks longer than 0 s"),
+        ({"key": "a", "measured": OK, "beside": {"outcome": "ok"}, "paired": True}, "blocks longer than 0 s"),
+        ({"key": "a", "measured": OK, "beside": OK}, "come together"),
         ({"key": "a", "measured": OK, "beside": 3}, "beside must be a table"),
     ],
 )

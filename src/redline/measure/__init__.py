@@ -1,2 +1,2 @@
-"""Measuring: a subject in a separate process, timed in blocks, taking turns with others. `tune` and `bench`
-use it."""
+"""Measuring: a subject in a separate process, timed in blocks, taking turns with others. Used by `tune` and
+`bench`."""

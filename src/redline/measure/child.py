@@ -1,5 +1,4 @@
-"""What runs in the process of a trial: makes a subject, warms it up, and times a block of its steps whenever
-it is told to.
+"""What runs in a trial's process: it makes a subject, warms it up, and times a block of its steps on request.
 
     {"do": "start", "subject": "redline.measure.training:TrainingSubject", "setting": {...}, "block_s": 0.5,
      "guard_steps": 5, "warmup_s": 10}
@@ -9,10 +8,9 @@ it is told to.
     {"do": "rows", "function": "redline.bench.train_arms:plain", "setting": {...}}
         -> {"row": ...} for each that the function yields, then {}
 
-One line of JSON a request, one a reply; a second `start` puts another setting in the place of the first. A
-block is timed between two synchronisations and has none inside. What fails in a way that has a name is a
-reply {"failed": ..., "error": ...}; anything else ends the process with its traceback, which the parent
-reads.
+Requests and replies are lines of JSON; a second `start` replaces the first setting. A block is timed between two
+synchronisations and has none inside. A known failure is a reply {"failed": ..., "error": ...}; anything else ends
+the process with its traceback, which the parent reads.
 """
 
 import contextlib
@@ -37,33 +35,33 @@ from redline.measure.statistics import stationary
 
 
 class Subject(Protocol):
-    """What a trial measures; made from the trial's setting. A workload that offers this can be tuned, ablated
-    and benched."""
+    """What a trial measures, made from its setting. A workload that offers this can be tuned, ablated and
+    benchmarked."""
 
     tokens_per_step: int
     waited_s: float
     """Time that all steps so far waited for data."""
     losses: list[float]
     grad_norms: list[float]
-    """Of the steps so far; empty where the subject has none."""
+    """Of the steps so far; empty if the subject has none."""
 
     def __init__(self, setting: dict[str, Any]) -> None: ...
     def step(self) -> None:
         """Enqueue one step."""
 
     def drain(self) -> None:
-        """Do what is still to do for the steps so far; a block ends with it."""
+        """Finish what is pending for the steps so far; a block ends with it."""
 
     def close(self) -> None: ...
 
 
 def finite(numbers: Sequence[float]) -> list[float | None]:
-    """None where it is no number: an update that fp16 skipped has no norm, and JSON no infinity."""
+    """None for what is no number: an update that fp16 skipped has no norm, and JSON has no infinity."""
     return [number if math.isfinite(number) else None for number in numbers]
 
 
 def timed(steps: int, step: Callable[[], Any], drain: Callable[[], None] = lambda: None) -> float:
-    """Seconds of a block of steps, between two synchronisations; what `drain` does belongs to the block."""
+    """Seconds of a block of steps between two synchronisations; `drain` belongs to the block."""
     synchronize()
     started_s = time.perf_counter()
     for _ in range(steps):
@@ -85,8 +83,8 @@ def cuda_peaks() -> dict[str, int]:
 
 
 def reachable_bytes() -> int:
-    """Bytes of the GPU that are free or in this process's allocator; what becomes less of them went to its
-    context and libraries."""
+    """Bytes of the GPU that are free or in this process's allocator; a decrease went to its context and
+    libraries."""
     if torch.cuda.is_initialized():
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     return next((gpu.free_bytes for gpu in read_facts().gpus), 0)
@@ -116,12 +114,10 @@ class TrialServer:
             steps_s.append(timed(1, subject.step, subject.drain))
         self.steps_per_block = max(1, round(request["block_s"] / median(steps_s[-3:])))
         gc.collect()
-        # a collection must not fall into one block and not into another; between blocks it is cheap once all
-        # this is frozen
+        # a collection must not fall into one block and not another; between blocks it is cheap once this is frozen
         gc.disable()
         gc.freeze()
-        # Counted while this process alone is at work: between its requests others fill and clear the same
-        # GPU.
+        # counted while this process alone works: between its requests others fill and clear the same GPU
         self.other_bytes += reached_bytes - reachable_bytes()
         return {
             "first_step_s": first_step_s,
@@ -161,7 +157,7 @@ class TrialServer:
             self.subject = None
 
     def _clear(self) -> None:
-        """Make room for another setting: nothing of the one before it may count or be reused."""
+        """Make room for another setting: nothing of the previous one may count or be reused."""
         self.close()
         gc.unfreeze()
         gc.enable()
@@ -174,11 +170,11 @@ class TrialServer:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts from here
+            Path("/proc/self/clear_refs").write_text("5")  # restarts the peak of resident memory
 
 
 def _peak_resident_bytes() -> int:
-    """From /proc, because getrusage's figure is inherited from the parent."""
+    """From /proc, because getrusage inherits the parent's peak."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
 
@@ -190,7 +186,7 @@ def ran_out_of_memory(error: BaseException | None) -> bool:
 
 
 def named(place: str) -> Any:
-    """What stands at `module:name`."""
+    """The object at `module:name`."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -198,14 +194,14 @@ def named(place: str) -> Any:
 def serve() -> None:
     """Answer requests until there are no more, and end the process."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print what they like; the replies stay clean
+    os.dup2(2, 1)  # libraries may print; the replies stay clean
     server = TrialServer()
     for line in sys.stdin:
         for reply in _answers(server, json.loads(line)):
             replies.write(json.dumps(reply) + "\n")
             replies.flush()
     server.close()
-    os._exit(0)  # tearing down torch takes a second, and nothing is left to save
+    os._exit(0)  # tearing down torch takes a second and saves nothing
 
 
 def _answers(server: TrialServer, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -213,9 +209,8 @@ def _answers(server: TrialServer, request: dict[str, Any]) -> Iterator[dict[str,
         if request["do"] == "rows":
             yield from server.rows(request)
         else:
-            yield {"start": server.start, "block": server.block, "memory": server.memory}[request["do"]](
-                request
-            )
+            answer = {"start": server.start, "block": server.block, "memory": server.memory}[request["do"]]
+            yield answer(request)
     except (RedlineError, torch.OutOfMemoryError) as error:
         failed = "out_of_memory" if ran_out_of_memory(error) else "crashed"
         yield {"failed": failed, "error": str(error).splitlines()[0][:300]}

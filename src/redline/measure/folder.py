@@ -1,11 +1,11 @@
-"""The folder of trials: finished ones stand there, one a line, and are not run again. No torch.
+"""The folder of trials: finished ones are kept there, one a line, and are not run again. No torch.
 
     with TrialFolder(path, machine="...") as folder:
         folder.find(key), folder.find_pair(key)
         folder.add(key, "bf16", measured, beside=before, paired=True)
 
-A tuning and an ablation each have one (trials.jsonl beside recipe.toml). Trials of another machine, or of other
-software on it, stay in the file and are not found.
+Every tuning and every ablation has one (trials.jsonl beside recipe.toml). Trials of another machine or other software
+stay in the file but are not found.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ from redline.record.run import LineWriter, read_lines
 
 
 class TrialFolder:
-    """Trials under way, in a folder that this process owns until it leaves the `with` block."""
+    """Trials in a folder that this process owns until it leaves the `with` block."""
 
     def __init__(self, path: Path, machine: str = "") -> None:
         self.path, self.machine = path, machine
@@ -75,8 +75,8 @@ class TrialFolder:
         beside: Measurement | None = None,
         paired: bool | None = None,
     ) -> None:
-        """Write down a finished trial, and the one that it was compared with: in one line, so that both are
-        there or neither."""
+        """Write down a finished trial and the one it was compared with, in one line, so that both are there or
+        neither."""
         about = {"key": key, "name": name, "machine": self.machine, "paired": paired}
         arms = {"measured": asdict(measured), "beside": asdict(beside) if beside else None}
         self._done[key] = {**about, **arms}
@@ -84,22 +84,20 @@ class TrialFolder:
 
 
 def _stands(line: dict[str, Any], path: Path) -> bool:
-    """Whether a trial need not be run again: it ended well, or did not fit alone. A crash or the end of
-    the time may not come a second time, and what did not fit beside another may fit alone."""
+    """Whether a trial need not run again: it ended well, or did not fit even alone. A crash or a timeout may not
+    happen again, and what did not fit beside another may fit alone."""
     try:
         if not isinstance(line.get("key"), str):
-            raise ConfigError("a trial has a key")
-        paired = line.get("paired")
+            raise ConfigError("a trial needs a key")
+        paired, other = line.get("paired"), line.get("beside")
         measured = build(Measurement, line.get("measured"), where="measured")
-        beside = (
-            build(Measurement, line["beside"], where="beside") if line.get("beside") is not None else None
-        )
+        beside = build(Measurement, other, where="beside") if other is not None else None
         if isinstance(paired, bool) != (beside is not None):
-            raise ConfigError("a trial says `paired` where it has another beside it")
-        for arm in (measured, beside):
-            empty = arm is not None and not (arm.blocks_s and min(*arm.blocks_s, arm.tokens_per_step) > 0)
-            if arm is not None and arm.outcome == "ok" and measured.outcome == "ok" and empty:
-                raise ConfigError("a trial that ended well has tokens, and times of blocks above 0")
+            raise ConfigError("`paired` and `beside` come together")
+        for arm in (measured, beside) if measured.outcome == "ok" else ():
+            empty = arm and not (arm.blocks_s and min(*arm.blocks_s, arm.tokens_per_step) > 0)
+            if arm and arm.outcome == "ok" and empty:
+                raise ConfigError("a trial that ended well has tokens, and blocks longer than 0 s")
     except ConfigError as error:
         raise DataError(
             f"{path} is damaged: {json.dumps(line)[:100]}: {error}; delete that line, or move the file away"

@@ -1,14 +1,15 @@
-"""Generation as a trial: sampled completions of random prompts, from a pass over everything for each token to
-the engine, switch by switch.
+"""Generation as a trial: sampled completions of random prompts, switch by switch from one pass over everything for
+each token to the engine.
 
-With slots that are refilled a step is all of the work, else one batch, which runs until its longest sample
-has ended; lengths are spread evenly from 1 to the limit in both, and only tokens within them count, so speeds
-compare. `losses` holds what the guard looks at: the mean absolute difference of each checked completion's
-log-probabilities from those that the same weights give in fp32 in one pass.
+If slots are refilled, a step is all of the work; else it is one batch, which runs until its longest sample has
+ended. Lengths are spread evenly from 1 to the limit in both, and only tokens within them count, so speeds compare.
+`losses` holds what the guard needs: the mean absolute difference of each checked completion's log-probabilities from
+those of the same weights in fp32.
 
 Shapes: B sequences, T tokens, V vocabulary.
 """
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -30,19 +31,15 @@ from redline.optimizations.catalogue import Samples
 
 TEMPERATURE = 0.8
 MOST_UNCACHED = 64
-"""Sequences together without a cache: their passes are as fast by then as they get, and a batch of all of them
-would take minutes."""
+"""Sequences generated together without a cache: more are no faster, and all of them would take minutes."""
 CHECKED, CHECKED_TOKENS = 4, 8
 """Completions whose log-probabilities are compared with the reference's, and tokens of each."""
 
 
 class GenerationSubject:
     def __init__(self, setting: dict[str, Any]) -> None:
-        recipe, self.how, self.work = (
-            from_toml(setting["recipe"], where="trial"),
-            GenerationSwitches(**setting["how"]),
-            Samples(**setting["samples"]),
-        )
+        recipe = from_toml(setting["recipe"], where="trial")
+        self.how, self.work = GenerationSwitches(**setting["how"]), Samples(**setting["samples"])
         self.model = build_model(recipe.model, device=setting["device"], seed=recipe.train.seed).eval()
         self.device = self.model.embed.weight.device
         self.prompts = np.random.default_rng(0).integers(
@@ -69,9 +66,8 @@ class GenerationSubject:
             self.losses = self._differences()
         if self.engine is None:
             rows = np.arange(self.sequences) % len(self.prompts)
-            self._uncached(
-                torch.from_numpy(self.prompts[rows]).to(self.device), self.work.new_tokens, greedy=False
-            )
+            prompts_BT = torch.from_numpy(self.prompts[rows]).to(self.device)
+            self._uncached(prompts_BT, self.work.new_tokens, greedy=False)
         else:
             for _ in self.engine.run(self._requests()):
                 pass
@@ -88,17 +84,15 @@ class GenerationSubject:
 
     @torch.no_grad()
     def _uncached(self, tokens_BT: Tensor, new_tokens: int, *, greedy: bool) -> tuple[Tensor, Tensor]:
-        """A pass over all tokens so far for each new one; gives the new tokens and their
-        log-probabilities."""
+        """A pass over all tokens so far for each new one; returns the new tokens and their log-probabilities."""
         logprobs, start = [], tokens_BT.shape[1]
         for _ in range(new_tokens):
-            # not of all positions, which would take gigabytes
+            # of the last position only: all of them would take gigabytes
             logits_BV = self.model.head(self.model.hidden(tokens_BT)[:, -1]).float()
-            next_B1 = (
-                logits_BV.argmax(-1, keepdim=True)
-                if greedy
-                else (logits_BV / TEMPERATURE).softmax(-1).multinomial(1)
-            )
+            if greedy:
+                next_B1 = logits_BV.argmax(-1, keepdim=True)
+            else:
+                next_B1 = (logits_BV / TEMPERATURE).softmax(-1).multinomial(1)
             logprobs.append(logits_BV.log_softmax(-1).gather(-1, next_B1))
             tokens_BT = torch.cat([tokens_BT, next_B1], dim=1)
         return tokens_BT[:, start:], torch.cat(logprobs, dim=1)
@@ -113,34 +107,25 @@ class GenerationSubject:
         return engine
 
     def _requests(self) -> list[Request]:
-        """All of the work, each prompt with its length; or one batch, in which every sequence runs as long as
-        the longest."""
+        """All of the work, each prompt with its length; or one batch, in which every sequence is as long as the
+        longest."""
         if self.how.refilled:
             asked = [(number, self.work.samples, length) for number, length in enumerate(self.lengths)]
         else:
-            starts = range(0, self.sequences, self.work.samples)
-            asked = [
-                (i, min(self.work.samples, self.sequences - at), self.work.new_tokens)
-                for i, at in enumerate(starts)
-            ]
-        return [
-            request
-            for number, samples, length in asked
-            for request in self._request(number, samples, length, TEMPERATURE)
-        ]
+            most, sequences = self.work.samples, self.sequences
+            counts = [min(most, sequences - start) for start in range(0, sequences, most)]
+            asked = [(number, count, self.work.new_tokens) for number, count in enumerate(counts)]
+        return [request for each in asked for request in self._request(*each, TEMPERATURE)]
 
     def _request(self, number: int, samples: int, length: int, temperature: float) -> list[Request]:
-        """One request of all samples, or where they do not share their prompt, one for each."""
-        prompt, sampling = (
-            tuple(self.prompts[number].tolist()),
-            Sampling(max_new_tokens=length, temperature=temperature),
+        """One request for all samples, or, if they do not share their prompt, one for each."""
+        sampling = Sampling(max_new_tokens=length, temperature=temperature)
+        one = Request(
+            prompt=tuple(self.prompts[number].tolist()), sampling=sampling, samples=samples, tag=number
         )
         if self.how.shared:
-            return [Request(prompt=prompt, sampling=sampling, samples=samples, tag=number)]
-        return [
-            Request(prompt=prompt, sampling=sampling, first_sample=first, tag=number)
-            for first in range(samples)
-        ]
+            return [one]
+        return [replace(one, samples=1, first_sample=first) for first in range(samples)]
 
     # ---- the guard's numbers ----
 
@@ -150,11 +135,7 @@ class GenerationSubject:
         if self.engine is None:
             chosen_BT, logprobs_BT = self._uncached(prompts_BT, CHECKED_TOKENS, greedy=True)
         else:
-            requests = [
-                request
-                for number in range(count)
-                for request in self._request(number, 1, CHECKED_TOKENS, 0.0)
-            ]
+            requests = [self._request(number, 1, CHECKED_TOKENS, 0.0)[0] for number in range(count)]
             found = sorted(self.engine.run(requests), key=lambda completion: completion.request.tag)
             chosen_BT = torch.tensor([completion.tokens for completion in found], device=self.device)
             logprobs_BT = torch.tensor([completion.logprobs for completion in found], device=self.device)
@@ -163,7 +144,7 @@ class GenerationSubject:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """So many lengths, evenly from 1 to `most`."""
+    """`count` lengths, evenly from 1 to `most`."""
     return [-(-most * (place + 1) // count) for place in range(count)]
 
 
@@ -174,9 +155,8 @@ def reference_logprobs(model: Transformer, prompts_BT: Tensor, chosen_BT: Tensor
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        logits_BTV = model.head(
-            model.hidden(torch.cat([prompts_BT, chosen_BT], dim=1))[:, prompts_BT.shape[1] - 1 : -1]
-        )
+        hidden_BTD = model.hidden(torch.cat([prompts_BT, chosen_BT], dim=1))
+        logits_BTV = model.head(hidden_BTD[:, prompts_BT.shape[1] - 1 : -1])
     finally:
         model.compute_dtype = kept
         torch.set_float32_matmul_precision(before)
@@ -185,11 +165,9 @@ def reference_logprobs(model: Transformer, prompts_BT: Tensor, chosen_BT: Tensor
 
 @cache
 def letters_tokenizer(vocab_size: int) -> Tokenizer:
-    """Every id has a text of a few letters; turning tokens into text is part of generating."""
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    words = ["".join(letters[i // 26**place % 26] for place in range(4)) for i in range(vocab_size - 1)]
-    inner = tokenizers.Tokenizer(
-        models.BPE({token: id_ for id_, token in enumerate([END_OF_TEXT, *words])}, [])
-    )
+    """Every id has a text of four letters, because turning tokens into text is part of generating."""
+    words = ["".join(chr(97 + i // 26**place % 26) for place in range(4)) for i in range(vocab_size - 1)]
+    ids = {token: id_ for id_, token in enumerate([END_OF_TEXT, *words])}
+    inner = tokenizers.Tokenizer(models.BPE(ids, []))
     inner.decoder = decoders.ByteLevel()
     return Tokenizer(inner.to_str(), "the trial's tokenizer")

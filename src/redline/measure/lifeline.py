@@ -1,7 +1,7 @@
-"""The process of a trial, before anything else: it ends when its parent does. Only then torch is imported,
-which takes seconds. No torch.
+"""The start of a trial's process: it makes sure to end when its parent does, and only then imports torch, which
+takes seconds. No torch here.
 
-python -m redline.measure.lifeline PARENT      # then child.py reads requests
+    python -m redline.measure.lifeline PARENT      # then child.py reads requests
 """
 
 import ctypes
@@ -14,12 +14,11 @@ import time
 PR_SET_PDEATHSIG = 1
 """Linux: send me a signal when the thread that started me ends."""
 LOOK_EVERY_S = 1.0
-"""Where there is no such signal: how often the parent is looked for."""
+"""How often to look for the parent on systems without such a signal."""
 
 
 def end_with(parent: int) -> None:
-    """End, whatever this process is doing, when its parent does, killed or not; at once if that has happened
-    already."""
+    """End this process, whatever it is doing, when its parent ends or is killed, or if it has ended already."""
     if not _signalled_when_parent_ends():
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     if os.getppid() != parent:
@@ -36,7 +35,7 @@ def _signalled_when_parent_ends() -> bool:
 def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(LOOK_EVERY_S)
-    os.killpg(0, signal.SIGKILL)  # the group is this child's own
+    os.killpg(0, signal.SIGKILL)  # this child has its own group
 
 
 def main() -> None:

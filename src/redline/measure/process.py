@@ -1,13 +1,13 @@
-"""The process of a trial, seen from its parent: a crash, a lack of memory or a hang is a result. No torch.
+"""A trial's process, seen from its parent: a crash, running out of memory or a hang is a result. No torch.
 
     with Child() as child:
         child.start(trial, limit_s=60); child.block(limit_s=60); child.memory(limit_s=60)
         for row in child.rows("redline.bench.generate_arms:ours", {"name": "full"}, limit_s=1800): ...
 
-The child (`python -m redline.measure.lifeline`) is spoken to in lines of JSON and does nothing between two of
-them, so several can be alive and take turns. It ends when its standard input does, and in the middle of its
-work when its parent is killed; a child that does not answer is killed with its whole process group, and what
-it wrote goes with it. Left out: trials on several processes or machines.
+The child (`python -m redline.measure.lifeline`) reads requests as lines of JSON and does nothing between two of them,
+so several can be alive and take turns. It ends when its standard input does, or when its parent is killed. A child
+that does not answer is killed with its process group, and what it wrote is removed. Left out: trials on several
+processes or machines.
 """
 
 import contextlib
@@ -28,20 +28,19 @@ from redline.measure.trial import PeakMemory, Trial, TrialOutcome
 from redline.plan.plan import Hardware
 
 COMMAND = (sys.executable, "-m", "redline.measure.lifeline")
-"""Called with the number of the parent process behind it."""
+"""Followed by the parent's process id."""
 LEAVE_S = 5.0
-"""How long a child may take to tidy up when it is told to end."""
+"""How long a child may take to tidy up when told to end."""
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
-"""How a process that died says that memory was the reason: torch on a GPU, CUDA itself, torch on a CPU,
-cuBLAS and cuDNN."""
+"""What torch on a GPU, CUDA, torch on a CPU, and cuBLAS and cuDNN say when they run out of memory."""
 MANY_CORES = 8
-"""With fewer, a process that starts would slow down the one that is measured."""
+"""With fewer, starting a process would slow down the one being measured."""
 LAST_WORDS = 6
-"""Lines of an error that are looked at: CUDA's own has advice behind it."""
+"""Lines at the end of an error that are searched: CUDA puts advice after its own."""
 
 
 class ChildFailed(Exception):
-    """A child did not answer as it should; callers turn it into a result."""
+    """A child failed; callers turn this into a result."""
 
     def __init__(self, outcome: TrialOutcome, error: str) -> None:
         super().__init__(error)
@@ -49,8 +48,8 @@ class ChildFailed(Exception):
 
 
 class Child:
-    """A child process. Ends with the `with` block, whatever it is doing, or with the thread that started it:
-    on Linux its end is what the child is told of (lifeline.end_with)."""
+    """A child process. It ends with the `with` block, whatever it is doing, or (on Linux) with the thread that
+    started it (lifeline.end_with)."""
 
     def __init__(self, allocator: str = "") -> None:
         environment = dict(os.environ)
@@ -78,7 +77,7 @@ class Child:
         self.close()
 
     def start(self, trial: Trial, limit_s: float) -> dict[str, Any]:
-        """Make the subject (instead of the one before, if any) and warm it up."""
+        """Make the subject, in place of an earlier one, and warm it up."""
         timing = {name: getattr(trial.timing, name) for name in ("block_s", "guard_steps", "warmup_s")}
         return self.ask(
             {"do": "start", "subject": trial.subject, "setting": trial.setting, **timing}, limit_s
@@ -92,25 +91,23 @@ class Child:
         return build(PeakMemory, self.ask({"do": "memory"}, limit_s), where="memory")
 
     def rows(self, function: str, setting: dict[str, Any], limit_s: float) -> Iterator[dict[str, Any]]:
-        """What a function of the child (`module:name`) yields, as it comes; `limit_s` is for each."""
+        """What a function (`module:name`) yields in the child, as it comes; `limit_s` is for each row."""
         reply = self.ask({"do": "rows", "function": function, "setting": setting}, limit_s)
         while "row" in reply:
             yield reply["row"]
             reply = self._reply(limit_s)
 
     def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """One line there, one line back; raises ChildFailed, and ends the child, where none comes that says
-        ok."""
+        """Send a request and return the reply; if the child fails, end it and raise ChildFailed."""
         assert self._process.stdin is not None
         self._busy = True
-        with contextlib.suppress(BrokenPipeError):  # it is dead: reading says of what
+        with contextlib.suppress(BrokenPipeError):  # it is dead: reading will tell why
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         return self._reply(limit_s)
 
     def close(self) -> None:
-        """End it. One that waits for a request tidies up and leaves; one that is busy is killed with all it
-        started."""
+        """End it. An idle child tidies up and leaves; a busy one is killed with everything it started."""
         if not self.alive:
             return
         self.alive = False
@@ -119,7 +116,7 @@ class Child:
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=0 if self._busy else LEAVE_S)
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # the whole group has gone already
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the whole group is gone already
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         assert self._process.stdout is not None
@@ -142,7 +139,7 @@ class Child:
         return reply
 
     def _read_line(self, limit_s: float) -> bytes | None:
-        """The next line; empty when the child has closed its output, None when there is none in time."""
+        """The next line; empty if the child has closed its output, None if none came in time."""
         assert self._process.stdout is not None
         handle, deadline_s = self._process.stdout.fileno(), time.monotonic() + limit_s
         while b"\n" not in self._unread:
@@ -156,7 +153,7 @@ class Child:
         return line
 
     def _died(self) -> ChildFailed:
-        # it closed its output and still lives: what it said so far counts
+        # it may have closed its output and still live: what it said so far counts
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=10)
         code = self._process.returncode
@@ -172,9 +169,8 @@ class Child:
 
 
 class Children:
-    """New children for one search, and the clock by which it keeps time. Beside a GPU, where cores are
-    plenty, the next child is started `ahead`, so that it imports torch, which takes seconds, while the one
-    before it builds and compiles."""
+    """Makes children for one search, and holds its clock. With `ahead`, the next child is started early, so that it
+    imports torch, which takes seconds, while the one before builds and compiles."""
 
     def __init__(self, *, ahead: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         self._ahead, self.clock = ahead, clock

@@ -1,12 +1,12 @@
-"""Folders for what the processes of trials write and nobody keeps: the parent's, who removes them though the
-child was killed. No torch.
+"""Folders for what trials write and nobody keeps. They belong to the parent, which removes them even if the child
+was killed. No torch.
 
     scratch = Scratch()
     environment[SCRATCH] = str(scratch.path)
     scratch.close()
 
-Where the parent was killed too, the next one that needs a folder removes what nobody has locked any more. Not
-by TMPDIR, because compilers keep there what they compiled, for the next process.
+If the parent was killed too, the next one that needs a folder removes those that nobody has locked any more. TMPDIR
+would not do: compilers keep their results there for the next process.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ SCRATCH = "REDLINE_TRIAL_FOLDER"
 """The environment variable that tells a child."""
 PREFIX = "redline-trial-"
 FRESH_S = 60.0
-"""A folder this young may not have been locked yet."""
+"""A folder younger than this may not have been locked yet."""
 
 
 class Scratch:
@@ -39,13 +39,13 @@ class Scratch:
 def _remove_if_left(folder: Path) -> None:
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:  # somebody else's, or gone since
+    except OSError:  # another user's, or gone
         return
     try:
         if time.time() - os.fstat(lock).st_mtime > FRESH_S:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
-    except BlockingIOError:  # at work
+    except BlockingIOError:  # in use
         pass
     finally:
         os.close(lock)

@@ -1,16 +1,14 @@
 """What block times say: medians with distribution-free intervals, and whether one arm is faster than another.
 No torch.
 
-    interval([0.51, 0.50, 0.52, 0.50, 0.51, 0.53])            # the median and where it lies with 95 %
-                                                              confidence
-    compare(before.blocks_s, after.blocks_s, paired=True)     # Comparison(ratio=1.08, low=1.05, high=1.11,
-                                                              verdict="faster")
+    interval([0.51, 0.50, 0.52, 0.50, 0.51, 0.53])            # the median and its 95 % interval
+    compare(before.blocks_s, after.blocks_s, paired=True)     # Comparison(ratio=1.08, low=1.05, high=1.11, ...)
 
-Nothing is assumed about the shape of the noise: an interval lies between two order statistics of the blocks,
-so outliers widen it and do not move it. Blocks of arms that took turns are compared round by round, which
-takes out a drift of the clocks; those of arms that ran one after the other are not. Two processes of the same
-code differ by a little that no block of either shows (layout of memory, clocks): that spread is added to
-every interval. Left out: means, normal distributions, p-values.
+Nothing is assumed about the shape of the noise: an interval lies between two order statistics of the blocks, so
+outliers widen it but do not move it. Blocks of arms that took turns are compared round by round, which cancels
+drifting clocks; those of arms that ran one after the other are not. Two processes of the same code differ by a
+little that no block of either shows (memory layout, clocks): that spread is added to every interval. Left out:
+means, normal distributions, p-values.
 """
 
 import math
@@ -21,25 +19,23 @@ from typing import Literal
 
 CONFIDENCE = 0.95
 FEWEST_BLOCKS = 6
-"""With six blocks the interval from the fastest to the slowest holds the median with 96.9 %; with five no
-interval reaches 95 %."""
+"""With six blocks the interval from fastest to slowest holds the median with 96.9 %; with five none reaches
+95 %."""
 TOGETHER_SPREAD, APART_SPREAD = 0.01, 0.02
-"""What two processes of the same code differ by when they take turns, and when one runs after the other (1 to
-3 % were seen by others: research/tuning.md). A ratio inside it is not resolved, however narrow its
-interval."""
+"""What two processes of the same code differ by when they take turns, and when one runs after the other (others
+report 1 to 3 %). A ratio inside it is not resolved, however narrow its interval."""
 STATIONARY_SPREAD, STATIONARY_TREND = 0.03, 0.02
-"""Warm-up is over when the last three steps lie this close together, or are no longer this much faster than
-the three before them."""
+"""Warm-up is over when the last three steps lie this close together, or are no longer this much faster than the
+three before them."""
 LONG_S = 1.0
-"""Or after two steps this long: each has launched what short ones take dozens of steps to."""
+"""Or after two steps this long, which launch as much as dozens of short ones."""
 NOISY, NOISY_ROUNDS = 0.1, 4
-"""Arms in turns whose ratio is not known to this share after their rounds get this many times as many: how
-many is decided by the noise, not by the verdict, which is given once."""
+"""If the ratio of two arms is not known to within NOISY after their rounds, they get up to NOISY_ROUNDS times as many.
+The noise decides how many, not the verdict, which is given once."""
 HOPELESS = 0.03
-"""An arm whose fastest block so far is slower than the best one's slowest by this much is not worth more
-blocks."""
+"""An arm whose fastest block is slower by this much than the best arm's slowest is not worth more blocks."""
 PLAIN = 1.2
-"""Arms whose blocks lie this far apart need no more of them."""
+"""Arms whose blocks differ by this factor need no more of them."""
 
 SpeedVerdict = Literal["faster", "slower", "not resolved"]
 
@@ -52,7 +48,7 @@ class Interval:
     low: float
     high: float
     confidence: float
-    """That the true median lies between `low` and `high`; below CONFIDENCE with fewer than FEWEST_BLOCKS."""
+    """That the true median lies between `low` and `high`; below CONFIDENCE if there are fewer than FEWEST_BLOCKS."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +67,8 @@ class Comparison:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """The median, and the narrowest pair of order statistics that holds it with CONFIDENCE, or all values
-    where there are too few."""
+    """The median, and the narrowest pair of order statistics that holds it with CONFIDENCE (of too few values, the
+    outermost)."""
     assert values, "an interval needs at least one value"
     ordered, n = sorted(values), len(values)
     outside = [2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n for k in range((n + 1) // 2)]
@@ -86,20 +82,16 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def compare(first_s: Sequence[float], second_s: Sequence[float], *, paired: bool) -> Comparison:
-    """How much faster the second arm is, from seconds per step of its blocks and of the first's. `paired`:
-    the arms took turns, block by block; of arms that were cut short the rounds that both have count."""
+    """How much faster the second arm is, from seconds per step. `paired`: the arms took turns, block by block; only
+    rounds that both have count."""
     if paired:
         rounds = interval(_batched([a / b for a, b in zip(first_s, second_s, strict=False)]))
         ratio, low, high = rounds.median, rounds.low, rounds.high
         sure = rounds.confidence >= CONFIDENCE or _apart(first_s, second_s)
     else:
         a, b = interval(first_s), interval(second_s)
-        ratio, low, high, sure = (
-            a.median / b.median,
-            a.low / b.high,
-            a.high / b.low,
-            _apart(first_s, second_s),
-        )
+        ratio, low, high = a.median / b.median, a.low / b.high, a.high / b.low
+        sure = _apart(first_s, second_s)
     spread = TOGETHER_SPREAD if paired else APART_SPREAD
     low, high = low * (1 - spread), high * (1 + spread)
     verdict: SpeedVerdict = "not resolved"
@@ -111,8 +103,8 @@ def compare(first_s: Sequence[float], second_s: Sequence[float], *, paired: bool
 
 
 def _batched(ratios: Sequence[float]) -> list[float]:
-    """Many rounds as FEWEST_BLOCKS medians of neighbours: what disturbs one round disturbs the next, and
-    neighbours are not independent."""
+    """Many rounds as FEWEST_BLOCKS medians of neighbours, which are not independent: what disturbs one round disturbs
+    the next."""
     size = len(ratios) // FEWEST_BLOCKS
     if size < 2:
         return list(ratios)
@@ -120,8 +112,8 @@ def _batched(ratios: Sequence[float]) -> list[float]:
 
 
 def _apart(first_s: Sequence[float], second_s: Sequence[float]) -> bool:
-    """Whether all blocks of one arm are faster than all of the other, and are too many for chance: four and
-    four do so once in 35 times."""
+    """Whether all blocks of one arm are faster than all of the other's, and too many for chance: four and four do so
+    once in 35 times."""
     separate = max(first_s) < min(second_s) or max(second_s) < min(first_s)
     return separate and 2 / math.comb(len(first_s) + len(second_s), len(first_s)) <= 1 - CONFIDENCE
 
@@ -133,8 +125,8 @@ def noisy(first_s: Sequence[float], second_s: Sequence[float]) -> bool:
 
 
 def stationary(steps_s: Sequence[float]) -> bool:
-    """Whether steps, the oldest first, have stopped getting faster: the last three agree, or are no faster
-    than the three before. Two long ones are enough."""
+    """Whether steps, oldest first, have stopped getting faster: the last three agree, or are no faster than the three
+    before. Two long ones are enough."""
     if len(steps_s) >= 2 and min(steps_s[-2:]) > LONG_S:
         return True
     if len(steps_s) < 3:
@@ -146,14 +138,12 @@ def stationary(steps_s: Sequence[float]) -> bool:
 
 
 def hopeless(best_s: Sequence[float], blocks_s: Sequence[float]) -> bool:
-    """Whether an arm can be given up before all its blocks: four of them, each slower than all of the best
-    arm's by HOPELESS."""
+    """Whether an arm can be given up early: four blocks, each slower than all of the best arm's by HOPELESS."""
     return len(blocks_s) >= 4 and len(best_s) > 0 and min(blocks_s) > (1 + HOPELESS) * max(best_s)
 
 
 def plain(first_s: Sequence[float], second_s: Sequence[float]) -> bool:
-    """Whether four blocks of each say it all: every one of an arm is faster than all of the other's by
-    PLAIN."""
+    """Whether four blocks of each are enough: all of one arm's are faster than all of the other's by PLAIN."""
     if min(len(first_s), len(second_s)) < 4:
         return False
     return min(second_s) > PLAIN * max(first_s) or min(first_s) > PLAIN * max(second_s)

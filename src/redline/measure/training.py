@@ -1,11 +1,10 @@
-"""Training as a trial: the real loop of any recipe that learns, under a plan, without validation and end.
+"""Training as a trial: any recipe's real training loop under a plan, without validation and without end.
 
     train_trial(recipe, plan)            # trial.py makes the trial; this class runs in its child
 
-Pre-training reads its corpus and fine-tuning its examples. RFT's samples do not exist yet, and a recipe that
-starts from RANDOM_WEIGHTS has no data at all: they get random rows, because speed and the first losses depend on
-lengths and not on meaning. Running out of memory, from which the loop would recover with smaller passes, ends a
-trial: it is about these.
+Pre-training reads its corpus and fine-tuning its examples. RFT, whose samples do not exist yet, and recipes that
+start from RANDOM_WEIGHTS get random rows, because speed and the first losses depend on lengths and not on meaning.
+Running out of memory ends a trial; the loop would otherwise recover with smaller passes.
 """
 
 import contextlib
@@ -43,7 +42,7 @@ ANSWER_WORDS = 64
 
 
 class TrainingSubject:
-    """Loader, clipping, record and instruments. Validates and saves nothing."""
+    """With loader, clipping, record and instruments; it validates and saves nothing."""
 
     def __init__(self, setting: dict[str, Any]) -> None:
         recipe, plan = from_toml(setting["recipe"], where="trial"), from_json(setting["plan"], where="trial")
@@ -108,7 +107,7 @@ def _pretraining(recipe: Recipe, plan: Plan, process: Process, run: Path, opened
 
 
 class _RoundAndRound(Examples):
-    """A trial has no last update."""
+    """Begins again after the last update."""
 
     def next(self) -> ExampleBatch:
         self.done %= len(self.updates)
@@ -142,7 +141,7 @@ def _model_and_rows(recipe: Recipe, plan: Plan, process: Process) -> tuple[Trans
 
 
 def whole_batches(rows: Sequence[Example], size: int) -> list[Example]:
-    """Without the rest: a short last batch would be another step."""
+    """Without the rest: a short last batch would be a different step."""
     return list(rows[: max(1, len(rows) // size) * size])
 
 
@@ -159,7 +158,7 @@ def random_rows(vocab_size: int, length: int) -> list[Example]:
 
 
 def _pad(objective: Any, recipe: Recipe) -> None:
-    """Have every update compute as many positions as rows filled up to the longest would."""
+    """Have every update compute as many positions as rows padded to the longest would."""
     assert isinstance(objective, Packed)
     size = objective.pass_size
     passes = [update[at : at + size] for update in objective.updates for at in range(0, len(update), size)]
@@ -169,13 +168,8 @@ def _pad(objective: Any, recipe: Recipe) -> None:
 
 
 def padded(passes: Updates, size: int, length: int) -> Shape:
-    """What is left of the positions of so many rows is filled with sequences that nobody reads."""
+    """The positions of `size` rows of `length`; what examples leave free is filled with sequences that nobody reads."""
     exacts = [exact(examples) for examples in passes]
-    tokens = size * length
-    fillers = -(-(tokens - min(shape.tokens for shape in exacts)) // length)
-    return Shape(
-        tokens=tokens,
-        answers=max(shape.answers for shape in exacts),
-        sequences=size + fillers,
-        longest=length,
-    )
+    fillers = -(-(size * length - min(shape.tokens for shape in exacts)) // length)
+    answers = max(shape.answers for shape in exacts)
+    return Shape(tokens=size * length, answers=answers, sequences=size + fillers, longest=length)

@@ -25,14 +25,14 @@ RANDOM_WEIGHTS = "random-weights"
 """As `model.init_from` of a fine-tuning recipe: a model of the recipe's shape, and random rows."""
 RANDOM_ROWS = 1000
 PROMPT_SHARE, ANSWER_SHARE = (0.14, 0.28), (0.08, 0.20)
-"""Tokens of a random prompt and of its answer as shares of the longest row: 18-36 and 10-26 of 128, as in the
-unit-conversion data of guide 003."""
+"""Tokens of a random prompt and its answer as shares of the longest row: 18-36 and 10-26 of 128, as in the
+unit-conversion data of tuning guide 003 (docs/claims.md)."""
 KILLED = f"killed by signal {signal.SIGKILL.value}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """How long an arm is looked at."""
+    """How long an arm is measured."""
 
     blocks: int = FEWEST_BLOCKS
     block_s: float = 0.5
@@ -40,10 +40,9 @@ class Timing:
     guard_steps: int = 5
     """Steps whose losses and gradient norms are kept; warm-up is at least as long."""
     warmup_s: float = 10.0
-    """Warm-up ends after this time though the steps may not be stationary yet; the first step, which
-    compiles, does not count."""
+    """Warm-up ends after this time even if steps still get faster; the first step, which compiles, does not count."""
     limit_s: float = 300.0
-    """A child that does not answer for this long hangs."""
+    """A child that does not answer for this long counts as hung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,32 +50,31 @@ class Trial:
     """A subject and its setting."""
 
     subject: str
-    """Where its class stands, as `module:name`; child.py says what it must offer."""
+    """Its class, as `module:name`; child.py says what it must offer."""
     setting: dict[str, Any]
     """What the class is made from; plain JSON."""
     allocator: str = ""
-    """torch's allocator setting, in force before torch is imported; a user's own wins."""
+    """torch's allocator setting, applied before torch is imported; the user's own wins."""
     process: str = ""
-    """Trials that agree in this can be measured by one process, one after the other; empty: each needs a
-    fresh one."""
+    """Trials with the same value can be measured by one process, one after the other; empty: each needs a new one."""
     timing: Timing = field(default_factory=Timing)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeakMemory:
-    """Peak bytes of a process since its setting was made. On a CPU resident bytes beyond those of the
-    imports, in the first three."""
+    """Peak bytes of a process since its setting was made. On a CPU the first three are resident bytes beyond those of
+    the imports."""
 
     allocated_bytes: int
     active_bytes: int
     reserved_bytes: int
     other_bytes: int
-    """Beside torch's allocator: CUDA context, libraries; on a CPU what the imports take."""
+    """Outside torch's allocator: CUDA context and libraries; on a CPU, the imports."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What a trial gave. Of a trial that failed, what it gave before."""
+    """What a trial gave; if it failed, what it gave before that."""
 
     outcome: TrialOutcome
     error: str | None = None
@@ -89,7 +87,7 @@ class Measurement:
     """From making the setting to the end of its first step: building, compiling."""
     warmup_steps: int = 0
     data_wait_share: float = 0.0
-    """Of the time of the blocks, what the steps waited for data."""
+    """Share of the blocks' time that the steps waited for data."""
     losses: tuple[float | None, ...] = ()
     grad_norms: tuple[float | None, ...] = ()
     """None: not a number."""
@@ -103,7 +101,7 @@ class Measurement:
 
     @property
     def was_killed(self) -> bool:
-        """Whether a SIGKILL ended it: the system's, where on a CPU memory runs out, or anybody's."""
+        """Whether a SIGKILL ended it, as the system does when memory runs out."""
         return self.outcome == "crashed" and KILLED in (self.error or "")
 
     @property
@@ -123,8 +121,8 @@ class Pair:
 
     @property
     def comparison(self) -> Comparison | None:
-        """How much faster the second is, by seconds a token, because a changed batch has other tokens in a
-        step; None where one failed."""
+        """How much faster the second is, by seconds per token, because another batch has more or fewer tokens in a
+        step; None if one failed."""
         if self.before.outcome != "ok" or self.after.outcome != "ok":
             return None
         first, second = (
@@ -139,28 +137,26 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationSwitches:
-    """How a trial completes prompts; the defaults are all on."""
+    """How a trial completes prompts; by default everything is on."""
 
     precision: Literal["fp32", "bf16"] = "bf16"
     cached: bool = True
     """Off: every token is a pass over all tokens before it."""
     merged: bool = True
-    """Adapters merged into the weights. Off: computed beside them, which only the way without a cache can."""
+    """Adapters merged into the weights. Off: computed beside them, which needs `cached` off."""
     slots: int | None = None
-    """Sequences generated together; None: all of the work, as far as memory holds them."""
+    """Sequences generated together; None: all of them, if memory holds them."""
     refilled: bool = True
-    """A slot takes the next sample when its own ends. Off: a batch runs until its longest sample has
-    ended."""
+    """A slot takes the next sample when its own ends. Off: a batch runs until its longest sample has ended."""
     shared: bool = True
     """Samples of a prompt share its keys and values."""
     graphs: bool = True
     """A decode step is a CUDA graph."""
     clear_cache: bool = False
-    """torch.cuda.empty_cache() after every batch; only without slots that are refilled, which know no
-    batches."""
+    """torch.cuda.empty_cache() after every batch; needs `refilled` off, because refilled slots have no batches."""
 
     def in_force(self) -> Self:
-        """The same with every switch that nothing turns on here at one value, so that equal work has equal
+        """The same with every switch that has no effect here set to one value, so that equal work has equal
         settings."""
         if not self.cached:
             return replace(self, refilled=False, shared=False, graphs=False)
@@ -168,8 +164,7 @@ class GenerationSwitches:
 
 
 def train_trial(recipe: Recipe, plan: Plan, timing: Timing | None = None, *, padded: bool = False) -> Trial:
-    """The real training loop of a recipe under a plan; of fine-tuning with rows filled up to the longest, where
-    `padded`."""
+    """A recipe's real training loop under a plan; with `padded`, fine-tuning pads its rows to the longest."""
     lasting = [getattr(plan, name) for name in PLANNED if VALUES[name].lasting]
     setting = {"recipe": to_toml(recipe), "plan": to_json(plan), **({"padded": True} if padded else {})}
     return Trial(
@@ -182,7 +177,7 @@ def train_trial(recipe: Recipe, plan: Plan, timing: Timing | None = None, *, pad
 
 
 def trial_key(trial: Trial, *beside: str) -> str:
-    """Names a trial: what decides its outcome, not the reasons that stand in its plan."""
+    """A hash of what decides a trial's outcome; the reasons in its plan do not."""
     setting = dict(trial.setting)
     if "plan" in setting:
         plan = setting["plan"]

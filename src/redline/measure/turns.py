@@ -1,16 +1,15 @@
-"""Turn-taking: arms that run block by block in rounds, so that a drift of the machine falls on all of them.
-No torch.
+"""Turn-taking: arms run block by block in rounds, so that a drift of the machine affects all of them. No torch.
 
     take_turns(arms, rounds=6, block_s=0.5, clock=time.monotonic)          # whatever has blocks
     with Turns(folder, Children.on(hardware), minutes=6, progress=print) as turns:
         naive = turns.alone("naive", trial)
-        pair = turns.pair("bf16", trial, other)          # None when the time is over
+        pair = turns.pair("bf16", trial, other)          # None when the time is up
         pair.comparison
 
-An arm stays warm in its child as long as the next pair needs it, which saves its start, compiling included.
-What fails by chance says nothing: an arm that ran before, or that others are compared with, is started once
-more. What fails beside another for want of memory is measured again, both alone, one after the other, and
-`paired` says so. A finished pair is in the folder and is not repeated.
+An arm stays warm in its child as long as the next pair needs it, which saves its start, compiling included. A chance
+failure says nothing: an arm that ran before, or that others are compared with, is started once more. If two arms do
+not fit in memory together, each is measured alone, one after the other, and `paired` says so. A finished pair is in
+the folder and is not repeated.
 """
 
 import contextlib
@@ -27,12 +26,12 @@ from redline.measure.trial import Measurement, Pair, PeakMemory, Trial, trial_ke
 from redline.record.units import format_duration
 
 UNMOVED_S = 2.0
-"""A step this long is not moved by what its process did before it."""
+"""A step longer than this does not depend on what its process did before."""
 SHORTEST_LIMIT_S = 5.0
-"""By this the end of the time may be passed, so that a child can say what it has."""
+"""A child gets at least this long to answer, even past the end of the time."""
 
 Enough = Callable[[Sequence[float], Sequence[float]], bool]
-"""Whether the blocks of two arms say it all before the last round; seconds a token."""
+"""Whether the blocks of two arms (seconds per token) settle it before the last round."""
 
 
 class HasBlocks(Protocol):
@@ -43,7 +42,7 @@ class HasBlocks(Protocol):
     def failed(self) -> object | None: ...
     def block(self) -> None: ...
     def forget(self) -> None:
-        """Leave out the blocks so far."""
+        """Drop the blocks so far."""
 
 
 def take_turns(
@@ -55,9 +54,9 @@ def take_turns(
     enough: Callable[[], bool] = lambda: False,
     when_noisy: int = NOISY_ROUNDS,
 ) -> None:
-    """A block of each arm in every round, in turned order every other round; more rounds where the machine is
-    noisy (`when_noisy` times as many at most), within the time that so many blocks were meant to take; fewer when `enough`. A round before them is
-    not counted, because who waited has cold caches and a slow clock; long steps do not show it."""
+    """A block of each arm in every round, in reverse order every other round. If the machine is noisy, up to
+    `when_noisy` times as many rounds, within the time that those were meant to take; fewer once `enough` says so. A
+    first round is not counted, unless steps are long: an arm that waited has cold caches and a slow clock."""
     until_s = clock() + NOISY_ROUNDS * rounds * block_s * len(arms)
     for arm in arms:
         arm.forget()
@@ -77,12 +76,12 @@ def take_turns(
 
 
 class Arm:
-    """A trial on its way in a child; a failure is remembered and ends it."""
+    """A trial in progress in a child; a failure ends it and is remembered."""
 
     def __init__(self, trial: Trial, child: Child, clock: Callable[[], float]) -> None:
         self.trial, self.child, self.clock = trial, child, clock
         self.until_s = math.inf
-        """A child that has not answered when the time is over is not waited for."""
+        """A child that has not answered by then is not waited for."""
         self.started: dict[str, Any] = {}
         self.blocks_s: list[float] = []
         self.waited_s: list[float] = []
@@ -105,7 +104,7 @@ class Arm:
         self.blocks_s, self.waited_s = [], []
 
     def end(self) -> Measurement:
-        """What it gave; the child stays as it is."""
+        """What it gave; the child stays alive."""
         self._attempt(lambda: setattr(self, "memory", self.child.memory(self._limit_s())))
         found = {
             "outcome": self.failed.outcome if self.failed else "ok",
@@ -129,7 +128,7 @@ class Arm:
 
 
 def measure(trial: Trial, children: Children, child: Child | None = None) -> Measurement:
-    """A trial in a new child, or in the one given; exactly its blocks."""
+    """Run a trial's blocks in a new child, or in the one given."""
     with contextlib.ExitStack() as stack:
         if child is None:
             child = stack.enter_context(children.take(trial.allocator))
@@ -156,9 +155,9 @@ class Turns:
         self._progress, self._beside = progress, beside
         self._alive: dict[str, Arm] = {}
         self._spare: dict[str, Child] = {}
-        """Children of arms that nobody needs any more, by what they can still measure."""
+        """Children of arms no longer needed, by what else they can measure."""
         self._ran: set[str] = set()
-        """Trials that ended well once: their failing later is chance."""
+        """Trials that ended well once, whose later failure is chance."""
         self._shortest_s: float | None = None
 
     def __enter__(self) -> Self:
@@ -180,8 +179,8 @@ class Turns:
     def alone(
         self, name: str, trial: Trial, *, blocks: int | None = None, until_s: float | None = None
     ) -> Measurement | None:
-        """A trial alone; None when there is no time for it. With fewer `blocks` than it asks for it says
-        how fast it is, and is not taken for one of a pair."""
+        """A trial alone; None if there is no time for it. With fewer `blocks` it only tells how fast it is, and does
+        not stand in for one of a pair."""
         key = self._key(trial) + (f" {blocks} blocks" if blocks else "")
         until_s = self.deadline_s if until_s is None else until_s
         if (measured := self.folder.find(key)) is None:
@@ -208,9 +207,8 @@ class Turns:
         until_s: float | None = None,
         again: str = "",
     ) -> Pair | None:
-        """Two trials in turns, or, where both are known not to fit `together`, one after the other; None when
-        the time is over before it is known which is faster. A pair that was measured before is measured
-        `again` under another name."""
+        """Two trials in turns or, if they are known not to fit `together`, one after the other; None if the time is up
+        before it is known which is faster. `again` names a repetition of a pair that was measured before."""
         key = self._pair_key(before, after, again)
         until_s = self.deadline_s if until_s is None else until_s
         if (pair := self.folder.find_pair(key)) is None:
@@ -233,7 +231,7 @@ class Turns:
         return pair
 
     def knows(self, before: Trial, after: Trial) -> bool:
-        """Whether a pair is in the folder and costs nothing."""
+        """Whether a pair is in the folder already."""
         return self.folder.find_pair(self._pair_key(before, after)) is not None
 
     # ---- parts ----
@@ -247,11 +245,11 @@ class Turns:
             chance = next((m for m in ran if m.outcome not in ("ok", "out_of_memory")), None)
             if last or chance is None or self._over(until_s):
                 break
-            self.say(f"{name}: what should run {chance.outcome} ({chance.error}); once more")
+            self.say(f"{name}: {chance.outcome}, though it has run before ({chance.error}); trying once more")
         return pair
 
     def _apart(self, name: str, before: Trial, after: Trial, until_s: float, enough: Enough) -> Pair:
-        """One after the other, each alone: what failed beside the other may run alone."""
+        """One after the other: what failed beside the other may run alone."""
         self._make_room()
         first = self._by_itself(f"{name}: before", before, before.timing.blocks, until_s)
         self._make_room(after)
@@ -268,18 +266,18 @@ class Turns:
         until_s: float,
         settled: Callable[[Arm], bool] = lambda arm: False,
     ) -> Measurement:
-        """A trial alone; once more where it crashed."""
+        """A trial alone; once more if it crashed."""
         for last in (False, True):
             arm = self._arm(trial, until_s)
             self._rounds([arm], blocks, until_s, partial(settled, arm))
             measured = arm.end()
             if last or measured.outcome != "crashed" or self._over(until_s):
                 break
-            self.say(f"{name}: crashed ({measured.error}); once more")
+            self.say(f"{name}: crashed ({measured.error}); trying once more")
         return measured
 
     def _rounds(self, arms: list[Arm], rounds: int, until_s: float, enough: Callable[[], bool]) -> None:
-        """Rounds of all, until one fails, all is known, or the time is over."""
+        """Rounds of all arms until one fails, they are enough, or the time is up."""
 
         def over() -> bool:
             return any(arm.failed for arm in arms) or self._over(until_s) or enough()
@@ -289,8 +287,8 @@ class Turns:
             take_turns(arms, rounds, block_s=timing.block_s, clock=self.clock, enough=over)
 
     def _arm(self, trial: Trial, until_s: float) -> Arm:
-        """The trial's arm: the one that is warm, else one in a spare child that can measure it, else, or where
-        that crashed, in a new one."""
+        """The trial's arm: the warm one, else one in a spare child that can measure it, else (or if that crashed) in a
+        new one."""
         arm = self._alive.get(self._key(trial))
         if arm is None or arm.failed is not None:
             spare = self._spare.pop(trial.process, None)
@@ -308,8 +306,7 @@ class Turns:
         return arm
 
     def _make_room(self, *needed: Trial) -> None:
-        """End every arm but those of the trials; keep the child of one that could measure a trial which is
-        not warm."""
+        """End every arm but those of these trials; keep children that can measure a trial that is not warm."""
         keys = [self._key(trial) for trial in needed]
         wanted = {t.process for t, key in zip(needed, keys, strict=True) if key not in self._alive} - {""}
         for key in [key for key in self._alive if key not in keys]:
@@ -325,7 +322,7 @@ class Turns:
         self._ran |= {self._key(trial) for trial, measured in found if measured.outcome == "ok"}
 
     def _time_for(self, name: str, until_s: float) -> bool:
-        # the naive state of an ablation is the slowest by far, so longer ones say little about the next
+        # by the shortest so far: an ablation's naive state is the slowest by far and says little about the next
         if until_s - self.clock() < max(1.0, self._shortest_s or 0.0):
             return False
         self.say(f"{name}: measuring")
@@ -345,7 +342,7 @@ class Turns:
 
 
 def _apart_may_help(pair: Pair) -> bool:
-    """Whether one failed beside the other in a way that it need not alone."""
+    """Whether one failed in a way that it need not if it were alone."""
     return pair.before.outcome != "ok" or pair.after.lacked_memory
 
 
