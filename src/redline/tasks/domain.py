@@ -134,7 +134,9 @@ def _read(folder: Path, split: str, files: Mapping[str, tuple[str, ...]], row: R
         for path in sorted(folder.glob(pattern)):
             for number, fields in enumerate(rows_of(path)):
                 question = row(f"{path.name.partition('.')[0]}-{number}", fields)
-                if question is not None and (not shared or split_of(question.text) == split):
+                if question is None:
+                    continue
+                if not shared or question.meta.get("split", split_of(question.text)) == split:
                     yield question
 
 

@@ -6,8 +6,8 @@ nothing else.
 
 Each worker is a fresh Python process that loads the task by name or path (no fork of a process that holds a
 GPU, no pickle). A completion has `budget_s` of wall clock; past it the worker and all of its children are
-killed, the completion is scored 0 with the reason, and a new worker goes on with the rest. Left out: rewards
-that run generated code; that needs a sandbox, and this is none.
+killed, the completion is scored 0 with the reason, and a new worker goes on with the rest. Generated code runs
+in the sandbox of the worker (`sandbox.py`), and dies with it; a weak sandbox is warned of.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -68,6 +69,8 @@ class Pool:
             for child in self._children:  # after all were started: they load their task side by side
                 child.wait_ready()
                 self._idle.put(child)
+            if weakness := self._children[0].weakness:
+                warnings.warn(weakness, stacklevel=2)
         except BaseException:
             self.close()
             raise
@@ -152,6 +155,7 @@ class _Child:
             replies = self._replies(data)
         if error := replies[0].get("error"):
             raise ConfigError(error)
+        self.weakness: str | None = replies[0]["weakness"]
 
     def stop(self) -> None:
         """Kill the process for good."""

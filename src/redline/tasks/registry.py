@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from redline.errors import ConfigError, nearest
-from redline.tasks import gsm8k, maths, simulation, tables, units
+from redline.tasks import code, gsm8k, maths, simulation, tables, units
 from redline.tasks.task import Task
 
 Make = Callable[[str | None], Task]
@@ -20,6 +20,7 @@ TASKS: dict[str, Make] = {
     "units": units.make,
     "gsm8k": gsm8k.make,
     "math": maths.make,
+    "code": code.make,
     "simulation": simulation.make,
     "tables": tables.make,
 }

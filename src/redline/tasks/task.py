@@ -7,7 +7,7 @@ a `Task` (docs/tasks.md).
 
 `prompt_text` is for models that only continue text, `prompt_messages` for those with a chat template. Score
 untrusted or slow scorers through `redline.tasks.pool`. Left out on purpose: tokens and templates (the
-engine's), and rewards that run code.
+engine's).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -69,6 +69,8 @@ class Task:
     end: str = ""
     """Where an answer is complete, such as a closing tag: what a model says after it is neither scored nor
     learnt. Empty: nowhere."""
+    runs_code: bool = False
+    """The scorer runs generated code in the sandbox, and so may start processes."""
 
     def answer_of(self, completion: str) -> str:
         """The completion up to where the answer is complete."""

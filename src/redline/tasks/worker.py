@@ -5,8 +5,8 @@ writes back verdicts.
 
 Every reply begins with MARK, so that the pool knows it from what a scorer writes to the same pipe. It writes the number of the item it is at into shared memory, so that the pool knows whom to blame when it has
 to kill. Its memory is limited, each item's processor time too (a backstop: should the pool die, a loop does
-not go on for ever), and it may start no processes. This guards against accidents in scorers that somebody
-wrote in good faith; it is no sandbox for hostile code.
+not go on for ever), and it may start no processes, but for the sandbox of a task that runs code. This guards
+against accidents in scorers that somebody wrote in good faith; hostile code belongs in `sandbox.py`.
 """
 
 import json
@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from redline.errors import RedlineError
+from redline.tasks import sandbox
 from redline.tasks.registry import load_task
 from redline.tasks.task import Question, Verdict
 
@@ -50,16 +51,18 @@ def main(spec: str, data: str, budget_s: float, memory_bytes: int, mark: str, pr
         (memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard), hard),
     )
     try:
-        score = load_task(spec, data or None).score
+        task = load_task(spec, data or None)
+        weakness = sandbox.weakness() if task.runs_code else None
     except RedlineError as error:
         replies.send({"error": str(error)})
         return
-    sys.addaudithook(_forbid_processes)
-    replies.send({})
+    if not task.runs_code:
+        sys.addaudithook(_forbid_processes)
+    replies.send({"weakness": weakness})
     batches: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(requests, batches), daemon=True).start()
     while True:
-        _score_batch(score, json.loads(batches.get()), replies, progress, budget_s)
+        _score_batch(task.score, json.loads(batches.get()), replies, progress, budget_s)
 
 
 class _Replies:
