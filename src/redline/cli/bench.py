@@ -6,6 +6,7 @@ redline bench train --recipe nano      one recipe, also on a CPU
 redline bench generate                 the generation engine beside `transformers`; needs a GPU, or --quick
 redline bench finetune                 LoRA fine-tuning beside Hugging Face's Trainer with PEFT; needs a GPU, or
                                        --quick
+redline bench rl                       GRPO beside TRL's GRPOTrainer; needs a GPU, or --quick
 """
 
 import argparse
@@ -44,11 +45,15 @@ ARGUMENTS = {
 {QUICK}
 --arm ARM...   hf-seeds, hf-best, graph, compiled or fp32 (default: all)
 {OUT}""",
+    "rl": f"""whole steps of reinforcement learning, and the update of a larger model
+{QUICK}
+--arm ARM...   trl, trl-continuous, redline or actor (default: all)
+{OUT}""",
 }
 
 
 def run(options: argparse.Namespace) -> None:
-    path = {"train": _train, "generate": _generate, "finetune": _finetune}[options.verb](options)
+    path = {"train": _train, "generate": _generate, "finetune": _finetune, "rl": _rl}[options.verb](options)
     print(path.read_text(encoding="utf-8"))
     print(f"written to {path} and {path.with_suffix('.json')}")
 
@@ -88,6 +93,14 @@ def _finetune(options: argparse.Namespace) -> Path:
     _check_arms(options, LABELS)
     facts, size = _facts(options)
     return bench_finetune(size, facts, options.out, arms=options.arm or tuple(LABELS), progress=status)
+
+
+def _rl(options: argparse.Namespace) -> Path:
+    from redline.bench.rl import LABELS, bench_rl
+
+    _check_arms(options, LABELS)
+    facts, size = _facts(options)
+    return bench_rl(size, facts, options.out, arms=options.arm or tuple(LABELS), progress=status)
 
 
 def _check_arms(options: argparse.Namespace, known: Collection[str]) -> None:

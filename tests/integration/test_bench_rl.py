@@ -1,0 +1,58 @@
+"""`redline bench rl` really learns, on a CPU with a tiny model: our arms, TRL's where it is installed, and the page."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from redline.bench import rl, rl_arms
+from redline.bench.rl import WORKS
+from redline.machine.facts import read_facts
+from redline.measure.child import named
+
+QUICK = WORKS["quick"]
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_our_side_and_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, which has torch already. TRL stands in for itself."""
+    theirs = {"rows": 8, "tokens": 112.0, "first_step_s": 2.0, "seconds": [56.0, 56.0], "memory_bytes": None}
+
+    def rows_of(function: str, setting: dict[str, Any]) -> Any:
+        if function.endswith(":trl_continuous"):
+            return [{"failed": "no such engine", "outcome": "error"}]
+        return [theirs] if function.endswith(":trl") else named(function)(setting)
+
+    monkeypatch.setattr(rl, "rows_of", rows_of)
+    told: list[str] = []
+    path = rl.bench_rl("quick", read_facts(), tmp_path, arms=tuple(rl.LABELS), progress=told.append)
+    rows = {row["row"]: row for row in json.loads(path.with_suffix(".json").read_text())["rows"]}
+    ours, actor = rows["redline"], rows["actor"]
+    assert ours["rows"] == QUICK.questions[0] * QUICK.group_size
+    assert 0 < ours["tokens"] <= ours["rows"] * (QUICK.prompt_tokens + QUICK.new_tokens)
+    assert len(ours["seconds"]) == QUICK.steps
+    assert set(ours["phases_s"]) == set(rl.PHASES.values()), "it generated, scored and learnt"
+    assert actor["tokens"] == pytest.approx(QUICK.actor_rows * (QUICK.prompt_tokens + QUICK.actor_tokens - 1))
+    text = path.read_text()
+    assert f"| redline | 8 | {ours['tokens_per_s']:,.0f} |" in text
+    assert f"{ours['tokens_per_s'] / 2:.1f}x" in text, "against the two tokens a second above"
+    assert "| TRL, transformers' continuous batching |  | failed | no such engine |" in text
+    assert "A step of redline with 8 answers: generate " in text
+    assert "Update alone: " in text
+    assert len(told) == 4
+
+
+def test_trl_does_the_same_work() -> None:
+    pytest.importorskip("trl", reason="TRL is not installed: pip install 'redline[bench]'")
+    for row in (*rl_arms.trl({"name": "quick"}), *rl_arms.trl_continuous({"name": "quick"})):
+        assert row["rows"] == QUICK.questions[0] * QUICK.group_size
+        # an answer that hits the end token by chance is shorter
+        whole = row["rows"] * (QUICK.prompt_tokens + QUICK.new_tokens)
+        assert 0.7 * whole < row["tokens"] <= whole
+        assert len(row["seconds"]) == QUICK.steps
