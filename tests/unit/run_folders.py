@@ -133,10 +133,11 @@ def write_run(
     plan_changes: dict[str, Any] | None = None,
     about: str = "a run",
     steps: int = UPDATES,
+    recipe: str | None = None,
 ) -> Path:
     folder.mkdir(parents=True)
     about = json.dumps(about)[1:-1]  # escaped as a TOML string
-    (folder / "recipe.toml").write_text(RECIPE.format(about=about, steps=steps))
+    (folder / "recipe.toml").write_text(recipe or RECIPE.format(about=about, steps=steps))
     (folder / "plan.json").write_text(json.dumps(plan(**(plan_changes or {}))))
     jsonl(folder / "metrics.jsonl", lines() if metrics is None else metrics)
     jsonl(folder / "events.jsonl", EVENTS if events is None else events)

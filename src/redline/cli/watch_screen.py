@@ -176,6 +176,8 @@ def _figures(seen: Seen, run: Run, shown: RunView, before: Sequence[str], room: 
         style = "bold red" if tile.kind == "bad" else "bold"
         told = Text.assemble(_gauge(shares.get(tile.label)), (tile.value, style), "  ", (tile.note, "dim"))
         rows += part(tile.label.removeprefix("of the "), told)
+    if rewards := values(run.metrics, "reward"):
+        rows += part("reward", Text.assemble(f"{rewards[-1]:.3f}  ", (sparkline(rewards, room - 8), "cyan")))
     if losses := values(run.metrics, "loss"):
         curve = (sparkline(losses, room - 8), "cyan")
         rows += part(

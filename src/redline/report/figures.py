@@ -13,14 +13,18 @@ from redline.record.read import WARM_UP, Measured, Run, State, number, table, va
 
 PHASES = {
     "generate_s": "generation",
+    "reward_s": "scoring",
+    "weights_s": "weights into the engine",
+    "reference_s": "reference model",
+    "critic_s": "critic",
     "forward_s": "forward",
     "backward_s": "backward",
     "combine_s": "combining gradients",
     "optimizer_s": "optimiser update",
     "communication_s": "communication",
 }
-NOT_IN_ALL = {"generate_s", "combine_s", "communication_s"}
-"""Phases that not every update has: generating text, combining domains, waiting for other processes."""
+NOT_IN_ALL = set(PHASES) - {"forward_s", "backward_s", "optimizer_s"}
+"""Phases that not every update has: generating and scoring text, combining domains, waiting for other processes."""
 
 
 @dataclass(frozen=True, kw_only=True)

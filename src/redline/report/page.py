@@ -58,6 +58,7 @@ class Chart:
 
 
 CHARTS = {
+    "reward": Chart("Reward", "plain", first=True, main=True, wide=True, smooth=True),
     "loss": Chart("Loss", "plain", first=True, main=True, wide=True, smooth=True, validation=True),
     "tokens_per_s": Chart("Speed", "count", main=True, from_zero=True),
     "rows_per_s": Chart("Rows", "count", main=True, from_zero=True),
@@ -67,6 +68,15 @@ CHARTS = {
     "step_s": Chart("Time of an update", "duration", from_zero=True),
     "data_wait_s": Chart("Data wait", "duration", from_zero=True),
     "padding_share": Chart("Padding", "share", from_zero=True),
+    "accuracy": Chart(
+        "Share of sampled answers that are correct", "share", main=True, from_zero=True, smooth=True
+    ),
+    "response_tokens": Chart("Tokens of an answer", "plain", main=True, from_zero=True),
+    "cut_share": Chart("Answers cut off", "share", from_zero=True),
+    "entropy": Chart("Entropy", "plain", from_zero=True),
+    "kl": Chart("KL from the model at the start", "plain", from_zero=True),
+    "clip_share": Chart("Tokens clipped", "share", from_zero=True),
+    "logprob_gap": Chart("Engine against trainer", "plain", from_zero=True),
     "lr": Chart("Learning rate", "plain", from_zero=True),
     "grad_norm": Chart("Gradient norm before clipping", "plain", from_zero=True),
     "power_w": Chart("Power", "count", from_zero=True),

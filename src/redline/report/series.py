@@ -17,6 +17,10 @@ CURVES = (
     "ceiling_share",
     "padding_share", "power_w", "sm_clock_mhz", "temperature_c",
 )  # fmt: skip
+POLICY_CURVES = (
+    "reward", "accuracy", "response_tokens", "cut_share", "entropy", "kl", "clip_share", "logprob_gap",
+)  # fmt: skip
+"""Of reinforcement learning alone."""
 MOST_UPDATES = 800
 """Drawn one by one up to here."""
 MOST_POINTS = 350
@@ -33,7 +37,7 @@ def curves(lines: list[dict[str, Any]], most_points: int = MOST_POINTS) -> dict[
         "each": each,
         "axes": {axis: [_plain(number(block[-1].get(axis))) for block in blocks] for axis in AXES},
     }
-    names = (*CURVES, *own_names(lines))
+    names = (*POLICY_CURVES, *CURVES, *own_names(lines))
     found["curves"] = {name: _curve(blocks, name) for name in names if values(lines, name)}
     tested = [line for line in lines if number(line.get("valid_loss")) is not None]
     found["broken"] = broken(lines)
@@ -44,9 +48,13 @@ def curves(lines: list[dict[str, Any]], most_points: int = MOST_POINTS) -> dict[
 
 
 def own_names(lines: list[dict[str, Any]]) -> list[str]:
-    """Names of the user's own metrics, logged by a watched loop (`run.log`)."""
+    """Names of the user's own metrics, logged by a watched loop (`run.log`), and the rewards of every domain. The other
+    metrics of domains and their pairs are shown in tables."""
     some = lines[:: max(1, len(lines) // 200)]  # a name stands in more than one line
-    names = dict.fromkeys(name for line in some for name in line if name not in METRICS)
+    kinds = {name.partition(".")[0] for name in METRICS if "." in name} - {"reward"}
+    names = dict.fromkeys(
+        name for line in some for name in line if name not in METRICS and name.partition(".")[0] not in kinds
+    )
     return [name for name in names if values(some, name)]
 
 

@@ -39,6 +39,7 @@ def print_report(runs: list[RunView], console: Console) -> None:
     for run in runs:
         _identity(out, run)
         _rft(out, run)
+        _reinforcement(out, run)
         _findings(out, run)
         _bars(out, "How fast", run.speed_bars if len(run.speed_bars) > 1 else [], shares=False)
         _bars(out, "Where the time went", run.time_stack, shares=True)
@@ -72,7 +73,9 @@ def _identity(out: Printer, run: RunView) -> None:
     losses = values(run.run.metrics, "loss")
     if run.tiles:
         out.part("Outcome", Grid(("", "", ""), [(t.label, t.value, t.note) for t in run.tiles], right=(1,)))
-    if losses:
+    if rewards := values(run.run.metrics, "reward"):
+        out.line(f"reward {rewards[0]:.3f} {sparkline(rewards, CURVE_COLUMNS)} {rewards[-1]:.3f}")
+    elif losses:
         curve, lost = sparkline(losses, CURVE_COLUMNS), "×" if s.quality.nan_step else ""
         out.line(f"loss {losses[0]:.3f} {curve}{lost} {losses[-1]:.3f} nats/token")
 
@@ -100,6 +103,26 @@ def _rft(out: Printer, run: RunView) -> None:
         verdict = "correct" if example["correct"] else f"wrong, expected {example['expected']}"
         out.line(f"  {example['question']}", note=f"{verdict}, score {example['reward']:g}")
         out.line(f"    {' '.join(example['text'].split())}")
+
+
+def _reinforcement(out: Printer, run: RunView) -> None:
+    if (rl := run.rl) is None:
+        return
+    if rl.figures:
+        out.part(
+            "What the policy does", Grid(("", "recent updates", "first updates"), rl.figures, right=(1, 2))
+        )
+    if rl.pairs:
+        rows = [
+            (f"{p.a} and {p.b}", f"{p.cosine:+.2f}", f"{p.rate:.0%}", f"{p.tensors:.0%}") for p in rl.pairs
+        ]
+        columns = ("", "mean cosine", "updates in conflict", "tensors in conflict")
+        out.part("Conflicts between domains", Grid(columns, rows, right=(1, 2, 3)))
+    for place, one in enumerate(rl.said):
+        if place == 0:
+            out.part("What it wrote in the last step")
+        out.line(f"  {one.domain}, question {one.question}", note=f"{one.note}, reward {one.reward:g}")
+        out.line(f"    {' '.join(one.text.split())}")
 
 
 def _findings(out: Printer, run: RunView) -> None:

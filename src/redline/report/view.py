@@ -28,6 +28,7 @@ from redline.report.ablation import Ablation, Trials, ablation, trials, tuning
 from redline.report.compare import ratio
 from redline.report.figures import Quality, Summary, summarise
 from redline.report.findings import FindingView, findings
+from redline.report.reinforcement import Reinforcement, reinforcement
 
 TESTED = {"base": "before", "answers": "after fine-tuning on the answers", "samples": "after RFT"}
 FIRST_EVENTS, LAST_EVENTS = 20, 80
@@ -36,7 +37,7 @@ RECENT = 60
 _KINDS = {
     "updates": "p0", "forward": "p0", "backward": "p4", "optimiser update": "p2", "between phases": "p6",
     "data wait": "p7", "first updates": "p3", "checkpoints": "p5", "validation": "p1", "other": "p6",
-    "generation": "p8", "sampling": "p8", "tests": "p1", "fine-tuning on answers": "p3",
+    "generation": "p8", "scoring": "p1", "weights into the engine": "p5", "combining gradients": "p7", "sampling": "p8", "tests": "p1", "fine-tuning on answers": "p3",
 }  # fmt: skip
 
 
@@ -106,6 +107,7 @@ class RunView:
     trials: Trials
     tests: list[Test]
     samples: dict[str, Any] | None
+    rl: Reinforcement | None
     recipe_text: str
 
 
@@ -114,7 +116,7 @@ def view(run: Run, place: int = 0) -> RunView:
     summary = summarise(run)
     memory, speed = summary.memory, summary.speed
     found, remark = findings(run, speed, summary.quality)
-    tests, samples = accuracies(run.evaluations), samples_of(run.path)
+    tests, samples, rl = accuracies(run.evaluations), samples_of(run.path), reinforcement(run)
     parts = [(part.name, part.elapsed_s, format_duration(part.elapsed_s), part.note) for part in summary.time]
     memory_parts = [
         (name, size, format_bytes(size), "") for name, size in memory.predicted_parts_bytes.items()
@@ -129,7 +131,7 @@ def view(run: Run, place: int = 0) -> RunView:
         place=place,
         summary=summary,
         progress=progress(run, summary, samples),
-        tiles=[*_outcome_tiles(summary, tests), *_speed_tiles(summary)],
+        tiles=[*_domain_tiles(rl), *_outcome_tiles(summary, tests), *_speed_tiles(summary)],
         speed_bars=_speed_bars(summary),
         floor_s=speed.step_s * speed.attained_share if speed.step_s and speed.attained_share else None,
         time_stack=_stack(parts),
@@ -143,6 +145,7 @@ def view(run: Run, place: int = 0) -> RunView:
         trials=trials(tuning(run.tuning) or run.trials),
         tests=tests,
         samples=samples,
+        rl=rl,
         recipe_text=run.recipe_text,
     )  # fmt: skip
 
@@ -190,6 +193,19 @@ def progress(run: Run, summary: Summary, samples: dict[str, Any] | None) -> Prog
 # ---- tiles and bars ----
 
 
+def _domain_tiles(rl: Reinforcement | None) -> list[Tile]:
+    """Accuracy where a run of reinforcement learning validates, else what its own answers earned."""
+    tiles = []
+    for domain in rl.domains if rl else ():
+        if (found := domain.accuracy) is not None:
+            began = f"; at first {domain.before.value:.1%}" if domain.before else ""
+            note = f"95 %: {100 * found.low:.1f} to {100 * found.high:.1f} %, held out{began}"
+            tiles.append(Tile(f"accuracy, {domain.name}", f"{found.value:.1%}", note, ""))
+        elif domain.reward is not None:
+            tiles.append(Tile(f"reward, {domain.name}", f"{domain.reward:.3f}", "mean of recent answers", ""))
+    return tiles
+
+
 def _outcome_tiles(summary: Summary, tests: list[Test]) -> list[Tile]:
     """What the run was for."""
     tiles = []
@@ -205,9 +221,9 @@ def _outcome_tiles(summary: Summary, tests: list[Test]) -> list[Tile]:
         notes += [f"perplexity {q.valid_perplexity:.2f}"] if q.valid_perplexity is not None else []
         notes += [f"{q.valid_bits_per_byte:.3f} bits/byte"] if q.valid_bits_per_byte is not None else []
         notes += [f"best {q.best_loss:.4f} at update {q.best_step:,}"] if q.best_step != q.valid_step else []
-        tiles.append(Tile("validation loss", f"{q.valid_loss:.4f}", ", ".join(notes)))
-    if q.last_loss is None or q.nan_step is not None:
-        return tiles
+        tiles.append(Tile("validation loss", f"{q.valid_loss:.4f}", ", ".join(notes), ""))
+    if q.last_loss is None or q.nan_step is not None or summary.workload == "rl":
+        return tiles  # the loss of a policy says nothing: its gradient does
     if q.bad_gradient_step is not None:
         tiles.append(Tile("training loss", f"{q.last_loss:.4f}", f"{bad_gradient(q)} on", "bad"))
     elif q.valid_loss is None:
@@ -310,6 +326,7 @@ def side_by_side(runs: list[RunView]) -> list[tuple[str, list[str]]]:
     rft = all(s.workload == "rft" for s in all_)
     covered, whole = ("fine-tuning", "all of fine-tuning") if rft else ("training", "whole run")
     rows: list[tuple[str, list[str]]] = [
+        *_domain_rows(runs),
         ("accuracy after RFT", [next((f"{100 * t.accuracy:.1f} %" for t in run.tests if t.name == "after RFT"), DASH) for run in runs]),
         ("last training loss", [last_loss(s) for s in all_]),
         ("last validation loss", [_loss(s.quality.valid_loss) for s in all_]),
@@ -330,6 +347,12 @@ def side_by_side(runs: list[RunView]) -> list[tuple[str, list[str]]]:
         ("machine", [s.hardware or DASH for s in all_]),
     ]  # fmt: skip
     return [(name, cells) for name, cells in rows if any(cell != DASH for cell in cells)]
+
+
+def _domain_rows(runs: list[RunView]) -> list[tuple[str, list[str]]]:
+    names = dict.fromkeys(domain.name for run in runs if run.rl for domain in run.rl.domains)
+    found = [{d.name: str(d.accuracy or DASH) for d in run.rl.domains} if run.rl else {} for run in runs]
+    return [(f"accuracy, {name}", [cells.get(name, DASH) for cells in found]) for name in names]
 
 
 def last_loss(summary: Summary) -> str:

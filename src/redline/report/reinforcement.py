@@ -1,0 +1,305 @@
+"""What a run of reinforcement learning says: accuracy and reward of every domain first, then lengths, exploration,
+mismatch and conflicts, and what it wrote; and two runs side by side. No torch.
+
+    found = reinforcement(run)              # None where the run is none of reinforcement learning
+    found.domains[0].accuracy, found.pairs, found.said
+    compared(read_run(baseline), read_run(pcgrad)).verdict
+
+Recent is the last fifth of the updates. Differences of accuracies have Newcombe's interval, made of the two
+intervals of the record: the questions are the same in both runs, which it takes no advantage of, so it is rather too
+wide than too narrow.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from itertools import combinations, islice
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from redline.errors import ConfigError
+from redline.record.read import Run, number, table, values
+from redline.record.units import DASH, factor, format_bytes, format_duration, format_share
+from redline.report.compare import comparable
+
+FIGURES = {
+    "response_tokens": ("tokens of an answer", "{:.0f}"),
+    "cut_share": ("answers cut off", "{:.1%}"),
+    "entropy": ("entropy, nats/token", "{:.3f}"),
+    "kl": ("KL from the start, nats/token", "{:.4f}"),
+    "clip_share": ("tokens clipped", "{:.1%}"),
+    "logprob_gap": ("engine against trainer, nats/token", "{:.2g}"),
+}
+"""What is told beside rewards, in this order."""
+READ = 64
+"""Questions of the last step that examples are taken from."""
+
+
+class Share(NamedTuple):
+    """An accuracy with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.1%} ({self.low:.1%} to {self.high:.1%})"
+
+
+@dataclass(frozen=True)
+class DomainFigures:
+    name: str
+    accuracy: Share | None
+    """Greedy, on held-out questions, at the last validation."""
+    before: Share | None
+    """At the first one, where there are two."""
+    reward: float | None
+    """Mean of recent answers."""
+    sampled: float | None
+    """Share of recent answers that were correct."""
+
+
+class Pair(NamedTuple):
+    a: str
+    b: str
+    cosine: float
+    """Mean over the updates."""
+    rate: float
+    """Share of the updates in which it was negative."""
+    tensors: float
+    """Share of the weight tensors in conflict, mean over the updates."""
+
+
+class Said(NamedTuple):
+    domain: str
+    question: str
+    text: str
+    reward: float
+    note: str
+
+
+@dataclass(frozen=True)
+class Reinforcement:
+    domains: list[DomainFigures]
+    figures: list[tuple[str, str, str]]
+    """Label, recent value, value at the beginning."""
+    pairs: list[Pair]
+    said: list[Said]
+    """The best and the worst recent answer of each domain."""
+
+    @property
+    def heat(self) -> list[tuple[str, list[tuple[str, str, str]]]]:
+        """The matrix of cosines: a row a domain, each cell with its text, its background and what it means."""
+        names = [domain.name for domain in self.domains]
+        cosines = {frozenset((pair.a, pair.b)): pair for pair in self.pairs}
+        return [(a, [_cell(cosines.get(frozenset((a, b)))) for b in names]) for a in names]
+
+
+def reinforcement(run: Run) -> Reinforcement | None:
+    if run.workload != "rl":
+        return None
+    names = domains_of(run)
+    recent, first = (
+        run.metrics[-max(1, len(run.metrics) // 5) :],
+        run.metrics[: max(1, len(run.metrics) // 5)],
+    )
+    figures = []
+    for name, (label, form) in FIGURES.items():
+        if now := values(recent, name):
+            began = values(first, name)
+            figures.append((label, form.format(fmean(now)), form.format(fmean(began)) if began else DASH))
+    return Reinforcement(
+        [_domain(name, run.metrics, recent) for name in names], figures, pairs(run), said(run.path, names)
+    )
+
+
+def domains_of(run: Run) -> list[str]:
+    """The domains as metrics name them: a user's own file by its stem."""
+    tasks = table(run.recipe.get("rl")).get("domains", ())
+    return [Path(str(task).partition(":")[0]).stem for task in tasks]
+
+
+def _domain(name: str, lines: list[dict[str, Any]], recent: list[dict[str, Any]]) -> DomainFigures:
+    tested = [share for line in lines if (share := _share(line, name)) is not None]
+    rewards, correct = values(recent, f"reward.{name}"), values(recent, f"accuracy.{name}")
+    return DomainFigures(
+        name,
+        tested[-1] if tested else None,
+        tested[0] if len(tested) > 1 else None,
+        fmean(rewards) if rewards else None,
+        fmean(correct) if correct else None,
+    )
+
+
+def _share(line: dict[str, Any], name: str) -> Share | None:
+    found = [number(line.get(f"valid_accuracy{part}.{name}")) for part in ("", "_low", "_high")]
+    known = [value for value in found if value is not None]
+    return Share(*known) if len(known) == len(found) else None
+
+
+def pairs(run: Run) -> list[Pair]:
+    """Conflicts of every pair of domains, where the run recorded them."""
+    found = []
+    for a, b in combinations(domains_of(run), 2):
+        cosines, tensors = (values(run.metrics, f"{name}.{a}.{b}") for name in ("cosine", "conflict"))
+        if cosines and tensors:
+            rate = fmean(cosine < 0 for cosine in cosines)
+            found.append(Pair(a, b, fmean(cosines), rate, fmean(tensors)))
+    return found
+
+
+def _cell(pair: Pair | None) -> tuple[str, str, str]:
+    if pair is None:
+        return "", "transparent", ""
+    colour, strength = (
+        ("var(--accent)" if pair.cosine < 0 else "var(--good)"),
+        round(80 * min(1, abs(pair.cosine))),
+    )
+    meaning = f"negative in {pair.rate:.0%} of the updates; {pair.tensors:.0%} of the tensors in conflict"
+    return f"{pair.cosine:+.2f}", f"color-mix(in srgb,{colour} {strength}%,transparent)", meaning
+
+
+def said(path: Path, domains: list[str]) -> list[Said]:
+    """Texts of the last step that was drawn."""
+    files = sorted((path / "samples").glob("step-*.jsonl"))
+    if not files:
+        return []
+    groups: dict[str, list[Said]] = {name: [] for name in domains}
+    with files[-1].open(encoding="utf-8", errors="replace") as lines:
+        for line in islice(lines, READ):
+            try:
+                group = table(json.loads(line))
+            except ValueError:  # the line that is being written
+                continue
+            for answer in (entry for entry in group.get("answers", ()) if isinstance(entry, dict)):
+                groups.setdefault(str(group.get("domain")), []).append(_said(group, answer))
+    found = []
+    for texts in groups.values():
+        ordered = sorted(texts, key=lambda one: -one.reward)
+        found += ordered[:1] + (ordered[-1:] if len(ordered) > 1 else [])
+    return found
+
+
+def _said(group: dict[str, Any], answer: dict[str, Any]) -> Said:
+    word = (
+        "correct" if answer.get("correct") else "wrong" if answer.get("parsed") else "no answer found in it"
+    )
+    notes = [
+        word,
+        *(["cut off"] if answer.get("cut") else []),
+        *([str(answer["reason"])] if answer.get("reason") else []),
+    ]
+    question, text = str(group.get("question", "")), str(answer.get("text", ""))
+    return Said(
+        str(group.get("domain")), question, text, number(answer.get("reward")) or 0.0, ", ".join(notes)
+    )
+
+
+# ---- two runs ----
+
+
+class Difference(NamedTuple):
+    domain: str
+    base: Share
+    other: Share
+    low: float
+    high: float
+
+    @property
+    def value(self) -> float:
+        return self.other.value - self.base.value
+
+    @property
+    def word(self) -> str:
+        return "better" if self.low > 0 else "worse" if self.high < 0 else "not resolved"
+
+
+@dataclass(frozen=True)
+class Compared:
+    differences: list[Difference]
+    costs: list[tuple[str, str, str]]
+    """What it took: label, of the first run, of the second."""
+    pairs: dict[str, list[Pair]]
+    """Conflicts by the run's label."""
+    verdict: str
+    caveats: list[str]
+
+
+def compared(base: Run, other: Run) -> Compared:
+    """The second run against the first, on the questions that both were tested on."""
+    shown = {run.label: reinforcement(run) for run in (base, other)}
+    for run in (base, other):
+        if shown[run.label] is None:
+            raise ConfigError(
+                f"{run.path} is a run of {run.workload}: `redline rl compare` needs two of `redline rl run`"
+            )
+    first, second = (_accuracies(found) for found in shown.values() if found is not None)
+    differences = [_difference(name, first[name], second[name]) for name in first if name in second]
+    return Compared(
+        differences,
+        _costs(base, other),
+        {run.label: pairs(run) for run in (base, other) if pairs(run)},
+        _verdict(other.label, differences),
+        _caveats(base, other, len(differences)),
+    )
+
+
+def _accuracies(found: Reinforcement) -> dict[str, Share]:
+    return {domain.name: domain.accuracy for domain in found.domains if domain.accuracy is not None}
+
+
+def _difference(name: str, base: Share, other: Share) -> Difference:
+    value = other.value - base.value
+    below = math.hypot(other.value - other.low, base.high - base.value)
+    above = math.hypot(other.high - other.value, base.value - base.low)
+    return Difference(name, base, other, value - below, value + above)
+
+
+def _verdict(label: str, differences: list[Difference]) -> str:
+    if not differences:
+        return "Nothing to compare: no domain was validated in both runs (train.eval_every)."
+    better, worse = ([one.domain for one in differences if one.word == word] for word in ("better", "worse"))
+    parts = [f"better on {', '.join(better)}"] * bool(better) + [f"worse on {', '.join(worse)}"] * bool(worse)
+    mean = fmean(one.value for one in differences)
+    if not parts:
+        return f"No difference is resolved: {label} stands {100 * mean:+.1f} points on average, within every interval."
+    return f"{label} is {' and '.join(parts)}; {100 * mean:+.1f} points on average over {len(differences)} domains."
+
+
+def _costs(base: Run, other: Run) -> list[tuple[str, str, str]]:
+    def of(run: Run) -> dict[str, str]:
+        step, combine = run.typical("step_s"), run.typical("combine_s")
+        memory = max(values(run.metrics, "memory_bytes"), default=None)
+        return {
+            "time of a step": format_duration(step.value if step else None),
+            "of it combining gradients": format_share(
+                combine.value / step.value if combine and step else None
+            ),
+            "peak memory": format_bytes(memory),
+            "training time": format_duration(run.elapsed_s),
+            "steps": f"{run.metrics[-1]['step']:,}" if run.metrics else DASH,
+        }
+
+    first, second = of(base), of(other)
+    rows = [(name, first[name], second[name]) for name in first if {first[name], second[name]} != {DASH}]
+    steps = [run.typical("step_s") for run in (base, other)]
+    if steps[0] and steps[1]:
+        rows.insert(1, ("against the first", "1×", f"{factor(steps[1].value / steps[0].value)}×"))
+    return rows
+
+
+def _caveats(base: Run, other: Run, intervals: int) -> list[str]:
+    """What the numbers do not say."""
+    found = [
+        "One run each: another seed may turn a small difference round. Repeat both with other train.seed values."
+    ]
+    if intervals > 1:
+        found.append(f"{intervals} intervals of 95 %: one in twenty misses by chance.")
+    asked = ("rl.pcgrad", "train.seed")
+    others = [line for line in comparable([base, other]).differences if not line.startswith(asked)]
+    if others:
+        found.append(f"The recipes differ in more than PCGrad: {'; '.join(others)}.")
+    if (steps := {run.metrics[-1]["step"] for run in (base, other) if run.metrics}) and len(steps) > 1:
+        found.append(f"The runs have {' and '.join(f'{step:,}' for step in sorted(steps))} steps.")
+    return found
