@@ -1,4 +1,4 @@
-# make demo      set up .venv; pre-train a small model, then the whole RFT loop on the shipped one, on this machine
+# make demo      set up .venv; pre-train a small model, then RFT and reinforcement learning on the shipped one, on this machine
 # make test      set up .venv and run every check and test (what CI runs)
 # make check     format, lint, types, import contracts
 # make fuzz      attack every reader with random input for some minutes
@@ -28,7 +28,7 @@ PIP := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip
 	@touch $@
 
 demo: .venv/core
-	rm -rf runs/demo runs/demo-rft
+	rm -rf runs/demo runs/demo-rft runs/demo-rl
 	$(BIN)/redline machine
 	$(BIN)/redline train nano --run runs/demo --set train.steps=200
 	$(BIN)/redline generate runs/demo --checkpoint best --prompt "ROMEO:" --max-new-tokens 80
@@ -39,11 +39,15 @@ demo: .venv/core
 	@echo "now rejection-sampling fine-tuning: sample answers, keep the verified ones, train on them, test on held-out questions"
 	$(BIN)/redline rft run rft/demo --run runs/demo-rft
 	@echo
-	@echo "what held the pre-training back, and both runs on one page"
+	@echo "now reinforcement learning on the shipped model: it learns from the rewards of its own answers"
+	$(BIN)/redline rl run rl/demo --run runs/demo-rl
+	@echo
+	@echo "what held the pre-training back, and each run on a page"
 	$(BIN)/redline diagnose runs/demo
 	$(BIN)/redline report runs/demo --out runs/demo/report.html > runs/demo/report.txt
 	$(BIN)/redline report runs/demo-rft --out runs/demo-rft/report.html > runs/demo-rft/report.txt
-	@echo "open runs/demo/report.html and runs/demo-rft/report.html in a browser (the same as text: report.txt beside them)"
+	$(BIN)/redline report runs/demo-rl --out runs/demo-rl/report.html > runs/demo-rl/report.txt
+	@echo "open report.html in runs/demo, runs/demo-rft and runs/demo-rl in a browser (the same as text: report.txt beside it)"
 
 check: .venv/dev
 	$(BIN)/ruff format --check .

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from redline.cli.arguments import JSON, RECIPE
-from redline.cli.options import check_positive, print_json, recipe_of, status, tokenise
+from redline.cli.options import check_positive, not_rl, print_json, recipe_of, status, tokenise
 from redline.cli.plan import make
 from redline.machine.facts import read_facts, software_key
 from redline.machine.store import cached
@@ -36,7 +36,7 @@ ARGUMENTS = f"""
 
 def run(options: argparse.Namespace) -> None:
     check_positive("--minutes", options.minutes)
-    recipe, facts = recipe_of(options), read_facts()
+    recipe, facts = recipe_of(options, check=not_rl), read_facts()
     if options.out:  # what can be refused before anything is measured
         check_folder(options.out, recipe)
     tokenise(recipe)

@@ -6,9 +6,9 @@ with the evidence.
 
 The training loop itself runs a few updates on the recipe's data, at most two passes each. One pass and one turn of
 the loop are profiled, and on a GPU torch's sync detector watches more turns. Loss and gradients of the pass are
-compared with the same weights in fp32, eager, with explicit attention, one sequence at a time. An RFT recipe has
-no examples yet, so the model answers a few of its questions, which also proves generation, and learns from the
-answers. The checks are in checks.py. Left out: speed (`redline tune`) and several processes.
+compared with the same weights in fp32, eager, with explicit attention, one sequence at a time. A recipe of RFT or
+reinforcement learning has no examples yet, so the model answers a few of its questions, which also proves generation,
+and learns from the answers. The checks are in checks.py. Left out: speed (`redline tune`) and several processes.
 """
 
 import copy
@@ -17,7 +17,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,14 @@ from redline.plan.bounds import Outside
 from redline.plan.plan import Plan
 from redline.rft.sample import logprob_gap
 from redline.rft.session import Session, open_session
+from redline.rl.domains import open_domains
+from redline.rl.policy import Policy
+from redline.train.execution import COMPUTE_DTYPE
 from redline.train.loop import Trainer
 from redline.train.packed import Packed
 from redline.train.packing import Example
+from redline.train.process import Process
+from redline.train.restore import open_weights
 from redline.tune.checks import CHECKS, Case, Numbers, generation_graphs, log_probabilities
 from redline.tune.evidence import Check, profiled
 
@@ -57,6 +62,8 @@ def verify(recipe: Recipe, plan: Plan, *, progress: Callable[[str], None]) -> li
     """Run a few updates under the plan and check every promise it makes. Raises what training would raise."""
     if recipe.workload == "rft":
         return _verify_rft(recipe, plan, progress)
+    if recipe.workload == "rl":
+        return _verify_rl(recipe, plan, progress)
     passes = min(MOST_PASSES, plan.accumulation)
     few = replace(recipe, train=replace(recipe.train, batch_size=passes * plan.micro_batch))
     progress(f"building the model; {WARM_UP + WATCHED} updates of {passes} x {plan.micro_batch}")
@@ -74,19 +81,58 @@ def _verify_rft(recipe: Recipe, plan: Plan, progress: Callable[[str], None]) -> 
         open_session(recipe, plan, Path(folder) / "run", Outside(environment=os.environ)) as session,
     ):
         check_result(recipe)
-        model = session.model.model
         progress(f"{QUESTIONS} questions answered by {recipe.model.init_from}")
         completions = _completions(session)
-        with plain_fp32():
-            gap = logprob_gap(_in_fp32(model), completions)
-        half = model.compute_dtype != torch.float32
-        generation = [log_probabilities(gap, len(completions), half=half), generation_graphs(model)]
-        trainer = _learner_of(session, completions)
-        try:
-            case = _watch(recipe, plan, trainer, progress)
-            return [*(check(case) for check in CHECKS), *generation]
-        finally:
-            trainer.close()
+        return _answered(recipe, session.plan, session.model.model, session.process, completions, progress)
+
+
+def _verify_rl(recipe: Recipe, plan: Plan, progress: Callable[[str], None]) -> list[Check]:
+    check_result(recipe)
+    rl, process = recipe.rl, Process(0, 1, torch.device(plan.hardware.kind))
+    assert rl is not None
+    base = open_weights(Path(recipe.model.init_from or ""))
+    model = base.build(process.device, COMPUTE_DTYPE[plan.precision])
+    policy = Policy(
+        model,
+        base,
+        process,
+        max_prompt_tokens=rl.max_prompt_tokens,
+        max_new_tokens=rl.max_new_tokens,
+        slots=min(plan.slots, QUESTIONS),
+    )
+    with open_domains(recipe, base) as domains, closing(policy):
+        names = itertools.cycle(domains.by_name)
+        asked = [domains.ask(step=1, domain=next(names), number=number) for number in range(QUESTIONS)]
+        requests = [
+            Request(prompt=one.prompt, sampling=domains.sampling(one.stops), seed=number)
+            for number, one in enumerate(asked)
+        ]
+        progress(f"{QUESTIONS} questions answered by {recipe.model.init_from}")
+        with policy.speaking() as engine:
+            completions = list(engine.run(requests))
+    return _answered(recipe, plan, model, process, completions, progress)
+
+
+def _answered(
+    recipe: Recipe,
+    plan: Plan,
+    model: Transformer,
+    process: Process,
+    completions: Sequence[Completion],
+    progress: Callable[[str], None],
+) -> list[Check]:
+    """What the answers prove of generation, and a training on them of the update. The update of reinforcement learning
+    is that of fine-tuning with other weights on the tokens' losses."""
+    with plain_fp32():
+        gap = logprob_gap(_in_fp32(model), completions)
+    half = model.compute_dtype != torch.float32
+    generation = [log_probabilities(gap, len(completions), half=half), generation_graphs(model)]
+    trainer = _learner_of(recipe, plan, model, process, completions)
+    try:
+        case = _watch(recipe, plan, trainer, progress)
+        return [*(check(case) for check in CHECKS), *generation]
+    finally:
+        trainer.close()
 
 
 def _completions(session: Session) -> list[Completion]:
@@ -99,16 +145,16 @@ def _completions(session: Session) -> list[Completion]:
         return list(engine.run(requests))
 
 
-def _learner_of(session: Session, completions: Sequence[Completion]) -> Trainer:
-    """A training on the answers that keeps nothing; an epoch is one update of the recipe's size."""
-    model, size = session.model.model, session.recipe.train.batch_size
-    prepare(model, session.recipe, session.process)
+def _learner_of(
+    recipe: Recipe, plan: Plan, model: Transformer, process: Process, completions: Sequence[Completion]
+) -> Trainer:
+    """A training on the answers, of which nothing is kept; an epoch is one update of the recipe's size."""
+    prepare(model, recipe, process)
     prompts = [(c.request.prompt, c.tokens) for c in completions]
     answered = [Example(prompt, tokens) for prompt, tokens in prompts if isinstance(prompt, tuple)]
-    examples = list(itertools.islice(itertools.cycle(answered), size))
-    train = replace(session.recipe.train, epochs=10 * (WARM_UP + WATCHED), steps=0)
-    job = job_of(model, examples, replace(session.recipe, train=train), session.plan, session.process)
-    return Trainer(job, session.process)
+    examples = list(itertools.islice(itertools.cycle(answered), plan.micro_batch * plan.accumulation))
+    train = replace(recipe.train, batch_size=len(examples), epochs=10 * (WARM_UP + WATCHED), steps=0)
+    return Trainer(job_of(model, examples, replace(recipe, train=train), plan, process), process)
 
 
 def _watch(recipe: Recipe, plan: Plan, trainer: Trainer, progress: Callable[[str], None]) -> Case:

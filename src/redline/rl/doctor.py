@@ -1,0 +1,220 @@
+"""Looking before training: draw a few answers of every domain and say what reinforcement learning would make of them.
+
+    report = examine(recipe, plan, process, questions=8)
+    report.domains[0].solved, report.gap, report.advice
+
+It draws through the loop's own path (prompts, engine, scorers), so what fails in training fails here, in a minute. The
+time of a step is what was seen here for the tokens of a whole step, and for the update what the plan predicts.
+"""
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from redline.config.recipe import Recipe
+from redline.config.rl import RlConfig
+from redline.errors import ConfigError
+from redline.plan.plan import Plan
+from redline.rl.algorithm import row_of
+from redline.rl.domains import Domains, open_domains
+from redline.rl.objective import logprobs
+from redline.rl.run import job_of
+from redline.rl.samples import Group, Sample, Samples
+from redline.train.execution import in_force
+from redline.train.process import Process
+from redline.train.restore import open_weights
+
+COMPARED = 16
+"""Answers whose log-probabilities the trainer computes too."""
+BESIDE = 8
+"""Tokens of one answer that are shown with both."""
+WIDE_GAP = 0.05
+"""Nats a token between engine and trainer that are more than bf16 rounds (H200, 360M: 0.004)."""
+
+
+@dataclass(frozen=True)
+class DomainReport:
+    name: str
+    answers: int
+    solved: float
+    """Share of the answers that are correct."""
+    reward: float
+    even: float
+    """Share of the groups whose answers all earned the same: GRPO learns nothing from them."""
+    unread: float
+    """Share of the answers in which no answer was found."""
+    cut: float
+    """Share of the answers that ran out of tokens."""
+    tokens: float
+    """Of an answer, mean."""
+    failed: int
+    """Answers whose scorer failed."""
+    scoring_s: float
+    """For one answer, on one of the scoring processes or several."""
+    unread_texts: list[str]
+    """Two in which no answer was found."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Log-probabilities of the same tokens by the engine and by the trainer, nats."""
+
+    mean: float
+    most: float
+    tokens: int
+    beside: list[tuple[str, float, float]]
+    """Some tokens of one answer, with the engine's and the trainer's."""
+
+
+@dataclass(frozen=True)
+class Report:
+    domains: list[DomainReport]
+    gap: Gap | None
+    memory_parts_bytes: dict[str, int]
+    memory_bytes: int
+    generate_tokens_per_s: float
+    generate_s: float
+    """Of a whole step of the recipe, as fast as here."""
+    scoring_s: float
+    """Of a whole step, hidden behind generation as far as it is shorter."""
+    update_s: float | None
+    """Of a whole step, by the plan's prediction; None where it makes none."""
+    advice: list[str]
+
+
+def examine(recipe: Recipe, plan: Plan, process: Process, *, questions: int) -> Report:
+    """Draw answers to so many questions of every domain."""
+    rl = recipe.rl
+    assert rl is not None
+    if process.world_size > 1:
+        raise ConfigError(f"`redline rl doctor` looks with one process, and there are {process.world_size}")
+    asked = replace(recipe.train, batch_size=questions * len(rl.domains))
+    little = replace(recipe, train=asked, rl=replace(rl, refills=0, weights=(), updates_per_rollout=1))
+    base = open_weights(Path(recipe.model.init_from or ""))
+    with tempfile.TemporaryDirectory() as place, in_force(plan), open_domains(little, base) as domains:
+        job = job_of(little, plan, base, domains, process, run=Path(place))
+        source = job.source(None)
+        try:
+            facts = source.next().facts
+            groups = Samples(Path(place)).of(1)
+            gap = _gap(job.model, groups, domains)
+            found = [_domain(name, groups, domains) for name in rl.names]
+        finally:
+            source.close()
+    rate = facts["new_tokens"] / facts["generate_s"]
+    answers = recipe.rows_per_step
+    new_tokens = answers * fmean(domain.tokens for domain in found)
+    read = new_tokens + answers * fmean(len(group.prompt) for group in groups)
+    attainable = plan.prediction.attainable_tokens_per_s
+    report = Report(
+        domains=found,
+        gap=gap,
+        memory_parts_bytes=plan.prediction.memory_parts_bytes,
+        memory_bytes=plan.prediction.memory_bytes,
+        generate_tokens_per_s=rate,
+        generate_s=new_tokens / rate,
+        scoring_s=answers * fmean(domain.scoring_s for domain in found),
+        update_s=read / attainable if attainable else None,
+        advice=[],
+    )
+    return replace(report, advice=advice(report, rl))
+
+
+def _domain(name: str, groups: Sequence[Group], domains: Domains) -> DomainReport:
+    own = [group for group in groups if group.domain == name]
+    answers = [sample for group in own for sample in group.answers]
+    unread = [sample for sample in answers if not sample.parsed]
+    return DomainReport(
+        name=name,
+        answers=len(answers),
+        solved=fmean(sample.correct for sample in answers),
+        reward=fmean(sample.reward for sample in answers),
+        even=fmean(max(group.rewards) == min(group.rewards) for group in own),
+        unread=len(unread) / len(answers),
+        cut=fmean(sample.cut for sample in answers),
+        tokens=fmean(len(sample.tokens) for sample in answers),
+        failed=sum(sample.reason is not None for sample in answers),
+        scoring_s=_scoring_s(name, own, domains),
+        unread_texts=[sample.text for sample in unread[:2]],
+    )
+
+
+def _scoring_s(name: str, groups: Sequence[Group], domains: Domains) -> float:
+    """Score the answers again, with nothing beside it."""
+    domain = domains.by_name[name]
+    questions = {question.id: question for question in domain.questions}
+    items = [
+        (questions[group.question], domain.task.answer_of(sample.text))
+        for group in groups
+        for sample in group.answers
+    ]
+    began_s = time.perf_counter()
+    domain.pool.score(items)
+    return (time.perf_counter() - began_s) / len(items)
+
+
+@torch.no_grad()
+def _gap(model: Any, groups: Sequence[Group], domains: Domains) -> Gap | None:
+    chosen = [(group, sample) for group in groups for sample in group.answers if sample.tokens][:COMPARED]
+    if not chosen:
+        return None
+    rows = [row_of(group, sample, 0.0, 0.0) for group, sample in chosen]
+    trained = logprobs(model, rows).float().cpu()
+    sampled = torch.tensor([value for _, sample in chosen for value in sample.logprobs])
+    away = (trained - sampled).abs()
+    first: Sample = chosen[0][1]
+    beside = [
+        (domains.tokenizer.decode([token]), engine, float(trainer))
+        for token, engine, trainer in zip(first.tokens[:BESIDE], first.logprobs, trained, strict=False)
+    ]
+    return Gap(float(away.mean()), float(away.max()), len(away), beside)
+
+
+def advice(report: Report, rl: RlConfig) -> list[str]:
+    """What to change before training, the gravest first."""
+    found = []
+    for domain in report.domains:
+        if domain.failed:
+            found.append(
+                f"{domain.name}: the scorer failed on {domain.failed} of {domain.answers} answers, which earn 0: run it"
+                " alone on one of them (docs/tasks.md)."
+            )
+        if domain.unread > 0.5:
+            found.append(
+                f"{domain.name}: no answer was found in {domain.unread:.0%} of the texts: show the form with prompt.shots,"
+                " or teach it first with `redline rft run` or `redline finetune`."
+            )
+        elif not domain.solved:
+            found.append(
+                f"{domain.name}: none of {domain.answers} answers was correct, so there is nothing to learn from: choose"
+                " easier questions, a larger rl.group_size, or begin with `redline rft run`."
+            )
+        elif domain.solved == 1:
+            found.append(f"{domain.name}: every answer was correct: choose harder questions or leave it out.")
+        elif domain.even > 0.5:
+            found.append(
+                f"{domain.name}: in {domain.even:.0%} of the groups all answers earned the same, and they are skipped: a"
+                f" larger rl.group_size (now {rl.group_size}) finds differences."
+            )
+        if domain.cut > 0.1:
+            found.append(
+                f"{domain.name}: {domain.cut:.0%} of the answers ran out of tokens: raise rl.max_new_tokens (now"
+                f" {rl.max_new_tokens})."
+            )
+    if report.gap is not None and report.gap.mean > WIDE_GAP:
+        correction = "keep rl.importance_cap" if rl.importance_cap else "set rl.importance_cap"
+        found.append(
+            f"Engine and trainer differ by {report.gap.mean:.3f} nats a token: {correction}, or try plan.precision=fp32."
+        )
+    if report.scoring_s > report.generate_s:
+        found.append(
+            f"Scoring a step takes {report.scoring_s:.1f} s and generating it {report.generate_s:.1f} s: the GPU will"
+            " wait for rewards. Use more CPU cores or a quicker scorer."
+        )
+    return found

@@ -1,0 +1,104 @@
+"""`redline rl doctor`, `rl compare` and what tune, ablate and verify make of a recipe of reinforcement learning, on a
+tiny model."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from precision import CLOSE_FP32
+from rft_model import planned, tiny_model
+from rl_model import letters_rl
+from test_report_rl import write_rl
+
+from redline.cli.main import main
+from redline.config.rl import RlConfig
+from redline.rl.doctor import DomainReport, Gap, Report, advice
+from redline.tune.verify import verify
+
+Capture = pytest.CaptureFixture[str]
+RL = RlConfig(domains=("units",), group_size=8, max_new_tokens=64)
+GOOD = DomainReport("units", 32, 0.4, 0.4, 0.2, 0.1, 0.0, 20.0, 0, 1e-3, [])
+REPORT = Report([GOOD], Gap(1e-3, 1e-2, 100, []), {}, 0, 100.0, 2.0, 1.0, None, [])
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rl")
+    return letters_rl(folder, tiny_model(folder / "model"))
+
+
+def test_a_sound_recipe_gets_no_advice() -> None:
+    assert advice(REPORT, RL) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"unread": 0.6}, "no answer was found in 60% of the texts"),
+        ({"solved": 0.0}, "none of 32 answers was correct"),
+        ({"solved": 1.0}, "every answer was correct"),
+        ({"even": 0.75}, "in 75% of the groups all answers earned the same"),
+        ({"cut": 0.25}, r"25% of the answers ran out of tokens: raise rl.max_new_tokens (now 64)"),
+        ({"failed": 3}, "the scorer failed on 3 of 32 answers"),
+    ],
+)
+def test_what_is_wrong_with_a_domain_is_said_once(changed: dict[str, float], said: str) -> None:
+    (line,) = advice(replace(REPORT, domains=[replace(GOOD, **changed)]), RL)
+    assert line.startswith("units: ")
+    assert said in line
+
+
+def test_engines_that_differ_and_scorers_that_hold_the_gpu_up_are_named() -> None:
+    (line,) = advice(replace(REPORT, gap=Gap(0.2, 1.0, 100, [])), RL)
+    assert "differ by 0.200 nats a token: keep rl.importance_cap" in line
+    (line,) = advice(replace(REPORT, scoring_s=3.0), RL)
+    assert "Scoring a step takes 3.0 s and generating it 2.0 s" in line
+
+
+def test_the_doctor_draws_through_the_loops_own_path(recipe: Path, capsys: Capture) -> None:
+    assert main(["rl", "doctor", str(recipe), "--questions", "3", "--device", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (domain,) = found["domains"]
+    assert (domain["name"], domain["answers"]) == ("letters", 3 * 8)
+    assert 0 < domain["tokens"] <= 2
+    assert domain["reward"] == domain["solved"], "the task's reward is 1 where it is correct"
+    assert domain["failed"] == 0
+    assert 0 < found["gap"]["tokens"] <= 16 * 2
+    assert found["gap"]["most"] < CLOSE_FP32, "the same weights in fp32"
+    token, engine, trainer = found["gap"]["beside"][0]
+    assert isinstance(token, str)
+    assert engine == pytest.approx(trainer, abs=CLOSE_FP32)
+    assert found["memory_bytes"] == sum(found["memory_parts_bytes"].values())
+    assert main(["rl", "doctor", str(recipe), "--questions", "2", "--device", "cpu"]) == 0
+    assert "letters" in capsys.readouterr().out
+
+
+def test_two_runs_are_compared(tmp_path: Path, capsys: Capture) -> None:
+    runs = [str(write_rl(tmp_path / name, units=share)) for name, share in (("base", 0.4), ("pcgrad", 0.6))]
+    page = tmp_path / "page.html"
+    assert main(["rl", "compare", *runs, "--out", str(page)]) == 0
+    told = capsys.readouterr().out
+    assert "pcgrad is better on units" in told
+    assert "One run each" in told
+    assert "accuracy, units" in page.read_text()
+    assert main(["rl", "compare", *runs, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"].startswith("pcgrad is better")
+
+
+def test_verify_checks_generation_and_update(recipe: Path) -> None:
+    shaped, plan, _ = planned(recipe, ())
+    checks = {check.name: check.status for check in verify(shaped, plan, progress=lambda text: None)}
+    assert "failed" not in checks.values()
+    assert checks["log-probabilities of the engine"] == "passed"
+    assert checks["loss and gradients"] == "passed"
+
+
+@pytest.mark.parametrize("command", ["tune", "ablate", "optimizations"])
+def test_what_needs_trials_of_equal_work_says_why_it_does_not_take_the_recipe(
+    recipe: Path, capsys: Capture, command: str
+) -> None:
+    assert main([command, str(recipe)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "workload rl: its steps depend on what the model writes" in said
