@@ -27,6 +27,7 @@ VARIANTS = {
         "model.attention=favor", "model.features=16", "model.redraw_every=5",
         "train.orthogonality=0.01", "train.orthogonality_warmup_steps=10",
     ),
+    "dfa": ("train.rule=dfa", "dfa.feedback=generated", "dfa.top_blocks=1", "train.steps=20"),
     "accumulated": ("plan.micro_batch=2", "train.clip_norm=0", "train.schedule=wsd"),
 }  # fmt: skip
 

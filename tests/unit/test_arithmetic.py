@@ -2,6 +2,7 @@
 torch's own counter."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,23 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from redline.config.dfa import DfaConfig
 from redline.config.load import load_recipe, shipped
 from redline.config.recipe import ModelConfig
 from redline.model.attention.state import Room
 from redline.model.attention.variants import VARIANTS
-from redline.model.transformer import Transformer
-from redline.plan.arithmetic import FAVOR_CHUNK, flops_per_token, parameters, slot_bytes
+from redline.model.transformer import Transformer, build_model
+from redline.plan.arithmetic import (
+    FAVOR_CHUNK,
+    Memory,
+    attention_flops,
+    feedback_blocks,
+    flops_per_token,
+    memory,
+    parameters,
+    slot_bytes,
+)
+from redline.train.feedback import FeedbackAlignment, RandomFeedback
 
 PRETRAINING = [name for name in shipped() if load_recipe(name).workload == "pretrain"]
 
@@ -107,3 +119,41 @@ def test_a_sequence_takes_what_the_engine_allocates_for_it(attention):
     room = Room(slots=1, prompts=1, max_prompt_tokens=10, max_new_tokens=22)
     kept = VARIANTS[attention].state.sequence_bytes(config, room, torch.bfloat16)
     assert slot_bytes(config, tokens=32, precision="bf16") == kept + 2 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"shared": True}, {"depth": "layer"}, {"error": "hidden", "top_blocks": 1}]
+)
+def test_the_products_of_feedback_alignment_equal_torchs_count(changes):
+    """Beside what is counted: the second forward of the blocks, and the logits computed again for their error.
+    (On a CPU torch's counter leaves attention out.)"""
+    config = ModelConfig(
+        vocab_size=61, num_layers=3, hidden_size=32, num_heads=4, ffn_size=48, context_length=16
+    )
+    dfa, tokens = DfaConfig(**changes), torch.zeros((2, 16), dtype=torch.int64)
+    model = build_model(config, device="cpu", seed=0)
+    rule = FeedbackAlignment(dfa, RandomFeedback(config, dfa, seed=0))
+    with FlopCounterMode(display=False) as counter:
+        rule.learn(model, tokens, tokens).run(1.0, lambda phase: None)
+    counted = flops_per_token(config, 16, dfa=dfa) - attention_flops(config, 16)
+    again = 2 * parameters(config).hidden * feedback_blocks(config, dfa) // config.num_layers
+    again += 2 * config.vocab_size * config.hidden_size if dfa.error == "logits" else 0
+    assert counter.get_total_flops() == tokens.numel() * (counted + again)
+
+
+def test_feedback_alignment_holds_the_activations_of_one_block():
+    """Twice the depth adds weights, and no activations; under back-propagation it doubles them."""
+
+    def bytes_of(layers: int, dfa: DfaConfig | None) -> Memory:
+        recipe = load_recipe("gpt2-124m", [f"model.num_layers={layers}"])
+        how: dict[str, Any] = {"micro_batch": 16, "accumulation": 2, "precision": "bf16", "recompute": "none"}
+        how |= {"loss_chunks": 1, "world_size": 1, "fused": True, "fused_loss": True, "seq_len": 1024}
+        return memory(recipe.model, recipe.train, dfa=dfa, **how)
+
+    shared = DfaConfig(shared=True)
+    deep, shallow = bytes_of(24, shared), bytes_of(12, shared)
+    assert deep.activations == shallow.activations
+    assert deep.workspace == shallow.workspace
+    plain = bytes_of(24, None)
+    assert plain.activations == 2 * bytes_of(12, None).activations
+    assert deep.total < plain.total / 2

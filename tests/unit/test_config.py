@@ -9,6 +9,7 @@ import pytest
 from generated import recipes
 from hypothesis import given, settings
 
+from redline.config.dfa import DfaConfig
 from redline.config.differences import differences, extends
 from redline.config.load import from_toml, load_recipe, shipped, to_toml
 from redline.config.recipe import (
@@ -401,6 +402,7 @@ def test_a_cadence_is_no_part_of_the_training(minimal, key):
         ("train.steps=7", True), ("train.seed=3", True), ("train.lr=2", True), ("train.checkpoint_every=3", True),
         ("train.batch_size=16", False), ("data.seq_len=16", False), ("model.num_layers=3", False),
         ("train.optimizer=muon", False), ("train.clip_norm=0", False), ("data.stream=true", False),
+        ("train.rule=dfa", False), ("dfa.depth=layer", True),
     ],
 )  # fmt: skip
 def test_the_work_is_what_an_update_computes(minimal, override, same):
@@ -423,7 +425,7 @@ def test_the_fingerprint_ignores_how_a_run_is_named_and_executed(minimal):
 # ---- the list of options ----
 
 OPTIONS = {
-    Recipe: "name about workload model data train lora task prompt sample test rl plan",
+    Recipe: "name about workload model data train dfa lora task prompt sample test rl plan",
     ModelConfig: (
         "vocab_size num_layers hidden_size num_heads ffn_size context_length num_kv_heads head_dim norm"
         " norm_eps positions rope_theta activation bias qkv_bias qk_norm tie_embeddings attention features"
@@ -431,11 +433,12 @@ OPTIONS = {
     ),
     DataConfig: "source seq_len tokenizer text_field valid_fraction stream",
     TrainConfig: (
-        "batch_size lr steps epochs max_hours optimizer muon_lr weight_decay beta1 beta2 eps schedule warmup_steps"
+        "batch_size lr steps epochs max_hours rule optimizer muon_lr weight_decay beta1 beta2 eps schedule warmup_steps"
         " warmup_fraction decay_fraction min_lr_ratio orthogonality"
         " orthogonality_warmup_steps orthogonality_values clip_norm seed eval_every eval_sequences early_stop_evals"
         " checkpoint_every keep_checkpoints"
     ),
+    DfaConfig: "error feedback shared depth top_blocks",
     LoraConfig: "rank alpha targets",
     TaskConfig: "name data split rows",
     PromptConfig: "mode shots trained_shots",

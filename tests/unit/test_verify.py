@@ -30,6 +30,7 @@ from redline.plan.planner import make_plan
 from redline.record.files import cache_folder
 from redline.train import execution, loop
 from redline.train.objective import Eager
+from redline.train.step import BackPropagation
 from redline.tune import checks as room
 from redline.tune import evidence
 from redline.tune import verify as watching
@@ -88,6 +89,22 @@ def test_an_honest_plan_passes(pins: tuple[str, ...]) -> None:
     assert failed(found) == set(), found
     assert found["FP8 products"].status == found["CUDA graphs of generation"].status == "not applicable"
     assert all(check.evidence for check in found.values())
+
+
+DFA = load_recipe("nano", [*TINY, "train.rule=dfa"])
+
+
+@pytest.mark.parametrize("pins", [("plan.precision=bf16",), ("dfa.depth=layer", "dfa.top_blocks=1")])
+def test_an_honest_plan_of_feedback_alignment_passes(pins: tuple[str, ...]) -> None:
+    recipe = load_recipe("nano", [*TINY, "train.rule=dfa", *pins])
+    found = checks(plan_for("train.rule=dfa", *pins), recipe)
+    assert failed(found) == set()
+    assert found["learning rule"].status == "passed"
+
+
+def test_back_propagation_instead_of_feedback_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "rule_of", lambda recipe, model: BackPropagation())
+    assert failed(checks(plan_for("train.rule=dfa"), DFA)) >= {"learning rule", "loss and gradients"}
 
 
 def test_bf16_that_is_fp32_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
+from redline.config.dfa import DfaConfig, Rule
 from redline.config.rl import REINFORCING, RlConfig
 from redline.errors import ConfigError, nearest
 
@@ -131,6 +132,8 @@ class TrainConfig:
     max_hours: float | None = None
     """Wall-clock bound of the run, in hours of training; the schedule follows whichever of steps and hours ends
     first."""
+    rule: Rule = "backprop"
+    """Where gradients come from: back-propagation, or direct feedback alignment (the `dfa` table)."""
     optimizer: Optimizer = "adamw"
     muon_lr: float = 0.02
     """Peak learning rate of the hidden matrices under Muon."""
@@ -302,6 +305,7 @@ class Recipe:
     model: ModelConfig
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig
+    dfa: DfaConfig = field(default_factory=DfaConfig)
     lora: LoraConfig | None = None
     task: TaskConfig | None = None
     prompt: PromptConfig = field(default_factory=PromptConfig)
@@ -314,6 +318,11 @@ class Recipe:
     def tokens_per_step(self) -> int:
         """Of pre-training, whose sequences all have one length."""
         return self.train.batch_size * self.data.seq_len
+
+    @property
+    def feedback(self) -> DfaConfig | None:
+        """How feedback alignment learns; None under back-propagation."""
+        return self.dfa if self.train.rule == "dfa" else None
 
     @property
     def fingerprint(self) -> str:
@@ -334,7 +343,8 @@ class Recipe:
         model = {
             k: v for k, v in asdict(self.model).items() if k not in ("init_from", "init_std", "norm_eps")
         }
-        update = {"batch_size": self.train.batch_size, "optimizer": self.train.optimizer}
+        update = {name: getattr(self.train, name) for name in ("batch_size", "optimizer", "rule")}
+        update |= asdict(self.feedback) if self.feedback else {}
         clips, lora = self.train.clip_norm > 0, asdict(self.lora) if self.lora else None
         data = {"seq_len": self.data.seq_len, "stream": self.data.stream}
         sized = ("algorithm", "group_size", "max_prompt_tokens", "max_new_tokens", "updates_per_rollout")
@@ -367,14 +377,16 @@ class Recipe:
         tables = {name: asdict(getattr(self, name) or LoraConfig()) for name in TABLES[self.workload]}
         if self.lora is None:
             tables.pop("lora", None)
+        if self.feedback is None:
+            tables.pop("dfa", None)
         for name in CADENCE:
             tables["train"].pop(name)
         return {"workload": self.workload, **tables}
 
 
 TABLES: dict[str, tuple[str, ...]] = {
-    "pretrain": ("model", "data", "train"),
-    "finetune": ("model", "data", "train", "lora", "prompt"),
+    "pretrain": ("model", "data", "train", "dfa"),
+    "finetune": ("model", "data", "train", "dfa", "lora", "prompt"),
     "rft": ("model", "train", "lora", "task", "prompt", "sample"),
     "rl": ("model", "train", "lora", "prompt", "rl"),
 }

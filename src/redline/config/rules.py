@@ -41,6 +41,7 @@ _NOT_NEGATIVE = {
         "steps", "epochs", "weight_decay", "clip_norm", "orthogonality", "orthogonality_warmup_steps", "warmup_steps", "eval_every", "early_stop_evals",
         "checkpoint_every", "seed",
     ),
+    "dfa": ("top_blocks",),
     "prompt": ("shots", "trained_shots"),
     "sample": ("keep_per_question",),
     "test": ("rows",),
@@ -126,6 +127,10 @@ def _relations(recipe: Recipe) -> Iterator[Rule]:
         tokens <= 2**27,
         f"train.batch_size x data.seq_len must not exceed 2^27 tokens (the host holds several batches), got {tokens}",
     )
+    yield (
+        t.rule == "backprop" or workload in ("pretrain", "finetune"),
+        f"train.rule {t.rule} is for workloads pretrain and finetune, got {workload}: leave it out",
+    )
     yield from _plan(recipe)
     yield from _sample(recipe)
 
@@ -179,6 +184,13 @@ def _plan(recipe: Recipe) -> Iterator[Rule]:
         f"train.batch_size{' x rl.group_size' if recipe.rl else ''} ({size}) must be a multiple of plan.micro_batch"
         f" ({p.micro_batch})",
     )
+    if recipe.train.rule == "dfa":
+        yield not p.graph, "plan.graph cannot capture train.rule dfa: leave it out"
+        layered = recipe.dfa.depth == "layer" and p.compile not in (None, "off")
+        yield (
+            not layered,
+            "dfa.depth layer cuts into the blocks and cannot be compiled: leave plan.compile out",
+        )
     if p.precision == "fp8" and m.is_shaped:
         sides = (m.hidden_size, m.ffn_size, m.head_size * m.kv_heads)
         yield (

@@ -25,7 +25,7 @@ from redline.measure.scratch import SCRATCH
 from redline.measure.trial import ANSWER_SHARE, PROMPT_SHARE, RANDOM_ROWS, RANDOM_WEIGHTS
 from redline.model.transformer import Transformer, build_model
 from redline.plan.plan import Plan, from_json
-from redline.plan.planner import longest_row
+from redline.plan.predict import longest_row
 from redline.record.run import RunFolder
 from redline.train.execution import COMPUTE_DTYPE, check_device
 from redline.train.loop import Trainer

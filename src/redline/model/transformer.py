@@ -149,6 +149,10 @@ class Block(nn.Module):
         return x, self.ffn(h)
 
 
+Through = Callable[[Tensor, Attend], Tensor]
+"""From what the first block reads to what the head reads."""
+
+
 class Transformer(nn.Module):
     """Embedding, blocks, final norm, head. Execution choices (`compute_dtype`, `cross_entropy`, ...) are
     attributes."""
@@ -182,11 +186,13 @@ class Transformer(nn.Module):
         packing: Packing | None = None,
         weights_BT: Tensor | None = None,
         reduction: Reduction = "sum",
+        through: Through | None = None,
     ) -> Tensor:
         """Logits; or, with targets, their losses in fp32: summed, or one by one and shaped like the targets
         (`reduction="none"`). The loss of an IGNORED target is 0. Weights multiply the losses. With a packing the
-        batch is one row, and targets and weights belong to the positions that it reads."""
-        x = self.hidden(tokens_BT, packing)
+        batch is one row, and targets and weights belong to the positions that it reads. A learning rule may take
+        the blocks `through` its own way."""
+        x = self.hidden(tokens_BT, packing, through)
         if packing is not None and packing.read_A is not None:
             x = x.index_select(1, packing.read_A)
         if targets_BT is None:
@@ -202,13 +208,17 @@ class Transformer(nn.Module):
             losses = torch.stack(each).sum() if reduction == "sum" else torch.cat(each)
         return losses if reduction == "sum" else losses.view_as(targets_BT)
 
-    def hidden(self, tokens_BT: Tensor, packing: Packing | None = None) -> Tensor:
+    def hidden(
+        self, tokens_BT: Tensor, packing: Packing | None = None, through: Through | None = None
+    ) -> Tensor:
         """What the head reads at every position: B x T x hidden size, normalised."""
         assert packing is None or len(tokens_BT) == 1, "a packed batch is one row"
         at = slice(tokens_BT.shape[1]) if packing is None else packing.positions_T
         x = self.embedded(tokens_BT, at)
         rope = None if self.positions is not None else (self.rope_cos[at], self.rope_sin[at])
         attend = self.variant.over(self.config, packing, rope, x)
+        if through is not None:
+            return through(x, attend)
         for block in self.blocks:
             x = block(x, attend)
         return self.norm(x)

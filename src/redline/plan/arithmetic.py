@@ -7,6 +7,7 @@ were seen to hold.
 
 from dataclasses import dataclass
 
+from redline.config.dfa import DfaConfig
 from redline.config.recipe import LoraConfig, ModelConfig, Recompute, TrainConfig
 
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
@@ -57,10 +58,13 @@ def adapter_parameters(model: ModelConfig, lora: LoraConfig) -> int:
     return model.num_layers * lora.rank * sum(sides[name] for name in lora.targets if name in sides)
 
 
-def flops_per_token(model: ModelConfig, seq_len: int, lora: LoraConfig | None = None) -> int:
+def flops_per_token(
+    model: ModelConfig, seq_len: int, lora: LoraConfig | None = None, dfa: DfaConfig | None = None
+) -> int:
     """Training FLOPs of one token, PaLM convention: 6 per matmul weight, and 12 L d T for attention, causal or
-    not. A weight that does not learn has no gradient of its own: with adapters it counts 4."""
-    attention = attention_flops(model, seq_len)
+    not. A weight that does not learn has no gradient of its own: with adapters it counts 4. Feedback alignment
+    adds the products with its matrices; that it runs its blocks twice counts as little as recomputation does."""
+    attention = attention_flops(model, seq_len) + (2 * feedback_weights(model, dfa) if dfa else 0)
     if lora is None:
         return 6 * parameters(model).matmul + attention
     return 4 * parameters(model).matmul + 6 * adapter_parameters(model, lora) + attention
@@ -74,6 +78,35 @@ def attention_flops(model: ModelConfig, seq_len: int) -> int:
         return 12 * model.num_layers * H * C * seq_len
     forward = 4 * M * C * (H + K) + 2 * min(FAVOR_CHUNK, seq_len) * (M + C) * H
     return 3 * model.num_layers * forward
+
+
+def feedback_widths(model: ModelConfig, dfa: DfaConfig, place: int) -> tuple[int, ...]:
+    """Sizes of the signals of a place, the embedding (0) or a block: of its output; layer by layer, first those
+    of the mixed values, of the attention's output and of what the last matrix reads."""
+    if place == 0 or dfa.depth == "block":
+        return (model.hidden_size,)
+    return (model.num_heads * model.head_size, model.hidden_size, model.ffn_size, model.hidden_size)
+
+
+def feedback_blocks(model: ModelConfig, dfa: DfaConfig) -> int:
+    """Blocks that learn from feedback."""
+    return max(0, model.num_layers - dfa.top_blocks)
+
+
+def feedback_error_size(model: ModelConfig, dfa: DfaConfig) -> int:
+    return model.hidden_size if dfa.error == "hidden" else model.vocab_size
+
+
+def feedback_source(dfa: DfaConfig, place: int) -> int:
+    """The place whose matrices a place takes."""
+    return min(place, 1 if dfa.depth == "layer" else 0) if dfa.shared else place
+
+
+def feedback_weights(model: ModelConfig, dfa: DfaConfig) -> int:
+    """Numbers in the random matrices, each of which multiplies the error once a pass."""
+    blocks = feedback_blocks(model, dfa)
+    places = {feedback_source(dfa, place) for place in range(blocks + 1 if blocks else 0)}
+    return feedback_error_size(model, dfa) * sum(sum(feedback_widths(model, dfa, p)) for p in places)
 
 
 def slot_bytes(model: ModelConfig, *, tokens: int, precision: str) -> int:
@@ -122,6 +155,10 @@ class Memory:
         return sum(vars(self).values())
 
 
+FEEDBACK_PIECE_BYTES = 16 * 2**20
+"""Of a random matrix that feedback alignment draws at a time, in fp32."""
+FEEDBACK_LOGITS = 2**25
+"""Logits whose error feedback alignment computes at a time, in fp32."""
 CUBLAS_BYTES = 64 * 2**20
 """Workspaces that cuBLAS takes from torch's allocator on Hopper."""
 
@@ -131,6 +168,7 @@ def memory(
     train: TrainConfig,
     *,
     lora: LoraConfig | None = None,
+    dfa: DfaConfig | None = None,
     seq_len: int,
     micro_batch: int,
     accumulation: int,
@@ -146,23 +184,62 @@ def memory(
     The peak stands either in the head (all activations, the logits and their gradient) or in the backward of
     the last block (all activations and that block's temporaries), whichever is larger. With a single pass the
     gradients come into being while the activations go, so only what is larger of the two counts. `fused`:
-    whether norms, gates and rotations keep no copies (`fuses`).
+    whether norms, gates and rotations keep no copies (`fuses`). Feedback alignment (`dfa`) has its peak in the
+    head, where it holds what the first block reads, or in the second run of its last block, when all gradients
+    are there.
     """
     count, tokens = parameters(model), micro_batch * seq_len
     learning = count.total if lora is None else adapter_parameters(model, lora)
     states = 8 * learning - (4 * count.hidden if train.optimizer == "muon" and lora is None else 0)
     head = _head_bytes(model, tokens, precision, loss_chunks, fused_loss)
     block = tokens * _block_temporaries(model, precision, recompute, fused)
-    activations = tokens * model.num_layers * kept_bytes(model, precision, recompute, fused)
+    below = feedback_blocks(model, dfa) if dfa else 0
+    activations = tokens * (model.num_layers - below) * kept_bytes(model, precision, recompute, fused)
     gradients = 4 * learning // world_size
+    fixed = _workspace_bytes(model, precision, recompute, world_size, model.num_layers - below)
+    if dfa is not None and below:
+        second = _second_run_bytes(model, dfa, tokens, precision, fused)
+        first, kept = activations + head, tokens * BYTES[precision] * model.hidden_size
+        over = max(0, second + (gradients if accumulation == 1 else 0) - first)
+        counted = gradients if accumulation > 1 else min(gradients, over)
+        return Memory(
+            weights=4 * (count.total + (learning if lora else 0)) // world_size,
+            gradients=counted,
+            optimizer=states // world_size,
+            activations=activations + kept,
+            logits=head,
+            workspace=fixed
+            + feedback_bytes(model, dfa, precision)
+            + (over - counted if accumulation == 1 else over),
+        )
     return Memory(
         weights=4 * (count.total + (learning if lora else 0)) // world_size,
         gradients=gradients if accumulation > 1 else max(0, gradients - activations - head),
         optimizer=states // world_size,
         activations=activations,
         logits=head,
-        workspace=_workspace_bytes(model, precision, recompute, world_size) + max(0, block - head),
+        workspace=fixed + max(0, block - head),
     )
+
+
+def feedback_bytes(model: ModelConfig, dfa: DfaConfig, precision: str) -> int:
+    """The random matrices, or the piece of them that is drawn at a time."""
+    return (
+        BYTES[precision] * feedback_weights(model, dfa) if dfa.feedback == "dense" else FEEDBACK_PIECE_BYTES
+    )
+
+
+def _second_run_bytes(model: ModelConfig, dfa: DfaConfig, tokens: int, precision: str, fused: bool) -> int:
+    """One block of feedback alignment, forward and backward, with the error and the signals; or the error of some
+    logits while it is made. Shared feedback multiplies it right away and keeps the signals alone."""
+    a, making = BYTES[precision], 0
+    error = a * tokens * feedback_error_size(model, dfa)
+    if dfa.error == "logits":
+        making = (8 + a) * min(tokens * model.vocab_size, FEEDBACK_LOGITS)
+        error = 0 if dfa.shared else error
+    signals = a * tokens * sum(feedback_widths(model, dfa, 1))
+    block = tokens * (_block_temporaries(model, precision, "full", fused) + 2 * a * model.hidden_size)
+    return error + max(making, signals + block)
 
 
 def fuses(*, compiled: bool, cuda: bool, precision: str) -> bool:
@@ -222,12 +299,14 @@ def _head_bytes(model: ModelConfig, tokens: int, precision: str, chunks: int, fu
     return logits + tokens * D * 4 * a + (2 * a * V * D if a == 2 else 4 * V * D)
 
 
-def _workspace_bytes(model: ModelConfig, precision: str, recompute: Recompute, world_size: int) -> int:
-    """Weights in the compute dtype that the blocks keep for their backward, and with several processes the
+def _workspace_bytes(
+    model: ModelConfig, precision: str, recompute: Recompute, world_size: int, layers: int
+) -> int:
+    """Weights in the compute dtype that so many layers keep for their backward, and with several processes the
     gathered weights."""
     hidden = parameters(model).hidden
     casts = (
-        BYTES[precision] * hidden
+        BYTES[precision] * hidden * layers // model.num_layers
         if precision in ("bf16", "fp16") and recompute == "none" and world_size == 1
         else 0
     )

@@ -7,7 +7,7 @@ recipe's batch); MICRO_BATCH_SIZE and CHUNK_SIZE bound how many sequences are ge
 counts its batch in examples, which are packed: how many tokens a pass holds is known only when they are read.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from redline.errors import ConfigError, MachineError
 from redline.plan import arithmetic, reinforcement
 from redline.plan.bounds import Decision, Outside, bounded_slots, positive
 from redline.plan.plan import Hardware, Plan, Prediction, Why
+from redline.plan.predict import longest_row, predicted_memory
 from redline.plan.roofline import attainable_tokens_per_s
 from redline.plan.values import NEEDED_CAPABILITY, why_not
 
@@ -77,38 +78,6 @@ def make_plan(
 
 def _rule(value: Any, reason: str) -> Decision:
     return value, Why(reason=reason, source="rule")
-
-
-def longest_row(recipe: Recipe) -> int:
-    """Tokens of a sequence. Of an example the most that the recipe says; RFT knows only the length of the
-    answers, and takes the prompts to be as long."""
-    if recipe.rl is not None:
-        return min(recipe.rl.max_prompt_tokens + recipe.rl.max_new_tokens, recipe.model.context_length)
-    if recipe.workload == "rft":
-        return min(2 * recipe.sample.max_new_tokens, recipe.model.context_length)
-    return recipe.data.seq_len or recipe.model.context_length
-
-
-def predicted_memory(
-    recipe: Recipe, hardware: Hardware, world_size: int, values: Mapping[str, Any]
-) -> arithmetic.Memory:
-    """What a plan of these values should take on one device."""
-    cuda, precision = hardware.kind == "cuda", values["precision"]
-    found = arithmetic.memory(
-        recipe.model,
-        recipe.train,
-        lora=recipe.lora,
-        seq_len=longest_row(recipe),
-        micro_batch=values["micro_batch"],
-        accumulation=recipe.rows_per_update // world_size // values["micro_batch"],
-        precision=precision,
-        recompute=values["recompute"],
-        loss_chunks=values["loss_chunks"],
-        world_size=world_size,
-        fused=arithmetic.fuses(compiled=values["compile"] != "off", cuda=cuda, precision=precision),
-        fused_loss=values["cross_entropy"] == "fused",
-    )
-    return reinforcement.beside(found, recipe, values, world_size, tokens=longest_row(recipe))
 
 
 class _Decider:
@@ -212,12 +181,16 @@ class _Decider:
     def compile(self) -> Decision:
         if self.hardware.kind == "cpu":
             return _rule("off", "compiling takes 15 to 30 s on a CPU and a small run does not earn it back")
+        if self.recipe.feedback is not None and self.recipe.feedback.depth == "layer":
+            return _rule(
+                "off", "feedback to single layers cuts into the blocks, which a compiled block cannot take"
+            )
         if not self.pretraining:
             return _rule("off", "inside a captured update compiled blocks measured 0.59x (docs/claims.md)")
         rate = self.hardware.rate_tflops(self.chosen["precision"])
         model, train = self.recipe.model, self.recipe.train
         flops = (
-            arithmetic.flops_per_token(model, self.recipe.data.seq_len)
+            arithmetic.flops_per_token(model, self.recipe.data.seq_len, dfa=self.recipe.feedback)
             * self.recipe.tokens_per_step
             * train.steps
         )
@@ -237,6 +210,8 @@ class _Decider:
             return _rule(False, "every rollout has rows of other lengths; a graph would be captured for each")
         if self.hardware.kind == "cpu" or self.world_size > 1:
             return _rule(False, "captured updates need one process with a GPU")
+        if self.recipe.feedback is not None:
+            return _rule(False, "feedback alignment runs a backward inside a backward, which is not captured")
         return _rule(
             True, "a small update is bound by the launches of its kernels: one launch instead of thousands"
         )
@@ -325,6 +300,8 @@ class _Decider:
         micro, recompute, chunks = best
         self.record("micro_batch", pins["micro_batch"] or (micro, self._why_micro_batch(best, share)))
         kept = "activations fit, and recomputing them costs up to a third of the step"
+        if self.recipe.feedback is not None:
+            kept = "feedback alignment runs each block a second time and holds the activations of one"
         traded = f"activations do not fit at {THIN_PASS_TOKENS:,} tokens a pass without it; "
         cost = {
             "none": kept,
@@ -427,7 +404,8 @@ class _Decider:
 
     def prediction(self, values: dict[str, Any]) -> Prediction:
         parts = self._memory(values["micro_batch"], values["recompute"], values["loss_chunks"])
-        flops = arithmetic.flops_per_token(self.recipe.model, longest_row(self.recipe), self.recipe.lora)
+        model, how = self.recipe.model, (self.recipe.lora, self.recipe.feedback)
+        flops = arithmetic.flops_per_token(model, longest_row(self.recipe), *how)
         rate = self.hardware.rate_tflops(values["precision"])
         return Prediction(
             parameters=arithmetic.parameters(self.recipe.model).total,

@@ -75,7 +75,14 @@ def roofline_tokens_per_s(
     model, T = recipe.model, recipe.data.seq_len
     count = arithmetic.parameters(model)
     again = {"none": 3, "selective": 3, "full": 4}[values["recompute"]] / 3
-    once_more = 2 * arithmetic.recomputed_weights(model) if values["recompute"] == "full" else 0
+    once_more: float = 2 * arithmetic.recomputed_weights(model) if values["recompute"] == "full" else 0
+    if (dfa := recipe.feedback) is not None:
+        below = arithmetic.feedback_blocks(model, dfa) / model.num_layers
+        again, once_more = (
+            below * 4 / 3 + (1 - below) * again,
+            (1 - below) * once_more + 2 * below * count.hidden,
+        )
+        once_more += 2 * arithmetic.feedback_weights(model, dfa)
     products = ((6 * count.hidden + once_more) / rate + 6 * (count.matmul - count.hidden) / dense) / 1e12
     pairs = arithmetic.attention_flops(model, T)
     if model.attention == "softmax":

@@ -20,7 +20,7 @@ from torch import Tensor
 from redline.config.recipe import Recipe
 from redline.model.lora import lora_layers, without_adapters
 from redline.model.transformer import Transformer
-from redline.plan.planner import longest_row
+from redline.plan.predict import longest_row
 from redline.rl.algorithm import Algorithm, Row, columns_of, share_of
 from redline.rl.rollout import Rollout
 from redline.rl.speed import work_of

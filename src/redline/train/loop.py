@@ -27,6 +27,7 @@ from redline.record.run import LineWriter, RunFolder
 from redline.train import execution
 from redline.train.checkpoint import Checkpoints, load
 from redline.train.communication import time_waits, waiting
+from redline.train.feedback import rule_of
 from redline.train.graph import Captured
 from redline.train.instruments import Instruments, Work, training_rates
 from redline.train.objective import Batch, Executor, Job, Position
@@ -76,7 +77,8 @@ class Trainer:
         self.stop_requested = False
         scale = LossScale() if job.plan.precision == "fp16" else None
         optimizers = make_optimizers(job.model, self.train, job.plan.update)
-        self.learner = Learner(job.model, optimizers, process, self.train.clip_norm, scale)
+        rule = rule_of(job.recipe, job.model)
+        self.learner = Learner(job.model, optimizers, process, self.train.clip_norm, scale, rule)
         if job.combine is not None:
             self.learner.combine = job.combine(self.learner, lambda: self.progress.step)
         self.learner.penalise = penalty(job.model, self.train, lambda: self.progress.step)

@@ -7,7 +7,6 @@ update is executed, pass by pass or as one CUDA graph, is the `Executor`'s busin
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +19,7 @@ from redline.plan.plan import Plan
 from redline.record.observe import Observer
 from redline.record.run import RunFolder
 from redline.train.optimizer import set_lr
-from redline.train.step import Combination, Learner, Pass, Update, backpropagated, update
+from redline.train.step import Combination, Learner, Pass, Update, update
 
 Position = Any
 """JSON: where a source goes on."""
@@ -87,7 +86,7 @@ class Sequences:
         inputs, targets = (t.to(device, non_blocking=True) for t in (batch.inputs_BT, batch.targets_BT))
         learner.mark("copy_s")
         for x_BT, y_BT in zip(inputs.split(self.pass_size), targets.split(self.pass_size), strict=True):
-            yield backpropagated(partial(model, x_BT, y_BT))
+            yield learner.rule.learn(model, x_BT, y_BT)
 
     def shrink(self) -> bool:
         half = max(1, self.pass_size // 2)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from redline.train.packing import Example, Shape, batches, exact, pack, static_shapes, unpack
 from redline.train.process import Process
-from redline.train.step import Learner, Pass, backpropagated
+from redline.train.step import Learner, Pass
 
 Updates = Sequence[Sequence[Example]]
 EMPTY = Shape(tokens=1, answers=1, sequences=1, longest=1)
@@ -109,7 +109,7 @@ class Packed:
 
     def row_pass(self, learner: Learner, words: torch.Tensor, shape: Shape) -> Pass:
         tokens_1T, targets_1A, packing = unpack(words, shape)
-        return backpropagated(lambda: learner.model(tokens_1T, targets_1A, packing=packing))
+        return learner.rule.learn(learner.model, tokens_1T, targets_1A, packing)
 
     def rows(self, batch: ExampleBatch) -> list[tuple[NDArray[np.int32], Shape]]:
         """The passes of a batch as packed numbers."""

@@ -2,7 +2,7 @@
 
     update(learner, objective.passes(batch), targets=131_072)
 
-A pass computes its own gradients: by back-propagation (`backpropagated`), or by any other learning rule. Passes
+A pass computes its own gradients, by the learner's rule: back-propagation, or another (feedback.py). Passes
 come in named groups, one after the other; `learner.combine` decides what becomes of the gradients of several
 groups. The loss of an update is the sum over all its targets divided by their number, over every pass and
 process, so any split of the same batch into passes gives the same gradient.
@@ -11,6 +11,7 @@ process, so any split of the same batch into passes gives the same gradient.
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from redline.errors import TrainingError
+from redline.model.attention.packed import Packing
 from redline.model.transformer import Transformer
 from redline.train.process import Process
 
@@ -50,6 +52,21 @@ def backpropagated(forward: Callable[[], Tensor | Numbers], group: str = "") -> 
         return {name: value.detach() for name, value in numbers.items()}
 
     return Pass(run, group)
+
+
+class Rule(Protocol):
+    """A learning rule: how a pass of language modelling comes by its gradients."""
+
+    def learn(
+        self, model: Transformer, tokens: Tensor, targets: Tensor, packing: Packing | None = None
+    ) -> Pass: ...
+
+
+class BackPropagation:
+    def learn(
+        self, model: Transformer, tokens: Tensor, targets: Tensor, packing: Packing | None = None
+    ) -> Pass:
+        return backpropagated(partial(model, tokens, targets, packing=packing))
 
 
 class Combination(Protocol):
@@ -106,6 +123,7 @@ class Learner:
     clip_norm: float
     """0: no clipping."""
     scale: LossScale | None = None
+    rule: Rule = field(default_factory=BackPropagation)
     combine: Combination = field(default_factory=Sum)
     penalise: Callable[[float], Numbers] = field(default=lambda scale: {})
     """Adds the gradient of what depends on the weights alone, times the loss scale; returns numbers to report."""

@@ -38,7 +38,7 @@ from redline.optimizations.catalogue import (
 )
 from redline.plan.arithmetic import flops_per_token
 from redline.plan.plan import Hardware
-from redline.plan.planner import longest_row
+from redline.plan.predict import longest_row
 from redline.record.files import read_json, write_atomic
 from redline.tune.arms import Arms, Switches, arms_for, naive, samples_of
 from redline.tune.guard import guard, guard_logprobs

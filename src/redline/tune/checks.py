@@ -104,6 +104,8 @@ class Case:
     graphs_before: int
     graphs_after: int
     waited_share: float
+    rule: Check | None = None
+    """Of a learning rule other than back-propagation."""
 
     @property
     def model(self) -> Transformer:
@@ -225,7 +227,8 @@ def _attention(case: Case) -> Check:
         return checked(name, wanted == "math" or count >= blocks, evidence)
     if count < calls or (not ran and kernels and case.plan.compile != "off"):
         return unseen(name, f"{evidence}; the other calls ran under a name that is not known here")
-    return checked(name, wanted == "math" or count >= (2 if calls > blocks else 1) * blocks, evidence)
+    least = calls if case.rule else (2 if calls > blocks else 1) * blocks
+    return checked(name, wanted == "math" or count >= least, evidence)
 
 
 def _cross_entropy(case: Case) -> Check:
@@ -274,6 +277,8 @@ def _recompute(case: Case) -> Check:
     """Full recomputation calls a block's attention again in the backward pass. So does selective recomputation, but
     takes the result from what was kept. In compiled code only a fused kernel's operation can be seen."""
     name, plan, blocks = "recomputation", case.plan.recompute, case.blocks
+    if case.rule is not None:
+        return absent(name, "feedback alignment runs its blocks twice, which looks the same")
     ran = sum(attention_ran(case.in_pass).values())
     calls = case.in_pass.operations[ATTENTION] or ran  # the kernels of packed rows are called directly
     evidence = f"plan says {plan}; attention of {blocks} blocks in one pass: "

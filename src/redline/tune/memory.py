@@ -19,7 +19,7 @@ from redline.config.recipe import Recipe
 from redline.measure.trial import Measurement, PeakMemory, Timing, Trial, train_trial
 from redline.plan.arithmetic import Memory
 from redline.plan.plan import Plan
-from redline.plan.planner import predicted_memory
+from redline.plan.predict import predicted_memory
 
 MARGIN = 0.03
 """Added to predicted reserved bytes before they are held against the device."""

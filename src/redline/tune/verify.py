@@ -42,6 +42,7 @@ from redline.rft.session import Session, open_session
 from redline.rl.domains import open_domains
 from redline.rl.policy import Policy
 from redline.train.execution import COMPUTE_DTYPE
+from redline.train.feedback import rule_of
 from redline.train.loop import Trainer
 from redline.train.packed import Packed
 from redline.train.packing import Example
@@ -49,6 +50,7 @@ from redline.train.process import Process
 from redline.train.restore import open_weights
 from redline.tune.checks import CHECKS, Case, Numbers, generation_graphs, log_probabilities
 from redline.tune.evidence import Check, profiled
+from redline.tune.rule import learning_rule
 
 MOST_PASSES = 2
 """Passes of a long update that are run: the others are the same."""
@@ -70,7 +72,8 @@ def verify(recipe: Recipe, plan: Plan, *, progress: Callable[[str], None]) -> li
     subject = TrainingSubject(train_trial(few, replace(plan, accumulation=passes)).setting)
     try:
         case = _watch(few, plan, subject.trainer, progress)
-        return [*(check(case) for check in CHECKS), generation_graphs(case.model)]
+        ruled = [case.rule] if case.rule else []
+        return [*(check(case) for check in CHECKS), *ruled, generation_graphs(case.model)]
     finally:
         subject.close()
 
@@ -184,11 +187,26 @@ def _watch(recipe: Recipe, plan: Plan, trainer: Trainer, progress: Callable[[str
     seen = Numbers(float(loss) / targets, gradients)
     model.zero_grad(set_to_none=True)
     expected = _reference(recipe, model, rows, targets)
+    rule = None
+    if recipe.feedback is not None:
+        plain = replace(recipe, train=replace(recipe.train, rule="backprop"))
+        rule = learning_rule(recipe.feedback, seen, expected, _reference(plain, model, rows, targets))
     with profiled() as in_update:
         trainer.turn()
         trainer.drain()
     return Case(
-        plan, trainer, rows, head_rows, in_pass, in_update, seen, expected, graphs[0], graphs[1], waited_share
+        plan,
+        trainer,
+        rows,
+        head_rows,
+        in_pass,
+        in_update,
+        seen,
+        expected,
+        graphs[0],
+        graphs[1],
+        waited_share,
+        rule,
     )
 
 
@@ -222,11 +240,11 @@ def _reference(
     with torch.no_grad():
         for name, p in weights_of(reference).items():
             p.copy_(own[name])
+    rule = rule_of(recipe, reference)
     with plain_fp32():
         for x_T, y_T in rows:
-            loss = reference(x_T[None], y_T[None]) / targets
-            loss.backward()
-            total += float(loss.detach())
+            loss = rule.learn(reference, x_T[None], y_T[None]).run(1 / targets, lambda phase: None)["loss"]
+            total += float(loss) / targets
     return Numbers(total, {name: p.grad for name, p in reference.named_parameters() if p.grad is not None})
 
 

@@ -1,0 +1,29 @@
+"""How direct feedback alignment learns: the `[dfa]` table of a recipe. It counts where train.rule is "dfa"."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Rule = Literal["backprop", "dfa"]
+DfaError = Literal["logits", "hidden"]
+DfaFeedback = Literal["dense", "generated"]
+DfaDepth = Literal["block", "layer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DfaConfig:
+    """Each block (or layer) learns from the error of the output, carried to it by a fixed random matrix."""
+
+    error: DfaError = "logits"
+    """The error that is fed back: the loss's gradient at the logits (vocab_size numbers a token), or at what the
+    head reads (hidden_size numbers: far less work, but the head cannot align with the feedback, and the blocks
+    learn less; docs/okadfa.md)."""
+    feedback: DfaFeedback = "dense"
+    """Keep the random matrices in memory, or draw them from the seed whenever they are needed."""
+    shared: bool = False
+    """One matrix for the embedding and all blocks (layer by layer: one set of matrices for all blocks): the error
+    is multiplied once a pass, and not once a block."""
+    depth: DfaDepth = "block"
+    """`block`: back-propagation inside a block, feedback between blocks (the hybrid). `layer`: feedback to each of
+    a block's four matrices, and back-propagation through a nonlinearity at most."""
+    top_blocks: int = 0
+    """The last blocks, which learn by back-propagation from the loss."""
