@@ -107,5 +107,5 @@ def test_a_store_that_cannot_be_written_is_read():
             assert stats(run)["correct"] == 40
             assert [file.name for file in run.iterdir()] == ["samples.db"], "reading leaves nothing behind"
         path.chmod(0o000)
-        with without_root(), pytest.raises(StorageError, match="cannot be written or read"):
+        with without_root(), pytest.raises(StorageError, match="cannot be read or written"):
             stats(run)

@@ -189,7 +189,7 @@ def test_another_seed_draws_other_texts_and_another_recipe_is_refused(place, unb
 
 
 def test_a_prompt_that_does_not_fit_is_refused(place, tmp_path):
-    with pytest.raises(ConfigError, match=r"context of 128 is too short.*max_new_tokens"):
+    with pytest.raises(ConfigError, match=r"do not fit the model.s context of 128.*max_new_tokens"):
         draw(place, tmp_path / "run", "sample.max_new_tokens=127")
 
 
@@ -343,7 +343,7 @@ def test_generate_dataset_that_is_stopped_does_not_pass_a_part_off_as_all(place,
 
     with monkeypatch.context() as patched:
         patched.setattr(_Drawing, "_keep", keep_and_stop)
-        with pytest.raises(KeyboardInterrupt, match="goes on"):
+        with pytest.raises(KeyboardInterrupt, match="it resumes from"):
             generate_dataset(tmp_path / "rft.json", 30, 1.0, 8, recipe=str(place / "letters.toml"))
     assert not (tmp_path / "rft.json").exists()
     assert generate_dataset(tmp_path / "rft.json", 30, 1.0, 8, recipe=str(place / "letters.toml")) > 5

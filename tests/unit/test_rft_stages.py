@@ -320,7 +320,7 @@ def test_samples_of_a_model_that_was_replaced_are_not_trained_on(place, run, tmp
     safetensors.torch.save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     with (
         session_in(place, run, own) as session,
-        pytest.raises(DataError, match=r"another model \(\w+\) than .*model is now") as caught,
+        pytest.raises(DataError, match=r"another model \(\w+\) than what is now at .*model \(") as caught,
     ):
         train(session, "samples")
     assert "redline rft sample" in str(caught.value)
@@ -350,14 +350,14 @@ def test_the_sampler_of_a_later_round_is_compared_and_one_that_is_gone_is_said(p
             train(session, "samples")
         return watching.notes
 
-    assert not any("not checked" in note for note in train_second())
+    assert not any("cannot check " in note for note in train_second())
     adapter = first / "adapter" / "adapter_model.safetensors"
     weights = safetensors.torch.load_file(adapter)
     safetensors.torch.save_file({name: weight + 1 for name, weight in weights.items()}, adapter)
-    with pytest.raises(DataError, match=r"by another model \(\w+\) than .*round-1 is now"):
+    with pytest.raises(DataError, match=r"by another model \(\w+\) than what is now at .*round-1 \("):
         train_second()
     shutil.rmtree(first)
-    (said,) = [note for note in train_second() if "not checked" in note]
+    (said,) = [note for note in train_second() if "cannot check " in note]
     assert "round-1" in said
     assert [e["event"] for e in read_lines(second / "events.jsonl")].count("writer_not_checked") == 1
 

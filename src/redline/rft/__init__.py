@@ -1,2 +1,2 @@
-"""Rejection-sampling fine-tuning: sample many answers a question, keep those that are right, train on them,
+"""Rejection-sampling fine-tuning: sample many answers to each question, keep the correct ones, train on them, and
 test before and after."""

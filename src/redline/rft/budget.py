@@ -1,16 +1,14 @@
-"""The budget: which samples are asked for, driven by the verdicts on those that came before. Runs without
-torch.
+"""The budget: which samples to ask for, given the verdicts on those so far. Runs without torch.
 
     budget = Budget(questions, settings, sampling, seed=0, done=store.verdicts(source))
     for completion in engine.run(budget.requests()): ...      # the engine's thread
     budget.record(question_id, sample, correct, key)          # any thread, when a verdict is in the store
 
-Every question is asked in rounds. A question with `distinct_correct` different correct answers is asked no
-more; when all questions have had their own samples, what was saved goes in waves to those without a correct
-answer. A round is decided on complete rounds alone and a wave on complete waves, so which (question, number)
-are drawn is a function of the verdicts, not of the order in which completions arrive, and a run that was
-killed draws exactly the rest. Only the texts can still differ: where an engine's rounding depends on what
-shares its batch, a resumed run may write other texts than an unbroken one.
+Every question is asked in rounds, until it has `distinct_correct` different correct answers. When all questions have
+had their own samples, what was saved goes in waves to those without a correct answer. Rounds and waves are decided
+only when the one before is complete, so which (question, number) are drawn depends on the verdicts and not on the
+order in which completions arrive, and a killed run draws exactly the rest. Only texts can differ: if an engine's
+rounding depends on what shares its batch, a resumed run may write other texts than an unbroken one.
 """
 
 import threading
@@ -23,16 +21,14 @@ from redline.config.recipe import SampleConfig
 from redline.engine.request import Request, Sampling
 
 ROUNDS = 4
-"""Rounds in which a question gets its own samples: fewer waste samples on easy questions, more leave the
-engine's slots empty."""
+"""Rounds in which a question gets its own samples: fewer waste samples on easy questions, more leave slots empty."""
 IDLE_S = 0.02
-"""How long the engine waits for verdicts before it is told that there is nothing yet; only when it has
-nothing else to do."""
+"""How long an idle engine waits for verdicts before it is told that there is nothing yet."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A question as the engine gets it. Its id is the tag of its requests."""
+    """A question as the engine gets it; its id is the tag of its requests."""
 
     id: str
     prompt: str | tuple[int, ...]
@@ -46,11 +42,11 @@ class _State:
     asked: int = 0
     """Samples 0 .. asked - 1 have been asked for."""
     open: int = 0
-    """Of these, how many have no verdict yet."""
+    """How many of these have no verdict yet."""
     correct: int = 0
     keys: set[str] = field(default_factory=set)
     known: dict[int, tuple[bool, str | None]] = field(default_factory=dict)
-    """Verdicts of an earlier attempt on samples that were not asked for yet."""
+    """Verdicts of an earlier attempt on samples not asked for yet."""
 
 
 class Budget:
@@ -70,10 +66,10 @@ class Budget:
         self._ready: deque[Request] = deque()
         self._in_engine = 0
         self._waiting = len(questions)
-        """Questions of the present phase that are not through with it."""
+        """Questions that are not done with the present phase."""
         self._saved = 0
         self._own = True
-        """The phase in which every question gets its own samples; after it come the waves."""
+        """Whether this is the phase in which every question gets its own samples; the waves come after it."""
         self.stopped = False
         for question, sample, correct, key in done:
             if question in self._states:
@@ -98,14 +94,14 @@ class Budget:
             yield request
 
     def arrived(self) -> None:
-        """A completion has left the engine, on its way to its verdict."""
+        """A completion has left the engine; its verdict will follow."""
         with self._changed:
             self._in_engine -= 1
 
     # ---- the scorer's side ----
 
     def record(self, verdicts: Iterable[tuple[str, int, bool, str | None]]) -> None:
-        """Verdicts that are in the store: (question, number, correct, reasoning key)."""
+        """Take in verdicts that are in the store: (question, number, correct, reasoning key)."""
         with self._changed:
             for question, _, correct, key in verdicts:
                 state = self._states[question]
@@ -131,7 +127,7 @@ class Budget:
         return len(self._states) - self._waiting if self._own else len(self._states)
 
     def samples_left(self) -> int:
-        """Samples that may still be drawn, at the most."""
+        """The most samples that may still be drawn."""
         own = self._settings.samples_per_question
         with self._changed:
             open_ = sum(state.open for state in self._states.values())
@@ -143,7 +139,7 @@ class Budget:
     # ---- decisions; all with the lock held ----
 
     def _go_on(self, question: str) -> None:
-        """All of the question's samples have verdicts: ask for its next round, or count it as through."""
+        """All of the question's samples have verdicts: ask for its next round, or count it as done."""
         state, own = self._states[question], self._settings.samples_per_question
         if self._own:
             enough = self._settings.distinct_correct
@@ -163,8 +159,8 @@ class Budget:
             self._wave()
 
     def _wave(self) -> None:
-        """Share out half of what is left among the questions without a correct answer, in their order, until
-        something is to be drawn."""
+        """Share half of what is left among the questions without a correct answer, in their order, until there is
+        something to draw."""
         settings = self._settings
         most = int(settings.max_factor * settings.samples_per_question)
         while settings.spend_rest and self._saved > 0 and self._waiting == 0:
@@ -181,8 +177,8 @@ class Budget:
                     self._waiting += state.open > 0
 
     def _ask(self, question: str, count: int) -> None:
-        """Samples asked .. asked + count - 1: those of an earlier attempt are counted, the others requested,
-        a run of numbers a request."""
+        """Samples asked .. asked + count - 1: those of an earlier attempt are counted, the others requested, each run
+        of consecutive numbers in one request."""
         state = self._states[question]
         first, state.asked = state.asked, state.asked + count
         missing = []
@@ -192,19 +188,12 @@ class Budget:
             else:
                 missing.append(sample)
         state.open += len(missing)
-        seed = zlib.crc32(f"{self._seed}/{question}".encode())
+        seed, asked = zlib.crc32(f"{self._seed}/{question}".encode()), self._questions[question]
         for start, samples in _runs(missing):
-            self._ready.append(
-                Request(
-                    prompt=self._questions[question].prompt,
-                    messages=self._questions[question].messages,
-                    sampling=self._sampling,
-                    samples=samples,
-                    first_sample=start,
-                    seed=seed,
-                    tag=question,
-                )
-            )
+            self._ready.append(Request(
+                prompt=asked.prompt, messages=asked.messages, sampling=self._sampling, samples=samples,
+                first_sample=start, seed=seed, tag=question,
+            ))  # fmt: skip
 
     @staticmethod
     def _count(state: _State, correct: bool, key: str | None) -> None:

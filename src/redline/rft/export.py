@@ -1,9 +1,8 @@
 """Samples out of the store: `rft.json` triples of what is kept, or every sample as JSONL or Parquet. Runs
 without torch.
 
-export(run, Path("rft.json"), per_question=1)      # [[question, answer, reasoning], ...]
-export(run, Path("samples.parquet"))               # all samples with their verdicts; `kept` says which are
-                                                   trained on
+    export(run, Path("rft.json"), per_question=1)      # [[question, answer, reasoning], ...]
+    export(run, Path("samples.parquet"))               # all samples with verdicts; `kept`: trained on
 """
 
 import json
@@ -22,12 +21,11 @@ FORMATS = (".json", ".jsonl", ".parquet")
 
 
 def export(run: Path, to: Path, *, per_question: int | None = None) -> int:
-    """Write the samples in the form that the file's name ends with; returns how many. `per_question`: as kept
-    (0: all), not given: the recipe's."""
+    """Write the samples in the format of the file's suffix; returns how many. `per_question`: how many to keep of each
+    (0: all; default: the recipe's)."""
     if to.suffix not in FORMATS:
         raise ConfigError(
-            f"samples are written as {', '.join(FORMATS)}, got {to.name!r}: end the file's name with one of"
-            " them"
+            f"samples are written as {', '.join(FORMATS)}, got {to.name!r}: use one of these suffixes"
         )
     if per_question is not None and per_question < 0:
         raise ConfigError(f"--per-question must not be negative (0: all), got {per_question}")
@@ -48,8 +46,7 @@ def export(run: Path, to: Path, *, per_question: int | None = None) -> int:
 
 
 def _number(answer: str) -> float | str:
-    """A reference answer as a number where it is one, as the triples have it; JSON has none that is not
-    finite."""
+    """A reference answer as a number if it is a finite one (JSON has no others), as in the public triples."""
     try:
         return float(answer) if math.isfinite(float(answer)) else answer
     except ValueError:

@@ -1,12 +1,11 @@
-"""The whole loop: test, sample, train, test again. Each stage goes on where it was stopped, and one that is
-finished is not repeated.
+"""The whole loop: test, sample, train, test again. Each stage resumes where it was stopped; a finished one is not
+repeated.
 
     report = run_all(session)
     report["before"]["accuracy"], report["after"]["accuracy"], report["stages_s"]
-    reports = run_rounds(recipe, plan, Path("runs/units"), outside, 4)     # each round's samples are written by what
-                                                                    the one before trained
+    reports = run_rounds(recipe, plan, Path("runs/units"), outside, 4)     # a round samples from the one before
 
-`generate_dataset` is the sampling stage alone as a Python function that writes rft.json.
+`generate_dataset` is the sampling stage alone, as a Python function that writes rft.json.
 """
 
 import os
@@ -44,13 +43,13 @@ def run_rounds(
     *,
     observers: Sequence[Observer] = (),
 ) -> list[dict[str, Any]]:
-    """The loop several times, in RUN/round-1 and so on. Every round trains the base model anew, on samples of
-    a better sampler."""
+    """The loop several times, in RUN/round-1 and so on. Every round trains the base model again, on samples of a better
+    sampler."""
     if rounds > 1 and (run / "samples.db").exists():
         raise ConfigError(
             f"{run} holds a run of one round: give another folder with --run for {rounds} rounds"
         )
-    if recipe.sample.server is not None:  # before minutes of testing: is it there at all
+    if recipe.sample.server is not None:  # check that it is there, before minutes of testing
         ServerEngine(recipe.sample.server, recipe.sample.server_model).close()
     reports: list[dict[str, Any]] = []
     for number in range(1, rounds + 1):
@@ -64,8 +63,7 @@ def run_rounds(
 
 
 def run_all(session: Session, *, test_base: bool = True) -> dict[str, Any]:
-    """Sample, train and test; returns what each stage gave, as far as it got before somebody asked to
-    stop."""
+    """Test, sample, train and test; returns what each stage gave, up to where the user stopped it."""
     report: dict[str, Any] = {"run": str(session.folder.path), "why": "finished"}
     if test_base:
         check_result(session.recipe)
@@ -101,12 +99,12 @@ def generate_dataset(
     overrides: tuple[str, ...] = (),
     observers: Sequence[Observer] = (),
 ) -> int:
-    """Sample `oversample` answers a question, keep the correct ones and write them as [question, answer,
+    """Sample `oversample` answers to each question, keep the correct ones and write them as [question, answer,
     reasoning]; returns how many.
 
-    `batch_size` bounds the sequences generated at once, `run` is the folder of samples.db (default: beside
-    the output, so that the same call goes on after a kill), and `overrides` are `table.key=value` of the
-    recipe, such as model.path and task.data.
+    `batch_size` limits the sequences generated at the same time, `run` is the folder of samples.db (default: beside
+    the output, so that the same call resumes after a kill), and `overrides` are `table.key=value` of the recipe, such
+    as model.init_from and task.data.
     """
     own = [f"sample.samples_per_question={oversample}", f"sample.temperature={temperature}", *overrides]
     chosen = with_shape(load_recipe(recipe, own))
@@ -116,7 +114,7 @@ def generate_dataset(
     plan = make_plan(chosen, hardware_here(facts, cached(facts)), outside=outside)
     with open_session(chosen, plan, folder, outside, observers=observers) as session:
         why = sample(session).why
-    # the Ctrl-C that sampling took in hand; a part of the samples must not pass for all of them
+    # sampling handled the Ctrl-C; some of the samples must not pass for all of them
     if why != "finished":
-        raise KeyboardInterrupt(f"{why}; the same call goes on from {folder}")
+        raise KeyboardInterrupt(f"{why}; make the same call again and it resumes from {folder}")
     return export(folder, Path(output_json))

@@ -1,13 +1,12 @@
-"""The sampling stage: the budget's requests through an engine, completions scored in other processes,
-everything into the store.
+"""The sampling stage: the budget's requests go through an engine, completions are scored in other processes, and
+everything goes into the store.
 
-    outcome = sample(session)      # goes on where an earlier attempt stopped
+    outcome = sample(session)      # resumes where an earlier attempt stopped
 
-The engine runs in the calling thread. A second thread takes what has come since its last turn, has it scored,
-stores it in one transaction and tells the budget, so neither scoring nor the disk holds the engine up. What
-the engine had under way when a run was stopped or killed is drawn again. At the end the engine's
-log-probabilities are compared with the training forward's on some completions, and the difference is written
-into the events.
+The engine runs in the calling thread. A second thread takes what has come since its last turn, has it scored, stores
+it in one transaction and tells the budget, so neither scoring nor the disk holds up the engine. What the engine had
+in progress when a run was stopped or killed is drawn again. At the end the engine's log-probabilities of some
+completions are compared with the training forward's, and the difference is written into the events.
 """
 
 import queue
@@ -37,14 +36,14 @@ from redline.train.stop import STOPPED, stop_on_signal
 Keep = Callable[[Sequence[Completion]], None]
 
 COMPARED = 64
-"""Completions on which the engine's log-probabilities are held against the training forward's."""
+"""Completions whose log-probabilities are compared with the training forward's."""
 SCORED_AT_ONCE = 2048
-"""Completions in one transaction, at most: what a kill can cost stays a fraction of a second of work."""
+"""Most completions in one transaction, so that a kill costs a fraction of a second of work."""
 
 
 @dataclass
 class Outcome:
-    """What sampling gave. Tokens, times and failures are this call's, the rest is the store's."""
+    """What sampling gave. Drawn samples, tokens, times and failures are this call's; the rest is the store's."""
 
     why: str
     questions: int
@@ -52,7 +51,7 @@ class Outcome:
     samples: int
     correct: int
     cut: int
-    """Samples whose tokens ran out before the answer was complete; they count as wrong."""
+    """Samples that ran out of tokens before the answer was complete; they count as wrong."""
     drawn: int
     """Samples of this call."""
     tokens: int
@@ -62,7 +61,7 @@ class Outcome:
 
 
 def sample(session: Session) -> Outcome:
-    """Draw what the budget still asks for. Ctrl-C stops it; the same call goes on."""
+    """Draw what the budget still asks for. Ctrl-C stops it; the same call resumes."""
     session.drop_adapters()
     questions = session.train_questions()
     prompts = session.prompts(questions, session.sampler)
@@ -97,7 +96,7 @@ class _Drawing:
         self.budget = self._budget()
 
     def run(self) -> str:
-        """Run an engine to the end of the budget, or until somebody asks to stop; says which."""
+        """Run an engine until the budget is spent or the user stops it; returns which."""
         self.budget = self._budget()
         if self.budget.finished:
             return "finished"
@@ -138,17 +137,15 @@ class _Drawing:
         recipe, done = self.session.recipe, self.store.verdicts(self.source)
         self.samples, self.correct = len(done), sum(correct for _, _, correct, _ in done)
         self.cut = self.store.cut(self.source)
-        # A server has a tokenizer of its own.
-        prompts: Sequence[str | tuple[int, ...]] = (
-            self.prompts.texts if recipe.sample.server else self.prompts.ids
-        )
-        asked = list(map(Asked, self.questions, prompts, self.prompts.messages))
+        own = self.prompts  # a server has its own tokenizer and gets texts
+        prompts: Sequence[str | tuple[int, ...]] = own.texts if recipe.sample.server else own.ids
+        asked = list(map(Asked, self.questions, prompts, own.messages))
         return Budget(
-            asked, recipe.sample, self.session.settings(self.prompts.stops), seed=recipe.train.seed, done=done
+            asked, recipe.sample, self.session.settings(own.stops), seed=recipe.train.seed, done=done
         )
 
     def _draw(self, engine: Engine, keep: Keep) -> list[Completion]:
-        """The engine's thread: hand everything over, and set some aside to be compared."""
+        """The engine's thread: hand everything over, and set some aside for the comparison."""
         budget, compared = self.budget, list[Completion]()
         with stop_on_signal(budget.stop), _in_background(keep, budget.stop) as hand_over:
             for completion in engine.run(budget.requests()):
@@ -189,8 +186,8 @@ class _Drawing:
         }
 
     def _compare(self, engine: Engine, compared: Sequence[Completion]) -> None:
-        """Write down how full the engine's slots were, and how far it is from the training forward; a server
-        tells neither."""
+        """Record how full the engine's slots were and how far it is from the training forward; a server tells
+        neither."""
         if isinstance(engine, LocalEngine):
             self.session.folder.event(
                 "engine", **asdict(engine.stats), occupancy=engine.stats.occupancy, slots=self.session.slots
@@ -201,8 +198,8 @@ class _Drawing:
 
 @contextmanager
 def _in_background(keep: Keep, stop: Callable[[], None]) -> Iterator[Callable[[Completion], None]]:
-    """A thread that keeps completions, as many at a time as have come. Its error stops the engine and is
-    raised here at the end."""
+    """A thread that keeps completions, as many at a time as have come. Its error stops the engine and is raised here
+    at the end."""
     waiting: queue.SimpleQueue[Completion | None] = queue.SimpleQueue()
     failed: list[BaseException] = []
 
@@ -239,18 +236,11 @@ def score(
     task: Task,
     tokenizer: Tokenizer,
 ) -> list[Sample]:
-    """Completions, up to where their answers are complete, with their verdicts, as rows of the store."""
-    # A server may cut a character in two, and half of one cannot be stored.
-    texts = [
-        task.answer_of(completion.text.encode("utf-8", "replace").decode()) for completion in completions
-    ]
-    verdicts = pool.score(
-        [
-            (questions[completion.request.tag], text)
-            for completion, text in zip(completions, texts, strict=True)
-        ]
-    )
-    now_s = time.time()
+    """Completions, cut where their answers are complete, with their verdicts, as rows of the store."""
+    # a server may cut a character in two, and half of one cannot be stored
+    texts = [task.answer_of(c.text.encode("utf-8", "replace").decode()) for c in completions]
+    asked = [questions[c.request.tag] for c in completions]
+    verdicts, now_s = pool.score(list(zip(asked, texts, strict=True))), time.time()
     return [
         _row(completion, text, verdict, task.finished(text, completion.finish), now_s, tokenizer)
         for completion, text, verdict in zip(completions, texts, verdicts, strict=True)
@@ -258,7 +248,7 @@ def score(
 
 
 def spelling(tokens: Sequence[int], text: str, tokenizer: Tokenizer) -> tuple[int, ...] | None:
-    """The first of the tokens that spell the text (and white space before it); None where it ends inside a token."""
+    """The leading tokens that spell the text (and white space before it); None if it ends inside a token."""
     whole, wanted = tokenizer.decode(list(tokens)), text.strip()
     end = whole.find(wanted) + len(wanted)
     if not wanted or whole[:end].strip() != wanted:
@@ -294,15 +284,15 @@ def _row(
 
 @torch.no_grad()
 def logprob_gap(model: Transformer, completions: Sequence[Completion], at_once: int = 8) -> dict[str, float]:
-    """Mean and largest difference between an engine's log-probabilities and those of the training forward,
-    over all new tokens."""
+    """Mean and largest difference between an engine's log-probabilities and the training forward's, over all new
+    tokens."""
     gaps: list[torch.Tensor] = []
     device = model.embed.weight.device
     for first in range(0, len(completions), at_once):
         part = completions[first : first + at_once]
         texts = [(*_ids(completion), *completion.tokens) for completion in part]
         width = max(map(len, texts))
-        # Padding on the right: causal attention never looks at it.
+        # padded on the right, where causal attention never looks
         tokens_BT = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts], device=device)
         with torch.compiler.set_stance("force_eager"):
             logits_BTV = model(tokens_BT)

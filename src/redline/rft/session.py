@@ -1,16 +1,14 @@
-"""What the stages of one RFT run share: the recipe, the run folder, the task, the model opened once, and who
-watches.
+"""What the stages of one RFT run share: the recipe, the run folder, the task, the model (opened once), the observers.
 
-with open_session(recipe, Path("runs/units"), bounds) as session:
-    sample(session); train(session, "samples"); test(session)
+with open_session(recipe, plan, Path("runs/units"), outside) as session:
+    sample(session); train(session, "samples"); run_test(session, "samples")
 
 runs/units/
     recipe.toml  plan.json  events.jsonl
     samples.db            every completion with its verdict (store.py)
     evaluations.jsonl     one line per test
     train-samples/        the fine-tuning on the kept samples: metrics.jsonl, checkpoints/, done.json
-    adapter/              what it gave, in PEFT's format (model/, a Hugging Face folder, after full fine-
-                          tuning)
+    adapter/              its result in PEFT's format (after full fine-tuning model/, a Hugging Face folder)
     train-answers/  adapter-answers/     the same for plain fine-tuning on the reference solutions
 """
 
@@ -69,22 +67,16 @@ class Speaker:
 
 
 def weights_fingerprint(opened: Opened) -> str:
-    """A hash of the weights as the files hold them. A base and its adapter are hashed, not what merging makes
-    of them: the last bits of a product depend on the CPU, and a run may go on on another one. The base is
-    read once more for it."""
+    """A hash of the weights as the files hold them. A base and its adapter are hashed separately, not merged: the last
+    bits of a product depend on the CPU, and a run may resume on another one. This reads the base once more."""
     if (adapter := opened.adapter) is None:
         return _tensors_fingerprint(opened.loaded.weights)
-    return fingerprint_of(
-        [
-            weights_fingerprint(open_weights(adapter.base)),
-            _tensors_fingerprint(adapter.tensors),
-            adapter.scale,
-        ]
-    )
+    base = weights_fingerprint(open_weights(adapter.base))
+    return fingerprint_of([base, _tensors_fingerprint(adapter.tensors), adapter.scale])
 
 
 def _tensors_fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """A hash of every tensor, on as many threads as there are cores."""
+    """A hash of all tensors, computed on all cores."""
 
     def digest(name: str) -> bytes:
         data = memoryview(tensors[name].detach().contiguous().cpu().view(torch.uint8).numpy())  # type: ignore[arg-type]
@@ -116,17 +108,17 @@ class Session:
     plan: Plan
     folder: RunFolder
     outside: Outside
-    """What bounds the plan's values from outside the recipe."""
+    """What limits the plan's values from outside the recipe."""
     observers: Observers = field(default_factory=Observers)
     opening_s: float = 0.0
     """Spent on opening models."""
     slots: int = 0
-    """Of the engine that was made last."""
+    """Of the last engine."""
     most_slots: int | None = None
-    """Once memory ran out: what the next engine may have at the most."""
+    """After running out of memory: the most that the next engine may have."""
 
     def note(self, text: str) -> None:
-        """Tell whoever watches something that the record need not keep."""
+        """Tell the observers something that the record need not keep."""
         self.observers.event("note", {"text": text})
 
     @property
@@ -134,7 +126,7 @@ class Session:
         return self.process.device.type == "cuda"
 
     def stage(self, name: str, title: str, **size: int) -> None:
-        """A part of the run begins: say so, with how much there is to do, and write it down."""
+        """Announce and record that a part of the run begins, with how much there is to do."""
         title = f"{self.recipe.name} · {title}"
         facts = {"name": name, "title": title, "on_gpu": self.on_gpu, **size}
         self.folder.event("stage", **facts)
@@ -165,15 +157,14 @@ class Session:
 
     @functools.cached_property
     def sampler(self) -> Speaker:
-        """The model that writes the samples, and whose tokenizer and template make their prompts."""
+        """The model that writes the samples; its tokenizer and template make their prompts."""
         other = self.recipe.sample.sampler
         return self.model if other is None else self._speaker(other)
 
     @functools.cached_property
     def writer(self) -> str:
-        """Who writes the samples, as the store names it: the hash of the sampler's weights; of a server only
-        what it calls itself is known. Remembered when the sampler is released; one that is not open is read
-        without building it."""
+        """Who writes the samples, as the store names it: a hash of the sampler's weights, or of what a server calls
+        itself. Remembered when the sampler is released; one that is not open is read without building it."""
         place = self.recipe.sample
         if place.server is not None:
             return fingerprint_of([place.server, place.server_model])
@@ -182,17 +173,17 @@ class Session:
         return weights_fingerprint(open_weights(Path(place.sampler)))
 
     def forget_model(self) -> None:
-        """Open the model anew when it is next needed: a training has changed it."""
+        """Open the model again when it is next needed, because a training has changed it."""
         for name in ("model", "sampler"):
             self.__dict__.pop(name, None)
 
     def drop_adapters(self) -> None:
-        """Have the model as it was opened again, after a training in this session put adapters on it."""
+        """Go back to the model as it was opened if a training in this session put adapters on it."""
         if "model" in self.__dict__ and lora_layers(self.model.model):
             self.forget_model()
 
     def release_sampler(self) -> None:
-        """Give the memory of a sampler that is not the model back, once it has nothing more to write."""
+        """Free a sampler that is not the model, once it has nothing more to write."""
         if self.recipe.sample.sampler is not None:
             self.__dict__.pop("sampler", None)
             if torch.cuda.is_available():
@@ -210,14 +201,14 @@ class Session:
         seed = self.recipe.train.seed if split == self.asked.split else 0
         questions = self.task.questions(split, rows, seed)
         if not questions:
-            raise DataError(f"the {split} split of task {self.asked.name} is empty: name another")
+            raise DataError(f"the {split} split of task {self.asked.name} is empty: name another split")
         return questions
 
     def train_questions(self) -> list[Question]:
         return self.questions(self.asked.split, self.asked.rows)
 
     def prompts(self, questions: Sequence[Question], speaker: Speaker, *, trained: bool = False) -> Prompts:
-        """The questions as the model reads them; `trained`: as fine-tuning has them."""
+        """The questions as the model reads them; `trained`: as fine-tuning presents them."""
         mode, shots = self.recipe.prompt.mode, self.recipe.prompt.shots_of(trained=trained)
         made = [render(self.task, q, speaker.opened.loaded, mode, shots) for q in questions]
         prompts = Prompts(
@@ -229,8 +220,8 @@ class Session:
         context, new = speaker.model.config.context_length, self.recipe.sample.max_new_tokens
         if prompts.longest + new > context:
             raise ConfigError(
-                f"the longest prompt has {prompts.longest} tokens, and with {new} new ones the model's"
-                f" context of {context} is too short: lower sample.max_new_tokens or prompt.shots"
+                f"the longest prompt ({prompts.longest} tokens) and {new} new tokens do not fit the model's context of"
+                f" {context}: lower sample.max_new_tokens or prompt.shots"
             )
         return prompts
 
@@ -246,8 +237,8 @@ class Session:
             stop_strings=stops,
         )
 
-    def engine(self, speaker: Speaker, *, longest: int, sequences: int, stage: str) -> Engine:
-        """An engine on this machine for that many sequences, its slots written into the plan."""
+    def engine(self, speaker: Speaker, *, longest: int, sequences: int) -> Engine:
+        """An engine on this machine for that many sequences; its slots go into the plan."""
         new = self.recipe.sample.max_new_tokens
         fitting = fitting_slots(speaker.model, max_prompt_tokens=longest, max_new_tokens=new)
         slots, why = self._slots(fitting, sequences)
@@ -255,20 +246,13 @@ class Session:
         save(self.plan, self.folder.plan_path)
         self.slots = slots
         return LocalEngine(
-            speaker.model,
-            speaker.tokenizer,
-            max_prompt_tokens=longest,
-            max_new_tokens=new,
-            slots=slots,
+            speaker.model, speaker.tokenizer, max_prompt_tokens=longest, max_new_tokens=new, slots=slots,
             eos_ids=speaker.stop_ids,
-        )
+        )  # fmt: skip
 
     def _slots(self, fitting: int, sequences: int) -> tuple[int, Why]:
-        """What the engine finds room and use for here, no more than there are sequences, within the bounds."""
-        chosen = (
-            fitting,
-            Why(reason="what the memory free here holds, as far as it pays", source="measurement"),
-        )
+        """As many as fit and pay here, at most one for each sequence, within the bounds."""
+        chosen = fitting, Why(reason="what the free memory holds, as far as it pays", source="measurement")
         if sequences < fitting:
             chosen = sequences, Why(reason="as many as there are sequences to generate", source="rule")
         pin = self.recipe.plan.slots
@@ -280,37 +264,33 @@ class Session:
         return slots, why
 
     def sampling_engine(self, *, longest: int, sequences: int) -> Engine:
-        """Whoever writes the samples: the server that the recipe names, or an engine here."""
+        """What writes the samples: the server that the recipe names, or an engine here."""
         place = self.recipe.sample
         if place.server is None:
-            return self.engine(self.sampler, longest=longest, sequences=sequences, stage="sample")
+            return self.engine(self.sampler, longest=longest, sequences=sequences)
         return ServerEngine(
             place.server, place.server_model, tokenizer=self.sampler.tokenizer, progress=self.note
         )
 
     def until_it_fits(self, stage: str, attempt: Callable[[], T]) -> T:
-        """What an attempt with an engine gives; running out of memory halves the slots, is written down, and
-        it is tried again."""
+        """Run an attempt that uses an engine; if it runs out of memory, record that and try again with half the
+        slots."""
         while True:
             try:
                 return attempt()
             except torch.OutOfMemoryError as error:
                 if self.slots <= 1:
-                    raise MachineError(
-                        f"out of memory while generating one sequence at a time ({stage}): use a smaller"
-                        " model"
-                    ) from error
-                self.most_slots = self.slots // 2
-                self.folder.event(
-                    "out_of_memory", stage=stage, slots_before=self.slots, slots=self.most_slots
-                )
+                    message = f"out of memory while generating one sequence at a time ({stage}): use a smaller model"
+                    raise MachineError(message) from error
+                before, self.most_slots = self.slots, self.slots // 2
+                self.folder.event("out_of_memory", stage=stage, slots_before=before, slots=self.most_slots)
                 self.note(
-                    f"out of memory with {self.slots:,} sequences at once: going on with {self.most_slots:,}"
+                    f"out of memory with {before:,} sequences at a time: continuing with {self.most_slots:,}"
                 )
             torch.cuda.empty_cache()
 
     def memory_bytes(self) -> int:
-        """Peak on the GPU; on a CPU what this process holds now."""
+        """The peak on the GPU; on a CPU what this process holds now."""
         return torch.cuda.max_memory_allocated() if self.on_gpu else process_rss_bytes()
 
 
@@ -318,7 +298,7 @@ class Session:
 def open_session(
     recipe: Recipe, plan: Plan, run: Path, outside: Outside, *, observers: Sequence[Observer] = ()
 ) -> Iterator[Session]:
-    """Own the run folder and make it this recipe's; a folder that holds another recipe's beginnings is refused."""
+    """Own the run folder for this recipe; one that another recipe has begun is refused."""
     process = Process(0, 1, torch.device(plan.hardware.kind))
     with open_run(recipe, plan, run, process) as opened:
         assert opened.folder is not None

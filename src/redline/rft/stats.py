@@ -1,11 +1,10 @@
-"""What a sample store says: solved questions, success rate, pass@k, tokens, by family, the hardest. Runs
+"""Statistics of a sample store: solved questions, success rate, pass@k, tokens, by family, the hardest. Runs
 without torch.
 
     stats(run)      # a table of plain values, as `redline rft stats --json` prints it
 
-pass@k is estimated without bias from the samples that every question has (numbers 0 .. n - 1, drawn whatever
-their verdicts); the samples that a budget adds or saves by their verdicts would bend it, and count only in
-the other figures.
+pass@k is estimated without bias from the samples that every question gets whatever the verdicts (numbers 0 .. n - 1).
+Samples that a budget adds or saves because of verdicts would bias it, and count only in the other figures.
 """
 
 import math
@@ -25,7 +24,7 @@ HARDEST = 10
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Chance that k samples, drawn from n of which some are correct, hold a correct one."""
+    """The chance that k of n samples include a correct one."""
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
@@ -44,6 +43,11 @@ def stats(run: Path) -> dict[str, Any]:
             keys[question].add(key)
     asked = [question for question in questions if question["id"] in drawn]
     correct_count = {id_: sum(correct for _, correct in samples) for id_, samples in drawn.items()}
+
+    def hardness(question: dict[str, Any]) -> tuple[float, int]:
+        samples = len(drawn[question["id"]])
+        return correct_count[question["id"]] / samples, -samples
+
     sampling_s, sampled_tokens = _speed(run)
     anyway = _drawn_anyway(run)
     return {
@@ -68,37 +72,31 @@ def stats(run: Path) -> dict[str, Any]:
         "examples": [*right, *wrong][:3] if right else wrong,
         "hardest": [
             {
-                "id": question["id"],
-                "text": question["text"],
-                "samples": len(drawn[question["id"]]),
-                "correct": correct_count[question["id"]],
+                "id": q["id"],
+                "text": q["text"],
+                "samples": len(drawn[q["id"]]),
+                "correct": correct_count[q["id"]],
             }
-            for question in sorted(
-                asked,
-                key=lambda q: (_share(correct_count[q["id"]], len(drawn[q["id"]])), -len(drawn[q["id"]])),
-            )[:HARDEST]
+            for q in sorted(asked, key=hardness)[:HARDEST]
         ],
     }
 
 
 def _first(samples: Sequence[tuple[int, bool]]) -> list[bool]:
-    """Verdicts on samples 0, 1, ... up to the first that is missing: those that a stopped run has beyond it
-    came first by being short."""
+    """Verdicts on samples 0, 1, ... up to the first missing one: what a stopped run has beyond it came early because it
+    was short."""
     return [correct for place, (number, correct) in enumerate(samples) if number == place]
 
 
 def _drawn_anyway(run: Path) -> int | None:
-    """Samples that a question gets whatever their verdicts: one round where the budget may stop early. None
-    where no recipe tells."""
+    """Samples that a question gets whatever the verdicts: one round if the budget may stop early. None if there is no
+    recipe."""
     path = RunFolder(run).recipe_path
     if not path.is_file():
         return None
     settings = from_toml(read_text(path), str(path)).sample
-    return (
-        settings.samples_per_question
-        if settings.distinct_correct is None
-        else -(-settings.samples_per_question // ROUNDS)
-    )
+    samples = settings.samples_per_question
+    return samples if settings.distinct_correct is None else -(-samples // ROUNDS)
 
 
 def _pass_curve(verdicts: Sequence[Sequence[bool]]) -> dict[int, float]:
@@ -112,13 +110,12 @@ def _pass_curve(verdicts: Sequence[Sequence[bool]]) -> dict[int, float]:
 def _families(
     asked: Sequence[dict[str, Any]], drawn: dict[str, list[tuple[int, bool]]]
 ) -> dict[str, dict[str, Any]]:
-    """Questions, solved share and success rate by the family that a question's meta names, where it does."""
+    """Questions, solved share and success rate by family, for questions whose meta names one."""
     families: dict[str, list[list[bool]]] = defaultdict(list)
     for question in asked:
         if "family" in question["meta"]:
-            families[str(question["meta"]["family"])].append(
-                [correct for _, correct in drawn[question["id"]]]
-            )
+            verdicts = [correct for _, correct in drawn[question["id"]]]
+            families[str(question["meta"]["family"])].append(verdicts)
     return {
         name: {
             "questions": len(rows),
@@ -130,7 +127,7 @@ def _families(
 
 
 def _speed(run: Path) -> tuple[float, int]:
-    """Seconds and tokens of all attempts that ended; one that was killed left no time behind."""
+    """Seconds and tokens of all attempts that ended; one that was killed left no record of its time."""
     events = RunFolder(run).events_path
     return total(events, "sampling_end", "elapsed_s"), int(total(events, "sampling_end", "tokens"))
 

@@ -1,21 +1,20 @@
-"""The sample store: every completion with its verdict, in one SQLite file that a kill at any moment does not
-harm. Runs without torch.
+"""The sample store: every completion with its verdict, in one SQLite file that survives a kill at any moment. Runs
+without torch.
 
     with Store(run / "samples.db") as store:
         source = store.open_source(model_fingerprint, sampling)        # who writes, and how
         store.put_questions(questions)
-        store.add(source, samples)                # one transaction: all of them are on the disk when it
-                                                  returns, or none
+        store.add(source, samples)                # one transaction: on return all of them are on the disk
         store.kept(source, per_question=4)        # distinct correct answers, in the order of the questions
 
-A sample is named by (model, sampling, question, number), so the same one cannot be stored twice; asked again,
-a run draws only what is missing. The file is in WAL mode: it can be read while a run writes it. Who may write
-is decided by the run folder's lock, not here. Of correct samples the token ids are kept too: they are trained
-on as they were sampled.
+A sample is named by (model, sampling, question, number), so none is stored twice, and a resumed run draws only what
+is missing. The file is in WAL mode: it can be read while a run writes it. The run folder's lock decides who may
+write. Correct samples keep their token ids, because they are trained on as they were sampled.
 """
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -66,20 +65,19 @@ class Source(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One completion with its verdict, as a row. A plain tuple: tens of thousands are made while the GPU
-    waits for nobody."""
+    """One completion with its verdict, as a row. A plain tuple, because tens of thousands are made beside the
+    engine."""
 
     question: str
     sample: int
     text: str
-    """Up to where the task says that the answer is complete; tokens and log-probabilities are those of the
-    whole completion."""
+    """Up to where the task says the answer is complete; tokens and log-probabilities are the whole completion's."""
     tokens: int
-    """0 where a server does not count them."""
+    """0 if a server does not count them."""
     logprob_sum: float | None
     logprob_min: float | None
     finish: str
-    """`length` where the tokens ran out before the answer was complete, else `stop`."""
+    """`length` if the tokens ran out before the answer was complete, else `stop`."""
     correct: bool
     """Scored as correct, and finished."""
     parsed: bool
@@ -87,11 +85,11 @@ class Sample(NamedTuple):
     answer: str | None
     reason: str | None
     reasoning_key: str | None
-    """Equal for answers that say the same in other spelling; only of correct ones."""
+    """Equal for correct answers that say the same in another spelling; None for others."""
     seed: int
     at: float
     ids: bytes | None = None
-    """Token ids of the text (int32), of correct samples whose engine tells them."""
+    """Token ids of the text (int32), for correct samples of an engine that reports them."""
 
 
 class Kept(NamedTuple):
@@ -120,8 +118,8 @@ class Store:
     """A samples.db. Made for one writer; used from one thread at a time."""
 
     def __init__(self, path: Path, *, create: bool = True) -> None:
-        """`create`: for a writer, in a new file where there is none; else for a reader, which needs no more than
-        the right to read."""
+        """With `create` for a writer, which makes the file if there is none; else for a reader, which only needs
+        permission to read."""
         self.path = path
         if not create and not path.is_file():
             rounds = len(list(path.parent.glob("round-*")))
@@ -133,10 +131,11 @@ class Store:
             self._db = sqlite3.connect(
                 _address(path, create), uri=True, isolation_level=None, check_same_thread=False, timeout=10.0
             )
+            self._db.row_factory = sqlite3.Row
             try:
                 if create:
                     self._db.execute("PRAGMA journal_mode = WAL")
-                    # what a commit reports as done survives a power cut too
+                    # what a commit reports as done survives a power cut
                     self._db.execute("PRAGMA synchronous = FULL")
                 self._prepare(create)
                 self._check()
@@ -157,29 +156,28 @@ class Store:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version not in (0, SCHEMA_VERSION):
             raise DataError(
-                f"{self.path} has layout {version}, this Redline reads {SCHEMA_VERSION}: use the version that"
-                " wrote it"
+                f"{self.path} has layout {version}, and this Redline reads {SCHEMA_VERSION}: use the version that wrote"
+                " it"
             )
         if version == 0:
             if not create or self._db.execute("SELECT 1 FROM sqlite_master").fetchone():
-                raise DataError(f"{self.path} is the database of another program: move it away to begin anew")
+                raise DataError(f"{self.path} is another program's database: move it away to start over")
             self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
 
     def _check(self) -> None:
-        """Refuse rows that hold other kinds of values than they should. SQLite itself takes a damaged file's word
-        for them."""
+        """Refuse rows with values of the wrong type, which SQLite itself would take from a damaged file."""
         for table in ("sources", "questions", "samples"):
             wrong = [
                 f"typeof({name}) != '{kind.lower()}'" + ("" if needed else f" AND {name} IS NOT NULL")
                 for _, name, kind, needed, _, _ in self._db.execute(f"PRAGMA table_info({table})")
             ]
             if self._db.execute(f"SELECT 1 FROM {table} WHERE {' OR '.join(wrong)} LIMIT 1").fetchone():
-                raise sqlite3.DatabaseError(f"a row of {table} holds values of the wrong kind")
+                raise sqlite3.DatabaseError(f"a row of {table} holds values of the wrong type")
 
     # ---- writing ----
 
     def open_source(self, model: str, settings: dict[str, Any]) -> Source:
-        """The source of samples drawn from these weights with these settings; from now on the latest one."""
+        """The source of samples drawn from these weights with these settings; it becomes the latest one."""
         source = Source(model, fingerprint_of(settings))
         with _errors(self.path):
             self._db.execute(
@@ -189,39 +187,34 @@ class Store:
         return source
 
     def put_questions(self, questions: Sequence[Question]) -> None:
-        """Make the questions known, in their order; a question that is known under the same id must be the
-        same."""
+        """Store the questions in their order; one whose id is known must be the same question."""
         rows = {
             q.id: (q.id, place, q.text, q.answer, json.dumps(dict(q.meta)))
             for place, q in enumerate(questions)
         }
         if len(rows) < len(questions):
             raise DataError(
-                f"a task must give every question of a split its own id, got {len(questions) - len(rows)}"
-                " twice"
+                f"a task must give every question of a split its own id, and {len(questions) - len(rows)} came twice"
             )
         with _errors(self.path), self._transaction():
             known = dict(self._db.execute("SELECT id, text || char(10) || answer FROM questions"))
-            for question in questions:
-                if (
-                    known.get(question.id, f"{question.text}\n{question.answer}")
-                    != f"{question.text}\n{question.answer}"
-                ):
+            for q in questions:
+                if known.get(q.id, same := f"{q.text}\n{q.answer}") != same:
                     raise DataError(
-                        f"{self.path} knows another question as {question.id}: the task's data changed; give"
+                        f"{self.path} has another question under the id {q.id}, so the task's data has changed: give"
                         " another --run"
                     )
             self._db.executemany("INSERT OR REPLACE INTO questions VALUES (?, ?, ?, ?, ?)", rows.values())
 
     def add(self, source: Source, samples: Sequence[Sample]) -> None:
-        """Store samples in one transaction; when it returns they are on the disk."""
+        """Store samples in one transaction; when this returns they are on the disk."""
         with _errors(self.path), self._transaction():
             self._db.executemany(_INSERT, [(*source, *sample) for sample in samples])
 
     # ---- reading ----
 
     def begun(self) -> bool:
-        """Whether anybody has begun to draw samples; the store is made before that."""
+        """Whether sampling has begun; the store is made before that."""
         with _errors(self.path):
             return self._db.execute("SELECT 1 FROM sources LIMIT 1").fetchone() is not None
 
@@ -243,37 +236,28 @@ class Store:
         )
         with _errors(self.path):
             return [
-                (question, sample, bool(correct), key)
-                for question, sample, correct, key in self._db.execute(query, source)
+                (q, sample, bool(correct), key) for q, sample, correct, key in self._db.execute(query, source)
             ]
 
     def tokens(self, source: Source) -> int:
         """New tokens of all samples together."""
-        with _errors(self.path):
-            (count,) = self._db.execute(
-                "SELECT coalesce(sum(tokens), 0) FROM samples WHERE model = ? AND sampling = ?", source
-            ).fetchone()
-        return int(count)
+        return self._total(source, "tokens")
 
     def cut(self, source: Source) -> int:
-        """Samples whose tokens ran out before the answer was complete."""
+        """Samples that ran out of tokens before the answer was complete."""
+        return self._total(source, "finish = 'length'")
+
+    def _total(self, source: Source, what: str) -> int:
+        query = f"SELECT coalesce(sum({what}), 0) FROM samples WHERE model = ? AND sampling = ?"
         with _errors(self.path):
-            (count,) = self._db.execute(
-                "SELECT count(*) FROM samples WHERE model = ? AND sampling = ? AND finish = 'length'", source
-            ).fetchone()
-        return int(count)
+            return int(self._db.execute(query, source).fetchone()[0])
 
     def kept(self, source: Source, per_question: int) -> list[Kept]:
-        """Correct answers that say something new, by question and number, at most `per_question` of each (0:
-        all)."""
-        kept: list[Kept] = []
-        count: dict[str, int] = {}
+        """Correct answers that say something new, by question and number, at most `per_question` of each (0: all)."""
         with _errors(self.path):
-            for row in map(Kept._make, self._db.execute(_SELECT_KEPT, source)):
-                count[row.question] = count.get(row.question, 0) + 1
-                if not per_question or count[row.question] <= per_question:
-                    kept.append(row)
-        return kept
+            rows = [Kept._make(row) for row in self._db.execute(_SELECT_KEPT, source)]
+        each = (list(same) for _, same in itertools.groupby(rows, key=lambda row: row.question))
+        return [row for same in each for row in same[: per_question or None]]
 
     def examples(self, source: Source, *, correct: bool, most: int) -> list[dict[str, Any]]:
         """The first sample with that verdict of so many questions, in their order."""
@@ -285,40 +269,26 @@ class Store:
         )
         with _errors(self.path):
             found = self._db.execute(query, (*source, correct, most))
-            names = [column[0] for column in found.description]
-            return [dict(zip(names, row, strict=True)) | {"correct": correct} for row in found]
+            return [dict(row) | {"correct": correct} for row in found]
 
     def questions(self) -> list[dict[str, Any]]:
         """Every question in its order: id, text, answer, meta."""
         with _errors(self.path):
-            rows = self._db.execute(
-                "SELECT id, text, answer, meta FROM questions ORDER BY position"
-            ).fetchall()
-        return [
-            {
-                "id": id_,
-                "text": text,
-                "answer": answer,
-                "meta": parse_json(meta, f"{self.path} (question {id_!r:.40})", dict),
-            }
-            for id_, text, answer, meta in rows
-        ]
+            rows = list(
+                map(dict, self._db.execute("SELECT id, text, answer, meta FROM questions ORDER BY position"))
+            )
+        where = f"{self.path} (question %.40r)"
+        return [row | {"meta": parse_json(row["meta"], where % row["id"], dict)} for row in rows]
 
     def rows(self, source: Source) -> Iterator[dict[str, Any]]:
         """Every sample with its question, by question and number."""
-        names = [
-            "question_text",
-            "question_answer",
-            *(f"s.{name}" for name in ("model", "sampling", *Sample._fields) if name != "ids"),
-        ]
-        columns = ", ".join(["q.text", "q.answer", *names[2:]])
+        columns = [f"s.{name}" for name in ("model", "sampling", *Sample._fields) if name != "ids"]
         query = (
-            f"SELECT {columns} FROM samples s JOIN questions q ON q.id = s.question "
-            "WHERE s.model = ? AND s.sampling = ? ORDER BY q.position, s.sample"
+            f"SELECT q.text question_text, q.answer question_answer, {', '.join(columns)} FROM samples s"
+            " JOIN questions q ON q.id = s.question WHERE s.model = ? AND s.sampling = ? ORDER BY q.position, s.sample"
         )
         with _errors(self.path):
-            for row in self._db.execute(query, source):
-                named = {name.removeprefix("s."): value for name, value in zip(names, row, strict=True)}
+            for named in map(dict, self._db.execute(query, source)):
                 known = named["logprob_sum"] is not None and named["tokens"]
                 named["logprob_mean"] = named["logprob_sum"] / named["tokens"] if known else None
                 yield named | {"correct": bool(named["correct"]), "parsed": bool(named["parsed"])}
@@ -335,8 +305,8 @@ class Store:
 
 
 def _address(path: Path, create: bool) -> str:
-    """The file's address with what SQLite may do to it. A store that was closed has no log beside it, and where
-    one cannot be made SQLite reads only a file that is said not to change."""
+    """The file's address with what SQLite may do to it. A closed store has no log beside it; if one cannot be created,
+    SQLite reads only a file that is declared immutable."""
     if create:
         return path.absolute().as_uri()
     still = not os.access(path.parent, os.W_OK) and not path.with_name(f"{path.name}-wal").exists()
@@ -345,22 +315,20 @@ def _address(path: Path, create: bool) -> str:
 
 @contextlib.contextmanager
 def _errors(path: Path) -> Iterator[None]:
-    """SQLite's refusals as one line; a row that is there already is our own mistake and keeps its
-    traceback."""
+    """SQLite's errors as one line; a row that exists already is our own mistake and keeps its traceback."""
     try:
         yield
     except sqlite3.IntegrityError:
         raise
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
-        # text that is not UTF-8 is found by Python, which gives no code and may quote all of it
+        # Python finds text that is not UTF-8; its error has no code and may quote all of the text
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
         if code in _REFUSALS:
             raise StorageError(
-                f"{path} cannot be written or read: {error}; free some space or look at its permissions, and run"
-                " again"
+                f"{path} cannot be read or written: {error}; free some space or check its permissions, and run again"
             ) from error
         raise DataError(
-            f"{path} is not a sample store, or it is damaged ({str(error)[:80]!r}): move it away to begin anew"
+            f"{path} is not a sample store, or it is damaged ({str(error)[:80]!r}): move it away to start over"
         ) from error
 
 
@@ -369,8 +337,8 @@ _SPACE = re.compile(r"\s+")
 
 
 def reasoning_key(text: str) -> str:
-    """Equal for answers that differ only in case, white space, the spelling of numbers (1,000 = 1000 =
-    1000.0) or a last full stop."""
+    """Equal for answers that differ only in case, white space, the spelling of numbers (1,000 = 1000 = 1000.0) or a
+    final full stop."""
     plain = _NUMBER.sub(_plain_number, _SPACE.sub(" ", text.strip().lower()))
     return hashlib.blake2b(plain.rstrip(" .,;:!").encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 

@@ -1,12 +1,11 @@
 """The test stage: greedy answers to held-out questions, before fine-tuning and after, with accuracy, answer
 rate and their intervals.
 
-    line = run_test(session, "base")         # and "samples", "answers": the weights that a training gave
+    line = run_test(session, "base")         # or "samples", "answers": the weights that a training gave
     line["accuracy"], line["accuracy_low"], line["accuracy_high"], line["n"]
 
-Each result is a line of evaluations.jsonl and is not computed twice. Questions that ask the very same
-conversion as a training question (equal `from`, `to` and `number`) are also counted apart from the rest: with
-files one cannot choose what is in them.
+Each result is a line of evaluations.jsonl and is not computed twice. Questions that ask for the same conversion as a
+training question (equal `from`, `to` and `number`) are also counted separately, because data files may overlap.
 """
 
 import json
@@ -34,10 +33,8 @@ from redline.train.restore import open_weights
 
 Weights = Literal["base", "answers", "samples"]
 _SAID = {
-    "base": "the base model",
-    "answers": "what was trained on the answers",
-    "samples": "what was trained on the samples",
-}
+    "base": "the base model", "answers": "the model trained on the answers", "samples": "the model trained on the samples",
+}  # fmt: skip
 _ASKED = ("from", "to", "number")
 """The facts of a question that make it the same conversion as another."""
 
@@ -49,7 +46,7 @@ def trained(run: Path) -> list[Weights]:
 
 
 def run_test(session: Session, weights: Weights) -> dict[str, Any]:
-    """Accuracy of these weights on the recipe's test questions; the line that is in evaluations.jsonl."""
+    """Accuracy of these weights on the recipe's test questions, as a line of evaluations.jsonl."""
     path = session.folder.path / "evaluations.jsonl"
     recipe = session.recipe
     asked = [asdict(session.asked), asdict(recipe.prompt), asdict(recipe.test), recipe.sample.max_new_tokens]
@@ -92,7 +89,7 @@ def _trained_as(session: Session, weights: Weights) -> str | None:
 def _answer(
     session: Session, questions: Sequence[Question], weights: Weights
 ) -> tuple[list[Verdict], int, int]:
-    """Verdicts, tokens, and how many answers were cut: those count as wrong."""
+    """Verdicts, tokens, and how many answers were cut off, which count as wrong."""
     count = len(questions)
     session.stage("test", f"testing {_SAID[weights]} on {count:,} questions", questions=count)
     began_s, tokens, texts, cut = time.monotonic(), 0, [""] * count, [False] * count
@@ -100,7 +97,7 @@ def _answer(
         speaker = stack.enter_context(_speaker(session, weights))
         prompts = session.prompts(questions, speaker, trained=weights != "base")
         engine = stack.enter_context(
-            session.engine(speaker, longest=prompts.longest, sequences=len(questions), stage="test")
+            session.engine(speaker, longest=prompts.longest, sequences=len(questions))
         )
         for done, (place, completion) in enumerate(
             answer_greedily(engine, prompts.ids, session.settings(prompts.stops, greedy=True)), start=1
@@ -135,8 +132,8 @@ def _facts(done: int, questions: int, tokens: int, elapsed_s: float, memory_byte
 
 @contextmanager
 def _speaker(session: Session, weights: Weights) -> Iterator[Speaker]:
-    """The model with these weights: the base as it is, adapters merged while the test lasts, or a model
-    trained as a whole."""
+    """The model with these weights: the base, the base with adapters merged during the test, or a fully trained
+    model."""
     if weights == "base":
         session.drop_adapters()
         yield session.model
@@ -151,26 +148,21 @@ def _speaker(session: Session, weights: Weights) -> Iterator[Speaker]:
 
 
 def _groups(session: Session, questions: Sequence[Question], verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Shares by family, and of the questions that are in the training data apart from the rest; where the
-    questions' meta tells."""
-    found: dict[str, Any] = {}
+    """Shares by family, and separately for questions that are in the training data; if the questions' meta tells."""
     families: dict[str, list[Verdict]] = defaultdict(list)
+    apart: dict[str, list[Verdict]] = defaultdict(list)
+    known = {_asked(question) for question in session.train_questions()}
     for question, verdict in zip(questions, verdicts, strict=True):
         if "family" in question.meta:
             families[str(question.meta["family"])].append(verdict)
-    if families:
-        found["families"] = {name: shares(rows) for name, rows in sorted(families.items())}
-    known = {asked for question in session.train_questions() if (asked := _asked(question)) is not None}
-    apart: dict[str, list[Verdict]] = defaultdict(list)
-    for question, verdict in zip(questions, verdicts, strict=True):
         if (asked := _asked(question)) is not None:
             apart["in_train" if asked in known else "unseen"].append(verdict)
+    found: dict[str, Any] = {}
+    if families:
+        found["families"] = {name: shares(rows) for name, rows in sorted(families.items())}
     return found | ({name: shares(rows) for name, rows in apart.items()} if "in_train" in apart else {})
 
 
 def _asked(question: Question) -> tuple[Any, ...] | None:
-    return (
-        tuple(question.meta[name] for name in _ASKED)
-        if all(name in question.meta for name in _ASKED)
-        else None
-    )
+    known = all(name in question.meta for name in _ASKED)
+    return tuple(question.meta[name] for name in _ASKED) if known else None

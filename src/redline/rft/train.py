@@ -1,18 +1,16 @@
-"""The training stage: fine-tune the model on the kept samples, or for comparison on the task's reference
-solutions.
+"""The training stage: fine-tune the model on the kept samples or, for comparison, on the task's reference solutions.
 
     done = train(session, "samples")      # -> adapter/, or model/ after full fine-tuning
     done = train(session, "answers")      # -> adapter-answers/: plain supervised fine-tuning, the baseline
 
-Killed or stopped, the same call goes on from the last checkpoint; once `done.json` stands, it returns what it
-says.
+After a kill or a stop the same call resumes from the last checkpoint; once `done.json` exists, it returns that.
 """
 
 import json
 import textwrap
 import time
 from array import array
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,7 +47,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """`done.json`: what a finished training says of itself."""
+    """`done.json`: the summary of a finished training."""
 
     on: str
     why: str
@@ -59,7 +57,7 @@ class Done:
     loss: float | None = None
     rows_per_s: float | None = None
     elapsed_s: float
-    files: dict[str, int]
+    files: dict[str, int] = field(default_factory=dict)
     """The result's files with their sizes."""
 
 
@@ -69,7 +67,7 @@ def place_of(run: Path, on: On) -> Place:
 
 
 def train(session: Session, on: On) -> dict[str, Any]:
-    """Fine-tune; returns what was done: examples, updates, the last loss, seconds, and `why` it ended."""
+    """Fine-tune; returns what was done (see `Done`) and `why` it ended."""
     check_result(session.recipe)
     recipe, place = session.recipe, place_of(session.folder.path, on)
     examples = _examples(session, on)
@@ -78,8 +76,7 @@ def train(session: Session, on: On) -> dict[str, Any]:
     if (finished := read_done(place)) is not None:
         if finished["fingerprint"] != fingerprint:
             raise ConfigError(
-                f"{place.record} was trained on other examples than there are now: give another --run, or"
-                " remove it"
+                f"{place.record} was trained on other examples than there are now: give another --run, or delete it"
             )
         return finished
     session.drop_adapters()
@@ -88,44 +85,35 @@ def train(session: Session, on: On) -> dict[str, Any]:
     began_s = time.monotonic()
     with RunFolder(place.record) as folder:
         job = job_of(
-            model,
-            examples,
-            recipe,
-            session.plan,
-            session.process,
-            run=place.record,
-            folder=folder,
+            model, examples, recipe, session.plan, session.process, run=place.record, folder=folder,
             observers=[session.observers],
-        )
+        )  # fmt: skip
         session.stage("train", f"fine-tuning on {len(examples):,} {on}", total_steps=job.steps)
         outcome = run_job(job, session.process)
     elapsed_s = time.monotonic() - began_s
     session.folder.event(
         f"training_on_{on}", why=outcome.why, step=outcome.step, elapsed_s=round(elapsed_s, 3)
     )
-    result: dict[str, Any] = {
-        "on": on,
-        "why": outcome.why,
-        "fingerprint": fingerprint,
-        "examples": len(examples),
-        "updates": outcome.step,
-        "loss": outcome.metrics.get("loss"),
-        "rows_per_s": _rows_per_s(folder),
-        "elapsed_s": _spent_s(session, on),
-    }
+    spent_s = total(
+        session.folder.events_path, f"training_on_{on}", "elapsed_s"
+    )  # of every attempt that ended
+    done = Done(
+        on=on, why=outcome.why, fingerprint=fingerprint, examples=len(examples), updates=outcome.step,
+        loss=outcome.metrics.get("loss"), rows_per_s=_rows_per_s(folder), elapsed_s=spent_s,
+    )  # fmt: skip
     if outcome.why == "finished":
         opened = session.model.opened
         write_result(model, recipe, opened, session.process, adapter=place.adapter, whole=place.model)
-        result["files"] = _sizes(place)
-        write_atomic(place.done, json.dumps(result, indent=2) + "\n")
+        done = replace(done, files=_sizes(place))
+        write_atomic(place.done, json.dumps(asdict(done), indent=2) + "\n")
     if recipe.lora is None:
         session.forget_model()
-    return result
+    return asdict(done)
 
 
 def _rows_per_s(folder: RunFolder) -> float | None:
-    """Examples a second over all updates but the first, which sets up; the last batch of an epoch may be
-    short and says little."""
+    """Examples per second over all updates but the first, which sets up. Weighted by time, because the last batch of
+    an epoch may be short."""
     lines = read_lines(folder.metrics_path)
     known = [
         (rate, s)
@@ -137,8 +125,8 @@ def _rows_per_s(folder: RunFolder) -> float | None:
 
 
 def read_done(place: Place) -> dict[str, Any] | None:
-    """What a finished training says of itself; None where there is none, or its result is gone or emptied: the
-    last checkpoint gives it again."""
+    """The summary of a finished training; None if there is none, or if its result is gone or damaged (the last
+    checkpoint gives it again)."""
     if not place.done.is_file():
         return None
     done = build(Done, read_json(place.done, dict), where=str(place.done))
@@ -152,11 +140,6 @@ def _sizes(place: Place) -> dict[str, int]:
         for folder in (place.adapter, place.model)
         for path in sorted(folder.glob("*"))
     }
-
-
-def _spent_s(session: Session, on: On) -> float:
-    """Seconds of every attempt that ended."""
-    return total(session.folder.events_path, f"training_on_{on}", "elapsed_s")
 
 
 def _examples(session: Session, on: On) -> list[Example]:
@@ -179,7 +162,7 @@ def _examples(session: Session, on: On) -> list[Example]:
     prompts: dict[str, tuple[int, ...]] = {}
     examples = []
     for (question, _, sampled), spelt in zip(pairs, answers, strict=True):
-        # Text can be spelt in several ways: what the model sampled is what it learns.
+        # several token sequences can spell a text: the model learns the one it sampled
         answer = spelt if sampled is None else array("i", sampled)
         if question.id not in prompts:
             prompts[question.id] = tuple(
@@ -190,15 +173,13 @@ def _examples(session: Session, on: On) -> list[Example]:
 
 
 def _kept(session: Session, questions: dict[str, Question]) -> list[tuple[Question, str, bytes | None]]:
-    """What is trained on: the question, the text, and its token ids where the sampler and the model share a
-    tokenizer."""
+    """What is trained on: the question, the text, and its token ids if sampler and model share a tokenizer."""
     with Store(session.folder.path / "samples.db", create=False) as store:
         source, settings = store.latest()
         ours = session.recipe.sampling
         if {key: settings.get(key) for key in ours} != ours:
             raise DataError(
-                f"{store.path} was sampled last with other settings than the recipe's: run `redline rft"
-                " sample` again"
+                f"{store.path} was last sampled with other settings than the recipe's: run `redline rft sample` again"
             )
         _check_writer(session, source, store.path)
         kept = store.kept(source, session.recipe.sample.keep_per_question)
@@ -210,7 +191,7 @@ def _kept(session: Session, questions: dict[str, Question]) -> list[tuple[Questi
 
 
 def _nothing_correct(store: Store, source: Source) -> str:
-    """What the samples look like that nothing can be learnt from: most often it is the prompt or the scorer."""
+    """What the samples look like if none is correct: most often the prompt or the scorer is to blame."""
     shown = [
         f"{textwrap.shorten(row['text'], 160, placeholder=' ...')!r} (expected {row['expected']!r}, understood"
         f" {row['answer']!r}, score {row['reward']:g})"
@@ -226,18 +207,18 @@ def _nothing_correct(store: Store, source: Source) -> str:
 
 
 def _check_writer(session: Session, source: Source, samples: Path) -> None:
-    """Refuse samples of other weights than lie where the recipe says that they are written. A sampler that is
-    no longer there has done its work: that it cannot be asked is said, not an error."""
+    """Refuse samples of other weights than those the recipe names now. A sampler that is gone has done its work: the
+    user is told that it cannot be compared, and training goes on."""
     place = session.recipe.sample
     try:
         writer = session.writer
     except CheckpointError as error:
         session.folder.event("writer_not_checked", why=str(error))
-        session.note(f"not checked: whether {samples} was written by the recipe's sampler; {error}")
+        session.note(f"cannot check that {samples} was written by the recipe's sampler: {error}")
         return
     if writer != source.model:
         raise DataError(
-            f"{samples} was sampled last by another model ({source.model}) than"
-            f" {place.server or place.sampler or session.start} is now ({writer}): run `redline rft sample`"
-            " again, or put the model back"
+            f"{samples} was last sampled by another model ({source.model}) than what is now at"
+            f" {place.server or place.sampler or session.start} ({writer}): run `redline rft sample` again, or put the"
+            " model back"
         )

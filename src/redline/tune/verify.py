@@ -144,7 +144,7 @@ def _completions(session: Session) -> list[Completion]:
     prompts = session.prompts(questions, speaker)
     settings, seed = session.settings(prompts.stops), session.recipe.train.seed
     requests = [Request(prompt=ids, sampling=settings, seed=seed + i) for i, ids in enumerate(prompts.ids)]
-    with session.engine(speaker, longest=prompts.longest, sequences=len(requests), stage="sample") as engine:
+    with session.engine(speaker, longest=prompts.longest, sequences=len(requests)) as engine:
         return list(engine.run(requests))
 
 
