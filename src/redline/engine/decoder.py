@@ -110,7 +110,8 @@ class Decoder:
         samples = first + np.arange(len(first)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         floats = np.concatenate([floats, uniforms(seeds, samples, self.max_new_tokens)], axis=1)
         rows = self._tensor(np.array([slot for one in starts for slot in one.slots], np.int32))
-        at, ints, reals, slots = rows.long(), self._tensor(integers), self._tensor(floats), self.slots
+        slots, at, ints = self.slots, rows.long(), self._tensor(integers)
+        reals = self._tensor(floats).to(slots.uniform.dtype)
         for name, column in zip(_INTEGERS, ints[:, : len(_INTEGERS)].unbind(1), strict=True):
             getattr(slots, name)[at] = column
         slots.stop_ids[at] = ints[:, len(_INTEGERS) :]

@@ -206,7 +206,8 @@ class Transformer(nn.Module):
             chunks = zip(*(part.chunk(self.loss_chunks) for part in work), strict=True)
             each = [checkpoint(self._loss, reduction, *chunk, use_reentrant=False) for chunk in chunks]
             losses = torch.stack(each).sum() if reduction == "sum" else torch.cat(each)
-        return losses if reduction == "sum" else losses.view_as(targets_BT)
+        # FSDP2 wants no view from a module: an operation in place on it would drop its hook
+        return losses if reduction == "sum" else losses.view_as(targets_BT).clone()
 
     def hidden(
         self, tokens_BT: Tensor, packing: Packing | None = None, through: Through | None = None

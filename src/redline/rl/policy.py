@@ -1,7 +1,7 @@
 """The policy as an engine: the model that learns, asked for answers.
 
-    with policy.speaking() as engine:
-        for completion in engine.run(requests): ...
+    with policy.speaking():
+        for completion in policy.engine.run(requests): ...
 
 On one process the engine computes with the trainer's own weights: nothing is copied unless they are kept in another
 dtype, and adapters are merged in place while it speaks. Spread over several processes, the weights are gathered into
@@ -12,6 +12,7 @@ the steps: its slots and CUDA graphs are made once.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,28 +40,35 @@ class Policy:
     ) -> None:
         self.model, self.process, self.slots, self.event = model, process, slots, event
         self.tokenizer, self.stop_ids = opened.tokenizer, stop_ids(opened.loaded, opened.tokenizer)
-        self.lengths = {"max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens}
+        self.lengths: dict[str, Any] = {"max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens}
         self.whole = model if process.world_size == 1 else self._copy()
         self.weights_s = 0.0
         """Spent on putting the weights into the engine, over its life."""
         self._engine: LocalEngine | None = None
 
     @contextmanager
-    def speaking(self) -> Iterator[LocalEngine]:
-        """An engine with the weights as they are now."""
+    def speaking(self) -> Iterator[None]:
+        """The engine has the weights as they are now; to be entered on all processes together."""
         with ExitStack() as stack:
             began_s = time.perf_counter()
             if self.process.world_size > 1:
                 self._gather()
             else:
                 stack.enter_context(merged(self.model))
-            if self._engine is None:
-                self._engine = self._open()
-            self._engine.refresh()
+            self.engine.refresh()
             if self.process.device.type == "cuda":
                 torch.cuda.synchronize()
             self.weights_s += time.perf_counter() - began_s
-            yield self._engine
+            yield
+
+    @property
+    def engine(self) -> LocalEngine:
+        if self._engine is None:
+            # On a CPU the same seed gives the same run, so an answer may not depend on what is generated beside it.
+            same = self.process.device.type == "cpu"
+            how: dict[str, Any] = {"slots": self.slots, "eos_ids": self.stop_ids, "reproducible": same}
+            self._engine = LocalEngine(self.whole, self.tokenizer, **how, **self.lengths)
+        return self._engine
 
     def fewer_slots(self, error: torch.OutOfMemoryError) -> None:
         """Memory ran out while generating: go on with half of the slots."""
@@ -76,14 +84,6 @@ class Policy:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-
-    def _open(self) -> LocalEngine:
-        # On a CPU the same seed gives the same run, so an answer may not depend on what is generated beside it.
-        same = self.process.device.type == "cpu"
-        slots, eos = self.slots, self.stop_ids
-        return LocalEngine(
-            self.whole, self.tokenizer, slots=slots, eos_ids=eos, reproducible=same, **self.lengths
-        )
 
     def _copy(self) -> Transformer:
         """A model of the whole weights without adapters, in the compute dtype; filled before every use."""

@@ -129,7 +129,9 @@ class Rollouts:
         missing = [key for key in wanted if key not in kept]
         if missing:
             mine = missing[self.process.rank :: self.process.world_size]
-            drawn = self._generate(step, mine)
+            self.phase("generate")
+            with self.policy.speaking():  # on all processes, even on one that has nothing to say
+                drawn = self._generate(step, mine)
             for group in _exchange(drawn, self.process):
                 kept[group.key] = group
             if self.process.is_first:
@@ -171,17 +173,15 @@ class Rollouts:
             one = asked[key]
             return Group(step, *key, one.question.id, one.prompt, tuple(found.result()))
 
-        self.phase("generate")
-        with self.policy.speaking() as engine:
-            for completion in engine.run(requests):
-                key: Key = completion.request.tag
-                open_[key].append(completion)
-                if len(open_[key]) == self.rl.group_size:
-                    answers = sorted(open_.pop(key), key=lambda one: one.sample)
-                    job = self._threads.submit(self.domains.scored, key[0], asked[key].question, answers)
-                    scoring.append((key, job))
-                while scoring and scoring[0][1].done():
-                    yield finished(*scoring.popleft())
+        for completion in self.policy.engine.run(requests):
+            key: Key = completion.request.tag
+            open_[key].append(completion)
+            if len(open_[key]) == self.rl.group_size:
+                answers = sorted(open_.pop(key), key=lambda one: one.sample)
+                job = self._threads.submit(self.domains.scored, key[0], asked[key].question, answers)
+                scoring.append((key, job))
+            while scoring and scoring[0][1].done():
+                yield finished(*scoring.popleft())
         self.phase("reward")
         began_s = time.perf_counter()
         while scoring:

@@ -62,7 +62,10 @@ def reinforce(
         base = open_weights(Path(recipe.model.init_from or ""))
         with open_domains(recipe, base, processes=process.world_size) as domains:
             job = job_of(recipe, plan, base, domains, process, run=run, opened=opened)
-            outcome = Trainer(job, process).run()
+            trainer = Trainer(job, process)
+            if trainer.progress.step == 0 and recipe.train.eval_every and job.validate is not None:
+                opened.event("validation", step=0, **job.validate(job.model, plan.micro_batch))
+            outcome = trainer.run()
         if outcome.why == "finished":
             write_result(job.model, recipe, base, process, adapter=run / "adapter", whole=run / "model")
         return outcome

@@ -25,8 +25,8 @@ def make_validation(
             for place, (_, one) in enumerate(mine)
         ]
         right = dict.fromkeys(domains.by_name, 0.0)
-        with policy.speaking() as engine:
-            completions = list(engine.run(requests))
+        with policy.speaking():
+            completions = list(policy.engine.run(requests))
         for completion in completions:
             name, one = mine[completion.request.tag]
             (sample,) = domains.scored(name, one.question, [completion])

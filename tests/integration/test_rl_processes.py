@@ -1,0 +1,84 @@
+"""RL on two processes: the same answers, losses and weights as on one, but for the order of additions."""
+
+import json
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+from precision import CLOSE
+from warm import Done, Warm
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+from rft_model import tiny_model
+from rl_model import letters_rl
+
+from redline.record.run import read_lines
+from redline.rl.samples import Samples
+
+STEPS = 4
+EXACT = "rl.importance_cap=0"
+"""The engine's log-probabilities travel in fp32: without the correction by them the rest compares in double."""
+DOUBLE = {"IN_DOUBLE": "1"}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its weights are in double precision in the file too, where fp32 cannot be read any more."""
+    folder = tmp_path_factory.mktemp("rl")
+    (file,) = tiny_model(folder / "model").glob("*.safetensors")
+    safetensors.torch.save_file(
+        {name: tensor.double() for name, tensor in safetensors.torch.load_file(file).items()}, file
+    )
+    return letters_rl(folder, folder / "model")
+
+
+def on_two(warm: Warm, *arguments: Any) -> list[Done]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    ranks = [
+        warm.start(*arguments, environment={**DOUBLE, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]
+    return [rank.wait() for rank in ranks]
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("lora.rank=2", "rl.kl=0.1", "rl.updates_per_rollout=2")],
+    ids=["grpo", "adapters-kl-two-updates"],
+)
+def test_two_processes_do_what_one_does(
+    warm: Warm, recipe: Path, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    arguments = [
+        "rl",
+        "run",
+        recipe,
+        "--json",
+        *(f"--set={one}" for one in (f"train.steps={STEPS}", EXACT, *overrides)),
+    ]
+    alone = warm.start(*arguments, "--run", tmp_path / "one", environment=DOUBLE).wait()
+    assert alone.code == 0, alone.err
+    first, second = on_two(warm, *arguments, "--run", tmp_path / "two")
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert json.loads(first.out)["why"] == "finished"
+    assert second.out == ""
+    for step in range(1, STEPS + 1):
+        one, two = (
+            {group.key: group for group in Samples(tmp_path / run).of(step)} for run in ("one", "two")
+        )
+        assert one.keys() == two.keys()
+        for key, group in one.items():
+            assert [answer.tokens for answer in two[key].answers] == [
+                answer.tokens for answer in group.answers
+            ]
+    lines = [read_lines(tmp_path / run / "metrics.jsonl") for run in ("one", "two")]
+    for one, two in zip(*lines, strict=True):
+        assert two["reward"] == one["reward"]
+        for name in {"loss", "grad_norm", "tokens", "entropy", "clip_share", "kl", "valid_accuracy"} & one.keys():
+            assert two[name] == pytest.approx(one[name], rel=CLOSE, abs=CLOSE), name
