@@ -339,7 +339,7 @@ _ATTENTION = ("flash_attention", "cudnn_attention", "efficient_attention", "flas
 _KEPT = {
     getattr(torch.ops.aten, name).default
     for name in ("mm", "addmm", "_scaled_mm", *(f"_scaled_dot_product_{kind}" for kind in _ATTENTION))
-}
+} | {torch.ops.redline.favor.default}
 
 
 def _keep_products(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

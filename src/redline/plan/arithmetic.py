@@ -13,9 +13,10 @@ from redline.config.recipe import LoraConfig, ModelConfig, Recompute, TrainConfi
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of one activation in each precision; FP8 holds its activations in bf16 and converts at the matrix
 products."""
-FAVOR_CHUNK = 128
-"""Tokens that kernel attention takes at a time: quadratic within a chunk, recurrent from one to the next. Twice as
-many make the sums between chunks half as large, and the squares twice."""
+FAVOR_CHUNK = 64
+"""Tokens that kernel attention takes at a time: quadratic within a chunk, recurrent from one to the next. The scores
+of a chunk and its output fit a program's registers; twice as many halve the sums between chunks and double the
+squares."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,11 @@ def feedback_weights(model: ModelConfig, dfa: DfaConfig) -> int:
     blocks = feedback_blocks(model, dfa)
     places = {feedback_source(dfa, place) for place in range(blocks + 1 if blocks else 0)}
     return feedback_error_size(model, dfa) * sum(sum(feedback_widths(model, dfa, p)) for p in places)
+
+
+def favor_fits(head_size: int, features: int) -> bool:
+    """Whether the Triton kernels of kernel attention take these sizes (in bf16 on a GPU)."""
+    return head_size in (16, 32, 64, 128) and features % 32 == 0
 
 
 def slot_bytes(model: ModelConfig, *, tokens: int, precision: str) -> int:
@@ -263,7 +269,7 @@ def kept_bytes(model: ModelConfig, precision: str, recompute: Recompute, fused: 
         return a * D
     rotated = width + kv_width if model.positions == "rope" else 0
     attention = a * (width + 2 * kv_width + width) + 4 * model.num_heads  # q, k, v, output and log-sum-exp
-    if model.attention == "favor" and not fused:
+    if model.attention == "favor" and recompute == "none" and not _favor_kernel(model, precision, fused):
         attention += _favor_bytes(model)
     if recompute == "selective" or precision == "fp8":
         return a * (2 * D + inner + (rotated if recompute == "none" else 0)) + attention
@@ -273,6 +279,10 @@ def kept_bytes(model: ModelConfig, precision: str, recompute: Recompute, fused: 
     # Else the gate's activation too, and what RMSNorm and rotation computed in fp32.
     gate = a * F if model.activation == "swiglu" else 0
     return kept + gate + (16 * D if model.norm == "rmsnorm" else 0) + (8 * rotated if a == 2 else 0)
+
+
+def _favor_kernel(model: ModelConfig, precision: str, fused: bool) -> bool:
+    return fused and precision in ("bf16", "fp8") and favor_fits(model.head_size, model.features)
 
 
 def _favor_bytes(model: ModelConfig) -> int:
@@ -287,6 +297,12 @@ def _block_temporaries(model: ModelConfig, precision: str, recompute: Recompute,
     again."""
     a, inner = BYTES[precision], model.ffn_size * (2 if model.activation == "swiglu" else 1)
     gradients = a * (inner + model.ffn_size + 2 * model.hidden_size)
+    if (
+        model.attention == "favor"
+    ):  # sums of each chunk and their gradients, beside those of queries, keys and values
+        heads = model.num_heads + model.kv_heads
+        sums = heads * model.features * (a * model.head_size + 8) // FAVOR_CHUNK
+        gradients = max(gradients, sums + 2 * a * heads * model.head_size)
     return gradients + (0 if recompute == "none" else kept_bytes(model, precision, "none", fused))
 
 
@@ -302,13 +318,15 @@ def _head_bytes(model: ModelConfig, tokens: int, precision: str, chunks: int, fu
 def _workspace_bytes(
     model: ModelConfig, precision: str, recompute: Recompute, world_size: int, layers: int
 ) -> int:
-    """Weights in the compute dtype that so many layers keep for their backward, and with several processes the
-    gathered weights."""
+    """Weights in the compute dtype that so many layers keep for their backward, with several processes the gathered
+    weights, and the random directions of kernel attention."""
     hidden = parameters(model).hidden
+    directions = model.num_layers * model.kv_heads * model.features * model.head_size
     casts = (
         BYTES[precision] * hidden * layers // model.num_layers
         if precision in ("bf16", "fp16") and recompute == "none" and world_size == 1
         else 0
     )
     largest = max(hidden // model.num_layers, model.vocab_size * model.hidden_size)
-    return CUBLAS_BYTES + casts + (2 * 4 * largest if world_size > 1 else 0)
+    fixed = CUBLAS_BYTES + (4 * directions if model.attention == "favor" else 0)
+    return fixed + casts + (2 * 4 * largest if world_size > 1 else 0)

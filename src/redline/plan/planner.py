@@ -148,7 +148,7 @@ class _Decider:
 
     def attention(self) -> Decision:
         if self.recipe.model.attention != "softmax":
-            return _rule("auto", "kernel attention calls none of torch's attention kernels")
+            return _rule("auto", self._kernel_attention())
         if self.hardware.kind == "cpu":
             return _rule("auto", "torch picks its CPU flash kernel")
         if not self.pretraining:
@@ -165,6 +165,20 @@ class _Decider:
                 "torch picks its memory-efficient kernel; flash attention needs compute capability 8.0",
             )
         return _rule("auto", "torch picks its flash kernel")
+
+    def _kernel_attention(self) -> str:
+        """What computes it."""
+        model, plain = self.recipe.model, "kernel attention in PyTorch"
+        if self.hardware.kind == "cpu":
+            return f"{plain}: a CPU has no Triton"
+        if self.chosen["precision"] in ("bf16", "fp8") and arithmetic.favor_fits(
+            model.head_size, model.features
+        ):
+            return "kernel attention by our Triton kernels"
+        return (
+            f"{plain}, several times slower than our Triton kernels: they take bf16, heads of 16, 32, 64 or 128"
+            f" (here {model.head_size}) and features in multiples of 32 (here {model.features})"
+        )
 
     def cross_entropy(self) -> Decision:
         if self._takes("cross_entropy", "fused"):

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redline.config.recipe import ModelConfig
+from redline.model.attention import favor_kernels
 from redline.model.attention.packed import Packing, grid_of, on_grid
 from redline.model.attention.rope import Rope, rotate
 from redline.model.attention.state import Room, Rows
@@ -63,7 +64,7 @@ def draw(config: ModelConfig, seed: int) -> Tensor:
     # QR leaves the signs to the algorithm; with a positive diagonal the rotation is uniform.
     rotations = rotations * upper.diagonal(dim1=-2, dim2=-1).sgn()[..., None, :]
     rows = rotations * lengths.norm(dim=-1, keepdim=True)
-    return rows.flatten(1, 2)[:, :M].float()
+    return rows.flatten(1, 2)[:, :M].float().contiguous()
 
 
 def attention(
@@ -89,6 +90,9 @@ def _mix(attn: "Attention", q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor) -> T
 
 def causal(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, w_KMC: Tensor) -> Tensor:
     """Each row attends to itself and to what came before; (B, T, H * C)."""
+    if favor_kernels.fits(q_BTHC, w_KMC):
+        y_BTHC, _ = favor_kernels.attend(q_BTHC, k_BTKC, v_BTKC, w_KMC.to(q_BTHC.dtype))
+        return y_BTHC.flatten(2)
     return chunked(q_BTHC, k_BTKC, v_BTKC, w_KMC)[0]
 
 
@@ -211,13 +215,16 @@ class Features:
             slots[:, slots_B] = pool[:, prompts_B]
 
     def step(self, layer: int, attn: "Attention", qkv_BHC: Tensor, rows: Rows) -> Tensor:
+        assert attn.projection is not None
+        if favor_kernels.fits(qkv_BHC, attn.projection):
+            normed = qkv_BHC if attn.q_norm is None else torch.cat(attn.split(qkv_BHC), dim=-2)
+            return favor_kernels.step(self, layer, attn.projection.to(qkv_BHC.dtype), normed, rows)
         at = rows.slot_B.long()
         q, k, v = attn.split(qkv_BHC)
         if self.rope is not None:
             position = (rows.prompt_len_N[at] + rows.count_N[at] - 1).long()
             angles = self.rope[0][position], self.rope[1][position]
             q, k = rotate(q, angles), rotate(k, angles)
-        assert attn.projection is not None
         y, sums = recurrent(q, k, v, attn.projection, Sums(*(part[layer, at] for part in self.slots)))
         for slots, found in zip(self.slots, sums, strict=True):
             slots[layer, at] = found
