@@ -14,7 +14,8 @@ a sum over the past is at least 1. A query's exponents take `top` back and are s
 and |q'|^2/2 divide out. So the denominator is at least 1 in the recurrent form. In the chunked form `top` is that of
 a whole chunk, whose later keys change no value but its rounding; FLOOR keeps the denominator above 0.
 
-The functions here are plain PyTorch, for CPUs and as the reference of the Triton kernels in `favor_kernels`.
+The functions here are plain PyTorch, for CPUs and as the reference of the Triton kernels in
+`favor_kernels` and `favor_step`.
 
 Shapes: B batch, T tokens, H query heads, K key/value heads, G = H / K, C head width, M features, N chunks of L
 tokens.
@@ -217,8 +218,10 @@ class Features:
     def step(self, layer: int, attn: "Attention", qkv_BHC: Tensor, rows: Rows) -> Tensor:
         assert attn.projection is not None
         if favor_kernels.fits(qkv_BHC, attn.projection):
+            from redline.model.attention import favor_step  # Triton exists only where CUDA does
+
             normed = qkv_BHC if attn.q_norm is None else torch.cat(attn.split(qkv_BHC), dim=-2)
-            return favor_kernels.step(self, layer, attn.projection.to(qkv_BHC.dtype), normed, rows)
+            return favor_step.step(self, layer, attn.projection.to(qkv_BHC.dtype), normed, rows)
         at = rows.slot_B.long()
         q, k, v = attn.split(qkv_BHC)
         if self.rope is not None:

@@ -1,5 +1,4 @@
-"""Triton kernels for kernel attention, forward and backward, and for a decode step; `favor` says in PyTorch what each
-computes.
+"""Triton kernels for kernel attention, forward and backward; `favor` says in PyTorch what each computes.
 
     y_BTHC, norm_BHT = torch.ops.redline.favor(q_BTHC, k_BTKC, v_BTKC, w_KMC)      # with its backward
 
@@ -19,12 +18,11 @@ Shapes as in `favor`; the features go in blocks of BM.
 
 # mypy: disable-error-code="no-untyped-def"
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from redline.model.attention.state import Rows
 from redline.plan.arithmetic import FAVOR_CHUNK, favor_fits
 
 try:
@@ -33,11 +31,8 @@ try:
 except ImportError:  # torch for CPUs comes without it
     triton = None
 
-if TYPE_CHECKING:
-    from redline.model.attention.favor import Features
-
-SCAN_ROWS, STEP_BLOCK = 16, 32
-"""Features that a program of a scan, and a block of a decode step, takes."""
+SCAN_ROWS = 16
+"""Features that a program of a scan takes."""
 
 
 def fits(x: Tensor, w_KMC: Tensor) -> bool:
@@ -142,20 +137,6 @@ def _backward(ctx: Any, dy: Tensor, _dnorm: Any) -> tuple[Tensor | None, ...]:
 attend.register_autograd(_backward, setup_context=_keep)
 
 
-def step(state: "Features", layer: int, w_KMC: Tensor, qkv_BHC: Tensor, rows: Rows) -> Tensor:
-    """One token more in each row's slot, rotated, and what its queries then read; in place."""
-    (K, M, C), (B, heads, _) = w_KMC.shape, qkv_BHC.shape
-    q_heads = heads - 2 * K
-    out = torch.empty((B, q_heads * C), dtype=qkv_BHC.dtype, device=qkv_BHC.device)
-    cos, sin = state.rope or (qkv_BHC, qkv_BHC)
-    _step[(B, K)](
-        qkv_BHC, w_KMC, out, *(part[layer] for part in state.slots), rows.slot_B, rows.prompt_len_N, rows.count_N,
-        cos, sin, C**-0.25, Q_HEADS=q_heads, K=K, M=M, C=C, BM=STEP_BLOCK,
-        GROUP=max(16, triton.next_power_of_2(q_heads // K)), ROPE=state.rope is not None, num_warps=4,
-    )  # fmt: skip
-    return out
-
-
 if triton is not None:
 
     @triton.jit
@@ -163,7 +144,7 @@ if triton is not None:
         return tl.load(ptr + rows[:, None] + columns[None, :], mask=inside[:, None], other=0.0)
 
     @triton.jit
-    def _directions(w_ptr, head, block, M: tl.constexpr, C: tl.constexpr, BM: tl.constexpr):
+    def directions(w_ptr, head, block, M: tl.constexpr, C: tl.constexpr, BM: tl.constexpr):
         m, c = block * BM + tl.arange(0, BM), tl.arange(0, C)
         return tl.load(w_ptr + (head * M + m)[:, None] * C + c[None, :])
 
@@ -195,7 +176,7 @@ if triton is not None:
         t, c, m = chunk * L + tl.arange(0, L), tl.arange(0, C), block * BM + tl.arange(0, BM)
         k = _tile(k_ptr + batch * k_b + head * k_h, t * k_t, c, t < T)
         v = _tile(v_ptr + batch * v_b + head * v_h, t * v_t, c, t < T)
-        w = _directions(w_ptr, head, block, M, C, BM)
+        w = directions(w_ptr, head, block, M, C, BM)
         a = _exponents(k, w, SCALE) - _half_square(k, SCALE)[:, None]
         a = tl.where((t < T)[:, None], a, -float("inf"))
         peak = tl.max(a, axis=0)
@@ -252,7 +233,7 @@ if triton is not None:
         at = ((batch * K + kv) * N + chunk) * M + i
         shift = tl.full((L,), -float("inf"), tl.float32)
         for block in range(M // BM):
-            b = _exponents(q, _directions(w_ptr, kv, block, M, C, BM), SCALE)
+            b = _exponents(q, directions(w_ptr, kv, block, M, C, BM), SCALE)
             b += tl.load(top_ptr + at + block * BM)[None, :]
             shift = tl.maximum(shift, tl.max(b, axis=1))
         scores, y, total = (
@@ -261,7 +242,7 @@ if triton is not None:
             tl.zeros((L,), tl.float32),
         )
         for block in range(M // BM):
-            w, here = _directions(w_ptr, kv, block, M, C, BM), at + block * BM
+            w, here = directions(w_ptr, kv, block, M, C, BM), at + block * BM
             top = tl.load(top_ptr + here)
             phi_q = tl.exp2(_exponents(q, w, SCALE) + top[None, :] - shift[:, None])
             total += tl.sum(phi_q * tl.load(total_ptr + here)[None, :], axis=1)
@@ -271,7 +252,6 @@ if triton is not None:
             scores += tl.dot(phi_q, tl.trans(_key_features(k, square, w, top, SCALE)), input_precision="ieee")
         scores = tl.where((t[:, None] >= t[None, :]) & (t < T)[None, :], scores, 0.0)
         total += tl.sum(scores, axis=1)
-        # What is below e^-80 of the largest in its chunk may leave nothing behind it but padding.
         y += tl.dot(scores.to(v.dtype), v, input_precision="ieee")
         y_at = y_ptr + ((batch * T + t)[:, None] * H + head) * C + c[None, :]
         tl.store(y_at, (y / total[:, None]).to(y_ptr.dtype.element_ty), mask=(t < T)[:, None])
@@ -308,7 +288,7 @@ if triton is not None:
         dq = tl.zeros((L, C), tl.float32)
         at, out = ((batch * K + kv) * N + chunk) * M + i, (row * N + chunk) * M + i
         for block in range(M // BM):
-            w, here = _directions(w_ptr, kv, block, M, C, BM), at + block * BM
+            w, here = directions(w_ptr, kv, block, M, C, BM), at + block * BM
             top = tl.load(top_ptr + here)
             phi_q = _query_features(q, w, top, norm, SCALE)
             mix = tl.load(mix_ptr + here[:, None] * C + c[None, :])
@@ -373,7 +353,7 @@ if triton is not None:
         dsquare = tl.zeros((L,), tl.float32)
         at, after = (row * N + chunk) * M + i, (row * group * N + chunk) * M + i
         for block in range(M // BM):
-            w, there = _directions(w_ptr, head, block, M, C, BM), after + block * BM
+            w, there = directions(w_ptr, head, block, M, C, BM), after + block * BM
             phi_k = _key_features(k, square, w, tl.load(top_ptr + at + block * BM), SCALE)
             mix = tl.load(grad_mix_ptr + there[:, None] * C + c[None, :])
             dphi = tl.dot(v, tl.trans(mix), input_precision="ieee") + tl.load(grad_total_ptr + there)[None, :]
@@ -393,7 +373,7 @@ if triton is not None:
             dp = tl.where(seen, dp, 0.0).to(q.dtype)
             p = tl.zeros((L, L), tl.float32)
             for block in range(M // BM):
-                w = _directions(w_ptr, head, block, M, C, BM)
+                w = directions(w_ptr, head, block, M, C, BM)
                 top = tl.load(top_ptr + at + block * BM)
                 phi_q = _query_features(q, w, top, norm, SCALE)
                 phi_k = _key_features(k, square, w, top, SCALE)
@@ -406,67 +386,3 @@ if triton is not None:
         to = ((batch * T + t) * K + head)[:, None] * C + c[None, :]
         tl.store(dk_ptr + to, dk.to(dk_ptr.dtype.element_ty), mask=(t < T)[:, None])
         tl.store(dv_ptr + to, dv.to(dv_ptr.dtype.element_ty), mask=(t < T)[:, None])
-
-    @triton.jit
-    def _turned(ptr, rows, inside, cos, sin, C: tl.constexpr, ROPE: tl.constexpr):
-        """Heads, rotated, in the dtype they came in."""
-        c = tl.arange(0, C)
-        x = tl.load(ptr + rows + c[None, :], mask=inside, other=0.0)
-        if ROPE:
-            other = tl.load(ptr + rows + ((c + C // 2) % C)[None, :], mask=inside, other=0.0)
-            x = (x.to(tl.float32) * cos[None, :] + other.to(tl.float32) * sin[None, :]).to(x.dtype)
-        return x
-
-    @triton.jit
-    def _step(
-        qkv_ptr, w_ptr, out_ptr, mix_ptr, total_ptr, top_ptr, slot_ptr, prompt_len_ptr, count_ptr, cos_ptr, sin_ptr,
-        SCALE, Q_HEADS: tl.constexpr, K: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
-        GROUP: tl.constexpr, ROPE: tl.constexpr,
-    ):  # fmt: skip
-        row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-        slot = tl.load(slot_ptr + row).to(tl.int64)
-        position = tl.load(prompt_len_ptr + slot) + tl.load(count_ptr + slot) - 1
-        group: tl.constexpr = Q_HEADS // K
-        g, c, i = tl.arange(0, GROUP), tl.arange(0, C), tl.arange(0, BM)
-        cos, sin = c.to(tl.float32), c.to(tl.float32)
-        if ROPE:
-            cos = tl.load(cos_ptr + position * C + c)
-            sin = tl.load(sin_ptr + position * C + c)
-            sin = tl.where(c < C // 2, -sin, sin)
-        base = qkv_ptr + row * (Q_HEADS + 2 * K) * C
-        q = _turned(base, ((head * group + g) * C)[:, None], (g < group)[:, None], cos, sin, C, ROPE)
-        # The key once for each row of a tile: a product of one row is none for the tensor cores.
-        k = _turned(base + (Q_HEADS + head) * C, (g * 0)[:, None], (g >= 0)[:, None], cos, sin, C, ROPE)
-        v = tl.load(base + (Q_HEADS + K + head) * C + c).to(tl.float32)
-        scale = SCALE * 1.4426950408889634
-        wide = k.to(tl.float32)
-        square = tl.sum(wide * wide, axis=1) * (0.5 * SCALE * scale)
-        at = (slot * K + head) * M + i
-        shift = tl.full((GROUP,), -float("inf"), tl.float32)
-        for block in range(M // BM):
-            w = _directions(w_ptr, head, block, M, C, BM)
-            a = tl.dot(k, tl.trans(w), input_precision="ieee") * scale - square[:, None]
-            top = tl.maximum(tl.load(top_ptr + at + block * BM) * 1.4426950408889634, tl.max(a, axis=0))
-            b = tl.dot(q, tl.trans(w), input_precision="ieee") * scale + top[None, :]
-            shift = tl.maximum(shift, tl.max(b, axis=1))
-        y, total = tl.zeros((GROUP, C), tl.float32), tl.zeros((GROUP,), tl.float32)
-        for block in range(M // BM):
-            w, here = _directions(w_ptr, head, block, M, C, BM), at + block * BM
-            a = tl.max(tl.dot(k, tl.trans(w), input_precision="ieee") * scale - square[:, None], axis=0)
-            before = tl.load(top_ptr + here) * 1.4426950408889634
-            top = tl.maximum(before, a)
-            fade, phi_k = tl.exp2(before - top), tl.exp2(a - top)
-            mix = (
-                tl.load(mix_ptr + here[:, None] * C + c[None, :]) * fade[:, None]
-                + phi_k[:, None] * v[None, :]
-            )
-            count = tl.load(total_ptr + here) * fade + phi_k
-            tl.store(mix_ptr + here[:, None] * C + c[None, :], mix)
-            tl.store(total_ptr + here, count)
-            tl.store(top_ptr + here, top * 0.6931471805599453)
-            b = tl.dot(q, tl.trans(w), input_precision="ieee") * scale + top[None, :]
-            phi_q = tl.exp2(b - shift[:, None])
-            total += tl.sum(phi_q * count[None, :], axis=1)
-            y += tl.dot(phi_q, mix, input_precision="ieee")
-        out_at = out_ptr + row * Q_HEADS * C + ((head * group + g) * C)[:, None] + c[None, :]
-        tl.store(out_at, (y / total[:, None]).to(out_ptr.dtype.element_ty), mask=(g < group)[:, None])
