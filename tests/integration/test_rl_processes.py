@@ -80,5 +80,13 @@ def test_two_processes_do_what_one_does(
     lines = [read_lines(tmp_path / run / "metrics.jsonl") for run in ("one", "two")]
     for one, two in zip(*lines, strict=True):
         assert two["reward"] == one["reward"]
-        for name in {"loss", "grad_norm", "tokens", "entropy", "clip_share", "kl", "valid_accuracy"} & one.keys():
+        for name in {
+            "loss",
+            "grad_norm",
+            "tokens",
+            "entropy",
+            "clip_share",
+            "kl",
+            "valid_accuracy",
+        } & one.keys():
             assert two[name] == pytest.approx(one[name], rel=CLOSE, abs=CLOSE), name

@@ -40,7 +40,10 @@ class Policy:
     ) -> None:
         self.model, self.process, self.slots, self.event = model, process, slots, event
         self.tokenizer, self.stop_ids = opened.tokenizer, stop_ids(opened.loaded, opened.tokenizer)
-        self.lengths: dict[str, Any] = {"max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens}
+        self.lengths: dict[str, Any] = {
+            "max_prompt_tokens": max_prompt_tokens,
+            "max_new_tokens": max_new_tokens,
+        }
         self.whole = model if process.world_size == 1 else self._copy()
         self.weights_s = 0.0
         """Spent on putting the weights into the engine, over its life."""
