@@ -13,13 +13,17 @@ from test_report_rl import write_rl
 
 from redline.cli.main import main
 from redline.config.rl import RlConfig
+from redline.diagnose.readers.own import read_run
+from redline.diagnose.rules import diagnose
+from redline.rl import doctor
 from redline.rl.doctor import DomainReport, Gap, Report, advice
+from redline.tasks.sandbox import LAYERS
 from redline.tune.verify import verify
 
 Capture = pytest.CaptureFixture[str]
 RL = RlConfig(domains=("units",), group_size=8, max_new_tokens=64)
 GOOD = DomainReport("units", 32, 0.4, 0.4, 0.2, 0.1, 0.0, 20.0, 0, 1e-3, [])
-REPORT = Report([GOOD], Gap(1e-3, 1e-2, 100, []), {}, 0, 100.0, 2.0, 1.0, None, [])
+REPORT = Report([GOOD], Gap(1e-3, 1e-2, 100, []), {}, 0, 100.0, 2.0, 1.0, None, "limits", [])
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +60,12 @@ def test_engines_that_differ_and_scorers_that_hold_the_gpu_up_are_named() -> Non
     assert "Scoring a step takes 3.0 s and generating it 2.0 s" in line
 
 
+def test_a_weak_sandbox_matters_where_programs_are_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "weakness", lambda: "generated code runs under limits alone")
+    assert advice(REPORT, RL) == []
+    assert advice(REPORT, replace(RL, domains=("code",))) == ["code: generated code runs under limits alone."]
+
+
 def test_the_doctor_draws_through_the_loops_own_path(recipe: Path, capsys: Capture) -> None:
     assert main(["rl", "doctor", str(recipe), "--questions", "3", "--device", "cpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -69,6 +79,7 @@ def test_the_doctor_draws_through_the_loops_own_path(recipe: Path, capsys: Captu
     token, engine, trainer = found["gap"]["beside"][0]
     assert isinstance(token, str)
     assert engine == pytest.approx(trainer, abs=CLOSE_FP32)
+    assert found["sandbox"].startswith(LAYERS)
     assert found["memory_bytes"] == sum(found["memory_parts_bytes"].values())
     assert main(["rl", "doctor", str(recipe), "--questions", "2", "--device", "cpu"]) == 0
     assert "letters" in capsys.readouterr().out
@@ -84,6 +95,22 @@ def test_two_runs_are_compared(tmp_path: Path, capsys: Capture) -> None:
     assert "accuracy, units" in page.read_text()
     assert main(["rl", "compare", *runs, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["verdict"].startswith("pcgrad is better")
+
+
+def test_the_diagnosis_of_a_run_names_what_teaches_nothing_and_slow_rewards(tmp_path: Path) -> None:
+    folder = write_rl(tmp_path / "a")
+    path = folder / "metrics.jsonl"
+    more = {"groups": 10, "skipped_groups": 6, "reward_s": 0.4}
+    path.write_text(
+        "".join(json.dumps(json.loads(line) | more) + "\n" for line in path.read_text().splitlines())
+    )
+    found = {finding.cause: finding for finding in diagnose(read_run(folder))}
+    assert found["few-lessons"].title.startswith("60% of the questions teach nothing")
+    assert found["few-lessons"].gain.high == pytest.approx(1 / (1 - 0.6 * 0.25)), (
+        "of the generation's quarter"
+    )
+    assert found["slow-reward"].title == "Computing rewards takes 40% of the step"
+    assert "redline rl doctor" in found["slow-reward"].fix
 
 
 def test_verify_checks_generation_and_update(recipe: Path) -> None:

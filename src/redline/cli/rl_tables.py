@@ -42,6 +42,7 @@ def print_doctor(report: "Report") -> None:
         ),
         ("scoring", format_duration(report.scoring_s), "a step; hidden behind generation as far as it is shorter"),
         ("update", format_duration(report.update_s), "a step, predicted" if report.update_s else "not predicted on a CPU"),
+        ("sandbox", report.sandbox.partition(";")[0], report.sandbox.partition("; ")[2]),
     ]  # fmt: skip
     print()
     show(("", "", ""), rows)

@@ -19,13 +19,15 @@ import torch
 
 from redline.config.recipe import Recipe
 from redline.config.rl import RlConfig
-from redline.errors import ConfigError
+from redline.errors import ConfigError, MachineError
 from redline.plan.plan import Plan
 from redline.rl.algorithm import row_of
 from redline.rl.domains import Domains, open_domains
 from redline.rl.objective import logprobs
 from redline.rl.run import job_of
 from redline.rl.samples import Group, Sample, Samples
+from redline.tasks.sandbox import in_force as in_force_sandbox
+from redline.tasks.sandbox import weakness
 from redline.train.execution import in_force
 from redline.train.process import Process
 from redline.train.restore import open_weights
@@ -85,6 +87,8 @@ class Report:
     """Of a whole step, hidden behind generation as far as it is shorter."""
     update_s: float | None
     """Of a whole step, by the plan's prediction; None where it makes none."""
+    sandbox: str
+    """The layer that holds generated programs, and what it leaves open."""
     advice: list[str]
 
 
@@ -121,9 +125,18 @@ def examine(recipe: Recipe, plan: Plan, process: Process, *, questions: int) -> 
         generate_s=new_tokens / rate,
         scoring_s=answers * fmean(domain.scoring_s for domain in found),
         update_s=read / attainable if attainable else None,
+        sandbox=_sandbox(),
         advice=[],
     )
     return replace(report, advice=advice(report, rl))
+
+
+def _sandbox() -> str:
+    try:
+        layer = in_force_sandbox()
+    except MachineError as error:  # only a recipe with generated programs needs one
+        return str(error)
+    return f"{layer.name}; leaves open: {'; '.join(layer.leaves_open)}" if layer.leaves_open else layer.name
 
 
 def _domain(name: str, groups: Sequence[Group], domains: Domains) -> DomainReport:
@@ -217,4 +230,6 @@ def advice(report: Report, rl: RlConfig) -> list[str]:
             f"Scoring a step takes {report.scoring_s:.1f} s and generating it {report.generate_s:.1f} s: the GPU will"
             " wait for rewards. Use more CPU cores or a quicker scorer."
         )
+    if "code" in rl.names and (weak := weakness()) is not None:
+        found.append(f"code: {weak}.")
     return found

@@ -28,6 +28,8 @@ _NAMES = {field.name for field in fields(Step)} - {
     "bad_norm",
     "cold",
 }
+_POLICY = {"reward_s": "timing s reward", "groups": "groups", "skipped_groups": "skipped groups"}
+"""Of reinforcement learning, by the names of the rules."""
 
 
 def read_run(path: Path) -> Observed:
@@ -57,9 +59,10 @@ def _step(line: dict[str, Any], *, cold: bool) -> Step:
     lost = not line.get("skipped") and any(
         name in line and finite(line[name]) is None for name in ("loss", "grad_norm")
     )
+    more = {told: value for name, told in _POLICY.items() if (value := finite(line.get(name))) is not None}
     speed, step_s = finite(line.get("tokens_per_s")), known.get("step_s")
     tokens = speed * step_s if speed and step_s else None
-    return Step(step=line["step"], not_a_number=lost, cold=cold, tokens=tokens, **known)  # type: ignore[arg-type]
+    return Step(step=line["step"], not_a_number=lost, cold=cold, tokens=tokens, more=more, **known)  # type: ignore[arg-type]
 
 
 def _plan_and_recipe(folder: RunFolder) -> tuple[Recipe | None, Plan | None, tuple[str, ...]]:

@@ -292,9 +292,19 @@ def rewards(observed: Observed) -> list[Finding]:
     reward_s, step_s = observed.part("reward"), observed.median("step_s")
     if not reward_s or not step_s or not observed.enough or (share := reward_s / step_s) < 2 * WORTH_SAYING:
         return []
-    return found(
-        "slow-reward", observed, share=share, reward_s=reward_s, step_s=step_s, saves=(0.7 * share, share)
+    own, saves = "own" if observed.format == "run" else "", (0.7 * share, share)
+    return found("slow-reward", observed, own, share=share, reward_s=reward_s, step_s=step_s, saves=saves)
+
+
+def lessons(observed: Observed) -> list[Finding]:
+    """Answers drawn and thrown away: all answers to their question earned the same."""
+    groups, skipped = (
+        sum(step.more.get(name, 0.0) for step in observed.steady) for name in ("groups", "skipped groups")
     )
+    if not observed.enough or not groups or (wasted := skipped / groups) < 0.3:
+        return []
+    saves = (0.0, wasted * observed.share("generate_s"))
+    return found("few-lessons", observed, wasted=wasted, skipped=skipped, groups=groups, saves=saves)
 
 
 def samples_to_spare(observed: Observed) -> list[Finding]:
@@ -319,4 +329,4 @@ def samples_to_spare(observed: Observed) -> list[Finding]:
     return found("spare-samples", observed, **shown, enough=enough, gain=(1.0, drawn / enough), strength=0.7)
 
 
-RULES = (nested, uncached, slow, long_tail, eager, real_batch, rewards, samples_to_spare)
+RULES = (nested, uncached, slow, long_tail, eager, real_batch, rewards, lessons, samples_to_spare)

@@ -29,7 +29,9 @@ REGIME_LINES = 10
 """The fewest lines that a speed must last."""
 LESS = {
     "validation": "train.eval_every, or a smaller train.eval_sequences",
+    "rl validation": "train.eval_every, or a smaller test.rows",
     "checkpoint": "train.checkpoint_every",
+    "rl checkpoint": "train.checkpoint_every",
     "watched validation": "interval (Trainer: eval_steps), or on fewer rows",
     "watched checkpoint": "interval (Trainer: save_steps)",
 }
@@ -280,7 +282,8 @@ def pauses(observed: Observed) -> list[Finding]:
         share, count = sum(each_s) / total_s if total_s > 0 else 0.0, len(each_s)
         if share < WORTH_SAYING:
             continue
-        ours = LESS[kind if observed.recipe else f"watched {kind}"]
+        whose = "watched " if observed.recipe is None else "rl " if observed.recipe.rl else ""
+        ours = LESS[whose + kind]
         less = f"a larger {ours}" if own else observed.trainer.option(kind)
         each, saves = share * total_s / count, (0.5 * share, 0.9 * share)
         shown = {
