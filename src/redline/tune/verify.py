@@ -111,8 +111,8 @@ def _verify_rl(recipe: Recipe, plan: Plan, progress: Callable[[str], None]) -> l
             for number, one in enumerate(asked)
         ]
         progress(f"{QUESTIONS} questions answered by {recipe.model.init_from}")
-        with policy.speaking() as engine:
-            completions = list(engine.run(requests))
+        with policy.speaking():
+            completions = list(policy.engine.run(requests))
     return _answered(recipe, plan, model, process, completions, progress)
 
 
