@@ -1,13 +1,8 @@
-"""How good a model is: mean loss, perplexity and bits per byte on held-out tokens; accuracy and answer rate
-on a task's questions.
+"""How good a model is: mean loss, perplexity and bits per byte on held-out tokens; accuracy and answer rate on a task's
+questions.
 
-    found = held_out_loss(model, dataset, seq_len=1024, sequences=64, micro_batch=8, process=process)
-    found.metrics()      # {"valid_loss": ..., "valid_perplexity": ..., "valid_bits_per_byte": ...}
-    answers = answer_greedily(engine, prompts, sampling)      # (place, completion), one a prompt
-    shares(pool.score(...))      # {"n": 100, "accuracy": 0.64, "accuracy_low": 0.54, ...}
-
-Losses are computed eagerly even when the model is compiled: a second graph for a few batches would take
-longer to compile than it saves.
+Losses are computed eagerly even if the model is compiled: compiling a second graph for a few batches would take longer
+than it saves.
 """
 
 import math
@@ -39,8 +34,7 @@ class HeldOut:
     bytes_per_token: float
 
     def metrics(self) -> dict[str, float]:
-        """Under the names of the record. Perplexity overflows to infinity, which JSON cannot hold, so it is
-        capped at 1e300."""
+        """Under the record's names. Perplexity is capped at 1e300, because JSON has no infinity."""
         return {
             "valid_loss": self.loss,
             "valid_perplexity": min(1e300, math.exp(min(self.loss, 690.0))),
@@ -60,14 +54,8 @@ def held_out_loss(
 ) -> HeldOut:
     """Mean loss over the first `sequences` windows of the data set, each read once, over all processes."""
     total, count = torch.zeros((), dtype=torch.float64, device=process.device), 0
-    batches = valid_batches(
-        dataset,
-        seq_len=seq_len,
-        sequences=sequences,
-        micro_batch=micro_batch,
-        rank=process.rank,
-        world_size=process.world_size,
-    )
+    sizes = {"seq_len": seq_len, "sequences": sequences, "micro_batch": micro_batch}
+    batches = valid_batches(dataset, **sizes, rank=process.rank, world_size=process.world_size)
     with torch.compiler.set_stance("force_eager"), _in_pieces(model):
         for inputs_BT, targets_BT in batches:
             total += model(inputs_BT.to(process.device), targets_BT.to(process.device))
@@ -78,8 +66,8 @@ def held_out_loss(
 
 @contextmanager
 def _in_pieces(model: Transformer) -> Iterator[None]:
-    """While it lasts, logits are computed in pieces: eager mode holds them in fp32, and validation must not
-    need more than training."""
+    """Compute logits in pieces: eager mode holds them in fp32, and validation must not need more memory than
+    training."""
     chunks = model.loss_chunks
     model.loss_chunks = max(8, chunks)
     try:
@@ -97,16 +85,14 @@ def evaluate_opened(
     seq_len: int | None,
     sequences: int | None,
 ) -> HeldOut:
-    """The loss of an opened model: as its run validates it, or on any text; a data folder gives its
-    validation split."""
+    """The loss of an opened model on its run's validation split, or on any text; of a data folder, on its validation
+    split."""
     recipe = opened.recipe
     if seq_len is None:
         seq_len = recipe.data.seq_len if recipe else model.config.context_length
     if not 0 < seq_len <= model.config.context_length:
-        context = model.config.context_length
-        raise ConfigError(
-            f"the sequence length must lie between 1 and the model's context, {context}; got {seq_len}"
-        )
+        longest = f"the model's context, {model.config.context_length}"
+        raise ConfigError(f"the sequence length must be between 1 and {longest}; got {seq_len}")
     if sequences is None:
         sequences = recipe.train.eval_sequences if recipe and source is None else 256
     if sequences < 1:
@@ -120,10 +106,9 @@ def evaluate_opened(
 
 def _held_out(opened: Opened, source: str | None, text_field: str, *, tokens: int) -> TokenDataset:
     """The run's own validation split, the one of a data folder, or the text at `source`."""
-    if source is None and opened.recipe is None:
-        raise ConfigError("a model that was not trained here has no validation split: give --data SOURCE")
     if source is None:
-        assert opened.recipe is not None
+        if opened.recipe is None:
+            raise ConfigError("a model that was not trained here has no validation split: give --data SOURCE")
         data = opened.recipe.data
         if data.stream:
             return TokenStream(data, opened.tokenizer).head("valid", tokens=tokens)
@@ -134,10 +119,8 @@ def _held_out(opened: Opened, source: str | None, text_field: str, *, tokens: in
         data = DataConfig(source=source, seq_len=1, text_field=text_field, valid_fraction=0.0)
         return TokenStream(data, opened.tokenizer).head("train", tokens=tokens)
     if Manifest.load(folder).tokenizer != opened.tokenizer.fingerprint:
-        raise DataError(
-            f"wrong tokenizer: {folder} was built with another than {opened.source}'s; evaluate on its text"
-            " instead"
-        )
+        wrong = f"wrong tokenizer: {folder} was not built with that of {opened.source}"
+        raise DataError(f"{wrong}; evaluate on its text instead")
     return TokenDataset.open(folder, "valid")
 
 
@@ -149,9 +132,8 @@ def answer_greedily(
         raise ConfigError(
             f"accuracy is measured with greedy decoding, temperature 0; got {sampling.temperature}"
         )
-    for completion in engine.run(
-        Request(prompt=prompt, sampling=sampling, tag=place) for place, prompt in enumerate(prompts)
-    ):
+    asked = (Request(prompt=prompt, sampling=sampling, tag=place) for place, prompt in enumerate(prompts))
+    for completion in engine.run(asked):
         yield completion.request.tag, completion
 
 

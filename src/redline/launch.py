@@ -1,9 +1,9 @@
 """The same program on several processes of this machine: `redline train --nproc 2` starts itself. No torch.
 
-Every process gets the variables that torchrun would give it, so one that torchrun started does the same. They end with
-the launcher, and if one fails the others are stopped and the reason is said once. Processes that run out of memory
-together are started again with half the micro-batch; they resume from the last checkpoint, so no update is lost and
-the batch stays the recipe's. Left out: several machines, SLURM and Ray.
+Every process gets the variables that torchrun would set. All end with the launcher; if one fails the others are
+stopped and the reason is printed once. Processes that run out of memory start again with half the micro-batch and
+resume from the last checkpoint, so no update is lost and the batch stays the recipe's. Left out: several machines,
+SLURM and Ray.
 """
 
 import contextlib
@@ -23,17 +23,16 @@ from redline.errors import MachineError, RedlineError
 from redline.record.run import read_lines
 
 LAUNCHER = "REDLINE_LAUNCHER"
-"""Tells a process the number of the one it must end with."""
+"""The process id that a process must end with."""
 ERROR = "redline: "
-"""How the command line begins the line of a user's error."""
+"""How the command line begins a user's error."""
 LOOK_EVERY_S = 0.05
 PATIENCE_S = 10.0
-"""How long the others may take to notice that one has failed."""
+"""How long the others have to notice that one has failed."""
 
 
 def out_of_memory_override(events: Path) -> str | None:
-    """The override that a run asks for if its last attempt ran out of memory. Processes write their events as
-    they fail, in any order."""
+    """The override that a run needs if its last attempt ran out of memory; processes fail in any order."""
     for event in reversed(read_lines(events)):
         if event["event"] == "out_of_memory":
             return f"plan.micro_batch={event['micro_batch']}"
@@ -48,8 +47,8 @@ def under_torchrun() -> bool:
 
 
 def start_processes(nproc: int, arguments: Sequence[str]) -> int:
-    """Run `redline ARGUMENTS` on `nproc` processes; 0 if all of them ended well. The error that one ended with is
-    raised here; what is none of ours is printed, and its exit code returned."""
+    """Run `redline ARGUMENTS` on `nproc` processes; 0 if all succeeded. A user's error in one is raised here; any
+    other is printed, and its exit code returned."""
     environment = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)),
         **os.environ,
@@ -71,12 +70,12 @@ def start_processes(nproc: int, arguments: Sequence[str]) -> int:
 
 
 class _Member:
-    """One of the processes. What it says on standard error is passed on, but for how it failed: one failure makes all
-    of them fail, and is said once."""
+    """One of the processes. Its standard error is passed on, except for how it failed: one failure makes all of them
+    fail, and is printed once."""
 
     def __init__(self, rank: int, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self.rank = rank
-        # In another session, so that Ctrl-C in the terminal reaches the launcher alone, which asks all to stop.
+        # In its own session, so that Ctrl-C reaches only the launcher, which asks all to stop.
         self.process = subprocess.Popen(
             [sys.executable, "-m", "redline.cli.main", *arguments],
             env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -89,7 +88,7 @@ class _Member:
         self.reader.start()
 
     def blame(self) -> int:
-        """Whoever was killed by somebody else, then errors of ours, then what came of losing another process."""
+        """First whoever was killed from outside, then users' errors, then the consequences of losing a process."""
         if self.process.returncode < 0:
             return 3 if self.stopped else 0
         return 1 if self.failure and self.failure[0].startswith(ERROR) else 2
@@ -98,10 +97,10 @@ class _Member:
         code = self.process.returncode
         if code < 0:
             name = signal.Signals(-code).name
-            memory = ", as the system does when its memory runs out" if code == -signal.SIGKILL else ""
+            memory = " (the system does that when memory runs out)" if code == -signal.SIGKILL else ""
+            killed = f"process {self.rank} was killed by {name}{memory} and the others were stopped"
             raise MachineError(
-                f"process {self.rank} was ended by {name}{memory}, and the others were stopped; run the same command"
-                " again and it resumes from the last checkpoint"
+                f"{killed}; run the same command again and it resumes from the last checkpoint"
             )
         if self.failure and self.failure[0].startswith(ERROR):
             error = RedlineError(self.failure[0].removeprefix(ERROR).rstrip("\n"))
@@ -122,7 +121,7 @@ class _Member:
 
 
 def _stop(members: Sequence[_Member]) -> None:
-    """One has failed: the others notice, and end, or wait for it in a collective, and are killed."""
+    """After a failure: the others notice and end, or wait in a collective and are killed."""
     until_s = time.monotonic() + PATIENCE_S
     while any(member.process.poll() is None for member in members) and time.monotonic() < until_s:
         time.sleep(LOOK_EVERY_S)
@@ -133,8 +132,8 @@ def _stop(members: Sequence[_Member]) -> None:
 
 
 def _free_port() -> int:
-    """A port on which the first process will listen, from below those that the system gives to outgoing connections:
-    one of these might take it in the seconds until then."""
+    """A port for the first process to listen on, below the range of outgoing connections, one of which might
+    otherwise take it before it is used."""
     while True:
         with socket.socket() as tried, contextlib.suppress(OSError):
             tried.bind(("127.0.0.1", random.randrange(20_000, 32_000)))
@@ -143,16 +142,15 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def _handing_on(members: Sequence[_Member]) -> Iterator[None]:
-    """While it lasts, a request to stop goes to the processes, which save and leave."""
+    """Pass requests to stop on to the processes, which save and leave."""
 
     def handle(_number: int, _frame: Any) -> None:
         for member in members:
             if member.process.poll() is None:
                 member.process.terminate()
 
-    before = {
-        number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
+    stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, handle) for number in stops}
     try:
         yield
     finally:
@@ -161,7 +159,7 @@ def _handing_on(members: Sequence[_Member]) -> Iterator[None]:
 
 
 def with_recovery(start: Callable[[Sequence[str]], int], smaller: Callable[[], str | None]) -> int:
-    """Start, and start again with an override for as long as `smaller` knows a new one after a failure."""
+    """Start, and after a failure start again with an override, as long as `smaller` knows a new one."""
     overrides: list[str] = []
     while True:
         error: RedlineError | None = None

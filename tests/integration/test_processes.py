@@ -281,7 +281,7 @@ def test_a_process_that_is_killed_is_one_line(nano: Nano, tmp_path: Path) -> Non
     assert done.code == MachineError.exit_code
     assert "Traceback" not in done.err
     assert [line for line in done.err.splitlines() if line.startswith("redline: ")] == [
-        "redline: process 1 was ended by SIGKILL, as the system does when its memory runs out, and the others were"
+        "redline: process 1 was killed by SIGKILL (the system does that when memory runs out) and the others were"
         " stopped; run the same command again and it resumes from the last checkpoint"
     ]
 

@@ -204,7 +204,7 @@ def test_a_folder_in_use_or_used_is_left_alone_and_the_next_number_taken(
         third.step(loss=3.0)
     assert [run.path.name for run in (first, second, third)] == ["run", "run-2", "run-3"]
     assert [lines_of(run.path)[0]["loss"] for run in (first, second, third)] == [1.0, 2.0, 3.0]
-    assert "run holds a run already; this one is recorded in" in capsys.readouterr().err.splitlines()[0]
+    assert "run already holds a run; this one is recorded in" in capsys.readouterr().err.splitlines()[0]
     with begin(quiet=True, start_step=1) as resumed:
         resumed.step(loss=4.0)
     assert [line["loss"] for line in lines_of(tmp_path / "run-3")] == [3.0, 4.0], "the last goes on"
@@ -368,7 +368,7 @@ def test_what_is_watched_is_one_model(tmp_path: Path, model: Any) -> None:
     with pytest.raises(
         ConfigError,
         match=(
-            r"^model must be one torch.nn.Module, got (list|NoneType|str|type): give the one that is trained$"
+            r"^model must be a torch.nn.Module, got (list|NoneType|str|type): give the trained one$"
         ),
     ):
         redline.watch(tmp_path / "run", model=model)

@@ -1,11 +1,9 @@
-"""The instruments and the diagnosis for somebody else's loop: a PyTorch loop (`watch`) or Hugging Face's
-Trainer (`RedlineCallback`).
+"""Instruments and diagnosis for a user's own PyTorch loop (`watch`) or Hugging Face's Trainer (`RedlineCallback`).
 
     with redline.watch("runs/mine", model=model) as run: ...
     Trainer(..., callbacks=[RedlineCallback("runs/mine")])
 
-What they write is a run folder like our own, so `redline report`, `diagnose` and `watch` read it
-(docs/api.md).
+They write a run folder like our own, so `redline report`, `diagnose` and `watch` read it (docs/api.md).
 """
 
 import importlib
@@ -17,8 +15,7 @@ __all__ = ["RedlineCallback", "WatchedRun", "watch"]
 
 
 def __getattr__(name: str) -> Any:
-    """The callback is made where it is asked for: its base class is transformers', which a loop without it
-    need not have."""
+    """Import the callback on demand: its base class needs transformers."""
     if name == "RedlineCallback":
         return importlib.import_module("redline.observe.trainer").RedlineCallback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

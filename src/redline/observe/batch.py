@@ -1,8 +1,6 @@
-"""What a batch shows of itself: rows, and where it is a mapping with `input_ids`, positions, tokens and so
-the share of padding.
+"""What a batch shows: rows, and if it is a mapping with `input_ids`, positions and tokens, hence the share of padding.
 
-A mask on a GPU is summed there and stays there: nothing is read back. Left out: batches of other shapes, of
-which only the rows are seen.
+A mask on a GPU is summed there; nothing is read back. Of batches of other shapes only the rows are seen.
 """
 
 from collections.abc import Mapping
@@ -23,7 +21,7 @@ class Seen:
     rows: int = 0
     """Of the first batch."""
     seq_len: int = 0
-    """The longest; 0 where no batch had `input_ids`."""
+    """The longest; 0 if no batch had `input_ids`."""
     positions: int = 0
     tokens: Number = 0
     masked: bool = False
@@ -36,14 +34,13 @@ class Seen:
             self.rows = self.rows or _rows(batch)
             return
         mask = batch.get("attention_mask")
-        # four dimensions: who may look at whom, which does not tell padding
+        # A mask of four dimensions says who attends to whom, not what is padding.
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             self._extend(ids, ids.shape[0] * ids.shape[1])
             return
         self.masked = True
         if mask.is_cpu:
-            # By numpy: a call of torch between two updates finds its code out of the cache and costs ten
-            # times what it does in a loop.
+            # numpy, because a torch call between two updates runs on cold caches and costs ten times as much.
             array = mask.numpy()
             self._extend(array, int(np.count_nonzero(array)))
         else:
@@ -58,12 +55,8 @@ class Seen:
 
 
 def _rows(batch: Any) -> int:
-    """Length of the first tensor in the batch; 0 where there is none."""
-    parts = (
-        batch.values()
-        if isinstance(batch, Mapping)
-        else batch
-        if isinstance(batch, list | tuple)
-        else (batch,)
-    )
+    """Length of the first tensor in the batch; 0 if there is none."""
+    parts = batch.values() if isinstance(batch, Mapping) else batch
+    if not isinstance(batch, Mapping | list | tuple):
+        parts = (batch,)
     return next((part.shape[0] for part in parts if isinstance(part, Tensor) and part.ndim), 0)

@@ -1,13 +1,11 @@
-"""Moments and the seconds between them: on the GPU's own clock, read late, or on the host's where there is no
-GPU.
+"""Moments and the seconds between them: on the GPU's own clock, read later, or on the host's if there is no GPU.
 
     clock = Clock(device)
     begin, end = clock.now(), clock.now()      # on a GPU: two events in its queue; the host does not wait
     clock.passed(end), clock.seconds(begin, end)
 
-A GPU's moment lies where the work queued before it ends. The time between two moments around a wait of the
-host is therefore what the GPU stood idle for, and nothing where it still had work. Left out: other
-accelerators, which are timed by the host's clock.
+A GPU reaches a moment when the work queued before it is done. Two moments around a wait of the host therefore measure
+how long the GPU was idle: nothing if it still had work. Other accelerators are timed by the host's clock.
 """
 
 import time
@@ -27,11 +25,11 @@ class Clock:
         )
 
     def passed(self, moment: Moment) -> bool:
-        """Whether the device has got there; asks and never waits."""
+        """Whether the device has reached it; never waits."""
         return isinstance(moment, float) or moment.query()
 
     def seconds(self, begin: Moment, end: Moment) -> float:
-        """Waits for `end` where it has not passed."""
+        """Waits until `end` has passed."""
         if isinstance(begin, float):
             assert isinstance(end, float), "moments of one clock"
             return end - begin

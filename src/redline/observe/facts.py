@@ -1,12 +1,9 @@
-"""What a loop's model and machine say of how it is executed, as the plan.json that the report and the
-diagnosis read.
+"""How a watched loop is executed, from its model and machine, as the plan.json that report and diagnosis read.
 
-    described = Described(model, device)        # before the first update: looks once at the first forward
-                                                pass
-    described.plan(batch, world_size, told={})  # after it: each value beside its reason, as in a plan of ours
+    described = Described(model, device)        # before the first update: looks at the first forward pass
+    described.plan(batch, world_size, told={})  # after it: each value with its reason
 
-It is no plan that `redline train` could execute: only what was seen stands in it, under the names of
-plan/plan.py.
+It holds only what was seen, under the names of plan/plan.py; `redline train` cannot execute it.
 """
 
 from collections import Counter
@@ -25,7 +22,7 @@ from redline.plan.plan import Hardware
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 Told = Mapping[str, tuple[Any, str]]
-"""Values that somebody stated, each with where."""
+"""Values that were stated, each with where."""
 
 
 def hardware_of(device: torch.device) -> Hardware:
@@ -42,8 +39,7 @@ class Described:
         self.model: nn.Module = getattr(model, "module", model)
         self.device = device
         self._autocast: torch.dtype | None = None
-        # A hook on a model compiled in place would be traced into its graph, and taking it away would compile
-        # it again.
+        # A hook on a model compiled in place would be traced into its graph, and removing it would recompile.
         if getattr(model, "_compiled_call_impl", None) is None:
             self._hook = model.register_forward_pre_hook(self._look)
 
@@ -56,34 +52,21 @@ class Described:
         hardware, batches = hardware_of(self.device), max(1, seen.batches)
         told_len = int(tokens_per_step / (seen.rows * batches)) if tokens_per_step and seen.rows else None
         seq_len = seen.seq_len or told_len
+        length = "positions of a row in the first update"
         values: dict[str, tuple[Any, str]] = {
             "precision": self.precision(),
             "micro_batch": (seen.rows or None, "rows of the first batch"),
             "accumulation": (batches, "batches in the first update"),
-            "seq_len": (
-                seq_len,
-                (
-                    "positions of a row in the first update"
-                    if seen.seq_len
-                    else "tokens_per_step over rows and batches"
-                ),
-            ),
+            "seq_len": (seq_len, length if seen.seq_len else "tokens_per_step over rows and batches"),
             "recompute": self.recompute(),
             "compile": self.compiled(),
+            "flops_per_token": flops_per_token(self.model, seq_len),
         }
-        entries = {name: (value, reason, "observed") for name, (value, reason) in values.items()}
-        entries |= {name: (value, reason, "user") for name, (value, reason) in told.items()}
-        per_token, convention = flops_per_token(self.model, seq_len)
-        return {
-            "hardware": asdict(hardware),
-            "world_size": world_size,
-            **{
-                name: {"value": value, "reason": reason, "source": source}
-                for name, (value, reason, source) in entries.items()
-            },
-            "flops_per_token": {"value": per_token, "reason": convention, "source": "observed"},
-            "prediction": {"parameters": sum(p.numel() for p in self.model.parameters())},
-        }
+        plan: dict[str, Any] = {"hardware": asdict(hardware), "world_size": world_size}
+        for found, source in ((values, "observed"), (told, "user")):
+            for name, (value, reason) in found.items():
+                plan[name] = {"value": value, "reason": reason, "source": source}
+        return plan | {"prediction": {"parameters": sum(p.numel() for p in self.model.parameters())}}
 
     def precision(self) -> tuple[str, str]:
         """What the matrix products are computed in."""
@@ -93,62 +76,43 @@ class Described:
         for parameter in self.model.parameters():
             sizes[parameter.dtype] += parameter.numel()
         dtype = sizes.most_common(1)[0][0] if sizes else torch.float32
-        if (
-            dtype == torch.float32
-            and self.device.type == "cuda"
-            and torch.backends.cuda.matmul.fp32_precision == "tf32"
-        ):
+        tf32 = self.device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        if dtype == torch.float32 and tf32:
             return "tf32", "fp32 parameters, no autocast, and torch allows TF32"
         return NAMES.get(dtype, str(dtype)), "dtype of most parameters; no autocast in the first forward pass"
 
     def recompute(self) -> tuple[str | None, str]:
-        """Only a Hugging Face model says so; a call of torch.utils.checkpoint leaves no trace that could be
-        looked up."""
+        """Known only for Hugging Face models: torch.utils.checkpoint leaves no trace."""
         known = getattr(self.model, "is_gradient_checkpointing", None)
-        return (
-            {True: "full", False: "none"}.get(known) if isinstance(known, bool) else None
-        ), "the model's is_gradient_checkpointing"
+        value = ("full" if known else "none") if isinstance(known, bool) else None
+        return value, "the model's is_gradient_checkpointing"
 
     def compiled(self) -> tuple[str, str]:
-        outer = type(self.model).__name__ == "OptimizedModule"
-        inner = any(
-            getattr(module, "_compiled_call_impl", None) is not None for module in self.model.modules()
-        )
-        return "on" if outer or inner else "off", "whether torch.compile wraps the model or a part of it"
+        parts = [getattr(module, "_compiled_call_impl", None) for module in self.model.modules()]
+        on = type(self.model).__name__ == "OptimizedModule" or any(part is not None for part in parts)
+        return "on" if on else "off", "whether torch.compile wraps the model or a part of it"
 
 
 def flops_per_token(model: nn.Module, seq_len: int | None) -> tuple[int, str]:
-    """Training FLOPs of a token: 6 a weight of a matrix product, 4 a frozen one (it needs no gradient of its
-    own), and 12 L d T for attention where the model's config gives layers and width. All experts of a mixture
-    are counted."""
-    tables = {
-        id(p)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for p in module.parameters(recurse=False)
-    }
+    """Training FLOPs of a token: 6 a weight of a matrix product, 4 a frozen one (no gradient of the weight), and
+    12 L d T for attention if the model's config gives layers and width. All experts of a mixture are counted."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    tables = {id(p) for module in embeddings for p in module.parameters(recurse=False)}
     weights: dict[int, Tensor] = {}
     for module in model.modules():
-        if not isinstance(module, nn.Embedding):
-            # A head that shares the embedding's table is a matrix product; named here by the module that
-            # multiplies.
-            shared = isinstance(module, nn.Linear)
-            weights |= {
-                id(p): p
-                for p in module.parameters(recurse=False)
-                if p.ndim >= 2 and (shared or id(p) not in tables)
-            }
+        shared = isinstance(module, nn.Linear)  # a head that shares the embedding's table is a matrix product
+        for p in () if isinstance(module, nn.Embedding) else module.parameters(recurse=False):
+            if p.ndim >= 2 and (shared or id(p) not in tables):
+                weights[id(p)] = p
     total = sum((6 if p.requires_grad else 4) * p.numel() for p in weights.values())
     config = getattr(model, "config", None)
     layers, width = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
-    if not (isinstance(layers, int) and isinstance(width, int) and seq_len):
-        unknown = (
-            "no layers and width in model.config"
-            if seq_len
-            else "the length of a row is not known (run.batches shows it)"
+    each = "6 a weight of a matrix product (4 if frozen)"
+    if not seq_len:
+        return (
+            total,
+            f"{each}; attention not counted: the length of a row is not known (run.batches shows it)",
         )
-        return total, f"6 a weight of a matrix product (4 where frozen); attention not counted: {unknown}"
-    return (
-        total + 12 * layers * width * seq_len,
-        "6 a weight of a matrix product (4 where frozen) + 12 L d T for attention",
-    )
+    if not (isinstance(layers, int) and isinstance(width, int)):
+        return total, f"{each}; attention not counted: no layers and width in model.config"
+    return total + 12 * layers * width * seq_len, f"{each} + 12 L d T for attention"

@@ -1,22 +1,19 @@
-"""What generation computes inside a watched loop: the calls of the model in the phase `generate`, each with
-its positions and its time.
+"""What generation computes inside a watched loop: the model's calls in the phase `generate`, with positions and times.
 
     calls, times = Calls(model, clock), CallTimes(clock)
-    with calls:                             # hooks are on the model only meanwhile
+    with calls:                             # hooks the model inside the block
         model.generate(...)
-    calls.facts(generate_s, times)          # once the device has got there; for the event `generation`
+    calls.facts(generate_s, times)          # once the device is done; for the event `generation`
 
-With a cache of keys and values a call computes one position a row. Without one it computes all of them again:
-its positions are those of the call before and one more. What a cached call would take is not measured but
-read off how the host's time grows with positions: on a GPU that time is what the launches take, on a CPU it
-is the work. Left out: models that are compiled as a whole, on which a hook would compile them again; texts
-that are padded to one length from the start, whose calls look like passes that score rows of one length.
+With a key/value cache a call computes one position a row. Without one it computes all of them again: one more than
+the call before. The time of a cached call is not measured but inferred from how the host's time grows with positions:
+on a GPU that time is the launches, on a CPU the work. Left out: models compiled as a whole, which a hook would
+recompile; texts padded to one length from the start, whose calls look like passes that score rows.
 """
 
 import time
 from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,13 +23,12 @@ from torch.utils.hooks import RemovableHandle
 from redline.observe.clock import Clock, Moment
 
 WRAPPED = ("module", "pretrained_model", "model", "base_model")
-"""Where wrappers (DDP, TRL, PEFT, a Hugging Face model around its body) hold the model that they wrap."""
+"""Where wrappers (DDP, TRL, PEFT, a Hugging Face model around its body) keep the model."""
 INPUTS = ("decoder_input_ids", "input_ids", "inputs_embeds")
 NEIGHBOURS = 4
-"""Shapes that are one point of the fit; the fastest counts."""
+"""Shapes that make one point of the fit; the fastest counts."""
 LEAST_CALLS = 3 * NEIGHBOURS
-"""Calls that are one position longer each. Fewer may be chance, and are too few points to tell how time grows
-with positions."""
+"""Calls, each one position longer than the last. Fewer may be chance, and too few points for the fit."""
 
 
 class Call(NamedTuple):
@@ -45,8 +41,7 @@ class Call(NamedTuple):
 
 
 class Calls:
-    """The outermost calls of a model or of what it wraps: `generate` of a wrapped model does not pass through
-    its wrapper."""
+    """The outermost calls of a model or of what it wraps: `generate` of a wrapped model bypasses its wrapper."""
 
     def __init__(self, model: nn.Module, clock: Clock) -> None:
         self.made: list[Call] = []
@@ -61,9 +56,7 @@ class Calls:
             self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._after, always_call=True))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         while self._handles:
             self._handles.pop().remove()
 
@@ -80,8 +73,7 @@ class Calls:
             self._open = None
 
     def facts(self, generate_s: float, times: "CallTimes") -> dict[str, float]:
-        """What the diagnosis needs, in plain numbers. Waits for the device where it has not passed the last
-        call."""
+        """Plain numbers for the diagnosis. Waits until the device has passed the last call."""
         repeated = repeats(self.made)
         found = {
             "calls": len(self.made),
@@ -103,8 +95,7 @@ class Calls:
 
 
 class CallTimes:
-    """Host seconds of the fastest call of some rows and positions in all updates so far: another program only
-    ever slows a call down."""
+    """Host seconds of the fastest call of each shape so far: another program can only slow a call down."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -112,39 +103,33 @@ class CallTimes:
         self._last: Sequence[Call] = ()
 
     def add(self, calls: Sequence[Call]) -> None:
-        """The calls of one update that computed the prefix again."""
+        """Add the calls of one update that computed the prefix again."""
         self._last = calls
         for rows, positions, _, _, host_s in calls:
             self._fastest[rows, positions] = min(host_s, self._fastest.get((rows, positions), host_s))
 
     def cached_call_s(self) -> float:
-        """Seconds of a call that computes one position a row and finds the others in a cache, in the place of
-        the calls added last.
+        """Seconds of a cached call, which computes one position a row, in place of the calls added last.
 
-        R rows of T positions take a + b R T + c R T²: what does not depend on positions, the work on each,
-        and each looking at the others. One position a row takes a + b R + c R T. That is fitted to the
-        fastest calls; the last were slower by some factor, and a cached one would be. On a GPU the host may
-        have waited for a place in the queue: there the fastest stand for them.
+        R rows of T positions take a + b R T + c R T²: a constant, the work on each position, and each attending to
+        the others. One position a row takes a + b R + c R T. The fit uses the fastest calls; the last calls were
+        slower by some factor, and so would a cached one be. On a GPU the host may have waited for a place in the
+        queue, so there the fastest calls stand for them.
         """
         terms = fitted([(*shape, seconds) for shape, seconds in sorted(self._fastest.items())])
         shapes = [(call.rows, call.positions) for call in self._last]
-        took_s = (
-            sum(self._fastest[shape] for shape in shapes)
-            if self._clock.is_gpu
-            else sum(call.host_s for call in self._last)
-        )
+        took_s = sum(call.host_s for call in self._last)
+        if self._clock.is_gpu:
+            took_s = sum(self._fastest[shape] for shape in shapes)
         rows, positions = np.array(shapes, dtype=float).T
         slower = took_s / (_terms(rows, positions) @ terms).sum()
         return float(slower * terms @ [1.0, rows.mean(), (rows * positions).mean()])
 
 
 def fitted(times: Sequence[tuple[int, int, float]]) -> np.ndarray:
-    """a, b and c, none of them negative, of sorted (rows, positions, seconds), by least squares of the
-    relative errors."""
-    points = [
-        min(times[start : start + NEIGHBOURS], key=lambda time: time[2])
-        for start in range(0, len(times), NEIGHBOURS)
-    ]
+    """a, b and c, none negative, of sorted (rows, positions, seconds), by least squares of the relative errors."""
+    groups = [times[start : start + NEIGHBOURS] for start in range(0, len(times), NEIGHBOURS)]
+    points = [min(group, key=lambda time: time[2]) for group in groups]
     rows, positions, seconds = np.array(points, dtype=float).T
     relative = _terms(rows, positions) / seconds[:, None]
     best, least = np.zeros(3), np.inf
@@ -165,31 +150,29 @@ def _terms(rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def hookable(model: nn.Module) -> list[nn.Module]:
-    """The model and, from the outside in, what it wraps; it ends at a compiled one."""
+    """The model and, from the outside in, what it wraps, up to a compiled one."""
     found: list[nn.Module] = []
     inner: nn.Module | None = model
     while inner is not None and inner not in found and getattr(inner, "_compiled_call_impl", None) is None:
         found.append(inner)
         if type(inner).__name__ == "OptimizedModule":
             break
-        inner = next(
-            (held for name in WRAPPED if isinstance(held := getattr(inner, name, None), nn.Module)), None
-        )
+        held = (getattr(inner, name, None) for name in WRAPPED)
+        inner = next((module for module in held if isinstance(module, nn.Module)), None)
     return found
 
 
 def shape_of(given: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and positions of a call; None where no argument shows them."""
+    """Rows and positions of a call; None if no argument shows them."""
     tensors = (*(named.get(name) for name in INPUTS), *given)
     tokens = next((value for value in tensors if isinstance(value, Tensor) and value.ndim >= 2), None)
     return None if tokens is None else (tokens.shape[0], tokens.shape[1])
 
 
 def repeats(calls: Sequence[Call]) -> list[Call]:
-    """The calls that computed what the call before them had computed: one position more, time and again, and
-    then as many, where a full window moves on. Passes that score texts sorted by length grow too, but not by
-    one each time, and go on to grow after two of one length: what is no longer than chance would have it is
-    left out."""
+    """The calls that computed what the call before had computed: one position more each time, then equally many once
+    a full window moves on. Passes that score texts sorted by length grow too, but not by one each time, and they grow
+    again after two of one length; chains short enough for chance are left out."""
     chains: list[list[Call]] = [[]]
     stays = False
     for before, call in pairwise(calls):
@@ -200,6 +183,5 @@ def repeats(calls: Sequence[Call]) -> list[Call]:
         if again:
             chains[-1].append(call)
         stays = more == 0
-    return [
-        call for chain in chains if len({call.positions for call in chain}) >= LEAST_CALLS for call in chain
-    ]
+    long = [chain for chain in chains if len({call.positions for call in chain}) >= LEAST_CALLS]
+    return [call for chain in long for call in chain]

@@ -1,5 +1,4 @@
-"""A user's own PyTorch loop under our instruments: three lines in the loop, a run folder out, and the diagnosis at
-the end.
+"""A user's own PyTorch loop under our instruments: three lines in the loop give a run folder and a diagnosis.
 
     with redline.watch("runs/mine", model=model) as run:
         for batch in run.batches(loader):      # times the wait for data, counts tokens and padding
@@ -8,10 +7,9 @@ the end.
             ...
             run.step(loss=loss)                # after each update
 
-Nothing here waits for a GPU: moments are CUDA events, a loss is copied behind the update that made it, and both are
-read when the GPU has passed them. Lines are written once a second, all but the newest. Of several processes the first
-writes, and its own numbers stand for all. Left out: resuming (that is the loop's), gradient norms, recomputation by
-hand.
+Nothing here waits for a GPU: moments are CUDA events, the copy of a loss is queued behind its update, and both are
+read once the GPU has passed them. Lines are written once a second, except the newest. Of several processes the first
+writes, and its numbers stand for all. Left out: resuming (the loop does that), gradient norms, recomputation by hand.
 """
 
 import json
@@ -39,7 +37,6 @@ from redline.observe.generation import Calls, CallTimes
 from redline.observe.sync import SyncWatch
 from redline.observe.update import PAUSED, Lines, Update, taken
 from redline.record.files import write_atomic
-from redline.record.metrics import METRICS
 from redline.record.observe import Observer, Observers
 from redline.record.run import LineWriter, RunFolder, read_lines
 from redline.record.units import format_duration, format_rate
@@ -48,20 +45,23 @@ Phase = Literal["generate", "copy", "forward", "backward", "optimizer"]
 Pause = Literal["validation", "checkpoint"]
 PHASES: tuple[Phase, ...] = ("generate", "copy", "forward", "backward", "optimizer")
 WRITE_EVERY_S, MOST_HELD = 1.0, 64
-"""Lines are written together, because the first of them finds every cache cold and costs ten times the others."""
+"""Lines are written together: the first runs on cold caches and costs ten times as much as the others."""
 SYNCS_AFTER = 3
-"""Updates behind the first before one is searched for waits: caches are full and compiling is done."""
+"""Updates before one is searched for waits: by then caches are warm and compilation is done."""
 GENERATING = "phase('generate')"
-TOLD = {"loss", "lr", "grad_norm", "loss_scale", "skipped", "padding_share"}
-MEASURED = {name for name in METRICS if name not in TOLD and not name.startswith("valid_")}
-"""Names whose values are ours: `log` does not take them."""
+MEASURED = {
+    "step", "step_s", "tokens", "tokens_per_s", "mfu", "ceiling_share", "elapsed_s", "issue_s", "data_wait_s",
+    "memory_bytes", "gpu_util", "power_w", "sm_clock_mhz", "temperature_c", "memory_used_bytes",
+    *(f"{phase}_s" for phase in PHASES),
+}  # fmt: skip
+"""Names that we measure: `log` does not take them."""
 SHOWN = 3
-"""Findings printed at the end; the rest stands in the report."""
+"""Findings printed at the end; the report has the rest."""
 Batch = TypeVar("Batch")
 
 
 class _Span:
-    """Two moments around a piece of the update in hand, under a metric's name."""
+    """Times a part of the current update, under a metric's name."""
 
     def __init__(self, run: "WatchedRun", metric: str) -> None:
         self._run, self._metric = run, metric
@@ -85,14 +85,14 @@ class WatchedRun:
         observers: Sequence[Observer] = (),
         told: Told | None = None,
     ) -> None:
-        """Instruments for the loop inside the `with` block. A folder that holds a run already is left alone: this one
-        goes to FOLDER-2, and so on. `tokens_per_step` (of this process) is needed only where batches do not show it;
-        `start_step` is the number of updates that a resumed loop has behind it, and goes on in the last of these
-        folders; `quiet` prints nothing; `observers` are told every line and event (record/observe.py); `told` is what
-        a trainer knows of how it executes."""
+        """Instruments for the loop inside the `with` block. A folder that already holds a run is left alone: this one
+        goes to FOLDER-2, and so on. `tokens_per_step` (of this process) is needed only if batches do not show it;
+        `start_step` is the number of updates a resumed loop has done, which continues the last of these folders;
+        `quiet` prints nothing; `observers` get every line and event (record/observe.py); `told` is what a trainer
+        knows about its execution."""
         if not isinstance(model, nn.Module):
             raise ConfigError(
-                f"model must be one torch.nn.Module, got {type(model).__name__}: give the one that is trained"
+                f"model must be a torch.nn.Module, got {type(model).__name__}: give the trained one"
             )
         self.path, self.quiet = Path(folder), quiet
         self._told, self._observers = told or {}, Observers(observers)
@@ -105,17 +105,17 @@ class WatchedRun:
         self.clock, self._described = Clock(self._device), Described(model, self._device)
         self._folder, self._first_step, self._step = RunFolder(self.path), start_step, start_step
         self.watching = False
-        """Inside the block, in every process; `_writer` is there in the first alone."""
+        """Inside the block, in every process; only the first has a `_writer`."""
         self.update = Update(0.0, 0.0)
-        """The one in hand."""
+        """The current one."""
         self._flying: deque[Update] = deque()
         self._lines = Lines(self.clock, world_size, tokens_per_step)
         self._writer: LineWriter | None = None
         self._waits: SyncWatch | None = None
         self._call_times, self._generations = CallTimes(self.clock), 0
-        """Updates in which text was generated, and what their calls took."""
+        """Times of the model's calls, and the number of updates that generated text."""
         self._inside: str | None = None
-        """The phase `generate` or the pause that is open, in the user's words: no update may end in it."""
+        """The open phase `generate` or pause, in the user's words: no update may end in it."""
 
     # ---- the block ----
 
@@ -134,7 +134,7 @@ class WatchedRun:
         self._folder = RunFolder.last(asked) if step else RunFolder.free(asked)
         self.path = self._folder.path
         if self.path != asked and not self.quiet:
-            sys.stderr.write(f"redline: {asked} holds a run already; this one is recorded in {self.path}\n")
+            sys.stderr.write(f"redline: {asked} already holds a run; this one is recorded in {self.path}\n")
         dropped = self._folder.cut_metrics(step)
         for kept in read_lines(self._folder.metrics_path)[-1:]:
             self._lines.tokens, self._lines.elapsed_s = kept.get("tokens", 0.0), kept.get("elapsed_s", 0.0)
@@ -153,14 +153,14 @@ class WatchedRun:
             if kind is None:
                 kind, value = type(error), error
                 raise
-            # else the loop's own error is the one to tell: a GPU that has failed fails the reading of its events
+            # else report the loop's own error: after a GPU failure, reading its events fails too
         finally:
             self._end(kind, value)
         if kind is None and not self.quiet:
-            sys.stderr.write(f"\n{self.summary()}")  # a progress bar may have left the line half full
+            sys.stderr.write(f"\n{self.summary()}")  # a progress bar may have left the line unfinished
 
     def _end(self, kind: type[BaseException] | None, value: BaseException | None) -> None:
-        """Record how it ended, and let go of the folder whatever happens."""
+        """Record how it ended, and release the folder whatever happens."""
         assert self._writer is not None
         elapsed_s = round(self._lines.elapsed_s + time.perf_counter() - self._lines.started_at, 3)
         try:
@@ -178,7 +178,7 @@ class WatchedRun:
     # ---- in the loop ----
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """The loader's batches. The wait for each counts as data wait; on a GPU only what the GPU stood idle for."""
+        """The loader's batches. The wait for each is data wait; on a GPU, only while the GPU was idle."""
         source: Iterator[Batch] | None = None
         while True:
             waiting_at = time.perf_counter()
@@ -193,16 +193,15 @@ class WatchedRun:
             yield batch
 
     def phase(self, name: Phase) -> AbstractContextManager[None]:
-        """A part of the update, as a context manager; several of one name in an update add up."""
+        """A part of the update, as a context manager; parts of one name add up."""
         if name not in PHASES:
             raise ConfigError(f"a phase is one of {', '.join(PHASES)}, got {name!r}{nearest(name, PHASES)}")
         return self._generate() if name == "generate" else _Span(self, f"{name}_s")
 
     @contextmanager
     def _generate(self) -> Iterator[None]:
-        """Whoever generates must look at each token to know when to stop: these waits for the GPU are not the loop's.
-        The model's calls are noted in updates 2 to 8 of those that generate, then in 16, 32 and so on: texts may
-        grow."""
+        """Generation must read each token to know when to stop: its waits for the GPU are not the loop's. The model's
+        calls are noted in generating updates 2 to 8, then 16, 32 and so on, because texts may grow."""
         number, update = self._generations + 1, self.update
         noted = 2 <= number <= 8 or (number > 8 and number.bit_count() == 1)
         if update.calls is None and self._writer is not None and noted:
@@ -212,7 +211,7 @@ class WatchedRun:
 
     @contextmanager
     def _within(self, what: str) -> Iterator[None]:
-        """Inside it no update ends, and waits for the GPU are not looked for."""
+        """A block in which no update may end and waits for the GPU are ignored."""
         if self._inside == GENERATING:
             self._refuse(what)
         outer, self._inside = self._inside, what
@@ -233,18 +232,16 @@ class WatchedRun:
         self, *, loss: Number | None = None, tokens: Number | None = None, padding_share: Number | None = None
     ) -> None:
         """An update is done (on a GPU: issued). Tensors are not read back here. `tokens` and `padding_share` of this
-        process are needed only where `batches` cannot see them in an `input_ids` and its `attention_mask`."""
+        process are needed only if `batches` cannot see them in `input_ids` and `attention_mask`."""
         if not self.watching:
-            raise ConfigError(
-                "step() outside the block: nothing is recorded before or after `with redline.watch(...) as run:`"
-            )
+            raise ConfigError("step() outside the block: call it inside `with redline.watch(...) as run:`")
         if self._inside is not None:
             self._refuse("step()")
         update, seen = self.update, self.update.seen
         given = {"loss": loss, "padding_share": padding_share}
         told = {name: update.numbers.get(name) if value is None else value for name, value in given.items()}
         update.numbers |= told | {"tokens": tokens, "counted": seen.tokens if seen.positions else None}
-        update.late = taken(update.numbers)  # before the end: whoever has seen that pass may read the copies
+        update.late = taken(update.numbers)  # before the end: once that has passed, the copies can be read
         update.end, update.ended_at = self.clock.now(), time.perf_counter()
         self._step = update.step = self._step + 1
         self._generations += any(metric == "generate_s" for metric, _, _ in update.spans)
@@ -258,13 +255,13 @@ class WatchedRun:
             lines = self._lines
             lines.plan = self._described.plan(seen, lines.tokens_per_step, lines.world_size, self._told)
             write_atomic(self._folder.plan_path, json.dumps(lines.plan, indent=2) + "\n")
-            self.update = self._next()  # writing it is no part of the second update
+            self.update = self._next()  # writing the plan is not part of the second update
         if self._device.type == "cuda":
             self._look_for_waits()
 
     def log(self, numbers: Mapping[str, Number]) -> None:
-        """Any numbers of the update in hand, under names of your own; they stand in the line that the next `step`
-        writes, and in the report. Tensors are not read back here."""
+        """Any numbers of the current update under your own names, for the line of the next `step` and the report.
+        Tensors are not read back here."""
         for name in numbers:
             if not isinstance(name, str) or name in MEASURED:
                 raise ConfigError(
@@ -273,14 +270,14 @@ class WatchedRun:
         self.update.numbers |= numbers
 
     def fetched(self) -> None:
-        """The update has its batches. If `batches` did not give them, all since the last update or pause was the wait
-        for them."""
+        """The update has its batches. If they did not come from `batches`, all time since the last update or pause
+        was the wait for them."""
         if not self.update.seen.batches:
             self.update.spans.append(("data_wait_s", self.update.begin, self.clock.now()))
             self.update.waited_s += time.perf_counter() - self.update.began_at
 
     def _look_for_waits(self, *, last: bool = False) -> None:
-        """Begin or end the one update that is searched."""
+        """Start or stop searching the one update."""
         if self._waits is not None:
             found, self._waits = self._waits.stop(), None
             if found:
@@ -290,7 +287,7 @@ class WatchedRun:
 
     @contextmanager
     def pause(self, kind: Pause) -> Iterator[None]:
-        """Something between two updates, or in the middle of one, that is part of none."""
+        """Something between two updates, or in the middle of one, that belongs to neither."""
         with self._within(f"pause({kind!r})"):
             outer, self.update = self.update, self._next()
             pause = self.update
@@ -304,24 +301,24 @@ class WatchedRun:
                 self.event(kind, stalled_s=round(stalled_s, 6))
 
     def paused(self, kind: Pause, stalled_s: float, **found: float) -> None:
-        """A pause behind an update that has just ended. What it found belongs to the line of that update."""
+        """A pause after an update that has just ended; what it found goes into that update's line."""
         self.add(**found)
         self.event(kind, stalled_s=round(stalled_s, 6), **found)
-        if self._waits is not None:  # those in the pause are no part of an update either
+        if self._waits is not None:  # waits in the pause do not count
             self._waits.stop()
             self._waits = SyncWatch()
         self.restart()
 
     def restart(self) -> None:
-        """The next update begins now: what was done since the last is part of none, the wait for batches that it has
-        already neither."""
+        """The next update begins now: nothing since the last one counts, not even the wait for batches it already
+        has."""
         if self._inside is not None:
             self._refuse("restart()")
         before, self.update = self.update, self._next()
         self.update.seen, self.update.numbers = before.seen, before.numbers
 
     def add(self, **found: float) -> None:
-        """Metrics of the last update that came to be known after its `step`."""
+        """Metrics of the last update that are known only after its `step`."""
         if self._flying:
             self._flying[-1].added |= found
 
@@ -332,7 +329,7 @@ class WatchedRun:
             self._observers.event(kind, facts)
 
     def _write(self, *, leave: int) -> None:
-        """Write the lines of updates that the device has finished, all but the newest `leave`."""
+        """Write the lines of updates that the device has finished, except the newest `leave`."""
         assert self._writer is not None
         self._written_at = time.perf_counter()
         gauges = self._gauges()
@@ -346,7 +343,7 @@ class WatchedRun:
             self._observers.metrics(line)
 
     def _gauges(self) -> dict[str, float]:
-        """Memory and the GPU's counters, which take up to a part of a millisecond to answer."""
+        """Memory and the GPU's counters; reading them takes a fraction of a millisecond."""
         if self._telemetry is None:
             return {"memory_bytes": process_rss_bytes()}
         return {"memory_bytes": torch.cuda.max_memory_allocated(self._device), **self._telemetry.read()}
@@ -354,7 +351,7 @@ class WatchedRun:
     # ---- what came of it ----
 
     def findings(self) -> list[Finding]:
-        """The diagnosis so far, most worth first; after the block, of the whole run."""
+        """The diagnosis so far, the most valuable finding first; after the block, of the whole run."""
         if self._writer is not None:
             self._write(leave=1)
         return diagnose(read_run(self.path)) if self._is_first and self._folder.metrics_path.exists() else []

@@ -1,13 +1,11 @@
-"""Where a loop makes the host wait for the GPU: one update is run with torch's own detector on, and each wait
-is noted with its line.
+"""Where a loop makes the host wait for the GPU: one update runs with torch's detector on, which names each line.
 
     waits = SyncWatch()                     # on a GPU, between two updates
     ...                                     # one update
     waits.stop()                            # ['train.py:42', 'train.py:42']
 
-Only one update, because the detector takes over Python's warnings meanwhile; those of others are given on.
-Left out: waits inside CUDA libraries and in torch.cuda.synchronize(), which the detector does not see, and
-CPUs, which have nothing to wait for.
+Only one update, because the detector takes over Python's warnings meanwhile; other warnings are passed on. The
+detector does not see waits inside CUDA libraries or in torch.cuda.synchronize().
 """
 
 import warnings
@@ -16,7 +14,7 @@ from pathlib import Path
 import torch
 
 SYNCHRONISING, NOTICE = "called a synchronizing CUDA operation", "Synchronization debug mode is a prototype"
-"""What the detector says of a wait; and of itself, once, which is nothing for the user."""
+"""The detector's warning about a wait, and its notice about itself."""
 
 
 class SyncWatch:
@@ -37,9 +35,10 @@ class SyncWatch:
         """File and line of every wait."""
         torch.cuda.set_sync_debug_mode(self._before)
         self._caught.__exit__(None, None, None)
-        seen = self._seen or []
-        for other in (
-            w for w in seen if not any(words in str(w.message) for words in (SYNCHRONISING, NOTICE))
-        ):
-            warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
-        return [f"{Path(w.filename).name}:{w.lineno}" for w in seen if SYNCHRONISING in str(w.message)]
+        places = []
+        for seen in self._seen or []:
+            if SYNCHRONISING in str(seen.message):
+                places.append(f"{Path(seen.filename).name}:{seen.lineno}")
+            elif NOTICE not in str(seen.message):
+                warnings.warn_explicit(seen.message, seen.category, seen.filename, seen.lineno)
+        return places

@@ -2,12 +2,11 @@
 
     Trainer(..., callbacks=[RedlineCallback("runs/mine")])
 
-The Trainer fetches all batches of an update, runs it, then logs, evaluates and saves, and calls us between
-these; the gaps are what is measured. Batches are seen by a subclass of the loader's class that is put in its
-place while training runs. An error in training passes by the callbacks: it shows when the loader's batches
-are dropped in the middle of an epoch, at the next training, or when the callback or the process ends, and is
-recorded there. Left out: the split into forward and backward, and losses of updates that the Trainer does not
-log (it does not show them).
+The Trainer fetches all batches of an update, runs it, then logs, evaluates and saves, and calls us in between; we
+measure the gaps. To see batches, the loader's class is replaced by a subclass while training runs. Callbacks are not
+told about an error in training: it shows when the loader's batches are dropped in the middle of an epoch, at the next
+training, or when the callback or the process ends, and is recorded then. Left out: the split into forward and
+backward, and losses of updates that the Trainer does not log.
 """
 
 import math
@@ -33,7 +32,7 @@ LOGGED = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
 
 
 def told_by(args: Any) -> Told:
-    """What TrainingArguments say of how the training is executed."""
+    """What TrainingArguments say about execution."""
 
     def given(name: str) -> str:
         return f"{name}={getattr(args, name)}"
@@ -52,12 +51,11 @@ def told_by(args: Any) -> Told:
 
 
 _SET_CLASS = object.__dict__["__class__"].__set__
-"""accelerate's loaders hide `__class__` behind a property of their own, so the plain assignment is
-refused."""
+"""accelerate's loaders hide `__class__` behind a property, so plain assignment fails."""
 
 
 class _Plain:
-    """The loader's batches as its own class gives them."""
+    """The loader's batches as its own class yields them."""
 
     def __init__(self, kind: type, loader: Any) -> None:
         self._kind, self._loader = kind, loader
@@ -67,29 +65,28 @@ class _Plain:
 
 
 class UnseenError(Exception):
-    """What ended a training without a word to its callbacks, where the error itself cannot be had any
-    more."""
+    """Ended a training without telling its callbacks, when the error itself is no longer available."""
 
 
 class Training:
-    """One training of the Trainer: its run, and the loader that lets the run see its batches. Knows nothing
-    of the callback, which may be dropped before it."""
+    """One training: its run, and the loader that lets the run see its batches. Does not refer to the callback, which
+    may be dropped first."""
 
     def __init__(self, run: WatchedRun, loader: Any) -> None:
         self.run, self._loader, self._plain = run.__enter__(), loader, type(loader)
         self.in_epoch = False
         self.logs, self.logging_s = 0, 0.0
         self._log_goes_on_at: float | None = None
-        """Since when other callbacks log, behind ours."""
+        """Since when callbacks after ours have been logging."""
         self._gave: object = None
-        """Whoever gave the last batch; somebody may look at batches beside the Trainer."""
+        """The iteration that gave the last batch; others than the Trainer may iterate too."""
         self._feeds: object = None
-        """Whoever gave the batches of the update that is under way."""
+        """The iteration that gave the batches of the current update."""
         if loader is not None:
             self._see_batches()
 
     def _see_batches(self) -> None:
-        """`iter` asks the class, so the class it must be."""
+        """`iter` looks up `__iter__` on the class, so the class must change."""
         training, plain = self, self._plain
 
         def __iter__(self: Any) -> Iterator[Any]:
@@ -98,8 +95,7 @@ class Training:
         _SET_CLASS(self._loader, type(plain.__name__, (plain,), {"__iter__": __iter__}))
 
     def batches(self, source: _Plain) -> Iterator[Any]:
-        """The run's batches. The Trainer drops them before the epoch ends only where an error has ended the
-        training."""
+        """The run's batches. The Trainer drops them before the epoch ends only after an error."""
         me = object()
         try:
             for batch in self.run.batches(source):
@@ -119,33 +115,29 @@ class Training:
         self.run.fetched()
 
     def log(self, since: float) -> float:
-        """A log has come to us; it goes on in callbacks behind ours. Returns now."""
+        """Our turn in a log; it continues in callbacks after ours. Returns the time."""
         now = time.perf_counter()
         self.logs, self.logging_s, self._log_goes_on_at = self.logs + 1, self.logging_s + now - since, now
         return now
 
     def logged(self, *, counted: bool = True) -> None:
-        """Whatever comes next has begun; what went on until now is the log's, unless a pause has counted
-        it."""
+        """Something else has begun; the time until now was the log's, unless a pause has counted it."""
         if self._log_goes_on_at is not None and counted:
             self.logging_s += time.perf_counter() - self._log_goes_on_at
         self._log_goes_on_at = None
 
     def unseen(self) -> BaseException:
-        """The error behind an end that nobody told: the last that Python knows of, if it passed through this
-        training."""
+        """The error behind an unannounced end: the last that Python knows of, if it passed through this training."""
         for error in (sys.exc_info()[1], getattr(sys, "last_value", None)):
             trace = None if error is None else error.__traceback__
             while error is not None and trace is not None:
                 if any(value is self._loader for value in trace.tb_frame.f_locals.values()):
                     return error
                 trace = trace.tb_next
-        return UnseenError(
-            "the training ended without on_train_end; the Trainer does not show its error to callbacks"
-        )
+        return UnseenError("training ended without on_train_end; the Trainer hides its errors from callbacks")
 
     def end(self, error: BaseException | None = None) -> None:
-        """Once; what comes later finds it ended."""
+        """End the run, once."""
         if not self.run.watching:
             return
         if self._loader is not None:
@@ -156,7 +148,7 @@ class Training:
         self.run.__exit__(None if error is None else type(error), error, None)
 
     def abandon(self) -> None:
-        """The callback or the process ends, or another training begins."""
+        """For when the callback or the process ends, or another training begins."""
         if self.run.watching:
             self.end(self.unseen())
 
@@ -165,20 +157,19 @@ class RedlineCallback(TrainerCallback):
     def __init__(self, folder: str | Path, *, quiet: bool = False) -> None:
         self.folder, self.quiet = Path(folder), quiet
         self._training: Training | None = None
-        """The last one, also when it has ended."""
+        """The last one, even after it has ended."""
         self._mark = 0.0
-        """End of the last thing that was accounted for."""
+        """Until when time has been accounted for."""
         self._leave: Callable[[], object] = lambda: None
-        """Ends the last training if nothing else has; called by itself when this object or the process
-        ends."""
+        """Ends the last training if nothing else has; also runs when this object or the process ends."""
 
     def findings(self) -> list[Finding]:
-        """The diagnosis of the training that has ended; nothing before."""
+        """The diagnosis of the finished training; empty before."""
         return self._training.run.findings() if self._training is not None and self._run is None else []
 
     @property
     def _run(self) -> WatchedRun | None:
-        """While training goes on."""
+        """None unless training is under way."""
         return self._training.run if self._training is not None and self._training.run.watching else None
 
     def on_train_begin(
@@ -196,8 +187,7 @@ class RedlineCallback(TrainerCallback):
             self._training.in_epoch = True
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """All batches of the update have been fetched; from another loader than ours in an epoch that is
-        resumed."""
+        """All batches of the update have been fetched; in a resumed epoch, from another loader than ours."""
         if self._training is not None and self._run is not None:
             self._training.fetched()
 
@@ -207,8 +197,8 @@ class RedlineCallback(TrainerCallback):
             self._mark = self._computed(control)
 
     def _computed(self, control: Any) -> float:
-        """Now. On a GPU the Trainer waits for the update before it logs, to read the loss; that is no
-        logging, so it is waited for here."""
+        """The time. Before it logs, the Trainer waits for the GPU to read the loss; that is not logging, so wait
+        here."""
         if control.should_log and self._run is not None and self._run.clock.is_gpu:
             torch.cuda.synchronize()
         return time.perf_counter()
@@ -247,4 +237,4 @@ class RedlineCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._training is not None:
             self._training.end()
-            self._leave()  # nothing is left to do, and the model need not be held
+            self._leave()  # releases the model

@@ -1,11 +1,4 @@
-"""One update of a watched loop: what is noted while it is in hand, and the line that it becomes once the device has
-finished it.
-
-    update = Update(clock.now(), time.perf_counter())
-    update.spans.append(("forward_s", begin, end)); update.seen.add(batch)
-    late = taken(numbers)                    # before the end: whoever has seen that pass may read the copies
-    Lines(clock, ...).line(update)           # waits for the device where it has not passed the end
-"""
+"""One update of a watched loop: what is noted during it, and the line it becomes once the device has finished it."""
 
 import math
 from collections.abc import Mapping
@@ -21,7 +14,7 @@ from redline.observe.clock import Clock, Moment
 from redline.observe.generation import Calls
 
 PAUSED = "paused_s"
-"""Spans of this name are taken off the update; no line has it."""
+"""Spans of this name are subtracted from the update; no line has it."""
 Late = tuple[list[str], Tensor]
 """Numbers on their way from the GPU, with their names."""
 
@@ -31,29 +24,29 @@ class Update:
     begin: Moment
     began_at: float
     spans: list[tuple[str, Moment, Moment]] = field(default_factory=list)
-    """Pieces of it, each under a metric's name."""
+    """Parts of it, each under a metric's name."""
     seen: Seen = field(default_factory=Seen)
     calls: Calls | None = None
-    """What was generated, where it was looked at."""
+    """What was generated, if it was looked at."""
     waited_s: float = 0.0
     numbers: dict[str, Any] = field(default_factory=dict)
     step: int = 0
-    """This and what follows are known when it has ended; it may still be running then."""
+    """This and what follows are known at its end, when the device may still be running it."""
     end: Moment = 0.0
     ended_at: float = 0.0
     late: Late | None = None
     added: dict[str, float] = field(default_factory=dict)
-    """What came to be known after it."""
+    """Learned after it."""
 
 
 @dataclass
 class Lines:
-    """Turns updates into lines, and counts what goes on from one to the next."""
+    """Turns updates into lines, and keeps the running counts."""
 
     clock: Clock
     world_size: int
     tokens_per_step: float | None
-    """Of this process, where batches do not show it."""
+    """Of this process, if batches do not show it."""
     started_at: float = 0.0
     tokens: float = 0.0
     elapsed_s: float = 0.0
@@ -61,10 +54,8 @@ class Lines:
     plan: dict[str, Any] = field(default_factory=dict)
 
     def line(self, update: Update) -> dict[str, Any]:
-        whole_s, numbers = (
-            self.clock.seconds(update.begin, update.end),
-            update.numbers,
-        )  # waits for the copies too
+        whole_s = self.clock.seconds(update.begin, update.end)  # waits for the copies too
+        numbers = update.numbers
         if update.late is not None:
             numbers |= zip(update.late[0], update.late[1].tolist(), strict=True)
         found: dict[str, Any] = {
@@ -89,7 +80,7 @@ class Lines:
         return {"step": update.step, "step_s": step_s, **found}
 
     def _shares(self, tokens_per_s: float) -> dict[str, float]:
-        """Of the datasheet's peak and of the measured one, where they are known."""
+        """Of the datasheet peak and of the measured one, if known."""
         hardware, precision = self.plan["hardware"], self.plan["precision"]["value"]
         tflops = self.plan["flops_per_token"]["value"] * tokens_per_s / self.world_size / 1e12
         peaks = {"mfu": hardware["peak_tflops"], "ceiling_share": hardware["measured_tflops"]}
@@ -97,8 +88,8 @@ class Lines:
 
 
 def taken(numbers: dict[str, Any]) -> Late | None:
-    """Put the plain value in the place of every number and every tensor on the CPU, which the loop may change; copy
-    what is on a GPU behind the update, without waiting for it, and return that with its names."""
+    """Replace every number and every CPU tensor, which the loop may change, by its plain value. Queue copies of what
+    is on a GPU without waiting, and return them with their names."""
     late: dict[str, Tensor] = {}
     for name, value in numbers.items():
         if isinstance(value, Tensor) and not value.is_cpu:
@@ -113,15 +104,13 @@ def taken(numbers: dict[str, Any]) -> Late | None:
 
 def _single(name: str, value: Tensor) -> Tensor:
     if value.numel() != 1:
-        shape = tuple(value.shape)
-        raise ConfigError(
-            f"{name} must be one number an update, got a tensor of shape {shape}: give its mean or sum"
-        )
+        wrong = f"a tensor of shape {tuple(value.shape)}"
+        raise ConfigError(f"{name} must be one number an update, got {wrong}: give its mean or sum")
     return value
 
 
 def _plain(name: str, value: Any) -> float:
-    """A number of Python, numpy or torch as one that JSON has a word for."""
+    """A number of Python, numpy or torch as a plain float."""
     if isinstance(value, Tensor):
         return float(_single(name, value).item())
     try:
