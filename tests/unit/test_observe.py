@@ -367,9 +367,7 @@ def test_a_restart_forgets_the_wait_before_it(tmp_path: Path) -> None:
 def test_what_is_watched_is_one_model(tmp_path: Path, model: Any) -> None:
     with pytest.raises(
         ConfigError,
-        match=(
-            r"^model must be a torch.nn.Module, got (list|NoneType|str|type): give the trained one$"
-        ),
+        match=(r"^model must be a torch.nn.Module, got (list|NoneType|str|type): give the trained one$"),
     ):
         redline.watch(tmp_path / "run", model=model)
     assert not (tmp_path / "run").exists()
