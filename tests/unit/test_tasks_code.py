@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from redline.tasks import code, sandbox
+from redline.tasks import asserts, code, sandbox
 from redline.tasks.pool import Pool
 from redline.tasks.registry import load_task
 from redline.tasks.task import Question
@@ -92,7 +92,7 @@ def test_the_expected_results_never_enter_the_sandbox(monkeypatch):
     ],
 )
 def test_asserts_become_calls_and_values(tests, calls, values):
-    read = json.loads(code.from_asserts(tests) or "{}")
+    read = json.loads(asserts.from_asserts(tests) or "{}")
     assert (read["calls"], read["values"]) == (calls, values)
 
 
@@ -100,7 +100,7 @@ def test_asserts_become_calls_and_values(tests, calls, values):
     "tests", ["assert f(1) == g(2)", "for x in y:\n    assert f(x) == 1", "assert f(1) < 2", "a ="]
 )
 def test_tests_that_do_more_than_compare_are_left_out(tests):
-    assert code.from_asserts(tests) is None
+    assert asserts.from_asserts(tests) is None
 
 
 def test_problems_are_read_from_mbpp_with_its_own_splits(tmp_path):

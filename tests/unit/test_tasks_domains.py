@@ -4,16 +4,18 @@ files that they read."""
 import gzip
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from redline.errors import ConfigError, DataError
+from redline.errors import ConfigError, DataError, MissingExtra
 from redline.tasks import answers, domain, maths
+from redline.tasks.pool import Pool
 from redline.tasks.registry import load_task
 from redline.tasks.task import Question
 
-DOMAINS = ("math", "simulation", "tables")
+DOMAINS = ("math", "logic", "simulation", "tables", "science")
 
 # ---- where an answer stands ----
 
@@ -133,6 +135,23 @@ def test_generated_answers_are_true():
             assert int(question.answer) == sum(first == number for number in numbers)
         else:
             assert question.answer.split() == sorted(map(str, [first, *numbers]))
+    for question in load_task("logic").questions("valid", 200, 0):
+        if question.meta["kind"] == "order":
+            above = dict(re.findall(r"(\w+) is taller than (\w+)\.", question.text))
+            end = next(iter(above))
+            follow = above if "shortest" in question.text else {b: a for a, b in above.items()}
+            while end in follow:
+                end = follow[end]
+            assert question.answer == end
+        else:
+            rule, animal, kind = re.findall(r"^(All|No) (\w+?)s? (?:is|are) .*? is a (\w+)\.", question.text)[
+                0
+            ]
+            assert question.answer == ("unknown" if animal != kind else {"All": "yes", "No": "no"}[rule])
+    for question in load_task("science").questions("valid", 200, 0):
+        a, b = map(int, re.findall(r"(?<!\^)\b\d+\b", question.text))
+        divided = question.meta["kind"] in ("speed", "acceleration", "resistance", "density")
+        assert float(question.answer) == (a / b if divided else a * b)
 
 
 def test_a_count_that_no_split_holds_and_an_unknown_split_are_refused():
@@ -173,6 +192,37 @@ def test_maths_files_are_compared_by_mathematics(tmp_path):
     assert not maths.equal("12", "13")
 
 
+def test_mathematics_without_end_is_killed_and_costs_its_own_completion(tmp_path):
+    pytest.importorskip("math_verify", reason="the extra rl is not installed")
+    for split, text in (("train", "Root?"), ("validation", "Other?")):
+        write_lines(tmp_path / f"{split}.jsonl", {"problem": text, "answer": "\\sqrt{2}"})
+    (question,) = load_task("math", str(tmp_path)).questions("train", None, 0)
+    said = ("\\sqrt{2}", "9^{9^{9^{9}}}", "\\sqrt{2}")
+    with Pool("math", str(tmp_path), workers=1, budget_s=2) as pool:
+        verdicts = pool.score([(question, f"\\boxed{{{text}}}") for text in said])
+    assert [verdict.correct for verdict in verdicts] == [True, False, True]
+    assert verdicts[1].reason == "the scorer took more than 2 s and was killed"
+
+
+def test_the_documented_domain_works(tmp_path):
+    document = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
+    path = tmp_path / "parity.py"
+    path.write_text(re.findall(r"```python\n(.*?)```", document, flags=re.S)[1])
+    write_lines(tmp_path / "train.jsonl", {"number": 12})
+    write_lines(tmp_path / "valid.jsonl", {"number": 13}, {"word": "none"})
+    task = load_task(f"{path}:make")
+    assert not {q.text for q in task.questions("train", 50, 0)} & {
+        q.text for q in task.questions("valid", 50, 0)
+    }
+    for question in [
+        *task.questions("test", 20, 0),
+        *load_task(f"{path}:make", str(tmp_path)).questions("valid", None, 0),
+    ]:
+        parity = "odd" if int(re.findall(r"\d+", question.text)[0]) % 2 else "even"
+        assert task.score(question, f"<answer>{parity}</answer>").correct
+        assert task.score(question, question.solution).correct
+
+
 def test_tables_and_functions_are_read_from_their_public_files(tmp_path):
     table = [["Year", "City"], ["2004", "Oslo|Bergen"], ["2008", "Rome"]]
     rows = [{"question": "which cities?", "answer": ["Rome", "Oslo/Bergen"], "table": table}]
@@ -198,6 +248,157 @@ def test_tables_and_functions_are_read_from_their_public_files(tmp_path):
     assert not task.score(train[0], f"[ANSWER]{train[0].answer.lower()}[/ANSWER]").correct
     told = Question("q", "", '{"n": [1, 2]}')
     assert task.score(told, '```json\n{"output": {"n": [1, 2]}}\n```').correct
+
+
+def test_puzzles_are_read_from_their_public_files(tmp_path):
+    rows = [{"quiz": "Who is who?", "solution_text_format": "(1) Zoey is a knight\n(2) Ann is a knave"}]
+    write_parquet(tmp_path / "kk_3ppl_train.parquet", rows)
+    write_lines(
+        tmp_path / "folio-validation.jsonl",
+        {"premises": ["All men are mortal."], "conclusion": "Ann is mortal.", "label": "Uncertain"},
+    )
+    task = load_task("logic", str(tmp_path))
+    (island,) = task.questions("train", None, 0)
+    assert task.score(island, "<answer>Ann is a knave, and Zoey is a knight.</answer>").correct
+    assert not task.score(island, "<answer>Zoey is a knight</answer>").correct
+    (folio,) = task.questions("valid", None, 0)
+    assert task.score(folio, "<answer>uncertain</answer>").correct
+    pytest.importorskip("math_verify", reason="the extra rl is not installed")
+    choices = {"question": "Which?", "choices": ["one", "two"], "answer": 1}
+    write_lines(tmp_path / "mmlu_stem.jsonl", *({**choices, "question": f"Which of {n}?"} for n in range(40)))
+    task = load_task("science", str(tmp_path))
+    question = task.questions("valid", 1, 0)[0]
+    assert [
+        task.score(question, f"<answer>{said}</answer>").correct
+        for said in ("B", "(b)", "B. two", "A", "Both")
+    ] == [True, True, True, False, False]
+
+
+# ---- GURU ----
+
+
+def write_parquet(path: Path, rows: list[dict[str, object]]) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def guru_row(source: str, truth: object, text: str = "How many?", **extra: object) -> dict[str, object]:
+    return {
+        "data_source": source,
+        "prompt": [{"role": "user", "content": text}],
+        "ability": source.partition("__")[0],
+        "reward_model": {"ground_truth": truth, "style": "rule"},
+        "extra_info": {"index": 0, "split": "train", **extra},
+    }
+
+
+ZEBRA = {"header": ["House", "Name"], "rows": [["1", "Ann"], ["2", "Bob"]]}
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "truth", "completion", "reward"),
+    [
+        ("math", "math__combined", "\\frac{3}{4}", "So \\boxed{0.75}", 1),
+        ("math", "math__combined", "12", "So \\boxed{13}", 0),
+        ("tables", "table__hitab", "3|Oslo", "\\boxed{oslo|3.0}", 1),
+        ("logic", "logic__zebra_puzzle_dataset", ZEBRA, f"<answer>{json.dumps(ZEBRA)}</answer>", 1),
+        (
+            "logic",
+            "zebra_puzzle_dataset",
+            ZEBRA,
+            "<answer>{'rows': [['1', 'Ann'], ['2', 'Cy']]}</answer>",
+            0.75,
+        ),
+        ("logic", "ordering_puzzle_dataset", ["owl", "jay"], "<answer>[Owl, jay]</answer>", 1),
+        ("logic", "ordering_puzzle_dataset", ["owl", "jay"], "<answer>['jay', 'owl']</answer>", 0),
+        ("logic", "graph_logical_dataset", "Qp", "<answer>qP</answer>", 1),
+        ("simulation", "simulation__codeio", '"output": {"n": 4}', '```json\n{"output": {"n": 4}}\n```', 1),
+        ("simulation", "simulation__arcagi1", [[1, 0], [0, 1]], "<answer>[[1, 0],\n[0, 1]]</answer>", 1),
+        ("simulation", "simulation__arcagi1", [[1, 0], [0, 1]], "<answer>[[1, 0], [1, 1]]</answer>", 0),
+        ("science", "stem_web", "$6.0 \\times 10^{3}$", "\\boxed{6000}", 1),
+        (
+            "code",
+            "codegen__leetcode2k",
+            json.dumps(
+                {"functional": "def check(candidate):\n    assert candidate(2) == 4\n\ncheck(Solution().go)"}
+            ),
+            "```python\nclass Solution:\n    def go(self, x: List[int]):\n        return x * x\n```",
+            1,
+        ),
+        (
+            "code",
+            "codegen__primeintellect",
+            json.dumps({"inputs": ["1 2", "3 4"], "outputs": ["3\n", "7\n"]}),
+            "```python\nprint(sum(map(int, input().split())))\n```",
+            1,
+        ),
+    ],
+)
+def test_rows_of_guru_are_scored_by_their_source(tmp_path, name, source, truth, completion, reward):
+    pytest.importorskip("math_verify", reason="the extra rl is not installed")
+    prefix = {"tables": "table", "code": "codegen", "science": "stem"}.get(name, name)
+    row = guru_row(source, truth, prefix="from typing import List")
+    write_parquet(tmp_path / "train" / f"{prefix}__some_1k.parquet", [row])
+    write_parquet(
+        tmp_path / "online_eval" / f"{prefix}__other_1k.parquet", [guru_row(source, truth, "Held out?")]
+    )
+    task = load_task(name, str(tmp_path))
+    (question,) = task.questions("train", None, 0)
+    assert (question.text, task.instruction, task.examples) == ("How many?", "", ())
+    assert [q.text for q in task.questions("valid", None, 0)] == ["Held out?"]
+    verdict = task.score(question, completion)
+    assert (verdict.reward, verdict.correct, verdict.parsed) == (reward, reward == 1, True)
+    assert not task.score(question, "no idea").parsed
+
+
+def test_a_file_of_guru_alone_is_divided_and_a_validation_question_never_trained_on(tmp_path):
+    rows = [guru_row("table__a", str(n), f"Question {n % 90}?") for n in range(100)]
+    write_parquet(tmp_path / "table__a_100.parquet", rows)
+    task = load_task("tables", str(tmp_path))
+    splits = {split: {q.text for q in task.questions(split, None, 0)} for split in domain.SPLITS}
+    assert sum(map(len, splits.values())) == 90
+    assert not splits["train"] & splits["valid"]
+    write_parquet(
+        tmp_path / "online_eval" / "table__a_1.parquet", [guru_row("table__a", "1", "question  7?")]
+    )
+    assert len({q.text for q in load_task("tables", str(tmp_path)).questions("train", None, 0)}) == 89
+
+
+def test_what_guru_cannot_mean_is_refused_and_what_cannot_be_scored_left_out(tmp_path):
+    write_parquet(tmp_path / "simulation__codeio_1.parquet", [guru_row("simulation__codeio", "{")])
+    with pytest.raises(DataError, match="simulation__codeio_1-0: a ground truth of simulation__codeio"):
+        load_task("simulation", str(tmp_path)).questions("train", None, 0)
+    loops = json.dumps({"functional": "for x in range(3):\n    assert f(x) == x"})
+    write_parquet(tmp_path / "codegen__taco_1.parquet", [guru_row("codegen__taco", loops)])
+    with pytest.raises(DataError, match="holds none with questions"):
+        load_task("code", str(tmp_path)).questions("train", None, 0)
+
+
+# ---- reasoning-gym ----
+
+
+def test_the_data_sets_of_reasoning_gym_are_tasks():
+    pytest.importorskip("reasoning_gym", reason="the extra gym is not installed")
+    task = load_task("gym:chain_sum")
+    train, valid = (task.questions(split, 30, 0) for split in ("train", "valid"))
+    assert not {q.text for q in train} & {q.text for q in valid}
+    assert task.questions("train", 5, 0) == train[:5]
+    for question in train:
+        assert task.score(question, question.solution).correct
+        assert not task.score(question, "<answer>x</answer>").correct
+        assert not task.score(question, question.answer).parsed
+    with pytest.raises(ConfigError, match="did you mean 'chain_sum'"):
+        load_task("gym:chain_sun")
+    with pytest.raises(ConfigError, match="reads no files"):
+        load_task("gym:chain_sum", "folder")
+
+
+def test_without_reasoning_gym_one_line_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(MissingExtra, match=r"redline\[gym\]"):
+        load_task("gym:chain_sum")
 
 
 def test_a_damaged_file_is_named(tmp_path):

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from redline.tasks import answers
+from redline.tasks.asserts import from_asserts, value_of
 from redline.tasks.domain import SPLITS, Drawn, domain, split_of
 from redline.tasks.sandbox import run
 from redline.tasks.task import Question, Verdict
@@ -98,63 +99,6 @@ def _close(a: str, b: str) -> bool:
         return abs(float(a) - float(b)) <= TOLERANCE
     except ValueError:
         return False
-
-
-def from_asserts(source: str, setup: str = "") -> str | None:
-    """The reference answer that a test program of asserts stands for, top-level or in a `check(candidate)` that
-    is called at the end; None where a test does more than compare a call with a value."""
-    try:
-        return _from_asserts(ast.parse(source).body, setup)
-    except (SyntaxError, ValueError, RecursionError):
-        return None
-
-
-def _from_asserts(body: list[ast.stmt], setup: str) -> str:
-    calls: list[str] = []
-    values: list[str] = []
-    candidate = "_"
-    for statement in body:
-        match statement:
-            case ast.Assert(test=test):
-                call, value = _halves(test)
-                calls.append(ast.unparse(call))
-                values.append(repr(value_of(value)))
-            case ast.FunctionDef(args=ast.arguments(args=names), body=inner) if len(names) < 2:
-                inside = json.loads(_from_asserts(inner, ""))
-                calls, values = calls + inside["calls"], values + inside["values"]
-                candidate = names[0].arg if names else "_"
-            case ast.Expr(value=ast.Call(args=[tested])) if calls:
-                calls = [f"(lambda {candidate}: {call})({ast.unparse(tested)})" for call in calls]
-            case (
-                ast.Expr(value=ast.Call(args=[]))
-                | ast.Import()
-                | ast.ImportFrom()
-                | ast.Expr(value=ast.Constant())
-            ):
-                pass
-            case ast.Assign(targets=[ast.Name(id="METADATA")]):
-                pass
-            case _:
-                raise ValueError(f"not a plain test: {ast.unparse(statement)[:80]}")
-    return json.dumps({"setup": setup, "calls": calls, "values": values})
-
-
-def _halves(test: ast.expr) -> tuple[ast.expr, ast.expr]:
-    """What a test runs, and the value that it wants."""
-    match test:
-        case ast.Compare(left=call, ops=[ast.Eq() | ast.Is()], comparators=[value]):
-            return call, value
-        case ast.Call() | ast.UnaryOp(op=ast.Not()):
-            return ast.Call(ast.Name("bool"), [test], []), ast.Constant(True)
-    raise ValueError(f"not a comparison: {ast.unparse(test)[:80]}")
-
-
-def value_of(expression: ast.expr) -> Any:
-    """The value of a literal, or of a set, tuple or list made from one."""
-    match expression:
-        case ast.Call(func=ast.Name(id="set" | "tuple" | "list" as kind), args=[inner], keywords=[]):
-            return {"set": set, "tuple": tuple, "list": list}[kind](value_of(inner))
-    return ast.literal_eval(expression)
 
 
 def row(name: str, fields: Mapping[str, Any]) -> Question | None:

@@ -8,6 +8,7 @@ format are read by `guru.py`. A question belongs to one split whatever the seed,
 decides; where files are read, a training question that is a validation question as well is left out.
 """
 
+import functools
 import gzip
 import hashlib
 import random
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 from redline.errors import ConfigError, DataError, nearest, need
 from redline.record.files import read_json, read_text
 from redline.tasks.answers import END
+from redline.tasks.guru import guru_files, guru_question
 from redline.tasks.task import Question, Task, Verdict, at_most, json_lines
 
 SPLITS = ("train", "valid", "test")
@@ -56,10 +58,13 @@ def domain(
     row: Row,
     **more: Any,
 ) -> Callable[[str | None], Task]:
-    """The function that makes the task. `files`: patterns of file names by split; a file that two splits name is
-    divided between them by a hash of its questions. `more`: further fields of the Task."""
+    """The function that makes the task. `files`: patterns of file names by split; a file for training and another
+    split is divided between them by a hash of its questions. `more`: further fields of the Task."""
 
     def make(data: str | None) -> Task:
+        guru = guru_files(Path(data), name) if data is not None else {}
+        found, read = (guru, functools.partial(guru_question, name)) if guru else (files, row)
+
         def questions(split: str, count: int | None, seed: int) -> list[Question]:
             if split not in SPLITS:
                 raise ConfigError(
@@ -67,14 +72,14 @@ def domain(
                 )
             if data is None:
                 return generate(name, draw, split, count, seed)
-            return read_split_files(name, Path(data), split, files, row)[: at_most(count)]
+            return read_split_files(name, Path(data), split, found, read)[: at_most(count)]
 
         return Task(
             name=name,
             about=about,
             questions=questions,
             score=score,
-            instruction=instruction,
+            instruction="" if guru else instruction,  # its prompts say in which form to answer
             examples=examples if data is None else (),
             **{"end": END, **more},
         )
@@ -130,7 +135,7 @@ def _words(question: Question) -> str:
 
 def _read(folder: Path, split: str, files: Mapping[str, tuple[str, ...]], row: Row) -> Iterator[Question]:
     for pattern in files.get(split, ()):
-        shared = sum(pattern in patterns for patterns in files.values()) > 1
+        shared = pattern in files["train"] and any(pattern in files.get(other, ()) for other in SPLITS[1:])
         for path in sorted(folder.glob(pattern)):
             for number, fields in enumerate(rows_of(path)):
                 question = row(f"{path.name.partition('.')[0]}-{number}", fields)

@@ -7,8 +7,10 @@ off: they use a signal that only reaches a main thread, and the scoring pool kil
 """
 
 import dataclasses
+import logging
 import random
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 from redline.errors import need
@@ -59,9 +61,15 @@ def equal(answer: str, expected: str) -> bool:
         return True
     if None not in (answers.number_of(answer), answers.number_of(expected)):
         return False
-    verify = need("math_verify", extra="rl")
-    gold, found = (verify.parse(f"${text}$", parsing_timeout=None) for text in (expected, answer))
-    return bool(verify.verify(gold, found, timeout_seconds=None))
+    verifier = open_verifier()
+    gold, found = (verifier.parse(f"${text}$", parsing_timeout=None) for text in (expected, answer))
+    return bool(verifier.verify(gold, found, timeout_seconds=None))
+
+
+def open_verifier() -> ModuleType:
+    """math-verify. Importing it takes a second or two, so tasks do it before the first completion's time begins."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the limits that are off
+    return need("math_verify", extra="rl")
 
 
 def row(name: str, fields: Mapping[str, Any]) -> Question | None:
@@ -89,5 +97,5 @@ _plain = domain(
 def make(data: str | None) -> Task:
     if data is None:
         return _plain(None)
-    need("math_verify", extra="rl")  # here, and not in the time of the first completion
+    open_verifier()
     return dataclasses.replace(_plain(data), score=score_verified)

@@ -1,4 +1,5 @@
-"""Tasks by name, or by the path of a user's own file: `load_task("units")`, `load_task("my_task.py:make")`.
+"""Tasks by name, or by the path of a user's own file: `load_task("units")`, `load_task("my_task.py:make")`, and
+those of reasoning-gym: `load_task("gym:chain_sum")`.
 
 To add a task here: one file and one line in TASKS. A path runs the user's code, in this process and in the
 scoring processes.
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from redline.errors import ConfigError, nearest
-from redline.tasks import code, gsm8k, maths, simulation, tables, units
+from redline.tasks import code, gsm8k, gym, logic, maths, science, simulation, tables, units
 from redline.tasks.task import Task
 
 Make = Callable[[str | None], Task]
@@ -21,8 +22,10 @@ TASKS: dict[str, Make] = {
     "gsm8k": gsm8k.make,
     "math": maths.make,
     "code": code.make,
+    "logic": logic.make,
     "simulation": simulation.make,
     "tables": tables.make,
+    "science": science.make,
 }
 
 
@@ -30,11 +33,15 @@ def load_task(spec: str, data: str | None = None) -> Task:
     """The task of that name, or the one that a function in a Python file returns (`path.py:function`)."""
     if spec in TASKS:
         return TASKS[spec](data)
+    if spec.startswith("gym:"):
+        if data is not None:
+            raise ConfigError(f"{spec} generates its questions and reads no files; got the folder {data}")
+        return gym.make(spec.removeprefix("gym:"))
     path, colon, function = spec.rpartition(":")
     if not colon or not path.endswith(".py"):
         raise ConfigError(
-            f"no task {spec!r}{nearest(spec, TASKS)}; known: {', '.join(TASKS)}, or a file of your own and"
-            " its function: my_task.py:make"
+            f"no task {spec!r}{nearest(spec, TASKS)}; known: {', '.join(TASKS)}, gym:NAME of"
+            " reasoning-gym, or a file of your own and its function: my_task.py:make"
         )
     try:
         task = _function(Path(path), function)(data)
