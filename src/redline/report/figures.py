@@ -195,7 +195,13 @@ def time_parts(run: Run) -> list[TimePart]:
     """Where the time went: parts that add up to the training time, or for an RFT run to the time of its stages."""
     if run.workload != "rft":
         return _training_parts(run)
-    tuned = [replace(part, note=f"fine-tuning on the samples: {part.note}") for part in _training_parts(run)]
+    tuned = [
+        replace(
+            part,
+            note=f"fine-tuning on the samples: {part.note}" if part.note else "fine-tuning on the samples",
+        )
+        for part in _training_parts(run)
+    ]
     stages = [
         TimePart("sampling", _spent_s(run, "sampling_end"), "generation and scoring"),
         TimePart("fine-tuning on answers", _spent_s(run, "training_on_answers"), "for comparison"),
@@ -245,8 +251,7 @@ def _update_parts(run: Run, update_s: float) -> list[TimePart]:
     computed_s = sum(values(run.metrics, "step_s")) - sum(values(run.metrics, "data_wait_s"))
     whole = max(sum(sums.values()), computed_s)
     rest_s = update_s * (1 - sum(sums.values()) / whole) if whole else update_s
-    note = "of the updates, by the recorded phases"
-    phases = [TimePart(PHASES[name], update_s * total_s / whole, note) for name, total_s in sums.items()]
+    phases = [TimePart(PHASES[name], update_s * total_s / whole, "") for name, total_s in sums.items()]
     return [*phases, TimePart(rest, rest_s, about)]
 
 

@@ -28,7 +28,7 @@ REGIME = 1.3
 REGIME_LINES = 10
 """The fewest lines that a speed must last."""
 LESS = {
-    "validation": "train.eval_every, or a smaller train.eval_sequences",
+    "validation": "train.eval_every, or fewer rows: train.eval_sequences (test.rows where answers are scored)",
     "rl validation": "train.eval_every, or a smaller test.rows",
     "checkpoint": "train.checkpoint_every",
     "rl checkpoint": "train.checkpoint_every",
