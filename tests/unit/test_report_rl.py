@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from run_folders import HOSTILE, jsonl, lines, write_run
+from run_folders import EVENTS, HOSTILE, jsonl, lines, write_run
 
 from redline.errors import ConfigError
 from redline.record.read import read_run
@@ -32,7 +32,7 @@ batch_size = 4
 
 def write_rl(folder: Path, *, units: float = 0.6, cosine: float = -0.25, step_s: float = 1.0) -> Path:
     """20 updates; rewards rise from 0 to 0.95; two validations, of which the second finds `units` and 0.5."""
-    made = []
+    made, events = [], EVENTS[:1]
     for line in lines(20):
         step = line["step"]
         held_out = {
@@ -40,6 +40,8 @@ def write_rl(folder: Path, *, units: float = 0.6, cosine: float = -0.25, step_s:
             for name, value in (("units", units * step / 20), ("letters", 0.5))
             for part, off in (("", 0.0), ("_low", -0.1), ("_high", 0.1))
         }
+        if step in (10, 20):
+            events.append({"at": 1e9 + step, "event": "validation", "step": step, **held_out})
         made.append(
             {name: value for name, value in line.items() if not name.startswith("valid")}
             | {"step_s": step_s, "reward": step / 20 - 0.05, "entropy": 2.0 - step / 20, "cut_share": 0.25}
@@ -57,9 +59,8 @@ def write_rl(folder: Path, *, units: float = 0.6, cosine: float = -0.25, step_s:
                 "optimizer_s": 0.1,
                 "combine_s": 0.1,
             }
-            | (held_out if step in (10, 20) else {})
         )
-    write_run(folder, recipe=RECIPE, metrics=made)
+    write_run(folder, recipe=RECIPE, metrics=made, events=events)
     (folder / "samples").mkdir()
     groups = [
         group("units", "u1", [(HOSTILE, 0.0), ("the <b>best</b>", 1.0)]),

@@ -54,7 +54,7 @@ class RlWork:
     new_tokens: int
     group_size: int
     questions: tuple[int, ...]
-    """Of a step; `trl-continuous`, which is slow, takes only the first."""
+    """Of a step; `trl-continuous`, which is slow, takes only the first, and is timed once."""
     pass_rows: int
     """Answers in one pass of TRL's update."""
     steps: int

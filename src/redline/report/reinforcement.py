@@ -53,7 +53,7 @@ class DomainFigures:
     accuracy: Share | None
     """Greedy, on held-out questions, at the last validation."""
     before: Share | None
-    """At the first one, where there are two."""
+    """At the first one, where there are two: before the first update."""
     reward: float | None
     """Mean of recent answers."""
     sampled: float | None
@@ -110,7 +110,7 @@ def reinforcement(run: Run) -> Reinforcement | None:
             began = values(first, name)
             figures.append((label, form.format(fmean(now)), form.format(fmean(began)) if began else DASH))
     return Reinforcement(
-        [_domain(name, run.metrics, recent) for name in names], figures, pairs(run), said(run.path, names)
+        [_domain(name, run, recent) for name in names], figures, pairs(run), said(run.path, names)
     )
 
 
@@ -120,8 +120,9 @@ def domains_of(run: Run) -> list[str]:
     return [Path(str(task).partition(":")[0]).stem for task in tasks]
 
 
-def _domain(name: str, lines: list[dict[str, Any]], recent: list[dict[str, Any]]) -> DomainFigures:
-    tested = [share for line in lines if (share := _share(line, name)) is not None]
+def _domain(name: str, run: Run, recent: list[dict[str, Any]]) -> DomainFigures:
+    validations = [event for event in run.events if event["event"] == "validation"]
+    tested = [share for event in validations if (share := _share(event, name)) is not None]
     rewards, correct = values(recent, f"reward.{name}"), values(recent, f"accuracy.{name}")
     return DomainFigures(
         name,
