@@ -7,6 +7,7 @@ redline bench generate                 the generation engine beside `transformer
 redline bench finetune                 LoRA fine-tuning beside Hugging Face's Trainer with PEFT; needs a GPU, or
                                        --quick
 redline bench rl                       GRPO beside TRL's GRPOTrainer; needs a GPU, or --quick
+redline bench attention                kernel attention beside flash attention; needs a GPU, or --quick
 """
 
 import argparse
@@ -49,11 +50,22 @@ ARGUMENTS = {
 {QUICK}
 --arm ARM...   trl, trl-continuous, redline or actor (default: all)
 {OUT}""",
+    "attention": f"""kernel attention and flash attention by length
+{QUICK}
+--arm ARM...   flash, cudnn or favor (default: all)
+{OUT}""",
 }
 
 
 def run(options: argparse.Namespace) -> None:
-    path = {"train": _train, "generate": _generate, "finetune": _finetune, "rl": _rl}[options.verb](options)
+    verbs = {
+        "train": _train,
+        "generate": _generate,
+        "finetune": _finetune,
+        "rl": _rl,
+        "attention": _attention,
+    }
+    path = verbs[options.verb](options)
     print(path.read_text(encoding="utf-8"))
     print(f"written to {path} and {path.with_suffix('.json')}")
 
@@ -101,6 +113,14 @@ def _rl(options: argparse.Namespace) -> Path:
     _check_arms(options, LABELS)
     facts, size = _facts(options)
     return bench_rl(size, facts, options.out, arms=options.arm or tuple(LABELS), progress=status)
+
+
+def _attention(options: argparse.Namespace) -> Path:
+    from redline.bench.attention import LABELS, bench_attention
+
+    _check_arms(options, LABELS)
+    facts, size = _facts(options)
+    return bench_attention(size, facts, options.out, arms=options.arm or tuple(LABELS), progress=status)
 
 
 def _check_arms(options: argparse.Namespace, known: Collection[str]) -> None:
