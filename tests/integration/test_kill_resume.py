@@ -15,6 +15,7 @@ from pipeline import Nano, assert_same_training, events, steps
 from warm import Fault
 
 from redline.record.read import read_run
+from redline.record.words import told
 from redline.train.checkpoint import verify
 from redline.train.places import step_folders
 
@@ -148,7 +149,10 @@ def test_updates_that_the_record_has_lost_are_written_down_and_a_fork_owes_none(
     nano.outcome(longer, tmp_path / "run")
     (lost,) = [event for event in events(tmp_path / "run") if event["event"] == "updates_not_recorded"]
     assert (lost["first"], lost["last"]) == (3, 6)
-    assert read_run(tmp_path / "run").holes == [(3, 6)]
+    assert told("updates_not_recorded", lost) == "updates 3 to 6 are missing from metrics.jsonl"
+    found = read_run(tmp_path / "run")
+    assert [line["step"] for line in found.metrics] == [1, 2, 7, 8]
+    assert found.holes == [(3, 6)]
     longest = nano.recipe(tmp_path, "train.steps=9", "train.eval_every=0", "train.lr=1e-4")
     nano.outcome(longest, tmp_path / "fork", "--fork", str(tmp_path / "run"))
     assert "updates_not_recorded" not in [event["event"] for event in events(tmp_path / "fork")]

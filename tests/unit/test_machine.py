@@ -559,16 +559,16 @@ def test_waiting_for_a_cpu_is_counted_by_the_kernel():
     """Two processes that never rest, on one CPU."""
     if not Path("/proc/self/schedstat").exists():
         pytest.skip("this kernel keeps no count")
-    code = (
-        "import os; from redline.machine.ceilings import _waited_s\n"
-        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "parent, child = os.getpid(), os.fork()\n"
-        "while child == 0 and os.getppid() == parent: pass\n"
-        "if child == 0: os._exit(0)\n"
-        "before = _waited_s()\n"
-        "while _waited_s() == before: pass"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    if (first := os.fork()) == 0:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        parent, second = os.getpid(), os.fork()
+        while second == 0 and os.getppid() == parent:
+            pass
+        before = measuring._waited_s()
+        while second and measuring._waited_s() == before:
+            pass
+        os._exit(0)
+    assert os.waitpid(first, 0)[1] == 0
 
 
 def test_what_a_busy_machine_gave_is_shown_and_not_kept(ceilings, monkeypatch):
