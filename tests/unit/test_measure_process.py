@@ -304,7 +304,6 @@ def test_a_training_writes_its_run_where_its_parent_cleans(
 ) -> None:
     from redline.measure.training import TrainingSubject
 
-    monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv(SCRATCH, str(tmp_path))
     recipe = load_recipe(
         "nano", ["model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.ffn_size=64"]

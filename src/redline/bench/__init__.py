@@ -1,2 +1,2 @@
-"""Benchmarks: Redline's real loop beside the alternatives on the same work, in one run. Written to
-`benchmarks/` by the program itself."""
+"""Benchmarks: Redline beside its alternatives on the same work, in one run. The program writes the results itself,
+to `benchmarks/`."""

@@ -4,8 +4,8 @@ adapters. No torch here.
     path = bench_finetune("full", facts, Path("benchmarks"), ...)          # finetune_<hardware>_<date>.{json,md}
 
 Each arm runs in its own process (finetune_arms.py). Rows are random tokens with lengths like those of the
-unit-conversion task: speed and loss curve depend on lengths and not on meaning. Left out: accuracy, which is
-`redline rft test`'s.
+unit-conversion task: speed and loss curve depend on lengths and not on meaning. Left out: accuracy (`redline rft
+test`).
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ LABELS = {
     "compiled": "redline, blocks compiled",
     "fp32": "redline in fp32",
 }
-"""The arms in the order in which they run; the last is there for its losses, beside those of the first."""
+"""The arms in the order they run; the last is there for its losses, to compare with the first's."""
 COLUMNS = (
     "arm", "rows/s", "interval", "tokens/s", "update", "against HF's best", "peak memory", "first update",
 )  # fmt: skip
@@ -47,7 +47,7 @@ COLUMNS = (
 class FinetuningWork:
     model: ModelConfig
     padded_to: int
-    """Tokens of a row for Hugging Face's Trainer; those of random rows are shares of it."""
+    """Tokens of a row for Hugging Face's Trainer; random rows have shares of that."""
     batch_size: int
     lora: LoraConfig
     lr: float
@@ -82,7 +82,7 @@ WORKS = {
         updates={"hf-seeds": 6, "hf-best": 6, "graph": 18, "fp32": 6},
     ),
 }  # fmt: skip
-"""The thousand rows and the batch of 32 of guide 003; and one that a CPU shows in seconds."""
+"""The thousand rows and the batch of 32 of tuning guide 003 (docs/claims.md); and one that a CPU runs in seconds."""
 
 
 def bench_finetune(
@@ -102,7 +102,7 @@ def bench_finetune(
 
 
 def _summary(row: BenchRow) -> BenchRow:
-    """The row with its speeds: the median over the timed blocks, and the slowest and fastest of them."""
+    """The row with its speeds: the median of the timed blocks, the slowest and the fastest."""
     if "failed" in row:
         return row
     rates = spread([block["examples"] / block["seconds"] for block in row["blocks"]], "rows_per_s")
@@ -112,8 +112,8 @@ def _summary(row: BenchRow) -> BenchRow:
 
 
 def _differences(row: BenchRow, rows: Sequence[BenchRow]) -> dict[str, float]:
-    """Of an arm of ours: the largest difference of the losses from each of Hugging Face's, over the updates
-    that both made."""
+    """The largest difference between the losses of an arm of ours and each of Hugging Face's, over the updates that
+    both made."""
     if row["row"].startswith("hf") or "losses" not in row:
         return {}
     theirs = [other for other in rows if other["row"].startswith("hf") and "losses" in other]

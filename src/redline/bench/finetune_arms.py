@@ -1,5 +1,4 @@
-"""The arms of `redline bench finetune`, each in a separate process: losses of all updates, seconds of blocks of
-them.
+"""The arms of `redline bench finetune`, each in a separate process: losses of all updates, and seconds of blocks.
 
 Every arm starts from the same weights and adapters, and reads the same rows in the same order at a constant
 learning rate. Ours is the real loop with its record on a disk (`measure.training`).
@@ -147,7 +146,7 @@ def _padded(example: Example, length: int) -> dict[str, Tensor]:
 
 def _trainer_of_theirs(rows: int) -> Any:
     class Order(torch.utils.data.Sampler[int]):
-        """Our order, which a trial goes through again and again: an iteration is an epoch."""
+        """Our order of the rows; an iteration is an epoch."""
 
         def __len__(self) -> int:
             return rows

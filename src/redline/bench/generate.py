@@ -3,11 +3,10 @@ No torch here.
 
     path = bench_generate("full", ceilings, facts, Path("benchmarks"))       # generate_<hardware>_<date>.{json,md}
 
-Each side runs in its own process (generate_arms.py) and hands over a row per measurement, so what was measured
-before a crash stays. The floor of a row is what the machine would need for the least work: the
-weights read once a step and the keys and values of every token read at the measured copy bandwidth, then the
-multiplications at the measured rate, one after the other. Left out of the floor, so that it stays one:
-logits, activations, writes, sampling.
+Each side runs in its own process (generate_arms.py) and yields a row per measurement, so a crash keeps what was
+measured before it. A row's floor is the least time the machine would need: read the weights once a step and the keys
+and values of every token at the measured copy bandwidth, then multiply at the measured rate. Left out, so that it
+stays a lower bound: logits, activations, writes, sampling.
 """
 
 import heapq
@@ -38,7 +37,7 @@ from redline.record.units import format_bytes, format_duration
 
 ARMS = ("transformers", "redline")
 TEMPERATURE = 0.8
-"""Of every sampled row, without top-k and top-p."""
+"""Of all sampled rows; no top-k or top-p."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +48,8 @@ class GenerationWork:
     prompt_tokens: int
     new_tokens: int
     batches: tuple[tuple[int, int], ...]
-    """Prompts and samples of each for `transformers`, in rising order; what comes after the headline batches
-    is left out once slower."""
+    """Prompts, and samples of each, for `transformers`, in rising order; after the headline batches it stops once one
+    is slower."""
     continuous: tuple[int, int]
     """Prompts and samples for its continuous batching."""
     samples: int
@@ -64,8 +63,7 @@ class GenerationWork:
     greedy: tuple[int, int]
     """Prompts and new tokens of the comparison of greedy texts."""
     repeats: int
-    """Timed runs of a row, after one that warms up; fewer of `transformers` where they would take longer than
-    `patience_s`."""
+    """Timed runs of a row after a warm-up; fewer for `transformers` if they would take longer than `patience_s`."""
     patience_s: float
 
 
@@ -83,22 +81,21 @@ WORKS = {
     ),
 }  # fmt: skip
 HEADLINE = 2
-"""Batches of `transformers` that are always measured: the first is what the public recipes do, the second
-their best setting."""
+"""Batches of `transformers` that are always measured: the public recipes' usual setting and their best one."""
 MIXED_WAVES = 8
-"""Sequences per slot where lengths are mixed. With 4, the slots that wait for the last sequences keep even a
-perfect engine under 77 %."""
+"""Sequences per slot when lengths are mixed. With 4, slots that wait for the last sequences would keep even a perfect
+engine below 77 %."""
 
 
 def mixed_lengths(work: GenerationWork) -> list[int]:
-    """New tokens of each sequence where lengths are mixed; the same in every run."""
+    """New tokens of each sequence when lengths are mixed; the same in every run."""
     draw = random.Random(0)
     return [draw.randint(*work.mixed_lengths) for _ in range(MIXED_WAVES * work.mixed_slots)]
 
 
 def most_occupancy(work: GenerationWork) -> float:
-    """Slot occupancy of an engine that refills a slot in the very step after its sequence ends: less than 1,
-    for the last to end."""
+    """Slot occupancy of an engine that refills a slot in the step after its sequence ends; below 1 because of the last
+    sequences."""
     decoded, slots = [length - 1 for length in mixed_lengths(work)], [0] * work.mixed_slots
     for steps in decoded:
         heapq.heapreplace(slots, slots[0] + steps)
@@ -114,7 +111,7 @@ def bench_generate(
     arms: Sequence[str],
     progress: Callable[[str], None],
 ) -> Path:
-    """Run the arms and write the results; returns the path of the table."""
+    """Run the arms and write the results; returns the path of the page."""
     work, rows = WORKS[name], list[BenchRow]()
     for arm in arms:
         started_s = time.monotonic()
@@ -132,7 +129,7 @@ def bench_generate(
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a row generates: sequences of `prompt_tokens` + their new tokens, at most `slots` at a time."""
+    """What a row generates: sequences of `prompt_tokens` and their new tokens, at most `slots` at a time."""
 
     prompts: int
     prompt_tokens: int
@@ -150,11 +147,10 @@ def floor_s(
     flops_per_s: float,
     shared: bool,
 ) -> float:
-    """Least time for the work. `shared`: the keys and values of a prompt are read once a step for all of its
-    samples, else for each."""
+    """Least time for the work. `shared`: a prompt's keys and values are read once a step for all of its samples, not
+    for each."""
     count, samples = parameters(model), len(work.new_tokens) / work.prompts
-    # The first new token comes out of the prompt's pass, each other out of a step that reads all tokens up to
-    # its own.
+    # the first new token comes from the prompt's pass, the others from steps that read all tokens before theirs
     decoded = [length - 1 for length in work.new_tokens]
     steps = max(max(decoded), -(-sum(decoded) // work.slots))
     prompt_reads = sum(decoded) * work.prompt_tokens
@@ -195,7 +191,7 @@ def _floors(row: BenchRow, work: GenerationWork, ceilings: Ceilings) -> dict[str
 
 
 def _summary(row: BenchRow, work: GenerationWork, ceilings: Ceilings) -> BenchRow:
-    """The row with what follows from it."""
+    """The row with its speed and floor."""
     if "seconds" not in row:
         return row
     row = row | spread([row["tokens"] / seconds for seconds in row["seconds"]], "tokens_per_s")
@@ -238,14 +234,8 @@ def _brief(row: BenchRow) -> str:
 def page(facts: MachineFacts, work: GenerationWork, rows: Sequence[BenchRow]) -> list[str]:
     """Markdown: speeds, then the small findings."""
     batch = work.batches[HEADLINE - 1]
-    reference = next(
-        (
-            r.get("tokens_per_s")
-            for r in rows
-            if r["row"] == "generate" and (r["prompts"], r["samples"]) == batch
-        ),
-        None,
-    )
+    usual = (r for r in rows if r["row"] == "generate" and (r["prompts"], r["samples"]) == batch)
+    reference = next((r.get("tokens_per_s") for r in usual), None)
     columns = (
         "arm", "sequences", "tokens/s", "interval", "runs", f"against {batch[0]}x{batch[1]}",
         "share of the floor", "peak memory", "first run",
@@ -303,7 +293,7 @@ def _compared(rows: Sequence[BenchRow]) -> list[str]:
 
 
 def _finding(row: BenchRow) -> str | None:
-    """What a row says beside its speed, as a sentence."""
+    """What a row says besides its speed, as a sentence."""
     if "failed" in row:
         return None
     if row["row"] == "first_token":

@@ -1,12 +1,10 @@
 """The arms of `redline bench generate`, each a function that yields rows in a separate process.
 
-`transformers`   its `generate` with rising batches, then its continuous batching; the same weights, bf16 on a
-                 GPU.
-`redline`        our engine with rising numbers of sequences, with shared and with distinct prompts; the time to
-                 the first token; mixed lengths; and its greedy texts beside those of `transformers`.
+`transformers`   its `generate` with growing batches, then its continuous batching; the same weights, bf16 on a GPU.
+`redline`        our engine with more and more sequences, with shared and with distinct prompts; the time to the
+                 first token; mixed lengths; and its greedy texts beside those of `transformers`.
 
-No sequence ends before its length, so that every arm does the same work. A row is timed after a run of the
-same work that warms it up.
+No sequence ends before its length, so every arm does the same work. A row is timed after a warm-up of the same work.
 """
 
 import contextlib
@@ -30,8 +28,7 @@ from redline.measure.generation import letters_tokenizer
 from redline.model.transformer import Transformer, build_model
 
 WARM_TOKENS = 4
-"""New tokens of the run that warms up a batch of `transformers`: it compiles nothing, so a short one loads
-all kernels."""
+"""New tokens of a batch's warm-up with `transformers`: it compiles nothing, so a short one loads all kernels."""
 
 
 def _device() -> torch.device:
@@ -43,7 +40,7 @@ def _dtype() -> torch.dtype:
 
 
 def _prompts(work: GenerationWork, count: int) -> list[list[int]]:
-    """Random tokens; the first prompts are the same whatever the count."""
+    """Random tokens; a longer list begins with the shorter one."""
     random = np.random.default_rng(0)
     return [random.integers(0, work.model.vocab_size, work.prompt_tokens).tolist() for _ in range(count)]
 
@@ -52,7 +49,7 @@ def _prompts(work: GenerationWork, count: int) -> list[list[int]]:
 
 
 def _timed(work: Callable[[], Any], times: int, patience_s: float = float("inf")) -> list[float]:
-    """Seconds of each run: as often as asked, or until another would pass the patience."""
+    """Seconds of each run: as many as asked, or until another would exceed the patience."""
     seconds = [timed(1, work)]
     while len(seconds) < times and sum(seconds) + seconds[-1] <= patience_s:
         seconds.append(timed(1, work))
@@ -135,10 +132,9 @@ def _row(name: str, work: GenerationWork, prompts: int, samples: int) -> BenchRo
 
 
 def _continuous(theirs: Any, work: GenerationWork) -> BenchRow:
-    """With its own choice of attention, and where that fails with paged SDPA and no CUDA graphs, which is
-    said in the row."""
+    """With its own choice of attention or, if that fails, with paged SDPA and no CUDA graphs, which the row notes."""
     hf = need("transformers", extra="hf")
-    # On a CPU its defaults take most of the memory for the cache.
+    # on a CPU its default cache takes most of the memory
     small = {} if _device().type == "cuda" else {"num_blocks": 64, "max_batch_tokens": 64}
     row, failures = _row("continuous", work, *work.continuous), list[str]()
     for note, attention, options in (
@@ -169,17 +165,16 @@ def _continuous_run(theirs: Any, work: GenerationWork, config: Any) -> tuple[lis
             inputs=inputs,
             generation_config=_sampled(work.new_tokens, 1),
             continuous_batching_config=config,
-            persistent_manager=True,  # else every call allocates its cache and captures its graphs anew
+            persistent_manager=True,  # else every call allocates its cache and captures its graphs again
             max_new_tokens=new_tokens,
         )
         lengths = {len(output.generated_tokens) for output in found.values()}
-        # it returns what it has when it fails inside
+        # if it fails inside, it returns what it has
         if len(found) != len(inputs) or lengths != {new_tokens}:
             texts = f"{len(found)} of {len(inputs)} texts"
             raise RuntimeError(f"{texts}, of {lengths} instead of {new_tokens} tokens")
 
-    # The manager is sized for the first call: as many texts as the timed ones, and blocks of 256 tokens hold
-    # theirs too.
+    # the first call sizes the manager: as many texts as the timed ones, whose tokens its blocks of 256 hold too
     first_run_s = timed(1, lambda: run(WARM_TOKENS))
     seconds = _timed(lambda: run(work.new_tokens), work.repeats, work.patience_s)
     theirs.destroy_cached_continuous_batching_manager()
@@ -216,7 +211,7 @@ def _engine(
 
 
 def _requests(work: GenerationWork, sequences: int, samples: int, sampling: Sampling) -> list[Request]:
-    """As many prompts as it takes; the last has fewer samples where they do not divide."""
+    """As many prompts as needed; the last has fewer samples if they do not divide evenly."""
     prompts = _prompts(work, -(-sequences // samples))
     counts = [min(samples, sequences - number * samples) for number in range(len(prompts))]
     return [
@@ -248,15 +243,14 @@ def _ours(engine: LocalEngine, work: GenerationWork, sequences: int, samples: in
 
 
 def _first_token(engine: LocalEngine, work: GenerationWork, sequences: int) -> BenchRow:
-    """From asking to having the first token of every sequence: a request for one token."""
+    """From the request to the first token of every sequence: requests for one token."""
     requests = _requests(work, sequences, 1, Sampling(max_new_tokens=1, temperature=TEMPERATURE))
     seconds = _run(engine, requests, 3 * work.repeats)["seconds"]
     return {"row": "first_token", "sequences": sequences, "first_token_s": seconds}
 
 
 def _mixed(model: Transformer, work: GenerationWork) -> BenchRow:
-    """Each sequence with a length of its own, several times more of them than slots: how well slots are
-    refilled."""
+    """Sequences of different lengths, several times as many as slots: how well slots are refilled."""
     lengths, slots = mixed_lengths(work), work.mixed_slots
     requests = [
         Request(prompt=tuple(ids), sampling=Sampling(max_new_tokens=length, temperature=TEMPERATURE))
@@ -276,7 +270,7 @@ def _mixed(model: Transformer, work: GenerationWork) -> BenchRow:
 
 @torch.no_grad()
 def _greedy(model: Transformer, work: GenerationWork) -> BenchRow:
-    """The likeliest tokens by both, and by `transformers` the log-probabilities of ours."""
+    """The likeliest tokens of both, and log-probabilities of ours by `transformers`."""
     (count, new_tokens), device = work.greedy, _device()
     with _engine(model, work, slots=count, max_new_tokens=new_tokens) as engine:
         sampling = Sampling(max_new_tokens=new_tokens, temperature=0.0)

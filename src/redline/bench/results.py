@@ -3,7 +3,7 @@
     for row in rows_of("redline.bench.generate_arms:ours", {"name": "full"}): ...
     path = write(out, "generate", facts, results, lines)           # generate_<hardware>_<date>.{json,md}
 
-What an arm measured before it died stays; its last row then says how it failed.
+What an arm measured before it died is kept; its last row says how it failed.
 """
 
 import json
@@ -30,14 +30,14 @@ SMOLLM2_360M = ModelConfig(
 TINY = ModelConfig(
     vocab_size=320, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=64, context_length=64
 )
-"""So small that a CPU shows in seconds that everything runs."""
+"""Small enough to show on a CPU, in seconds, that everything runs."""
 ROW_LIMIT_S = 1800.0
 """A row that takes longer counts as hung."""
-MEANINGLESS = "A tiny model, to see that everything runs: **its speeds mean nothing.**"
+MEANINGLESS = "A tiny model, to check that everything runs: **its speeds mean nothing.**"
 
 
 def rows_of(function: str, setting: dict[str, Any], allocator: str = "") -> Iterator[BenchRow]:
-    """The rows of an arm as they come; where it fails, a last one with `failed` and `outcome`."""
+    """The rows of an arm as they come; if it fails, the last one has `failed` and `outcome`."""
     with Child(allocator) as child:
         try:
             yield from child.rows(function, setting, ROW_LIMIT_S)

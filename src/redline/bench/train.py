@@ -58,8 +58,7 @@ def bench_train(
 
 
 def _run_fitting(arm: str, setting: dict[str, Any], plan: Plan) -> BenchRow:
-    """Run the arm with the plan's passes; where it runs out of memory, with half of them, and say so: the
-    batch stays the same."""
+    """Run the arm with the plan's passes; if it runs out of memory, with passes half as large and the same batch."""
     micro = plan.micro_batch
     while True:
         accumulation = plan.micro_batch * plan.accumulation // micro
@@ -79,13 +78,12 @@ def _brief(found: BenchRow) -> str:
 
 
 def page(hardware: Hardware, facts: MachineFacts, results: Sequence[BenchRow]) -> list[str]:
-    """Markdown: one section a recipe, one row an arm."""
+    """Markdown: a section for each recipe, a row for each arm."""
     lines = [
         *head("train", f"Training on {hardware.title}", facts),
         "MFU: 6N + 12LdT per token over the dense bf16 datasheet peak. Median of the blocks; interval: slowest to"
         " fastest block.",
-        "Rows of one loop are interleaved in one process; plain PyTorch and HF Trainer run in processes of their"
-        " own.",
+        "Rows of one loop are interleaved in one process; plain PyTorch and HF Trainer run in separate processes.",
     ]
     for entry in results:
         lines += ["", *_section(entry, hardware)]
@@ -117,7 +115,7 @@ def _section(entry: BenchRow, hardware: Hardware) -> list[str]:
 
 
 def _label(name: str, plan: BenchRow) -> str:
-    """The arms that do not follow the plan in everything say what they took of it."""
+    """Arms that follow the plan only in part say in which."""
     half, compiled = plan["precision"]["value"] != "fp32", plan["compile"]["value"] != "off"
     used = {
         "plain": ["autocast"] * half + ["compile"] * compiled,

@@ -1,12 +1,11 @@
 """The arms of `redline bench train`, each a function that yields one row in a separate process.
 
-`loop`   the real training loop (turns of `Trainer`: loader, clipping, logging, instruments), and in turns with
-         it in the same process, on the same compiled model: the loop without instruments, and the bare step
-         (one batch on the GPU, no loader, no record).
-`plain`  what plain PyTorch gives: the same model under autocast, compiled whole, torch's own attention choice
-         and cross entropy.
-`hf`     Hugging Face's Trainer on its own model of the same shape, with the same data, batch, passes and
-         optimiser.
+`loop`   the real training loop (`Trainer`, with loader, clipping, logging and instruments). Taking turns with it in
+         the same process, on the same compiled model: the loop without instruments, and the bare step (one batch on
+         the GPU, no loader, no record).
+`plain`  what plain PyTorch gives: the same model under autocast, compiled whole, with torch's choice of attention and
+         its cross entropy.
+`hf`     Hugging Face's Trainer on its own model of the same shape, with the same data, batch, passes and optimiser.
 
 A block of steps is timed between two synchronisations.
 """
@@ -83,7 +82,7 @@ def loop(setting: dict[str, Any]) -> Iterator[BenchRow]:
 
 
 class _Blind:
-    """Instruments that look at nothing."""
+    """Instruments that measure nothing."""
 
     def begin(self) -> None:
         pass
@@ -178,7 +177,7 @@ def hf(setting: dict[str, Any]) -> Iterator[BenchRow]:
 
 
 class _Windows(torch.utils.data.Dataset):
-    """The training windows as Hugging Face's Trainer wants them."""
+    """The training windows as Hugging Face's Trainer expects them."""
 
     def __init__(self, dataset: TokenDataset, recipe: Recipe, steps: int) -> None:
         self.dataset, self.seq_len = dataset, recipe.data.seq_len

@@ -1,14 +1,14 @@
-"""The catalogue: what each optimisation promises, when it applies, what it switches, and what it does to
-numbers. The entries are data (catalogue.toml); this file says what an entry is. Runs without torch.
+"""The catalogue of optimisations: what each claims, when it applies, what it switches, and what it does to the
+numbers. The entries are data (catalogue.toml); this file defines what an entry is. Runs without torch.
 
     entry = find("bf16")
     entry.claimed                            # (2.0, 3.0)
-    entry.why_not(recipe, hardware)          # None where it applies, else the reason
+    entry.why_not(recipe, hardware)          # None if it applies, else the reason
     entry.off, entry.on                      # {"precision": "fp32"}, {"precision": "bf16"}
     study("seeds/002")                       # which entries `redline ablate seeds/002` runs, in which order
 
-To add an optimisation, write an entry in catalogue.toml (and a line in plan/values.py if it switches a value
-that does not exist yet): `ablate`, `optimizations`, the tuner and the diagnosis read it from there.
+To add an optimisation, write an entry in catalogue.toml (and a line in plan/values.py if it switches a new value):
+`ablate`, `optimizations`, the tuner and the diagnosis read it from there.
 """
 
 import tomllib
@@ -26,32 +26,31 @@ from redline.plan.values import NEEDED_CAPABILITY, VALUES, Beside, Need, needs_c
 
 WorkloadName = Literal["train", "generate", "finetune"]
 EntryEffect = Literal["exact", "rounding", "changes-training"]
-"""`exact` and `rounding` as in plan/values.py; `changes-training`: its speed says nothing about the first
-training's."""
+"""`exact` and `rounding` as in plan/values.py; `changes-training`: another training, whose speed does not compare."""
 Standing = Literal["switch", "built in", "recipe", "refuted"]
 """`switch`: `redline ablate` turns it off and on. `built in`: always on, at no cost that a switch could save.
-`recipe`: said in the recipe, not by a switch. `refuted`: the claim is impossible, or names something that
-does not exist; the note holds the arithmetic."""
+`recipe`: set in the recipe, not by a switch. `refuted`: the claim is impossible, or names something that does not
+exist; the note has the arithmetic."""
 PLANNER = "planner"
 GUIDE = "tuning guide"
-"""How the source of a claim begins that one of the five guides of docs/claims.md makes."""
+"""The start of a claim's source if one of the five guides of docs/claims.md makes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What somebody promises: speed with the change over speed without it; an "up to" starts at 1. Without
-    `low` and `high`: no number was given."""
+    """What somebody promises: speed with the change over speed without it; an "up to" starts at 1. Without `low` and
+    `high` no number was given."""
 
     source: str
     words: str
-    """As the source has it, shortened."""
+    """The source's words, shortened."""
     low: float | None = None
     high: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """What the tuner tries: from one value to another, with the speed it should give."""
+    """What the tuner tries: another value, with the speed it should give."""
 
     origin: Any = None
     """None: from any other value."""
@@ -63,14 +62,14 @@ class Attempt:
     """Measured before, or estimated: `seen` says where."""
     seen: str = ""
     predicted_by: Literal["", "roofline", "data wait"] = ""
-    """How the gain is predicted where none was measured."""
+    """How the gain is predicted if none was measured."""
     compile_s: float = 0.0
-    """What a trial costs beyond others (gpt2-124m on an H200: 203 s for max-autotune, LOG.md)."""
+    """Extra time that a trial takes (gpt2-124m on an H200: 203 s for max-autotune, LOG.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """How a recipe changes where the entry is another training."""
+    """How the recipe changes if the entry is another training."""
 
     field: str
     """As `table.key`."""
@@ -87,9 +86,8 @@ class Change:
 
     def __call__(self, recipe: Recipe) -> Recipe:
         table, key = self.field.split(".")
-        return replace(
-            recipe, **{table: replace(getattr(recipe, table), **{key: self.before_and_after(recipe)[1]})}
-        )
+        changed = replace(getattr(recipe, table), **{key: self.before_and_after(recipe)[1]})
+        return replace(recipe, **{table: changed})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,26 +104,25 @@ class Optimization:
     """Plan values without and with it; None: what the planner decides."""
     change: Change | None = None
     needs: tuple[str, ...] = ()
-    """Names of CONDITIONS, beside what its values need (plan/values.py)."""
+    """Names of CONDITIONS, in addition to what its values need (plan/values.py)."""
     tries: tuple[Attempt, ...] = ()
     mends: tuple[str, ...] = ()
-    """Causes of `redline diagnose` that it mends, or that are wrongly blamed on its absence."""
+    """Causes of `redline diagnose` that it fixes, or that are wrongly blamed on its absence."""
     note: str = ""
-    """What to know beside the numbers; of a refuted claim the arithmetic."""
+    """What else to know; for a refuted claim, the arithmetic."""
 
     @property
     def claimed(self) -> tuple[float, float] | None:
         return span(self.claims)
 
     def why_not(self, recipe: Recipe, hardware: Hardware) -> str | None:
-        """Why it does not apply to a recipe on this hardware; None: it does."""
+        """Why it does not apply to a recipe on this hardware; None if it does."""
         reasons = [CONDITIONS[need](recipe, hardware, {}) for need in self.needs]
         reasons += [why_not(name, value, recipe, hardware) for name, value in self.on.items()]
         if self.change is not None:
             before, after = self.change.before_and_after(recipe)
-            reasons.append(
-                f"{self.change.field} is {value_words(before)} already" if before == after else None
-            )
+            already = f"{self.change.field} is {value_words(before)} already"
+            reasons.append(already if before == after else None)
         return next((reason for reason in reasons if reason), None)
 
 
@@ -157,9 +154,8 @@ CONDITIONS: dict[str, Need] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """What generation completes: as many prompts, samples of each, and lengths that are drawn evenly from 1
-    to `new_tokens`. Of guide 000 its 30 samples a question, of the task's lengths; of guide 001 its prompts
-    and answers before they were lengthened, and its 4 samples."""
+    """What generation completes: prompts, samples of each, and lengths spread evenly from 1 to `new_tokens`. Guide 000
+    has 30 samples a question, with the task's lengths; guide 001 has 4, with its lengths before they were raised."""
 
     prompts: int
     samples: int
@@ -169,7 +165,7 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True)
 class Quote:
-    """A claim in the words of the document that a study follows, about speed, memory, utilisation or loss."""
+    """A claim in the words of the study's document, about speed, memory, utilisation or loss."""
 
     words: str
     low: float | None = None
@@ -178,18 +174,18 @@ class Quote:
     """The row that answers it: an entry's, or `all`."""
     measures: Literal["speed", "memory"] = "speed"
     answer: str = ""
-    """What there is to say where no row answers."""
+    """The answer if no row has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyPart:
-    """Entries of one workload in the order in which they are applied; those that are no switches are rows
-    without a measurement."""
+    """Entries of one workload in the order they are applied; those that are not switches are rows without a
+    measurement."""
 
     workload: WorkloadName
     names: tuple[str, ...]
     start: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the first state, where they are not what the entries switch from."""
+    """Values of the first state that differ from what the entries switch from."""
     samples: Samples | None = None
     quotes: tuple[Quote, ...] = ()
 
@@ -210,9 +206,7 @@ def _entry(family: str, table: dict[str, Any]) -> Optimization:
     table, where = dict(table), f"catalogue.toml: {table['name']}"
     switch: dict[str, list[Any]] = table.pop("switch", {})
     off, on = ({name: _planned(ends[end]) for name, ends in switch.items()} for end in (0, 1))
-    tries = [
-        Attempt(**{"origin": each.pop("from", None), **each}) for each in map(dict, table.pop("tries", ()))
-    ]
+    tries = [Attempt(origin=each.pop("from", None), **each) for each in map(dict, table.pop("tries", ()))]
     effects = {VALUES[name].effect for name in switch}
     rounds = "rounding" if "rounding" in effects else "exact"
     table.setdefault("effect", rounds if switch else "changes-training")
@@ -226,17 +220,16 @@ def _planned(value: Any) -> Any:
 
 def find(name: str) -> Optimization:
     if name not in catalogue():
-        raise ConfigError(
-            f"no optimisation {name!r}{nearest(name, catalogue())}: `redline optimizations` lists them"
-        )
+        hint = nearest(name, catalogue())
+        raise ConfigError(f"there is no optimisation {name!r}{hint}: `redline optimizations` lists them")
     return catalogue()[name]
 
 
 def study(name: str, workload: str = "pretrain") -> tuple[StudyPart, ...]:
-    """The parts of a recipe's ablation: of its name where that is a guide's, else of its workload.
+    """The parts of a recipe's ablation: the guide's if the name is one, else the workload's.
 
-    A guide's study starts in the state that the guide describes and takes its changes in its order; what it
-    does not name at all comes last. That of a workload starts with every switch of its list off."""
+    A guide's study starts in the state that the guide describes and takes its changes in its order; what the guide
+    does not mention comes last. A workload's study starts with every switch of its list off."""
     studies, parts = _file()["study"], []
     for table in studies[name if name.startswith("seeds/") and name in studies else workload]:
         rest = {key: value for key, value in table.items() if key != "start"}
@@ -247,8 +240,8 @@ def study(name: str, workload: str = "pretrain") -> tuple[StudyPart, ...]:
 
 
 def claims_for(entry: Optimization, name: str) -> tuple[Claim, ...]:
-    """What the guide of the study `name` claims of an entry, or papers and projects where it says nothing;
-    all claims where the study is not a guide's."""
+    """What the guide of the study `name` claims of an entry or, if it says nothing, what papers and projects claim;
+    all claims if the study is not a guide's."""
     if not name.startswith("seeds/"):
         return entry.claims
     own = f"{GUIDE} {name.removeprefix('seeds/')}"
@@ -260,14 +253,14 @@ def claims_for(entry: Optimization, name: str) -> tuple[Claim, ...]:
 
 
 def span(claims: Sequence[Claim | Quote]) -> tuple[float, float] | None:
-    """The range that claims span; None where none gave a number."""
+    """The range that claims span; None if none gave a number."""
     lows = [claim.low for claim in claims if claim.low is not None]
     highs = [claim.high for claim in claims if claim.high is not None]
     return (min(lows), max(highs)) if lows and highs else None
 
 
 def ratio(claimed: tuple[float, float] | None) -> str:
-    """`2-3x`, `1.25x`, or a dash where no number was given."""
+    """`2-3x`, `1.25x`, or a dash if no number was given."""
     if claimed is None:
         return "–"
     low, high = (f"{bound:.4g}" for bound in claimed)
@@ -275,15 +268,13 @@ def ratio(claimed: tuple[float, float] | None) -> str:
 
 
 def switched(entry: Optimization) -> str:
-    """`precision: fp32 to bf16`, or what stands in its place."""
+    """`precision: fp32 to bf16`; for what is not a switch, its standing."""
     if entry.standing != "switch":
         return entry.standing
     if entry.change is not None:
         return "another recipe"
-    words = [
-        f"{name}: {value_words(entry.off[name])} to {value_words(value)}" for name, value in entry.on.items()
-    ]
-    return ", ".join(words)
+    ends = ((name, value_words(entry.off[name]), value_words(value)) for name, value in entry.on.items())
+    return ", ".join(f"{name}: {off} to {on}" for name, off, on in ends)
 
 
 def value_words(value: object) -> str:
