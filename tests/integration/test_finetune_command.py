@@ -144,7 +144,7 @@ def test_each_answer_of_a_conversation_is_an_example(tmp_path):
 def test_a_file_that_is_something_else_is_one_line(tmp_path, model, capsys):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "no example"}\n' * 5)
-    with pytest.raises(DataError, match=r"5 of 5 rows are no examples; the first: .*row 1"):
+    with pytest.raises(DataError, match=r"5 of 5 rows are not examples; the first: .*row 1"):
         read_chats(bad)
     one_of_many = "".join(json.dumps(row) + "\n" for row in rows(200)) + "{broken\n"
     bad.write_text(one_of_many)

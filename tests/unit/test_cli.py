@@ -432,7 +432,7 @@ def test_a_build_with_an_absurd_number(made, capsys, option):
 
 
 def test_a_data_folder_that_is_missing_truncated_or_altered(made, capsys, tmp_path):
-    refused(capsys, ["data", "info", "nowhere"], 3, "nowhere is no data folder")
+    refused(capsys, ["data", "info", "nowhere"], 3, "nowhere is not a data folder")
     for path in (made / "data").iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     shard = tmp_path / "train-00000.bin"

@@ -249,7 +249,7 @@ def test_another_tokenizer_in_a_data_folder_is_noticed(
     build(str(corpus), tmp_path / "out", tokenizer=tokenizer_file)
     other = Path(tokenizer_file).read_text().replace("<|endoftext|>", "</s>")
     (tmp_path / "out" / "tokenizer.json").write_text(other)
-    with pytest.raises(DataError, match="not the tokenizer that the shards were made with"):
+    with pytest.raises(DataError, match="not the tokenizer that made the shards"):
         prepare(DataConfig(source=str(tmp_path / "out"), seq_len=8), 400)
     assert main(["data", "info", str(tmp_path / "out")]) == 0
     assert main(["data", "info", str(tmp_path / "out"), "--verify"]) == DataError.exit_code

@@ -104,7 +104,7 @@ def test_vocabularies_are_compared(folder: Path) -> None:
         (lambda m: m["inputs"].update(sources=7), "is damaged"),
         (lambda m: m["valid"][0].update(tokens="many"), "is damaged"),
         (lambda m: m.update(dtype="float32"), "is damaged"),
-        (lambda m: m.update(format=99), "not of format 1"),
+        (lambda m: m.update(format=99), "has format 99 and this version reads 1"),
     ],
 )
 def test_the_manifest_is_strict(folder: Path, change: object, message: str) -> None:
@@ -117,7 +117,7 @@ def test_the_manifest_is_strict(folder: Path, change: object, message: str) -> N
 
 
 def test_a_manifest_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is no data folder"):
+    with pytest.raises(DataError, match="is not a data folder"):
         Manifest.load(tmp_path)
     (tmp_path / "manifest.json").write_text('{"format": 1')
     with pytest.raises(DataError, match="is damaged"):

@@ -86,7 +86,7 @@ def test_bad_tokenizers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"tokenizer\.json cannot be read"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match=r"is not a tokenizer\.json"):
+    with pytest.raises(DataError, match=r"cannot be read as a tokenizer\.json"):
         load_tokenizer(tmp_path)
     BPE.save(tmp_path / "tokenizer.json")
     renamed = (tmp_path / "tokenizer.json").read_text().replace("<|endoftext|>", "[END]")

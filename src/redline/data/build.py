@@ -1,18 +1,14 @@
-"""`redline data build`: documents -> tokenizer -> token shards with a manifest. And `prepare`: the data
-folder for a recipe.
+"""`redline data build`: documents -> tokenizer -> token shards with a manifest. And `prepare`: the data folder of a
+recipe.
 
-    manifest = build("articles.jsonl.xz", Path("data/articles"), tokenizer="gpt2/tokenizer.json")
+The output depends on the inputs alone, not on the number of workers or on how often the build was killed. Work
+proceeds in units of about `shard_tokens` tokens: one train and one valid shard of whole documents, written under
+temporary names and renamed. `building.json` then records the unit and where the next one starts, so the same command
+resumes there. `manifest.json` comes last: a folder without it is unfinished.
 
-The output depends on the inputs alone: not on the number of workers, and not on how often the build was
-killed. Work proceeds in units of about `shard_tokens` tokens; a unit is one train and one valid shard of
-whole documents, written under temporary names and renamed. `building.json` then records the unit and where
-the next one starts, so the same command continues there. `manifest.json` comes last: a folder without it is
-unfinished.
-
-Workers are threads: the tokenizer's Rust code releases the GIL. Encoding Wikipedia with GPT-2's tokenizer on
-two shared cores, two threads (3.1-4.7 MB/s), two processes (3.2-4.0) and the library's own thread pool
-(3.1-4.5) could not be told apart; threads copy nothing between processes, and unlike the pool they can be
-told how many cores to take.
+Workers are threads: the tokenizer's Rust code releases the GIL. On two shared cores two threads, two processes and
+the library's own thread pool were equally fast (3 to 5 MB/s); threads copy nothing between processes, and unlike the
+pool their number can be set.
 """
 
 import contextlib
@@ -22,6 +18,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -44,16 +41,16 @@ from redline.errors import DataError
 from redline.record.files import cache_folder, storage_errors, sync_path, write_atomic
 
 Progress = Callable[[int, int, int], None]
-"""Called with the bytes of the source files done, their bytes in all, and the tokens written."""
+"""Called with the bytes of the source files read, their total, and the tokens written."""
 
 BPE_SAMPLE_BYTES = 64 * 2**20
-"""Text that a BPE is trained on; more changes few merges and costs minutes."""
+"""Text to train a BPE on; more changes few merges and costs minutes."""
 SHARD_TOKENS = 50_000_000
 STATE = "building.json"
 SKIPPED_SHARE = 0.01
-"""Of a corpus, rows without text (no JSON, no such field) that are left out and counted; more are an error."""
+"""Share of rows without text (no JSON, no such field) that may be left out; more are an error."""
 SKIPPED_EARLY = 10
-"""Rows without text that a build waits for before it holds them to their share."""
+"""Rows without text before the share is checked."""
 
 
 def build(
@@ -68,30 +65,25 @@ def build(
     shard_tokens: int = SHARD_TOKENS,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Build the data folder `out`, or continue or return the one that is there.
+    """Build the data folder `out`, or finish or return the one that is there.
 
-    Several sources make one corpus. `vocab_size` is the size of the BPE, or the most ids that a given tokenizer may have; `workers` not given:
-    one a core.
-    """
+    Several sources make one corpus. `vocab_size` is the size of the BPE, or the most ids a given tokenizer may have;
+    `workers` defaults to one a core."""
     inputs, given = _inputs(source, tokenizer, vocab_size, text_field, valid_fraction, shard_tokens)
     return _build_into(out, inputs, given, workers, progress)
 
 
 def prepare(data: DataConfig, vocab_size: int, *, progress: Progress | None = None) -> Path:
-    """The data folder for a recipe: the one it names, or one built once into the cache, keyed by everything
-    that decides it."""
+    """The data folder of a recipe: the one it names, or one built once into the cache, keyed by all its inputs."""
     folder = Path(os.path.expanduser(data.source))
     if os.path.isfile(folder / "manifest.json"):  # unlike Path.is_file, it takes names that are too long
         manifest = Manifest.load(folder)
         check_tokenizer(folder, manifest)
         if data.tokenizer != "bpe" and load_tokenizer(data.tokenizer).fingerprint != manifest.tokenizer:
-            raise DataError(
-                f"wrong tokenizer: {folder} was built with another than {data.tokenizer}; build it again"
-            )
+            raise DataError(f"wrong tokenizer: {folder} was not built with {data.tokenizer}; build it again")
     elif os.path.isfile(folder / STATE):
         raise DataError(
-            f"{folder} is an unfinished build: run the same redline data build again, it continues where it"
-            " stopped"
+            f"{folder} is an unfinished build: run the same redline data build again to finish it"
         )
     else:
         inputs, given = _inputs(
@@ -104,13 +96,11 @@ def prepare(data: DataConfig, vocab_size: int, *, progress: Progress | None = No
 
 
 def tokenizer_for(data: DataConfig, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a recipe that streams: the one it names, or the BPE that a build of the same source
-    would train."""
+    """The tokenizer of a recipe that streams: the one it names, or the BPE that a build would train."""
     if data.tokenizer != "bpe":
         return load_tokenizer(data.tokenizer)
-    return train_bpe(
-        _sample(Corpus(tuple(find_sources(data.source)), data.text_field, data.valid_fraction)), vocab_size
-    )
+    corpus = Corpus(tuple(find_sources(data.source)), data.text_field, data.valid_fraction)
+    return train_bpe(_sample(corpus), vocab_size)
 
 
 def _inputs(
@@ -151,12 +141,12 @@ def _build_into(
     with storage_errors("the data folder", out):
         out.mkdir(parents=True, exist_ok=True)
         with _only_builder(out):
-            # Another process may have built it while this one waited.
+            # another process may have built it meanwhile
             return _finished(out, inputs) or _build(out, inputs, given, workers or _cores(), progress)
 
 
 def _cores() -> int:
-    """Cores that this process may use, where the system tells."""
+    """Cores that this process may use, if the system tells."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -173,14 +163,13 @@ def _same_inputs(out: Path, there: Inputs, asked: Inputs) -> None:
         before, now = asdict(there), asdict(asked)
         changed = ", ".join(name for name in now if now[name] != before[name])
         raise DataError(
-            f"{out} was built from other inputs ({changed} differ): choose another folder, or remove this one"
+            f"{out} was built from other inputs ({changed} differ): choose another folder or remove it"
         )
 
 
 @contextlib.contextmanager
 def _only_builder(out: Path) -> Iterator[None]:
-    """Wait until no other process builds into the folder. The kernel frees the lock of a process that
-    dies."""
+    """Wait until no other process builds into the folder. The kernel frees the lock of a dead process."""
     with open(out / ".lock", "w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -189,11 +178,10 @@ def _only_builder(out: Path) -> Iterator[None]:
 def _build(
     out: Path, inputs: Inputs, given: Tokenizer | None, workers: int, progress: Progress | None
 ) -> Manifest:
-    corpus = Corpus(
-        tuple(Path(source.path) for source in inputs.sources), inputs.text_field, inputs.valid_fraction
-    )
+    paths = tuple(Path(source.path) for source in inputs.sources)
+    corpus = Corpus(paths, inputs.text_field, inputs.valid_fraction)
     state = _load_state(out, inputs)
-    state.save(out)  # claims the folder: a tokenizer.json in it is known to be ours
+    state.save(out)  # claims the folder: from now on a tokenizer.json in it is ours
     if state.units:
         tokenizer = load_tokenizer(out)
     else:
@@ -201,10 +189,7 @@ def _build(
         tokenizer.save(out / "tokenizer.json")
     state = _write_shards(out, state, corpus, tokenizer, workers, progress)
     if not any(shard.bytes_of_text for shard in (*state.train, *state.valid)):
-        raise DataError(
-            "the corpus is empty: there is no text in"
-            f" {', '.join(source.path for source in inputs.sources[:3])}"
-        )
+        raise DataError(f"the corpus is empty: there is no text in {', '.join(map(str, paths[:3]))}")
     manifest = Manifest(
         format=FORMAT,
         inputs=inputs,
@@ -247,15 +232,14 @@ class _State:
 def _load_state(out: Path, inputs: Inputs) -> _State:
     path = out / STATE
     if not path.exists():
-        foreign = [p.name for p in out.iterdir() if not p.name.startswith(".")]
-        if foreign:
+        if foreign := [p.name for p in out.iterdir() if not p.name.startswith(".")]:
             raise DataError(
                 f"{out} holds other files ({foreign[0]}): choose a new or empty folder for the build"
             )
         return _State(inputs)
     state: _State = read_table(_State, path)
     if not state.tokens:
-        return _State(inputs)  # nothing to lose, so other inputs are welcome
+        return _State(inputs)  # nothing to lose, so other inputs are fine
     _same_inputs(out, state.inputs, inputs)
     return state
 
@@ -278,14 +262,11 @@ def _sample(corpus: Corpus) -> Iterator[str]:
 def _write_shards(
     out: Path, state: _State, corpus: Corpus, tokenizer: Tokenizer, workers: int, progress: Progress | None
 ) -> _State:
-    inputs = state.inputs
-    bytes_before = [
-        sum(source.bytes for source in inputs.sources[:number]) for number in range(len(inputs.sources) + 1)
-    ]
+    inputs, sizes = state.inputs, [source.bytes for source in state.inputs.sources]
+    bytes_before = list(accumulate(sizes, initial=0))
     unit, tokens_before = _Unit(out, tokenizer.dtype), state.tokens
-    reading = encoded(
-        corpus, tokenizer, splits=SPLITS, file=state.file, document=state.document, workers=workers
-    )
+    start = {"file": state.file, "document": state.document}
+    reading = encoded(corpus, tokenizer, splits=SPLITS, workers=workers, **start)
     with _one_thread_a_call(), contextlib.closing(reading):
         for document in reading:
             unit.add(document)
@@ -295,22 +276,20 @@ def _write_shards(
                 state = unit.finish(state, document.file, document.number + 1)
                 unit, tokens_before = _Unit(out, tokenizer.dtype), state.tokens
             if progress:
-                progress(
-                    bytes_before[document.file] + document.offset_bytes,
-                    bytes_before[-1],
-                    tokens_before + unit.tokens,
-                )
+                read_bytes = bytes_before[document.file] + document.offset_bytes
+                progress(read_bytes, bytes_before[-1], tokens_before + unit.tokens)
     _check_skipped(state, unit, 1 if state.documents + unit.documents else 0)
     return unit.finish(state, len(corpus.paths), 0)
 
 
 def _check_skipped(state: _State, unit: "_Unit", most: int) -> None:
-    """Refuse more rows without text than SKIPPED_SHARE of all so far, where there are more than `most`."""
-    skipped, documents = state.skipped + unit.skipped, state.documents + unit.documents
-    if unit.wrong and skipped > max(most, SKIPPED_SHARE * (skipped + documents)):
+    """Refuse more rows without text than `most` and SKIPPED_SHARE of all so far."""
+    skipped = state.skipped + unit.skipped
+    rows = skipped + state.documents + unit.documents
+    if unit.wrong and skipped > max(most, SKIPPED_SHARE * rows):
+        most_share = f"at most {SKIPPED_SHARE:.0%} may be left out"
         raise DataError(
-            f"{skipped:,} of the first {skipped + documents:,} rows hold no text, and {SKIPPED_SHARE:.0%} may be"
-            f" left out; the last: {unit.wrong}"
+            f"{skipped:,} of the first {rows:,} rows hold no text, {most_share}; the last: {unit.wrong}"
         )
 
 
@@ -333,9 +312,7 @@ class _Unit:
 
     def finish(self, state: _State, file: int, document: int) -> _State:
         """Give the shards their names and record them; only then are they part of the folder."""
-        new = {
-            split: writer.finish(f"{split}-{state.units:05d}.bin") for split, writer in self._writers.items()
-        }
+        new = {s: writer.finish(f"{s}-{state.units:05d}.bin") for s, writer in self._writers.items()}
         sync_path(self._out)
         state = replace(
             state,
@@ -368,7 +345,7 @@ class _ShardWriter:
         self._max_id = max(self._max_id, int(document.tokens.max()))
 
     def finish(self, name: str) -> tuple[Shard, ...]:
-        """The shard, durable and under its name; none where the unit had no document of this split."""
+        """The shard, durable and under its name; none if the unit had no document of this split."""
         with self._file:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -376,17 +353,13 @@ class _ShardWriter:
             self._path.unlink()
             return ()
         os.replace(self._path, self._path.with_name(name))
-        return (
-            Shard(
-                name, self._tokens, self._documents, self._bytes_of_text, self._max_id, self._hash.hexdigest()
-            ),
-        )
+        counts = (self._tokens, self._documents, self._bytes_of_text, self._max_id)
+        return (Shard(name, *counts, self._hash.hexdigest()),)
 
 
 @contextlib.contextmanager
 def _one_thread_a_call() -> Iterator[None]:
-    """Keep the tokenizer's own thread pool out of it: the workers are the parallelism, and as many as were
-    asked for."""
+    """Switch off the tokenizer's own thread pool: the workers are the parallelism."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"

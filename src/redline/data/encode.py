@@ -1,5 +1,4 @@
-"""Documents of many files to tokens, in order, on several threads, from any position on: shared by `build`
-and `stream`.
+"""Documents of many files as tokens, in order, on several threads, from any position: for `build` and `stream`.
 
 Memory is bounded by the batches in flight, so it does not grow with the corpus.
 """
@@ -7,7 +6,7 @@ Memory is bounded by the batches in flight, so it does not grow with the corpus.
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +14,9 @@ import numpy as np
 from redline.data.read import Row, Split, scan, split_of
 from redline.data.tokenizer import Tokenizer
 
+NOTHING = np.empty(0, dtype=np.uint16)
 BATCH_BYTES = 256 * 1024
-"""Text that a thread encodes at once; an encoding takes some 50 times the memory of its text until it is
-reduced to ids."""
+"""Text in a batch; until it is reduced to ids, an encoding takes some 50 times the memory of its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,27 +30,25 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A document's tokens with the end-of-text token, and where it lies. A row that holds no text has no token."""
+    """A document and its place. `_texts` makes it with no tokens yet; a row that holds no text never has any."""
 
-    tokens: np.ndarray
-    split: Split
-    wrong: str
-    """Why the row holds no text; empty: it does."""
-    bytes_of_text: int
-    file: int
-    number: int
-    """Its place in the file, counted from 0."""
-    offset_bytes: int
-    """Bytes of the file read to get it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Text:
     row: Row
     split: Split
     bytes_of_text: int
     file: int
     number: int
+    """Its place in the file, counted from 0."""
+    tokens: np.ndarray
+    """With the end-of-text token."""
+
+    @property
+    def wrong(self) -> str:
+        """Why the row holds no text; empty if it does."""
+        return self.row.wrong
+
+    @property
+    def offset_bytes(self) -> int:
+        return self.row.offset_bytes
 
 
 def encoded(
@@ -63,8 +60,8 @@ def encoded(
     document: int = 0,
     workers: int = 1,
 ) -> Generator[Document, None, None]:
-    """The documents of the given splits, and the rows that hold no text, from the given one on. Close the
-    generator to stop its threads."""
+    """The documents of the given splits, and the rows without text, from a position on. Close the generator to stop
+    its threads."""
     in_flight: deque[Future[list[Document]]] = deque()
     with ThreadPoolExecutor(workers, thread_name_prefix="encode") as pool:
         try:
@@ -80,18 +77,18 @@ def encoded(
 
 def _texts(
     corpus: Corpus, splits: tuple[Split, ...], first_file: int, first_document: int
-) -> Iterator[_Text]:
+) -> Iterator[Document]:
     for file in range(first_file, len(corpus.paths)):
         skip = first_document if file == first_file else 0
         for number, row in enumerate(scan(corpus.paths[file], corpus.text_field, skip), start=skip):
             utf8 = row.text.encode()
             split = split_of(utf8, corpus.valid_fraction)
             if split in splits or row.wrong:
-                yield _Text(row, split, len(utf8), file, number)
+                yield Document(row, split, len(utf8), file, number, NOTHING)
 
 
-def _batches(texts: Iterator[_Text]) -> Iterator[list[_Text]]:
-    batch: list[_Text] = []
+def _batches(texts: Iterator[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
     size_bytes = 0
     for text in texts:
         batch.append(text)
@@ -103,17 +100,7 @@ def _batches(texts: Iterator[_Text]) -> Iterator[list[_Text]]:
         yield batch
 
 
-def _encode(batch: list[_Text], tokenizer: Tokenizer) -> list[Document]:
+def _encode(batch: list[Document], tokenizer: Tokenizer) -> list[Document]:
     tokens = tokenizer.encode_documents([each.row.text for each in batch])
-    return [
-        Document(
-            ids[:0] if each.row.wrong else ids,
-            each.split,
-            each.row.wrong,
-            each.bytes_of_text,
-            each.file,
-            each.number,
-            each.row.offset_bytes,
-        )
-        for each, ids in zip(batch, tokens, strict=True)
-    ]
+    pairs = zip(batch, tokens, strict=True)
+    return [each if each.wrong else replace(each, tokens=ids) for each, ids in pairs]

@@ -6,11 +6,11 @@ A row is one of
 - {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}
 - {"prompt": ..., "completion": ...}; `instruction`, `question` or `input` may stand for the prompt, `response`,
   `output` or `answer` for the completion
-- [question, answer], or [question, answer, reasoning] as `redline rft export` writes them: the reasoning, which
-  holds the answer, is what is learnt
+- [question, answer], or [question, answer, reasoning] as `redline rft export` writes them: what is learned is the
+  reasoning, which holds the answer
 
-Every row becomes messages; each message of the assistant is an example with all that stands before it. A row that
-is none of these is counted and left out; too many of them are an error.
+Every row becomes messages; each message of the assistant is an example with everything before it. Other rows are
+counted and left out; too many of them are an error.
 """
 
 import gzip
@@ -30,7 +30,7 @@ Message = dict[str, str]
 PROMPTS = ("prompt", "instruction", "question", "input")
 COMPLETIONS = ("completion", "response", "output", "answer")
 LEFT_OUT_SHARE = 0.01
-"""Rows that may be left out; where there are more, the file is probably something else."""
+"""Rows that may be left out; with more, the file is probably something else."""
 SUFFIXES = (".json", ".jsonl", ".jsonl.gz", ".jsonl.xz", ".parquet")
 
 
@@ -69,15 +69,13 @@ def read_chats(path: Path) -> Chats:
             except ValueError as error:
                 left_out, fault = left_out + 1, fault or f"{file}, row {number}: {error}"
     if not rows or left_out > max(1, LEFT_OUT_SHARE * (len(rows) + left_out)):
-        raise DataError(
-            f"{path}: {left_out} of {left_out + len(rows)} rows are no examples; the first: {fault or 'no rows'}."
-            " docs/finetune.md shows the forms"
-        )
+        wrong = f"{left_out} of {left_out + len(rows)} rows are not examples; the first: {fault or 'no rows'}"
+        raise DataError(f"{path}: {wrong}. docs/finetune.md shows the forms")
     return Chats(rows, left_out, fault)
 
 
 def _rows(path: Path) -> Iterator[Any]:
-    """The rows of one file; a line that is no JSON comes as the error it gave."""
+    """The rows of one file; for a line that is not JSON, the error."""
     if path.suffix == ".parquet":
         parquet = need("pyarrow.parquet", extra="parquet")
         try:
@@ -122,17 +120,14 @@ def _examples(row: Any) -> list[list[Message]]:
     """The examples of one row; ValueError says what is wrong with it."""
     if isinstance(row, Exception):
         raise ValueError(f"not JSON ({row})")
-    if (
-        isinstance(row, list)
-        and len(row) in (2, 3)
-        and all(isinstance(part, str | int | float) for part in row)
-    ):
+    plain = isinstance(row, list) and all(isinstance(part, str | int | float) for part in row)
+    if plain and len(row) in (2, 3):
         return [[_message("user", row[0]), _message("assistant", row[-1])]]
     if isinstance(row, dict) and isinstance(row.get("messages"), list):
         messages = [_message(m.get("role"), m.get("content")) for m in row["messages"] if isinstance(m, dict)]
         ends = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not ends or ends[0] == 0:
-            raise ValueError("messages must have one of the assistant's, and something before it")
+            raise ValueError("messages need one from the assistant, with something before it")
         return [messages[: end + 1] for end in ends]
     if isinstance(row, dict):
         prompt = next((row[name] for name in PROMPTS if row.get(name)), None)

@@ -1,11 +1,8 @@
 """Batches for training and validation, prepared by threads while the GPU computes.
 
-    loader = Loader(dataset, batch_size=512, seq_len=1024, seed=0, rank=rank, world_size=world_size, position=checkpoint.position)
-    batch = loader.next()                # this rank's slice; batch.position is where the next one starts
-
-The batch of a step is the same on any number of processes: rank r takes rows [r * B / W, (r + 1) * B / W) of
-it. Threads, not processes, because reading a batch is copying from a memory map, which releases the GIL on
-page faults. B: batch, T: sequence.
+The batch of a step is the same on any number of processes: rank r takes rows [r * B / W, (r + 1) * B / W) of it.
+Threads, not processes, because reading a batch copies from a memory map, which releases the GIL on page faults.
+B: batch, T: sequence.
 """
 
 import time
@@ -31,7 +28,7 @@ class Batch:
     inputs_BT: torch.Tensor
     targets_BT: torch.Tensor
     position: Position
-    """Where the next batch starts: what a checkpoint after this batch must hold."""
+    """Where the next batch starts; a checkpoint after this batch holds it."""
 
     @property
     def rows(self) -> int:
@@ -43,13 +40,12 @@ class Batch:
 
     @property
     def targets(self) -> int:
-        """Those that count in the loss."""
+        """Targets that count in the loss."""
         return int((self.targets_BT != IGNORED).sum())
 
 
 class Loader:
-    """Prepares batches ahead; `next` gives them in order. A failed read is raised by the `next` that would
-    have returned it."""
+    """Prepares batches ahead; `next` returns them in order, or raises the error of a failed read."""
 
     def __init__(
         self,
@@ -66,23 +62,20 @@ class Loader:
         pin_memory: bool = False,
     ) -> None:
         if batch_size % world_size:
-            raise ConfigError(
-                f"train.batch_size ({batch_size}) must be a multiple of the number of processes"
-                f" ({world_size})"
-            )
+            processes = f"the number of processes ({world_size})"
+            raise ConfigError(f"train.batch_size ({batch_size}) must be a multiple of {processes}")
         self.waited_s = 0.0
-        """Time that `next` spent waiting, over the loader's life."""
+        """Time that `next` has spent waiting."""
         self._batch_size = batch_size
         share = batch_size // world_size
         self._rows = slice(rank * share, (rank + 1) * share)
         self._pin = pin_memory and torch.cuda.is_available()
         self._order = source.order(seq_len=seq_len, seed=seed, position=position, threads=threads)
-        # A stream has one place from which it reads, so its jobs run one after another and its threads
-        # tokenise.
+        # A stream reads from one place, so its jobs run one after another and its threads tokenise.
         self._pool = ThreadPoolExecutor(
             1 if isinstance(source, TokenStream) else threads,
             thread_name_prefix="loader",
-            # A new thread starts on device 0; pinning from there would open a context on it in every process.
+            # A new thread starts on device 0; pinning there would open a context on it in every process.
             initializer=partial(torch.cuda.set_device, torch.cuda.current_device()) if self._pin else None,
         )
         self._ahead: deque[Future[Batch]] = deque()
@@ -100,7 +93,7 @@ class Loader:
         return batch
 
     def close(self) -> None:
-        """Stop preparing batches; returns when the threads have ended."""
+        """Stop preparing batches and wait for the threads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _submit(self) -> None:
@@ -123,17 +116,16 @@ def valid_batches(
     rank: int = 0,
     world_size: int = 1,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The first `sequences` windows, or all there are, each on one rank: inputs and targets of at most
-    `micro_batch` rows.
+    """The first `sequences` windows, or all there are, each on one rank: inputs and targets of at most `micro_batch`
+    rows.
 
-    Every rank gives as many batches of as many rows, because a sharded model must run forward on all ranks at
-    once: where the windows do not divide evenly, a rank ends with a row whose targets are all IGNORED. Call
-    `dataset.need_window` at start.
-    """
+    Every rank gives the same number of batches and rows, because a sharded model must run forward on all ranks
+    together: if the windows do not divide evenly, a rank ends with a row whose targets are all IGNORED. Call
+    `dataset.need_window` first."""
     count = min(sequences, dataset.windows(seq_len))
     share = -(-count // world_size)
     for first in range(0, share, micro_batch):
-        # Dealt like cards, so that no rank is more than one window short.
+        # dealt like cards, so that no rank is more than one window short
         indices = np.arange(first, min(first + micro_batch, share)) * world_size + rank
         inputs_BT, targets_BT = _shift(dataset.read_windows(np.minimum(indices, count - 1), seq_len))
         targets_BT[torch.from_numpy(indices >= count)] = IGNORED

@@ -1,9 +1,8 @@
 """Documents from disk: text, Markdown, JSONL (plain, .gz, .xz), Parquet, or a folder that mixes them.
 
-`find_sources` turns the names of sources into files in a fixed order; `documents` yields the texts of one
-file, and `scan` every row of it, one that has no text as the reason why. Memory is bounded by the longest
-document, not by the file. `split_of` decides which split a document belongs to. Left out: cleaning, filtering
-and deduplication of text.
+`find_sources` turns source names into files in a fixed order; `documents` yields the texts of a file, `scan` all of
+its rows, including why a row has no text. Memory is bounded by the longest document, not by the file. `split_of`
+decides the split of a document. Left out: cleaning, filtering and deduplication.
 """
 
 import codecs
@@ -26,8 +25,8 @@ SPLITS: tuple[Split, ...] = ("train", "valid")
 
 SHIPPED = {"tinyshakespeare": Path(__file__).parent / "corpora" / "tinyshakespeare.txt"}
 
-# A text file has no rows, so it is cut into documents: memory stays constant, and a file of a megabyte still
-# has enough of them (68 in tinyshakespeare; pieces of 64 KiB would give 17) for a hash to hold some out.
+# A text file has no rows, so it is cut into documents: memory stays constant, and a file of a megabyte still has
+# enough of them (68 in tinyshakespeare; pieces of 64 KiB would give 17) for a hash to hold some out.
 PIECE_BYTES = 16 * 1024
 LONGEST_PIECE_BYTES = 4 * PIECE_BYTES
 
@@ -38,18 +37,17 @@ class Row:
 
     text: str
     offset_bytes: int
-    """Bytes of the (perhaps compressed) file that were read to get it."""
+    """Bytes of the (perhaps compressed) file read up to it."""
     wrong: str = ""
-    """Why it holds no text; empty: it does."""
+    """Why it holds no text; empty if it does."""
 
 
 def find_sources(*sources: str) -> list[Path]:
-    """The files that the sources name: shipped corpora, files, or every readable file under a folder, in sorted
-    order."""
+    """The files that the sources name: shipped corpora, files, or all files under a folder, sorted."""
     files = [file for source in sources for file in _files(source)]
     for file, count in Counter(os.path.abspath(file) for file in files).items():
         if count > 1:
-            raise DataError(f"{file} is named {count} times by the sources: name every file once")
+            raise DataError(f"the sources name {file} {count} times: name every file once")
     return files
 
 
@@ -57,12 +55,13 @@ def _files(source: str) -> list[Path]:
     if (path := find_source(source)).is_dir():
         return files_under(path, tuple(_FORMATS), "file that can be read as a corpus")
     if not path.name.endswith(tuple(_FORMATS)):
-        raise DataError(f"{path} cannot be read as a corpus: the name must end in one of {_known()}")
+        known = ", ".join(_FORMATS)
+        raise DataError(f"{path} cannot be read as a corpus: the name must end in one of {known}")
     return [path]
 
 
 def find_source(source: str) -> Path:
-    """Where the source lies, which may also be a folder of ours; an error where there is none."""
+    """The path of the source, which may also be a data folder; an error if it does not exist."""
     path = SHIPPED.get(source) or Path(os.path.expanduser(source))
     try:
         if path.is_dir() or path.exists():
@@ -70,14 +69,14 @@ def find_source(source: str) -> Path:
     except OSError as error:
         raise DataError(f"the corpus {source!r:.100} cannot be read: {error.strerror}") from error
     raise DataError(
-        f"no such corpus: {source}; give text files, a folder made by `redline data build` "
-        f"(in a recipe: --set data.source=...), or the name of a shipped one ({', '.join(SHIPPED)})"
+        f"no such corpus: {source}; give text files, a folder made by `redline data build` (in a recipe: --set"
+        f" data.source=...), or the name of a shipped one ({', '.join(SHIPPED)})"
     )
 
 
 def files_under(folder: Path, suffixes: tuple[str, ...], what: str) -> list[Path]:
-    """Every file with one of these endings in sorted order, but for hidden ones; a folder that cannot be read is an
-    error, because a corpus without it is another corpus."""
+    """Every file with one of these endings, sorted, except hidden ones. A folder that cannot be read is an error:
+    without it, it would be another corpus."""
 
     def refuse(error: OSError) -> None:
         raise DataError(
@@ -91,7 +90,7 @@ def files_under(folder: Path, suffixes: tuple[str, ...], what: str) -> list[Path
     if not files:
         raise DataError(f"{folder} holds no {what}; it needs one of {', '.join(suffixes)}")
     if odd := [file for file in files if not file.is_file()]:
-        raise DataError(f"{odd[0]} is no file that can be read (a pipe, or a link to nothing): move it away")
+        raise DataError(f"{odd[0]} is not a readable file (a pipe, or a link to nothing): move it away")
     return sorted(files)
 
 
@@ -106,29 +105,22 @@ def scan(path: Path, text_field: str, skip: int = 0) -> Iterator[Row]:
     try:
         yield from read(path, text_field, skip)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise DataError(
-            f"{path} cannot be read: {error}; the file may be truncated or not what its name says"
-        ) from error
+        why = f"{error}; the file may be truncated or not what its name says"
+        raise DataError(f"{path} cannot be read: {why}") from error
 
 
 def split_of(text: bytes, valid_fraction: float) -> Split:
-    """The split of a document. It hangs on the text alone, so order, files and repeats cannot move a document
-    across."""
+    """The split of a document. It depends only on the text, so order, files and repeats cannot move it."""
     return "valid" if int.from_bytes(hashlib.sha256(text).digest()[:8]) < valid_fraction * 2**64 else "train"
 
 
-def _known() -> str:
-    return ", ".join(_FORMATS)
-
-
 def _read_text(path: Path, text_field: str, skip: int) -> Iterator[Row]:
-    """Pieces that end at a blank line, or at LONGEST_PIECE_BYTES where no blank line comes; joined they are
-    the file."""
+    """Pieces that end at a blank line, or after LONGEST_PIECE_BYTES without one; joined they are the file."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     piece: list[str] = []
     size_bytes = pieces = line_number = 0
     with open(path, "rb") as file:
-        # The limit serves files without line ends; the decoder keeps a character that it cuts in two.
+        # The limit is for files without line ends; the decoder keeps a character that it cuts in two.
         while line := file.readline(LONGEST_PIECE_BYTES):
             line_number += 1
             try:
@@ -199,10 +191,8 @@ def _read_parquet(path: Path, text_field: str, skip: int) -> Iterator[Row]:
     try:
         with parquet.ParquetFile(path) as file:
             if text_field not in file.schema_arrow.names:
-                raise DataError(
-                    f"{path}: no column '{text_field}'; it has {', '.join(file.schema_arrow.names)}: set"
-                    " text_field"
-                )
+                names = ", ".join(file.schema_arrow.names)
+                raise DataError(f"{path}: no column '{text_field}'; it has {names}: set text_field")
             row = 0
             for group in range(file.metadata.num_row_groups):
                 group_rows = file.metadata.row_group(group).num_rows

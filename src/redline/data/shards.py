@@ -1,15 +1,11 @@
 """Token shards: what `redline data build` leaves on disk, and how training reads it.
 
-A data folder holds `manifest.json`, `tokenizer.json` and per split `train-00000.bin`, `valid-00000.bin`, ...:
-bare little-endian token ids, whole documents, the end-of-text token after each. A split is the concatenation
-of its shards; training reads windows of `seq_len` tokens and one more (the last target) from it, so a shard's
-border is nothing that a model sees.
+A data folder holds `manifest.json`, `tokenizer.json` and per split `train-00000.bin`, `valid-00000.bin`, ...: bare
+little-endian token ids, whole documents, each followed by the end-of-text token. A split is the concatenation of its
+shards; training reads windows of `seq_len` tokens and one more (the last target) across shard borders.
 
     dataset = TokenDataset.open(folder, "train")
     tokens = dataset.read_windows(np.array([0, 7]), seq_len=1024)        # (2, 1025), int64
-
-Left out: writing shards (`build`), and the order in which windows are read in training other than
-`ShuffledWindows`.
 """
 
 import hashlib
@@ -36,12 +32,12 @@ FORMAT = 1
 Position = dict[str, int]
 """Where the next batch starts; goes into a checkpoint as JSON."""
 Job = Callable[[], tuple[np.ndarray, Position]]
-"""Prepares a batch, perhaps in another thread: the rows, and the position after them."""
+"""Prepares a batch, perhaps in another thread: its rows, and the position after them."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file that the shards were made from, as it was then."""
+    """A source file of the shards, as it was then."""
 
     path: str
     bytes: int
@@ -50,13 +46,13 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Everything that decides the content of a data folder; equal inputs give equal bytes."""
+    """Everything that determines a data folder; equal inputs give equal bytes."""
 
     sources: tuple[SourceFile, ...]
     tokenizer: str
-    """`bpe`, or the fingerprint of the tokenizer that was given."""
+    """`bpe`, or the fingerprint of the given tokenizer."""
     vocab_size: int | None
-    """Size of the BPE to train; none when a tokenizer was given."""
+    """Size of the BPE to train; None if a tokenizer is given."""
     text_field: str
     valid_fraction: float
     shard_tokens: int
@@ -81,7 +77,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of `manifest.json`. It is written last: a folder that has one is complete."""
+    """`manifest.json`. It is written last: a folder that has one is complete."""
 
     format: int
     inputs: Inputs
@@ -92,21 +88,19 @@ class Manifest:
     train: tuple[Shard, ...]
     valid: tuple[Shard, ...]
     skipped: int = 0
-    """Rows that hold no text and were left out."""
+    """Rows without text, left out."""
 
     @classmethod
     def load(cls, folder: Path) -> Self:
         path = folder / "manifest.json"
         if not path.exists():
             raise DataError(
-                f"{folder} is no data folder: it has no {path.name}; make one with redline data build"
+                f"{folder} is not a data folder (no {path.name}): make one with redline data build"
             )
         manifest = read_table(cls, path)
         if manifest.format != FORMAT:
-            raise DataError(
-                f"{path} is not of format {FORMAT}, which this version reads: remove {folder} and build it"
-                " again"
-            )
+            wrong = f"{path} has format {manifest.format} and this version reads {FORMAT}"
+            raise DataError(f"{wrong}: remove {folder} and build it again")
         return manifest
 
     def to_json(self) -> str:
@@ -131,16 +125,14 @@ def check_vocab(tokenizer_vocab_size: int, model_vocab_size: int) -> None:
 
 
 def check_tokenizer(folder: Path, manifest: Manifest) -> None:
-    """Refuse a data folder whose tokenizer.json is not the one that its tokens were made with."""
+    """Refuse a data folder whose tokenizer.json did not make its tokens."""
     if load_tokenizer(folder).fingerprint != manifest.tokenizer:
-        raise DataError(
-            f"{folder / 'tokenizer.json'} is not the tokenizer that the shards were made with: put that one back,"
-            f" or remove {folder} and build it again"
-        )
+        wrong = f"{folder / 'tokenizer.json'} is not the tokenizer that made the shards"
+        raise DataError(f"{wrong}: put that one back, or remove {folder} and build it again")
 
 
 def read_table(kind: type[T], path: Path) -> T:
-    """A dataclass from a JSON file that has exactly its fields and their types."""
+    """A dataclass from a JSON file with exactly its fields and types."""
     try:
         return build(kind, read_json(path, dict), where="its content")
     except ConfigError as error:
@@ -160,23 +152,20 @@ class TokenDataset:
 
     @classmethod
     def open(cls, folder: str | Path, split: Split, *, verify: bool = False) -> Self:
-        """Map the shards of a data folder. Sizes and ids are always checked, hashes (a full read) when
-        `verify`."""
+        """Map the shards of a data folder. Sizes and ids are always checked, hashes (a full read) if `verify`."""
         folder = Path(folder)
         manifest = Manifest.load(folder)
         shards = manifest.shards(split)
         arrays = [_map(folder / shard.name, shard, manifest, verify) for shard in shards]
-        bytes_of_text = sum(shard.bytes_of_text for shard in shards)
-        return cls(
-            f"{split} split of {folder}", arrays, vocab_size=manifest.vocab_size, bytes_of_text=bytes_of_text
-        )
+        size, name = sum(shard.bytes_of_text for shard in shards), f"{split} split of {folder}"
+        return cls(name, arrays, vocab_size=manifest.vocab_size, bytes_of_text=size)
 
     def check_vocab(self, model_vocab_size: int) -> None:
         check_vocab(self.vocab_size, model_vocab_size)
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of text behind a token, by which nats per token become bits per byte."""
+        """Bytes of text per token: turns nats per token into bits per byte."""
         return self.bytes_of_text / self.tokens
 
     def windows(self, seq_len: int) -> int:
@@ -184,12 +173,10 @@ class TokenDataset:
         return max(0, self.tokens - 1) // seq_len
 
     def need_window(self, seq_len: int, or_else: str = "give more text, or a smaller data.seq_len") -> None:
-        """Refuse a split too short for a single sequence; to be called at start, not at the first
-        validation."""
+        """Refuse a split too short for a single sequence; call it at the start, not at the first validation."""
         if not self.windows(seq_len):
-            raise DataError(
-                f"{self.name} has {self.tokens} tokens and one sequence needs {seq_len + 1}: {or_else}"
-            )
+            short = f"{self.name} has {self.tokens} tokens and one sequence needs {seq_len + 1}"
+            raise DataError(f"{short}: {or_else}")
 
     def read_windows(self, indices: np.ndarray, seq_len: int) -> np.ndarray:
         """The windows as (len(indices), seq_len + 1) int64; window i starts at token i * seq_len."""
@@ -205,16 +192,14 @@ class TokenDataset:
                 filled += len(part)
                 shard += 1
         if rows.size and (highest := int(rows.max())) >= self.vocab_size:
-            raise DataError(
-                f"{self.name} holds token {highest}, beyond the vocabulary of {self.vocab_size}: build it"
-                " again"
-            )
+            beyond = f"token {highest}, beyond the vocabulary of {self.vocab_size}"
+            raise DataError(f"{self.name} holds {beyond}: build it again")
         return rows
 
     def order(
         self, *, seq_len: int, seed: int, position: Position | None, threads: int = 1
     ) -> "ShuffledWindows":
-        del threads  # reading needs none of its own; the loader's run its jobs
+        del threads  # the loader's threads read
         return ShuffledWindows(self, seq_len=seq_len, seed=seed, position=position)
 
 
@@ -234,18 +219,15 @@ def _map(path: Path, shard: Shard, manifest: Manifest, verify: bool) -> np.ndarr
         if wrong is None:
             return np.memmap(path, dtype=dtype, mode="r")
     except OSError as error:
-        raise DataError(
-            f"shard {path} cannot be read ({error}): remove {path.parent} and build it again"
-        ) from error
+        wrong = f"cannot be read ({error})"
     raise DataError(f"shard {path} {wrong}: remove {path.parent} and build it again")
 
 
 class ShuffledWindows:
-    """The order of training: in each epoch a seeded permutation of all windows, none skipped, none twice.
+    """The order of training: in each epoch a seeded permutation of all windows, each exactly once.
 
-    The n-th sequence of a run depends on n and the seed alone, so the position is one number and a batch is
-    the same on any number of processes. A batch may span epochs.
-    """
+    The n-th sequence of a run depends only on n and the seed, so the position is one number and a batch is the same
+    on any number of processes. A batch may span epochs."""
 
     def __init__(self, dataset: TokenDataset, *, seq_len: int, seed: int, position: Position | None) -> None:
         dataset.need_window(seq_len)
@@ -258,7 +240,7 @@ class ShuffledWindows:
         self._lock = threading.Lock()
 
     def claim(self, count: int, rows: slice) -> Job:
-        """Move past the next `count` sequences; the job reads those of them that `rows` selects."""
+        """Move past the next `count` sequences; the job reads those that `rows` selects."""
         sequences = np.arange(self._next, self._next + count)[rows]
         self._next += count
         return partial(self._read, sequences, {"sequence": self._next})
@@ -272,13 +254,11 @@ class ShuffledWindows:
         return self._dataset.read_windows(indices, self._seq_len), position_after
 
     def _permutation(self, epoch: int) -> np.ndarray:
-        """Sorting raw draws, because numpy promises those for ever, and `Generator.permutation` for one
-        version only."""
+        """Sorts raw draws, which numpy keeps stable for ever; `Generator.permutation` may change with a version."""
         with self._lock:
             if epoch not in self._epochs:
                 draws = np.random.PCG64([self._seed, epoch]).random_raw(self._windows)
+                dtype = np.uint32 if self._windows < 2**32 else np.uint64
                 self._epochs = {e: p for e, p in self._epochs.items() if e == epoch - 1}
-                self._epochs[epoch] = np.argsort(draws, kind="stable").astype(
-                    np.uint32 if self._windows < 2**32 else np.uint64
-                )
+                self._epochs[epoch] = np.argsort(draws, kind="stable").astype(dtype)
             return self._epochs[epoch]

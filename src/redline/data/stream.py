@@ -1,15 +1,14 @@
 """Streaming: tokenise while training, without shards (`data.stream = true`).
 
-The stream gives the windows that the shards would give, unshuffled: the same split, the same tokens, the same
-cuts, epoch after epoch. Its position (epoch, file, document in the file, token in the document) is where the
-next window starts; resuming skips to that document and tokenises on.
+The stream gives the windows of the shards, unshuffled, epoch after epoch. Its position (epoch, file, document in the
+file, token in the document) is where the next window starts; resuming skips to that document.
 
     stream = TokenStream(data, tokenizer)               # the training split, for the loader
-    valid = stream.head("valid", tokens=65_537)         # the first validation tokens, held in memory
+    valid = stream.head("valid", tokens=65_537)         # the first validation tokens, in memory
 
-What it costs: no shuffling beyond the order of the files; every process reads and tokenises the whole stream
-and keeps its slice of each batch; a resumed run reads the current file again up to its position. Build shards
-when a text is read more than once.
+What it costs: no shuffling beyond the order of the files; every process tokenises the whole stream and keeps its slice
+of each batch; a resumed run reads the current file again up to its position. Build shards to read a text more than
+once.
 """
 
 from collections import deque
@@ -26,8 +25,7 @@ from redline.errors import DataError
 
 
 class TokenStream:
-    """A corpus that is tokenised as it is read. Reading starts with `order` or `head`, each from the
-    beginning."""
+    """A corpus that is tokenised as it is read, from the beginning by `order` and `head`."""
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer) -> None:
         self.name = f"the stream of {data.source}"
@@ -41,8 +39,7 @@ class TokenStream:
         return StreamedWindows(self, seq_len=seq_len, position=position, threads=threads)
 
     def head(self, split: Split, *, tokens: int) -> TokenDataset:
-        """The first documents of a split, at least `tokens` tokens where there are as many, as a data set in
-        memory."""
+        """The first documents of a split, with at least `tokens` tokens if it has as many, in memory."""
         arrays: list[np.ndarray] = []
         bytes_of_text = found = 0
         for document in encoded(self.corpus, self.tokenizer, splits=(split,)):
@@ -57,8 +54,8 @@ class TokenStream:
 
 
 class StreamedWindows:
-    """Windows of seq_len + 1 tokens with a stride of seq_len over the training split. Jobs must run one at a
-    time, in order."""
+    """Windows of seq_len + 1 tokens with a stride of seq_len over the training split. Jobs must run one at a time, in
+    order."""
 
     def __init__(self, stream: TokenStream, *, seq_len: int, position: Position | None, threads: int) -> None:
         start = position or {"epoch": 0, "file": 0, "document": 0, "token": 0}
@@ -90,10 +87,9 @@ class StreamedWindows:
     def _window(self) -> np.ndarray:
         while not self._fill():
             if not self._windows_since_start and self._start == (0, 0) and not self._offset:
-                raise DataError(
-                    f"{self._stream.name} has {self._held} training tokens and one sequence needs"
-                    f" {self._seq_len + 1}: give more text, or a smaller data.seq_len"
-                )
+                found = f"{self._stream.name} has {self._held} training tokens"
+                needed = f"one sequence needs {self._seq_len + 1}"
+                raise DataError(f"{found} and {needed}: give more text, or a smaller data.seq_len")
             self._epoch += 1
             self._buffer.clear()
             self._held = self._offset = 0
@@ -102,8 +98,7 @@ class StreamedWindows:
         return self._take()
 
     def _fill(self) -> bool:
-        """Read until a window is held; false at the end of the corpus, whose last tokens make no window (as
-        in the shards)."""
+        """Read until a window is held; false at the end of the corpus, whose last tokens make no window."""
         while self._held < self._seq_len + 1:
             document = next(self._documents, None)
             if document is None:
@@ -130,15 +125,14 @@ class StreamedWindows:
         return row
 
     def _position(self) -> Position:
-        """The window after this one starts with the last token of this one, so the buffer is never empty
-        here."""
+        """The next window starts with the last token of this one, so the buffer is never empty here."""
         head = self._buffer[0]
         return {"epoch": self._epoch, "file": head.file, "document": head.number, "token": self._offset}
 
 
 def _need_text(document: Document) -> None:
-    """Refuse a row without text: nobody counts those of a stream."""
+    """Refuse a row without text: a stream does not count them."""
     if document.wrong:
         raise DataError(
-            f"{document.wrong}; mend it, or build shards, which leave such rows out and count them"
+            f"{document.wrong}; fix it, or build shards, which count such rows and leave them out"
         )
