@@ -30,6 +30,7 @@ from redline.record.units import (
     format_share,
 )
 from redline.report.compare import comparable
+from redline.report.reinforcement import Compared, compared
 from redline.report.series import curves
 from redline.report.view import RunView, side_by_side, when
 
@@ -164,8 +165,13 @@ def _templates() -> jinja2.Environment:
         "bytes": format_bytes, "count": format_count, "duration": format_duration, "share": format_share,
         "limit_share": format_limit_share, "exact": exact, "when": when,
     }  # fmt: skip
-    environment.globals |= {"side_by_side": side_by_side}
+    environment.globals |= {"side_by_side": side_by_side, "judged": _judged}
     return environment
+
+
+def _judged(runs: list[RunView]) -> Compared | None:
+    """The second of two runs of reinforcement learning against the first."""
+    return compared(runs[0].run, runs[1].run) if len(runs) == 2 and all(run.rl for run in runs) else None
 
 
 def macros() -> Any:
