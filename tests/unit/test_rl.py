@@ -6,9 +6,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from rft_model import tiny_model
+from rft_model import planned, tiny_model
 from rl_model import letters_rl, run_rl
 
 from redline.config.rl import RlConfig
@@ -17,10 +18,13 @@ from redline.record.run import read_lines
 from redline.rl.algorithm import Columns, columns_of
 from redline.rl.grpo import Grpo, advantages, divergence, policy_loss
 from redline.rl.imitation import Imitation
+from redline.rl.ppo import Ppo, generalised_advantages, make_critic, value_loss
 from redline.rl.rollout import Rollouts, shaped_reward
 from redline.rl.samples import Group, Sample, Samples
 from redline.train.checkpoint import read_tensors
 from redline.train.places import resolve
+from redline.train.process import Process
+from redline.train.restore import open_weights
 
 RL = RlConfig(domains=("units",), clip_low=0.2, clip_high=0.28, importance_cap=2.0, max_new_tokens=100)
 
@@ -197,3 +201,89 @@ def test_a_run_that_was_killed_loses_and_repeats_no_answer(place, unbroken, tmp_
     assert training(tmp_path / "run") == training(unbroken)
     weights = [read_tensors(resolve(run), "model.") for run in (tmp_path / "run", unbroken)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
+# ---- PPO ----
+
+
+def test_generalised_advantages_are_the_naive_double_sum():
+    """A_t is the sum of 0.95^k over the errors of the value from t on."""
+    values = [0.2, 0.5, 0.4, 0.9]
+    errors = [0.5 - 0.2, 0.4 - 0.5, 0.9 - 0.4, 1.0 - 0.9]
+    expected = [sum(0.95**k * errors[t + k] for k in range(4 - t)) for t in range(4)]
+    found, returned = generalised_advantages(1.0, np.array(values))
+    assert found.tolist() == pytest.approx(expected)
+    assert returned.tolist() == pytest.approx([a + v for a, v in zip(expected, values, strict=True)])
+
+
+def test_the_value_loss_is_clipped_around_the_old_value():
+    zeros = torch.zeros(2)
+    given = Columns(sampled=zeros, advantage=zeros, value=torch.zeros(2), returned=torch.tensor([1.0, 0.1]))
+    # 0.5 stands for 0.2 at most: an error of 0.8, not 0.5; 0.1 is within the clip
+    found = value_loss(torch.tensor([0.5, 0.1]), given)
+    assert found.item() == pytest.approx(0.5 * 0.8**2)
+
+
+def test_the_critic_learns_what_answers_earn(place):
+    """Two answers to one prompt, which differ in their first token: after it the critic can tell them apart."""
+    recipe, plan, _ = planned(place, ["rl.algorithm=ppo", "rl.critic_lr=3e-3"])
+    critic = make_critic(
+        open_weights(Path(recipe.model.init_from)), recipe, plan, Process(0, 1, torch.device("cpu"))
+    )
+    assert recipe.rl is not None
+    asked = Group(1, "letters", 0, "q", (1, 2, 3), (answer(1.0), replace(answer(0.0), tokens=(5, 6, 7))))
+    rows = Ppo(recipe.rl).rows(asked, [1.0, 0.0])
+    for _ in range(60):
+        critic.expect([rows])
+        critic.improve([rows], 6.0)
+    critic.expect([rows])
+    assert rows[0].columns["value"][-1] > 0.8
+    assert rows[1].columns["value"][-1] < 0.2
+    whole = np.concatenate([row.columns["advantage"] for row in rows])
+    assert (float(whole.mean()), float(whole.std())) == pytest.approx((0.0, 1.0), abs=1e-5), "whitened"
+
+
+def test_ppo_that_was_killed_resumes_to_the_same_bits(place, tmp_path, monkeypatch):
+    ppo = ["rl.algorithm=ppo", "rl.critic_lr=3e-3", "train.steps=8", "rl.updates_per_rollout=2"]
+    run_rl(place, tmp_path / "whole", ppo)
+    lines = read_lines(tmp_path / "whole" / "metrics.jsonl")
+    assert all(line["skipped_groups"] == 0 for line in lines), "a critic learns from every group"
+    assert all(line["critic_loss"] >= 0 and line["critic_s"] > 0 for line in lines)
+    next_ = Rollouts.next
+
+    def broken(self: Rollouts) -> Any:
+        if self.done == 5:
+            raise KeyboardInterrupt
+        return next_(self)
+
+    monkeypatch.setattr(Rollouts, "next", broken)
+    with pytest.raises(KeyboardInterrupt):
+        run_rl(place, tmp_path / "run", ppo)
+    monkeypatch.undo()
+    run_rl(place, tmp_path / "run", ppo)
+    assert training(tmp_path / "run") == training(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["rl.algorithm=imitation"], ["lora.rank=2", "rl.kl=0.05"], ["rl.kl=0.05", "rl.updates_per_rollout=4"]],
+    ids=lambda overrides: overrides[0],
+)
+def test_every_way_to_learn_runs_and_is_recorded(place, tmp_path, overrides):
+    outcome = run_rl(place, tmp_path / "run", [*overrides, "train.steps=2", "rl.rows=8"])
+    assert outcome.why == "finished"
+    line = read_lines(tmp_path / "run" / "metrics.jsonl")[0]
+    if "rl.kl=0.05" in overrides:
+        assert line["reference_s"] > 0
+        assert line["kl"] >= 0
+    assert (tmp_path / "run" / ("adapter" if "lora.rank=2" in overrides else "model")).is_dir()
+
+
+def test_a_step_without_a_lesson_changes_nothing_and_says_so(place, tmp_path):
+    """All answers have two tokens, all that they may have, and answers that were cut are left out."""
+    run_rl(place, tmp_path / "run", ["rl.overlong=mask", "train.steps=1", "rl.refills=0"])
+    trained = read_tensors(resolve(tmp_path / "run"), "model.")
+    base = open_weights(place.parent / "model").loaded.weights
+    assert all(torch.equal(trained[name], base[name]) for name in trained)
+    events = read_lines(tmp_path / "run" / "events.jsonl")
+    assert [event["step"] for event in events if event["event"] == "nothing_to_learn"] == [1]

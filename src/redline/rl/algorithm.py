@@ -15,8 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from redline.model.attention.packed import Packing
 from redline.rl.samples import Group, Sample
-from redline.train.packing import Example
+from redline.train.packed import EMPTY
+from redline.train.packing import Example, exact, pack, unpack
 from redline.train.process import Process
 from redline.train.step import Numbers
 
@@ -75,6 +77,14 @@ def share_of(rows: Sequence[Row], process: Process) -> list[Row]:
     """The rows of this process: longest first in turn, so that all have about as many tokens."""
     ordered = sorted(rows, key=lambda row: -row.example.length)
     return ordered[process.rank :: process.world_size]
+
+
+def packed(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor, Packing]:
+    """The rows one after the other: tokens, targets, and where they begin. Without any, a token that counts for
+    nothing."""
+    examples = [row.example for row in rows]
+    shape = exact(examples) if examples else EMPTY
+    return unpack(torch.from_numpy(pack(examples, shape)).to(device), shape)
 
 
 def columns_of(rows: Sequence[Row], device: torch.device) -> Columns:

@@ -21,12 +21,11 @@ from redline.config.recipe import Recipe
 from redline.model.lora import lora_layers, without_adapters
 from redline.model.transformer import Transformer
 from redline.plan.predict import longest_row
-from redline.rl.algorithm import Algorithm, Row, columns_of, share_of
+from redline.rl.algorithm import Algorithm, Row, columns_of, packed, share_of
+from redline.rl.ppo import Critic
 from redline.rl.rollout import Rollout
 from redline.rl.speed import work_of
 from redline.train.optimizer import set_lr
-from redline.train.packed import EMPTY
-from redline.train.packing import exact, pack, unpack
 from redline.train.process import Process
 from redline.train.step import Learner, Numbers, Pass, Update, backpropagated, update
 
@@ -86,10 +85,7 @@ class Policies:
 
 def logprobs(model: Transformer, rows: Sequence[Row]) -> Tensor:
     """The log-probability of every answer token of the rows, one after the other."""
-    examples = [row.example for row in rows]
-    shape = exact(examples) if examples else EMPTY
-    words = torch.from_numpy(pack(examples, shape)).to(model.embed.weight.device)
-    tokens_1T, targets_1A, packing = unpack(words, shape)
+    tokens_1T, targets_1A, packing = packed(rows, model.embed.weight.device)
     losses_1A: Tensor = model(tokens_1T, targets_1A, packing=packing, reduction="none")
     return -losses_1A[0]
 
@@ -108,38 +104,57 @@ def _within(rows: Sequence[Row], budget: int) -> list[list[Row]]:
 
 
 class Updates:
-    """The executor: the updates of one rollout."""
+    """The executor: the updates of one rollout, the policy's and then the critic's."""
 
-    def __init__(self, learner: Learner, objective: Policies) -> None:
-        self.learner, self.objective = learner, objective
+    def __init__(self, learner: Learner, objective: Policies, critic: Critic | None = None) -> None:
+        self.learner, self.objective, self.critic = learner, objective, critic
+        if critic is not None:
+            critic.follow(learner)
 
     def take(self, batch: Rollout, *, targets: float, lr_factor: float) -> Update:
-        set_lr(self.learner.optimizers, lr_factor)
         if not targets:
             nothing = torch.zeros((), device=self.learner.process.device)
             return Update({"loss": nothing, "grad_norm": nothing})
+        set_lr(self.learner.optimizers, lr_factor)
         parts = self._parts(batch)
-        if len(parts) > 1 and not batch.parts_done:
-            self._remember(parts)
-        done: list[Update] = []
-        for rows in parts[batch.parts_done :]:
-            counted = float(sum(len(row.example.answer) for row in rows))
-            done.append(update(self.learner, self.objective.passes(self.learner, rows), targets=counted))
-            batch.parts_done += 1
-        names = done[0].numbers
-        return Update({name: torch.stack([one.numbers[name] for one in done]).mean() for name in names})
+        if not batch.prepared:
+            self._prepare(parts)
+            batch.prepared = True
+        # What was done before memory ran out is not done again.
+        for rows in parts[len(batch.updates) :]:
+            passes = self.objective.passes(self.learner, rows)
+            batch.updates.append(update(self.learner, passes, targets=_targets(rows)))
+        numbers = _mean(batch.updates)
+        if self.critic is not None:
+            set_lr(self.critic.learner.optimizers, lr_factor)
+            for rows in parts[len(batch.critic_updates) :]:
+                batch.critic_updates.append(self.critic.improve(self.objective.split(rows), _targets(rows)))
+            numbers |= {f"critic_{name}": value for name, value in _mean(batch.critic_updates).items()}
+        return Update(numbers)
 
     def _parts(self, batch: Rollout) -> list[list[Row]]:
         """The rows of each update, over all processes."""
         count = min(self.objective.rl.updates_per_rollout, len(batch.all_rows))
         return [batch.all_rows[part::count] for part in range(count)]
 
-    @torch.no_grad()
-    def _remember(self, parts: Sequence[Sequence[Row]]) -> None:
-        """Note the log-probabilities that this process's rows have before the first update."""
-        for part in (part for rows in parts for part in self.objective.split(rows)):
-            found = logprobs(self.learner.model, part).cpu().numpy()
-            ends = np.cumsum([len(row.example.answer) for row in part])
-            for row, own in zip(part, np.split(found, ends[:-1]) if part else (), strict=True):
-                row.columns["old"] = own
-        self.learner.mark("forward_s")
+    def _prepare(self, parts: Sequence[Sequence[Row]]) -> None:
+        """Note what this process's rows are before the first update: what the critic expects of them, and where
+        several updates follow their log-probabilities."""
+        if self.critic is not None:
+            self.critic.expect(part for rows in parts for part in self.objective.split(rows))
+        if len(parts) > 1:
+            with torch.no_grad():
+                for part in (part for rows in parts for part in self.objective.split(rows)):
+                    found = logprobs(self.learner.model, part).cpu().numpy()
+                    ends = np.cumsum([len(row.example.answer) for row in part])
+                    for row, own in zip(part, np.split(found, ends[:-1]) if part else (), strict=True):
+                        row.columns["old"] = own
+            self.learner.mark("forward_s")
+
+
+def _targets(rows: Sequence[Row]) -> float:
+    return float(sum(len(row.example.answer) for row in rows))
+
+
+def _mean(updates: Sequence[Update]) -> Numbers:
+    return {name: torch.stack([one.numbers[name] for one in updates]).mean() for name in updates[0].numbers}

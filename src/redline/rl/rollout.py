@@ -27,6 +27,7 @@ from redline.rl.domains import Domains
 from redline.rl.policy import Policy
 from redline.rl.samples import Group, Sample, Samples, from_bytes, to_bytes
 from redline.train.process import Process
+from redline.train.step import Update
 
 PENALISED = 0.2
 """Share of the longest answer over which the penalty for length rises from 0 to 1 (DAPO: 4,096 of 20,480)."""
@@ -43,8 +44,10 @@ class Rollout:
     all_rows: list[Row]
     own: list[Row]
     facts: dict[str, float]
-    parts_done: int = field(default=0)
-    """Updates already taken, when memory ran out in the next one."""
+    prepared: bool = False
+    updates: list[Update] = field(default_factory=list)
+    critic_updates: list[Update] = field(default_factory=list)
+    """Taken already, when memory ran out in the next one."""
 
     @property
     def rows(self) -> int:

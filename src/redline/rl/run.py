@@ -15,6 +15,7 @@ If it is killed, the same call resumes: a step whose answers are in its file is 
 import hashlib
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from redline.rl.grpo import Grpo
 from redline.rl.imitation import Imitation
 from redline.rl.objective import Policies, Updates
 from redline.rl.policy import Policy
+from redline.rl.ppo import Ppo, make_critic
 from redline.rl.rollout import Rollouts
 from redline.rl.samples import Samples
 from redline.rl.speed import make_derived
@@ -43,7 +45,7 @@ from redline.train.process import Process
 from redline.train.restore import Opened, open_weights
 from redline.train.step import Combination, Learner
 
-ALGORITHMS: dict[str, Callable[[RlConfig], Algorithm]] = {"grpo": Grpo, "imitation": Imitation}
+ALGORITHMS: dict[str, Callable[[RlConfig], Algorithm]] = {"grpo": Grpo, "ppo": Ppo, "imitation": Imitation}
 
 
 def reinforce(
@@ -87,6 +89,7 @@ def job_of(
     model = base.build(process.device, COMPUTE_DTYPE[plan.precision])
     prepare(model, recipe, process)
     equip(model, plan)
+    critic = make_critic(base, recipe, plan, process) if rl.algorithm == "ppo" else None
     reference = None
     if rl.kl > 0 and recipe.lora is None:
         reference = base.build(process.device, COMPUTE_DTYPE[plan.precision]).requires_grad_(False)
@@ -108,7 +111,8 @@ def job_of(
             domains, policy, algorithm, Samples(run), process, done=position or 0, event=event
         ),
         objective=Policies(algorithm, recipe, process, pass_size=plan.micro_batch, reference=reference),
-        executor=Updates,  # type: ignore[arg-type]  # it takes the objective above, and no other
+        executor=partial(Updates, critic=critic),
+        state=critic.state if critic is not None else {},
         data_fingerprint=_fingerprint(domains),
         run=run,
         folder=opened.folder if opened else None,
