@@ -436,7 +436,7 @@ OPTIONS = {
         "batch_size lr steps epochs max_hours rule optimizer muon_lr weight_decay beta1 beta2 eps schedule warmup_steps"
         " warmup_fraction decay_fraction min_lr_ratio orthogonality"
         " orthogonality_warmup_steps orthogonality_values clip_norm seed eval_every eval_sequences early_stop_evals"
-        " checkpoint_every keep_checkpoints"
+        " diagnose_every checkpoint_every keep_checkpoints"
     ),
     DfaConfig: "error feedback shared depth top_blocks",
     LoraConfig: "rank alpha targets",

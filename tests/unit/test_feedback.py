@@ -150,7 +150,7 @@ def test_the_gradients_are_those_of_a_slow_computation(config, depth, error, top
     assert abs(float(F.cosine_similarity(found[lowest].flatten(), true[lowest].flatten(), dim=0))) < 0.5
 
 
-def true_signals(model: Transformer, tokens: Tensor, targets: Tensor) -> list[Tensor]:
+def true_signals(model: Transformer, tokens: Tensor, targets: Tensor, weight: float = WEIGHT) -> list[Tensor]:
     """The loss's gradient at the embedding's output and at every block's, by back-propagation."""
     seen: list[Tensor] = []
 
@@ -160,7 +160,7 @@ def true_signals(model: Transformer, tokens: Tensor, targets: Tensor) -> list[Te
             seen.append(block(seen[-1], attend))
         return model.norm(seen[-1])
 
-    loss = WEIGHT * model(tokens, targets, through=through)
+    loss = weight * model(tokens, targets, through=through)
     return list(torch.autograd.grad(loss, seen))
 
 

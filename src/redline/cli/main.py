@@ -50,6 +50,7 @@ GROUPS = {
         "verify": "prove that what a plan says is really on",
         "optimizations": "every optimisation: who claims what, and which apply",
         "ablate": "measure each optimisation on a recipe, claimed beside measured",
+        "okadfa": "kernel attention and feedback alignment, part by part",
         "bench": "measure speeds beside PyTorch, Transformers and PEFT",
     },
 }

@@ -166,6 +166,9 @@ class TrainConfig:
     """Validation sequences read each time."""
     early_stop_evals: int = 0
     """Stop after this many validations in a row without a better loss; 0: never."""
+    diagnose_every: int | None = None
+    """Updates between comparisons of feedback alignment with back-propagation and of kernel attention with exact
+    attention; not given: as often as costs 2 %; 0: never."""
     checkpoint_every: int = 0
     """Updates between checkpoints; 0: only at the end (and on Ctrl-C)."""
     keep_checkpoints: int = 2
@@ -391,7 +394,7 @@ TABLES: dict[str, tuple[str, ...]] = {
     "rl": ("model", "train", "lora", "prompt", "rl"),
 }
 """The tables that define a workload's training. `plan` goes with every workload, `test` with RFT and RL."""
-CADENCE = ("eval_every", "eval_sequences", "checkpoint_every", "keep_checkpoints")
+CADENCE = ("eval_every", "eval_sequences", "diagnose_every", "checkpoint_every", "keep_checkpoints")
 """Fields of `train` that say how often something is looked at or kept: they may change when a run is resumed."""
 ENDS = ("steps", "epochs", "max_hours", "early_stop_evals")
 """Fields of `train` that say when a run ends: a run that is resumed with others is extended, and says so."""

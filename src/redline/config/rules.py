@@ -39,7 +39,7 @@ _NOT_NEGATIVE = {
     "data": ("seq_len",),
     "train": (
         "steps", "epochs", "weight_decay", "clip_norm", "orthogonality", "orthogonality_warmup_steps", "warmup_steps", "eval_every", "early_stop_evals",
-        "checkpoint_every", "seed",
+        "diagnose_every", "checkpoint_every", "seed",
     ),
     "dfa": ("top_blocks",),
     "prompt": ("shots", "trained_shots"),

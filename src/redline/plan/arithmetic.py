@@ -204,7 +204,9 @@ def memory(
     gradients = 4 * learning // world_size
     fixed = _workspace_bytes(model, precision, recompute, world_size, model.num_layers - below)
     if dfa is not None and below:
-        second = _second_run_bytes(model, dfa, tokens, precision, fused)
+        second = max(
+            _second_run_bytes(model, dfa, tokens, precision, fused), gradients
+        )  # alignment.py has two
         first, kept = activations + head, tokens * BYTES[precision] * model.hidden_size
         over = max(0, second + (gradients if accumulation == 1 else 0) - first)
         counted = gradients if accumulation > 1 else min(gradients, over)

@@ -22,6 +22,7 @@ padding_share | 1 | share of the computed positions that held no token; if batch
 mfu | 1 | model FLOPs (6N + 12LdT per token, PaLM convention) over the dense datasheet peak of the compute dtype (bf16 for FP8)
 ceiling_share | 1 | model FLOPs over the matmul rate measured on this machine for the compute dtype
 data_wait_s | s | time the step waited for the loader
+diagnose_s | s | time of the comparisons of train.diagnose_every, on the updates that have them
 copy_s | s | time for the batch to reach the device; on the GPU's clock, like the phases below
 forward_s | s | time in forward passes, launch gaps included, waits for other processes excluded
 backward_s | s | time in backward passes, recomputation included, waits for other processes excluded
@@ -67,6 +68,11 @@ memory_used_bytes | bytes | memory in use on the GPU by all processes, by NVML; 
 cosine.A.B | 1 | cosine of the gradients of domains A and B; with PCGrad, or where conflicts are watched
 conflict.A.B | 1 | share of the weight tensors in which the gradients of domains A and B point against each other
 orthogonality_violation | 1 | norm of W W^T - I over sqrt(head width), root mean square of the heads' query and key maps; with train.orthogonality
+dfa_cosine | 1 | cosine of the gradients of feedback alignment and of back-propagation, over the blocks that learn from feedback; every train.diagnose_every updates
+dfa_cosine.N | 1 | the same of block N
+dfa_error | 1 | norm of the difference of the two gradients over the norm of back-propagation's
+dfa_error.N | 1 | the same of block N
+attention_similarity | 1 | mean cosine of the outputs of kernel attention and exact attention for the same queries, keys and values
 loss_scale | 1 | factor on the loss against fp16 underflow; only with fp16
 skipped | 1 | 1 where fp16 overflowed and the update was skipped; only with fp16
 valid_loss | nats/token | mean cross entropy on the validation split; on steps that validate

@@ -12,6 +12,7 @@ from redline.record.metrics import METRICS
 from redline.record.read import WARM_UP, Measured, Run, State, number, table, values
 
 PHASES = {
+    "diagnose_s": "diagnosis",
     "generate_s": "generation",
     "reward_s": "scoring",
     "weights_s": "weights into the engine",

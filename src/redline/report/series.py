@@ -21,6 +21,8 @@ POLICY_CURVES = (
     "reward", "accuracy", "response_tokens", "cut_share", "entropy", "kl", "clip_share", "logprob_gap",
 )  # fmt: skip
 """Of reinforcement learning alone."""
+DIAGNOSES = ("dfa_cosine", "dfa_error", "attention_similarity", "orthogonality_violation")
+"""Of OKADFA alone."""
 MOST_UPDATES = 800
 """Drawn one by one up to here."""
 MOST_POINTS = 350
@@ -37,7 +39,7 @@ def curves(lines: list[dict[str, Any]], most_points: int = MOST_POINTS) -> dict[
         "each": each,
         "axes": {axis: [_plain(number(block[-1].get(axis))) for block in blocks] for axis in AXES},
     }
-    names = (*POLICY_CURVES, *CURVES, *own_names(lines))
+    names = (*POLICY_CURVES, *DIAGNOSES, *CURVES, *own_names(lines))
     found["curves"] = {name: _curve(blocks, name) for name in names if values(lines, name)}
     tested = [line for line in lines if number(line.get("valid_loss")) is not None]
     found["broken"] = broken(lines)

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from redline.record.observe import Observers
 from redline.record.read import lost_updates
 from redline.record.run import LineWriter, RunFolder
 from redline.train import execution
+from redline.train.alignment import Diagnosis
 from redline.train.checkpoint import Checkpoints, load
 from redline.train.communication import time_waits, waiting
 from redline.train.feedback import rule_of
@@ -37,7 +38,7 @@ from redline.train.packed import Packed
 from redline.train.places import step_name
 from redline.train.process import Process
 from redline.train.schedule import fixed, lr_factor
-from redline.train.step import Learner, LossScale
+from redline.train.step import Learner, LossScale, Numbers
 from redline.train.stop import STOPPED, StopTraining, stop_on_signal
 
 
@@ -102,6 +103,7 @@ class Trainer:
         if process.world_size > 1:
             self._time_waits()
         self.executor = self._executor()
+        self.diagnosis = Diagnosis(job.recipe, job.plan)
         self._switches = ExitStack()
         self._switches.enter_context(execution.in_force(job.plan))  # last: what fails above leaves none set
 
@@ -165,7 +167,9 @@ class Trainer:
         while True:
             try:
                 self.instruments.begin()
+                told = self._diagnose(batch) if self.diagnosis.due(done.step + 1) else {}
                 update = self.executor.take(batch, targets=targets, lr_factor=factor)
+                update = replace(update, numbers={**update.numbers, **told}) if told else update
                 break
             except torch.OutOfMemoryError as error:
                 self._shrink(error)
@@ -182,6 +186,11 @@ class Trainer:
             facts |= {"loss_scale": self.learner.scale.value, "skipped": int(update.skipped)}
         self.waited_s = self.source.waited_s
         self.instruments.push(facts, update, Work(int(tokens), int(rows)))
+
+    def _diagnose(self, batch: Batch) -> Numbers:
+        told = self.diagnosis.measure(self.learner, self.objective, batch)
+        self.instruments.mark("diagnose_s")
+        return told
 
     def _executor(self) -> Executor:
         if self.plan.graph:

@@ -1,0 +1,56 @@
+"""Kernel attention, orthogonality and direct feedback alignment against what they replace (docs/okadfa.md).
+
+redline okadfa ablate okadfa/nano                           three seeds and three learning rates an arm
+redline okadfa ablate okadfa/fast --seeds 1 --lrs 1e-4,3e-4,1e-3 --set train.steps=600 --set data.source=data/wiki
+
+If it is killed, run the same command again: finished runs are kept. `redline report FOLDER/A5/*` draws them.
+"""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+
+from redline.cli.arguments import JSON, RECIPE
+from redline.cli.options import check_least, print_json, recipe_of, status, tokenise
+from redline.config.load import shipped
+from redline.errors import ConfigError
+from redline.machine.facts import read_facts
+from redline.machine.store import cached
+from redline.plan.hardware import hardware_here
+from redline.report.grid import show
+from redline.tune.okadfa import COLUMNS, RESULT, cells, study
+
+ARGUMENTS = {
+    "ablate": f"""the arms A0 to A6: softmax or kernel attention, orthogonality, the learning rule
+{RECIPE}
+--arms NAME,NAME   only these (default: all)
+--seeds N          runs of each arm at its best learning rate (default 3)
+--lrs LR,LR        learning rates that each arm tries (default: 1e-3,3e-3,1e-2)
+--out DIR          the folder (default: runs/RECIPE-ablation)
+{JSON}
+"""
+}
+
+
+def run(options: argparse.Namespace) -> None:
+    check_least("--seeds", options.seeds)
+    try:
+        lrs = [float(text) for text in (options.lrs or "1e-3,3e-3,1e-2").split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--lrs takes numbers with commas between them, got {options.lrs!r}") from error
+    if not lrs or min(lrs) <= 0:
+        raise ConfigError(f"--lrs must be above 0, got {options.lrs!r}")
+    recipe, facts = recipe_of(options), read_facts()
+    name = options.recipe if options.recipe in shipped() else recipe.name
+    folder = options.out or Path("runs") / f"{name.replace('/', '-')}-ablation"
+    folder.mkdir(parents=True, exist_ok=True)
+    hardware = hardware_here(facts, cached(facts))
+    tokenise(recipe)
+    arms = [name for name in (options.arms or "").split(",") if name]
+    rows = study(recipe, hardware, folder, arms=arms, seeds=options.seeds, lrs=lrs, progress=status)
+    if options.json:
+        print_json([asdict(row) for row in rows])
+        return
+    title = f"{name} on {hardware.title}: {options.seeds} seed(s), {len(lrs)} learning rates an arm"
+    show(COLUMNS, [cells(row) for row in rows], title=title)
+    print(f"written to {folder / RESULT}")

@@ -1,0 +1,187 @@
+"""The OKADFA study: the same model with softmax or kernel attention, with and without the orthogonality penalty, by
+back-propagation or by feedback alignment; several seeds, and as many learning rates for each arm as for another.
+
+    rows = study(recipe, hardware, folder, seeds=3, lrs=(1e-3, 3e-3, 1e-2), progress=print)
+
+Every arm runs with the first seed at each learning rate; the rate with the lowest validation loss is used for the
+other seeds. A run is an ordinary run folder: killed, the same call goes on, and `redline report` draws it. The
+result is written to okadfa.json.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from redline.config.recipe import Recipe
+from redline.errors import ConfigError, TrainingError
+from redline.plan.plan import Hardware
+from redline.plan.planner import make_plan
+from redline.record.read import read_run
+
+RESULT = "okadfa.json"
+Change = Callable[[Recipe], Recipe]
+
+
+@dataclass(frozen=True)
+class Arm:
+    name: str
+    title: str
+    kernel: bool = True
+    orthogonal: bool = False
+    rule: dict[str, Any] | None = None
+    """Fields of the `dfa` table; None: back-propagation."""
+
+    def of(self, recipe: Recipe, lr: float, seed: int) -> Recipe:
+        weight = (recipe.train.orthogonality or 1e-4) if self.orthogonal else 0.0
+        train = replace(recipe.train, lr=lr, seed=seed, orthogonality=weight)
+        train = replace(train, rule="backprop" if self.rule is None else "dfa")
+        model = replace(recipe.model, attention="favor" if self.kernel else "softmax")
+        top = {"top_blocks": recipe.model.num_layers // 2} if self.name == "A6" else {}
+        dfa = replace(recipe.dfa, **{**(self.rule or {}), **top})
+        return replace(recipe, name=f"okadfa-{self.name}", model=model, train=train, dfa=dfa)
+
+
+ARMS = (
+    Arm("A0", "softmax, back-propagation", kernel=False),
+    Arm("A1", "kernel attention, back-propagation"),
+    Arm("A2", "A1 with orthogonality", orthogonal=True),
+    Arm("A3", "kernel attention, feedback to every layer", rule={"depth": "layer"}),
+    Arm("A4", "A3 with orthogonality", orthogonal=True, rule={"depth": "layer"}),
+    Arm("A5", "hybrid: feedback to every block; orthogonality", orthogonal=True, rule={"depth": "block"}),
+    Arm("A6", "A5 with the upper half of the blocks by back-propagation", orthogonal=True, rule={"depth": "block"}),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """What an arm reached at the learning rate that suits it best."""
+
+    name: str
+    title: str
+    lr: float
+    searched: dict[str, float | None]
+    """Validation loss of the first seed at every learning rate; None: it diverged."""
+    losses: list[float]
+    """Validation loss at the end, one for each seed."""
+    curve: list[tuple[int, float]]
+    """Tokens and mean validation loss, validation by validation."""
+    tokens: int
+    seconds: float
+    """Training time of a run, the median of the seeds."""
+    memory_bytes: float | None = None
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.losses)
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation over the seeds."""
+        return statistics.stdev(self.losses) if len(self.losses) > 1 else math.nan
+
+
+def study(
+    recipe: Recipe,
+    hardware: Hardware,
+    folder: Path,
+    *,
+    arms: Sequence[str] = (),
+    seeds: int,
+    lrs: Sequence[float],
+    progress: Callable[[str], None],
+) -> list[Row]:
+    """Every arm, or those named; raises what training raises, but for a loss that is lost."""
+    known = {arm.name: arm for arm in ARMS}
+    if odd := [name for name in arms if name not in known]:
+        raise ConfigError(f"no arm {odd[0]!r}: the arms are {', '.join(known)}")
+    if recipe.workload != "pretrain" or not recipe.train.eval_every:
+        raise ConfigError(f"{recipe.name}: the study needs a pretrain recipe with train.eval_every above 0")
+    rows = []
+    for arm in [known[name] for name in arms] or ARMS:
+        rows.append(_row(arm, recipe, hardware, folder, seeds, lrs, progress))
+        progress(brief(rows[-1]))
+        said = {"recipe": recipe.name, "fingerprint": recipe.fingerprint, "hardware": hardware.title}
+        result = {**said, "seeds": seeds, "lrs": list(lrs), "rows": [asdict(row) for row in rows]}
+        (folder / RESULT).write_text(json.dumps(result, indent=1) + "\n")
+    return rows
+
+
+def _row(
+    arm: Arm,
+    recipe: Recipe,
+    hardware: Hardware,
+    folder: Path,
+    seeds: int,
+    lrs: Sequence[float],
+    progress: Callable[[str], None],
+) -> Row:
+    def place(lr: float, seed: int) -> Path:
+        return folder / arm.name / f"lr-{lr:g}-seed-{seed}"
+
+    first = recipe.train.seed
+    searched: dict[float, float | None] = {}
+    for lr in lrs:
+        searched[lr] = _loss(arm.of(recipe, lr, first), hardware, place(lr, first))
+        progress(f"{arm.name}, lr {lr:g}: validation loss {searched[lr]}")
+    reached = {lr: loss for lr, loss in searched.items() if loss is not None}
+    if not reached:
+        raise TrainingError(f"{arm.name} lost its loss at every learning rate ({lrs}): give lower ones")
+    best = min(reached, key=lambda lr: reached[lr])
+    for seed in range(first + 1, first + seeds):
+        _loss(arm.of(recipe, best, seed), hardware, place(best, seed))
+    runs = [read_run(place(best, seed)) for seed in range(first, first + seeds)]
+    validated = [[line for line in run.metrics if "valid_loss" in line] for run in runs]
+    curve = [
+        (lines[0]["tokens"], statistics.fmean(line["valid_loss"] for line in lines))
+        for lines in zip(*validated, strict=True)
+    ]
+    return Row(
+        name=arm.name,
+        title=arm.title,
+        lr=best,
+        searched={f"{lr:g}": loss for lr, loss in searched.items()},
+        losses=[lines[-1]["valid_loss"] for lines in validated],
+        curve=curve,
+        tokens=curve[-1][0],
+        seconds=statistics.median(run.metrics[-1]["elapsed_s"] for run in runs),
+        memory_bytes=max(
+            (line.get("memory_bytes") or 0 for run in runs for line in run.metrics), default=None
+        ),
+    )
+
+
+def _loss(recipe: Recipe, hardware: Hardware, run: Path) -> float | None:
+    """The validation loss at the end of a run, which is made, resumed, or finished already."""
+    from redline.pretrain import pretrain
+    from redline.train.process import join
+
+    plan = make_plan(recipe, hardware)
+    if not run.exists() or read_run(run).state.ending != "finished":
+        try:
+            with join(hardware.kind) as process:
+                pretrain(recipe, plan, run, process)
+        except TrainingError as error:
+            if "is nan" not in str(error) and "is inf" not in str(error):
+                raise
+            return None
+    found = [line["valid_loss"] for line in read_run(run).metrics if "valid_loss" in line]
+    return float(found[-1]) if found else None
+
+
+def brief(row: Row) -> str:
+    return f"{row.name}: {row.mean:.3f} ± {row.spread:.3f} at lr {row.lr:g}, {row.seconds:.0f} s"
+
+
+COLUMNS = ("arm", "what", "lr", "loss", "± seeds", "perplexity", "at 1/4", "at 1/2", "tokens", "seconds")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    quarter, half = (row.curve[max(0, round(len(row.curve) * part) - 1)][1] for part in (0.25, 0.5))
+    return (
+        row.name, row.title, f"{row.lr:g}", f"{row.mean:.3f}", f"{row.spread:.3f}", f"{math.exp(row.mean):,.1f}",
+        f"{quarter:.3f}", f"{half:.3f}", f"{row.tokens:,}", f"{row.seconds:,.0f}",
+    )  # fmt: skip
