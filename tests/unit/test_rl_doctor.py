@@ -39,7 +39,7 @@ def test_a_sound_recipe_gets_no_advice() -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"unread": 0.6}, "no answer was found in 60% of the texts"),
+        ({"unread": 0.6, "solved": 0.0}, "no answer was found in 60% of the texts"),
         ({"solved": 0.0}, "none of 32 answers was correct"),
         ({"solved": 1.0}, "every answer was correct"),
         ({"even": 0.75}, "in 75% of the groups all answers earned the same"),

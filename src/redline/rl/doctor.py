@@ -36,6 +36,8 @@ COMPARED = 16
 """Answers whose log-probabilities the trainer computes too."""
 BESIDE = 8
 """Tokens of one answer that are shown with both."""
+RARELY = 0.05
+"""Correct answers below which an unknown form is the first thing to mend; above it the rewards teach the form."""
 WIDE_GAP = 0.05
 """Nats a token between engine and trainer that are more than bf16 rounds (H200, 360M: 0.004)."""
 
@@ -198,7 +200,7 @@ def advice(report: Report, rl: RlConfig) -> list[str]:
                 f"{domain.name}: the scorer failed on {domain.failed} of {domain.answers} answers, which earn 0: run it"
                 " alone on one of them (docs/tasks.md)."
             )
-        if domain.unread > 0.5:
+        if domain.unread > 0.5 and domain.solved < RARELY:
             found.append(
                 f"{domain.name}: no answer was found in {domain.unread:.0%} of the texts: show the form with prompt.shots,"
                 " or teach it first with `redline rft run` or `redline finetune`."

@@ -38,6 +38,9 @@ Mode = Literal["watch", "global", "tensor"]
 Place = Literal["device", "host"]
 CHUNK = 1 << 20
 """Elements of each group whose inner products are taken together: 8 bytes x K x this on the device."""
+PARTS = 256
+"""Parts of a chunk that are multiplied side by side: one product of K rows of a million elements would keep a single
+multiprocessor of a GPU busy."""
 
 
 def projection_weights(gram_KK: NDArray[np.float64], order: np.random.Generator) -> NDArray[np.float64]:
@@ -121,12 +124,15 @@ class PCGrad:
             flat = [None if kept is None else kept.reshape(-1) for kept in [*sums, gradient]]
             for start in range(0, gradient.numel(), CHUNK):
                 size = min(CHUNK, gradient.numel() - start)
-                rows_KC = torch.zeros(K, size, dtype=torch.float64, device=process.device)
+                rows_KC = torch.zeros(
+                    K, -(-size // PARTS) * PARTS, dtype=torch.float64, device=process.device
+                )
                 for row_C, kept in zip(rows_KC, flat, strict=True):
                     if kept is not None:
-                        row_C.copy_(kept[start : start + size], non_blocking=True)
+                        row_C[:size].copy_(kept[start : start + size], non_blocking=True)
                 rows_KC[1:] -= rows_KC[:-1].clone()  # in fp64: a group that adds nothing gets exact zeros
-                gram_KK += rows_KC @ rows_KC.T
+                rows_PKE = rows_KC.view(K, PARTS, -1).transpose(0, 1)
+                gram_KK += (rows_PKE @ rows_PKE.transpose(1, 2)).sum(dim=0)
             if not isinstance(parameter.grad, DTensor):
                 gram_KK /= process.world_size  # every process has the whole of it
         on_host = gram_NKK.cpu()
