@@ -1,4 +1,4 @@
-"""A diagnosis for people: readable at 80 columns, every number with its unit."""
+"""A diagnosis as text: readable at 80 columns, every number with its unit."""
 
 from collections.abc import Sequence
 
@@ -45,13 +45,12 @@ def _plain_table() -> Table:
 
 
 def _split(observed: Observed) -> str:
-    """Where the update's time went, where it was measured."""
+    """Where the update's time went, if it was measured."""
     step_s, known = observed.mean("step_s"), split(observed)
     if not step_s or not known:
         return ""
-    shown = ", ".join(
-        f"{name} {value / step_s:.0%}" for name, value in known.items() if value / step_s >= 0.005
-    )
+    shares = {name: value / step_s for name, value in known.items()}
+    shown = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
     several = observed.plan.world_size > 1 if observed.plan else (observed.facts.gpus or 1) > 1
     hidden = several and "communication" not in known and "forward" in known
     return f"{shown} (means{'; communication is part of forward and backward' if hidden else ''})"
@@ -64,10 +63,8 @@ def _print_finding(console: Console, number: int, finding: Finding) -> None:
     for item in finding.evidence:
         table.add_row(escape(item.name), escape(format_amount(item.value, item.unit)))
     table.add_row("fix", escape(finding.fix))
-    if finding.gain:
-        expected = (
-            f"{finding.gain.low:.2f} to {finding.gain.high:.2f} times as fast, predicted: {finding.gain.why}"
-        )
+    if gained := finding.gain:
+        expected = f"{gained.low:.2f} to {gained.high:.2f} times as fast, predicted: {gained.why}"
         table.add_row("gain", escape(expected))
     sure = next(word for least, word in _CERTAINTY if finding.confidence >= least)
     table.add_row("confidence", f"{sure} ({finding.confidence:.0%}); cause: {finding.cause}")
@@ -75,14 +72,12 @@ def _print_finding(console: Console, number: int, finding: Finding) -> None:
 
 
 def print_side_by_side(answers: Sequence[tuple[Observed, list[Finding]]]) -> None:
-    """Several runs, a block each: what can be compared, and the first finding. A block fits 80 columns whatever the names
-    are."""
+    """Several runs: a row each of what can be compared, then the first finding of each."""
     console = Output()
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("", "update", "tokens/s", "MFU", "GPUs", "verdict"):
-        table.add_column(
-            name, justify="left" if name in ("", "verdict") else "right", no_wrap=name != "verdict"
-        )
+        text = name in ("", "verdict")
+        table.add_column(name, justify="left" if text else "right", no_wrap=name != "verdict")
     for number, (observed, findings) in enumerate(answers, start=1):
         share, step_s = mfu(observed), observed.median("step_s")
         table.add_row(
@@ -96,9 +91,8 @@ def print_side_by_side(answers: Sequence[tuple[Observed, list[Finding]]]) -> Non
     console.print(table)
     for number, (observed, findings) in enumerate(answers, start=1):
         title = observed.trainer.title or observed.format
-        console.print(
-            f"\n[bold]{number}[/bold] {escape(observed.source)} ({escape(title)}, {observed.updates:,} updates)"
-        )
+        about = f"{escape(observed.source)} ({escape(title)}, {observed.updates:,} updates)"
+        console.print(f"\n[bold]{number}[/bold] {about}")
         first = (
             f"{findings[0].title}. Fix: {findings[0].fix}" if findings else verdict(observed, findings).text
         )

@@ -1,5 +1,4 @@
-"""What `redline rft` prints for people: accuracies with their intervals, times of the stages, statistics of a
-store."""
+"""What `redline rft` prints: accuracies with their intervals, times of the stages, statistics of a store."""
 
 import shlex
 from pathlib import Path
@@ -34,7 +33,7 @@ def print_stage(verb: str, found: Any, folder: Path) -> None:
     else:
         _print_trained(found)
     if isinstance(found, dict) and found["why"] != "finished":
-        print(f"{found['why']}; to go on, run the same command again")
+        print(f"{found['why']}; to resume, run the same command again")
     name = visible(shlex.quote(str(folder)))
     print(f"run folder: {name}")
     print(f"  redline report {name}                  accuracies, samples, speed, as one page")
@@ -61,22 +60,19 @@ def _print_sampled(found: dict[str, Any]) -> None:
     print(f"samples: {found['samples']:,}, {correct} correct; {solved}; {drawn}")
     if found["cut"]:
         print(f"{found['cut']:,} of them ran out of tokens, counted as wrong: raise sample.max_new_tokens")
-    if found["scorer_failures"]:
-        print(
-            f"the scorer failed on {found['scorer_failures']:,} of them, counted as wrong (`redline rft export`: why)"
-        )
+    if failures := found["scorer_failures"]:
+        print(f"the scorer failed on {failures:,} of them, counted as wrong (`redline rft export` says why)")
 
 
 def _print_trained(found: dict[str, Any]) -> None:
     rate = f", {format_rate(found['rows_per_s'], 'rows')}" if found["rows_per_s"] else ""
     loss = f", last loss {found['loss']:.3f}" if found["loss"] is not None else ""
-    print(
-        f"training on {found['on']}: {found['examples']:,} examples, {found['updates']:,} updates{loss}{rate}"
-    )
+    done = f"{found['examples']:,} examples, {found['updates']:,} updates"
+    print(f"training on {found['on']}: {done}{loss}{rate}")
 
 
 def print_accuracies(lines: list[dict[str, Any]]) -> None:
-    """One row per test, and below it those of its groups that were in the training data and that were not."""
+    """A row a test, and below it its questions that were in the training data and those that were not."""
     rows = []
     for line in lines:
         rows.append((_NAMES[line["weights"]], *_shares(line)))
@@ -99,17 +95,14 @@ def _shares(line: dict[str, Any]) -> list[str]:
 
 
 def print_stats(found: dict[str, Any]) -> None:
-    share, tokens = (
-        format_share,
-        f"{format_count(found['tokens'])}, {format_rate(found['tokens_per_s'], 'tok')}",
-    )
+    share, speed = format_share, format_rate(found["tokens_per_s"], "tok")
     asked, drawn = f"{found['asked']:,} of {found['questions']:,} asked", f"{found['samples']:,}"
     rows = [
         ("questions", f"{asked}, {found['solved']:,} solved ({share(found['solved_share'])})"),
         ("samples", f"{drawn}, {found['correct']:,} correct ({share(found['success_rate'])})"),
         ("cut off", f"{found['cut']:,} ran out of tokens (sample.max_new_tokens), counted as wrong"),
         ("distinct", f"{found['distinct_correct']:,} correct answers that differ in more than spelling"),
-        ("tokens", f"{tokens} while sampling"),
+        ("tokens", f"{format_count(found['tokens'])}, {speed} while sampling"),
         ("pass@k", "  ".join(f"{k}: {value:.3f}" for k, value in found["pass_at"].items())),
     ]
     show(("", ""), rows)

@@ -1,4 +1,4 @@
-"""Tables for people: a machine, a plan. Every number with its unit and where it comes from."""
+"""Tables of a machine and a plan; every number has its unit and its source."""
 
 from rich.markup import escape
 
@@ -51,36 +51,32 @@ def _print_ceilings(facts: MachineFacts, ceilings: Ceilings) -> None:
         point = max(points, key=lambda p: p.tflops)
         peak = spec.peak_tflops(dtype) if spec else None
         datasheet, share = f"{peak:,.0f}" if peak else DASH, format_limit_share(best / peak if peak else None)
-        shape = f"best of {len(points)} shapes: {point.m}x{point.n}x{point.k}"
-        rows.append(
-            (f"matmul {dtype}", f"{best:,.0f} TFLOP/s", f"{point.spread:.0%}", datasheet, share, shape)
-        )
-    copies = (
-        ("GPU copy", ceilings.copy_bytes_per_s, "within its memory, read + written"),
-        ("host to GPU", ceilings.host_to_device_bytes_per_s, "page-locked memory"),
-        ("GPU to host", ceilings.device_to_host_bytes_per_s, "page-locked memory"),
-        ("CPU copy", ceilings.cpu_copy_bytes_per_s, "within its memory, read + written"),
+        shape, spread = f"best of {len(points)} shapes: {point.m}x{point.n}x{point.k}", f"{point.spread:.0%}"
+        rows.append((f"matmul {dtype}", f"{best:,.0f} TFLOP/s", spread, datasheet, share, shape))
+    within, tiny = "within its memory, read + written", "per tiny kernel, many queued"
+    others = (
+        ("GPU copy", ceilings.copy_bytes_per_s, "{:,.1f} GB/s", 1e-9, within),
+        ("host to GPU", ceilings.host_to_device_bytes_per_s, "{:,.1f} GB/s", 1e-9, "page-locked memory"),
+        ("GPU to host", ceilings.device_to_host_bytes_per_s, "{:,.1f} GB/s", 1e-9, "page-locked memory"),
+        ("CPU copy", ceilings.cpu_copy_bytes_per_s, "{:,.1f} GB/s", 1e-9, within),
+        ("kernel launch", ceilings.launch_latency_s, "{:.2f} µs", 1e6, tiny),
+        ("same in a CUDA graph", ceilings.graph_launch_latency_s, "{:.2f} µs", 1e6, tiny),
+        (
+            "CPU matmul",
+            ceilings.cpu_matmul_gflops,
+            "{:,.0f} GFLOP/s",
+            1,
+            f"fp32, threads: {ceilings.cpu_threads}",
+        ),
     )
-    for name, rate, note in copies:
-        if rate is not None:
-            rows.append((name, f"{rate / 1e9:,.1f} GB/s", _spread(ceilings, name), DASH, DASH, note))
-    launches = (
-        ("kernel launch", ceilings.launch_latency_s),
-        ("same in a CUDA graph", ceilings.graph_launch_latency_s),
-    )
-    for name, latency in launches:
-        if latency is not None:
-            rows.append((name, f"{latency * 1e6:.2f} µs", DASH, DASH, DASH, "per tiny kernel, many queued"))
-    cpu, threads = f"{ceilings.cpu_matmul_gflops:,.0f} GFLOP/s", f"fp32, threads: {ceilings.cpu_threads}"
-    rows.append(("CPU matmul", cpu, _spread(ceilings, "CPU matmul"), DASH, DASH, threads))
+    for name, value, form, scale, note in others:
+        if value is not None:
+            spread = f"{ceilings.spread[name]:.0%}" if name in ceilings.spread else DASH
+            rows.append((name, form.format(value * scale), spread, DASH, DASH, note))
     columns = ("what", "measured", "spread", "datasheet", "share", "on")
     show(columns, rows, title=f"\nCeilings, measured {ceilings.measured_at}", right=(1, 2, 3, 4))
     for note in ceilings.notes:
         print(f"note: {note}")
-
-
-def _spread(ceilings: Ceilings, name: str) -> str:
-    return f"{ceilings.spread[name]:.0%}" if name in ceilings.spread else DASH
 
 
 def print_plan(plan: Plan, recipe: Recipe) -> None:
@@ -103,22 +99,19 @@ def print_plan(plan: Plan, recipe: Recipe) -> None:
     share = p.memory_bytes / plan.hardware.memory_bytes
     console.print(
         f"peak memory {format_bytes(p.memory_bytes)} ({share:.0%} of"
-        f" {format_bytes(plan.hardware.memory_bytes)}): {parts}",
-        highlight=False,
+        f" {format_bytes(plan.hardware.memory_bytes)}): {parts}"
     )
     if p.attainable_tokens_per_s and p.ceiling_tokens_per_s:
         run_s = recipe.tokens_per_step * recipe.train.steps / p.attainable_tokens_per_s
         console.print(
             f"speed: attainable {format_rate(p.attainable_tokens_per_s, 'tokens')} by roofline, "
             f"{format_rate(p.ceiling_tokens_per_s, 'tokens')} if only matrix products took time; "
-            f"at the attainable speed the run takes {format_duration(run_s)}",
-            highlight=False,
+            f"at the attainable speed the run takes {format_duration(run_s)}"
         )
         if launch_bound(recipe, plan):
             console.print(
                 f"passes of {plan.micro_batch * recipe.data.seq_len:,} tokens are so small that the host's"
-                " kernel launches limit the speed: a larger plan.micro_batch is faster",
-                highlight=False,
+                " kernel launches limit the speed: use a larger plan.micro_batch"
             )
     else:
         console.print(

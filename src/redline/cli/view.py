@@ -1,4 +1,4 @@
-"""What a training says before, while and after it runs."""
+"""What a training prints before, during and after its run."""
 
 import argparse
 import shlex
@@ -81,7 +81,7 @@ def print_outcome(why: str, step: int, folder: Path) -> None:
             print(line)
     name = visible(shlex.quote(str(folder)))
     if why.startswith("stopped by"):
-        print("To go on, run the same command again.")
+        print("To resume, run the same command again.")
     print(f"run folder: {name}")
     print(f"  redline report {name}      the outcome and where the time went, as one page")
     print(f"  redline diagnose {name}    what would make it faster")

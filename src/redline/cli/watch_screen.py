@@ -1,13 +1,12 @@
-"""What `redline watch` shows of a run that is under way: the report in short on one screen of a terminal, or plain
-lines. Needs no torch.
+"""What `redline watch` shows: the report in short on one screen of a terminal, or plain lines. Needs no torch.
 
     view = ScreenWatch()
-    view.begin(shown, before=[])                # a run, or the next round of one
-    view.metrics(line); view.event(kind, facts)  # the record, as an observer is told it
-    view.show(run, shown, note="")              # the run as it stands, and its figures
+    view.begin(shown, before=[])                 # a run, or the next round of one
+    view.metrics(line); view.event(kind, facts)  # the record, as an observer gets it
+    view.show(run, shown, note="")               # the run as it stands, and its figures
 
-What the screen holds depends on the room: the findings with their fixes come first, the latest events take what is
-left. Left out: the reasons behind the plan and the curves, which the page has.
+Findings with their fixes come first; the latest events take the room that is left. The plan's reasons and the curves
+are on the page.
 """
 
 import textwrap
@@ -48,7 +47,7 @@ _STATES = {"running": "cyan", "finished": "green", "failed": "red"}
 
 
 def stage_of(shown: RunView) -> dict[str, Any]:
-    """The run as the stage that a view must know before its first line."""
+    """The run as a stage, which a view needs before its first line."""
     run, summary, hardware = shown.run, shown.summary, shown.run.hardware
     return {
         "title": title_of(summary),
@@ -61,7 +60,7 @@ def stage_of(shown: RunView) -> dict[str, Any]:
 
 
 def title_of(summary: Summary) -> str:
-    """Name, size, hardware and precision of the run, as far as they are known."""
+    """Name, size, hardware and precision of the run, as far as known."""
     size = f"{format_count(summary.parameters)} parameters" if summary.parameters else ""
     name = f"{summary.recipe}, {summary.label}" if summary.label.startswith("round-") else summary.recipe
     return " · ".join(part for part in (name, size, summary.hardware, summary.precision) if part)
@@ -99,7 +98,7 @@ class PlainWatch(PlainView):
 
 
 class ScreenWatch:
-    """The report in short, redrawn; times of events are those of the record."""
+    """The report in short, redrawn; events show the times of the record."""
 
     def __init__(self) -> None:
         self._console = Output()
@@ -134,10 +133,8 @@ class ScreenWatch:
             self._live.stop()
 
     def _render(self) -> Panel:
-        size = (
-            min(self._console.width, PANEL_COLUMNS),
-            min(self._console.height - 1, MOST_ROWS),
-        )  # the cursor's line
+        height = self._console.height - 1  # without the cursor's line
+        size = min(self._console.width, PANEL_COLUMNS), min(height, MOST_ROWS)
         return screen(self._seen, self._run, self._shown, self._before, list(self._events), self._note, *size)
 
 
@@ -151,8 +148,8 @@ def screen(
     columns: int,
     rows: int,
 ) -> Panel:
-    """The whole picture. `run` is the run as it stands now, `shown` its figures, which may be some seconds old;
-    `before` are the rounds of an RFT run that have ended."""
+    """The screen. `run` is the run as it stands now, `shown` its figures, perhaps some seconds old; `before` the
+    finished rounds of an RFT run."""
     room = columns - FRAME - LABEL
     ending = (run.state.ending, _STATES.get(run.state.ending, "yellow"))
     title = Text.assemble(ending, "  ", (title_of(shown.summary), "bold"), no_wrap=True, overflow="ellipsis")
@@ -185,9 +182,8 @@ def _figures(seen: Seen, run: Run, shown: RunView, before: Sequence[str], room: 
         )
     elif run.workload != "rft" and not shown.tiles:
         rows += part("", "no update is recorded" if run.state.over else "waiting for the first update")
-    left = (
-        [f"{format_duration(seen.left_s())} left"] if seen.left_s() is not None and not run.state.over else []
-    )
+    left_s = None if run.state.over else seen.left_s()
+    left = [] if left_s is None else [f"{format_duration(left_s)} left"]
     stack = sorted(shown.time_stack, key=lambda bar: -bar.percent)
     spent = [*left, *(f"{bar.name} {bar.percent:.1f} %" for bar in stack if bar.percent >= 0.05)]
     rows += part("time", *(_packed(spent, room, 2) if spent else ()))
@@ -195,7 +191,7 @@ def _figures(seen: Seen, run: Run, shown: RunView, before: Sequence[str], room: 
 
 
 def _packed(parts: Sequence[str], room: int, most: int) -> list[str]:
-    """The parts in as few lines as they need, at most `most`; those behind are left to the page."""
+    """The parts in as few lines as needed, at most `most`; the page has the rest."""
     lines = textwrap.wrap(" · ".join(part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts), room)
     kept = [line.replace("\N{NO-BREAK SPACE}", " ").removeprefix("· ") for line in lines[:most]]
     return kept if len(lines) <= most else [*kept[:-1], f"{kept[-1].removesuffix(' ·')} …"]
@@ -208,8 +204,8 @@ def _gauge(share: float | None) -> str:
 
 
 def _findings(shown: RunView, room: int, most: int) -> list[Row]:
-    """Each finding in two lines: what it is with the gain, and what to do. As many as fit in `most` lines, the
-    first in any case."""
+    """Each finding in two lines: what it is with its gain, and what to do. As many as fit in `most` lines, at least
+    one."""
     if not shown.findings:
         return part("findings", *textwrap.wrap(shown.remark, room)) if shown.findings is not None else []
     lines: list[Text | str] = []
@@ -225,11 +221,8 @@ def _findings(shown: RunView, room: int, most: int) -> list[Row]:
 
 def _plan(shown: RunView, room: int) -> list[Row]:
     known = {row.name: row.value for row in shown.plan if row.value != DASH}
-    names = [
-        *(name for name in FIRST_OF_PLAN if name in known),
-        *(n for n in known if n not in FIRST_OF_PLAN),
-    ]
-    told = [f"{name.replace('_', ' ')} {known[name]}" for name in names]
+    order = dict.fromkeys((*FIRST_OF_PLAN, *known))
+    told = [f"{name.replace('_', ' ')} {known[name]}" for name in order if name in known]
     return part("plan", *_packed(told, room, 1)) if told else []
 
 
