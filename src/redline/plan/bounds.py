@@ -21,8 +21,8 @@ class Outside:
 
 
 def bounded_slots(chosen: Decision, outside: Outside, *, pin: Decision | None = None) -> Decision:
-    """The slots that a rule or a measurement gave, or fewer: MICRO_BATCH_SIZE, CHUNK_SIZE and a profile are upper
-    bounds, and so is a pin."""
+    """The slots that a rule or a measurement gave, or fewer: MICRO_BATCH_SIZE, CHUNK_SIZE, a profile and a pin are
+    upper bounds."""
     bounds = [
         (bound, Why(reason=f"{name}={bound} in the environment", source="environment"))
         for name in ("MICRO_BATCH_SIZE", "CHUNK_SIZE")
@@ -40,7 +40,7 @@ def bounded_slots(chosen: Decision, outside: Outside, *, pin: Decision | None = 
 
 
 def positive(environment: Mapping[str, str], name: str) -> int | None:
-    """The whole number that a variable of the environment holds; None where it is not set."""
+    """The whole number in an environment variable; None if it is not set."""
     text = environment.get(name)
     if text is None or text == "":
         return None

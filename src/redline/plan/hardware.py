@@ -8,11 +8,10 @@ from redline.plan.plan import Hardware
 
 
 def hardware_as(name: str, cores: int) -> Hardware:
-    """A GPU that is not here, by its name or its figures: nothing of it is measured."""
+    """A GPU that is not here, by its name or its figures; nothing of it is measured."""
     spec = spec_of(name)
-    return _from_spec(
-        spec, spec.title, spec.memory_bytes, cores, None, f"datasheet ({spec.source}); nothing measured"
-    )
+    source = f"datasheet ({spec.source}); nothing measured"
+    return _gpu(spec.title, spec.memory_bytes, spec.compute_capability, cores, spec, None, source)
 
 
 def hardware_here(facts: MachineFacts, ceilings: Ceilings | None) -> Hardware:
@@ -34,39 +33,33 @@ def hardware_here(facts: MachineFacts, ceilings: Ceilings | None) -> Hardware:
         )
     gpu = facts.gpus[0]
     spec = match_spec(gpu.name, gpu.memory_bytes)
-    source = (
-        f"datasheet ({spec.source}) and {measured}"
-        if spec
-        else f"no datasheet entry for {gpu.name}; {measured}"
-    )
-    if spec is not None:
-        return _from_spec(spec, gpu.name, gpu.memory_bytes, facts.cpu_cores, ceilings, source)
-    return Hardware(
-        title=gpu.name,
-        kind="cuda",
-        memory_bytes=gpu.memory_bytes,
-        compute_capability=gpu.compute_capability,
-        cores=facts.cpu_cores,
-        peak_tflops={},
-        measured_tflops=_measured(ceilings),
-        bandwidth_bytes_per_s=ceilings.copy_bytes_per_s if ceilings else None,
-        launch_latency_s=ceilings.launch_latency_s if ceilings else None,
-        source=source,
+    sheet = f"datasheet ({spec.source}) and" if spec else f"no datasheet entry for {gpu.name};"
+    capability = spec.compute_capability if spec else gpu.compute_capability
+    return _gpu(
+        gpu.name, gpu.memory_bytes, capability, facts.cpu_cores, spec, ceilings, f"{sheet} {measured}"
     )
 
 
-def _from_spec(
-    spec: GpuSpec, title: str, memory_bytes: int, cores: int, ceilings: Ceilings | None, source: str
+def _gpu(
+    title: str,
+    memory_bytes: int,
+    capability: tuple[int, int],
+    cores: int,
+    spec: GpuSpec | None,
+    ceilings: Ceilings | None,
+    source: str,
 ) -> Hardware:
+    bandwidth = ceilings.copy_bytes_per_s if ceilings else None
+    peaks = {dtype: spec.peak_tflops(dtype) for dtype in PEAKS} if spec else {}
     return Hardware(
         title=title,
         kind="cuda",
         memory_bytes=memory_bytes,
-        compute_capability=spec.compute_capability,
+        compute_capability=capability,
         cores=cores,
-        peak_tflops={dtype: peak for dtype in PEAKS if (peak := spec.peak_tflops(dtype)) is not None},
+        peak_tflops={dtype: peak for dtype, peak in peaks.items() if peak is not None},
         measured_tflops=_measured(ceilings),
-        bandwidth_bytes_per_s=spec.memory_bandwidth_bytes_per_s,
+        bandwidth_bytes_per_s=spec.memory_bandwidth_bytes_per_s if spec else bandwidth,
         launch_latency_s=ceilings.launch_latency_s if ceilings else None,
         source=source,
     )

@@ -1,11 +1,10 @@
-"""The Plan: how a recipe is executed on one kind of hardware. Values, the reason and source of each, and what
-they should give.
+"""The Plan: how a recipe is executed on one kind of hardware. Values, the reason and source of each, and what they
+should give.
 
     plan = make_plan(recipe, hardware)         # planner.py
     plan.micro_batch                           # 64
-    plan.why["micro_batch"]                    # Why(reason="65,536 tokens a pass fill the GPU ...",
-                                               source="rule")
-    save(plan, path); load(path)               # plan.json, strict both ways
+    plan.why["micro_batch"]                    # Why(reason="65,536 tokens a pass, ...", source="rule")
+    save(plan, path); load(path)               # plan.json, read strictly
 
 A plan never changes the training: micro_batch x accumulation x world_size is the recipe's batch, exactly.
 """
@@ -44,18 +43,18 @@ class Hardware:
     """Empty for a CPU."""
     cores: int
     peak_tflops: dict[str, float]
-    """Dense datasheet peak by dtype; a dtype that is missing is not supported."""
+    """Dense datasheet peak by dtype; a missing dtype is not supported."""
     measured_tflops: dict[str, float]
-    """Best matrix product measured on this machine by dtype; empty when nothing was measured."""
+    """Best matrix product measured on this machine by dtype; empty if nothing was measured."""
     bandwidth_bytes_per_s: float | None
     launch_latency_s: float | None = None
-    """Host time to launch one tiny kernel; None for a CPU, or where nothing was measured."""
+    """Host time to launch one tiny kernel; None for a CPU, or if nothing was measured."""
     source: str
     """Where the figures come from, in words."""
 
     def rate_tflops(self, precision: str) -> float | None:
-        """What matrix products can reach: measured where it was, else 75 % of the datasheet (an H200 was seen
-        to give 72 to 78 %)."""
+        """What matrix products can reach: the measured rate, else 75 % of the datasheet's (an H200 gave 72 to
+        78 %)."""
         if precision in self.measured_tflops:
             return self.measured_tflops[precision]
         peak = self.peak_tflops.get(precision)
@@ -85,7 +84,7 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """`work` names what it is a plan for: any recipe whose update does the same work."""
+    """`work` says what it is a plan for: any recipe whose update does the same work."""
 
     recipe: str
     work: str
@@ -107,7 +106,7 @@ class Plan:
     prefetch: int
     allocator: str
     slots: int
-    """Sequences generated together; 0 where the workload generates none."""
+    """Sequences generated together; 0 if the workload generates none."""
     prediction: Prediction
     why: dict[str, Why]
 
@@ -157,8 +156,8 @@ def from_json(table: Any, where: str) -> Plan:
 
 
 def load_for(path: Path, recipe: Recipe, world_size: int, *, typed: Collection[str]) -> Plan:
-    """A saved plan for this recipe. Of what the user typed only the micro-batch applies to it (recovery from
-    running out of memory sets it); anything else is refused, so that nothing is ignored."""
+    """A saved plan for this recipe. Of the pins that the user typed only the micro-batch applies to it (recovery from
+    running out of memory sets it); others are refused, so that nothing is ignored."""
     plan = load(path)
     if other := sorted(set(typed) - {"micro_batch"}):
         raise ConfigError(

@@ -21,7 +21,7 @@ from redline.plan.roofline import attainable_tokens_per_s
 from redline.plan.values import NEEDED_CAPABILITY, why_not
 
 MEMORY_SHARE = 0.92
-"""Share of a device's memory that a plan may fill: the rest holds the CUDA context, libraries' workspaces and
+"""Share of a device's memory that a plan may fill; the rest is for the CUDA context, workspaces of libraries and
 fragmentation."""
 FULL_PASS_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 """Tokens in one pass where speed levels off (H200: at 124M 32k tokens give 96 to 98 % of the speed of 64k, 8k 80 %
@@ -29,11 +29,9 @@ and 1k 11 %; at 1.3B 16k give 97 %)."""
 THIN_PASS_TOKENS = 4_096
 """Below this a GPU starves, and recomputing activations to fit more tokens pays."""
 MOST_SLOTS = {"cuda": 2048, "cpu": 64}
-"""More sequences than this together bring few more tokens a second: the matrix products are at their best
-before."""
+"""More sequences together bring few more tokens a second, because the matrix products are at their best before."""
 GENERATION_SHARE = 0.85
-"""Of the memory that is free when the engine opens; the rest is for activations, graphs and what others allocate
-later."""
+"""Share of the memory free when the engine opens; the rest is for activations, graphs and later allocations."""
 COMPILE_PAYS_S = 120.0
 """Compiling takes 10 to 60 s; a run predicted shorter than this is not worth it."""
 
@@ -41,8 +39,8 @@ COMPILE_PAYS_S = 120.0
 def make_plan(
     recipe: Recipe, hardware: Hardware, *, world_size: int = 1, outside: Outside | None = None
 ) -> Plan:
-    """Decide every execution value. Raises MachineError when the recipe cannot fit, ConfigError when pins
-    contradict the batch."""
+    """Decide every execution value. Raises MachineError if the recipe cannot fit, ConfigError if pins contradict the
+    batch."""
     outside = outside or Outside(environment={})
     if world_size < 1:
         raise ConfigError(f"the number of processes must be at least 1, got {world_size}")
@@ -81,7 +79,7 @@ def _rule(value: Any, reason: str) -> Decision:
 
 
 class _Decider:
-    """One planning session: remembers the reason of each value as it is decided."""
+    """One planning session; remembers the reason for each value."""
 
     def __init__(self, recipe: Recipe, hardware: Hardware, world_size: int, outside: Outside) -> None:
         self.recipe, self.hardware, self.world_size, self.outside = recipe, hardware, world_size, outside
@@ -107,7 +105,7 @@ class _Decider:
         return value, Why(reason="pinned in the recipe's [plan] table", source="recipe")
 
     def _takes(self, name: str, value: Any) -> bool:
-        """Whether a value can be had beside those decided already."""
+        """Whether a value is possible with those decided already."""
         return why_not(name, value, self.recipe, self.hardware, self.chosen) is None
 
     def precision(self) -> Decision:
@@ -115,15 +113,10 @@ class _Decider:
         if self.hardware.kind == "cpu":
             return _rule("fp32", "a CPU without matrix units for bf16 computes it far slower than fp32")
         if capability >= NEEDED_CAPABILITY["bf16"]:
-            return _rule(
-                "bf16",
-                f"compute capability {_dotted(capability)} multiplies bf16 at full rate, and bf16 needs no"
-                " loss scaling",
-            )
+            full = f"compute capability {_dotted(capability)} multiplies bf16 at full rate"
+            return _rule("bf16", f"{full}, and bf16 needs no loss scaling")
         if not self.pretraining:
-            return _rule(
-                "fp32", "a GPU without bf16 in hardware; fp16 with a loss scaler is for pre-training"
-            )
+            return _rule("fp32", "this GPU has no bf16; fp16 with a loss scaler is for pre-training")
         return _rule(
             "fp16",
             f"compute capability {_dotted(capability)} has no bf16; fp16 with a loss scaler, which costs one"
@@ -131,8 +124,8 @@ class _Decider:
         )
 
     def supported(self, precision: str) -> str:
-        """A pinned precision that a GPU would emulate, or not have at all, is refused; a CPU emulates FP8,
-        and the plan says so."""
+        """Refuse a pinned precision that the GPU would emulate or does not have. A CPU emulates FP8, and the plan says
+        so."""
         if self.hardware.kind == "cpu" and precision == "fp8":
             why = self.why["precision"]
             self.why["precision"] = replace(
@@ -152,18 +145,17 @@ class _Decider:
         if self.hardware.kind == "cpu":
             return _rule("auto", "torch picks its CPU flash kernel")
         if not self.pretraining:
-            return _rule("auto", "packed examples have a kernel of their own; generation too")
+            return _rule("auto", "packed examples and generation have their own kernels")
         if self.hardware.compute_capability[:1] == (9,) and self._takes("attention", "cudnn"):
-            return _rule(
-                "cudnn",
-                "on Hopper cuDNN's kernel measured faster than the flash kernel that torch picks by itself"
-                " (LOG.md)",
+            faster = (
+                "on Hopper cuDNN's kernel measured faster than the flash kernel that torch picks (LOG.md)"
             )
+            return _rule("cudnn", faster)
         if self.hardware.compute_capability < (8, 0):
-            return _rule(
-                "auto",
-                "torch picks its memory-efficient kernel; flash attention needs compute capability 8.0",
+            efficient = (
+                "torch picks its memory-efficient kernel; flash attention needs compute capability 8.0"
             )
+            return _rule("auto", efficient)
         return _rule("auto", "torch picks its flash kernel")
 
     def _kernel_attention(self) -> str:
@@ -182,11 +174,8 @@ class _Decider:
 
     def cross_entropy(self) -> Decision:
         if self._takes("cross_entropy", "fused"):
-            return _rule(
-                "fused",
-                "one kernel turns the logits into their gradient in place: fewer passes over memory, one copy"
-                " less",
-            )
+            once = "one kernel turns the logits into their gradient in place: fewer passes over memory, one copy less"
+            return _rule("fused", once)
         return _rule("torch", "the fused kernel is for half precision on CUDA")
 
     def update(self) -> Decision:
@@ -231,24 +220,17 @@ class _Decider:
         )
 
     def batch(self) -> dict[str, Any]:
-        """Micro-batch, accumulation, recomputation and loss chunks together: they trade one memory against
-        each other."""
+        """Micro-batch, accumulation, recomputation and loss chunks together, because they share one memory."""
         rows = self.recipe.rows_per_update
         share = rows // self.world_size
         micro, recompute, chunks = self._fit(share)
         accumulation = share // micro
         reason = f"{rows} sequences an update / ({micro} a pass x {self.world_size} process(es))"
         source = self.why["micro_batch"].source
-        self.record(
-            "accumulation",
-            (accumulation, Why(reason=reason, source="environment" if source == "environment" else "rule")),
-        )
-        return {
-            "micro_batch": micro,
-            "accumulation": accumulation,
-            "recompute": recompute,
-            "loss_chunks": chunks,
-        }
+        why = Why(reason=reason, source="environment" if source == "environment" else "rule")
+        self.record("accumulation", (accumulation, why))
+        names = ("micro_batch", "accumulation", "recompute", "loss_chunks")
+        return dict(zip(names, (micro, accumulation, recompute, chunks), strict=True))
 
     def _fit(self, share: int) -> tuple[int, str, int]:
         pins = {
@@ -341,16 +323,11 @@ class _Decider:
         if micro == share:
             return Why(reason=f"the whole batch in one pass: {fits}", source="rule")
         if larger is None:
-            return Why(
-                reason=(
-                    f"{fits}; the largest divisor of {share} within {limit:,} tokens, where speed levels off"
-                ),
-                source="rule",
-            )
+            level = f"the largest divisor of {share} within {limit:,} tokens, where speed levels off"
+            return Why(reason=f"{fits}; {level}", source="rule")
         if profile is not None and larger > profile.micro_batch:
-            return Why(
-                reason=f"at most {profile.micro_batch} by profile {profile.name}: {fits}", source="profile"
-            )
+            bound = f"at most {profile.micro_batch} by profile {profile.name}"
+            return Why(reason=f"{bound}: {fits}", source="profile")
         return Why(reason=f"{fits}; the next divisor of {share}, {larger}, would not fit", source="rule")
 
     def _refuse(self, way: tuple[int, str, int]) -> None:
@@ -368,11 +345,9 @@ class _Decider:
 
     def loader_threads(self) -> Decision:
         if self.recipe.data.stream:
-            threads = max(1, min(4, self.hardware.cores - 1))
-            return _rule(
-                threads,
-                f"tokenising while training, in Rust threads that leave a core of {self.hardware.cores} free",
-            )
+            cores = self.hardware.cores
+            free = f"tokenising while training, in Rust threads that leave one of {cores} cores free"
+            return _rule(max(1, min(4, cores - 1)), free)
         if not self.pretraining:
             return _rule(1, "packing a batch of examples takes less than its update")
         return _rule(1, "reading memory-mapped tokens takes a few milliseconds an update, beside the step")
@@ -385,12 +360,12 @@ class _Decider:
             return _rule("", "only CUDA has an allocator to set")
         if not self.pretraining:
             return _rule(
-                "", "captured graphs keep memory of their own; torch's default is what was measured there"
+                "", "captured graphs keep their own memory; torch's default is what was measured there"
             )
-        return _rule(
-            "expandable_segments:True",
-            "segments that grow do not fragment when the micro-batch changes after an out-of-memory",
+        growing = (
+            "segments that grow do not fragment when the micro-batch changes after running out of memory"
         )
+        return _rule("expandable_segments:True", growing)
 
     def slots(self) -> Decision:
         """Sequences generated together, by arithmetic; when the engine opens it measures the memory that is free."""

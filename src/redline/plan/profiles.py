@@ -1,5 +1,5 @@
-"""Named sets of upper bounds, as the systems Redline grew out of shipped them. On any GPU the planner derives
-its own values; a profile only lowers them, and the plan says so."""
+"""Named sets of upper bounds, as public RFT recipes have them. On any GPU the planner derives its own values; a
+profile only lowers them, and the plan says so."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from redline.errors import ConfigError, nearest
 class Profile:
     name: str
     sample_batch: int
-    """Sequences generated at once (MICRO_BATCH_SIZE)."""
+    """Sequences generated together (MICRO_BATCH_SIZE)."""
     micro_batch: int
     """Sequences in one training pass (A100_BATCH_SIZE)."""
     samples_per_question: int
@@ -31,12 +31,15 @@ PROFILES = {
 
 def find_profile(name: str) -> Profile:
     if name not in PROFILES:
-        raise ConfigError(f"no profile {name!r}{nearest(name, PROFILES)}: known are {', '.join(PROFILES)}")
+        raise ConfigError(
+            f"there is no profile {name!r}{nearest(name, PROFILES)}; known: {', '.join(PROFILES)}"
+        )
     return PROFILES[name]
 
 
 def fewer_samples(recipe: Recipe, profile: Profile | None, say: Callable[[str], None]) -> Recipe:
-    """The recipe with no more samples a question than the profile allows. That is another recipe, and is said."""
+    """The recipe with at most as many samples a question as the profile allows; the user is told that this is another
+    recipe."""
     wanted = recipe.sample.samples_per_question
     if recipe.workload != "rft" or profile is None or profile.samples_per_question >= wanted:
         return recipe

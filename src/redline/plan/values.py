@@ -1,12 +1,12 @@
-"""The table of plan values: what each may be, what it does to numbers, what a value needs, and how it is
-proved. The planner, the tuner, the guard, `ablate` and `verify` read it. Runs without torch.
+"""The table of plan values: what each may be, what it does to the numbers, what it needs, and how it is proved. The
+planner, the tuner, the guard, `ablate` and `verify` read it. Runs without torch.
 
     VALUES["precision"].effect                                 # "rounding"
-    why_not("attention", "cudnn", recipe, hardware)            # None where it can be had, else the reason
+    why_not("attention", "cudnn", recipe, hardware)            # None if it is possible, else the reason
     why_not("cross_entropy", "fused", recipe, hardware, {"precision": "fp32"})
 
-Who claims what about a value, and what the tuner tries, stands in the catalogue (redline.optimizations). A new
-plan value is a line here; the reason why the planner picks it is a rule in planner.py.
+The catalogue (redline.optimizations) says who claims what about a value and what the tuner tries. A new plan value is
+a line here; a rule in planner.py says why it is picked.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,11 +29,11 @@ Effect = Literal["exact", "rounding"]
 Beside = Mapping[str, Any]
 """Values of the same plan that are decided already."""
 Need = Callable[[Recipe, Hardware, Beside], str | None]
-"""Why a value cannot be had, or None."""
+"""Why a value is not possible, or None."""
 
 HALF = ("bf16", "fp16", "fp8")
 NEEDED_CAPABILITY = {"bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9)}
-"""CUDA compute capability from which a precision is in the hardware; the others are in all of them."""
+"""The least CUDA compute capability with a precision in hardware; all GPUs have the others."""
 
 
 def needs_cuda(_recipe: Recipe, hardware: Hardware, _beside: Beside) -> str | None:
@@ -86,12 +86,12 @@ class PlanValue:
     choices: tuple[Any, ...] = ()
     """Empty: any whole number from 1."""
     proof: tuple[str, ...]
-    """The checks of `redline verify` that show it is in force; empty: only its speed shows."""
+    """The checks of `redline verify` that show it is in effect; empty: only its speed shows it."""
     shapes_memory: bool = False
     """Whether the memory of a pass depends on it."""
     lasting: bool = False
-    """Whether a process that ran with one value keeps something of it (compiled code, kernels chosen for the
-    whole process), so that another value needs a fresh process."""
+    """Whether a process keeps something of a value it ran with (compiled code, kernels chosen for the whole process),
+    so that another value needs a new process."""
     needs: Mapping[Any, tuple[Need, ...]] = field(default_factory=dict)
     """What some of the choices need."""
 
@@ -164,8 +164,7 @@ VALUES: dict[str, PlanValue] = {
 def why_not(
     name: str, value: Any, recipe: Recipe, hardware: Hardware, beside: Beside | None = None
 ) -> str | None:
-    """Why a value cannot be had for this recipe on this hardware beside the others of its plan; None: it
-    can."""
+    """Why a value is not possible for this recipe on this hardware with the plan's other values; None: it is."""
     reasons = (need(recipe, hardware, beside or {}) for need in VALUES[name].needs.get(value, ()))
     return next((reason for reason in reasons if reason), None)
 
