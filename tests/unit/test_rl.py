@@ -1,7 +1,9 @@
 """Reinforcement learning: losses and advantages against cases computed by hand, the loop on a tiny model."""
 
 import math
+import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,6 +15,7 @@ from rft_model import planned, tiny_model
 from rl_model import letters_rl, run_rl
 
 from redline.config.rl import RlConfig
+from redline.errors import TrainingError
 from redline.record.metrics import METRICS
 from redline.record.run import read_lines
 from redline.rl.algorithm import Columns, columns_of
@@ -21,6 +24,7 @@ from redline.rl.imitation import Imitation
 from redline.rl.ppo import Ppo, generalised_advantages, make_critic, value_loss
 from redline.rl.rollout import Rollouts, shaped_reward
 from redline.rl.samples import Group, Sample, Samples
+from redline.rl.watchdog import Watchdog
 from redline.train.checkpoint import read_tensors
 from redline.train.places import resolve
 from redline.train.process import Process
@@ -287,3 +291,71 @@ def test_a_step_without_a_lesson_changes_nothing_and_says_so(place, tmp_path):
     assert all(torch.equal(trained[name], base[name]) for name in trained)
     events = read_lines(tmp_path / "run" / "events.jsonl")
     assert [event["step"] for event in events if event["event"] == "nothing_to_learn"] == [1]
+
+
+# ---- the watchdog ----
+
+
+class Hands:
+    """A clock whose hands are set."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_phase_far_beyond_its_usual_time_is_named_once():
+    told: list[dict[str, Any]] = []
+    clock = Hands()
+    dog = Watchdog(lambda kind, **facts: told.append({"kind": kind, **facts}), alone=True, clock=clock)
+    for _ in range(3):
+        dog.phase("generate")
+        clock.now_s += 60
+        dog.phase("update")
+        clock.now_s += 20
+    dog.phase("generate")
+    clock.now_s += 599
+    assert dog.check() is None, "ten times the usual 60 s are not over"
+    clock.now_s += 2
+    assert dog.check() == "generate"
+    assert dog.check() is None
+    assert told == [{"kind": "phase_hung", "phase": "generate", "spent_s": 601.0, "usual_s": 60.0}]
+
+
+def test_short_phases_and_first_ones_have_patience():
+    clock = Hands()
+    dog = Watchdog(lambda kind, **facts: None, alone=True, clock=clock)
+    dog.phase("generate")
+    clock.now_s += 3000
+    assert dog.check() is None, "the first may compile"
+    dog.phase("update")
+    clock.now_s += 1
+    dog.phase("update")
+    clock.now_s += 299
+    assert dog.check() is None
+    clock.now_s += 2
+    assert dog.check() == "update"
+
+
+def test_a_run_whose_generation_hangs_ends_with_a_checkpoint_and_resumes(
+    place, unbroken, tmp_path, monkeypatch
+):
+    clock = Hands()
+    monkeypatch.setattr("redline.rl.run.Watchdog", partial(Watchdog, clock=clock, poll_s=0.01))
+    scored = Rollouts._scored
+
+    def hanging(self: Rollouts, step: int, keys: Any) -> Any:
+        if step == 4:
+            clock.now_s += 1e6
+            threading.Event().wait()
+        return scored(self, step, keys)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Rollouts, "_scored", hanging)
+        with pytest.raises(TrainingError, match=r"the phase generate hung.*a checkpoint was saved"):
+            run_rl(place, tmp_path / "run")
+    assert resolve(tmp_path / "run").name == "step-00000003"
+    run_rl(place, tmp_path / "run")
+    assert training(tmp_path / "run") == training(unbroken)

@@ -44,7 +44,10 @@ WORDS: dict[str, tuple[str, ...]] = {
         "update {step} had nothing to learn from: in each of {groups} questions all answers were equally good",
     ),
     "pcgrad": ("PCGrad ({mode}) keeps the domains' gradients on the {kept_on}: {why}",),
-    "phase_hung": ("{phase} has taken {spent_s} in update {step}, usually {usual_s}: ending the run",),
+    "phase_hung": (
+        "{phase} has taken {spent_s}, usually {usual_s}: the run ends",
+        "{phase} has taken {spent_s}: the run ends",
+    ),
     "updates_not_recorded": ("updates {first} to {last} are missing from metrics.jsonl",),
     "shards_not_hashed": ("{size_bytes} of token shards were not verified; `{to_check}` verifies them",),
     "communication_not_timed": ("communication is not timed: {why}",),

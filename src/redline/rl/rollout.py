@@ -75,7 +75,7 @@ class Rollouts:
         event: Callable[..., None] = lambda kind, **facts: None,
         phase: Callable[[str | None], None] = lambda name: None,
     ) -> None:
-        """`phase` is told what begins: generate, reward, and None at the end of the rollout."""
+        """`phase` is told what begins: generate, reward, update."""
         self.domains, self.policy, self.algorithm, self.samples = domains, policy, algorithm, samples
         self.process, self.done, self.event, self.phase = process, done, event, phase
         self.rl: RlConfig = domains.rl
@@ -99,7 +99,7 @@ class Rollouts:
             if not wanted:
                 break
         self.samples.sync(step)
-        self.phase(None)
+        self.phase("update")
         self.done = step
         weights_s = self.policy.weights_s - weights_s
         times = {
@@ -110,6 +110,7 @@ class Rollouts:
         return self._rollout(step, groups, useful, times)
 
     def close(self) -> None:
+        self.phase(None)
         self._threads.shutdown(cancel_futures=True)
         self.policy.close()
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from redline.config.recipe import Recipe
 from redline.config.rl import RlConfig
+from redline.errors import TrainingError
 from redline.finetune import check_result, prepare, write_result
 from redline.plan.plan import Plan
 from redline.plan.planner import MEMORY_SHARE
@@ -36,6 +37,7 @@ from redline.rl.rollout import Rollouts
 from redline.rl.samples import Samples
 from redline.rl.speed import make_derived
 from redline.rl.validation import make_validation
+from redline.rl.watchdog import Watchdog
 from redline.train.execution import COMPUTE_DTYPE, check_device, equip
 from redline.train.loop import Outcome, Trainer
 from redline.train.objective import Job
@@ -62,12 +64,20 @@ def reinforce(
     check_result(recipe)
     with open_run(recipe, plan, run, process, observers=observers, fork=fork) as opened:
         base = open_weights(Path(recipe.model.init_from or ""))
-        with open_domains(recipe, base, processes=process.world_size) as domains:
-            job = job_of(recipe, plan, base, domains, process, run=run, opened=opened)
+        with (
+            open_domains(recipe, base, processes=process.world_size) as domains,
+            Watchdog(opened.event, alone=process.world_size == 1) as watchdog,
+        ):
+            phase = watchdog.phase
+            job = job_of(recipe, plan, base, domains, process, run=run, opened=opened, phase=phase)
             trainer = Trainer(job, process)
             if trainer.progress.step == 0 and recipe.train.eval_every and job.validate is not None:
                 opened.event("validation", step=0, **job.validate(job.model, plan.micro_batch))
             outcome = trainer.run()
+        if outcome.why.startswith("the phase "):
+            raise TrainingError(
+                f"{outcome.why}; a checkpoint was saved: run the same command again to resume"
+            )
         if outcome.why == "finished":
             write_result(job.model, recipe, base, process, adapter=run / "adapter", whole=run / "model")
         return outcome
@@ -82,8 +92,9 @@ def job_of(
     *,
     run: Path | None = None,
     opened: OpenRun | None = None,
+    phase: Callable[[str | None], None] = lambda name: None,
 ) -> Job:
-    """What the loop needs; without a run folder nothing is kept."""
+    """What the loop needs; without a run folder nothing is kept. `phase` is told which part of a step begins."""
     rl, event = domains.rl, opened.event if opened else _silent
     algorithm = ALGORITHMS[rl.algorithm](rl)
     model = base.build(process.device, COMPUTE_DTYPE[plan.precision])
@@ -108,7 +119,7 @@ def job_of(
         steps=recipe.train.steps,
         model=model,
         source=lambda position: Rollouts(
-            domains, policy, algorithm, Samples(run), process, done=position or 0, event=event
+            domains, policy, algorithm, Samples(run), process, done=position or 0, event=event, phase=phase
         ),
         objective=Policies(algorithm, recipe, process, pass_size=plan.micro_batch, reference=reference),
         executor=partial(Updates, critic=critic),
@@ -116,7 +127,7 @@ def job_of(
         data_fingerprint=_fingerprint(domains),
         run=run,
         folder=opened.folder if opened else None,
-        validate=make_validation(domains, policy, process),
+        validate=make_validation(domains, policy, process, phase),
         combine=_combination(recipe, plan, event) if rl.pcgrad != "off" else None,
         derived=make_derived(recipe, plan),
         fork=opened.fork if opened else None,

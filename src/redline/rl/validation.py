@@ -15,9 +15,13 @@ from redline.train.process import Process
 
 
 def make_validation(
-    domains: Domains, policy: Policy, process: Process
+    domains: Domains,
+    policy: Policy,
+    process: Process,
+    phase: Callable[[str | None], None] = lambda name: None,
 ) -> Callable[[Transformer, int], dict[str, float]]:
     def validate(_model: Transformer, _pass_size: int) -> dict[str, float]:
+        phase("validate")
         asked = [(name, one) for name in domains.by_name for one in domains.held_out(name)]
         mine = asked[process.rank :: process.world_size]
         requests = [
@@ -32,6 +36,7 @@ def make_validation(
             (sample,) = domains.scored(name, one.question, [completion])
             right[name] += sample.correct
         correct = dict(zip(right, process.sums(*right.values()), strict=True))
+        phase(None)
         counts = {name: sum(own == name for own, _ in asked) for name in right}
         return _accuracies(correct, counts)
 
