@@ -57,8 +57,9 @@ class RlConfig:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The domains as metrics and samples name them: a user's own file by its stem."""
-        return tuple(Path(task.partition(":")[0]).stem for task in self.domains)
+        """The domains as metrics and samples name them: `gym:chain_sum` as chain_sum, a user's own file by its stem."""
+        parts = [task.rpartition(":") for task in self.domains]
+        return tuple(Path(before).stem if before.endswith(".py") else last for before, _, last in parts)
 
     def data_of(self, name: str) -> str | None:
         """The folder of a domain's files, if there is one."""
