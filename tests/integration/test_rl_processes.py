@@ -49,7 +49,11 @@ def on_two(warm: Warm, *arguments: Any) -> list[Done]:
 @pytest.mark.numerics
 @pytest.mark.parametrize(
     "overrides",
-    [(), ("lora.rank=2", "rl.kl=0.1", "rl.updates_per_rollout=2"), ("rl.algorithm=ppo", "rl.critic_lr=1e-3")],
+    [
+        (),
+        ("lora.rank=2", "rl.kl=0.1", "rl.updates_per_rollout=2"),
+        ("rl.algorithm=ppo", "rl.critic_lr=1e-3", "rl.kl=0.1"),
+    ],
     ids=["grpo", "adapters-kl-two-updates", "ppo"],
 )
 def test_two_processes_do_what_one_does(

@@ -1,6 +1,7 @@
 """Reinforcement learning from verifiable rewards: the model answers, scorers say how well, and its weights follow.
 
 redline rl run rl/demo                               GRPO on the shipped model, half a minute on a CPU
+redline rl run rl/guru-8gpu --nproc 8 --dry-run      the plan for eight processes, and nothing else
 redline rl doctor rl/demo                            before training: solve rates, formats, lengths, times, advice
 redline rl compare runs/baseline runs/pcgrad         accuracy of every domain with intervals, conflicts, cost
 

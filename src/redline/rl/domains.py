@@ -165,7 +165,7 @@ def open_domains(recipe: Recipe, opened: Opened, *, processes: int = 1) -> Itera
             data = rl.data_of(name)
             task = load_task(spec, data)
             questions = task.questions("train", rl.rows, recipe.train.seed)
-            held_out = task.questions(test.split, test.rows or None, 0)
+            held_out = task.questions(test.split, None, 0)[: test.rows or None]  # a domain may have fewer
             if not questions or not held_out:
                 raise ConfigError(
                     f"domain {name} has no questions to train or to test on: choose another test.split"

@@ -43,7 +43,7 @@ from redline.train.loop import Outcome, Trainer
 from redline.train.objective import Job
 from redline.train.open_run import OpenRun, Watching, open_run
 from redline.train.pcgrad import Mode, PCGrad
-from redline.train.process import Process
+from redline.train.process import Process, shard
 from redline.train.restore import Opened, open_weights
 from redline.train.step import Combination, Learner
 
@@ -104,6 +104,8 @@ def job_of(
     reference = None
     if rl.kl > 0 and recipe.lora is None:
         reference = base.build(process.device, COMPUTE_DTYPE[plan.precision]).requires_grad_(False)
+        if process.world_size > 1:
+            shard(reference, process, reference.compute_dtype)
     policy = Policy(
         model,
         base,
