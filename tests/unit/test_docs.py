@@ -41,6 +41,13 @@ def test_every_link_leads_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_every_file_that_the_architecture_names_is_there() -> None:
+    text, source = (ROOT / "docs" / "architecture.md").read_text(), ROOT / "src" / "redline"
+    named = set(re.findall(r"`([a-z_]+/[a-z_/]+)`", text))
+    assert len(named) > 20
+    assert [name for name in named if not any(source.glob(f"**/{name}.py"))] == []
+
+
 def test_every_page_that_a_message_names_is_there() -> None:
     sources = "".join(path.read_text() for path in sorted((ROOT / "src" / "redline").rglob("*.py")))
     assert (named := set(re.findall(r"docs/[\w-]+\.md", sources)))

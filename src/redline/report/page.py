@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import time
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from redline.record.units import (
 )
 from redline.report.compare import comparable
 from redline.report.reinforcement import Compared, compared
-from redline.report.series import curves
+from redline.report.series import CHARTS, Chart, curves
 from redline.report.view import RunView, side_by_side, when
 
 ASSETS = Path(str(resources.files("redline"))) / "report" / "assets"
@@ -41,53 +40,6 @@ LANGUAGE_GUARD = (
     ' Intl.NumberFormat(navigator.language)}catch(e){Object.defineProperty(navigator,"language",{value:"en"})}\n'
 )
 """Under LANG=C Chromium reports the language en-US@posix, which makes uPlot throw."""
-
-
-@dataclass(frozen=True)
-class Chart:
-    """How a metric is drawn."""
-
-    title: str
-    format: str
-    first: bool = False
-    """Whether it is the outcome, above what explains it."""
-    main: bool = False
-    wide: bool = False
-    smooth: bool = False
-    validation: bool = False
-    from_zero: bool = False
-
-
-CHARTS = {
-    "reward": Chart("Reward", "plain", first=True, main=True, wide=True, smooth=True),
-    "loss": Chart("Loss", "plain", first=True, main=True, wide=True, smooth=True, validation=True),
-    "tokens_per_s": Chart("Speed", "count", main=True, from_zero=True),
-    "rows_per_s": Chart("Rows", "count", main=True, from_zero=True),
-    "memory_bytes": Chart("Memory", "bytes", main=True, from_zero=True),
-    "dfa_cosine": Chart("Cosine with back-propagation", "plain", from_zero=True),
-    "dfa_error": Chart("Distance from back-propagation", "plain", from_zero=True),
-    "attention_similarity": Chart("Kernel attention against exact", "plain", from_zero=True),
-    "orthogonality_violation": Chart("Distance from orthogonality", "plain", from_zero=True),
-    "mfu": Chart("MFU", "share", from_zero=True),
-    "ceiling_share": Chart("Share of the matmul ceiling", "share", from_zero=True),
-    "step_s": Chart("Time of an update", "duration", from_zero=True),
-    "data_wait_s": Chart("Data wait", "duration", from_zero=True),
-    "padding_share": Chart("Padding", "share", from_zero=True),
-    "accuracy": Chart(
-        "Share of sampled answers that are correct", "share", main=True, from_zero=True, smooth=True
-    ),
-    "response_tokens": Chart("Tokens of an answer", "plain", main=True, from_zero=True),
-    "cut_share": Chart("Answers cut off", "share", from_zero=True),
-    "entropy": Chart("Entropy", "plain", from_zero=True),
-    "kl": Chart("KL from the model at the start", "plain", from_zero=True),
-    "clip_share": Chart("Tokens clipped", "share", from_zero=True),
-    "logprob_gap": Chart("Engine against trainer", "plain", from_zero=True),
-    "lr": Chart("Learning rate", "plain", from_zero=True),
-    "grad_norm": Chart("Gradient norm before clipping", "plain", from_zero=True),
-    "power_w": Chart("Power", "count", from_zero=True),
-    "sm_clock_mhz": Chart("Clock", "count", from_zero=True),
-    "temperature_c": Chart("Temperature", "plain"),
-}
 
 
 def write_page(runs: list[RunView], out: Path) -> None:

@@ -5,6 +5,7 @@ neighbouring updates, so that a spike stays visible. Validations are never thinn
 None; `broken` says where on each axis the loss stops being a number for good.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from redline.record.metrics import METRICS
@@ -12,23 +13,57 @@ from redline.record.read import number, values
 from redline.report.figures import without_number
 
 AXES = ("step", "tokens", "elapsed_s")
-CURVES = (
-    "loss", "tokens_per_s", "rows_per_s", "memory_bytes", "lr", "grad_norm", "step_s", "data_wait_s", "mfu",
-    "ceiling_share",
-    "padding_share", "power_w", "sm_clock_mhz", "temperature_c",
-)  # fmt: skip
-POLICY_CURVES = (
-    "reward", "accuracy", "response_tokens", "cut_share", "entropy", "kl", "clip_share", "logprob_gap",
-)  # fmt: skip
-"""Of reinforcement learning alone."""
-DIAGNOSES = ("dfa_cosine", "dfa_error", "attention_similarity", "orthogonality_violation")
-"""Of OKADFA alone."""
 MOST_UPDATES = 800
 """Drawn one by one up to here."""
 MOST_POINTS = 350
 """Of a thinned curve, which has three numbers a point."""
 DIGITS = {"loss": 6}
 """The others show four at most; more would only make the page longer."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """How the curve of a metric is drawn."""
+
+    title: str
+    format: str
+    first: bool = False
+    """Whether it is the outcome, above what explains it."""
+    main: bool = False
+    wide: bool = False
+    smooth: bool = False
+    validation: bool = False
+    from_zero: bool = False
+
+
+CHARTS = {
+    "reward": Chart("Reward", "plain", first=True, main=True, wide=True, smooth=True),
+    "loss": Chart("Loss", "plain", first=True, main=True, wide=True, smooth=True, validation=True),
+    "tokens_per_s": Chart("Speed", "count", main=True, from_zero=True),
+    "rows_per_s": Chart("Rows", "count", main=True, from_zero=True),
+    "memory_bytes": Chart("Memory", "bytes", main=True, from_zero=True),
+    "dfa_cosine": Chart("Cosine with back-propagation", "plain", from_zero=True),
+    "dfa_error": Chart("Distance from back-propagation", "plain", from_zero=True),
+    "attention_similarity": Chart("Kernel attention against exact", "plain", from_zero=True),
+    "orthogonality_violation": Chart("Distance from orthogonality", "plain", from_zero=True),
+    "mfu": Chart("MFU", "share", from_zero=True),
+    "ceiling_share": Chart("Share of the matmul ceiling", "share", from_zero=True),
+    "step_s": Chart("Time of an update", "duration", from_zero=True),
+    "data_wait_s": Chart("Data wait", "duration", from_zero=True),
+    "padding_share": Chart("Padding", "share", from_zero=True),
+    "accuracy": Chart("Correct sampled answers", "share", main=True, from_zero=True, smooth=True),
+    "response_tokens": Chart("Tokens of an answer", "plain", main=True, from_zero=True),
+    "cut_share": Chart("Answers cut off", "share", from_zero=True),
+    "entropy": Chart("Entropy", "plain", from_zero=True),
+    "kl": Chart("KL from the model at the start", "plain", from_zero=True),
+    "clip_share": Chart("Tokens clipped", "share", from_zero=True),
+    "logprob_gap": Chart("Engine against trainer", "plain", from_zero=True),
+    "lr": Chart("Learning rate", "plain", from_zero=True),
+    "grad_norm": Chart("Gradient norm before clipping", "plain", from_zero=True),
+    "power_w": Chart("Power", "count", from_zero=True),
+    "sm_clock_mhz": Chart("Clock", "count", from_zero=True),
+    "temperature_c": Chart("Temperature", "plain"),
+}
 
 
 def curves(lines: list[dict[str, Any]], most_points: int = MOST_POINTS) -> dict[str, Any]:
@@ -39,7 +74,7 @@ def curves(lines: list[dict[str, Any]], most_points: int = MOST_POINTS) -> dict[
         "each": each,
         "axes": {axis: [_plain(number(block[-1].get(axis))) for block in blocks] for axis in AXES},
     }
-    names = (*POLICY_CURVES, *DIAGNOSES, *CURVES, *own_names(lines))
+    names = (*CHARTS, *own_names(lines))
     found["curves"] = {name: _curve(blocks, name) for name in names if values(lines, name)}
     tested = [line for line in lines if number(line.get("valid_loss")) is not None]
     found["broken"] = broken(lines)
@@ -52,12 +87,10 @@ def curves(lines: list[dict[str, Any]], most_points: int = MOST_POINTS) -> dict[
 def own_names(lines: list[dict[str, Any]]) -> list[str]:
     """Names of the user's own metrics, logged by a watched loop (`run.log`), and the rewards of every domain. The other
     metrics of domains and their pairs are shown in tables."""
-    some = lines[:: max(1, len(lines) // 200)]  # a name stands in more than one line
+    some = lines[:: max(1, len(lines) // 200)]  # a name is in more than one line
     kinds = {name.partition(".")[0] for name in METRICS if "." in name} - {"reward"}
-    names = dict.fromkeys(
-        name for line in some for name in line if name not in METRICS and name.partition(".")[0] not in kinds
-    )
-    return [name for name in names if values(some, name)]
+    names = dict.fromkeys(name for line in some for name in line if name not in METRICS)
+    return [name for name in names if name.partition(".")[0] not in kinds and values(some, name)]
 
 
 def broken(lines: list[dict[str, Any]]) -> dict[str, float | None] | None:
