@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 
 from redline.cli.arguments import JSON
-from redline.cli.options import print_json, status
+from redline.cli.options import answer, status
 from redline.cli.tables import print_machine
 from redline.machine.facts import read_facts
 from redline.machine.store import cached
@@ -23,7 +23,8 @@ def run(options: argparse.Namespace) -> None:
         from redline.machine.ceilings import load_or_measure
 
         ceilings = load_or_measure(facts, refresh=options.refresh, progress=status)
-    if options.json:
-        print_json({"facts": asdict(facts), "ceilings": asdict(ceilings) if ceilings else None})
-    else:
-        print_machine(facts, ceilings)
+    answer(
+        options,
+        {"facts": asdict(facts), "ceilings": asdict(ceilings) if ceilings else None},
+        lambda: print_machine(facts, ceilings),
+    )

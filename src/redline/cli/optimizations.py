@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.cli.arguments import JSON
-from redline.cli.options import not_rl, print_json, recipe_of
+from redline.cli.options import answer, not_rl, print_json, recipe_of
 from redline.config.recipe import Recipe
 from redline.diagnose.answer import verdict
 from redline.diagnose.read import read
@@ -51,10 +51,7 @@ def run(options: argparse.Namespace) -> None:
         for row, entry in zip(rows, catalogue().values(), strict=True):
             why_not = _why_not(entry, recipe, name, hardware)
             row |= {"applies": why_not is None, "why_not": why_not}
-    if options.json:
-        print_json(rows)
-    else:
-        _print(rows, where)
+    answer(options, rows, lambda: _print(rows, where))
 
 
 def _row(entry: Optimization) -> Row:

@@ -81,6 +81,14 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, default=str))
 
 
+def answer(options: argparse.Namespace, value: Any, show: Callable[[], object]) -> None:
+    """The value as JSON if the user wants that, else as `show` prints it."""
+    if options.json:
+        print_json(value)
+    else:
+        show()
+
+
 def status(text: str) -> None:
     """A line about progress, on standard error so that standard output stays clean."""
     print(visible(text), file=sys.stderr, flush=True)

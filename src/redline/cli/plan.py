@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from redline.cli.arguments import JSON, RECIPE
-from redline.cli.options import print_json, recipe_of, status, typed_pins
+from redline.cli.options import answer, recipe_of, status, typed_pins
 from redline.cli.tables import print_plan
 from redline.config.recipe import Recipe
 from redline.errors import MachineError
@@ -48,10 +48,7 @@ def run(options: argparse.Namespace) -> None:
     if options.save:
         save(plan, options.save)
         status(f"plan written to {options.save}")
-    if options.json:
-        print_json(to_json(plan))
-    else:
-        print_plan(plan, recipe)
+    answer(options, to_json(plan), lambda: print_plan(plan, recipe))
 
 
 def outside_of(options: argparse.Namespace) -> Outside:

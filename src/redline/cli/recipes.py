@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 
 from redline.cli.arguments import JSON
-from redline.cli.options import print_json
+from redline.cli.options import answer, print_json
 from redline.config.load import load_recipe, shipped, to_toml
 from redline.plan.arithmetic import parameters
 from redline.record.units import format_count
@@ -20,10 +20,11 @@ ARGUMENTS = f"""
 def run(options: argparse.Namespace) -> None:
     if options.recipe is not None:
         recipe = load_recipe(options.recipe, options.set)
-        if options.json:
-            print_json({**asdict(recipe), "fingerprint": recipe.fingerprint})
-        else:
-            print(f"# fingerprint {recipe.fingerprint}\n{to_toml(recipe)}", end="")
+        answer(
+            options,
+            {**asdict(recipe), "fingerprint": recipe.fingerprint},
+            lambda: print(f"# fingerprint {recipe.fingerprint}\n{to_toml(recipe)}", end=""),
+        )
         return
     recipes = {name: load_recipe(name) for name in shipped()}
     sizes = {name: parameters(r.model).total if r.model.is_shaped else None for name, r in recipes.items()}

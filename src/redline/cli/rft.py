@@ -18,7 +18,7 @@ from typing import Any
 from redline.cli import rft_tables as tables
 from redline.cli.arguments import DEVICE, JSON, PLAN, RECIPE
 from redline.cli.live import make_view
-from redline.cli.options import check_least, print_json, recipe_of, status
+from redline.cli.options import answer, check_least, print_json, recipe_of, status
 from redline.cli.plan import chosen, outside_of
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError
@@ -150,15 +150,13 @@ _STAGE_CALLS = {"sample": _run_sample, "train": _run_train, "test": _run_test}
 
 def _stats(options: argparse.Namespace) -> None:
     found = stats(options.run)
-    if options.json:
-        print_json(found)
-    else:
-        tables.print_stats(found)
+    answer(options, found, lambda: tables.print_stats(found))
 
 
 def _export(options: argparse.Namespace) -> None:
     count = export(options.run, options.out, per_question=options.per_question)
-    if options.json:
-        print_json({"out": str(options.out), "rows": count})
-    else:
-        print(visible(f"{options.out}: {count:,} rows"))
+    answer(
+        options,
+        {"out": str(options.out), "rows": count},
+        lambda: print(visible(f"{options.out}: {count:,} rows")),
+    )

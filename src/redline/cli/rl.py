@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from redline.cli.arguments import DEVICE, JSON, PLAN, RECIPE
-from redline.cli.options import check_least, print_json, recipe_of, status
+from redline.cli.options import answer, check_least, recipe_of, status
 from redline.cli.plan import chosen
 from redline.cli.rl_tables import print_compared, print_doctor
 from redline.cli.tables import print_plan
@@ -58,10 +58,7 @@ def _run(options: argparse.Namespace) -> int:
     if not options.dry_run:
         return train(options, recipe)
     plan = chosen(options, recipe, options.nproc, say=lambda text: None)
-    if options.json:
-        print_json(to_json(plan))
-    else:
-        print_plan(plan, recipe)
+    answer(options, to_json(plan), lambda: print_plan(plan, recipe))
     return 0
 
 
@@ -76,10 +73,7 @@ def _doctor(options: argparse.Namespace) -> int:
     set_allocator(plan)
     with join(plan.hardware.kind) as process:
         report = examine(recipe, plan, process, questions=options.questions)
-    if options.json:
-        print_json(asdict(report))
-    else:
-        print_doctor(report)
+    answer(options, asdict(report), lambda: print_doctor(report))
     return 0
 
 
@@ -89,10 +83,7 @@ def _compare(options: argparse.Namespace) -> int:
     if options.out:
         write_page([view(base, 0), view(other, 1)], options.out)
         status(f"page: {options.out}")
-    if options.json:
-        print_json(asdict(found))
-    else:
-        print_compared(found, (base.label, other.label))
+    answer(options, asdict(found), lambda: print_compared(found, (base.label, other.label)))
     return 0
 
 

@@ -13,7 +13,7 @@ import os
 from typing import Any
 
 from redline.cli.arguments import JSON
-from redline.cli.options import print_json
+from redline.cli.options import answer, print_json
 from redline.errors import ConfigError, DataError
 from redline.record.files import read_text
 from redline.record.units import format_share, visible
@@ -57,10 +57,11 @@ def _list(options: argparse.Namespace) -> None:
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name} needs a task: one of {', '.join(TASKS)}, or my_task.py:make")
     about = {name: make(None).about for name, make in TASKS.items()}
-    if options.json:
-        print_json([{"name": name, "about": text} for name, text in about.items()])
-    else:
-        show(("", ""), list(about.items()))
+    answer(
+        options,
+        [{"name": name, "about": text} for name, text in about.items()],
+        lambda: show(("", ""), list(about.items())),
+    )
 
 
 def _shown(question: Question, prompt: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from redline.cli.arguments import JSON, PLAN, RECIPE
-from redline.cli.options import byte_progress, check_least, print_json, recipe_of, status
+from redline.cli.options import answer, byte_progress, check_least, recipe_of, status
 from redline.cli.plan import chosen, make
 from redline.cli.view import describe, observers_for, print_outcome
 from redline.config.recipe import Recipe
@@ -122,8 +122,9 @@ def _train(options: argparse.Namespace, recipe: Recipe, folder: Path) -> int:
         return 0
     share = read_run(folder).typical("ceiling_share")
     forget_if_beaten(read_facts(), share.value if share else 0.0, status)
-    if options.json:
-        print_json({"run": str(folder), "step": outcome.step, "why": outcome.why, "metrics": outcome.metrics})
-    else:
-        print_outcome(outcome.why, outcome.step, folder)
+    answer(
+        options,
+        {"run": str(folder), "step": outcome.step, "why": outcome.why, "metrics": outcome.metrics},
+        lambda: print_outcome(outcome.why, outcome.step, folder),
+    )
     return 0
