@@ -113,6 +113,19 @@ def test_the_diagnosis_of_a_run_names_what_teaches_nothing_and_slow_rewards(tmp_
     assert "redline rl doctor" in found["slow-reward"].fix
 
 
+def test_the_plan_says_where_pcgrad_keeps_its_gradients_and_why(recipe: Path, capsys: Capture) -> None:
+    task = recipe.parent / "letters.py"
+    (recipe.parent / "other.py").write_text(task.read_text())
+    domains = f'rl.domains=["{task}:make", "{recipe.parent / "other.py"}:make"]'
+    command = ["rl", "run", str(recipe), "--dry-run", "--json", "--set", domains, "--set", "rl.pcgrad=tensor"]
+    assert main(command) == 0
+    kept = json.loads(capsys.readouterr().out)["pcgrad_kept_on"]
+    assert kept["value"] == "device"
+    assert kept["reason"].startswith("they fit: 0.00 GiB of gradients")
+    assert main(command[:5]) == 0
+    assert "pcgrad_kept_on" not in capsys.readouterr().out
+
+
 def test_verify_checks_generation_and_update(recipe: Path) -> None:
     shaped, plan, _ = planned(recipe, ())
     checks = {check.name: check.status for check in verify(shaped, plan, progress=lambda text: None)}

@@ -22,6 +22,8 @@ from redline.cli.train import RUN, check_options, train
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError
 from redline.plan.plan import to_json
+from redline.plan.planner import MEMORY_SHARE
+from redline.plan.reinforcement import pcgrad_place
 from redline.record.read import read_runs
 from redline.report.page import write_page
 from redline.report.reinforcement import compared
@@ -58,7 +60,16 @@ def _run(options: argparse.Namespace) -> int:
     if not options.dry_run:
         return train(options, recipe)
     plan = chosen(options, recipe, options.nproc, say=lambda text: None)
-    answer(options, to_json(plan), lambda: print_plan(plan, recipe))
+    place, why = pcgrad_place(recipe, plan, MEMORY_SHARE)
+    kept = {"pcgrad_kept_on": {"value": place, "reason": why, "source": "rule"}}
+    watched = recipe.rl is not None and recipe.rl.pcgrad != "off"
+
+    def show() -> None:
+        print_plan(plan, recipe)
+        if watched:
+            print(f"PCGrad keeps the domains' gradients on the {place}: {why}")
+
+    answer(options, to_json(plan) | (kept if watched else {}), show)
     return 0
 
 
