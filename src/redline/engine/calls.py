@@ -1,11 +1,11 @@
-"""Calls of an HTTP server that speaks JSON, many at a time: kept-open connections, new tries, one clear line for each
+"""Calls to an HTTP server that speaks JSON, many at a time: kept-open connections, retries, one clear line for each
 failure. No torch.
 
     line = Line("http://localhost:8000", key, connections=64, timeout_s=600.0, progress=print)
     answer = line.submit("/completions", body).result()         # a future; cancel it to hang up
 
-httpx does the work, in an event loop in a thread: a call that nobody waits for any more ends at once, which a thread
-that reads a socket cannot. Left out: redirects (the key must not travel to another host) and proxies.
+httpx does the work, in an event loop in a thread, so that a call nobody waits for any more can end immediately; a
+thread that reads a socket cannot. Left out: redirects (the key must not travel to another host) and proxies.
 """
 
 import asyncio
@@ -24,22 +24,21 @@ T = TypeVar("T")
 
 KEY_VARIABLE = "REDLINE_API_KEY"
 BACK_OFFS_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-"""Waits before each new try of a call that the server turned away or lost: none at first, since servers close
-connections that were idle; half a minute in all, enough for a server's restart."""
+"""Waits before each retry of a call that the server refused or lost: none at first, because servers close idle
+connections; half a minute in all, enough for a server's restart."""
 LONGEST_WAIT_S = 60.0
 """The most that a server may ask for with Retry-After."""
 PASSING = (408, 425, 429, 500, 502, 503, 504)
-"""Statuses that a later try may not see."""
+"""Statuses after which a retry may succeed."""
 SHOWN_CHARACTERS = 200
 
 
 class _Lost(Exception):
-    """A call that a later try may bring through, and after how many seconds if the server says so."""
+    """A call that a retry may complete, and after how many seconds, if the server says so."""
 
 
 class Line:
-    """The connections to one server, used from any thread and hung up all together. The key stays out of everything
-    that is printed."""
+    """The connections to one server, used from any thread and closed together. The key is never printed."""
 
     def __init__(
         self,
@@ -69,15 +68,15 @@ class Line:
         self._thread.start()
 
     def submit(self, path: str, body: dict[str, Any]) -> "Future[dict[str, Any]]":
-        """Ask for the JSON object that the server answers with; one that does not answer is tried again."""
+        """Ask for the JSON object that the server answers with; a call without an answer is retried."""
         return self._start(self._ask("POST", self.url + path, body, BACK_OFFS_S, self._timeout_s))
 
     def look(self, address: str, within_s: float) -> dict[str, Any]:
-        """The answer to a question that generates nothing, soon or never; `address` is a whole one."""
+        """The answer to a call that generates nothing, without retries; `address` is a complete one."""
         return self._start(self._ask("GET", address, None, (), min(within_s, self._timeout_s))).result()
 
     def close(self) -> None:
-        """End every call, those under way too."""
+        """End every call, including those in progress."""
         if self._thread.is_alive():
             self._start(self._hang_up()).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -129,9 +128,7 @@ class Line:
                 ) from error
             raise _Lost(f"the connection failed ({str(error) or type(error).__name__})", None) from error
         if response.status_code in PASSING:
-            asked = response.headers.get(
-                "Retry-After", ""
-            )  # its other form, a date, is left to our own back-off
+            asked = response.headers.get("Retry-After", "")  # for its other form, a date, our own waits apply
             raise _Lost(self._said(response), float(asked) if asked.isdigit() else None)
         return response
 
@@ -154,16 +151,17 @@ class Line:
         return answer
 
     def _said(self, response: Any) -> str:
-        """Status and message of an error, in one line; servers put it in three different places."""
+        """Status and message of an error in one line; servers put the message in three different places."""
         said: Any = _object(response.text) or response.text
         for name in ("error", "detail", "message"):
             said = said.get(name, said) if isinstance(said, dict) else said
-        # A server may repeat the key that it did not like.
+        # a server may repeat the key that it refused
         return f"{response.status_code} {shown(str(said).replace(self._key or ' ', '***' if self._key else ' '))}"
 
 
 def _object(text: str) -> dict[str, Any] | None:
-    """A JSON object; None: it is none. Unlike in files of ours, half a character is possible: some servers cut."""
+    """A JSON object, or None if it is not one. Some servers cut a character in half, which our own files never
+    contain."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -172,7 +170,7 @@ def _object(text: str) -> dict[str, Any] | None:
 
 
 def _checked(url: str) -> str:
-    """A server's address; without a path it is OpenAI's own, /v1."""
+    """A server's address; without a path it gets OpenAI's, /v1."""
     form = "a server's URL must read http://host:port or https://host/path"
     try:
         parts = urlsplit(url)

@@ -5,8 +5,8 @@
     round_ = decoder.launch(slots, steps=8, ...)    # returns before the GPU is done
     counts, going, tokens, logprobs = round_.wait() # numpy, a row for each slot
 
-A decode step is one CUDA graph for each batch size in use, captured the first time; on a CPU it runs
-operation by operation. Nothing but `wait` waits for the device.
+A decode step is one CUDA graph for each batch size in use, captured the first time; on a CPU it runs operation by
+operation. Only `wait` waits for the device.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Round:
-    """Decode steps that are under way, and copies of their slots' state that follow them."""
+    """Decode steps in progress, and copies of their slots' state that follow them."""
 
     copies: tuple[Tensor, ...]
     done: Any
@@ -71,7 +71,7 @@ class Decoder:
         self.forward = Forward(model, self.slots, room)
         self.ops = _operations(self.device)
         self.cuda = self.graphs = self.device.type == "cuda"
-        """Whether a decode step is a CUDA graph; off only to measure what that is worth."""
+        """Whether a decode step is a CUDA graph; off only to measure what it is worth."""
         self._rows = torch.full((room.slots,), self.slots.spare, dtype=torch.int32, device=self.device)
         self._captured: dict[tuple[int, bool], Any] = {}
         self._graph_pool: Any = None
@@ -87,8 +87,7 @@ class Decoder:
     def describe(
         self, *, prompt: int, prompt_len: int, limit: int, sampling: Sampling, stop_ids: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """What the slot of a sample needs to know, but for its random numbers, as rows of integers and of
-        floats."""
+        """What a sample's slot needs, except its random numbers, as rows of integers and floats."""
         integers = np.full(len(_INTEGERS) + STOP_IDS, -1, dtype=np.int32)
         top_k = min(sampling.top_k or self.vocab_size, self.vocab_size)
         integers[: len(_INTEGERS)] = (prompt, prompt_len, 0, limit, 0, 1, top_k)
@@ -144,8 +143,7 @@ class Decoder:
         return Round(copies, done)
 
     def batch_size(self, rows: int) -> int:
-        """Rows that a step computes: graphs exist for powers of two from SMALLEST_BATCH, and for the
-        whole."""
+        """Rows that a step computes: there are graphs for powers of two from SMALLEST_BATCH, and for all slots."""
         if self.whole_batch:
             return self.capacity
         if not self.cuda:
@@ -169,7 +167,7 @@ class Decoder:
         self.ops.pick(logits_BV, self.slots, rows, cutoff)
 
     def _capture(self, batch: int, filtered: bool) -> Any:
-        """Record a step. The rehearsal, which compiles kernels, runs on nobody's slot."""
+        """Record a step. The rehearsal, which compiles kernels, runs on the spare slot."""
         kept = self._rows.clone()
         self._rows.fill_(self.slots.spare)
         side = torch.cuda.Stream()
@@ -199,5 +197,5 @@ def _operations(device: torch.device) -> ModuleType:
 
 
 def filters(sampling: Sampling) -> bool:
-    """Whether a choice is made among a part of the vocabulary only."""
+    """Whether tokens are chosen from only a part of the vocabulary."""
     return sampling.temperature > 0 and (sampling.top_k is not None or sampling.top_p < 1)

@@ -1,21 +1,20 @@
-"""The engine on this machine, with the trainer's own model: slots that are refilled as soon as their sample
-ends.
+"""The engine on this machine, with the trainer's own model: slots are refilled as soon as their sample ends.
 
     with LocalEngine(model, tokenizer, slots=1024, max_prompt_tokens=96, max_new_tokens=128, eos_ids=eos) as engine:
         for completion in engine.run(requests): ...
 
-Each prompt is read once and its samples share it. The host looks at the slots only every STEPS tokens: it
-takes out what has ended, fills the slots again, launches the next round, and turns tokens into text while
-that runs.
+Each prompt is read once and its samples share it. The host looks at the slots only every STEPS tokens: it takes out
+what has ended, refills the slots, launches the next round, and turns tokens into text while that runs.
 
-A sample's random numbers depend on its seed and number alone. Its logits can differ in their last bits with
-the size of the batch (cuBLAS takes another kernel for another size), and a near tie may then fall the other
-way: in fp32 that is rare, in bf16 it is not. With `reproducible` every step has the full batch size and every
-prompt is read alone, so that the same request gives the same text whatever shares the batch; it costs time
-when few slots are in use. Adapters must be merged (`redline.model.lora.merged`).
+A sample's random numbers depend only on its seed and number. Its logits can differ in their last bits with the batch
+size (cuBLAS takes another kernel for another size), and a near tie may then go the other way: rarely in fp32, often
+in bf16. With `reproducible` every step has the full batch size and every prompt is read alone, so the same request
+gives the same text whatever shares the batch; it costs time when few slots are in use. Adapters must be merged
+(`redline.model.lora.merged`).
 """
 
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,21 +34,20 @@ from redline.model.lora import lora_layers
 from redline.model.transformer import Transformer
 
 STEPS = 8
-"""Tokens between two looks at the slots. A sample that ends idles for half of them on average; a look costs
-the GPU some 0.3 ms. Once nobody waits for a slot, looks are twice as rare."""
+"""Tokens between two looks at the slots. A sample that ends is idle for half of them on average; a look costs the GPU
+some 0.3 ms. Once nothing waits for a slot, looks are half as frequent."""
 STREAM_STEPS = 2
-"""The same where somebody reads along."""
+"""The same for a stream."""
 AHEAD = 8
-"""Prompts for one in this many slots are read before they are needed, so that the GPU does not wait while the
-host launches that work."""
+"""Prompts for one in this many slots are read before they are needed, so that the GPU does not wait while the host
+launches that work."""
 PREFILL_TOKENS = 32_768
-"""Prompt tokens read in one pass, at most; enough to fill a GPU, few enough to bound the activations."""
+"""Most prompt tokens read in one pass: enough to fill a GPU, few enough to bound the activations."""
 MOST_SLOTS = 2048
-"""More sequences than this at once bring few more tokens a second: the matrix products are at their best
-before."""
+"""More sequences together bring few more tokens a second, because the matrix products are at their best before."""
 MOST_CPU_SLOTS = 64
 MEMORY_SHARE = 0.85
-"""Of the memory that is free; the rest is for activations, graphs and what others allocate later."""
+"""Share of the free memory to use; the rest is for activations, graphs and later allocations."""
 _IDLE_S = 0.001
 _END: Any = object()
 
@@ -61,11 +59,11 @@ class Stats:
     requests: int = 0
     completions: int = 0
     prefill_tokens: int = 0
-    """Prompt tokens read, padding not counted; each prompt once, whatever its samples."""
+    """Prompt tokens read, without padding; each prompt once, whatever the number of its samples."""
     new_tokens: int = 0
     decode_steps: int = 0
     slot_steps: int = 0
-    """Rows that the decode steps computed, the idle ones and the padding included."""
+    """Rows that the decode steps computed, including idle ones and padding."""
     open_steps: int = 0
     """Rows among them that produced a token that counts."""
     run_s: float = 0.0
@@ -78,7 +76,7 @@ class Stats:
 
 @dataclass(eq=False)
 class _Asked:
-    """A request under way."""
+    """A request in progress."""
 
     request: Request
     ids: tuple[int, ...]
@@ -125,7 +123,7 @@ class LocalEngine:
         eos_ids: Sequence[int] = (),
         reproducible: bool = False,
     ) -> None:
-        """`slots`: sequences generated at once (None: what the free memory holds)."""
+        """`slots`: sequences generated together (None: what the free memory holds)."""
         if max_prompt_tokens < 1 or max_new_tokens < 1 or (slots is not None and slots < 1):
             raise ConfigError(f"an engine needs room: got {max_prompt_tokens=}, {max_new_tokens=}, {slots=}")
         self.model, self.tokenizer = model, tokenizer
@@ -142,13 +140,12 @@ class LocalEngine:
         self._open: dict[int, _Sample] = {}
         """By slot."""
         self._waiting: deque[_Asked] = deque()
-        """Prompts that have been read and have samples to start."""
+        """Prompts that were read and have samples to start."""
         self._ended: list[_Sample] = []
         self._beginnings: dict[frozenset[str], np.ndarray] = {}
         self._cut: list[int] = []
-        """Slots whose sample was ended by a stop string: the device does not know yet."""
-        # What is needed of every slot in every round, as arrays: at 2,048 slots a loop over them takes longer
-        # than a decode step.
+        """Slots whose sample ended with a stop string, which the device does not know yet."""
+        # arrays, because at 2,048 slots a loop in every round would take longer than a decode step
         self._prompt_of, self._limit, self._left = (np.zeros(capacity, np.int64) for _ in range(3))
         self._filtered, self._watched = np.zeros(capacity, bool), np.zeros(capacity, bool)
         self._abandon()
@@ -160,18 +157,18 @@ class LocalEngine:
         self.close()
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         del self.decoder
         if self.model.embed.weight.is_cuda:
             torch.cuda.empty_cache()
 
     def refresh(self) -> None:
-        """Take up weights that training has changed, where they had to be copied."""
+        """Take over weights that training has changed, if they had to be copied."""
         self.decoder.forward.refresh()
 
     def stream(self, request: Request, say: Callable[[str], None]) -> Completion:
-        """The one sample of a request without stop strings; `say` is given its text in pieces, as it comes. A
-        character of which a part is missing waits for the rest."""
+        """The one sample of a request without stop strings; `say` gets its text in pieces, as it comes. A partial
+        character waits for the rest."""
         assert request.samples == 1
         assert not request.sampling.stop_strings
         said, stops = "", {*self.eos_ids, *request.sampling.stop_ids}
@@ -190,8 +187,8 @@ class LocalEngine:
     def run(
         self, requests: Iterable[Request | None], *, tell: Callable[[list[int]], None] | None = None
     ) -> Iterator[Completion]:
-        """Completions as they finish. Ending the iteration early drops what is under way. `tell`: the tokens so far
-        of the first slot, every few of them."""
+        """Completions as they finish. Ending the iteration early drops what is in progress. `tell` gets the first
+        slot's tokens so far, every few tokens."""
         usual = STEPS if tell is None else STREAM_STEPS
         if any(layer.original is None for layer in lora_layers(self.model).values()):
             raise ConfigError(
@@ -225,8 +222,7 @@ class LocalEngine:
     # ---- filling the slots ----
 
     def _admit(self, feed: Iterator[Request | None], samples: int) -> bool:
-        """Ask for requests and read their prompts until so many samples wait. False once there are no more
-        requests."""
+        """Ask for requests and read their prompts until `samples` of them wait. False once there are no more."""
         fresh: list[_Asked] = []
         wanted, more = samples - sum(asked.request.samples - asked.started for asked in self._waiting), True
         while wanted > 0 and self._free_prompts:
@@ -247,18 +243,16 @@ class LocalEngine:
         wanted, most, most_new = sampling.max_new_tokens, room.max_prompt_tokens, room.max_new_tokens
         stops = tuple(dict.fromkeys((*self.eos_ids, *sampling.stop_ids)))
         low, high = min(ids, default=0), max(ids, default=0)
+        known = 0 <= low <= high < vocab
         for holds, rule in (
             (n > 0, "a prompt must hold at least one token, and this one is empty"),
-            (
-                0 <= low <= high < vocab,
-                f"token ids must lie below the vocabulary of {vocab}, got {low} to {high}",
-            ),
+            (known, f"token ids must lie below the vocabulary of {vocab}, got {low} to {high}"),
             (n < context, f"a prompt has {n} tokens, and the model's context holds {context}: shorten it"),
             (n <= most, f"a prompt has {n} tokens; the engine was made for {most}"),
             (wanted <= most_new, f"a request wants {wanted} new tokens; the engine was made for {most_new}"),
             (
                 len(stops) <= STOP_IDS,
-                f"at most {STOP_IDS} stop tokens, the model's own included; got {stops}",
+                f"at most {STOP_IDS} stop tokens, including the model's own; got {stops}",
             ),
         ):
             if not holds:
@@ -271,7 +265,7 @@ class LocalEngine:
         return _Asked(request, ids, limit, stops, prompt, integers, floats, filters(sampling))
 
     def _read(self, fresh: Sequence[_Asked]) -> None:
-        """Read new prompts, those of like length together."""
+        """Read new prompts, those of similar length together."""
         batch: list[_Asked] = []
         for asked in sorted(fresh, key=lambda asked: len(asked.ids)):
             if batch and (self.reproducible or (len(batch) + 1) * len(asked.ids) > PREFILL_TOKENS):
@@ -287,7 +281,7 @@ class LocalEngine:
         self.stats.prefill_tokens += sum(len(asked.ids) for asked in batch)
 
     def _start(self) -> None:
-        """Give free slots to samples that wait."""
+        """Give free slots to waiting samples."""
         if self._cut:
             self.decoder.stop(self._cut)
             self._cut = []
@@ -345,8 +339,7 @@ class LocalEngine:
         if not len(rows):
             return found
         stops = [self._open[slot].asked.request.sampling.stop_strings for slot in slots[rows].tolist()]
-        # A token is at least one byte, and no round is longer than 2 * STEPS: further back was looked at
-        # before.
+        # a token has at least one byte and a round at most 2 * STEPS tokens: the text before was searched already
         width = 2 * STEPS + max(len(stop.encode()) for own in set(stops) for stop in own)
         begin = np.maximum(0, counts[rows] - width)
         places = begin[:, None] + np.arange(width)
@@ -361,8 +354,8 @@ class LocalEngine:
         return found
 
     def _may_begin(self, characters: frozenset[str]) -> np.ndarray:
-        """Which tokens hold one of the characters, or a part of one: turning tokens into text for every slot
-        would hold up the GPU."""
+        """Which tokens hold one of the characters, or part of one. Turning every slot's tokens into text would hold up
+        the GPU."""
         if characters not in self._beginnings:
             texts = self.tokenizer.decode_batch([[token] for token in range(self.model.config.vocab_size)])
             wanted = (*characters, "\ufffd")
@@ -405,15 +398,15 @@ class LocalEngine:
     def _tokens_to_stop(self, sample: _Sample) -> int:
         """How many tokens it took until a stop string was complete."""
         stops, ids = sample.asked.request.sampling.stop_strings, sample.tokens.tolist()
-        low, high = 1, len(ids)
-        while low < high:
-            middle = (low + high) // 2
-            text = self.tokenizer.decode(ids[:middle])
-            low, high = (low, middle) if any(stop in text for stop in stops) else (middle + 1, high)
-        return low
+
+        def complete(count: int) -> bool:
+            text = self.tokenizer.decode(ids[:count])
+            return any(stop in text for stop in stops)
+
+        return bisect_left(range(len(ids)), True, lo=1, key=complete)
 
     def _abandon(self) -> None:
-        """Forget what is under way; its slots and prompts are free again."""
+        """Forget what is in progress and free its slots and prompts."""
         self._cut += list(self._open)
         self._free = list(range(self.decoder.capacity))
         self._free_prompts = list(range(self.decoder.capacity + self._ahead))
@@ -423,7 +416,7 @@ class LocalEngine:
 
 
 def fitting_slots(model: Transformer, *, max_prompt_tokens: int, max_new_tokens: int) -> int:
-    """How many sequences the free memory holds, if no two share a prompt."""
+    """How many sequences the free memory holds if no two share a prompt."""
     device = model.embed.weight.device
     room = Room(slots=1, prompts=1, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens)
     kept = model.variant.state.sequence_bytes(model.config, room, model.compute_dtype)
@@ -432,7 +425,7 @@ def fitting_slots(model: Transformer, *, max_prompt_tokens: int, max_new_tokens:
         cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free_bytes = torch.cuda.mem_get_info(device)[0] + cached_bytes
     else:
-        free_bytes = psutil.virtual_memory().available  # not what is unused: the page cache makes room
+        free_bytes = psutil.virtual_memory().available  # includes the page cache, which makes room
     fitting = int(free_bytes * MEMORY_SHARE) // each
     if fitting < 1:
         raise MachineError(

@@ -1,9 +1,7 @@
 """From a question to what the model reads: through its chat template, or as text to be continued.
 
-    text, stops = render(task, question, loaded, mode="chat", shots=2)     # stops: the texts that end an
-                                                                           answer
-    ids = tokenizer.encode_prompt(text)                                    # recognises the special tokens
-                                                                           that a template writes
+    text, stops = render(task, question, loaded, mode="chat", shots=2)     # stops: the texts that end an answer
+    ids = tokenizer.encode_prompt(text)                                    # with the template's special tokens
     answer = [*tokenizer.encode([answer_text(reasoning, mode)])[0], end_id(loaded, tokenizer, mode)]     # to train on
 
 Templates are rendered by `template`.
@@ -22,7 +20,7 @@ from redline.tasks.task import STOP, Question, Task, prompt_messages, prompt_tex
 def render(
     task: Task, question: Question, loaded: Loaded, mode: PromptMode, shots: int | None
 ) -> tuple[str, tuple[str, ...]]:
-    """The prompt, and the texts that end an answer (none where the model ends its turn with a token)."""
+    """The prompt, and the texts that end an answer (none if the model ends its turn with a token)."""
     if mode == "text":
         return prompt_text(task, question, shots), (STOP,)
     return _filled(loaded, prompt_messages(task, question, shots), add_generation_prompt=True), ()
@@ -34,8 +32,7 @@ def chat_prompt(loaded: Loaded, messages: list[dict[str, str]]) -> str:
 
 
 def answer_text(text: str, mode: PromptMode) -> str:
-    """An answer as it is trained on after its prompt: a text prompt ends with 'Answer:', and a space
-    follows."""
+    """An answer as it is trained on after its prompt: a text prompt ends with 'Answer:', so a space follows."""
     return text.strip() if mode == "chat" else f" {text.strip()}"
 
 
@@ -52,8 +49,8 @@ def end_id(loaded: Loaded, tokenizer: Tokenizer, mode: PromptMode) -> int:
 def tokenized(
     loaded: Loaded, tokenizer: Tokenizer, mode: PromptMode, chats: Sequence[list[dict[str, str]]]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Prompt and answer of each conversation as token ids, the answer being its last message. `text`: the messages
-    before it one below the other, and the answer as it is written."""
+    """Prompt and answer (the last message) of each conversation as token ids. In mode `text` the messages before the
+    answer are lines of the prompt."""
     end = end_id(loaded, tokenizer, mode)
     if mode == "chat":
         prompts = [_filled(loaded, chat[:-1], add_generation_prompt=True) for chat in chats]
@@ -69,7 +66,7 @@ def tokenized(
 
 
 def stop_ids(loaded: Loaded, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Every token at which an answer is over."""
+    """Every token that ends an answer."""
     return tuple(dict.fromkeys((*loaded.eos_ids, tokenizer.eot_id)))
 
 

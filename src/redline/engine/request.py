@@ -3,9 +3,9 @@
     with LocalEngine(model, tokenizer, ...) as engine:
         for completion in engine.run(requests): ...
 
-An engine asks for the next request only when it will soon have room for it, so a generator of requests may
-decide by the completions seen so far (a budget that stops early). Where it has nothing yet but may have later
-it yields None, and is asked again.
+An engine asks for the next request only when it will soon have room for it, so a generator of requests can depend on
+the completions so far (a budget that stops early). If it has nothing yet but may have later, it yields None and is
+asked again.
 """
 
 import math
@@ -35,16 +35,13 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a completion, in addition to the engine's end-of-text tokens."""
     stop_strings: tuple[str, ...] = ()
-    """Texts that end a completion, and are cut off it."""
+    """Texts that end a completion and are removed from it."""
 
     def __post_init__(self) -> None:
+        warm = COLDEST <= self.temperature < math.inf
         for name, holds, rule in (
             ("max_new_tokens", self.max_new_tokens > 0, "greater than 0"),
-            (
-                "temperature",
-                self.temperature == 0 or COLDEST <= self.temperature < math.inf,
-                f"0 (greedy) or a number from {COLDEST}",
-            ),
+            ("temperature", warm or self.temperature == 0, f"0 (greedy) or a number from {COLDEST}"),
             ("top_k", self.top_k is None or self.top_k > 0, "greater than 0"),
             ("top_p", 0 < self.top_p <= 1, "greater than 0 and at most 1"),
             ("stop_strings", all(self.stop_strings), "texts that are not empty"),
@@ -55,21 +52,20 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt and how many samples of it. Seed and number of a sample fix its text, whatever else is
-    generated at the same time."""
+    """A prompt and how many samples of it. A sample's seed and number fix its text, whatever else is generated at the
+    same time."""
 
     prompt: str | tuple[int, ...]
     """Text in which special tokens are recognised (a rendered chat template), or token ids."""
     sampling: Sampling
     messages: tuple[Mapping[str, str], ...] = ()
-    """The prompt as chat messages (role, content), for a server that is asked with those."""
+    """The prompt as chat messages (role, content), for a chat server."""
     samples: int = 1
     first_sample: int = 0
-    """Number of the first sample, so that samples asked for in several requests differ as they would in
-    one."""
+    """Number of the first sample, so that samples of several requests differ as they would in one."""
     seed: int = 0
     tag: Any = None
-    """Handed back with every completion: whose prompt it was."""
+    """Returned with every completion, to tell whose prompt it was."""
 
     def __post_init__(self) -> None:
         if self.samples < 1 or self.first_sample < 0:
@@ -91,13 +87,13 @@ class Completion:
     text: str
     """Without the token or the text that ended it."""
     tokens: tuple[int, ...]
-    """New tokens, the one that ended it included; a server that does not tell them leaves this empty."""
+    """New tokens, including the one that ended it; empty if a server does not return them."""
     logprobs: tuple[float, ...]
-    """Natural log-probability of each token under the model as it is: temperature 1, nothing filtered. Empty
-    like `tokens`."""
+    """Natural log-probability of each token under the model itself: temperature 1, nothing filtered. Empty if `tokens`
+    is."""
     finish: Finish
     told_tokens: int = 0
-    """How many new tokens a server says there were, without telling which."""
+    """How many new tokens a server reports without returning them."""
 
     @property
     def new_tokens(self) -> int:
@@ -105,7 +101,7 @@ class Completion:
 
 
 class Engine(Protocol):
-    """Something that completes prompts. Completions come in the order in which they finish."""
+    """Something that completes prompts. Completions come in the order they finish."""
 
     def run(self, requests: Iterable[Request | None]) -> Iterator[Completion]: ...
     def close(self) -> None: ...

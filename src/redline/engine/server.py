@@ -4,17 +4,16 @@
     with ServerEngine("http://localhost:8000", "SmolLM2-135M-Instruct") as engine:      # the key: REDLINE_API_KEY
         for completion in engine.run(requests): ...
 
-Every sample is one call, with a seed made from the request's seed and the sample's number: no server promises the
-same text for the same sample of an `n`, and those that cache prefixes (vLLM, SGLang, llama.cpp) read the prompt
-once anyway. What a server would otherwise take from the model's settings (top-k, penalties) is sent as neutral, so
-that `Sampling` means what it says. What it cannot do is refused: an option that is silently ignored would make it
-a different experiment.
+Every sample is one call, with a seed made from the request's seed and the sample's number: no server promises the same
+text for the same sample of an `n`, and those that cache prefixes (vLLM, SGLang, llama.cpp) read the prompt once anyway.
+What a server would otherwise take from the model's settings (top-k, penalties) is sent with neutral values, so that
+`Sampling` means what it says. An option that the server does not support is refused; ignoring it silently would make a
+different experiment.
 
-vLLM and llama.cpp return tokens and log-probabilities; the others at most the number of tokens. `transformers
-serve` seeds a generator that all its requests share: its samples repeat only with concurrency=1. A URL that ends in
-/chat/completions is asked there, with the request's messages, or its text as one message of the user: for servers
-that have no other endpoint, and models whose template is not known here. Left out: streamed answers, redirects and
-proxies.
+vLLM and llama.cpp return tokens and log-probabilities; the others at most the number of tokens. `transformers serve`
+seeds a generator that all its requests share, so its samples repeat only with concurrency=1. If the URL ends in
+/chat/completions, that endpoint gets the request's messages, or its text as one user message: for servers that have no
+other endpoint, and models whose template is not known here. Left out: streamed answers, redirects and proxies.
 """
 
 import json
@@ -34,7 +33,7 @@ from redline.engine.request import Completion, Finish, Request
 from redline.errors import ConfigError, nearest
 
 CHECK_S = 30.0
-"""How long the list of models may take; it generates nothing."""
+"""How long the list of models may take."""
 IDLE_S = 0.01
 CHAT = "/chat/completions"
 _END: Any = object()
@@ -42,7 +41,7 @@ _END: Any = object()
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """What one kind of server takes beside the fields that OpenAI documents."""
+    """What one kind of server takes besides the fields that OpenAI documents."""
 
     name: str
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -59,8 +58,7 @@ _NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0}  # or else those of the mod
 DIALECTS = {
     "vllm": Dialect(
         name="vLLM",
-        # The special tokens that a tokenizer would put before a text are the prompt's own business, as in the
-        # local engine.
+        # as in the local engine, a prompt brings its own special tokens
         fields={**_NEUTRAL, "add_special_tokens": False, "return_token_ids": True, "logprobs": 1},
         no_top_k=-1,
         stop_ids=True,
@@ -89,9 +87,8 @@ class ServerEngine:
         tokenizer: Any = None,
         progress: Callable[[str], None] | None = None,
     ) -> None:
-        """`url`: http://host:port, or with its path (…/v1). `model`: needed where the server has several.
-        `tokenizer` turns prompts of token ids into text, for servers that take text alone. `progress` hears
-        of calls that are tried again."""
+        """`url`: http://host:port, or with its path (…/v1). `model`: needed if the server has several. `tokenizer` turns
+        prompts of token ids into text, for servers that only take text. `progress` is told of retries."""
         if concurrency < 1 or timeout_s <= 0:
             got = f"got {concurrency} and {timeout_s}"
             raise ConfigError(f"concurrency must be at least 1 and timeout_s greater than 0, {got}")
@@ -112,12 +109,11 @@ class ServerEngine:
             raise
 
     def models(self) -> list[str]:
-        """The models that the server says it has. `transformers serve` names those in its cache, and serves
-        others too."""
+        """The models that the server lists. `transformers serve` lists those in its cache, and serves others too."""
         return [card["id"] for card in self._cards()]
 
     def run(self, requests: Iterable[Request | None]) -> Iterator[Completion]:
-        """Completions in the order in which the server finishes them."""
+        """Completions in the order the server finishes them."""
         source, waiting = iter(requests), deque[tuple[Request, int]]()
         done: queue.SimpleQueue[Future[dict[str, Any]]] = queue.SimpleQueue()
         flying: dict[Future[dict[str, Any]], tuple[Request, int]] = {}
@@ -144,7 +140,7 @@ class ServerEngine:
                 else:
                     time.sleep(IDLE_S)
         finally:
-            # A reader that stops early must not wait for texts that nobody wants.
+            # a reader that stops early must not wait for texts that nobody wants
             for call in flying:
                 call.cancel()
 
@@ -165,8 +161,7 @@ class ServerEngine:
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            # 31 bits: some servers read the seed as a signed number, and llama.cpp takes the largest of 32
-            # for "choose one yourself".
+            # 31 bits: some servers read a signed number, and llama.cpp reads the largest of 32 bits as "any seed"
             "seed": zlib.crc32(f"{request.seed}/{sample}".encode()) >> 1,
             **self.dialect.fields,
         }
@@ -182,8 +177,7 @@ class ServerEngine:
             raise self._refusal("top_k", "leave it out")
         top_k = self.dialect.no_top_k if sampling.top_k is None else sampling.top_k
         if self.dialect is TRANSFORMERS:
-            # It samples only where the model's own settings say so, and takes the switch and top_k by this
-            # field alone.
+            # it samples only if the model's settings say so, and takes the switch and top_k only in this field
             body["generation_config"] = json.dumps({"do_sample": sampling.temperature > 0, "top_k": top_k})
         elif top_k is not None:
             body["top_k"] = top_k
@@ -227,30 +221,25 @@ class ServerEngine:
         if ends:  # some servers leave the text that ended it in place
             text, finish = text[: min(ends)], "stop"
         return Completion(
-            request=request,
-            sample=sample,
-            text=text,
-            tokens=tokens,
-            logprobs=logprobs,
-            finish=finish,
+            request=request, sample=sample, text=text, tokens=tokens, logprobs=logprobs, finish=finish,
             told_tokens=told_tokens,
-        )
+        )  # fmt: skip
 
     def _recognise(self) -> Dialect:
         try:
-            # `transformers serve` has a path that nobody else has. Its list of models would not tell: they are
-            # owned by whoever trained them, and without a cache of them the list is an error.
+            # `transformers serve` has a path that no other server has. Its list of models would not do: it names
+            # their authors as owners, and without a cache of models it is an error.
             root = urlsplit(self._line.url)._replace(path="/openapi.json").geturl()
             if "/load_model" in self._line.look(root, CHECK_S).get("paths", {}):
                 return TRANSFORMERS
         except ConfigError:
-            pass  # not every server describes itself; one that is not there is noticed next
+            pass  # not every server describes itself; a missing one is noticed next
         owners = [str(card.get("owned_by")) for card in self._cards()]
         return next((DIALECTS[owner] for owner in owners if owner in DIALECTS), OTHER)
 
     def _choose(self, model: str | None) -> str:
         if model is not None and self.dialect not in (DIALECTS["vllm"], DIALECTS["sglang"]):
-            return model  # the others serve models that they do not list
+            return model  # the others also serve models that they do not list
         known = self.models()
         listed = ", ".join(known[:8]) or "none"
         if model is None and len(known) != 1:

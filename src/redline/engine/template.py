@@ -1,9 +1,9 @@
-"""Chat templates, rendered in a process of their own: they come with foreign weights and are programs.
+"""Chat templates, rendered in a separate process: they come with foreign weights and are programs.
 
     fill(template, messages=[{"role": "user", "content": "Hi"}], add_generation_prompt=True)
 
-Jinja's sandbox keeps a template from files and attributes, not from loops that do not end or texts that fill the
-memory. The process may take PROCESSOR_S of processor time for a text, so that a busy machine makes no difference, and
+Jinja's sandbox keeps a template from files and attributes, but not from endless loops or texts that fill the memory.
+So the process may take PROCESSOR_S of processor time for a text (which does not depend on how busy the machine is) and
 MEMORY_BYTES of memory; when it dies, the next text gets a new one. Left out: tools and documents.
 """
 
@@ -23,7 +23,7 @@ from redline.errors import DataError
 PROCESSOR_S = 5
 MEMORY_BYTES = 1 << 30
 LONGEST = 4 << 20
-"""Characters of a rendered prompt; more than any context holds."""
+"""Most characters of a rendered prompt; more than any context holds."""
 
 _lock = threading.Lock()
 _process: subprocess.Popen[str] | None = None
@@ -76,10 +76,7 @@ def main(processor_s: int) -> None:
             text, why = _compiled(template).render(**values), ""
             text.encode()  # half a surrogate pair is no text
             if len(text) > LONGEST:
-                text, why = (
-                    "",
-                    f"it gives {len(text):,} characters, and {LONGEST:,} are the most that we take",
-                )
+                text, why = "", f"it gives {len(text):,} characters, and at most {LONGEST:,} are allowed"
         except Exception as error:  # noqa: BLE001 - whatever a foreign program raises is its failure
             text, why = "", " ".join(f"{type(error).__name__}: {error}".split())[:200]
         print(json.dumps([text, why]), flush=True)  # noqa: T201 - the pipe to the other side
@@ -96,7 +93,7 @@ def _compiled(template: str) -> Any:
 
     for name in ("bos_token", "eos_token"):
         if name in template:
-            refuse(f"it asks for its {name}, which is not known here: write the token itself into it")
+            refuse(f"it uses {name}, which is not known here: write the token itself into the template")
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
