@@ -93,7 +93,7 @@ def print_plan(plan: Plan, recipe: Recipe) -> None:
     show(("value", "", "source", "reason"), rows)
     console.print(
         f"\n[bold]predicted[/bold] (arithmetic, not measured): {format_count(p.parameters)} parameters, "
-        f"{p.flops_per_token / 1e6:,.1f} MFLOP/token (6N + 12LdT)"
+        f"{p.flops_per_token / 1e6:,.1f} MFLOP/token (6N + attention)"
     )
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in p.memory_parts_bytes.items() if size)
     share = p.memory_bytes / plan.hardware.memory_bytes

@@ -301,7 +301,7 @@ def architecture(config: ModelConfig) -> str:
     if config.attention != "softmax":
         raise ConfigError(
             f"model.attention = {config.attention} has no equivalent in transformers, nor in GGUF files: use the run"
-            " folder itself (redline generate, redline serve, model.init_from)"
+            " folder itself (redline generate, redline chat, model.init_from)"
         )
     if config.positions == "learned":
         name = "GPT2LMHeadModel"

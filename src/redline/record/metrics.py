@@ -19,7 +19,7 @@ step_s | s | time of this update, since the end of the one before or of the vali
 tokens_per_s | tokens/s | tokens of this update over step_s, all processes together
 rows_per_s | rows/s | examples of this update over step_s; only in fine-tuning
 padding_share | 1 | share of the computed positions that held no token; if batches can hold padding
-mfu | 1 | model FLOPs (6N + 12LdT per token, PaLM convention) over the dense datasheet peak of the compute dtype (bf16 for FP8)
+mfu | 1 | model FLOPs (6N + 12LdT per token, PaLM convention; kernel attention: its own products) over the dense datasheet peak of the compute dtype (bf16 for FP8)
 ceiling_share | 1 | model FLOPs over the matmul rate measured on this machine for the compute dtype
 data_wait_s | s | time the step waited for the loader
 diagnose_s | s | time of the comparisons of train.diagnose_every, on the updates that have them
