@@ -102,39 +102,40 @@ class _Options:
         return self.trainer.option(name)
 
 
+class _Values(dict[str, Any]):
+    """What the words of a finding may name: seconds in milliseconds too, bytes in GiB too."""
+
+    def __missing__(self, name: str) -> Any:
+        for end, ours, factor in (("_ms", "_s", 1e3), ("_gib", "_bytes", 2.0**-30)):
+            if name.endswith(end) and (value := self.get(name.removesuffix(end) + ours)) is not None:
+                return value * factor
+        return None
+
+
 def found(
     cause: str, observed: Observed, variant: Any = "", *, strength: Any = 1.0, kind: Any = None, **given: Any
 ) -> list[Finding]:
     """One finding as a list, as rules return them. Of what is given, `gain` is a pair of factors, `saves` a pair of
     shares of the step that the fix takes away, `evidence` rows that no template makes; all else is for the words, beside
-    what every rule would give: facts, option, step_s, update_ms, tokens, speed. `strength` says how good the evidence is
+    what every rule would give: facts, option, step_s, update_s, tokens, speed. `strength` says how good the evidence is
     here, 1 at best."""
     entry = causes()[cause] | (causes()[cause][variant] if variant else {})
-    mean_s = observed.mean("step_s")
-    values = {
-        "facts": observed.facts,
-        "option": _Options(observed.trainer),
-        "step_s": observed.median("step_s"),
-    }
-    values |= {
-        "tokens": observed.median("tokens"),
-        "speed": observed.tokens_per_s,
-        "update_ms": 1e3 * (mean_s or 0.0),
-    }
-    values |= given
+    mean_s, speed = observed.mean("step_s"), observed.tokens_per_s
+    values = _Values(option=_Options(observed.trainer), update_s=mean_s or 0.0, speed=speed)
+    values |= {name: observed.median(name) for name in ("step_s", "tokens")} | given
     gain, saves, predicted = given.get("gain"), given.get("saves"), None
     if gain or saves:
         low, high = gain or (1 / (1 - min(max(share, 0.0), 0.99)) for share in saves or ())
         takes = f"; the update takes {format_duration(mean_s)}" if saves else ""
-        predicted = Gain(low, high, entry["why"].format(**values) + takes)
+        predicted = Gain(low, high, entry["why"].format_map(values) + takes)
     rows = given["evidence"] if "evidence" in given else _rows(entry.get("evidence", ()), values)
     return [
         Finding(
             cause=cause,
             kind=kind or entry["kind"],
-            title=entry["title"].format(**values),
+            title=entry["title"].format_map(values),
             evidence=tuple(Evidence(*row) for row in rows),
-            fix=entry["fix"].format(**values),
+            fix=entry["fix"].format_map(values),
             gain=predicted,
             confidence=round(precision(cause) * strength, 2),
             optimisation=_mended_by().get(cause),
@@ -142,16 +143,11 @@ def found(
     ]
 
 
-def _rows(templates: Iterable[str], values: dict[str, Any]) -> Rows:
+def _rows(templates: Iterable[str], values: _Values) -> Rows:
     for template in templates:
         name, key, unit = (part.strip() for part in template.split("|", 2))
-        value = (
-            getattr(values["facts"], key.removeprefix("facts."))
-            if key.startswith("facts.")
-            else values.get(key)
-        )
-        if value is not None:
-            yield name.format(**values), value, unit.format(**values)
+        if (value := values[key]) is not None:
+            yield name.format_map(values), value, unit.format_map(values)
 
 
 def worth(finding: Finding) -> float:

@@ -4,6 +4,7 @@ random, and a speed that changes in mid-run."""
 import math
 from itertools import accumulate, groupby, pairwise
 from statistics import median
+from typing import Any
 
 from redline.diagnose.finding import Finding, found
 from redline.diagnose.observed import Observed
@@ -82,23 +83,14 @@ def chance_of(excess_s: dict[int, float], steps: list[int], period: int, rest: i
     lines, places = len(steps), sum(step % period == rest for step in steps)
     slow = sum(value >= alike_s for value in excess_s.values())
     hit = sum(excess_s[step] >= alike_s for step in hits)
-    chance = sum(
-        math.exp(_log_ways(places, k) + _log_ways(lines - places, slow - k) - _log_ways(lines, slow))
-        for k in range(hit, min(places, slow) + 1)
-        if slow - k <= lines - places
+    ways = sum(
+        math.comb(places, k) * math.comb(lines - places, slow - k) for k in range(hit, min(places, slow) + 1)
     )
-    return chance * sum(_classes(lines, n, hit, places) for n in range(2, lines // 2 + 1))
-
-
-def _classes(lines: int, period: int, fewest: int, most: int) -> int:
-    """How many of a period's first places come to between so many places in so many lines."""
-    each, more = divmod(lines, period)
-    return (more if fewest <= each + 1 <= most else 0) + (period - more if fewest <= each <= most else 0)
-
-
-def _log_ways(many: int, few: int) -> float:
-    """The logarithm of the number of ways to choose a few of many."""
-    return math.lgamma(many + 1) - math.lgamma(few + 1) - math.lgamma(many - few + 1)
+    classes = 0
+    for n in range(2, lines // 2 + 1):  # of a period's first places, those with as many places in these lines
+        each, more = divmod(lines, n)
+        classes += more * (hit <= each + 1 <= places) + (n - more) * (hit <= each <= places)
+    return ways / math.comb(lines, slow) * classes
 
 
 def _slow(observed: Observed) -> tuple[dict[int, float], dict[int, float], float]:
@@ -140,23 +132,13 @@ def stalls(observed: Observed) -> list[Finding]:
     if share < WORTH_SAYING:
         return []
     slow_s, sparse = median(took_s[step] for step in hits), stride > 1
-    return found(
-        "stall",
-        observed,
-        period=period,
-        one=f"the mean of {stride}" if sparse and observed.lines_are_means else "one",
-        times=slow_s / usual_s,
-        slow_ms=slow_s * 1e3,
-        usual_ms=usual_s * 1e3,
-        count=len(hits),
-        first=hits[0],
-        seldom=f"; only every {stride}th is in the log, so it may be more often"
-        if sparse and not observed.lines_are_means
-        else "",
-        explained=explained,
-        saves=(0.85 * share, share),
-        strength=explained,
+    one = f"the mean of {stride}" if sparse and observed.lines_are_means else "one"
+    seldom = (
+        f"; only every {stride}th is in the log, so it may be more often" if sparse and one == "one" else ""
     )
+    shown = {"period": period, "one": one, "seldom": seldom, "times": slow_s / usual_s, "slow_s": slow_s}
+    shown |= {"usual_s": usual_s, "count": len(hits), "first": hits[0], "explained": explained}
+    return found("stall", observed, **shown, saves=(0.85 * share, share), strength=explained)
 
 
 def slow_updates(observed: Observed) -> list[Finding]:
@@ -170,9 +152,9 @@ def slow_updates(observed: Observed) -> list[Finding]:
     share = sum(excess_s.values()) / len(took_s) / mean_s
     if len(excess_s) < FEWEST_SLOW or share < WORTH_SAYING:
         return []
-    slow_ms, count = median(took_s[step] for step in excess_s) * 1e3, len(excess_s)
-    shown = {"share": share, "count": count, "slow_ms": slow_ms, "usual_ms": usual_s * 1e3}
-    return found("slow-updates", observed, **shown, saves=(0.0, share), strength=0.4)
+    shown = {"share": share, "count": len(excess_s), "usual_s": usual_s}
+    slow_s = median(took_s[step] for step in excess_s)
+    return found("slow-updates", observed, **shown, slow_s=slow_s, saves=(0.0, share), strength=0.4)
 
 
 def _uneven_tokens(observed: Observed) -> bool:
@@ -200,8 +182,7 @@ def regime_change(observed: Observed) -> list[Finding]:
     if slow < REGIME * fast or between > 0.12 * len(values):
         return []
     blocks = [
-        (which, list(each))
-        for which, each in groupby(speeds, key=lambda pair: pair[1] > math.sqrt(fast * slow))
+        (which, list(each)) for which, each in groupby(speeds, lambda pair: pair[1] > math.sqrt(fast * slow))
     ]
     long = [(which, each) for which, each in blocks if len(each) >= max(REGIME_LINES, 0.02 * len(speeds))]
     told = sum(len(each) for _, each in long)
@@ -211,23 +192,17 @@ def regime_change(observed: Observed) -> list[Finding]:
     share = sum(len(each) for which, each in long if which) / told
     total = share * slow + (1 - share) * fast
     step_of = {step: which for which, each in long for step, _ in each}
-    step_s = {
-        each: median(s.step_s or 0.0 for s in observed.steady if step_of.get(s.step) is each)
-        for each in (True, False)
+    shown: dict[str, Any] = {
+        "first": longest[0][0],
+        "last": longest[-1][0],
+        "ratio": slow / fast,
+        "share": share,
     }
-    return found(
-        "regime-change",
-        observed,
-        first=longest[0][0],
-        last=longest[-1][0],
-        ratio=slow / fast,
-        share=share,
-        slow=format_duration(step_s[True]),
-        fast=format_duration(step_s[False]),
-        lost=1 - fast / total,
-        gain=(max(1.0, 0.9 * total / fast), total / fast),
-        strength=0.8,
-    )
+    for name, which in (("slow", True), ("fast", False)):
+        times = [s.step_s or 0.0 for s in observed.steady if step_of.get(s.step) is which]
+        shown[name] = format_duration(median(times))
+    gain = (max(1.0, 0.9 * total / fast), total / fast)
+    return found("regime-change", observed, **shown, lost=1 - fast / total, gain=gain, strength=0.8)
 
 
 def _own_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
@@ -239,10 +214,8 @@ def _own_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
         (now.step, (after.elapsed_s or 0.0) - (now.elapsed_s or 0.0) - (after.step_s or 0.0))
         for now, after in pairwise(lines)
     ]
-    last_s, ended_s = (
-        lines[-1].elapsed_s or 0.0,
-        events.get(("end", lines[-1].step), {}).get("elapsed_s") or 0.0,
-    )
+    last_s = lines[-1].elapsed_s or 0.0
+    ended_s = events.get(("end", lines[-1].step), {}).get("elapsed_s") or 0.0
     if ended_s > last_s:
         gaps_s.append((lines[-1].step, ended_s - last_s))
     lost: dict[str, list[float]] = {"validation": [], "checkpoint": []}
@@ -285,16 +258,9 @@ def pauses(observed: Observed) -> list[Finding]:
         whose = "watched " if observed.recipe is None else "rl " if observed.recipe.rl else ""
         ours = LESS[whose + kind]
         less = f"a larger {ours}" if own else observed.trainer.option(kind)
-        each, saves = share * total_s / count, (0.5 * share, 0.9 * share)
-        shown = {
-            "what": kind,
-            "share": share,
-            "count": count,
-            "each_s": each,
-            "total_s": total_s,
-            "less": less,
-        }
-        findings += found(f"{kind}-pause", observed, **shown, saves=saves)
+        shown = {"share": share, "count": count, "each_s": share * total_s / count, "total_s": total_s}
+        saves = (0.5 * share, 0.9 * share)
+        findings += found(f"{kind}-pause", observed, what=kind, less=less, **shown, saves=saves)
     return findings
 
 

@@ -1,7 +1,7 @@
 """Where the time of an update goes: rules on the parts that a log holds. Each predicts what its fix saves.
 
-A share is counted against the mean update (what is paid), medians where one slow update would mislead. Rules that
-compare with the plan the planner would have made are in plans.py, those on what comes every N updates in pauses.py.
+A share is counted against the mean update (what is paid), medians where one slow update would mislead. Rules that compare
+with the plan the planner would have made are in plans.py, those on what comes every N updates in pauses.py.
 """
 
 from statistics import fmean, median
@@ -14,9 +14,9 @@ from redline.record.read import WARM_UP
 WORTH_SAYING = 0.05
 """Shares of the step below this are left alone: two runs of the same thing differ by as much."""
 FEWEST_TURNS = 60
-"""Updates from which on turns can be told from chance."""
+"""The fewest updates in which turns can be told from chance."""
 LAUNCH_BOUND = 0.85
-"""Share of the step that the host spends issuing it from which on the GPU is waiting for the host."""
+"""Where the host spends at least this share of the step issuing it, the GPU waits for the host."""
 COMPILING = (1.05, 1.3)
 """What torch.compile brings. Measured on an H200 at 124M parameters, behind fused loss, optimiser and norms: 1.05 and
 1.07 (LOG.md). The upper end allows for models with less fused, and is not measured."""
@@ -29,7 +29,7 @@ def idle_s(step: Step) -> float | None:
 
 
 def felt_wait_s(step: Step) -> float:
-    """Wait for the loader that the step felt: on a GPU, the part that outlasted the update before it."""
+    """The wait for the loader that the step felt: on a GPU, the part that outlasted the update before it."""
     waited, idle = step.data_wait_s or 0.0, idle_s(step)
     return waited if idle is None else min(waited, idle)
 
@@ -40,24 +40,16 @@ def last_event(observed: Observed, kind: str) -> dict[str, Any]:
 
 def data_wait(observed: Observed) -> list[Finding]:
     """The loader is slower than the step."""
-    mean_s = observed.mean("step_s")
+    mean_s, plan = observed.mean("step_s"), observed.plan
     if not mean_s or not observed.enough or observed.mean("data_wait_s") is None:
         return []
-    lost_s = fmean(felt_wait_s(s) for s in observed.steady)
-    if (share := lost_s / mean_s) < WORTH_SAYING:
+    wait_s = fmean(felt_wait_s(s) for s in observed.steady)
+    if (share := wait_s / mean_s) < WORTH_SAYING:
         return []
-    plan, streams = observed.plan, observed.recipe is not None and observed.recipe.data.stream
-    return found(
-        "slow-loader",
-        observed,
-        "" if plan is None else "stream" if streams else "own",
-        share=share,
-        left=1 - share,
-        wait_ms=lost_s * 1e3,
-        update_ms=mean_s * 1e3,
-        threads=plan.loader_threads if plan else None,
-        saves=(0.9 * share, share),
-    )
+    streams = observed.recipe is not None and observed.recipe.data.stream
+    variant = "" if plan is None else "stream" if streams else "own"
+    shown = {"share": share, "left": 1 - share, "wait_s": wait_s, "threads": plan and plan.loader_threads}
+    return found("slow-loader", observed, variant, **shown, saves=(0.9 * share, share))
 
 
 def taking_turns(observed: Observed) -> list[Finding]:
@@ -70,14 +62,12 @@ def taking_turns(observed: Observed) -> list[Finding]:
     turns = sum((a < b > c) or (a > b < c) for a, b, c in threes) / (len(times) - 2)
     middle = median(times)
     quick_s, slow_s = median(t for t in times if t <= middle), median(t for t in times if t >= middle)
-    # of times at random two thirds are higher or lower than both neighbours, give or take 0.42 / sqrt(n)
+    # Of times at random two thirds are higher or lower than both neighbours, give or take 0.42 / sqrt(n).
     if turns < 2 / 3 + 5 * 0.42 / len(times) ** 0.5 or slow_s < 1.5 * quick_s:
         return []
     share = min(0.9, 1 - quick_s / fmean(times))
-    times_s = {"quick_s": quick_s, "slow_s": slow_s, "quick_ms": quick_s * 1e3, "slow_ms": slow_s * 1e3}
-    return found(
-        "slow-loader", observed, "turns", turns=turns, **times_s, saves=(0.5 * share, share), strength=0.75
-    )
+    shown = {"turns": turns, "quick_s": quick_s, "slow_s": slow_s}
+    return found("slow-loader", observed, "turns", **shown, saves=(0.5 * share, share), strength=0.75)
 
 
 def _gap_s(observed: Observed) -> float:
@@ -88,8 +78,8 @@ def _gap_s(observed: Observed) -> float:
 
 
 def _hidden_s(observed: Observed, gap_s: float) -> float:
-    """How much of the gap would hide behind the GPU's work if the host were not seen to wait for the GPU: as much as
-    that work takes, and of it not generation, in which the host looks at every token."""
+    """How much of the gap would hide behind the GPU's work if the host did not wait for the GPU: as much as that work
+    takes, without generation, in which the host looks at every token."""
     idle = [(s, left) for s in observed.steady if (left := idle_s(s)) is not None]
     busy = [(s.step_s or 0.0) - left - (s.generate_s or 0.0) for s, left in idle]
     return min(gap_s, median(busy)) if busy and last_event(observed, "waits_for_gpu") else 0.0
@@ -104,10 +94,7 @@ def host_gap(observed: Observed) -> list[Finding]:
         return []
     share, hides_ms = gap_s / mean_s, (whole_s - gap_s) * 1e3
     hidden = f", and {hides_ms:.3g} ms that would hide behind the GPU's work" if hides_ms > 0 else ""
-    saves, update_ms = (0.85 * share, share), mean_s * 1e3
-    return found(
-        "host-gap", observed, share=share, gap_ms=gap_s * 1e3, update_ms=update_ms, hidden=hidden, saves=saves
-    )
+    return found("host-gap", observed, share=share, gap_s=gap_s, hidden=hidden, saves=(0.85 * share, share))
 
 
 def logs_of(observed: Observed) -> tuple[int, float]:
@@ -123,17 +110,8 @@ def logging_pause(observed: Observed) -> list[Finding]:
     share = stalled_s / total_s if total_s else 0.0
     if not times or share < WORTH_SAYING or not observed.mean("step_s"):
         return []
-    each_ms, saves = stalled_s / times * 1e3, (0.5 * share, 0.9 * share)
-    return found(
-        "host-gap",
-        observed,
-        "logging",
-        share=share,
-        times=times,
-        each_ms=each_ms,
-        total_s=total_s,
-        saves=saves,
-    )
+    shown = {"share": share, "times": times, "each_s": stalled_s / times, "total_s": total_s}
+    return found("host-gap", observed, "logging", **shown, saves=(0.5 * share, 0.9 * share))
 
 
 def _waits_for_launches(observed: Observed) -> bool:
@@ -157,10 +135,8 @@ def _scales_with_positions(observed: Observed, mean_s: float) -> tuple[float, fl
     optimiser and a host that take a third of the step.
     """
     forward, backward = observed.share("forward_s"), observed.share("backward_s")
-    named = sum(
-        observed.part(name) or 0.0
-        for name in ("update actor", "update critic", "old log prob", "ref", "values")
-    )
+    trained = ("update actor", "update critic", "old log prob", "ref", "values")
+    named = sum(observed.part(name) or 0.0 for name in trained)
     if forward and backward:
         part, least, known = min(1.0, forward + backward), 0.85, "forward and backward"
     elif named:
@@ -176,27 +152,20 @@ def _scales_with_positions(observed: Observed, mean_s: float) -> tuple[float, fl
 
 
 def _padded(observed: Observed) -> tuple[float, str, float]:
-    """The share of positions without a token, of what, and how good that is known."""
+    """The share of positions without a token, of what, and how well that is known."""
     facts, measured = observed.facts, observed.mean("padding_share")
     if measured is not None:
         return measured, "of all positions", 1.0
-    used, rooms = (facts.prompt_length, facts.response_length), (facts.prompt_room, facts.response_room)
     if facts.remove_padding == "true" or facts.packing == "on":
         return 0.0, "", 0.0
-    if all(used):
-        longest = (observed.other("prompt length max"), facts.longest_response)
-        for room, said, sure in (
-            (rooms, "that a padded row has", 0.9),
-            (longest, "up to the longest row", 0.5),
-        ):
-            if all(room):
-                positions = sum(filter(None, room))
-                sure = sure if facts.remove_padding == "false" else 0.5
-                return (
-                    1 - sum(filter(None, used)) / positions,
-                    f"of the {positions:,.0f} positions {said}",
-                    sure,
-                )
+    used = (facts.prompt_length, facts.response_length)
+    rooms = {"that a padded row has": (facts.prompt_room, facts.response_room)}
+    rooms["up to the longest row"] = (observed.other("prompt length max"), facts.longest_response)
+    for said, room in rooms.items() if all(used) else ():
+        if all(room):
+            positions = sum(filter(None, room))
+            sure = 0.9 if facts.remove_padding == "false" and said.endswith("has") else 0.5
+            return 1 - sum(filter(None, used)) / positions, f"of the {positions:,.0f} positions {said}", sure
     tokens, rows = observed.median("tokens"), (facts.batch_size or 0.0) * (facts.seq_len or 0.0)
     if tokens and rows and tokens < 0.7 * rows:
         return 1 - tokens / rows, f"of {facts.batch_size:,.0f} x {facts.seq_len:,.0f} positions", 0.5
@@ -212,9 +181,8 @@ def padding(observed: Observed) -> list[Finding]:
     if share * part < WORTH_SAYING:
         return []
     own, saves = "own" if observed.format == "run" else "", (least * share * part, share * part)
-    return found(
-        "padding", observed, own, share=share, of=of, part=part, known=known, saves=saves, strength=sure
-    )
+    shown = {"share": share, "of": of, "part": part, "known": known}
+    return found("padding", observed, own, **shown, saves=saves, strength=sure)
 
 
 def warm_up(observed: Observed) -> list[Finding]:
@@ -224,49 +192,32 @@ def warm_up(observed: Observed) -> list[Finding]:
         return []
     updates = timed[-1].step - timed[0].step + 1  # a log may hold every tenth only
     first_s = timed[0].step_s or 0.0
-    steady_s, extra_s = updates * usual_s, first_s - usual_s
-    share = extra_s / (steady_s + extra_s)
-    if share > 1 - 1e-9:  # no clock says that: the line is damaged
-        return []
-    if share < 0.15 or first_s < 5 * usual_s or observed.facts.compile == "off":
+    share = (first_s - usual_s) / (updates * usual_s + first_s - usual_s)
+    damaged = share > 1 - 1e-9  # no clock says that
+    if damaged or share < 0.15 or first_s < 5 * usual_s or observed.facts.compile == "off":
         return []
     compiled = observed.plan is not None and observed.plan.compile != "off"
     least, most = COMPILING
     low, high = (1 / (1 - share) / k for k in ((most, least) if compiled else (1 / (1 - share), 1.0)))
-    pays = {
-        f"pays_{name}": int(extra_s / (usual_s * (k - 1))) + 1
-        for name, k in (("least", least), ("most", most))
-    }
     if high <= 1.02:
         return []
-    return found(
-        "compile-time",
-        observed,
-        "own" if compiled else "",
-        share=share,
-        first_s=first_s,
-        usual_s=usual_s,
-        updates=updates,
-        least=least,
-        most=most,
-        **pays,
-        gain=(max(1.0, low), high),
-        strength=1.0 if compiled else 0.6,
-    )
+    shown: dict[str, Any] = {"share": share, "first_s": first_s, "usual_s": usual_s, "updates": updates}
+    for name, k in (("least", least), ("most", most)):
+        shown |= {name: k, f"pays_{name}": int((first_s - usual_s) / (usual_s * (k - 1))) + 1}
+    variant, strength = ("own", 1.0) if compiled else ("", 0.6)
+    return found("compile-time", observed, variant, **shown, gain=(max(1.0, low), high), strength=strength)
 
 
 def waits(observed: Observed) -> list[Finding]:
     """A watched loop in which the host waits for the GPU: torch's detector saw it, and says where. It costs what the
     host does afterwards, which would be hidden behind the GPU's work, as far as that reaches: the update would take the
-    longer of the two and not their sum. Where no gap shows, what it costs shows only without it."""
+    longer of the two and not their sum. Where no gap shows, only a run without the wait shows what it costs."""
     event, gap_s, mean_s = last_event(observed, "waits_for_gpu"), _gap_s(observed), observed.mean("step_s")
     if not event:
         return []
     share = _hidden_s(observed, gap_s) / mean_s if mean_s else 0.0
-    told = share >= WORTH_SAYING
-    gap_ms, saves = (gap_s * 1e3, (0.85 * share, share)) if told else (None, None)
-    seen = {name: event.get(name) for name in ("times", "where", "step")}
-    return found("sync", observed, gap_ms=gap_ms, saves=saves, **seen)
+    told = {"gap_s": gap_s, "saves": (0.85 * share, share)} if share >= WORTH_SAYING else {}
+    return found("sync", observed, **{name: event.get(name) for name in ("times", "where", "step")}, **told)
 
 
 RULES = (data_wait, taking_turns, host_gap, logging_pause, padding, warm_up, waits)
