@@ -31,6 +31,8 @@ is read off the log and not concluded, so there they count in full."""
 
 Kind = Literal["failure", "cause", "claim", "unit"]
 Rows = Iterable[tuple[str, float | str, str]]
+Shown = dict[str, Any]
+"""What a rule gives for the words of its finding."""
 
 
 @dataclass(frozen=True)

@@ -58,10 +58,11 @@ class Trainer:
     def columns(self) -> dict[str, str]:
         return dict(self.entry.get("columns", {}))
 
-    def option(self, fix: str) -> str:
-        """What a fix is called in this trainer's options; in general words where it has no name for it."""
+    def option(self, fix: str, *, own: bool = False) -> str:
+        """What a fix is called in this trainer's options; where it has no name for it, in general words, or nothing
+        where only its `own` will do."""
         named = self.entry.get("options", {}).get(fix)
-        return str(named or _table()["any"]["options"].get(fix, ""))
+        return str(named or ("" if own else _table()["any"]["options"].get(fix, "")))
 
 
 @cache

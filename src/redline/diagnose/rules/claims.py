@@ -8,7 +8,7 @@ datasheet peaks.
 import math
 import re
 
-from redline.diagnose.finding import Finding, found
+from redline.diagnose.finding import Finding, Shown, found
 from redline.diagnose.observed import Claim, Observed, Range, Setting
 from redline.diagnose.trainers import named
 from redline.errors import nearest
@@ -77,11 +77,7 @@ def _growth(claim: Claim) -> Range | None:
 def over_the_peak(observed: Observed) -> list[Finding]:
     """Tokens/s that need more FLOP/s than the GPUs have."""
     spec, facts = observed.spec, observed.facts
-    if (
-        spec is None
-        or (peak := spec.bf16_tflops or spec.fp16_tflops) is None
-        or observed.format != "document"
-    ):
+    if spec is None or observed.format != "document" or not (peak := spec.bf16_tflops or spec.fp16_tflops):
         return []
     gpus = facts.gpus or 1
     parameters = facts.parameters or _implied_parameters(observed, peak * gpus)
@@ -89,24 +85,11 @@ def over_the_peak(observed: Observed) -> list[Finding]:
     worst = max(((value.low, line) for value, line in speeds if value), default=None)
     if parameters is None or worst is None or (needed := 6 * parameters * worst[0] / 1e12) <= peak * gpus:
         return []
-    shown = {
-        "claimed": worst[0],
-        "line": worst[1],
-        "needed": needed / 1e3,
-        "peak": peak * gpus / 1e3,
-        "gpus": gpus,
-    }
-    return found(
-        "over-peak",
-        observed,
-        **shown,
-        share=needed / (peak * gpus),
-        parameters=parameters,
-        source="stated" if facts.parameters else "implied by its own MFU and tokens/s",
-        board=spec.title,
-        fp8=needed / (spec.fp8_tflops * gpus) if spec.fp8_tflops else None,
-        strength=1.0 if facts.parameters else 0.85,
-    )
+    shown: Shown = {"claimed": worst[0], "line": worst[1], "needed": needed / 1e3, "peak": peak * gpus / 1e3}
+    shown |= {"gpus": gpus, "share": needed / (peak * gpus), "parameters": parameters, "board": spec.title}
+    shown |= {"source": "stated" if facts.parameters else "implied by its own MFU and tokens/s"}
+    shown |= {"fp8": needed / (spec.fp8_tflops * gpus) if spec.fp8_tflops else None}
+    return found("over-peak", observed, **shown, strength=1.0 if facts.parameters else 0.85)
 
 
 def _implied_parameters(observed: Observed, peak: float) -> float | None:
@@ -135,26 +118,16 @@ def gains_multiply(observed: Observed) -> list[Finding]:
     if low <= total.factor.high:
         return []
     listed = ", ".join(f"{c.factor}x (line {c.line})" for c in single)
-    return found(
-        "gains-multiply",
-        observed,
-        low=low,
-        high=high,
-        total=str(total.factor),
-        listed=listed,
-        line=total.line,
-    )
+    shown = {"low": low, "high": high, "total": str(total.factor), "listed": listed, "line": total.line}
+    return found("gains-multiply", observed, **shown)
 
 
 def unknown_arguments(observed: Observed) -> list[Finding]:
     """Arguments of TrainingArguments that do not exist: the call ends with a TypeError."""
     entry = named("huggingface").entry
     known, instead = {*entry["arguments"].split()}, entry["instead"]
-    inside = [
-        s
-        for s in observed.settings
-        if s.within == "TrainingArguments" and re.fullmatch(r"[a-z][a-z0-9_]*", s.name)
-    ]
+    named_so = re.compile(r"[a-z][a-z0-9_]*")
+    inside = [s for s in observed.settings if s.within == "TrainingArguments" and named_so.fullmatch(s.name)]
     unknown = {s.name: s for s in inside if s.name not in known | {"training_args", "args"}}
     if not unknown:
         return []
@@ -179,9 +152,8 @@ def no_such_memory(observed: Observed) -> list[Finding]:
     if claim is None or claim.before is None or spec is None:
         return []
     family, stated = spec.name.split("-")[0], claim.before
-    sizes = {
-        int(s.name.rsplit("-", 1)[1].rstrip("g")) for s in SPECS.values() if s.name.split("-")[0] == family
-    }
+    names = [name for name in SPECS if name.split("-")[0] == family]
+    sizes = {int(name.rsplit("-", 1)[1].rstrip("g")) for name in names}
     if any(0.9 * size <= stated.high <= 1.02 * size for size in sizes):
         return []
     comes, span = " or ".join(str(size) for size in sorted(sizes)), f"{stated.low:g} of {stated.high:g}"
@@ -257,9 +229,8 @@ def parameter_counts(observed: Observed) -> list[Finding]:
 
 
 def _last(settings: tuple[Setting, ...], name: str, before_line: int) -> Setting | None:
-    return next(
-        (s for s in reversed(settings) if s.name == name and s.line < before_line and s.value.isdigit()), None
-    )
+    before = [s for s in settings if s.name == name and s.line < before_line and s.value.isdigit()]
+    return before[-1] if before else None
 
 
 def recomputation_among_changes(observed: Observed) -> list[Finding]:

@@ -8,9 +8,8 @@ which (observe/generation.py).
 
 import math
 import re
-from typing import Any
 
-from redline.diagnose.finding import Finding, found
+from redline.diagnose.finding import Finding, Shown, found
 from redline.diagnose.observed import Observed
 from redline.diagnose.rules.update import WORTH_SAYING, last_event
 
@@ -45,6 +44,12 @@ def decode_floor_s(bandwidth: float, parameters: float) -> float:
     return 2 * parameters / (DECODE_SHARE * bandwidth)
 
 
+def _floor_s(observed: Observed) -> float | None:
+    """The same of this run's model on its GPU, where both are known."""
+    spec, parameters = observed.spec, observed.facts.parameters
+    return decode_floor_s(spec.memory_bandwidth_bytes_per_s, parameters) if spec and parameters else None
+
+
 def _generation(observed: Observed) -> tuple[float, float, float] | None:
     """Seconds and share of a step that generation takes in a log that names it, and the step's; where worth a look."""
     gen_s, step_s = observed.part("gen") or observed.median("generate_s"), observed.median("step_s")
@@ -65,17 +70,10 @@ def nested(observed: Observed) -> list[Finding]:
     if phase is None or inside_s is None or inside_s > 0.5 * phase[0]:
         return []
     gen_s, share, step_s = phase
-    rest, batch = 1 - inside_s / gen_s, observed.facts.batch_size or "not in the log"
-    shown = {
-        "share": share,
-        "rest": rest,
-        "gen_s": gen_s,
-        "step_s": step_s,
-        "inside_s": inside_s,
-        "batch": batch,
-    }
-    saves = (0.5 * share * rest, share * rest)
-    return found("nested-phases", observed, **shown, rest_s=gen_s - inside_s, saves=saves)
+    rest = 1 - inside_s / gen_s
+    shown = {"share": share, "rest": rest, "gen_s": gen_s, "inside_s": inside_s, "rest_s": gen_s - inside_s}
+    batch, saves = observed.facts.batch_size or "not in the log", (0.5 * share * rest, share * rest)
+    return found("nested-phases", observed, **shown, step_s=step_s, batch=batch, saves=saves)
 
 
 def uncached(observed: Observed) -> list[Finding]:
@@ -89,58 +87,47 @@ def uncached(observed: Observed) -> list[Finding]:
 
 def _uncached_log(observed: Observed) -> list[Finding]:
     """The log says how long generation took and how long the responses were: it ends with the longest."""
-    facts, phase, spec = observed.facts, _generation(observed), observed.spec
+    facts, phase = observed.facts, _generation(observed)
     length = facts.longest_response or facts.response_length
     told = facts.use_cache == "false" or facts.rollout == "hf"
     apart = _inside(observed) is not None and not told
     if phase is None or not length or phase[1] < 0.3 or apart or facts.rollout in ENGINES:
         return []
-    token_s, share = phase[0] / length, phase[1]
-    floor_s = (
-        decode_floor_s(spec.memory_bandwidth_bytes_per_s, facts.parameters)
-        if spec and facts.parameters
-        else None
-    )
+    token_s, share, floor_s = phase[0] / length, phase[1], _floor_s(observed)
     row = (facts.prompt_length or 0.0) + (facts.response_length or 0.0)
     rows = (observed.median("tokens") or 0.0) / row / (facts.gpus or math.inf) if row else 0.0
     if not told and (token_s < (max(3 * floor_s, 0.02) if floor_s else SLOW_STEP_S) or rows > 256):
         return []
     reach_s = floor_s or SLOW_STEP_S / 2
     less = share * (1 - min(1.0, reach_s / token_s))
-    return found(
-        "uncached-generation",
-        observed,
-        share=share,
-        token_ms=token_s * 1e3,
-        length=length,
-        reach_ms=reach_s * 1e3,
-        reached="ms, weights read once at half the bandwidth" if floor_s else "ms, what engines reach",
-        rollout=facts.rollout,
-        use_cache=facts.use_cache,
-        saves=(0.6 * less, less),
-        strength=1.0 if told else 0.65,
-    )
+    reached = "ms, weights read once at half the bandwidth" if floor_s else "ms, what engines reach"
+    shown: Shown = {
+        "share": share,
+        "token_s": token_s,
+        "length": length,
+        "reach_s": reach_s,
+        "reached": reached,
+    }
+    shown |= {"rollout": facts.rollout, "use_cache": facts.use_cache, "saves": (0.6 * less, less)}
+    return found("uncached-generation", observed, **shown, strength=1.0 if told else 0.65)
 
 
 def slow(observed: Observed) -> list[Finding]:
     """Generation that takes most of the step and far longer than reading the weights once a token would, on any GPU."""
     facts, phase, spec = observed.facts, _generation(observed), observed.spec
     length = facts.longest_response or facts.response_length
-    known = (
-        phase is not None and phase[1] >= 0.5 and length and facts.parameters and _inside(observed) is None
-    )
-    if phase is None or not known or not length or not facts.parameters or uncached(observed):
+    apart = _inside(observed) is not None
+    if phase is None or phase[1] < 0.5 or apart or not length or not facts.parameters or uncached(observed):
         return []
     (gen_s, share, step_s), token_s = phase, phase[0] / length
     bandwidth = spec.memory_bandwidth_bytes_per_s if spec else ANY_BANDWIDTH
     floor_s = decode_floor_s(bandwidth, facts.parameters) / (facts.gpus or 1)
     if token_s < 3 * floor_s:
         return []
-    shown = {"share": share, "gen_s": gen_s, "step_s": step_s, "token_ms": token_s * 1e3, "length": length}
-    of, saves = "" if spec else " of a V100", (0.4 * share, share * (1 - floor_s / token_s))
-    return found(
-        "slow-generation", observed, **shown, floor_ms=floor_s * 1e3, of=of, saves=saves, strength=0.8
-    )
+    shown: Shown = {"share": share, "gen_s": gen_s, "step_s": step_s, "token_s": token_s, "length": length}
+    shown |= {"floor_s": floor_s, "of": "" if spec else " of a V100"}
+    saves = (0.4 * share, share * (1 - floor_s / token_s))
+    return found("slow-generation", observed, **shown, saves=saves, strength=0.8)
 
 
 def long_tail(observed: Observed) -> list[Finding]:
@@ -148,38 +135,22 @@ def long_tail(observed: Observed) -> list[Finding]:
     facts, phase = observed.facts, _generation(observed)
     timed = [observed.part(f"agent loop generate sequences {which}") for which in ("max", "mean")]
     longest, mean = timed if all(timed) else (facts.longest_response, facts.response_length)
-    if (
-        phase is None
-        or phase[1] < 0.3
-        or not longest
-        or not mean
-        or longest < LONG_TAIL * mean
-        or facts.rollout == "hf"
-    ):
+    if phase is None or phase[1] < 0.3 or facts.rollout == "hf":
         return []
-    shown = {
-        "share": phase[1],
-        "times": longest / mean,
-        "longest": longest,
-        "mean": mean,
-        "rollout": facts.rollout,
-    }
-    unit, saves, strength = (
-        "s" if all(timed) else "tokens",
-        (0.0, phase[1] * (1 - mean / longest)),
-        0.8 if all(timed) else 0.5,
-    )
-    return found("long-tail", observed, **shown, unit=unit, saves=saves, strength=strength)
+    if not longest or not mean or longest < LONG_TAIL * mean:
+        return []
+    shown: Shown = {"share": phase[1], "times": longest / mean, "longest": longest, "mean": mean}
+    shown |= {"rollout": facts.rollout, "unit": "s" if all(timed) else "tokens"}
+    saves = (0.0, phase[1] * (1 - mean / longest))
+    return found("long-tail", observed, **shown, saves=saves, strength=0.8 if all(timed) else 0.5)
 
 
 def eager(observed: Observed) -> list[Finding]:
     """An engine that launches every kernel of a decoding step by hand."""
     phase, inside_s = _generation(observed), _inside(observed)
-    if (
-        observed.facts.eager_rollout != "true"
-        or phase is None
-        or (inside_s is not None and inside_s < 0.5 * phase[0])
-    ):
+    if observed.facts.eager_rollout != "true" or phase is None:
+        return []
+    if inside_s is not None and inside_s < 0.5 * phase[0]:
         return []
     low, high = (phase[1] * (1 - 1 / factor) for factor in GRAPHS)
     shown = {"share": phase[1], "gen_s": phase[0], "step_s": phase[2], "eager": "True"}
@@ -190,22 +161,17 @@ def _uncached_loop(observed: Observed) -> list[Finding]:
     """A watched loop: the model's calls were noted in some updates, and those that computed the prefix again are
     counted."""
     last, facts = last_event(observed, "generation"), observed.facts
-    share, spec = observed.share("generate_s"), observed.spec
+    share = observed.share("generate_s")
     if "repeated_s" not in last or not observed.mean("step_s") or not share:
         return []
-    floor_s = (
-        decode_floor_s(spec.memory_bandwidth_bytes_per_s, facts.parameters)
-        if spec and facts.parameters
-        else 0.0
-    )
-    cached_s = max(floor_s, last["cached_call_s"])
+    cached_s = max(_floor_s(observed) or 0.0, last["cached_call_s"])
     factors = reversed(CACHED_CALL["cuda" if facts.gpu else "cpu"])
     less_s = [max(0.0, last["repeated_s"] - last["repeated_calls"] * factor * cached_s) for factor in factors]
     low, high = (share * seconds / last["generate_s"] for seconds in less_s)
     if high < WORTH_SAYING:
         return []
-    shown = {"share": share, "again": last["positions"] / last["tokens"], "cached_ms": cached_s * 1e3}
-    calls = {f"{which}_ms": last[f"{which}_call_s"] * 1e3 for which in ("first", "last")}
+    shown = {"share": share, "again": last["positions"] / last["tokens"], "cached_s": cached_s}
+    calls = {f"{which}_s": last[f"{which}_call_s"] for which in ("first", "last")}
     return found("uncached-generation", observed, "loop", **shown, **calls, saves=(low, high))
 
 
@@ -224,13 +190,8 @@ def _uncached_document(observed: Observed) -> list[Finding]:
     update = min(1.0, whole / alone)
     if facts.mfu_scope == "the step" or update > 0.6:
         return []
-    shown: dict[str, Any] = {
-        "whole": whole,
-        "alone": alone,
-        "update": update,
-        "rest": 1 - update,
-        "parameters": parameters,
-    }
+    shown: Shown = {"whole": whole, "alone": alone, "update": update, "rest": 1 - update}
+    shown["parameters"] = parameters
     shown["size"] = "stated" if facts.parameters else "assumed, as none is stated (--fact parameters=7B)"
     gain = (2.0, 1 / max(update, 0.02))
     if facts.batch_size and facts.prompt_length and facts.response_length:
@@ -238,13 +199,8 @@ def _uncached_document(observed: Observed) -> list[Finding]:
         step_s = rows * length / (whole * facts.gpus)
         cached_s = facts.response_length * decode_floor_s(spec.memory_bandwidth_bytes_per_s, parameters)
         best = step_s / min(step_s, update * step_s + cached_s)
-        shown |= {
-            "step_s": step_s,
-            "rows": rows,
-            "length": length,
-            "cached_s": cached_s,
-            "response": facts.response_length,
-        }
+        shown |= {"step_s": step_s, "rows": rows, "length": length, "cached_s": cached_s}
+        shown["response"] = facts.response_length
         gain = (max(1.0, 0.5 * best), best)
     return found("uncached-generation", observed, "page", **shown, gain=gain, strength=0.75)
 
@@ -252,39 +208,24 @@ def _uncached_document(observed: Observed) -> list[Finding]:
 def real_batch(observed: Observed) -> list[Finding]:
     """Samples drawn one question at a time in chunks: the batch on the GPU is the chunk, whatever the batch settings
     say."""
-    limit = (
-        re.findall(r"num_return_sequences >= (\d{1,9})", observed.text)
-        if observed.format == "document"
-        else []
+    text = observed.text if observed.format == "document" else ""
+    limit = re.findall(r"num_return_sequences >= (\d{1,9})", text)
+    chunk, claimed, drawn = (
+        observed.setting(name, "after") or observed.setting(name)
+        for name in ("CHUNK_SIZE", "MICRO_BATCH_SIZE", "oversample")
     )
-    chunk = observed.setting("CHUNK_SIZE", "after") or observed.setting("CHUNK_SIZE")
-    claimed = observed.setting("MICRO_BATCH_SIZE", "after") or observed.setting("MICRO_BATCH_SIZE")
-    drawn = observed.setting("oversample", "after")
-    if (
-        not limit
-        or not chunk
-        or not drawn
-        or not (chunk.value + drawn.value).isdigit()
-        or int(drawn.value) < int(limit[-1])
-    ):
+    if not limit or not chunk or not drawn or not (chunk.value + drawn.value).isdigit():
         return []
-    many, slow_speed, fast_speed = int(drawn.value), GENERATED_TOGETHER[10], GENERATED_TOGETHER[240]
-    return found(
-        "real-batch",
-        observed,
-        real=min(int(chunk.value), many),
-        claim=f", not {claimed.value}" if claimed else "",
-        drawn=many,
-        drawn_line=drawn.line,
-        together=8 * many,
-        limit=int(limit[-1]),
-        chunk=int(chunk.value),
-        chunk_line=chunk.line,
-        claimed=int(claimed.value) if claimed and claimed.value.isdigit() else None,
-        slow=slow_speed,
-        fast=fast_speed,
-        gain=(8.0, fast_speed / slow_speed),
-    )
+    many, size = int(drawn.value), int(chunk.value)
+    if many < int(limit[-1]) or drawn.when != "after":
+        return []
+    shown: Shown = {"real": min(size, many), "drawn": many, "drawn_line": drawn.line, "together": 8 * many}
+    shown |= {"limit": int(limit[-1]), "chunk": size, "chunk_line": chunk.line}
+    told: Shown = {"claim": f", not {claimed.value}" if claimed else ""}
+    told |= {"claimed": int(claimed.value) if claimed and claimed.value.isdigit() else None}
+    slow_speed, fast_speed = GENERATED_TOGETHER[10], GENERATED_TOGETHER[240]
+    gain = (8.0, fast_speed / slow_speed)
+    return found("real-batch", observed, **shown, **told, slow=slow_speed, fast=fast_speed, gain=gain)
 
 
 def rewards(observed: Observed) -> list[Finding]:
@@ -310,17 +251,12 @@ def lessons(observed: Observed) -> list[Finding]:
 def samples_to_spare(observed: Observed) -> list[Finding]:
     """Rejection sampling that draws more than it needs, or hardly ever hits."""
     last = last_event(observed, "sampling_end")
-    if not all(last.get(name) is not None for name in ("correct", "solved")) or not (
-        last.get("samples") and last.get("questions")
-    ):
+    if any(last.get(name) is None for name in ("correct", "solved")) or not last.get("samples"):
         return []
-    hit, drawn = last["correct"] / last["samples"], last["samples"] / last["questions"]
-    shown = {
-        "hit": hit,
-        "drawn": drawn,
-        "samples": last["samples"],
-        "solved": last["solved"] / last["questions"],
-    }
+    if not (questions := last.get("questions")):
+        return []
+    hit, drawn = last["correct"] / last["samples"], last["samples"] / questions
+    shown = {"hit": hit, "drawn": drawn, "samples": last["samples"], "solved": last["solved"] / questions}
     if hit < 0.1:
         return found("few-correct", observed, **shown, gain=(1.0, 3.0), strength=0.7)
     enough = math.log(0.05) / math.log(1 - min(hit, 0.95))

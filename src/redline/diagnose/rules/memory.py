@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from redline.config.recipe import ModelConfig
-from redline.diagnose.finding import Finding, found
+from redline.diagnose.finding import Finding, Shown, found
 from redline.diagnose.observed import Facts, Observed, Step
 from redline.diagnose.rules.update import WORTH_SAYING
 from redline.plan import arithmetic
@@ -49,13 +49,8 @@ def shape_of(facts: Facts) -> ModelConfig | None:
     width = facts.hidden_size or math.sqrt(facts.parameters / (12 * layers))
     heads = max(1, round(width / 128))
     hidden = heads * max(2, 2 * round(width / heads / 2))
-    sizes: dict[str, Any] = {
-        "num_layers": round(layers),
-        "hidden_size": hidden,
-        "num_heads": heads,
-        "ffn_size": 3 * hidden,
-    }
-    return ModelConfig(vocab_size=32_000, context_length=2048, **sizes)
+    sizes: dict[str, Any] = {"num_layers": round(layers), "hidden_size": hidden, "num_heads": heads}
+    return ModelConfig(vocab_size=32_000, context_length=2048, ffn_size=3 * hidden, **sizes)
 
 
 def bytes_without_recomputation(observed: Observed) -> float | None:
@@ -64,10 +59,9 @@ def bytes_without_recomputation(observed: Observed) -> float | None:
     used = observed.median("memory_bytes") or facts.memory_used_bytes
     if model is None or not tokens or not used:
         return None
-    kept = arithmetic.kept_bytes(
-        model, "bf16", "selective" if facts.recompute == "selective" else "full", True
-    )
-    return used + tokens * model.num_layers * (arithmetic.kept_bytes(model, "bf16", "none", True) - kept)
+    now = "selective" if facts.recompute == "selective" else "full"
+    kept, every = (arithmetic.kept_bytes(model, "bf16", how, True) for how in (now, "none"))  # type: ignore[arg-type]
+    return used + tokens * model.num_layers * (every - kept)
 
 
 def recomputation(observed: Observed) -> list[Finding]:
@@ -78,30 +72,24 @@ def recomputation(observed: Observed) -> list[Finding]:
         return []
     needed, have = bytes_without_recomputation(observed), facts.memory_bytes
     named, low, high, costs = RECOMPUTING[facts.recompute]
+    selective = option("selective", own=True)
     if needed is None or have is None:
-        advice = f"{option('selective')} first, then {option('recompute')}, if the memory suffices: it is not in the log"
+        first = f"{selective} first, then " if selective else ""
+        advice = f"{first}{option('recompute')}, if the memory suffices: it is not in the log"
         low, strength = 1.0, 0.5 if share is None else 0.6
     elif needed <= FULL * have:
         advice, strength = f"turn it off: {option('recompute')}", 1.0
     else:
         smaller = max(1, math.floor((facts.micro_batch or 1) * FULL * have / needed))
         passes = f"{option('micro_batch').removeprefix('a larger ')} {smaller}"
-        advice = f"{option('selective')}; or none of it with a smaller pass ({passes}): at this one it would not fit"
+        other = f"{selective}; or " if selective else ""
+        advice = f"{other}none of it with a smaller pass ({passes}): at this one it would not fit"
         low, high, strength = 1.02, min(high, 1.25), 0.8
-    return found(
-        "needless-recomputation",
-        observed,
-        named=named,
-        free=f" while {1 - share:.0%} of the memory is free" if share is not None else "",
-        advice=advice,
-        share=share,
-        how=facts.recompute,
-        costs=costs,
-        needed_gib=needed / 2**30 if needed else None,
-        of=f", of {have / 2**30:.0f}" if have else "",
-        gain=(low, high),
-        strength=strength * (0.6 if facts.recompute == "selective" else 1.0),
-    )
+    shown = {"named": named, "advice": advice, "share": share, "how": facts.recompute, "costs": costs}
+    shown |= {"needed_bytes": needed, "of": f", of {have / 2**30:.0f}" if have else ""}
+    free = f" while {1 - share:.0%} of the memory is free" if share is not None else ""
+    strength *= 0.6 if facts.recompute == "selective" else 1.0
+    return found("needless-recomputation", observed, **shown, free=free, gain=(low, high), strength=strength)
 
 
 def _trained(step: Step) -> Step:
@@ -140,18 +128,17 @@ def small_passes(observed: Observed) -> list[Finding]:
     passes = f"passes of {tokens:,.0f} tokens are small" if tokens else "the passes are small"
     at = f" at an MFU of {mfu:.0%}" if mfu is not None else ""
     title = f"{share:.0%} of the memory is used{at}: {passes}" if share is not None else passes.capitalize()
-    have_gib = (facts.memory_bytes or 0.0) / 2**30
+    have = facts.memory_bytes or 0.0
+    shown: Shown = {
+        "passes": title,
+        "double": _double(observed),
+        "micro": facts.micro_batch or "not in the log",
+    }
+    shown |= {"used_bytes": share * have if share is not None else None, "have_bytes": have}
+    strength = 0.45 if share is None else 0.75 if merged else 0.55
+    accumulation = facts.accumulation if merged else None
     return found(
-        "small-passes",
-        observed,
-        passes=title,
-        double=_double(observed),
-        used_gib=share * have_gib if share is not None else None,
-        have_gib=have_gib,
-        micro=facts.micro_batch or "not in the log",
-        accumulation=facts.accumulation if merged else None,
-        gain=(1.0, high),
-        strength=0.45 if share is None else 0.75 if merged else 0.55,
+        "small-passes", observed, **shown, accumulation=accumulation, gain=(1.0, high), strength=strength
     )
 
 
@@ -159,15 +146,11 @@ def _double(observed: Observed) -> str:
     """How to make passes larger. Where an update is one pass already, that makes the batch larger too."""
     facts, option = observed.facts, observed.trainer.option("micro_batch")
     to = f" (to {2 * facts.micro_batch:.0f})" if facts.micro_batch else ""
-    if (
-        facts.batch_size
-        and facts.micro_batch
-        and facts.gpus
-        and facts.batch_size <= facts.micro_batch * facts.gpus
-    ):
+    largest = (facts.micro_batch or 0.0) * (facts.gpus or 0.0)
+    if facts.batch_size and facts.batch_size <= largest:
         return (
-            f"double the micro-batch{to}: {option}. An update is one pass already, so the batch doubles with it, which is"
-            " another training: half as many GPUs keep it the same"
+            f"double the micro-batch{to}: {option}. An update is already one pass, so the batch doubles with it, which is"
+            " another training; half as many GPUs keep the batch the same"
         )
     return (
         f"double the micro-batch{to} and halve the accumulation, so that the batch stays the same: {option}"
@@ -184,18 +167,10 @@ def tiny_batch(observed: Observed) -> list[Finding]:
     each = (tokens or 0.0) / max(1.0, (facts.gpus or 1) / (facts.model_parallel or 1))
     if not tokens or not step_s or each >= TINY:
         return []
-    return found(
-        "tiny-batch",
-        observed,
-        each=each,
-        on=f"on each of {facts.gpus:.0f} GPUs" if (facts.gpus or 1) > 1 else "an update",
-        step_s=step_s,
-        tokens=tokens,
-        batch=facts.batch_size or "not in the log",
-        speed=tokens / step_s,
-        gain=(1.0, min(4.0, max(1.3, TINY / each))),
-        strength=0.7,
-    )
+    on = f"on each of {facts.gpus:.0f} GPUs" if (facts.gpus or 1) > 1 else "an update"
+    shown = {"each": each, "on": on, "tokens": tokens, "batch": facts.batch_size or "not in the log"}
+    gain = (1.0, min(4.0, max(1.3, TINY / each)))
+    return found("tiny-batch", observed, **shown, speed=tokens / step_s, gain=gain, strength=0.7)
 
 
 def offload(observed: Observed) -> list[Finding]:
@@ -206,39 +181,29 @@ def offload(observed: Observed) -> list[Finding]:
     adapters = (facts.trained_parameters or math.inf) < 0.1 * (facts.parameters or 0.0)
     moved = 4 * facts.parameters / max(1.0, facts.gpus or 1.0) if facts.parameters else None
     free = f" while {1 - share:.0%} of the GPU's memory is free" if share is not None else ""
-    shown = {"how": "on", "share": share, "free": free, "moved_gib": moved / 2**30 if moved else None}
     strength = 0.9 if (share or 1.0) < 0.5 else 0.8 if adapters else 0.7
-    return found(
-        "offload", observed, **shown, pcie_s=(moved or 0.0) / PCIE, gain=(1.0, 1.5), strength=strength
-    )
+    shown = {"how": "on", "share": share, "free": free, "moved_bytes": moved, "pcie_s": (moved or 0.0) / PCIE}
+    return found("offload", observed, **shown, gain=(1.0, 1.5), strength=strength)
 
 
 def slow_precision(observed: Observed) -> list[Finding]:
     """fp32 or TF32 on a GPU that has bf16, or bf16 on one that has not: by the matrix products alone, at the share of the
     datasheet that Hardware.rate_tflops assumes."""
-    facts, spec, step_s, tokens = (
-        observed.facts,
-        observed.spec,
-        observed.median("step_s"),
-        observed.median("tokens"),
-    )
+    facts, spec = observed.facts, observed.spec
+    step_s, tokens = observed.median("step_s"), observed.median("tokens")
     if observed.plan is not None or spec is None or not step_s:
         return []
     if facts.precision == "bf16" and not spec.bf16_tflops:
         shown = {"board": spec.title, "now": "bf16", "fp16": spec.fp16_tflops, "fp32": spec.fp32_tflops}
         return found("slow-precision", observed, "emulated", **shown, gain=(1.5, 4.0), strength=0.9)
     flops = facts.flops_per_token or (6 * facts.parameters if facts.parameters else None)
-    best = "bf16" if spec.bf16_tflops else "fp16"
-    peaks = (
-        [spec.peak_tflops(name) for name in (facts.precision, best)]
-        if facts.precision in ("fp32", "tf32")
-        else []
-    )
+    now, best = facts.precision, "bf16" if spec.bf16_tflops else "fp16"
+    peaks = [spec.peak_tflops(name) for name in (now, best)] if now in ("fp32", "tf32") else []
     if not tokens or not flops or len(peaks) < 2 or not all(peaks):
         return []
     now_s, then_s = (flops * tokens / (facts.gpus or 1) / (0.75e12 * (peak or math.inf)) for peak in peaks)
     mend, by = observed.trainer.option("precision"), "at 75 % of the datasheet's rate"
-    return precision_found(observed, str(facts.precision), best, (now_s, then_s, step_s), by, mend)
+    return precision_found(observed, str(now), best, (now_s, then_s, step_s), by, mend)
 
 
 def precision_found(
@@ -250,8 +215,8 @@ def precision_found(
     if share < WORTH_SAYING:
         return []
     shown = {"now": now, "best": best, "by": by, "mend": mend}
-    shown_ms = {"now_ms": now_s * 1e3, "then_ms": then_s * 1e3, "update_ms": step_s * 1e3}
-    return found("slow-precision", observed, **shown, **shown_ms, saves=(0.85 * share, share))
+    times = {"now_s": now_s, "then_s": then_s, "update_s": step_s}
+    return found("slow-precision", observed, **shown, **times, saves=(0.85 * share, share))
 
 
 def achieved(observed: Observed) -> tuple[float, str] | None:
@@ -259,15 +224,12 @@ def achieved(observed: Observed) -> tuple[float, str] | None:
     facts, speed, gpus = observed.facts, _training(observed).tokens_per_s, observed.facts.gpus or 1.0
     per_token, step_s = facts.flops_per_token, observed.median("step_s")
     if per_token is None and (model := shape_of(facts)) is not None:
-        per_token = 6 * (facts.parameters or 0.0) + 12 * model.num_layers * model.hidden_size * (
-            facts.seq_len or 0.0
-        )
+        attention = 12 * model.num_layers * model.hidden_size * (facts.seq_len or 0.0)
+        per_token = 6 * (facts.parameters or 0.0) + attention
     if per_token and speed:
         known = "of one GPU" if facts.gpus else "of all GPUs together"
-        return (
-            per_token * speed / gpus / 1e12,
-            f"{known}: {per_token / 1e9:,.3g} GFLOP a token x {speed:,.0f} tokens/s",
-        )
+        known += f": {per_token / 1e9:,.3g} GFLOP a token x {speed:,.0f} tokens/s"
+        return per_token * speed / gpus / 1e12, known
     if facts.total_flops and step_s and observed.updates:
         total = facts.total_flops / (observed.updates * step_s) / gpus / 1e12
         return total, "of all GPUs together, by the trainer's own count"

@@ -4,9 +4,8 @@ random, and a speed that changes in mid-run."""
 import math
 from itertools import accumulate, groupby, pairwise
 from statistics import median
-from typing import Any
 
-from redline.diagnose.finding import Finding, found
+from redline.diagnose.finding import Finding, Shown, found
 from redline.diagnose.observed import Observed
 from redline.diagnose.rules.update import WORTH_SAYING, felt_wait_s, logs_of, taking_turns
 from redline.record.units import format_duration
@@ -192,12 +191,7 @@ def regime_change(observed: Observed) -> list[Finding]:
     share = sum(len(each) for which, each in long if which) / told
     total = share * slow + (1 - share) * fast
     step_of = {step: which for which, each in long for step, _ in each}
-    shown: dict[str, Any] = {
-        "first": longest[0][0],
-        "last": longest[-1][0],
-        "ratio": slow / fast,
-        "share": share,
-    }
+    shown: Shown = {"first": longest[0][0], "last": longest[-1][0], "ratio": slow / fast, "share": share}
     for name, which in (("slow", True), ("fast", False)):
         times = [s.step_s or 0.0 for s in observed.steady if step_of.get(s.step) is which]
         shown[name] = format_duration(median(times))

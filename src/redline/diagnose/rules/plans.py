@@ -6,10 +6,9 @@ The roofline (plan/roofline.py) is the floor of a step; a fix cannot save more t
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from redline.config.recipe import PlanPins, Recipe
-from redline.diagnose.finding import Finding, found
+from redline.diagnose.finding import Finding, Shown, found
 from redline.diagnose.observed import Observed
 from redline.diagnose.rules.memory import precision_found
 from redline.diagnose.rules.update import COMPILING, LAUNCH_BOUND, WORTH_SAYING
@@ -70,23 +69,18 @@ def small_passes(observed: Observed) -> list[Finding]:
     low, high, gained = _fewer_passes(recipe, plan, best, step_s)
     if best.micro_batch <= plan.micro_batch or math.sqrt(low * high) < 1 / (1 - WORTH_SAYING):
         return []
+    shown = {"now": plan.accumulation, "tokens": plan.micro_batch * seq_len, "micro": plan.micro_batch}
+    shown |= {"then": best.accumulation, "larger": best.micro_batch * seq_len, "best": best.micro_batch}
+    said = {
+        "source": why.source,
+        "reason": why.reason,
+        "fits": best.why["micro_batch"].reason,
+        "gained": gained,
+    }
+    have = plan.hardware.memory_bytes
+    used = (observed.median("memory_bytes") or 0.0) / have
     return found(
-        "small-passes",
-        observed,
-        "own",
-        now=plan.accumulation,
-        tokens=plan.micro_batch * seq_len,
-        then=best.accumulation,
-        larger=best.micro_batch * seq_len,
-        micro=plan.micro_batch,
-        source=why.source,
-        reason=why.reason,
-        best=best.micro_batch,
-        fits=best.why["micro_batch"].reason,
-        used=(observed.median("memory_bytes") or 0.0) / plan.hardware.memory_bytes,
-        have_gib=plan.hardware.memory_bytes / 2**30,
-        gained=gained,
-        gain=(low, high),
+        "small-passes", observed, "own", **shown, **said, used=used, have_bytes=have, gain=(low, high)
     )
 
 
@@ -117,31 +111,22 @@ def recomputation(observed: Observed) -> list[Finding]:
     if (given := _given(observed)) is None:
         return []
     recipe, plan, step_s = given
-    free = make_plan(
-        replace(recipe, plan=replace(recipe.plan, recompute=None)), plan.hardware, world_size=plan.world_size
-    )
+    unbound = replace(recipe, plan=replace(recipe.plan, recompute=None))
+    free = make_plan(unbound, plan.hardware, world_size=plan.world_size)
     if plan.recompute == "none" or free.recompute != "none":
         return []
     forward_s = observed.median("forward_s")
     if forward_s is None:  # a third of the arithmetic is the forward pass
         forward_s = step_s / 4 if plan.recompute == "full" else step_s / 3.3
-    again_s = (
-        forward_s * arithmetic.recomputed_weights(recipe.model) / arithmetic.parameters(recipe.model).matmul
-    )
+    weights = arithmetic.parameters(recipe.model).matmul
+    again_s = forward_s * arithmetic.recomputed_weights(recipe.model) / weights
     # Torch's selective checkpointing redoes the cheap operations; in eager mode its bookkeeping costs as much as it saves.
     low, high = (0.9, 1.1) if plan.recompute == "full" or plan.compile == "off" else (0.1, 0.35)
     needed, have, share = free.prediction.memory_bytes, plan.hardware.memory_bytes, again_s / step_s
+    shown = {"fits": needed / have, "needed_bytes": needed, "have_bytes": have, "again_s": again_s}
+    saves = (low * share, high * share)
     return found(
-        "needless-recomputation",
-        observed,
-        "own",
-        how=plan.recompute,
-        fits=needed / have,
-        needed_gib=needed / 2**30,
-        have_gib=have / 2**30,
-        again_ms=again_s * 1e3,
-        update_ms=step_s * 1e3,
-        saves=(low * share, high * share),
+        "needless-recomputation", observed, "own", how=plan.recompute, **shown, update_s=step_s, saves=saves
     )
 
 
@@ -152,12 +137,7 @@ def slow_precision(observed: Observed) -> list[Finding]:
     recipe, plan, step_s = given
     best = unpinned(recipe, plan).precision
     now_s, then_s = floor_s(recipe, plan), floor_s(recipe, plan, precision=best)
-    if (
-        plan.precision not in ("fp32", "tf32")
-        or best not in ("bf16", "fp16")
-        or now_s is None
-        or then_s is None
-    ):
+    if plan.precision not in ("fp32", "tf32") or best not in ("bf16", "fp16") or not now_s or not then_s:
         return []
     mend = f"--set plan.precision={best} (or no pin)"
     return precision_found(observed, plan.precision, best, (now_s, then_s, step_s), "by the roofline", mend)
@@ -174,9 +154,8 @@ def host_bound(observed: Observed) -> list[Finding]:
     issue_s = measured_s or launches_s
     if floor is None or step_s < 1.2 * floor or issue_s / step_s < LAUNCH_BOUND:
         return []
-    shown = {"busy": issue_s / step_s, "launches": launches_s / step_s, "issue_ms": issue_s * 1e3}
-    shown |= {"update_ms": step_s * 1e3, "floor_ms": floor * 1e3, "thin": THIN_PASS_TOKENS}
-    shown |= {"tokens": plan.micro_batch * recipe.data.seq_len}
+    shown = {"busy": issue_s / step_s, "launches": launches_s / step_s, "issue_s": issue_s, "floor_s": floor}
+    shown |= {"update_s": step_s, "thin": THIN_PASS_TOKENS, "tokens": plan.micro_batch * recipe.data.seq_len}
     issued = "ms" if measured_s else "ms, estimated"
     if measured_s is not None and launches_s < 0.5 * measured_s:
         if launches_s / LAUNCH_S > LAUNCH_QUEUE or plan.precision == "fp16":
@@ -197,12 +176,7 @@ def not_compiled(observed: Observed) -> list[Finding]:
     if plan.compile != "off" or best.compile == "off" or floor is None or step_s < 1.15 * floor:
         return []
     high = min(COMPILING[1], step_s / floor)
-    shown = {
-        "times": step_s / floor,
-        "update_ms": step_s * 1e3,
-        "floor_ms": floor * 1e3,
-        "most": COMPILING[1],
-    }
+    shown = {"times": step_s / floor, "update_s": step_s, "floor_s": floor, "most": COMPILING[1]}
     return found("not-compiled", observed, **shown, gain=(1 + 0.25 * (high - 1), high))
 
 
@@ -212,16 +186,13 @@ def communication(observed: Observed) -> list[Finding]:
     if not wait_s or not mean_s or not observed.enough or wait_s / mean_s < LARGE_WAIT:
         return []
     share = wait_s / mean_s
-    shown: dict[str, Any] = {"share": share, "wait_ms": wait_s * 1e3, "update_ms": mean_s * 1e3}
+    shown: Shown = {"share": share, "wait_s": wait_s}
     low, mend, hidden = _mended(observed)
     if observed.recipe and plan:
         sizes = {"accumulation": plan.accumulation, "world_size": plan.world_size}
         received = arithmetic.received_bytes(observed.recipe.model, precision=plan.precision, **sizes)
-        shown |= {
-            "received_mib": received / 2**20,
-            "bandwidth": received / wait_s / 1e9,
-            "world": plan.world_size,
-        }
+        shown |= {"received_mib": received / 2**20, "bandwidth": received / wait_s / 1e9}
+        shown["world"] = plan.world_size
         shown["passes"] = f"{plan.accumulation} passes" if plan.accumulation > 1 else "one pass"
     return found("communication", observed, **shown, mend=mend, hidden=hidden, saves=(low * share, share))
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from statistics import median
 
-from redline.diagnose.finding import Finding, found
+from redline.diagnose.finding import Finding, Shown, found
 from redline.diagnose.observed import Observed, Step
 
 _SIZE = r"([\d.]{1,12} [KMG]iB)"
@@ -65,27 +65,17 @@ def ran_out_of_memory(observed: Observed) -> list[Finding]:
     said = {name: next(filter(None, match.groups())) for name, match in told.items() if match}
     more = f"; or {option('selective')}" if facts.recompute in (None, "off") else ""
     unused = said.get("unused", "")
-    if (
-        unused.endswith("GiB")
-        and float(unused.split()[0]) > 2
-        and "expandable_segments:True" not in text.replace(line, "")
-    ):
+    expandable = "expandable_segments:True" in text.replace(line, "")
+    if unused.endswith("GiB") and float(unused.split()[0]) > 2 and not expandable:
         more += f". {unused} were reserved and unused: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     went_on = observed.updates > 10 and len(lines) < 3 and text.rfind(line) < 0.5 * len(text)
     micro, length = facts.micro_batch, facts.seq_len
-    return found(
-        "out-of-memory",
-        observed,
-        when="" if observed.steps else " before the first update",
-        smaller=option("micro_batch").removeprefix("a larger "),
-        more=more,
-        line=None if "wanted" in said else line.strip()[:160],
-        **{name: said.get(name) for name in ("wanted", "in_use", "total", "people")},
-        tokens=micro * length if micro and length else None,
-        micro=micro,
-        length=length,
-        strength=0.7 if went_on else 1.0,
-    )
+    shown: Shown = {name: said.get(name) for name in ("wanted", "in_use", "total", "people")}
+    shown |= {"tokens": micro * length if micro and length else None, "micro": micro, "length": length}
+    shown |= {"when": "" if observed.steps else " before the first update", "more": more}
+    shown |= {"line": None if "wanted" in said else line.strip()[:160]}
+    smaller = option("micro_batch").removeprefix("a larger ")
+    return found("out-of-memory", observed, **shown, smaller=smaller, strength=0.7 if went_on else 1.0)
 
 
 def ended(observed: Observed) -> list[Finding]:
@@ -103,12 +93,8 @@ def crash(observed: Observed) -> list[Finding]:
     at = observed.text.rfind("Traceback (most recent call last)")
     behind = observed.text[at:] if at >= 0 and observed.format != "document" else ""
     done = observed.planned is not None and observed.updates >= observed.planned
-    if (
-        not behind
-        or "out of memory" in behind.lower()
-        or done
-        or (observed.steps and at < 0.7 * len(observed.text))
-    ):
+    early = bool(observed.steps) and at < 0.7 * len(observed.text)
+    if not behind or "out of memory" in behind.lower() or done or early:
         return []
     errors = [match[1] for line in behind.split("\n") if (match := _ERROR.match(line.strip()))]
     if not errors or "KeyboardInterrupt" in errors[0]:
@@ -132,31 +118,21 @@ def not_a_number(observed: Observed) -> list[Finding]:
         return []
     at = re.search(r"at step (\d+)", told[-1]) if told else None
     since = f" from update {lost[0]} on" if lost else f" at update {at[1]}" if at else ""
-    shown = sum(s.not_a_number or s.bad_norm or (s.loss or s.grad_norm) is not None for s in steps)
-    always = len(steps) > 5 and bool(lost) and lost[0] <= steps[2].step and len(lost) >= 0.95 * shown
+    losses = sum(s.not_a_number or s.bad_norm or (s.loss or s.grad_norm) is not None for s in steps)
+    always = len(steps) > 5 and bool(lost) and lost[0] <= steps[2].step and len(lost) >= 0.95 * losses
     passed = bool(lost) and not told and len(lost) <= SKIPS * len(steps) and lost[-1] < steps[-1].step
     if always:
         since = " in every line"
     elif lost and lost[-1] != steps[-1].step:
         since = f" in {len(lost)} of the updates, the first {lost[0]}"
-    better, advice = (
-        observed.trainer.option("rate"),
-        re.search(r"at step \d+: (.+)", told[-1], re.DOTALL) if told else None,
-    )
+    better = observed.trainer.option("rate")
+    advice = re.search(r"at step \d+: (.+)", told[-1], re.DOTALL) if told else None
     unknown = {"fp16": f"{SCALED}, {better}", None: f"{better}; where it is fp16, {SCALED}"}
     better = advice[1] if advice else BAD_START if always else unknown.get(observed.facts.precision, better)
-    count, ending = len(lost) or None, told[-1].partition(":")[0][:160] if told else None
-    return found(
-        "not-a-number",
-        observed,
-        since=since,
-        better=better,
-        count=count,
-        lines=len(steps),
-        told=ending,
-        kind="cause" if passed else None,
-        strength=0.7 if passed else 1.0,
-    )
+    shown = {"since": since, "better": better, "count": len(lost) or None, "lines": len(steps)}
+    ending = told[-1].partition(":")[0][:160] if told else None
+    kind, strength = ("cause", 0.7) if passed else (None, 1.0)
+    return found("not-a-number", observed, **shown, told=ending, kind=kind, strength=strength)
 
 
 def loss_spike(observed: Observed) -> list[Finding]:
@@ -166,10 +142,8 @@ def loss_spike(observed: Observed) -> list[Finding]:
     if len(losses) < 40 or any(loss <= 0 for _, loss in losses) or _lost(observed.steps):
         return []
     window = max(5, len(losses) // 40)
-    smooth = [
-        median(loss for _, loss in losses[at : at + window])
-        for at in range(0, len(losses) - window + 1, window)
-    ]
+    starts = range(0, len(losses) - window + 1, window)
+    smooth = [median(loss for _, loss in losses[at : at + window]) for at in starts]
     best = smooth[0]
     for at, value in enumerate(smooth[:-2]):
         if value > BROKEN * best and min(smooth[at:]) > BROKEN * best:
@@ -181,9 +155,8 @@ def loss_spike(observed: Observed) -> list[Finding]:
 
 def halved(observed: Observed) -> list[Finding]:
     """Our own runs halve the pass when memory runs out; what that cost is said, and how to start with what fits."""
-    events = [
-        event for event in observed.events if event.get("event") == "out_of_memory" and "micro_batch" in event
-    ]
+    told = [event for event in observed.events if event.get("event") == "out_of_memory"]
+    events = [event for event in told if "micro_batch" in event]
     if not events:
         return []
     last, micro = events[-1], events[-1]["micro_batch"]

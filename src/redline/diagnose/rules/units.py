@@ -19,29 +19,19 @@ def _peak(observed: Observed) -> float | None:
 
 def wrong_throughput(observed: Observed) -> list[Finding]:
     """Printed tokens/s that step time and batch contradict."""
-    printed, speed, tokens, step_s = (
-        observed.printed_tokens_per_s,
-        observed.tokens_per_s,
-        observed.median("tokens"),
-        observed.median("step_s"),
-    )
+    printed, speed = observed.printed_tokens_per_s, observed.tokens_per_s
     if not printed or not speed or not observed.enough:
         return []
     times = speed / printed
     one_pass = observed.facts.accumulation and round(times) == observed.facts.accumulation
     whose = "one pass of an update over the time of all" if one_pass else "not those of step time and batch"
-    shown = {"printed": printed, "whose": whose, "speed": speed, "times": times}
-    return found("wrong-throughput", observed, **shown, tokens=tokens, step_s=step_s)
+    return found("wrong-throughput", observed, printed=printed, whose=whose, times=times)
 
 
 def over_the_peak(observed: Observed) -> list[Finding]:
     """Tokens/s that need more FLOP/s than the GPUs have, or an MFU above one."""
-    facts, peak, speed, claimed = (
-        observed.facts,
-        _peak(observed),
-        observed.tokens_per_s,
-        observed.median("mfu"),
-    )
+    facts, peak, speed = observed.facts, _peak(observed), observed.tokens_per_s
+    claimed = observed.median("mfu")
     if observed.format in ("document", "run"):
         return []
     if claimed is not None and observed.trainer.entry.get(
@@ -56,18 +46,15 @@ def over_the_peak(observed: Observed) -> list[Finding]:
     if needed <= have:
         return []
     shown = {"claimed": speed, "needed": needed, "share": needed / have, "peak": have, "gpus": facts.gpus}
-    return found(
-        "over-peak", observed, "log", **shown, parameters=facts.parameters, board=facts.gpu, strength=0.9
-    )
+    shown |= {"parameters": facts.parameters}
+    return found("over-peak", observed, "log", **shown, board=facts.gpu, strength=0.9)
 
 
 def mfu_by_arithmetic(observed: Observed) -> list[Finding]:
     """An MFU that does not follow from the log's own tokens/s: another peak, or FLOPs counted more than once."""
     facts, claimed, speed = observed.facts, observed.median("mfu"), observed.tokens_per_s
-    peak, per_token = (
-        _peak(observed) or facts.mfu_peak_tflops,
-        facts.flops_per_token or 6 * (facts.parameters or 0.0),
-    )
+    peak = _peak(observed) or facts.mfu_peak_tflops
+    per_token = facts.flops_per_token or 6 * (facts.parameters or 0.0)
     judged = facts.mfu_scope == "the step" and observed.format not in ("run", "document")
     if not judged or not claimed or claimed > 1 or not speed or not peak or not per_token:
         return []
@@ -82,9 +69,8 @@ def mfu_by_arithmetic(observed: Observed) -> list[Finding]:
         return []
     shown |= {"ratio": ratio, "gflop": per_token / 1e9, "peak": peak * facts.gpus}
     thrice = 2.6 <= ratio <= 3.4
-    return found(
-        "mfu-6n-thrice" if thrice else "mfu-mismatch", observed, **shown, strength=1.0 if thrice else 0.6
-    )
+    cause, strength = ("mfu-6n-thrice", 1.0) if thrice else ("mfu-mismatch", 0.6)
+    return found(cause, observed, **shown, strength=strength)
 
 
 def nanogpt_mfu(observed: Observed) -> list[Finding]:
@@ -96,19 +82,9 @@ def nanogpt_mfu(observed: Observed) -> list[Finding]:
     shown = {"claimed": claimed, "against": against}
     if spec is None or peak is None:
         read = "say which GPU it was with --fact gpu=NAME; on an H100 or H200 divide it by 3.17 (989 / 312)"
-        return found(
-            "nanogpt-mfu", observed, **shown, read=read, board="", right=None, peak=0.0, strength=0.7
-        )
-    right = claimed * against / peak
-    return found(
-        "nanogpt-mfu",
-        observed,
-        **shown,
-        read=f"read it as {right:.1%}",
-        board=spec.title,
-        right=right,
-        peak=peak,
-    )
+        return found("nanogpt-mfu", observed, **shown, read=read, board="", peak=0.0, strength=0.7)
+    shown |= {"right": (right := claimed * against / peak), "peak": peak}
+    return found("nanogpt-mfu", observed, **shown, read=f"read it as {right:.1%}", board=spec.title)
 
 
 RULES = (wrong_throughput, over_the_peak, mfu_by_arithmetic, nanogpt_mfu)

@@ -7,7 +7,7 @@ with the plan the planner would have made are in plans.py, those on what comes e
 from statistics import fmean, median
 from typing import Any
 
-from redline.diagnose.finding import Finding, found
+from redline.diagnose.finding import Finding, Shown, found
 from redline.diagnose.observed import PHASES, Observed, Step
 from redline.record.read import WARM_UP
 
@@ -201,7 +201,7 @@ def warm_up(observed: Observed) -> list[Finding]:
     low, high = (1 / (1 - share) / k for k in ((most, least) if compiled else (1 / (1 - share), 1.0)))
     if high <= 1.02:
         return []
-    shown: dict[str, Any] = {"share": share, "first_s": first_s, "usual_s": usual_s, "updates": updates}
+    shown: Shown = {"share": share, "first_s": first_s, "usual_s": usual_s, "updates": updates}
     for name, k in (("least", least), ("most", most)):
         shown |= {name: k, f"pays_{name}": int((first_s - usual_s) / (usual_s * (k - 1))) + 1}
     variant, strength = ("own", 1.0) if compiled else ("", 0.6)
