@@ -4,6 +4,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from itertools import accumulate
 from pathlib import Path
 from statistics import mode
 from typing import Any
@@ -20,39 +21,20 @@ from redline.diagnose.trainers import Trainer, facts_of, recognise
 
 HEAD = 200_000
 """Characters before the run in which facts are looked for."""
-FOLLOWS = {
-    "forward_s",
-    "backward_s",
-    "optimizer_s",
-    "communication_s",
-    "data_wait_s",
-    "memory_bytes",
-    "tokens_per_s",
-}
-FOLLOWS |= {
-    "samples_per_s",
-    "tokens_total",
-    "tokens",
-    "updates_per_s",
-    "tflops",
-    "loss",
-    "step_s",
-    "generate_s",
-    "mfu",
-}
+FOLLOWS = {"forward_s", "backward_s", "optimizer_s", "communication_s", "generate_s", "data_wait_s", "mfu"}
+FOLLOWS |= {"memory_bytes", "tokens_per_s", "samples_per_s", "updates_per_s", "tokens_total", "tokens"}
+FOLLOWS |= {"tflops", "loss", "step_s"}
 """What may stand on a line of its own behind that of its update."""
 TRAINS = re.compile(r"\b(?:torch|transformers|accelerate|deepspeed|jax|tensorflow|lightning)/", re.IGNORECASE)
 """Libraries in whose folders a traceback is one of a training."""
 FAILED = re.compile(r"OutOfMemoryError|CUDA out of memory|Traceback \(most recent call last\)")
 OF_A_RUN = {
-    "batch_size": "batch_size",
     "block_size": "seq_len",
     "n_params": "parameters",
     "n_layer": "num_layers",
     "n_embd": "hidden_size",
-    "eval_iters": "eval_iters",
-    "eval_interval": "eval_interval",
 }
+OF_A_RUN |= {name: name for name in ("batch_size", "eval_iters", "eval_interval")}
 """Columns of a table of runs that are facts."""
 STEP_VALUES = {field.name for field in fields(Step)} - {"step", "not_a_number", "bad_norm", "cold", "more"}
 
@@ -85,9 +67,7 @@ def _from_table(
         rows = _counted(log.rows, notes)
     elif table.format == "tensorboard" and 2 * len({row.step for row in rows}) < len(rows):
         notes.append("the step is an epoch here: the values of an epoch are counted one by one")
-        number = 0
-        for row in rows:
-            number += row.trained
+        for row, number in zip(rows, accumulate(row.trained for row in rows), strict=True):
             row.step = max(1, number)
     if not any(row.values or row.lost for row in rows):
         return None
@@ -104,18 +84,14 @@ def _own_columns(trainer: Trainer, labels: Iterable[str]) -> dict[str, str]:
 
 def _of_runs(table: Table, source: str, trainer: Trainer) -> Observed:
     """A table with a line a run: what most of them share."""
-    found = {
-        ours: [v for row in table.rows if (v := finite(row.get(name)))] for name, ours in OF_A_RUN.items()
-    }
-    counts = [v for row in table.rows for name in ("_step", "iter", "step") if (v := finite(row.get(name)))]
-    note = (
-        f"each of the {len(table.rows)} lines is a whole run, and not an update: give the history of one run"
-    )
+    cells = {name: [v for row in table.rows if (v := finite(row.get(name)))] for name in table.rows[0]}
+    found = {ours: cells.get(name, []) for name, ours in OF_A_RUN.items()}
+    counts = [v for name in ("_step", "iter", "step") for v in cells.get(name, [])]
+    note = f"each of the {len(table.rows)} lines is a whole run, not an update: give the history of one run"
     facts = Facts(**{name: mode(values) for name, values in found.items() if values})  # type: ignore[arg-type]
     updates = int(mode(counts)) if counts else 0
-    return Observed(
-        source=source, format="runs", trainer=trainer, facts=facts, updates=updates, notes=(note,)
-    )
+    about: dict[str, Any] = {"source": source, "format": "runs", "trainer": trainer}
+    return Observed(**about, facts=facts, updates=updates, notes=(note,))
 
 
 def _from_console(
@@ -128,9 +104,8 @@ def _from_console(
 ) -> Observed | None:
     text, notes = "\n".join(lines), list[str]()
     trainer = recognise(text[:HEAD] + text[-20_000:])
-    own = _own_columns(
-        trainer, {label for line in console.rows for label in line.cells} if trainer.columns else ()
-    )
+    labels = {label for line in console.rows for label in line.cells} if trainer.columns else set[str]()
+    own = _own_columns(trainer, labels)
     log = from_console(console.rows, own | dict(columns), source)
     plain = [row for row in log.rows if not row.bar]
     rows = [row for row in plain if row.step >= 0]
@@ -138,7 +113,7 @@ def _from_console(
     if rows and all(row.counter == "fraction" and row.step == row.total for row in rows):
         for number, row in enumerate(
             rows, start=1
-        ):  # 100/100 [=====]: a line an epoch, its step always the last
+        ):  # 100/100 [=====]: a line an epoch, always at its last step
             row.step *= number
     if not _trains(rows) or not _timed(rows):
         rows = _bar(log, rows) or rows
@@ -147,19 +122,16 @@ def _from_console(
     if not _trains(rows):
         rows = _by_checkpoints(lines)
     if not _trains(rows):
-        rows = _counted(
-            [row for row in plain if row.step < 0 and "loss" in row.values and not row.evaluated], notes
-        )
+        lost = [row for row in plain if row.step < 0 and "loss" in row.values and not row.evaluated]
+        rows = _counted(lost, notes)
     if not _trains(rows) and log.summary.get("runtime_s") and log.summary.get("updates_per_s"):
-        updates = log.summary.setdefault(
-            "updates", round(log.summary["runtime_s"] * log.summary["updates_per_s"])
-        )
-        rows = [Row(0, 0), Row(len(lines), int(updates), {"elapsed_s": log.summary["runtime_s"]})]
+        runtime_s = log.summary["runtime_s"]
+        updates = log.summary.setdefault("updates", round(runtime_s * log.summary["updates_per_s"]))
+        rows = [Row(0, 0), Row(len(lines), int(updates), {"elapsed_s": runtime_s})]
     if _trains(rows):
         facts = _facts_around(rows, lines, text, trainer) | dict(given)
-        return _observed(
-            rows, log, trainer, facts, notes, source=source, form=form, text=text, pauses=console.pauses
-        )
+        told = {"source": source, "form": form, "text": text}
+        return _observed(rows, log, trainer, facts, notes, **told, pauses=console.pauses)
     if not FAILED.search(text) or not (trainer.name or TRAINS.search(text)):
         return None
     known = facts_of(trainer, text[:HEAD]) | dict(given)
@@ -193,9 +165,8 @@ def _timed(rows: Sequence[Row]) -> bool:
 def _placed(rows: list[Row], log: Log, text: str) -> list[Row]:
     """Lines of Hugging Face's Trainer without its bar: they tell their epoch, and its head or its closing line how many
     steps there are of how many epochs."""
-    told = [
-        re.search(rf"{name} = ([\d,]{{1,12}})\b", text) for name in ("Total optimization steps", "Num Epochs")
-    ]
+    names = ("Total optimization steps", "Num Epochs")
+    told = [re.search(rf"{name} = ([\d,]{{1,12}})\b", text) for name in names]
     steps, epochs = (float(found[1].replace(",", "")) if found else 0.0 for found in told)
     if not steps or not epochs:
         steps = log.summary.get("runtime_s", 0.0) * log.summary.get("updates_per_s", 0.0)
@@ -292,14 +263,11 @@ def _observed(
     pauses: Sequence[tuple[int, str]] = (),
 ) -> Observed:
     runs, counted_on = runs_of(rows)
-    run = max(
-        reversed(runs),
-        key=lambda each: (sum(row.trained or "step_s" in row.values for row in each), len(each)),
-    )
+    told = [sum(row.trained or "step_s" in row.values for row in each) for each in runs]
+    run = max(zip(told, map(len, runs), range(len(runs)), runs, strict=True))[-1]
     if len(runs) > 1:
-        notes.append(
-            f"{len(runs)} runs in this log; the longest, steps {run[0].step:,} to {run[-1].step:,}, is read"
-        )
+        steps = f"steps {run[0].step:,} to {run[-1].step:,}"
+        notes.append(f"{len(runs)} runs in this log; the longest, {steps}, is read")
     if counted_on:
         notes.append(f"the step starts again with each epoch: counted on to {run[-1].step:,}")
     _mark_pauses(run, pauses)
@@ -310,10 +278,9 @@ def _observed(
     share = facts.get("gpus") if one_gpu else 1.0
     found = timed(run, log, batch=batch, tokens=tokens, share=share, means=trainer.means)
     known = physics.solve(facts, found, trainer, one_gpu=one_gpu, summary=log.summary)
-    notes += [
-        *found.notes,
-        *([f"the time of an update is taken from {found.source}"] if found.source else []),
-    ]
+    notes += found.notes
+    if found.source:
+        notes.append(f"the time of an update is taken from {found.source}")
     if log.unread and not any("step_s" in row.values for row in run):
         notes.append(f"columns that are not read: {', '.join(log.unread[:20])}")
     lost = _lost(run)

@@ -74,16 +74,11 @@ def _model_and_memory(known: Known, run: Timed, trainer: Trainer, summary: dict[
     known.setdefault("total_flops", summary.get("total_flops"))
     known["gpus"] = known.get("gpus") or _by_two_rates(run) or trainer.entry.get("alone")
     for row in run.rows:
-        if (
-            known.get("memory_bytes")
-            and "memory_bytes" not in row.values
-            and (free := row.more.get("gb free"))
-        ):
-            row.values["memory_bytes"] = max(0.0, known["memory_bytes"] - free * 2**30)
-    if "parameters" not in known and known.get("num_layers") and known.get("hidden_size"):
-        known["parameters"] = (
-            12 * known["num_layers"] * known["hidden_size"] ** 2 + VOCABULARY * known["hidden_size"]
-        )
+        if known.get("memory_bytes") and (free := row.more.get("gb free")):
+            row.values.setdefault("memory_bytes", max(0.0, known["memory_bytes"] - free * 2**30))
+    layers, width = known.get("num_layers"), known.get("hidden_size")
+    if "parameters" not in known and layers and width:
+        known["parameters"] = 12 * layers * width**2 + VOCABULARY * width
         size = f"{known['parameters'] / 1e6:,.0f}M parameters"
         run.notes.append(f"{size}, estimated from layers and width (--fact parameters=N overrules)")
     for fact, names in LENGTHS.items():
@@ -98,9 +93,8 @@ def _batch(known: Known, run: Timed, step_s: float | None, summary: dict[str, fl
     if samples_per_s and step_s and "tokens" not in known:
         sizes.append(whole(samples_per_s * step_s))
     if step_s and runtime_s and summary.get("samples_per_s"):
-        sizes.append(
-            whole(summary["samples_per_s"] * runtime_s / (summary.get("updates") or runtime_s / step_s))
-        )
+        updates = summary.get("updates") or runtime_s / step_s
+        sizes.append(whole(summary["samples_per_s"] * runtime_s / updates))
     if known.get("micro_batch") and known.get("gpus") and "tokens" not in known:
         sizes.append(known["micro_batch"] * known["gpus"] * known.get("accumulation", 1.0))
     known.setdefault("batch_size", next(filter(None, sizes), None))
@@ -135,18 +129,9 @@ def _gpus(known: Known, run: Timed, trainer: Trainer, tokens: float | None) -> N
     sizes = [known.get(name) for name in ("batch_size", "micro_batch", "accumulation")]
     if known.get("gpus") is None and all(sizes):
         known["gpus"] = whole(sizes[0] / sizes[1] / sizes[2])  # type: ignore[operator]
-    told, spec, mfu, step_s = (
-        trainer.entry.get("mfu_tflops"),
-        SPECS.get(known.get("gpu", "")),
-        run.typical("mfu"),
-        run.typical("step_s"),
-    )
-    by_spec = (
-        spec.bf16_tflops
-        if spec and known.get("gpus") is None and not trainer.entry.get("mfu_scope")
-        else None
-    )
-    peak = told or by_spec
+    spec, mfu, step_s = SPECS.get(known.get("gpu", "")), run.typical("mfu"), run.typical("step_s")
+    asked = known.get("gpus") is None and not trainer.entry.get("mfu_scope")
+    peak = trainer.entry.get("mfu_tflops") or (spec.bf16_tflops if spec and asked else None)
     if not (peak and tokens and step_s and mfu and known.get("parameters")):
         return
     shape = [known.get(name) for name in ("num_layers", "hidden_size", "seq_len")]
@@ -156,9 +141,8 @@ def _gpus(known: Known, run: Timed, trainer: Trainer, tokens: float | None) -> N
     rows = round(tokens / one_pass) if one_pass else 0
     possible = [n for n in range(1, rows + 1) if rows % n == 0] or [2**power for power in range(14)]
     # Attention adds up to half of 6 per parameter where its shape is not printed.
-    number = next(
-        (float(n) for n in possible if 0.93 * found <= n <= (1.1 if attention else 1.5) * found), None
-    )
+    most = (1.1 if attention else 1.5) * found
+    number = next((float(n) for n in possible if 0.93 * found <= n <= most), None)
     if number and number != known.get("gpus"):
         known["gpus"] = number
         many = f"{number:.0f} GPU{'s' if number > 1 else ''}"
@@ -169,15 +153,11 @@ def _by_two_rates(run: Timed) -> float | None:
     """`tokens_per_sec` beside `tokens_per_sec_per_gpu`."""
     ratios = []
     for row in run.rows:
-        rates = {
-            "tokens per s": row.values.get("tokens_per_s"),
-            "samples per s": row.values.get("samples_per_s"),
-        }
+        rates = {f"{of} per s": row.values.get(f"{of}_per_s") for of in ("tokens", "samples")}
         for name, one in row.more.items():
             same = _ONE_GPU.sub("", name, count=1)
             if same != name and " per s" in name and one:
-                both = row.more.get(same) or next(
-                    (rate for words, rate in rates.items() if same.endswith(words)), None
-                )
+                others = [rate for words, rate in rates.items() if rate and same.endswith(words)]
+                both = next(iter([*filter(None, [row.more.get(same)]), *others]), None)
                 ratios += [both / one] if both else []
     return whole(median(ratios)) if ratios else None

@@ -17,21 +17,14 @@ from redline.diagnose.readers.columns import SYNONYMS, Column, assign, is_held_o
 from redline.diagnose.readers.miner import Mined, seconds_of
 from redline.errors import ConfigError, DataError, nearest
 
-TIMES = {"step_s", "tokens_per_s", "samples_per_s", "updates_per_s", "elapsed_s", "mean_step_s"}
-TIMES |= {"mean_updates_per_s", "at_s"}
+TIMES = {"step_s", "tokens_per_s", "samples_per_s", "updates_per_s", "mean_updates_per_s", "mean_step_s"}
+TIMES |= {"elapsed_s", "at_s"}
 LATE = 3
 """Lines by which one may come late."""
 SIGNED = ("loss", "mfu", "grad_norm")
-SUMMARY = {
-    "train_runtime": "runtime_s",
-    "train_samples_per_second": "samples_per_s",
-    "train_steps_per_second": "updates_per_s",
-    "total_flos": "total_flops",
-    "epoch": "epoch",
-    "step": "updates",
-    "global_step": "updates",
-    "global_step/max_steps": "updates",
-}
+SUMMARY = {"train_runtime": "runtime_s", "train_samples_per_second": "samples_per_s"}
+SUMMARY |= {"train_steps_per_second": "updates_per_s", "total_flos": "total_flops", "epoch": "epoch"}
+SUMMARY |= dict.fromkeys(("step", "global_step", "global_step/max_steps"), "updates")
 """The closing line of Hugging Face's Trainer: of the whole run, and not of an update."""
 
 
@@ -133,22 +126,18 @@ def _given(given: Mapping[str, str], labels: Mapping[str, str], source: str) -> 
     found = {}
     for quantity, text in given.items():
         if quantity not in SYNONYMS:
-            known = ", ".join(SYNONYMS)
-            raise ConfigError(
-                f"--map knows no {quantity!r}{nearest(quantity, SYNONYMS)}; it may name {known}"
-            )
+            near = nearest(quantity, SYNONYMS)
+            raise ConfigError(f"--map knows no {quantity!r}{near}; it may name {', '.join(SYNONYMS)}")
         name, unit = (text, plain(text)[1]) if text in labels else text.rpartition(":")[::2]
         if name not in labels:
             name = name or text
-            raise ConfigError(
-                f"{source} has no column {name!r}{nearest(name, labels)}; it has {_names(labels)}"
-            )
+            near = nearest(name, labels)
+            raise ConfigError(f"{source} has no column {name!r}{near}; it has {_names(labels)}")
         units = units_of(quantity)
         if unit and unit.lower() not in units:
             known = ", ".join(filter(None, units)) or "none"
-            raise ConfigError(
-                f"--map {quantity}={text}: {quantity} knows no unit {unit!r}; it may have {known}"
-            )
+            given_as = f"--map {quantity}={text}"
+            raise ConfigError(f"{given_as}: {quantity} knows no unit {unit!r}; it may have {known}")
         found[quantity] = Column(name, units.get(unit.lower(), 1.0), told=True)
     return found
 
@@ -166,10 +155,8 @@ def _with(columns: dict[str, Column], named: Mapping[str, Column]) -> dict[str, 
 def _add(log: Log, row: Row, cells: Mapping[str, Any], shape: _Shape, source: str) -> bool:
     """Fill a row from its cells and put it into the log; whether it is one of the run's."""
     if any(cells.get(label) is not None for label in list(SUMMARY)[1:3]):
-        found = {ours: number(str(cells.get(name)).partition("/")[0]) for name, ours in SUMMARY.items()}
-        log.summary |= {
-            name: value for name, value in found.items() if value is not None and math.isfinite(value)
-        }
+        found = {ours: finite(str(cells.get(name)).partition("/")[0]) for name, ours in SUMMARY.items()}
+        log.summary |= {name: value for name, value in found.items() if value is not None}
         return False
     for quantity, column in shape.columns.items():
         raw = cells.get(column.label)
@@ -182,9 +169,8 @@ def _add(log: Log, row: Row, cells: Mapping[str, Any], shape: _Shape, source: st
         if took_s := row.values.pop(f"{kind}_s", None):
             row.pauses[kind] = took_s
     row.evaluated = any(finite(cells.get(label)) is not None for label in shape.held_out)
-    row.more = {
-        name: value for label, name in shape.more.items() if (value := finite(cells.get(label))) is not None
-    }
+    more = {name: finite(cells.get(label)) for label, name in shape.more.items()}
+    row.more = {name: value for name, value in more.items() if value is not None}
     if row.evaluated and "loss" in row.values and TIMES & row.values.keys():
         row.pauses.setdefault("validation", 0.0)
     log.rows.append(row)
@@ -235,10 +221,8 @@ def _total(cells: Mapping[str, Any], columns: Mapping[str, Column]) -> float:
     if (column := columns.get("step")) is None:
         return 0.0
     raw = cells.get(column.label)
-    total = number(
-        raw.partition("/")[2] if isinstance(raw, str) and "/" in raw else cells.get(f"{column.label} total")
-    )
-    return total if total and math.isfinite(total) else 0.0
+    behind = raw.partition("/")[2] if isinstance(raw, str) else ""
+    return finite(behind or cells.get(f"{column.label} total")) or 0.0
 
 
 def runs_of(rows: Sequence[Row]) -> tuple[list[list[Row]], bool]:
@@ -256,9 +240,7 @@ def runs_of(rows: Sequence[Row]) -> tuple[list[list[Row]], bool]:
     offset, last, epoch = 0, -1, math.nan
     for row in (row for row in rows if row.counter == main):
         now = row.values.get("epoch", math.nan)
-        if row.step + offset < last and int(now if now == now else 0) > int(
-            epoch if epoch == epoch else 1e18
-        ):
+        if row.step + offset < last and now > epoch and int(now) > int(epoch):
             offset = last + _apart(runs[-1]) - row.step
         row.step += offset
         if not runs or _of_another_run(row, runs[-1], last, _apart(runs[-1])):

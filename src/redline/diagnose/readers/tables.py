@@ -68,9 +68,8 @@ def _whole(value: Any, text: str, source: str) -> Table | None:
         lists = {key: item for key, item in value.items() if isinstance(item, list) and len(item) > 1}
         lengths = {len(item) for item in lists.values()}
         if lists and len(lengths) == 1:
-            return Table(
-                "json", [dict(zip(lists, cells, strict=True)) for cells in zip(*lists.values(), strict=True)]
-            )
+            lines = zip(*lists.values(), strict=True)
+            return Table("json", [dict(zip(lists, cells, strict=True)) for cells in lines])
         return Table("jsonl", [_flat(value)]) if "\n" not in text.strip() else None
     if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
         return Table("json", [_flat(row) for row in value])
@@ -90,9 +89,7 @@ def _flat(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _json_lines(text: str) -> Table | None:
     rows, bad, head = [], [], ""
-    lines = [
-        (place, line) for place, line in enumerate(re.split(r"\r\n|\r|\n", text), start=1) if line.strip()
-    ]
+    lines = [(place, line) for place, line in enumerate(re.split(r"\r\n?|\n", text), start=1) if line.strip()]
     for place, line in lines:
         row = _json(line)
         if not isinstance(row, dict):
@@ -105,10 +102,10 @@ def _json_lines(text: str) -> Table | None:
         bad.pop()
     if len(bad) > 0.2 * len(lines):
         return None
-    notes = (
-        [f"lines that are not JSON and are left out: {len(bad)}, the first is line {bad[0]}"] if bad else []
+    left_out = (
+        f"lines that are not JSON and are left out: {len(bad)}, the first is line {bad[0]}" if bad else ""
     )
-    return Table("jsonl", rows, notes, head)
+    return Table("jsonl", rows, [left_out] if bad else [], head)
 
 
 def _csv(text: str, source: str) -> Table | None:
@@ -184,57 +181,41 @@ def _scalar(value: Any) -> float | None:
     if value.tensor.float_val:
         return float(value.tensor.float_val[0])
     content = value.tensor.tensor_content
-    return (
-        float(struct.unpack("<f" if len(content) == 4 else "<d", content)[0])
-        if len(content) in (4, 8)
-        else None
-    )
+    kind = {4: "<f", 8: "<d"}.get(len(content))
+    return float(struct.unpack(kind, content)[0]) if kind else None
 
 
 def notebook_text(text: str) -> str | None:
     """What the cells of a notebook put out, as one console; None where the text is no notebook."""
-    if (
-        '"cells"' not in text
-        or not isinstance(book := _json(text), dict)
-        or not isinstance(book.get("cells"), list)
-    ):
+    book = _json(text) if '"cells"' in text else None
+    if not isinstance(book, dict) or not isinstance(book.get("cells"), list):
         return None
     shown: list[str] = []
     cells = [cell.get("outputs") for cell in book["cells"] if isinstance(cell, dict)]
-    for output in [
-        one for outputs in cells if isinstance(outputs, list) for one in outputs if isinstance(one, dict)
-    ]:
+    outputs = [one for each in cells if isinstance(each, list) for one in each if isinstance(one, dict)]
+    for output in outputs:
         data = output["data"] if isinstance(output.get("data"), dict) else {}
-        shown += [
-            _joined(output.get("text")),
-            _html_text(_joined(data.get("text/html"))) or _joined(data.get("text/plain")),
-        ]
+        page = _html_text(_joined(data.get("text/html")))
+        shown += [_joined(output.get("text")), page or _joined(data.get("text/plain"))]
         shown += [_joined(output.get("traceback")), str(output.get("evalue") or "")]
     return "\n".join(filter(None, shown))
 
 
 def _joined(part: Any) -> str:
-    return (
-        "".join(str(line) for line in part)
-        if isinstance(part, list)
-        else part
-        if isinstance(part, str)
-        else ""
-    )
+    return "".join(map(str, part)) if isinstance(part, list) else part if isinstance(part, str) else ""
 
 
 def _html_text(html: str) -> str:
     """A table that the Trainer shows in a notebook, as lines `Step 10 | Training Loss 2.1`."""
-    heads = [
-        re.sub(r"<[^>]*>", "", head).strip()
-        for head in re.findall(r"<th[^>]*>(.{0,400}?)</th>", html, re.DOTALL)
-    ]
+
+    def cells_of(part: str, kind: str) -> list[str]:
+        cells = re.findall(rf"<{kind}[^>]*>(.{{0,400}}?)</{kind}>", part, re.DOTALL)
+        return [re.sub(r"<[^>]*>", "", cell).strip() for cell in cells]
+
+    heads = cells_of(html, "th")
     lines = [re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html.partition("<table")[0])).strip()]
     for row in re.findall(r"<tr[^>]*>(.{0,4000}?)</tr>", html, re.DOTALL):
-        cells = [
-            re.sub(r"<[^>]*>", "", cell).strip()
-            for cell in re.findall(r"<td[^>]*>(.{0,400}?)</td>", row, re.DOTALL)
-        ]
+        cells = cells_of(row, "td")
         if cells and len(cells) == len(heads):
             lines.append(" | ".join(f"{head}: {cell}" for head, cell in zip(heads, cells, strict=True)))
     return "\n".join(line for line in lines if line)

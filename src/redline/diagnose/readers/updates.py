@@ -61,9 +61,7 @@ def timed(
         "tokens over tokens/s": lambda: [_rate(row, "tokens", "tokens_per_s", tokens, share) for row in rows],
         "the clock": lambda: _clock(rows),
         "samples over samples/s": lambda: [_rate(row, "batch_size", "samples_per_s", batch) for row in rows],
-        "updates/s": lambda: [
-            1 / rate if (rate := row.values.get("updates_per_s")) else None for row in rows
-        ],
+        "updates/s": lambda: [_over(row.values.get("updates_per_s")) for row in rows],
         "the running mean": lambda: _from_means(rows),
         "the time that is left": lambda: _from_estimates(rows),
         "the closing summary": lambda: _from_summary(rows, log),
@@ -87,6 +85,10 @@ def _rate(
     """Time of an update from how much it holds and how much a second brings."""
     much, speed = row.values.get(amount, known), row.values.get(rate)
     return much / speed / share if much and speed and share else None
+
+
+def _over(rate: float | None) -> float | None:
+    return 1 / rate if rate else None
 
 
 def _clock(rows: Sequence[Row]) -> Times:
@@ -122,11 +124,7 @@ def _now(row: Row) -> float | None:
 
 def _from_means(rows: Sequence[Row]) -> Times:
     """The last running mean: it is that of the whole run so far."""
-    rates = [row.values.get("mean_updates_per_s") for row in rows]
-    means = [
-        row.values.get("mean_step_s") or (1 / rate if rate else None)
-        for row, rate in zip(rows, rates, strict=True)
-    ]
+    means = [row.values.get("mean_step_s") or _over(row.values.get("mean_updates_per_s")) for row in rows]
     last = next((value for value in reversed(means) if value), None)
     return [last if value else None for value in means]
 
@@ -214,11 +212,13 @@ def _count_from_totals(rows: Sequence[Row]) -> None:
         steps = known[-1][0].step / max(1, known[0][0].step)
         if total == each and values[-1] < values[0] * max(2.5, steps / 4):
             continue  # rows of growing length, and no sum
+        ends = (known[0], known[-1])
         found = [
-            (new - old) / max(1, row.step - before.step) for (before, old), (row, new) in pairwise(known)
+            (new[1] - old[1]) / max(1, new[0].step - old[0].step) for old, new in [*pairwise(known), ends]
         ]
+        mean = found.pop()
         if len(set(found)) > 1 and len({f"{value:.4g}" for value in found}) <= ROUNDED:
-            found = [(values[-1] - values[0]) / max(1, known[-1][0].step - known[0][0].step)] * len(found)
+            found = [mean] * len(found)
         for (row, _), value in zip(known[1:], found, strict=True):
             row.values[each] = value
         known[0][0].values.pop(each, None)
@@ -230,9 +230,8 @@ def _take_off_pauses(run: Timed) -> None:
     What one took is what the log says, or the update's time above that of the updates around it; in the first update,
     which compiles too, it is the median of the rest.
     """
-    run.events = [
-        {"event": "validation", "step": row.step, "took_s": row.after_s} for row in run.rows if row.after_s
-    ]
+    behind = [row for row in run.rows if row.after_s]
+    run.events = [{"event": "validation", "step": row.step, "took_s": row.after_s} for row in behind]
     rows = [row for row in run.rows if row.values.get("step_s")]
     _move_pauses(rows)
     paused = [at for at, row in enumerate(rows) if row.pauses.keys() & PAUSES]
@@ -241,23 +240,19 @@ def _take_off_pauses(run: Timed) -> None:
     told_s = [sum(rows[at].pauses.values()) for at in paused]
     usual_s = _middle([row.values["step_s"] for row in rows if not row.pauses]) or 0.0
     typical_s = median(over_s.values()) if over_s else 0.0
-    inside = bool(over_s) and typical_s >= (
-        0.5 * median(told_s) if any(told_s) else SHOWS * usual_s * median(apart)
-    )
+    least_s = 0.5 * median(told_s) if any(told_s) else SHOWS * usual_s * median(apart)
+    inside = bool(over_s) and typical_s >= least_s
     for at in paused:
-        row, excess_s = (
-            rows[at],
-            over_s.get(at, min(typical_s, max(0.0, rows[at].values["step_s"] - usual_s))),
-        )
+        row = rows[at]
+        excess_s = over_s.get(at, min(typical_s, max(0.0, row.values["step_s"] - usual_s)))
         took = {kind: took for kind, took in row.pauses.items() if took}
         took = took or ({next(iter(row.pauses)): max(0.0, excess_s)} if inside else {})
         if inside:
             left_s = row.values["step_s"] - sum(took.values()) / apart[at]
             row.values["step_s"] = max(0.5 * min(usual_s, row.values["step_s"]), left_s)
         for kind in sorted(row.pauses.keys() & PAUSES):
-            run.events.append(
-                {"event": kind, "step": row.step} | ({"took_s": took[kind]} if kind in took else {})
-            )
+            lasted = {"took_s": took[kind]} if kind in took else {}
+            run.events.append({"event": kind, "step": row.step} | lasted)
 
 
 def _move_pauses(rows: Sequence[Row]) -> None:

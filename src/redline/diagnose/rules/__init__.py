@@ -9,18 +9,9 @@ from redline.diagnose.finding import Finding, ordered
 from redline.diagnose.observed import Observed
 from redline.diagnose.rules import claims, generation, memory, pauses, plans, trouble, units, update
 
-RULES = (
-    *update.RULES,
-    *pauses.RULES,
-    *plans.RULES,
-    *memory.RULES,
-    *generation.RULES,
-    *units.RULES,
-    *claims.RULES,
-    *trouble.RULES,
-)
+ROOMS = (update, pauses, plans, memory, generation, units, claims, trouble)
 
 
 def diagnose(observed: Observed) -> list[Finding]:
     """Findings: failures, then the most worth (predicted gain times confidence), then those that correct numbers."""
-    return ordered(finding for rule in RULES for finding in rule(observed))
+    return ordered(finding for room in ROOMS for rule in room.RULES for finding in rule(observed))

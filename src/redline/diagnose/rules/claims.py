@@ -246,12 +246,6 @@ def recomputation_among_changes(observed: Observed) -> list[Finding]:
 
 RULES = (
     *(speed_against_mfu, over_the_peak, per_gpu_throughput, gains_multiply, unknown_arguments, inference_api),
-    *(
-        no_such_memory,
-        other_work,
-        contradictions,
-        accumulation_as_speed,
-        parameter_counts,
-        recomputation_among_changes,
-    ),
+    *(no_such_memory, other_work, contradictions, accumulation_as_speed, parameter_counts),
+    recomputation_among_changes,
 )
