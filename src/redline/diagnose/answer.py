@@ -36,11 +36,8 @@ def split(observed: Observed) -> dict[str, float]:
     step_s = observed.mean("step_s")
     if not step_s or observed.mean("forward_s") is None:
         return _named_parts(observed, step_s) if step_s else {}
-    known = {
-        name.removesuffix("_s"): observed.share(name) * step_s
-        for name in PHASES
-        if any(getattr(s, name) for s in observed.steady)
-    }
+    measured = [name for name in PHASES if any(getattr(s, name) for s in observed.steady)]
+    known = {name.removesuffix("_s"): observed.share(name) * step_s for name in measured}
     left_s = max(0.0, step_s - sum(known.values()))
     wait_s = min(fmean(felt_wait_s(s) for s in observed.steady), left_s)
     return known | {"data wait": wait_s, "idle": left_s - wait_s}
@@ -77,38 +74,26 @@ def what_it_is(observed: Observed) -> list[tuple[str, str]]:
         lines.append(("trainer", f"{observed.trainer.title or 'not recognised'} ({observed.format})"))
     if facts.parameters:
         trained = f", {format_count(facts.trained_parameters)} trained" if facts.trained_parameters else ""
-        lines.append(
-            (
-                "model",
-                f"{facts.model + ', ' if facts.model else ''}{format_count(facts.parameters)} parameters{trained}",
-            )
-        )
+        name = f"{facts.model}, " if facts.model else ""
+        lines.append(("model", f"{name}{format_count(facts.parameters)} parameters{trained}"))
     if facts.gpus or facts.gpu:
         board = f" x {observed.spec.title}" if observed.spec else ""
-        lines.append(
-            ("GPUs", f"{facts.gpus:.0f}{board}" if facts.gpus else f"{board[3:]}, how many is not in the log")
-        )
+        many = f"{facts.gpus:.0f}{board}" if facts.gpus else f"{board[3:]}, how many is not in the log"
+        lines.append(("GPUs", many))
     tokens = observed.median("tokens") or facts.tokens
     if facts.batch_size or tokens:
         rows = f"{facts.batch_size:,.0f} sequences" if facts.batch_size else ""
-        lines.append(
-            ("batch", ", ".join(filter(None, [rows, f"{tokens:,.0f} tokens an update" if tokens else ""])))
-        )
+        held = f"{tokens:,.0f} tokens an update" if tokens else ""
+        lines.append(("batch", ", ".join(filter(None, [rows, held]))))
     if observed.steps:
-        planned = (
-            f" of {observed.planned:,}" if observed.planned and observed.planned > observed.updates else ""
-        )
+        more = observed.planned is not None and observed.planned > observed.updates
+        planned = f" of {observed.planned:,}" if more else ""
         each = f", {format_duration(step_s)} each (median)" if step_s else ""
         lines.append(("updates", f"{observed.updates:,}{planned}{each}"))
     if speed:
         share = mfu(observed)
-        lines.append(
-            (
-                "speed",
-                format_rate(speed, "tokens")
-                + (f", MFU {format_share(share[0])} ({share[1]})" if share else ""),
-            )
-        )
+        said = f", MFU {format_share(share[0])} ({share[1]})" if share else ""
+        lines.append(("speed", format_rate(speed, "tokens") + said))
     return lines
 
 
@@ -120,11 +105,8 @@ def too_little(observed: Observed) -> str | None:
     if not observed.steps:
         return "No update is recorded, so nothing can be said about speed."
     if not any(s.step_s for s in observed.steps):
-        how = (
-            "write `step_s` with every update"
-            if observed.format == "run"
-            else observed.trainer.option("times")
-        )
+        own = observed.format == "run"
+        how = "write `step_s` with every update" if own else observed.trainer.option("times")
         return f"The log holds no times, so nothing can be said about speed: {how}."
     if not observed.enough:
         return f"Only {len(observed.steady)} timed update(s) after the warm-up, fewer than {FEWEST_UPDATES}: too few to judge the speed."
@@ -155,30 +137,23 @@ def verdict(observed: Observed, findings: list[Finding]) -> Verdict:
         return Verdict("not judged", little, missing(observed) if observed.steps else ())
     named = [finding for finding in findings if worth(finding) > 0]
     if observed.format == "runs":
-        return Verdict(
-            "found" if named else "not judged",
-            "A table of runs: none of them is judged by its updates.",
-            ("the history of one run",),
-        )
+        text = "A table of runs: none of them is judged by its updates."
+        return Verdict("found" if named else "not judged", text, ("the history of one run",))
     if observed.format == "run":
         return _of_our_run(observed, findings, named)
     if named and any(finding.cause != "low-mfu" for finding in named):
         return Verdict("found", "")
     share = mfu(observed)
-    judged = share is not None and (
-        observed.facts.gpu or observed.facts.mfu_peak_tflops or observed.median("mfu")
-    )
-    if judged and share and observed.facts.mfu_scope == "the step" and (share[0] >= GOOD or not named):
-        return Verdict(
-            "fast enough",
-            f"An MFU of {format_share(share[0])} ({share[1]}): good for training; what is left needs other kernels, not other settings.",
-        )
+    facts = observed.facts
+    against = facts.mfu_scope == "the step" and (facts.gpu or facts.mfu_peak_tflops or observed.median("mfu"))
+    if share and against and (share[0] >= GOOD or not named):
+        rest = "good for training; what is left needs other kernels, not other settings"
+        return Verdict("fast enough", f"An MFU of {format_share(share[0])} ({share[1]}): {rest}.")
     if named:
         return Verdict("found", "")
     needs = missing(observed)
-    text = "Nothing in the lines holds it back, but its speed was not judged" + (
-        f" without {', '.join(needs)}." if needs else "."
-    )
+    without = f" without {', '.join(needs)}" if needs else ""
+    text = f"Nothing in the lines holds it back, but its speed was not judged{without}."
     return Verdict("not judged", text, needs)
 
 
@@ -186,15 +161,10 @@ def _of_a_page(observed: Observed, findings: list[Finding]) -> Verdict:
     if findings:
         return Verdict("found", "")
     if not observed.claims:
-        return Verdict(
-            "not judged",
-            "No claim was understood on this page, so none was checked: that is no endorsement.",
-            ("claims with a before and an after",),
-        )
-    return Verdict(
-        "not judged",
-        f"{len(observed.claims)} claims were read and none of them contradicts arithmetic; that does not make them true.",
-    )
+        text = "No claim was understood on this page, so none was checked: that is no endorsement."
+        return Verdict("not judged", text, ("claims with a before and an after",))
+    read = f"{len(observed.claims)} claims were read and none of them contradicts arithmetic"
+    return Verdict("not judged", f"{read}; that does not make them true.")
 
 
 def _of_our_run(observed: Observed, findings: list[Finding], named: list[Finding]) -> Verdict:

@@ -209,14 +209,16 @@ class Observed:
     def spec(self) -> GpuSpec | None:
         return SPECS.get(self.facts.gpu or "")
 
-    def median(self, name: str) -> float | None:
-        """Median of one value over the steady steps; None where fewer than half of them have it."""
+    def _told(self, name: str) -> list[float]:
+        """One value of the steady steps; none where fewer than half of them have it."""
         found = [value for s in self.steady if (value := getattr(s, name)) is not None]
-        return median(found) if found and 2 * len(found) >= len(self.steady) else None
+        return found if 2 * len(found) >= len(self.steady) else []
+
+    def median(self, name: str) -> float | None:
+        return median(found) if (found := self._told(name)) else None
 
     def mean(self, name: str) -> float | None:
-        found = [value for s in self.steady if (value := getattr(s, name)) is not None]
-        return fmean(found) if found and 2 * len(found) >= len(self.steady) else None
+        return fmean(found) if (found := self._told(name)) else None
 
     def share(self, name: str) -> float:
         """Share of the steady steps' time that one part takes, all of them together: a step without it has spent none

@@ -67,26 +67,17 @@ def _file(path: Path) -> Path:
             return path  # a folder that may not be read says so itself
         if any((path / name).exists() for name in ("metrics.jsonl", "events.jsonl")):
             return path
-        checkpoints = sorted(path.glob("checkpoint-*/trainer_state.json"), key=_checkpoint_step, reverse=True)
-        known = [
-            path / LOGS[0],
-            *checkpoints,
-            *(path / name for name in LOGS[1:]),
-            *sorted(path.glob("*tfevents*")),
-        ]
-        for log in known:
-            if log.exists():
-                return log
+        checkpoints = sorted(path.glob(f"checkpoint-*/{LOGS[0]}"), key=_checkpoint_step, reverse=True)
+        others = [*(path / name for name in LOGS[1:]), *sorted(path.glob("*tfevents*"))]
+        if log := next((log for log in (path / LOGS[0], *checkpoints, *others) if log.exists()), None):
+            return log
         if rounds := len(list(path.glob("round-*/events.jsonl"))):
             raise DataError(f"{path} holds {rounds} rounds: name one of them, {path / 'round-1'} and so on")
     except (OSError, ValueError) as refusal:
-        raise DataError(
-            f"{str(path)!r} cannot be read: {getattr(refusal, 'strerror', None) or refusal}"
-        ) from refusal
-    raise DataError(
-        f"{path} is no run folder: there is no metrics.jsonl, {', '.join(LOGS)} or TensorBoard file in it; give the log file"
-        " itself"
-    )
+        why = getattr(refusal, "strerror", None) or refusal
+        raise DataError(f"{str(path)!r} cannot be read: {why}") from refusal
+    known = f"metrics.jsonl, {', '.join(LOGS)} or TensorBoard file"
+    raise DataError(f"{path} is no run folder: there is no {known} in it; give the log file itself")
 
 
 def _checkpoint_step(path: Path) -> int:
@@ -98,9 +89,8 @@ def _given(facts: Mapping[str, str]) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for name, raw in facts.items():
         if name not in kinds:
-            raise ConfigError(
-                f"--fact knows no {name!r}{nearest(name, kinds)}; it may name {', '.join(kinds)}"
-            )
+            near = nearest(name, kinds)
+            raise ConfigError(f"--fact knows no {name!r}{near}; it may name {', '.join(kinds)}")
         given[name] = _word(name, raw) if kinds[name].startswith("str") else _number(name, raw)
     return given
 
@@ -109,9 +99,8 @@ def _word(name: str, raw: str) -> str:
     if name == "gpu":
         return find_spec(raw).name
     if name in WORDS and raw not in WORDS[name]:
-        raise ConfigError(
-            f"--fact {name} is one of {', '.join(WORDS[name])}, got {raw!r}{nearest(raw, WORDS[name])}"
-        )
+        near = nearest(raw, WORDS[name])
+        raise ConfigError(f"--fact {name} is one of {', '.join(WORDS[name])}, got {raw!r}{near}")
     return raw
 
 
@@ -119,7 +108,6 @@ def _number(name: str, raw: str) -> float:
     units, example = (BYTES, "80GB or 80GiB") if "memory" in name else (COUNTS, "8, 454M or 1.24e8")
     value = amount(raw, units)
     if value is None or (name in WHOLE and not value.is_integer()):
-        raise ConfigError(
-            f"--fact {name} needs one {'whole ' if name in WHOLE else ''}number above 0 such as {example}, got {raw!r}"
-        )
+        kind = "whole number" if name in WHOLE else "number"
+        raise ConfigError(f"--fact {name} needs one {kind} above 0 such as {example}, got {raw!r}")
     return value

@@ -23,20 +23,9 @@ _BOARDS = re.compile(
     _LISTED
     + r"((?:RTX )?(?:[ABHL]\d{1,3}S?|V100|P100|T4|GH200|RTX \d{4}|GeForce RTX \d{4})(?:[ -](?:\d+GB|HBM3e?|SXM\d?|PCIE|PCIe|NVL))*)"
 )
-_FAMILIES = {
-    "H200": "h200-141g",
-    "GH200": "h200-141g",
-    "H100 PCIe": "h100-pcie-80g",
-    "H100": "h100-80g",
-    "A100": "a100-80g",
-    "V100": "v100-32g",
-    "B200": "b200-192g",
-    "L40S": "l40s-48g",
-    "L4": "l4-24g",
-    "T4": "t4-16g",
-    "RTX 3090": "rtx-3090-24g",
-    "RTX 4090": "rtx-4090-24g",
-}
+_FAMILIES = {"H200": "h200-141g", "GH200": "h200-141g", "H100 PCIe": "h100-pcie-80g", "H100": "h100-80g"}
+_FAMILIES |= {"A100": "a100-80g", "V100": "v100-32g", "B200": "b200-192g", "L40S": "l40s-48g", "L4": "l4-24g"}
+_FAMILIES |= {"T4": "t4-16g", "RTX 3090": "rtx-3090-24g", "RTX 4090": "rtx-4090-24g"}
 """Name in a log: board of the datasheet table."""
 
 
@@ -92,30 +81,25 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 def facts_of(trainer: Trainer, head: str) -> dict[str, Any]:
     """What stands beside the numbers of a log: by the trainer's own words, then by those that many use."""
     found: dict[str, Any] = {}
-    head = "\n".join(
-        line for line in head.split("\n") if not line.lstrip().startswith("#")
-    )  # comments of a recipe
+    told = [line for line in head.split("\n") if not line.lstrip().startswith("#")]  # comments of a recipe
+    head = "\n".join(told)
     for entry in (trainer.entry, _table()["any"]):
         for name, patterns in entry.get("facts", {}).items():
             if name in found or (name == "batch_size" and "tokens" in found):
                 continue
             if isinstance(patterns, dict):
-                value: Any = next(
-                    (word for word, pattern in patterns.items() if _compiled(pattern).search(head)), None
-                )
+                fits: Any = (word for word, pattern in patterns.items() if _compiled(pattern).search(head))
             else:
-                value = next(
-                    (each for pattern in patterns if (each := _last(name, pattern, head)) is not None), None
-                )
+                fits = (each for pattern in patterns if (each := _last(name, pattern, head)) is not None)
+            value = next(fits, None)
             if value is not None:
                 found[name] = value
     if gpu := _gpu(head) or _gpu_by_name(head):
         found.setdefault("gpu", gpu)
     if listed := re.findall(r"^\|\s+(\d+)\s+NVIDIA .{5,30}\|", head, re.MULTILINE):  # nvidia-smi
         found["gpus"] = float(len(set(listed)))
-    if "parameters" not in found and (
-        size := re.search(r"[-_/]([\d.]{1,5}[bm])\b", str(found.get("model", "")), re.IGNORECASE)
-    ):
+    size = re.search(r"[-_/]([\d.]{1,5}[bm])\b", str(found.get("model", "")), re.IGNORECASE)
+    if "parameters" not in found and size:
         found["parameters"] = amount(size[1], COUNTS)
     if "rank_parameters" in found:
         found["parameters"] = found.pop("rank_parameters") * found.get("model_parallel", 1.0)
@@ -145,11 +129,12 @@ def _in_our_units(found: dict[str, Any]) -> dict[str, Any]:
     ):
         for name in [name for name in found if name.endswith(suffix)]:
             base = name.removesuffix(suffix)
-            ours = {
+            renamed = {
                 "memory": "memory_bytes",
                 "memory_used": "memory_used_bytes",
                 "mfu_peak": "mfu_peak_tflops",
-            }.get(base, base)
+            }
+            ours = renamed.get(base, base)
             value = found.pop(name)
             found.setdefault(ours, value * factor if value * factor < 2.0**50 or factor < 1 else value)
     return found
@@ -159,15 +144,8 @@ def _gpu(head: str) -> str | None:
     """The board that a log names as a device: with the vendor in front, and not in a comment."""
     for line in head.splitlines():
         if (found := _BOARDS.search(line)) and not line.lstrip().startswith("#"):
-            name = found[1].strip()
-            board = next(
-                (
-                    board
-                    for family, board in _FAMILIES.items()
-                    if name.startswith((family, f"GeForce {family}"))
-                ),
-                None,
-            )
+            name = found[1].strip().removeprefix("GeForce ")
+            board = next((board for family, board in _FAMILIES.items() if name.startswith(family)), None)
             if board == "a100-80g" and "40GB" in name:
                 return "a100-40g"
             if board:
@@ -177,9 +155,6 @@ def _gpu(head: str) -> str | None:
 
 def _gpu_by_name(head: str) -> str | None:
     """The board in the name that a run was given."""
-    found = re.search(
-        r"(?:experiment|run|job)[_ ]?(?:name|id)\W{1,4}[\w.-]{0,60}?(v100|a100|h100|h200|b200)(?![a-z0-9])",
-        head,
-        re.IGNORECASE,
-    )
+    named = r"(?:experiment|run|job)[_ ]?(?:name|id)\W{1,4}[\w.-]{0,60}?"
+    found = re.search(named + r"(v100|a100|h100|h200|b200)(?![a-z0-9])", head, re.IGNORECASE)
     return _FAMILIES[found[1].upper()] if found else None

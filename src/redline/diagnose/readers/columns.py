@@ -14,9 +14,8 @@ from functools import lru_cache
 
 from redline.diagnose.readers.cells import BYTES, COUNTS, SECONDS, SHARES
 
-_UNITS = (
-    SECONDS | {unit: size for unit, size in BYTES.items() if len(unit) > 1} | {"%": 0.01, "percent": 0.01}
-)
+_UNITS = SECONDS | {"%": 0.01, "percent": 0.01}
+_UNITS |= {unit: size for unit, size in BYTES.items() if len(unit) > 1}
 _LAST_UNIT = re.compile(r"(?<!per)(?: in)? (ms|us|s|sec|secs|seconds|minutes|mins|hours)$")
 _INNER_UNIT = re.compile(r" (gib|gb|mib|mb)\b")
 HELD_OUT = re.compile(
@@ -134,18 +133,10 @@ def plain(label: str) -> tuple[str, str]:
         unit, name = (inside, label[: bracket.start()]) if inside in _UNITS else ("", label)
     timing = name.lower().startswith(("timing_s", "timing s"))
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name).lower().replace("_", " ")
-    name = re.sub(
-        r"/\s*(?:seconds?|secs?|s)(?![a-z])|(?<=\bper) se?c(?:ond)?s?(?![a-z])", " per s ", name
-    ).replace("per per s", "per s")
-    name = (
-        re.sub(
-            r"\b(ms|s|sec|seconds|time|tokens)\s*/\s*(it|iter|iteration|step|update|batch)\b",
-            r"\1 per \2",
-            name,
-        )
-        if not timing
-        else name
-    )
+    name = re.sub(r"/\s*(?:seconds?|secs?|s)(?![a-z])|(?<=\bper) se?c(?:ond)?s?(?![a-z])", " per s ", name)
+    name = name.replace("per per s", "per s")
+    if not timing:
+        name = re.sub(rf"\b(ms|s|sec|seconds|time|tokens)\s*/\s*({_STEP[3:-1]})\b", r"\1 per \2", name)
     name = re.sub(r"[/|]\s*(gpu|device|chip)(?![a-z])", r" per \1", name)
     name = " ".join(re.sub(r"[^a-z0-9%]+", " ", name).split())
     if not unit and (found := _LAST_UNIT.search(f" {name}")) and f" {name}"[: found.start()].strip():
@@ -185,12 +176,9 @@ def assign(labels: Mapping[str, str]) -> dict[str, Column]:
         if fits:
             label = fits[0]
             taken.add(label)
-            unit = "" if exact else names[label][1] or labels[label]
-            chosen[quantity] = Column(
-                label,
-                1.0 if exact else _factor(quantity, names[label][0], unit),
-                bool(_ONE_GPU.search(names[label][0])),
-            )
+            name, unit = names[label][0], names[label][1] or labels[label]
+            factor = 1.0 if exact else _factor(quantity, name, unit)
+            chosen[quantity] = Column(label, factor, bool(_ONE_GPU.search(name)))
     return chosen
 
 
@@ -200,9 +188,7 @@ def _factor(quantity: str, name: str, unit: str) -> float | None:
         unit = "ms" if name.startswith("ms") else "s" if re.match(r"s(ec\w*)?( per|$)|timing s", name) else ""
     if quantity == "memory_bytes" and unit in ("M", "G"):
         unit += "iB"
-    found = units.get(
-        unit if unit == "m" and units is SECONDS else unit.lower(), SECONDS["min"] if unit == "m" else None
-    )
+    found = SECONDS["min"] if unit == "m" and units is SECONDS else units.get(unit.lower())
     if not unit and (units is SECONDS or units is BYTES or units is SHARES):
         return 1.0 if quantity in ("at_s",) else None
     return found if found is not None or units is SECONDS else 1.0

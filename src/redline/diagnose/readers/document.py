@@ -99,9 +99,7 @@ def _read_code(page: _Page, line: str, number: int) -> None:
     if found := _CALL.search(code):
         page.within = found[1]
     for name, value in settings_in(code):
-        was = re.search(
-            r"(?:increased|reduced|changed?|reduce|increase) from (\w{1,40})", comment, re.IGNORECASE
-        )
+        was = re.search(r"(?:increased?|reduced?|changed?) from (\w{1,40})", comment, re.IGNORECASE)
         page.settings.append(Setting(name, value, number, "after" if was else page.when, page.within))
         if was:
             page.settings.append(Setting(name, was[1], number, "before", page.within))
@@ -121,11 +119,8 @@ def _read_prose(page: _Page, line: str, number: int) -> None:
     if bullet := _BULLET.match(line):
         _read_bullet(page, bullet[1], bullet[2], number)
     elif factor := _promise(line):
-        name = (
-            "total"
-            if re.search(r"\b(overall|total|all optimi[sz]ations)\b", line, re.IGNORECASE)
-            else "speedup"
-        )
+        whole = re.search(r"\b(overall|total|all optimi[sz]ations)\b", line, re.IGNORECASE)
+        name = "total" if whole else "speedup"
         if name == "total" or not page.promised:
             page.claims.append(Claim(name=name, line=number, text=line.strip(), factor=factor))
             page.promised = page.promised or name == "speedup"
@@ -159,15 +154,8 @@ def _read_row(page: _Page, line: str, number: int) -> None:
         return
     before, after = (quantities(cells[columns[when]]) for when in ("before", "after"))
     if before and after:
-        page.claims.append(
-            Claim(
-                name=canonical(cells[0]),
-                line=number,
-                text=line.strip(),
-                before=before[0][0],
-                after=after[0][0],
-            )
-        )
+        values = {"before": before[0][0], "after": after[0][0]}
+        page.claims.append(Claim(name=canonical(cells[0]), line=number, text=line.strip(), **values))
 
 
 def _read_bullet(page: _Page, word: str, text: str, number: int) -> None:
@@ -178,9 +166,8 @@ def _read_bullet(page: _Page, word: str, text: str, number: int) -> None:
     if when == "before":
         page.before = found[0][0] if found else None
     elif page.before and found:
-        page.claims.append(
-            Claim(name=canonical(page.heading), line=number, text=text, before=page.before, after=found[0][0])
-        )
+        values = {"before": page.before, "after": found[0][0]}
+        page.claims.append(Claim(name=canonical(page.heading), line=number, text=text, **values))
         page.before = None
     if (tokens := re.search(r"(?<![\d.])([\d.]{1,12})K\+? tokens/step", text)) is not None:
         page.settings.append(Setting("tokens_per_step", f"{float(tokens[1]) * 1e3:.0f}", number, when))

@@ -20,14 +20,8 @@ from redline.plan.plan import Plan
 from redline.record import read
 from redline.record.run import RunFolder
 
-_NAMES = {field.name for field in fields(Step)} - {
-    "step",
-    "tokens",
-    "more",
-    "not_a_number",
-    "bad_norm",
-    "cold",
-}
+_NAMES = {field.name for field in fields(Step)}
+_NAMES -= {"step", "tokens", "more", "not_a_number", "bad_norm", "cold"}
 _POLICY = {"reward_s": "timing s reward", "groups": "groups", "skipped_groups": "skipped groups"}
 """Of reinforcement learning, by the names of the rules."""
 
@@ -56,9 +50,8 @@ def observed(run: read.Run) -> Observed:
 
 def _step(line: dict[str, Any], *, cold: bool) -> Step:
     known = {name: value for name in _NAMES & line.keys() if (value := finite(line[name])) is not None}
-    lost = not line.get("skipped") and any(
-        name in line and finite(line[name]) is None for name in ("loss", "grad_norm")
-    )
+    bad = any(name in line and finite(line[name]) is None for name in ("loss", "grad_norm"))
+    lost = bad and not line.get("skipped")
     more = {told: value for name, told in _POLICY.items() if (value := finite(line.get(name))) is not None}
     speed, step_s = finite(line.get("tokens_per_s")), known.get("step_s")
     tokens = speed * step_s if speed and step_s else None

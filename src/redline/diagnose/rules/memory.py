@@ -15,8 +15,8 @@ from redline.diagnose.observed import Facts, Observed, Step
 from redline.diagnose.rules.update import WORTH_SAYING
 from redline.plan import arithmetic
 
-TWICE = "every block computed twice, a third of the arithmetic more than without"
-PARTLY = "a part of every block computed twice, its cheap operations and about half of its products"
+TWICE = "every block is computed twice: a third more arithmetic"
+PARTLY = "part of every block is computed twice: its cheap operations and about half of its products"
 RECOMPUTING = {
     "full": ("Full activation", 1.15, 1.33, TWICE),
     "on": ("Gradient", 1.1, 1.33, TWICE),
