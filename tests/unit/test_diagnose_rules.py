@@ -31,7 +31,7 @@ def test_slow_updates_without_a_period_are_told_with_what_they_cost() -> None:
     late = set(draw.sample(range(10, 1000), 80))
     (found,) = diagnose(of([1.25 if i in late else 0.25 for i in range(1000)]))
     assert found.cause == "slow-updates"
-    assert found.title.startswith("24% of the time is lost in 80 slow updates")
+    assert found.title.startswith("80 slow updates at irregular intervals cost 24%")
     assert found.gain is not None
     assert (found.gain.low, found.gain.high) == pytest.approx((1.0, 1.32), rel=0.01)
     assert found.confidence < 0.5
@@ -354,7 +354,7 @@ def test_a_low_speed_is_told_where_nothing_else_is_known() -> None:
     assert (known.cause, known.gain.low if known.gain else None) == ("low-mfu", 1.0)
     assert shown(known)["speed"] == pytest.approx(6 * 124e6 * 52_000 / 1e12, rel=0.01)
     unnamed = first(log_of([1.0] * 20, facts=Facts(parameters=124e6), values={"tokens": 52_000.0}))
-    assert "for any GPU" in unnamed.title
+    assert "for any training GPU" in unnamed.title
     assert unnamed.confidence < known.confidence
 
 

@@ -176,7 +176,7 @@ def test_validations_and_checkpoints_are_told_apart(tmp_path: Path) -> None:
     # 40 updates and nine pauses of three: 18 of 67 for validation, 9 for checkpoints. The tenth has no end
     # that would say how long it took.
     assert findings["validation-pause"].title.startswith("Validation takes 27%")
-    assert findings["checkpoint-pause"].title.startswith("Checkpoint takes 13%")
+    assert findings["checkpoint-pause"].title.startswith("Saving checkpoints takes 13%")
 
 
 def test_the_pause_after_the_last_update_counts(tmp_path: Path) -> None:
@@ -470,7 +470,7 @@ def test_compiling_is_promised_what_was_measured(tmp_path: Path) -> None:
     (found,) = [f for f in paper.found(lines) if f.cause == "compile-time"]
     assert found.gain is not None
     assert (found.gain.low, found.gain.high) == pytest.approx((70 / (40 * 1.3), 70 / (40 * 1.05)))
-    assert "100 on if it brings 1.3x, 600 at 1.05x" in found.evidence[-1].unit
+    assert "after 100 if it brings 1.3x, after 600 at 1.05x" in found.evidence[-1].unit
 
 
 @pytest.mark.parametrize(
