@@ -1,10 +1,10 @@
 """Prove on this machine that what the plan says is really on, and that loss and gradients agree with the fp32
-reference. For an RFT recipe: what its fine-tuning update and its generation promise.
+reference. For an RFT or RL recipe: what its update and its generation promise.
 
 redline verify gpt2-124m                     the plan that `redline train` would make
 redline verify gpt2-124m --plan auto         the one that `redline tune` found
 redline verify gpt2-124m --plan plan.json    a saved one, with the same --set values
-redline verify rft/demo                      packed update, adapters, kernels, the engine's log-probabilities
+redline verify rft/demo                      (or rl/demo) packed update, adapters, kernels, the engine's log-probabilities
 
 A few updates are run and profiled; nothing is written. The exit code is 1 if a check fails.
 """
