@@ -176,7 +176,8 @@ class _Whole(Task):
 def _recipe(
     model: ModelConfig, work: RlWork, questions: int, new_tokens: int, init_from: str | None = None
 ) -> Recipe:
-    given = {"batch_size": questions, "steps": 1 + work.steps, "checkpoint_every": 0}
+    # one more than are run: the last step of a training ends with a validation
+    given = {"batch_size": questions, "steps": 2 + work.steps, "eval_every": 0, "checkpoint_every": 0}
     return Recipe(
         name="bench",
         workload="rl",
