@@ -1,6 +1,7 @@
 """Rewards for code: tests become calls without their results, programs run in the sandbox, and a bad one costs
 its own completion only."""
 
+import functools
 import json
 
 import pytest
@@ -9,6 +10,13 @@ from redline.tasks import asserts, code, sandbox
 from redline.tasks.pool import Pool
 from redline.tasks.registry import load_task
 from redline.tasks.task import Question
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits that a busy machine does not reach, where the sandbox is used in this process."""
+    limits = sandbox.Limits(wall_s=600, cpu_s=60)
+    monkeypatch.setattr(code, "run", functools.partial(sandbox.run, limits=limits))
 
 
 def block(program: str) -> str:

@@ -21,21 +21,22 @@ from redline.tasks.units import whole_conversions
 
 FILES = {"train": ("train.jsonl",), "valid": ("validation.jsonl",), "test": ("test.jsonl", "math500.jsonl")}
 EXAMPLES = (
+    ("1 week is 7 days. How many days is 3 week?", "3 * 7 = <answer>21</answer>"),
     ("What is 6 * 15?", "6 * 15 = <answer>90</answer>"),
     ("What is 41 + 7?", "41 + 7 = <answer>48</answer>"),
 )
 
 
 def draw(randomness: random.Random) -> Drawn:
-    """A rate ("1 hour is 60 min. How many min is 7 hour?"), a product of 2 to 10 with up to 99, a sum or a
-    difference of two numbers below 100. The rates suit models that know little else, the shipped one for example."""
+    """A rate ("1 hour is 60 min. How many min is 7 hour?"), a product of 2 to 10 with up to 20, a sum or a
+    difference of two numbers up to 40. The rates suit models that know little else, the shipped one for example."""
     if randomness.random() < 0.5:
         (number, source, target), result, split = randomness.choice(whole_conversions())
         factor = f"{result / number:g}"
         text = f"1 {source} is {factor} {target}. How many {target} is {number} {source}?"
         return Drawn(text, str(result), f"{number} * {factor} = <answer>{result}</answer>", split, "rate")
     sign, kind = randomness.choice((("*", "product"), ("+", "sum"), ("-", "difference")))
-    a, b = randomness.randint(2, 10 if sign == "*" else 99), randomness.randint(2, 99)
+    a, b = (randomness.randint(2, most) for most in ((10, 20) if sign == "*" else (40, 40)))
     if sign == "-" and a < b:
         a, b = b, a
     result = {"*": a * b, "+": a + b, "-": a - b}[sign]
