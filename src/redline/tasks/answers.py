@@ -12,10 +12,11 @@ is no answer. Unit conversion and GSM8K read answers as those tasks are specifie
 import ast
 import json
 import re
+from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from redline.tasks.task import Verdict
+from redline.tasks.task import Question, Verdict
 
 INSTRUCTION = "End with the answer in answer tags, like <answer>{}</answer>."
 END = "</answer>"
@@ -55,6 +56,16 @@ def judged(answer: str | None, reward: float) -> Verdict:
     if answer is None:
         return Verdict(correct=False, parsed=False, reward=0.0, answer=None)
     return Verdict(correct=reward == 1, parsed=True, reward=float(reward), answer=answer)
+
+
+def scored_by(earns: Callable[[str, str], float]) -> Callable[[Question, str], Verdict]:
+    """A task's `score` from what an answer earns beside the expected one."""
+
+    def score(question: Question, completion: str) -> Verdict:
+        answer = find(completion)
+        return judged(answer, 0 if answer is None else earns(answer, question.answer))
+
+    return score
 
 
 def same(answer: str, expected: str, *, fold: bool = True) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from redline.tasks import answers
 from redline.tasks.domain import Drawn, domain, split_of
-from redline.tasks.task import Question, Verdict
+from redline.tasks.task import Question
 
 NAMES = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana")
 THINGS = (("cat", "red"), ("dog", "big"), ("bird", "shy"), ("fish", "old"), ("frog", "wet"), ("goat", "calm"))
@@ -48,11 +48,6 @@ def draw(randomness: random.Random) -> Drawn:
         text = f"{rule} {fact} Is {names[0]} {trait}? Answer yes, no or unknown."
         split, kind = split_of(f"{rule} {fact}"), "syllogism"
     return Drawn(text, answer, f"<answer>{answer}</answer>", split, kind)
-
-
-def score(question: Question, completion: str) -> Verdict:
-    answer = answers.find(completion)
-    return answers.judged(answer, 0 if answer is None else reward(answer, question.answer))
 
 
 def reward(answer: str, expected: str) -> float:
@@ -99,7 +94,7 @@ make = domain(
     "logic",
     about="orders and syllogisms; or knights and knaves, FOLIO and GURU files",
     draw=draw,
-    score=score,
+    score=answers.scored_by(reward),
     instruction=answers.INSTRUCTION.format("Ann"),
     examples=EXAMPLES,
     files=FILES,

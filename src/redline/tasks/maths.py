@@ -16,7 +16,7 @@ from typing import Any
 from redline.errors import need
 from redline.tasks import answers
 from redline.tasks.domain import Drawn, domain, split_of
-from redline.tasks.task import Question, Task, Verdict
+from redline.tasks.task import Question, Task
 from redline.tasks.units import whole_conversions
 
 FILES = {"train": ("train.jsonl",), "valid": ("validation.jsonl",), "test": ("test.jsonl", "math500.jsonl")}
@@ -43,17 +43,6 @@ def draw(randomness: random.Random) -> Drawn:
     solution = f"{a} {sign} {b} = <answer>{result}</answer>"
     split = split_of(f"{sign} {min(a, b)} {max(a, b)}")
     return Drawn(f"What is {a} {sign} {b}?", str(result), solution, split, kind)
-
-
-def score(question: Question, completion: str) -> Verdict:
-    """Exact, for the whole numbers that are generated."""
-    answer = answers.find(completion)
-    return answers.judged(answer, answer is not None and answers.same(answer, question.answer))
-
-
-def score_verified(question: Question, completion: str) -> Verdict:
-    answer = answers.find(completion)
-    return answers.judged(answer, answer is not None and equal(answer, question.answer))
 
 
 def equal(answer: str, expected: str) -> bool:
@@ -87,7 +76,7 @@ _plain = domain(
     "math",
     about="maths: short sums and products, or problems from files (MATH, GURU), compared by math-verify",
     draw=draw,
-    score=score,
+    score=answers.scored_by(answers.same),
     instruction=answers.INSTRUCTION.format(42),
     examples=EXAMPLES,
     files=FILES,
@@ -99,4 +88,4 @@ def make(data: str | None) -> Task:
     if data is None:
         return _plain(None)
     open_verifier()
-    return dataclasses.replace(_plain(data), score=score_verified)
+    return dataclasses.replace(_plain(data), score=answers.scored_by(equal))

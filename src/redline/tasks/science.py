@@ -15,7 +15,7 @@ from typing import Any
 from redline.tasks import answers
 from redline.tasks.domain import SPLITS, Drawn, domain, split_of
 from redline.tasks.maths import equal, open_verifier
-from redline.tasks.task import Question, Task, Verdict
+from redline.tasks.task import Question, Task
 
 FILES = dict.fromkeys(SPLITS, ("mmlu_stem.jsonl",))
 EXAMPLES = (
@@ -33,7 +33,8 @@ _FORMULAS = {
     "density": ("A body of {a} g fills {b} cm^3. What is its density, in g/cm^3?", "/"),
     "energy": ("A lamp of {a} W burns for {b} s. How much energy does it use, in J?", "*"),
 }
-_LETTER = re.compile(r"\(?([A-Za-z])\)?(?:[.:)\s].*)?", re.DOTALL)
+_LETTER = re.compile(r"[A-J]")
+_CHOICE = re.compile(r"\(?([A-Ja-j])\)?(?:[.:)\s].*)?", re.DOTALL)
 
 
 def draw(randomness: random.Random) -> Drawn:
@@ -45,28 +46,14 @@ def draw(randomness: random.Random) -> Drawn:
     return Drawn(form.format(a=first, b=b), str(result), solution, split_of(f"{kind} {a} {b}"), kind)
 
 
-def score(question: Question, completion: str) -> Verdict:
-    answer = answers.find(completion)
-    return answers.judged(answer, answer is not None and right(answer, question))
+def right(answer: str, expected: str) -> bool:
+    if _LETTER.fullmatch(expected):
+        return (said := _CHOICE.fullmatch(answer.strip())) is not None and said[1].upper() == expected
+    return answers.same(answer, expected)
 
 
-def score_verified(question: Question, completion: str) -> Verdict:
-    answer = answers.find(completion)
-    known = answer is not None and (
-        right(answer, question) or (not _choice(question) and equal(answer, question.answer))
-    )
-    return answers.judged(answer, known)
-
-
-def right(answer: str, question: Question) -> bool:
-    if _choice(question):
-        letter = _LETTER.fullmatch(answer.strip())
-        return letter is not None and letter[1].upper() == question.answer
-    return answers.same(answer, question.answer)
-
-
-def _choice(question: Question) -> bool:
-    return question.meta.get("kind") == "choice"
+def right_verified(answer: str, expected: str) -> bool:
+    return right(answer, expected) or (not _LETTER.fullmatch(expected) and equal(answer, expected))
 
 
 def row(name: str, fields: Mapping[str, Any]) -> Question | None:
@@ -83,7 +70,7 @@ _plain = domain(
     "science",
     about="formulas of physics; or multiple choice (MMLU) and GURU files",
     draw=draw,
-    score=score,
+    score=answers.scored_by(right),
     instruction=answers.INSTRUCTION.format(42),
     examples=EXAMPLES,
     files=FILES,
@@ -95,4 +82,4 @@ def make(data: str | None) -> Task:
     if data is None:
         return _plain(None)
     open_verifier()
-    return dataclasses.replace(_plain(data), score=score_verified)
+    return dataclasses.replace(_plain(data), score=answers.scored_by(right_verified))

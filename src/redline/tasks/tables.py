@@ -11,7 +11,7 @@ from typing import Any
 
 from redline.tasks import answers
 from redline.tasks.domain import Drawn, domain, split_of
-from redline.tasks.task import Question, Verdict
+from redline.tasks.task import Question
 from redline.tasks.units import whole_conversions
 
 NAMES = ("pen", "cup", "hat", "map", "box", "key", "toy", "bag")
@@ -45,11 +45,6 @@ def draw(randomness: random.Random) -> Drawn:
     return Drawn(f"{table}\n{what}", answer, f"<answer>{answer}</answer>", split, kind)
 
 
-def score(question: Question, completion: str) -> Verdict:
-    answer = answers.find(completion)
-    return answers.judged(answer, answer is not None and equal(answer, question.answer))
-
-
 def equal(answer: str, expected: str) -> bool:
     """Whether both hold the same values, in any order."""
     said, wanted = (
@@ -75,7 +70,7 @@ make = domain(
     "tables",
     about="questions about a table: look-ups, or WikiTableQuestions and GURU files",
     draw=draw,
-    score=score,
+    score=answers.scored_by(equal),
     instruction=answers.INSTRUCTION.format(7) + " Part several answers with |.",
     examples=EXAMPLES,
     files=FILES,
