@@ -1,6 +1,7 @@
 """The command line as a user meets it: quick answers without torch, and for every mistake one line and its
 exit code."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from redline.cli.arguments import declare
 from redline.cli.main import COMMANDS, main, module_of
 from redline.config.load import load_recipe, to_toml
 from redline.config.recipe import ModelConfig
@@ -205,6 +207,31 @@ def test_every_command_has_help(command, capsys):
         main([command, "--help"])
     assert ended.value.code == 0
     assert module_of(command).__doc__.splitlines()[0] in capsys.readouterr().out
+
+
+def test_arguments_are_what_their_help_says():
+    command = argparse.ArgumentParser()
+    declare(
+        command,
+        """
+        [TASK]            may be left out
+        RUN...            run folders
+        --count N         a number (default 6), 95 % of the time
+        --seed N          another (default: 0)
+        --out DIR         a folder (required)
+        --set KEY=VALUE...   pairs
+        --as {a,b}        a choice (default b)
+        --json            a switch
+        """,
+    )
+    given = command.parse_args(["t", "r", "s", "--out", "o", "--set", "a=1", "--set", "b=2", "--json"])
+    assert vars(given) == {
+        "task": "t", "run": [Path("r"), Path("s")], "count": 6, "seed": None, "out": Path("o"),
+        "set": ["a=1", "b=2"], "as_": "b", "json": True,
+    }  # fmt: skip
+    assert "95 % of the time" in command.format_help()
+    with pytest.raises(SystemExit):
+        command.parse_args(["r"])
 
 
 def test_without_a_command_the_commands_are_listed(capsys):

@@ -78,6 +78,9 @@ class TestPlain:
         run = PlainRun()
         run.view.metrics(line(120, loss=3.4123))
         run.view.event("checkpoint", {"step": 120, "stalled_s": 0.009})
+        run.view.event(
+            "end", {"step": 120, "why": "finished", "elapsed_s": 27.75}
+        )  # the command says that itself
         run.view.close()
         assert run.stream.getvalue().splitlines() == [
             "nano · cpu",

@@ -45,8 +45,8 @@ def declare(command: argparse.ArgumentParser, text: str) -> None:
 
 def _add(command: argparse.ArgumentParser, form: str, about: str) -> None:
     name, _, value = form.removesuffix("...").partition(" ")
-    facts: dict[str, Any] = {"help": about.replace("%", "%%")}
     many = form.endswith("...")
+    facts: dict[str, Any] = {"help": about.replace("%", "%%")}
     if name.startswith("--"):
         word = name.removeprefix("--").replace("-", "_")
         facts["dest"] = f"{word}_" if keyword.iskeyword(word) else word
@@ -54,6 +54,7 @@ def _add(command: argparse.ArgumentParser, form: str, about: str) -> None:
             command.add_argument(name, action="store_true", **facts)
             return
         facts |= {"action": "append", "default": []} if many else {"required": "(required)" in about}
+        facts["help"] += "; may be repeated" if many else ""
     else:
         value = name.strip("[]")
         facts |= {"nargs": "+"} if many else {"nargs": "?"} if name.startswith("[") else {}

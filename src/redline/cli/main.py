@@ -97,7 +97,7 @@ def _fill(command: argparse.ArgumentParser, module: Any) -> None:
     verbs = command.add_subparsers(dest="verb", metavar="VERB", required=True)
     for verb, text in module.ARGUMENTS.items():
         about, _, arguments = text.partition("\n")
-        declare(verbs.add_parser(verb, help=about, description=about), arguments)
+        declare(verbs.add_parser(verb, help=about, description=f"{about[0].upper()}{about[1:]}."), arguments)
 
 
 SPIN_COUNT = "3000"
