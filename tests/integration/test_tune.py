@@ -107,7 +107,7 @@ def test_train_uses_a_tuned_plan_and_says_which(
     brief = ("--set", "train.steps=2", "--set", "train.warmup_steps=0")
     done = nano.train(path, tmp_path / "untuned", "--plan", "auto", *brief)
     assert done.code == 0, done.err
-    assert "was not tuned on this machine" in done.err
+    assert "has not been tuned on this machine" in done.err
     recipe = load_recipe(str(path), [brief[1], brief[3]])
     facts = read_facts()
     rules = make_plan(recipe, hardware_here(facts, cached(facts)))
@@ -137,7 +137,7 @@ def test_train_uses_a_tuned_plan_and_says_which(
     [start] = events(tmp_path / "tuned", "start")
     assert start["micro_batch"] == 2
     pinned = nano.train(path, tmp_path / "pinned", "--plan", "auto", "--set", "plan.micro_batch=4", *brief)
-    assert "was not tuned on this machine" in pinned.err, "other pins are another tuning"
+    assert "has not been tuned on this machine" in pinned.err, "other pins are another tuning"
     save(replace(found, work="0" * 16), folder / "plan.json")
     other = nano.train(path, tmp_path / "other", "--plan", "auto", *brief)
     assert (other.code, other.out) == (2, "")
