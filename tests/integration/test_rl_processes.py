@@ -53,18 +53,25 @@ def on_two(warm: Warm, *arguments: Any) -> list[Done]:
         (),
         ("lora.rank=2", "rl.kl=0.1", "rl.updates_per_rollout=2"),
         ("rl.algorithm=ppo", "rl.critic_lr=1e-3", "rl.kl=0.1"),
+        ("rl.domains={two}", "rl.pcgrad=tensor", "rl.group_size=16"),
     ],
-    ids=["grpo", "adapters-kl-two-updates", "ppo"],
+    ids=["grpo", "adapters-kl-two-updates", "ppo", "pcgrad"],
 )
 def test_two_processes_do_what_one_does(
     warm: Warm, recipe: Path, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
+    other = recipe.with_name("others.py")
+    other.write_text((recipe.with_name("letters.py")).read_text())
+    two_domains = str([f"{recipe.with_name('letters.py')}:make", f"{other}:make"])
     arguments = [
         "rl",
         "run",
         recipe,
         "--json",
-        *(f"--set={one}" for one in (f"train.steps={STEPS}", EXACT, *overrides)),
+        *(
+            f"--set={one.replace('{two}', two_domains)}"
+            for one in (f"train.steps={STEPS}", EXACT, *overrides)
+        ),
     ]
     alone = warm.start(*arguments, "--run", tmp_path / "one", environment=DOUBLE).wait()
     assert alone.code == 0, alone.err

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from rft_model import planned, tiny_model
 from rl_model import letters_rl, run_rl
 
 from redline.config.rl import RlConfig
+from redline.engine.local import LocalEngine
 from redline.errors import TrainingError
 from redline.record.metrics import METRICS
 from redline.record.run import read_lines
@@ -293,6 +295,86 @@ def test_a_step_without_a_lesson_changes_nothing_and_says_so(place, tmp_path):
     assert [event["step"] for event in events if event["event"] == "nothing_to_learn"] == [1]
 
 
+FAILING = """
+import os
+from letters import make as letters
+from dataclasses import replace
+
+def make(data):
+    task = letters(data)
+    def score(question, completion):
+        if "c" in completion:
+            os._exit(3)
+        if "b" in completion:
+            raise ValueError("cannot read this")
+        return task.score(question, completion)
+    return replace(task, score=score)
+"""
+
+
+def test_a_scorer_that_raises_or_dies_costs_its_own_answer(place, tmp_path):
+    failing = tmp_path / "failing.py"
+    failing.write_text(f"import sys\nsys.path.insert(0, {str(place.parent)!r})\n{FAILING}")
+    run_rl(place, tmp_path / "run", [f"rl.domains=['{failing}:make']", "train.steps=1"])
+    failed = [answer for one in Samples(tmp_path / "run").of(1) for answer in one.answers if answer.reason]
+    assert failed
+    assert all(answer.reward == 0 and not answer.correct for answer in failed)
+    (event,) = (
+        line for line in read_lines(tmp_path / "run" / "events.jsonl") if line["event"] == "scorer_failed"
+    )
+    assert event["answers"] == len(failed)
+
+
+def test_out_of_memory_while_generating_goes_on_with_half_of_the_slots(
+    place, unbroken, tmp_path, monkeypatch
+):
+    real = LocalEngine.run
+
+    def limited(self: LocalEngine, requests: Any) -> Any:
+        completions = real(self, requests)
+        yield next(completions)
+        if self.room.slots > 8:
+            completions.close()
+            raise torch.OutOfMemoryError("injected")
+        yield from completions
+
+    monkeypatch.setattr(LocalEngine, "run", limited)
+    run_rl(place, tmp_path / "run", ["train.steps=1", "plan.slots=16"])
+    (event,) = (
+        line for line in read_lines(tmp_path / "run" / "events.jsonl") if line["event"] == "out_of_memory"
+    )
+    assert (event["slots_before"], event["slots"]) == (16, 8)
+    drawn = [
+        {group.key: [answer.tokens for answer in group.answers] for group in Samples(run).of(1)}
+        for run in (tmp_path / "run", unbroken)
+    ]
+    assert drawn[0] == drawn[1]
+
+
+def test_every_domain_has_its_share_and_their_gradients_are_compared(place, tmp_path):
+    other = tmp_path / "others.py"
+    other.write_text((place.parent / "letters.py").read_text())
+    domains = f"rl.domains=['{place.parent / 'letters.py'}:make', '{other}:make']"
+    run_rl(
+        place,
+        tmp_path / "run",
+        [
+            domains,
+            "rl.weights=[3.0, 1.0]",
+            "rl.refills=0",
+            "rl.pcgrad=tensor",
+            "train.steps=2",
+            "rl.group_size=16",
+        ],
+    )
+    for step in (1, 2):
+        asked = [group.domain for group in Samples(tmp_path / "run").of(step)]
+        assert (asked.count("letters"), asked.count("others")) == (3, 1)
+    line = read_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert -1 <= line["cosine.letters.others"] <= 1
+    assert {"reward.letters", "reward.others", "accuracy.others"} <= line.keys()
+
+
 # ---- the watchdog ----
 
 
@@ -359,3 +441,52 @@ def test_a_run_whose_generation_hangs_ends_with_a_checkpoint_and_resumes(
     assert resolve(tmp_path / "run").name == "step-00000003"
     run_rl(place, tmp_path / "run")
     assert training(tmp_path / "run") == training(unbroken)
+
+
+# ---- beside TRL ----
+
+
+@pytest.mark.slow
+def test_the_loss_and_its_gradient_are_trl_s():
+    """TRL's own `_compute_loss` ("dapo") on fixed log-probabilities, with its clip, KL and truncated correction."""
+    trl = pytest.importorskip("trl.trainer.grpo_trainer", reason="pip install 'redline[bench]'")
+    rl = replace(RL, kl=0.05)
+    generator = torch.Generator().manual_seed(0)
+    now, old, engine, reference = (
+        -torch.rand(3, 7, generator=generator, dtype=torch.float64) for _ in range(4)
+    )
+    advantage = torch.tensor([1.2, -0.7, 0.3], dtype=torch.float64)
+    mask = torch.ones(3, 7, dtype=torch.float64)
+    mask[1, 4:] = 0
+    theirs, ours = now.clone().requires_grad_(), now.clone().requires_grad_()
+    trainer = MagicMock(
+        _get_per_token_logps_and_entropies=lambda *given, **named: (theirs, torch.zeros_like(now), None),
+        top_entropy_quantile=1.0, off_policy_mask_threshold=None, importance_sampling_level="token", beta=rl.kl,
+        loss_type="dapo", epsilon_low=rl.clip_low, epsilon_high=rl.clip_high, use_vllm=True,
+        vllm_importance_sampling_correction=True, _entropy_bonus_enabled=False, aux_loss_enabled=False,
+        current_gradient_accumulation_steps=1,
+    )  # fmt: skip
+    trainer.args.delta, trainer.args.use_bias_correction_kl, trainer.args.steps_per_generation = (
+        None,
+        False,
+        1,
+    )
+    trainer.accelerator.num_processes, trainer.model.training = 1, True
+    trainer.accelerator.gather = lambda found: found
+    ids = torch.zeros(3, 7, dtype=torch.long)
+    ratio = (old - engine).exp().clamp(max=rl.importance_cap)
+    given = {
+        "prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": mask,
+        "advantages": advantage, "old_per_token_logps": old, "ref_per_token_logps": reference,
+        "importance_sampling_ratio": ratio, "num_items_in_batch": mask.sum(),
+    }  # fmt: skip
+    trl.GRPOTrainer._compute_loss(trainer, MagicMock(), given).backward()
+    kept = mask.bool()
+    columns = Columns(
+        sampled=engine[kept], advantage=advantage[:, None].expand(3, 7)[kept], old=old[kept],
+        reference=reference[kept],
+    )  # fmt: skip
+    (policy_loss(ours[kept], columns, rl)["loss"] / mask.sum()).backward()
+    assert theirs.grad is not None
+    assert ours.grad is not None
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
