@@ -124,6 +124,20 @@ def test_a_run_without_updates_shows_its_domains(tmp_path: Path) -> None:
     assert (found.figures, found.pairs, found.said) == ([], [], [])
 
 
+@pytest.mark.parametrize(
+    "line", ["[1, 2]", '{"answers": 3}', '{"answers": [1, {"reward": "x", "text": 5}]}', "[" * 5000]
+)
+def test_samples_that_are_none_cost_their_own_line(tmp_path: Path, line: str) -> None:
+    folder = write_rl(tmp_path / "a")
+    path = folder / "samples" / "step-00000020.jsonl"
+    path.write_text(line + "\n" + path.read_text())
+    found = reinforcement(read_run(folder))
+    assert found is not None
+    assert found.said[0].text == "the <b>best</b>"
+    (folder / "recipe.toml").write_text(RECIPE.replace('["units", "my/letters.py:make"]', "7"))
+    assert reinforcement(read_run(folder)).domains == []
+
+
 def test_the_page_and_the_terminal_show_accuracies_first(tmp_path: Path) -> None:
     shown = view(read_run(write_rl(tmp_path / "a")))
     assert [tile.label for tile in shown.tiles[:2]] == ["accuracy, units", "accuracy, letters"]

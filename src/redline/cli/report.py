@@ -65,6 +65,7 @@ def _figures(shown: RunView) -> dict[str, Any]:
         "events": run.events,
         "evaluations": run.evaluations,
         "samples": shown.samples,
+        "rl": asdict(shown.rl) if shown.rl else None,
         "ablation": run.ablation,
         "trials": run.trials,
     }

@@ -10,7 +10,6 @@ intervals of the record: the questions are the same in both runs, which it takes
 wide than too narrow.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from itertools import combinations, islice
@@ -18,7 +17,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from redline.errors import ConfigError
+from redline.errors import ConfigError, DataError
+from redline.record.files import parse_json
 from redline.record.read import Run, number, table, values
 from redline.record.units import DASH, factor, format_bytes, format_duration, format_share
 from redline.report.compare import comparable
@@ -116,8 +116,8 @@ def reinforcement(run: Run) -> Reinforcement | None:
 
 def domains_of(run: Run) -> list[str]:
     """The domains as metrics name them: a user's own file by its stem."""
-    tasks = table(run.recipe.get("rl")).get("domains", ())
-    return [Path(str(task).partition(":")[0]).stem for task in tasks]
+    tasks = table(run.recipe.get("rl")).get("domains")
+    return [Path(str(task).partition(":")[0]).stem for task in tasks] if isinstance(tasks, list) else []
 
 
 def _domain(name: str, run: Run, recent: list[dict[str, Any]]) -> DomainFigures:
@@ -167,19 +167,29 @@ def said(path: Path, domains: list[str]) -> list[Said]:
     if not files:
         return []
     groups: dict[str, list[Said]] = {name: [] for name in domains}
-    with files[-1].open(encoding="utf-8", errors="replace") as lines:
-        for line in islice(lines, READ):
-            try:
-                group = table(json.loads(line))
-            except ValueError:  # the line that is being written
-                continue
-            for answer in (entry for entry in group.get("answers", ()) if isinstance(entry, dict)):
-                groups.setdefault(str(group.get("domain")), []).append(_said(group, answer))
+    for line in _first_lines(files[-1]):
+        try:
+            group = parse_json(line, files[-1], dict)
+        except DataError:  # the line that is being written
+            continue
+        answers = group.get("answers")
+        for answer in answers if isinstance(answers, list) else ():
+            groups.setdefault(str(group.get("domain")), []).append(_said(group, table(answer)))
     found = []
     for texts in groups.values():
         ordered = sorted(texts, key=lambda one: -one.reward)
         found += ordered[:1] + (ordered[-1:] if len(ordered) > 1 else [])
     return found
+
+
+def _first_lines(path: Path) -> list[str]:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            return list(islice(lines, READ))
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror}): move it away to see the rest of the run"
+        ) from error
 
 
 def _said(group: dict[str, Any], answer: dict[str, Any]) -> Said:
