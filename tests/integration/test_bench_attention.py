@@ -4,12 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from redline.bench import attention
 from redline.bench.attention import LABELS, WORK, bench_attention, crossing
 from redline.machine.facts import read_facts
+from redline.measure.child import named
 
 
-def test_every_arm_is_measured_at_every_length(tmp_path: Path) -> None:
+def test_every_arm_is_measured_at_every_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, which has torch already."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(attention, "rows_of", lambda function, setting: list(named(function)(setting)))
     path = bench_attention(
         "quick", read_facts(), tmp_path, arms=("flash", "favor"), progress=lambda line: None
     )
