@@ -10,12 +10,14 @@ from precision import CLOSE_FP32, assert_close, in_double
 from torch import Tensor
 
 from redline.config.load import load_recipe
-from redline.config.recipe import ModelConfig
+from redline.config.recipe import ModelConfig, Recompute
 from redline.engine.local import LocalEngine
 from redline.engine.request import Request, Sampling
 from redline.errors import ConfigError
 from redline.model.attention import favor
 from redline.model.attention.packed import Packing
+from redline.model.attention.state import Room
+from redline.model.attention.variants import VARIANTS
 from redline.model.huggingface_out import to_huggingface
 from redline.model.transformer import build_model, redraw, weights_of
 from redline.model.weights import load_weights
@@ -219,14 +221,18 @@ def test_it_learns_a_text_by_heart() -> None:
     assert float(loss.detach()) < math.log(37) / 2
 
 
-def test_a_block_compiles_as_one_graph() -> None:
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_a_block_compiles_as_one_graph_with_any_variant(recompute: Recompute) -> None:
+    """No part of the seam may break the graph; the eager backend traces and does not generate code."""
     torch._dynamo.reset()
-    tokens, model = torch.arange(20).view(2, 10), build_model(CONFIG, device="cpu", seed=0)
-    expected = model(tokens, tokens)
-    for block in model.blocks:
-        block.recompute = "full"
-        block.compile(fullgraph=True, dynamic=False, backend="aot_eager")
-    assert torch.equal(model(tokens, tokens), expected)
+    tokens = torch.arange(20).view(2, 10)
+    for attention in VARIANTS:
+        model = build_model(replace(CONFIG, attention=attention), device="cpu", seed=0)  # type: ignore[arg-type]
+        expected = model(tokens, tokens)
+        for block in model.blocks:
+            block.recompute = recompute
+            block.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+        assert torch.equal(model(tokens, tokens), expected)
 
 
 class Numbers:
@@ -256,8 +262,6 @@ def test_the_engine_generates_what_the_model_predicts(config: ModelConfig, tempe
 
 
 def test_a_sequence_takes_the_same_memory_whatever_its_length() -> None:
-    from redline.model.attention.state import Room
-
     sizes = {
         favor.Features.sequence_bytes(
             CONFIG, Room(slots=1, prompts=1, max_prompt_tokens=n, max_new_tokens=n), torch.bfloat16
