@@ -10,9 +10,11 @@ import pytest
 
 from redline.cli.main import main
 from redline.config.load import build, load_recipe
+from redline.plan.arithmetic import attention_flops
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import Hardware
 from redline.plan.planner import make_plan
+from redline.plan.roofline import FAVOR_SHARE
 
 CPU = Hardware(
     title="a laptop, 8 cores", kind="cpu", memory_bytes=16 * 2**30, compute_capability=(), cores=8,
@@ -110,3 +112,32 @@ def test_the_command_says_when_launches_limit_the_speed_and_how_long_the_run_tak
     assert "launches" not in said[64]
     takes = [text.partition("the run takes ")[2].split()[:2] for text in said.values()]
     assert takes[0] != takes[1]
+
+
+def test_kernel_attention_takes_what_it_took(h200: Hardware) -> None:
+    """Up to 8,192 tokens; the blocks around it are the same."""
+    bench = recorded("attention")
+    work = bench["work"]
+    shape = (f"model.features={work['features']}", "model.attention=favor")
+    for row in bench["rows"]:
+        if (row["what"], row["arm"]) == ("training", "favor") and row["seq_len"] <= 8192:
+            model = load_recipe("gpt2-124m", shape).model
+            assert (model.num_heads, model.head_size) == (work["heads"], work["head_size"])
+            flops = attention_flops(model, row["seq_len"]) / model.num_layers * work["tokens"]
+            rate = h200.rate_tflops("bf16")
+            assert rate is not None
+            assert flops / (FAVOR_SHARE["cuda"] * rate * 1e12) == pytest.approx(row["seconds"], rel=0.1)
+
+
+def test_kernel_attention_is_predicted_to_win_where_it_won(h200: Hardware) -> None:
+    def faster(seq_len: int) -> bool:
+        pins = (f"data.seq_len={seq_len}", f"model.context_length={seq_len}")
+        speeds = [
+            attainable(h200, "gpt2-124m", 4, 4, *pins, f"model.attention={kind}")
+            for kind in ("favor", "softmax")
+        ]
+        return speeds[0] > speeds[1]
+
+    crossing = recorded("attention")["crossing_tokens"]["training against cudnn"]
+    assert not faster(int(crossing / 2))
+    assert faster(int(2 * crossing))

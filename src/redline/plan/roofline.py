@@ -16,6 +16,9 @@ from redline.plan.plan import Hardware, Plan
 ATTENTION_SHARE = {"cuda": (0.28, 0.32), "cpu": (1.0, 1.0)}
 """Rate of causal attention, forward and backward, against the best matrix product, for heads narrower than 128
 and the others (H200, cuDNN). Nobody measured it on a CPU: as fast as a product, at best."""
+FAVOR_SHARE = {"cuda": 0.115, "cpu": 1.0}
+"""The same of kernel attention, whose exponentials and sums take longer than its products (H200, 512 to 8,192 tokens;
+two thirds of it at 65,536, where few sequences leave most of the GPU idle in the scans: benchmarks/attention)."""
 COPY_SHARE = {"cuda": 0.6, "cpu": 1.0}
 """What element-wise kernels reach of the bandwidth: of the datasheet's on an H200, where a plain copy reaches
 0.89; on a CPU, whose caches serve much of it, all of a measured copy's."""
@@ -84,10 +87,12 @@ def roofline_tokens_per_s(
         )
         once_more += 2 * arithmetic.feedback_weights(model, dfa)
     products = ((6 * count.hidden + once_more) / rate + 6 * (count.matmul - count.hidden) / dense) / 1e12
-    pairs = arithmetic.attention_flops(model, T)
-    if model.attention == "softmax":
-        pairs //= 2  # half of the square: causal
-    attention = again * pairs / (ATTENTION_SHARE[hardware.kind][model.head_size >= 128] * dense * 1e12)
+    if model.attention == "favor":
+        pairs, share = arithmetic.attention_flops(model, T), FAVOR_SHARE[hardware.kind]
+    else:  # half of the square: causal
+        pairs = arithmetic.attention_flops(model, T) // 2
+        share = ATTENTION_SHARE[hardware.kind][model.head_size >= 128]
+    attention = again * pairs / (share * dense * 1e12)
     moved = again * _moved_bytes(model, values["precision"])
     update = 40 * count.total / recipe.tokens_per_step  # clip, AdamW: 10 passes of 4 bytes
     traffic = (moved + update) / (COPY_SHARE[hardware.kind] * bandwidth)
