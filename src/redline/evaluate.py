@@ -18,6 +18,7 @@ from redline.data.build import prepare
 from redline.data.loader import valid_batches
 from redline.data.shards import Manifest, TokenDataset
 from redline.data.stream import TokenStream
+from redline.data.tokenizer import Tokenizer
 from redline.engine.request import Completion, Engine, Request, Sampling
 from redline.errors import ConfigError, DataError
 from redline.model.transformer import Transformer
@@ -32,14 +33,20 @@ class HeldOut:
     """Nats per token."""
     tokens: int
     bytes_per_token: float
+    words: int = 0
+    """Runs of characters between white space in the text of those tokens; 0: not counted."""
 
     def metrics(self) -> dict[str, float]:
         """Under the record's names. Perplexity is capped at 1e300, because JSON has no infinity."""
         return {
             "valid_loss": self.loss,
-            "valid_perplexity": min(1e300, math.exp(min(self.loss, 690.0))),
+            "valid_perplexity": _capped(self.loss),
             "valid_bits_per_byte": self.loss / math.log(2) / self.bytes_per_token,
-        }
+        } | ({"valid_word_perplexity": _capped(self.loss * self.tokens / self.words)} if self.words else {})
+
+
+def _capped(nats: float) -> float:
+    return min(1e300, math.exp(min(nats, 690.0)))
 
 
 @torch.no_grad()
@@ -51,17 +58,21 @@ def held_out_loss(
     sequences: int,
     micro_batch: int,
     process: Process,
+    tokenizer: Tokenizer | None = None,
 ) -> HeldOut:
     """Mean loss over the first `sequences` windows of the data set, each read once, over all processes."""
-    total, count = torch.zeros((), dtype=torch.float64, device=process.device), 0
+    total, count, words = torch.zeros((), dtype=torch.float64, device=process.device), 0, 0
     sizes = {"seq_len": seq_len, "sequences": sequences, "micro_batch": micro_batch}
     batches = valid_batches(dataset, **sizes, rank=process.rank, world_size=process.world_size)
     with torch.compiler.set_stance("force_eager"), _in_pieces(model):
         for inputs_BT, targets_BT in batches:
             total += model(inputs_BT.to(process.device), targets_BT.to(process.device))
             count += int((targets_BT != IGNORED).sum())
-    tokens = process.sum(float(count))
-    return HeldOut(process.sum(total.item()) / tokens, int(tokens), dataset.bytes_per_token)
+            if tokenizer is not None:
+                rows = [[t for t in row if t != IGNORED] for row in targets_BT.tolist()]
+                words += sum(len(text.split()) for text in tokenizer.decode_batch(rows))
+    tokens, words = process.sum(float(count)), int(process.sum(float(words)))
+    return HeldOut(process.sum(total.item()) / tokens, int(tokens), dataset.bytes_per_token, words)
 
 
 @contextmanager
@@ -101,7 +112,8 @@ def evaluate_opened(
     dataset.need_window(seq_len)
     dataset.check_vocab(model.config.vocab_size)
     process = Process(0, 1, model.embed.weight.device)
-    return held_out_loss(model, dataset, seq_len=seq_len, sequences=sequences, micro_batch=8, process=process)
+    how = {"seq_len": seq_len, "sequences": sequences, "micro_batch": 8}
+    return held_out_loss(model, dataset, **how, process=process, tokenizer=opened.tokenizer)
 
 
 def _held_out(opened: Opened, source: str | None, text_field: str, *, tokens: int) -> TokenDataset:

@@ -104,7 +104,7 @@ def job_of(
         data_fingerprint=corpus.fingerprint,
         run=run,
         folder=opened.folder if opened else None,
-        validate=_validation(recipe, corpus.valid, process),
+        validate=_validation(recipe, corpus, process),
         initial_weights=_initial_weights(recipe.model),
         fork=opened.fork if opened else None,
         observers=opened.observers if opened else (),
@@ -166,9 +166,9 @@ def _stream(recipe: Recipe, run: Path, process: Process) -> Corpus:
 
 
 def _validation(
-    recipe: Recipe, valid: TokenDataset | None, process: Process
+    recipe: Recipe, corpus: Corpus, process: Process
 ) -> Callable[[Transformer, int], dict[str, float]] | None:
-    if valid is None:
+    if (valid := corpus.valid) is None:
         return None
 
     def validate(model: Transformer, micro_batch: int) -> dict[str, float]:
@@ -179,6 +179,7 @@ def _validation(
             sequences=recipe.train.eval_sequences,
             micro_batch=micro_batch,
             process=process,
+            tokenizer=corpus.tokenizer,
         )
         return found.metrics()
 

@@ -103,3 +103,26 @@ def test_bits_per_byte_and_perplexity_by_hand():
         "valid_bits_per_byte": pytest.approx(0.5),
     }
     assert HeldOut(loss=1e6, tokens=1, bytes_per_token=1.0).metrics()["valid_perplexity"] < math.inf
+
+
+def test_perplexity_per_word_is_the_same_for_any_tokenizer():
+    """12 nats of text in 3 words, whether they are 4 tokens or 6."""
+    few, many = (HeldOut(loss=12 / n, tokens=n, bytes_per_token=1.0, words=3).metrics() for n in (4, 6))
+    assert few["valid_word_perplexity"] == pytest.approx(math.exp(4))
+    assert many["valid_word_perplexity"] == pytest.approx(math.exp(4))
+    assert few["valid_perplexity"] == pytest.approx(math.exp(3))
+
+
+def test_words_are_counted_in_the_text_of_the_targets(model):
+    """Ids below 30 are the letters of words, the others white space."""
+
+    class Letters:
+        def decode_batch(self, rows):
+            return ["".join("a" if i < 30 else " " for i in row) for row in rows]
+
+    dataset = data(3 * 16 + 1)
+    found = held_out_loss(
+        model, dataset, seq_len=16, sequences=3, micro_batch=2, process=ALONE, tokenizer=Letters()
+    )
+    rows = dataset.read_windows(np.arange(3), 16)[:, 1:]
+    assert found.words == sum(len("".join("a" if i < 30 else " " for i in row).split()) for row in rows)

@@ -19,7 +19,7 @@ from redline.machine.specs import SPECS
 from redline.plan.bounds import Outside, bounded_slots
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import PLANNED, Hardware, Plan, Why, check_fit, load, save
-from redline.plan.planner import FULL_PASS_TOKENS, MEMORY_SHARE, make_plan
+from redline.plan.planner import FULL_PASS_TOKENS, MEMORY_SHARE, THIN_PASS_TOKENS, make_plan
 from redline.plan.profiles import PROFILES, find_profile
 
 CPU = Hardware(
@@ -427,3 +427,18 @@ def test_a_plan_fits_only_its_recipe_batch_and_number_of_processes(saved):
         check_fit(plan, GPT2, 1)
     with pytest.raises(ConfigError, match="a plan never changes the batch"):
         check_fit(replace(plan, micro_batch=plan.micro_batch // 2), GPT2, 2)
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "okadfa/fast"])
+def test_a_plan_that_prefers_memory_takes_less_and_says_so(name):
+    """And keeps passes that do not starve the device; what the user pins stays."""
+    recipe, hardware = load_recipe(name), hardware_as("a100-40g", 8)
+    fast = make_plan(recipe, hardware)
+    lean = make_plan(recipe, hardware, outside=Outside(environment={}, prefer="memory"))
+    assert lean.prediction.memory_bytes < fast.prediction.memory_bytes
+    assert lean.micro_batch * lean.accumulation == recipe.train.batch_size
+    assert lean.micro_batch * recipe.data.seq_len >= THIN_PASS_TOKENS
+    assert "--prefer memory" in lean.why["micro_batch"].reason
+    pinned = replace(recipe, plan=replace(recipe.plan, micro_batch=fast.micro_batch))
+    kept = make_plan(pinned, hardware, outside=Outside(environment={}, prefer="memory"))
+    assert kept.micro_batch == fast.micro_batch

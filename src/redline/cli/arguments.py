@@ -27,6 +27,7 @@ RECIPE                     a shipped recipe (see `redline recipes`) or a .toml f
 --set TABLE.KEY=VALUE...   override a value, e.g. train.steps=100; =none removes it
 """
 PLAN = "--plan FILE|auto   a plan saved by `redline plan --save`; auto: the plan `redline tune` found here, if any"
+PREFER = "--prefer {speed,memory}   what the planner goes for where it can choose (default speed)"
 MODEL = """
 MODEL                a run folder, a checkpoint, a Hugging Face folder, a .gguf file or demo
 --checkpoint WHICH   of a run: last, best or step-N (default last)

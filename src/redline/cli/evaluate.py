@@ -48,7 +48,9 @@ def run(options: argparse.Namespace) -> None:
         print_json(result)
         return
     print(f"{opened.source}: {found.tokens:,} tokens")
+    by_word = result.get("valid_word_perplexity")
     print(
-        f"loss {found.loss:.4f} nats/token   perplexity {result['valid_perplexity']:.3f}   "
+        f"loss {found.loss:.4f} nats/token   perplexity {result['valid_perplexity']:.3f} per token"
+        f"{f', {by_word:,.1f} per word' if by_word else ''}   "
         f"{result['valid_bits_per_byte']:.4f} bits/byte ({found.bytes_per_token:.2f} bytes/token)"
     )

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from redline.cli.arguments import JSON, RECIPE
+from redline.cli.arguments import JSON, PREFER, RECIPE
 from redline.cli.options import answer, recipe_of, status, typed_pins
 from redline.cli.tables import print_plan
 from redline.config.recipe import Recipe
@@ -37,6 +37,7 @@ ARGUMENTS = f"""
 --as GPU         plan for this GPU: {", ".join(SPECS)}, or its figures
 --nproc N        processes, one a GPU (default 1)
 --profile NAME   upper bounds of a named profile: a100-80g, a100-40g, v100-32g, conservative
+{PREFER}
 --save FILE      write the plan as JSON
 {JSON}
 """
@@ -55,7 +56,10 @@ def outside_of(options: argparse.Namespace) -> Outside:
     """What bounds the plan from outside the recipe: the environment, a profile, what the user typed."""
     profile = getattr(options, "profile", None)
     return Outside(
-        environment=os.environ, profile=find_profile(profile) if profile else None, typed=typed_pins(options)
+        environment=os.environ,
+        profile=find_profile(profile) if profile else None,
+        typed=typed_pins(options),
+        prefer=getattr(options, "prefer", None) or "speed",
     )
 
 

@@ -13,7 +13,7 @@ import os
 from functools import partial
 from pathlib import Path
 
-from redline.cli.arguments import JSON, PLAN, RECIPE
+from redline.cli.arguments import JSON, PLAN, PREFER, RECIPE
 from redline.cli.options import answer, byte_progress, check_least, recipe_of, status
 from redline.cli.plan import chosen, make
 from redline.cli.view import describe, observers_for, print_outcome
@@ -33,6 +33,7 @@ from redline.train.places import resolve
 RUN = f"""
 --run DIR          the run folder (default: runs/RECIPE)
 {PLAN}
+{PREFER}
 --fork RUN         start from the last checkpoint of this run (or from this checkpoint), under other values; needs --run
 --nproc N          processes on this machine, one a GPU (default 1)
 --export NAME...   also send metrics to tensorboard, wandb or mlflow
@@ -40,6 +41,7 @@ RUN = f"""
 """
 ARGUMENTS = f"""
 {RECIPE}
+--steps N   updates of the run, as --set train.steps=N: 100 for a smoke test, into which the warm-up is made to fit
 {RUN}
 {JSON}
 """
@@ -47,7 +49,8 @@ ARGUMENTS = f"""
 
 def run(options: argparse.Namespace) -> int:
     check_options(options)
-    recipe = recipe_of(options)
+    check_least("--steps", options.steps)
+    recipe = recipe_of(options, *([f"train.steps={options.steps}"] if options.steps else []))
     if recipe.workload in ("rft", "rl"):
         verb = f"redline {recipe.workload} run {options.recipe}"
         raise ConfigError(f"{options.recipe} is a recipe of workload {recipe.workload}: use `{verb}`")

@@ -96,7 +96,11 @@ def _loss(run: Run) -> str:
     last = tested[-1]
     if "valid_loss" not in last:
         return f"held-out accuracy {format_share(last['valid_accuracy'])}"
-    also = {"perplexity {:.2f}": "valid_perplexity", "{:.4f} bits/byte": "valid_bits_per_byte"}
+    also = {
+        "perplexity {:.2f} per token": "valid_perplexity",
+        "{:,.1f} per word": "valid_word_perplexity",
+        "{:.4f} bits/byte": "valid_bits_per_byte",
+    }
     rest = [
         form.format(value) for form, name in also.items() if (value := number(last.get(name))) is not None
     ]

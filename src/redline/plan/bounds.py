@@ -18,6 +18,8 @@ class Outside:
     environment: Mapping[str, str]
     profile: Profile | None = None
     typed: frozenset[str] = frozenset()
+    prefer: str = "speed"
+    """`memory`: of the ways to run a pass that is not too thin, the one that takes the least."""
 
 
 def bounded_slots(chosen: Decision, outside: Outside, *, pin: Decision | None = None) -> Decision:

@@ -256,6 +256,8 @@ class _Decider:
             self._refuse(ways[-1] if not pins["micro_batch"] else ways[0])
         wide = [way for way in fitting if way[0] * seq_len >= THIN_PASS_TOKENS or way[0] == share]
         best = wide[0] if wide else max(fitting, key=lambda way: way[0])
+        if self.outside.prefer == "memory":
+            best = min(wide or fitting, key=lambda way: self._memory(*way).total)
         self._explain(best, pins, share)
         return best
 
@@ -294,6 +296,12 @@ class _Decider:
 
     def _explain(self, best: tuple[int, str, int], pins: dict[str, Decision | None], share: int) -> None:
         micro, recompute, chunks = best
+        if self.outside.prefer == "memory":
+            least = f"{self._memory(*best).total / 2**30:.1f} GiB, the least of passes that do not starve the device"
+            least = f"--prefer memory: predicted peak {least}"
+            for name, value in zip(pins, best, strict=True):
+                self.record(name, pins[name] or (value, Why(reason=least, source="user")))
+            return
         self.record("micro_batch", pins["micro_batch"] or (micro, self._why_micro_batch(best, share)))
         kept = "activations fit, and recomputing them costs up to a third of the step"
         if self.recipe.feedback is not None:

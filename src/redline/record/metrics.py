@@ -80,7 +80,8 @@ valid_accuracy | 1 | share of held-out questions answered correctly, greedily; t
 valid_accuracy.D | 1 | the same of domain D
 valid_accuracy_low.D | 1 | lower end of its 95 % interval (Wilson)
 valid_accuracy_high.D | 1 | upper end of its 95 % interval
-valid_perplexity | 1 | exp(valid_loss)
+valid_perplexity | 1 | exp(valid_loss): perplexity per token, which depends on the tokenizer
+valid_word_perplexity | 1 | exp of the nats per word, words being what lies between white space: perplexity per word, whatever the tokenizer
 valid_bits_per_byte | bits/byte | valid_loss in bits over the bytes of text behind the tokens
 """
 """`mfu` and `ceiling_share` are null if no peak is known (a CPU has no datasheet peak)."""

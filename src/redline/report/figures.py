@@ -82,6 +82,7 @@ class Quality:
     last_loss: float | None
     valid_loss: float | None
     valid_perplexity: float | None
+    valid_word_perplexity: float | None
     valid_bits_per_byte: float | None
     valid_step: int | None
     best_loss: float | None
@@ -282,6 +283,7 @@ def quality(run: Run) -> Quality:
         last_loss=losses[-1] if losses else None,
         valid_loss=number(last.get("valid_loss")),
         valid_perplexity=number(last.get("valid_perplexity")),
+        valid_word_perplexity=number(last.get("valid_word_perplexity")),
         valid_bits_per_byte=number(last.get("valid_bits_per_byte")),
         valid_step=last.get("step"),
         best_loss=number(best.get("valid_loss")),

@@ -218,7 +218,8 @@ def _outcome_tiles(summary: Summary, tests: list[Test]) -> list[Tile]:
         tiles.append(Tile("training loss", "not a number", f"from update {q.nan_step:,} on{last}", "bad"))
     if q.valid_loss is not None:
         notes = [f"nats/token at update {q.valid_step:,}"]
-        notes += [f"perplexity {q.valid_perplexity:.2f}"] if q.valid_perplexity is not None else []
+        notes += [f"perplexity {q.valid_perplexity:.2f} per token"] if q.valid_perplexity is not None else []
+        notes += [f"{q.valid_word_perplexity:,.1f} per word"] if q.valid_word_perplexity is not None else []
         notes += [f"{q.valid_bits_per_byte:.3f} bits/byte"] if q.valid_bits_per_byte is not None else []
         notes += [f"best {q.best_loss:.4f} at update {q.best_step:,}"] if q.best_step != q.valid_step else []
         tiles.append(Tile("validation loss", f"{q.valid_loss:.4f}", ", ".join(notes), ""))
