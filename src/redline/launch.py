@@ -88,7 +88,7 @@ class _Member:
         self.reader.start()
 
     def blame(self) -> int:
-        """First whoever was killed from outside, then users' errors, then the consequences of losing a process."""
+        """First a process killed from outside, then users' errors, then the consequences of losing a process."""
         if self.process.returncode < 0:
             return 3 if self.stopped else 0
         return 1 if self.failure and self.failure[0].startswith(ERROR) else 2

@@ -54,7 +54,7 @@ PANEL_COLUMNS = 110
 LABEL, FRAME = 11, 4
 """Columns of a row's name, and of the panel's two edges."""
 Row = tuple[str, Text]
-"""A name, empty on the later rows of a part, and what stands beside it."""
+"""A name, empty on the later rows of a part, and its text."""
 
 
 def make_view(*, quiet: bool = False, stream: TextIO | None = None) -> Observer:

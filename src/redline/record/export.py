@@ -138,7 +138,7 @@ class Exporter:
             while (item := self._queue.get()) is not None:
                 self._sink.write(*item)
             self._sink.close()
-        except Exception as error:  # noqa: BLE001 - whatever a foreign library raises in here, the run must go on
+        except Exception as error:  # noqa: BLE001 - whatever a library raises here, the run must continue
             if not self._given_up:  # close() has said it already
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 self._say(f"export stopped ({reason}): the run continues")

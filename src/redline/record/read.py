@@ -271,7 +271,7 @@ def without_warm_up(lines: list[Line]) -> list[Line]:
 
 
 def measured(found: list[float]) -> Measured | None:
-    """Median and interval of values that stand in the order of time."""
+    """Median and interval of values in the order of time."""
     if not found:
         return None
     low = high = None

@@ -81,7 +81,7 @@ class Grid:
                 yield Padding(Text("; ".join(below), style="dim"), (0, 0, 0, GAP))
 
     def _fitting(self, widths: Sequence[int], room: int) -> int:
-        """How many columns stand in the line."""
+        """How many columns fit in the line."""
         gaps = GAP * (len(widths) - 1)
         words = [cell_len(word) for row in self.rows if len(row) > 1 for word in str(row[-1]).split()]
         least = min(widths[-1], max(LEAST_TEXT, *words)) if words else 0
