@@ -185,7 +185,7 @@ def test_the_same_seed_gives_the_same_run_and_another_another(place, unbroken, t
     assert Samples(tmp_path / "other").of(1) != Samples(unbroken).of(1)
 
 
-@pytest.mark.parametrize("drawn", [0, 3, 9, 14])
+@pytest.mark.parametrize("drawn", [3, 14])
 def test_a_run_that_was_killed_loses_and_repeats_no_answer(place, unbroken, tmp_path, monkeypatch, drawn):
     """Broken off after so many groups were drawn; the groups that are in the files are not drawn again."""
     generated: list[tuple[int, tuple[str, int]]] = []
