@@ -156,10 +156,16 @@ def _row(
 
 def _loss(recipe: Recipe, hardware: Hardware, run: Path) -> float | None:
     """The validation loss at the end of a run, which is made, resumed, or finished already."""
+    import torch
+
     from redline.pretrain import pretrain
     from redline.train.process import join
 
     plan = make_plan(recipe, hardware)
+    torch.compiler.reset()  # torch compiles a block for a few models, and refuses more
+    if hardware.kind == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     if not run.exists() or read_run(run).state.ending != "finished":
         try:
             with join(hardware.kind) as process:
