@@ -182,7 +182,7 @@ def test_attention_on_a_gpu_is_that_of_every_block(
     """On paper: what is in the trace of two blocks."""
     wanted, _, compiled = plan.partition(" ")
     case: Any = SimpleNamespace(
-        plan=SimpleNamespace(attention=wanted, compile=compiled, precision="bf16"), blocks=2, packed=False, mixing="softmax",
+        plan=SimpleNamespace(attention=wanted, compile=compiled, precision="bf16"), blocks=2, packed=False, mixing="softmax", rule=None,
         cuda=True,
         in_pass=Trace(operations=Counter(seen), kernels=Counter([kernels] if kernels else ())),
     )  # fmt: skip
@@ -351,7 +351,7 @@ def test_recomputation_on_a_gpu_is_not_called_failed_where_it_cannot_be_seen(
 ) -> None:
     """On paper: what is in the trace of two blocks."""
     case: Any = SimpleNamespace(
-        plan=SimpleNamespace(**plan), blocks=2, cuda=True, mixing="softmax",
+        plan=SimpleNamespace(**plan), blocks=2, cuda=True, mixing="softmax", rule=None,
         in_pass=Trace(operations=Counter(seen))
     )  # fmt: skip
     assert room._recompute(case).status == status
