@@ -154,7 +154,13 @@ def test_packed_attention_on_a_gpu(precision: str, seen: dict[str, int], status:
     """On paper: what is in the trace of two blocks."""
     plan = SimpleNamespace(attention="auto", compile="off", precision=precision)
     case: Any = SimpleNamespace(
-        cuda=True, plan=plan, blocks=2, packed=True, in_pass=Trace(operations=Counter(seen))
+        mixing="softmax",
+        rule=None,
+        cuda=True,
+        plan=plan,
+        blocks=2,
+        packed=True,
+        in_pass=Trace(operations=Counter(seen)),
     )
     assert room._attention(case).status == status
 
@@ -167,7 +173,7 @@ def test_recomputation_of_packed_attention_on_a_gpu(recompute: str, ran: int, st
     """On paper: the trace of two blocks whose kernel is called directly."""
     plan = SimpleNamespace(recompute=recompute, compile="off")
     seen = Trace(operations=Counter({"_ShortAttention": ran}))
-    case: Any = SimpleNamespace(plan=plan, blocks=2, cuda=True, in_pass=seen)
+    case: Any = SimpleNamespace(plan=plan, blocks=2, cuda=True, in_pass=seen, mixing="softmax", rule=None)
     assert room._recompute(case).status == status
 
 
