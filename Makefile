@@ -56,8 +56,8 @@ check: .venv/dev
 	$(BIN)/lint-imports
 
 test: check
-	$(PYTEST) -n 2 --dist loadfile
-	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) -n 2 --dist loadfile -m 'numerics and not slow'
+	$(PYTEST) -n 3 --dist loadfile
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) -n 3 --dist loadfile -m 'numerics and not slow'
 
 numerics: .venv/dev
 	for aten in default avx2 avx512; do for onednn in AVX2 AVX512_CORE; do \

@@ -17,6 +17,7 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import Any
 
 PACKAGE = "@sparticuz/chromium@153.0.0"
 SHA256 = "20e5656fcdcf4118ede85edfb9d6bb9cc1bbb7ffb8b75622fffbcf36a835c3c0"
@@ -84,14 +85,17 @@ def _download(work: Path) -> Path:
 def _unpack(archive: Path, work: Path) -> None:
     out = work / "out"
     out.mkdir()
+    safely: dict[str, Any] = (
+        {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+    )  # from Python 3.11.4 on
     with tarfile.open(archive) as package:
-        package.extractall(work, filter="data")
+        package.extractall(work, **safely)
     for name, to in (("chromium.br", out / "chromium"), ("al2023.tar.br", work / "libraries.tar")):
         subprocess.run(
             ["node", "-e", UNPACK, str(work / "package" / "bin" / name), str(to)], check=True, timeout=120
         )
     with tarfile.open(work / "libraries.tar") as libraries_:
-        libraries_.extractall(out, filter="data")
+        libraries_.extractall(out, **safely)
 
 
 if __name__ == "__main__":

@@ -91,9 +91,8 @@ def test_two_processes_train_what_one_trains(nano: Nano, recipe: Path, single: P
         ("train.rule=dfa", "dfa.depth=layer", "dfa.error=logits", "dfa.shared=true", "plan.precision=bf16"),
         ("train.rule=dfa", "dfa.top_blocks=1", "model.tie_embeddings=false"),
         pytest.param(("plan.compile=default",), marks=pytest.mark.slow),
-        pytest.param(("train.rule=dfa", "plan.compile=default"), marks=pytest.mark.slow),
     ],
-    ids=["bf16", "bf16-gpt2", "bf16-favor", "dfa", "dfa-layer", "dfa-top", "compiled", "dfa-compiled"],
+    ids=["bf16", "bf16-gpt2", "bf16-favor", "dfa", "dfa-layer", "dfa-top", "compiled"],
 )
 def test_two_processes_round_where_one_does(nano: Nano, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     """One process takes the batch in two passes, and each of two takes one of these: the same kernels on the
