@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 PIP := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --no-compile
 # --no-compile: Python compiles what it imports; compiling all of torch and transformers takes half of the set-up
 
-.PHONY: demo test check numerics timing fuzz gpu-test claims format clean
+.PHONY: demo test check slow numerics timing fuzz gpu-test claims format clean
 
 .venv/core: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -55,9 +55,13 @@ check: .venv/dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Numerics run once, under instructions that most CPUs do not default to; `make numerics` runs them under all.
 test: check
-	$(PYTEST) -n 3 --dist loadfile
+	$(PYTEST) -n 3 --dist loadfile -m 'not numerics and not slow and not timing'
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) -n 3 --dist loadfile -m 'numerics and not slow'
+
+slow: .venv/dev
+	$(PYTEST) -n 2 --dist loadfile -m slow
 
 numerics: .venv/dev
 	for aten in default avx2 avx512; do for onednn in AVX2 AVX512_CORE; do \
