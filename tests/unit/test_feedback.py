@@ -303,7 +303,8 @@ def test_the_activations_of_one_block_are_alive_at_a_time(depth):
 @pytest.mark.parametrize("how", ["backprop", "block", "layer"])
 def test_each_rule_learns(how):
     """The next token is a fixed permutation of this one, and every token is as frequent as another: a model that
-    learns nothing stays at the entropy of guessing, log 61. (By feedback the loss was seen to fall to 75 % of it.)"""
+    learns nothing stays at the entropy of guessing, log 61, on average. Guesses near it scatter by less than a nat, so
+    five standard errors of the mean of the last 20 updates are the most that chance takes off."""
     generator = torch.Generator().manual_seed(0)
     model, rule = build_model(LLAMA, device="cpu", seed=0), BackPropagation()
     if how != "backprop":
@@ -317,4 +318,4 @@ def test_each_rule_learns(how):
         tokens_BT = torch.randint(61, (8, 12), generator=generator)
         one = rule.learn(model, tokens_BT, successor[tokens_BT])
         losses.append(float(update(learner, [one], targets=96).numbers["loss"]))
-    assert sum(losses[-20:]) / 20 < 0.88 * math.log(61)
+    assert sum(losses[-20:]) / 20 < math.log(61) - 5 / math.sqrt(20 * 96)

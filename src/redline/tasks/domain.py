@@ -42,6 +42,7 @@ class Drawn(NamedTuple):
 
 
 Draw = Callable[[random.Random], Drawn]
+Score = Callable[[Question, str], Verdict]
 Row = Callable[[str, Mapping[str, Any]], Question | None]
 """(id, row of a file) -> question; None leaves the row out."""
 
@@ -51,15 +52,17 @@ def domain(
     *,
     about: str,
     draw: Draw,
-    score: Callable[[Question, str], Verdict],
+    score: Score,
     instruction: str,
     examples: tuple[tuple[str, str], ...],
     files: Mapping[str, tuple[str, ...]],
     row: Row,
+    open_files_score: Callable[[], Score] | None = None,
     **more: Any,
 ) -> Callable[[str | None], Task]:
     """The function that makes the task. `files`: patterns of file names by split; a file for training and another
-    split is divided between them by a hash of its questions. `more`: further fields of the Task."""
+    split is divided between them by a hash of its questions. `open_files_score` makes the score of questions from
+    files, where it is another one. `more`: further fields of the Task."""
 
     def make(data: str | None) -> Task:
         guru = guru_files(Path(data), name) if data is not None else {}
@@ -78,7 +81,7 @@ def domain(
             name=name,
             about=about,
             questions=questions,
-            score=score,
+            score=open_files_score() if data is not None and open_files_score else score,
             instruction="" if guru else instruction,  # its prompts say in which form to answer
             examples=examples if data is None else (),
             **{"end": END, **more},

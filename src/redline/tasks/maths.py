@@ -6,17 +6,17 @@ math-verify, an extra; files therefore need it, generated questions do not. Its 
 off: they use a signal that only reaches a main thread, and the scoring pool kills what takes too long.
 """
 
-import dataclasses
+import functools
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 from redline.errors import need
 from redline.tasks import answers
-from redline.tasks.domain import Drawn, domain, split_of
-from redline.tasks.task import Question, Task
+from redline.tasks.domain import Drawn, Score, domain, split_of
+from redline.tasks.task import Question
 from redline.tasks.units import whole_conversions
 
 FILES = {"train": ("train.jsonl",), "valid": ("validation.jsonl",), "test": ("test.jsonl", "math500.jsonl")}
@@ -62,6 +62,12 @@ def open_verifier() -> ModuleType:
     return need("math_verify", extra="rl")
 
 
+def verified(same: Callable[[str, str], float]) -> Score:
+    """A score by an equality that asks math-verify."""
+    open_verifier()
+    return answers.scored_by(same)
+
+
 def row(name: str, fields: Mapping[str, Any]) -> Question | None:
     match fields:
         case {"problem": str(text), "answer": str(answer)}:
@@ -72,7 +78,7 @@ def row(name: str, fields: Mapping[str, Any]) -> Question | None:
     return None
 
 
-_plain = domain(
+make = domain(
     "math",
     about="maths: short sums and products, or problems from files (MATH, GURU), compared by math-verify",
     draw=draw,
@@ -81,11 +87,5 @@ _plain = domain(
     examples=EXAMPLES,
     files=FILES,
     row=row,
+    open_files_score=functools.partial(verified, equal),
 )
-
-
-def make(data: str | None) -> Task:
-    if data is None:
-        return _plain(None)
-    open_verifier()
-    return dataclasses.replace(_plain(data), score=answers.scored_by(equal))

@@ -6,7 +6,7 @@ by math-verify. GURU's web questions are judged by a language model there; here 
 rule, so a right answer in other words earns nothing.
 """
 
-import dataclasses
+import functools
 import random
 import re
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ from typing import Any
 
 from redline.tasks import answers
 from redline.tasks.domain import SPLITS, Drawn, domain, split_of
-from redline.tasks.maths import equal, open_verifier
-from redline.tasks.task import Question, Task
+from redline.tasks.maths import equal, verified
+from redline.tasks.task import Question
 
 FILES = dict.fromkeys(SPLITS, ("mmlu_stem.jsonl",))
 EXAMPLES = (
@@ -66,7 +66,7 @@ def row(name: str, fields: Mapping[str, Any]) -> Question | None:
     return None
 
 
-_plain = domain(
+make = domain(
     "science",
     about="formulas of physics; or multiple choice (MMLU) and GURU files",
     draw=draw,
@@ -75,11 +75,5 @@ _plain = domain(
     examples=EXAMPLES,
     files=FILES,
     row=row,
+    open_files_score=functools.partial(verified, right_verified),
 )
-
-
-def make(data: str | None) -> Task:
-    if data is None:
-        return _plain(None)
-    open_verifier()
-    return dataclasses.replace(_plain(data), score=answers.scored_by(right_verified))
