@@ -36,12 +36,7 @@ def tensors(T: int, heads: int, kv_heads: int, C: int, M: int, dtype: torch.dtyp
 
 @pytest.mark.parametrize(
     ("T", "heads", "kv_heads", "C", "M"),
-    [
-        (200, 4, 2, 64, 256),
-        (64, 6, 6, 32, 96),
-        (300, 3, 1, 128, 128),
-        (1025, 2, 2, 16, 32),
-    ],
+    [(200, 4, 2, 64, 256), (64, 6, 6, 32, 96), (300, 3, 1, 128, 128), (1025, 2, 2, 16, 32)],
 )
 def test_kernels_equal_double_precision(T: int, heads: int, kv_heads: int, C: int, M: int) -> None:
     """In bf16, as the model uses them: in fp32 a compilation alone takes minutes."""
@@ -75,7 +70,9 @@ def test_a_single_token_reads_its_value_and_gives_query_and_key_no_gradient() ->
     assert_close(dv.float(), dy.unflatten(2, (2, 2)).float().sum(3), close=BF16)
     off = BF16 * scale * float((dy * values).float().abs().sum(-1).max())
     assert float(dq.abs().max()) <= off * float(w.abs().max())
-    assert float(dk.abs().max()) <= 2 * off * float(w.abs().max() + scale * k.detach().abs().max()), "two queries"
+    assert float(dk.abs().max()) <= 2 * off * float(w.abs().max() + scale * k.detach().abs().max()), (
+        "two queries"
+    )
 
 
 @pytest.mark.parametrize("rope", [True, False])
