@@ -21,10 +21,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from statistics import median
+from textwrap import wrap
 from typing import Any, TextIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -53,18 +55,17 @@ REFRESHES_PER_S = 4
 PANEL_COLUMNS = 110
 LABEL, FRAME = 11, 4
 """Columns of a row's name, and of the panel's two edges."""
-Row = tuple[str, Text]
-"""A name, empty on the later rows of a part, and its text."""
 
 
-def make_view(*, quiet: bool = False, stream: TextIO | None = None) -> Observer:
-    """A live panel if the stream (default: stdout) is a terminal, else plain lines; nothing if quiet."""
+def make_view(*, quiet: bool = False, own: bool = True, stream: TextIO | None = None) -> Observer:
+    """A live panel if the stream (default: stdout) is a terminal, else plain lines; nothing if quiet. `own`: of this
+    program's run, and not of one that it watches."""
     if quiet:
         return Observers()
     stream = stream or sys.stdout
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")  # a character the terminal lacks must not end the run
-    return LiveView(Output(file=stream)) if is_terminal(stream) else PlainView(stream)
+    return LiveView(Output(file=stream)) if is_terminal(stream) else PlainView(stream, own=own)
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -154,12 +155,12 @@ def success_rate(line: dict[str, Any]) -> float | None:
 
 class PlainView:
     """Prints a line at the start and end of a stage, at each tenth of it, and every PLAIN_EVERY_S; and one for
-    each event but the end, which the command itself reports."""
+    each event, but not for the end of the program's own run, which its command reports."""
 
-    shows_end = False
-
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        self._seen, self._stream, self._clock = Seen(), stream, clock
+    def __init__(
+        self, stream: TextIO, *, own: bool = True, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._seen, self._stream, self._own, self._clock = Seen(), stream, own, clock
         self._printed_at, self._printed_tenth, self._waiting = -math.inf, 0, False
 
     def metrics(self, line: dict[str, Any]) -> None:
@@ -178,7 +179,7 @@ class PlainView:
                 self._print(f"MFU: {self._seen.mfu_note}")
             return
         self._seen.begin(facts)
-        if kind != "end" or self.shows_end:
+        if kind != "end" or not self._own:
             self._print(told(kind, facts))
 
     def close(self) -> None:
@@ -206,13 +207,15 @@ def figures(seen: Seen) -> list[tuple[str, str, str, str]]:
     to_come = f"at most {line['samples_left']:,} to come" if line.get("samples_left") else ""
     typical = f"median {format_count(seen.median_of('tokens_per_s'))} · {format_duration(seen.median_of('step_s'))} a step"
     after = f"after {format_duration(line.get('elapsed_s'))}"
+    rewards = {name: value for name, value in line.items() if name.startswith("reward.")}
+    domains = [f"{name.removeprefix('reward.')} {_fixed(value, '.2f')}" for name, value in rewards.items()]
     rows = [
         ("samples", _fixed(drawn, ","), to_come, "{} samples"),
         ("correct", format_share(success_rate(line)), "of the samples", "{} correct"),
         (
             "reward",
             _fixed(line.get("reward"), ".3f"),
-            f"{format_share(line.get('accuracy'))} correct",
+            ", ".join([f"{format_share(line.get('accuracy'))} correct", *domains]),
             "reward {}",
         ),
         ("loss", _fixed(seen.loss, ".3f"), f"smoothed {_fixed(seen.smoothed_loss, '.3f')}", "loss {}"),
@@ -288,7 +291,8 @@ class LiveView:
         else:
             with self._lock:
                 self._seen.begin(facts)
-                self._events.append(f"{time.strftime('%H:%M:%S')}  {told(kind, facts)}")
+                at = time.localtime(facts.get("at"))  # the record's time, or now
+                self._events.append(f"{time.strftime('%H:%M:%S', at)}  {told(kind, facts)}")
 
     def close(self) -> None:
         live, self._live = self._live, None
@@ -303,37 +307,25 @@ class LiveView:
 
 
 def live_panel(seen: Seen, events: Sequence[str], columns: int) -> Panel:
-    """The panel; the terminal must have at least `columns` columns."""
-    rows = part("", *(() if seen.last else ("waiting for the first numbers",)))
+    """The panel, its rows cut to the width so that it keeps its height; the terminal must have `columns` columns."""
+    rows = [] if seen.last else _rows("", "waiting for the first numbers")
     losses = [line["loss"] for line in seen.recent if line.get("loss") is not None]
     for label, value, note, _ in figures(seen):
-        rows += part(label, Text.assemble((value, "bold"), "  ", (note, "dim")))
+        rows += _rows(label, Text.assemble((value, "bold"), "  ", (note, "dim")))
         if label == "loss":
-            rows += part("", Text(sparkline(losses[-(columns - FRAME - LABEL) :]), style="cyan"))
-    head: list[RenderableType] = [Text(seen.title, style="bold"), progress(seen)]
-    return panel(head, [*rows, *part("events", *events)], columns)
+            rows += _rows("", Text(sparkline(losses[-(columns - FRAME - LABEL) :]), style="cyan"))
+    wrapped = (wrap(event, columns - FRAME - LABEL, max_lines=2, placeholder=" …") for event in events)
+    rows += _rows("events", *chain.from_iterable(wrapped))
+    for row in rows:
+        row.truncate(columns - FRAME, overflow="ellipsis")
+    body = Group(Text(seen.title, style="bold"), progress(seen), *rows)
+    return Panel(body, border_style="cyan", title="redline", title_align="left", width=columns)
 
 
-def panel(
-    head: Sequence[RenderableType],
-    rows: Sequence[Row],
-    columns: int,
-    *,
-    title: str = "redline",
-    label: int = LABEL,
-) -> Panel:
-    """A frame around a head and rows, which are cut to the width so that the panel keeps its height."""
-    body = []
-    for name, text in rows:
-        body.append(Text.assemble((name.ljust(label), "dim"), text, no_wrap=True))
-        body[-1].truncate(columns - FRAME, overflow="ellipsis")
-    return Panel(Group(*head, *body), border_style="cyan", title=title, title_align="left", width=columns)
-
-
-def part(label: str, *lines: Text | str) -> list[Row]:
+def _rows(label: str, *lines: Text | str) -> list[Text]:
     """Rows under one name."""
-    texts = (line if isinstance(line, Text) else Text(line) for line in lines)
-    return [(label if place == 0 else "", text) for place, text in enumerate(texts)]
+    names = (label, *[""] * len(lines))
+    return [Text.assemble((name.ljust(LABEL), "dim"), line) for name, line in zip(names, lines, strict=False)]
 
 
 def progress(seen: Seen) -> Table:

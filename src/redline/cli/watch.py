@@ -1,5 +1,5 @@
-"""Watch a run from its folder: the report in short in this terminal, or as a page that keeps up. Needs no
-torch.
+"""Watch a run from its folder: the live view that its own terminal shows, with what `redline diagnose` finds, or the
+report's page as it grows. Needs no torch.
 
 redline watch runs/nano                  ends when the run does
 redline watch runs/nano --web            the page, on 127.0.0.1 only; Ctrl-C ends it
@@ -8,19 +8,19 @@ redline watch runs/nano --web            the page, on 127.0.0.1 only; Ctrl-C end
 import argparse
 import contextlib
 import math
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from redline.cli.live import is_terminal
+from redline.cli.live import make_view
 from redline.cli.options import status
-from redline.cli.watch_screen import PlainWatch, ScreenWatch
 from redline.errors import ConfigError
-from redline.record.read import rounds_of
+from redline.record.observe import Observer
+from redline.record.read import Line, number, rounds_of, table
 from redline.record.run import read_lines
+from redline.record.units import format_count
 from redline.report.serve import Watched, make_server
-from redline.report.view import accuracies
+from redline.report.view import RunView, accuracies
 
 PORT = 8765
 ARGUMENTS = f"""
@@ -39,7 +39,10 @@ def run(options: argparse.Namespace) -> None:
     elif options.port is not None:
         raise ConfigError(f"--port {options.port} is for the page: add --web")
     else:
-        _follow(options.run)
+        with contextlib.closing(make_view(own=False)) as view:
+            place: Path | None = latest_round(options.run)
+            while place is not None:
+                place = _follow(options.run, place, view)
 
 
 def _serve(folder: Path, port: int) -> None:
@@ -55,32 +58,29 @@ def latest_round(folder: Path) -> Path:
     return (rounds_of(folder) or [folder])[-1]
 
 
-def _follow(folder: Path) -> None:
-    """Show the run as it stands and then as it grows, until the record says that it has ended."""
-    view = ScreenWatch() if is_terminal(sys.stdout) else PlainWatch(sys.stdout)
-    with contextlib.closing(view):
-        place: Path | None = latest_round(folder)
-        while place is not None:
-            place = _follow_one(folder, place, view)
-
-
-def _follow_one(folder: Path, place: Path, view: ScreenWatch | PlainWatch) -> Path | None:
-    """Follow one run folder to its end, or until there is a later round, which is returned."""
+def _follow(folder: Path, place: Path, view: Observer) -> Path | None:
+    """Show one run folder as it stands and as it grows, to its end, or until there is a later round, which is
+    returned."""
     watched = Watched(place)
     found, generation = watched.now()
-    view.begin(watched.shown(found), _ended_rounds(folder, place))
-    shown = told = 0
+    view.event("stage", _stage(watched.shown(found)))
+    for round_ in [path for path in rounds_of(folder) if path != place]:
+        for line in _tests(read_lines(round_ / "evaluations.jsonl"))[-1:]:
+            view.event("test", line | {"name": f"of {round_.name} {line['name']}"})
+    seen, told, notes = 0, 0, _Notes(view)
     while True:
-        for record in in_order(found.metrics[shown:], found.events[told:]):
+        for record in in_order(found.metrics[seen:], found.events[told:]):
+            if record.get("event") == "stage" and record is not found.events[-1]:
+                continue  # long ago: its panel would be empty
             if "event" in record:
                 view.event(record["event"], record)
             else:  # JSON has no nan
                 view.metrics(record | ({"loss": math.nan} if record.get("loss", 0.0) is None else {}))
-        shown, told = len(found.metrics), len(found.events)
+        seen, told = len(found.metrics), len(found.events)
+        notes.tell(watched.shown(found))
         # A killed run may be resumed by its own command, so keep watching.
-        calm = found.state.over or found.state.ending == "running"
-        note = "" if calm else f"{found.state.ending}, {found.state.text} (Ctrl-C to stop watching)"
-        view.show(found, watched.shown(found), note)
+        if not found.state.over and found.state.ending != "running":
+            notes.once(f"{found.state.ending} (Ctrl-C to stop watching)")
         if (following := latest_round(folder)) != place:
             return following
         if found.state.over and (place == folder or found.silent_s > NEXT_ROUND_S):
@@ -88,22 +88,59 @@ def _follow_one(folder: Path, place: Path, view: ScreenWatch | PlainWatch) -> Pa
         time.sleep(LOOK_EVERY_S)
         found, now = watched.now()
         if now != generation:  # resumed from a checkpoint: later updates are computed again
-            generation, shown = now, 0
+            generation, seen = now, 0
 
 
-def _ended_rounds(folder: Path, place: Path) -> list[str]:
-    """`round-1: 63.0 % after RFT` for the rounds before this one."""
-    from redline.record.read import rounds_of
+class _Notes:
+    """What the record's lines and events do not say: samples and tests of an RFT run, findings; each once."""
 
-    tests = {path.name: accuracies(read_lines(path / "evaluations.jsonl")) for path in rounds_of(folder)}
+    def __init__(self, view: Observer) -> None:
+        self.view, self.told = view, set[str]()
+        self.samples, self.tests = 0, 0
+
+    def once(self, text: str) -> None:
+        if text not in self.told:
+            self.told.add(text)
+            self.view.event("note", {"text": text})
+
+    def tell(self, shown: RunView) -> None:
+        if (found := shown.samples) and found["samples"] != self.samples:
+            self.samples = found["samples"]
+            names = ("questions", "samples", "correct", "tokens_per_s")
+            self.view.metrics({name: found[name] for name in names} | {"questions_done": found["asked"]})
+        tests = _tests(shown.run.evaluations)
+        for test in tests[self.tests :]:
+            self.view.event("test", test)
+        self.tests = len(tests)
+        for finding in shown.findings or ():
+            gain = f" ({finding.gain})" if finding.gain else ""
+            self.once(f"finding: {finding.title}{gain}; fix: {finding.fix}")
+
+
+def _stage(shown: RunView) -> dict[str, Any]:
+    """The run as a stage, which a view needs before its first line."""
+    run, summary, hardware = shown.run, shown.summary, shown.run.hardware
+    size = f"{format_count(summary.parameters)} parameters" if summary.parameters else ""
+    name = f"{summary.recipe}, {summary.label}" if summary.label.startswith("round-") else summary.recipe
+    return {
+        "title": " · ".join(part for part in (name, size, summary.hardware, summary.precision) if part),
+        "total_steps": summary.planned_updates,
+        "max_hours": number(table(run.recipe.get("train")).get("max_hours")),
+        "mfu_note": summary.speed.mfu_note,
+        "device_bytes": number(hardware.get("memory_bytes")),
+        "on_gpu": hardware.get("kind") == "cuda",
+    }
+
+
+def _tests(evaluations: list[Line]) -> list[Line]:
+    """The accuracies of an RFT run as facts of the event `test`."""
     return [
-        f"{name}: {100 * found[-1].accuracy:.1f} % {found[-1].name}"
-        for name, found in tests.items()
-        if name != place.name and found
+        {"name": t.name, "accuracy_share": t.accuracy, "low_share": t.low, "high_share": t.high, "n": t.n}
+        for t in accuracies(evaluations)
     ]
 
 
-def in_order(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def in_order(lines: list[Line], events: list[Line]) -> list[Line]:
     """Lines and events as they happened: an event of a step behind that step's line, one without a step behind
     the event before it."""
     step, placed = 0, []
