@@ -35,7 +35,7 @@ LIMIT_S = 300.0
 IMPORTED_ONCE = (
     "torch._dynamo",
     "torch._inductor.config",
-    "redline.cli.view",
+    "redline.cli.train",
     "redline.evaluate",
     "redline.engine.local",
     "redline.pretrain",

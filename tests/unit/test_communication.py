@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from redline.cli.diagnose_view import print_answer
+from redline.cli.diagnose import print_answer
 from redline.config.load import load_recipe
 from redline.diagnose.finding import Finding
 from redline.diagnose.observed import Facts, Observed, Step

@@ -16,9 +16,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from rich.markup import escape
+
 from redline.cli.arguments import JSON, PREFER, RECIPE
 from redline.cli.options import answer, recipe_of, status, typed_pins
-from redline.cli.tables import print_plan
 from redline.config.recipe import Recipe
 from redline.errors import MachineError
 from redline.machine.facts import read_facts
@@ -26,10 +27,12 @@ from redline.machine.specs import SPECS
 from redline.machine.store import cached
 from redline.plan.bounds import Outside
 from redline.plan.hardware import hardware_as, hardware_here
-from redline.plan.plan import Plan, load_for, save, to_json
+from redline.plan.plan import PLANNED, Plan, load_for, save, to_json
 from redline.plan.planner import make_plan
 from redline.plan.profiles import find_profile
-from redline.record.units import format_rate
+from redline.plan.roofline import launch_bound
+from redline.record.units import format_bytes, format_count, format_duration, format_rate
+from redline.report.grid import Output, show
 from redline.tune.store import tuned_plan, tuning_folder
 
 ARGUMENTS = f"""
@@ -106,3 +109,45 @@ def _tuned(options: argparse.Namespace, recipe: Recipe, rules: Plan, say: Callab
         f" {format_rate(result.tokens_per_s, 'tokens')} in its trials ({folder / 'plan.json'})"
     )
     return tuned
+
+
+def print_plan(plan: Plan, recipe: Recipe) -> None:
+    console = Output()
+    p = plan.prediction
+    console.print(
+        f"[bold]{escape(plan.recipe)}[/bold] on {plan.hardware.title}, {plan.world_size} process(es);"
+        f" work {plan.work}"
+    )
+    console.print(f"hardware figures: {plan.hardware.source}")
+    names = [name for name in PLANNED if name != "slots" or plan.slots]
+    why = plan.why
+    rows = [(name, str(getattr(plan, name)), why[name].source, why[name].reason) for name in names]
+    show(("value", "", "source", "reason"), rows)
+    console.print(
+        f"\n[bold]predicted[/bold] (arithmetic, not measured): {format_count(p.parameters)} parameters, "
+        f"{p.flops_per_token / 1e6:,.1f} MFLOP/token (6N + attention)"
+    )
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in p.memory_parts_bytes.items() if size)
+    share = p.memory_bytes / plan.hardware.memory_bytes
+    console.print(
+        f"peak memory {format_bytes(p.memory_bytes)} ({share:.0%} of"
+        f" {format_bytes(plan.hardware.memory_bytes)}): {parts}"
+    )
+    if p.attainable_tokens_per_s and p.ceiling_tokens_per_s:
+        run_s = recipe.tokens_per_step * recipe.train.steps / p.attainable_tokens_per_s
+        console.print(
+            f"speed: attainable {format_rate(p.attainable_tokens_per_s, 'tokens')} by roofline, "
+            f"{format_rate(p.ceiling_tokens_per_s, 'tokens')} if only matrix products took time; "
+            f"at the attainable speed the run takes {format_duration(run_s)}"
+        )
+        if launch_bound(recipe, plan):
+            console.print(
+                f"passes of {plan.micro_batch * recipe.data.seq_len:,} tokens are so small that the host's"
+                " kernel launches limit the speed: use a larger plan.micro_batch"
+            )
+    else:
+        console.print(
+            "speed: no measured or datasheet rate is known for this hardware; run `redline machine`"
+            if recipe.workload == "pretrain"
+            else "speed: depends on the lengths of the examples, which are known when they are read"
+        )

@@ -12,12 +12,11 @@ is RUN/adapter (RUN/model where all weights learn).
 import argparse
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from redline.cli.arguments import DEVICE, JSON, PLAN, RECIPE
 from redline.cli.options import answer, check_least, recipe_of, status
-from redline.cli.plan import chosen
-from redline.cli.rl_tables import print_compared, print_doctor
-from redline.cli.tables import print_plan
+from redline.cli.plan import chosen, print_plan
 from redline.cli.train import RUN, check_options, train
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError
@@ -25,10 +24,16 @@ from redline.plan.plan import to_json
 from redline.plan.planner import MEMORY_SHARE
 from redline.plan.reinforcement import pcgrad_place
 from redline.record.read import read_runs
+from redline.record.units import DASH, format_bytes, format_duration, format_share, visible
+from redline.report.grid import show
 from redline.report.page import write_page
 from redline.report.reinforcement import compared
 from redline.report.view import view
 from redline.tasks.registry import load_task
+
+if TYPE_CHECKING:
+    from redline.report.reinforcement import Compared
+    from redline.rl.doctor import Report
 
 ARGUMENTS = {
     "run": f"""train a recipe of workload rl, or resume its run
@@ -104,3 +109,77 @@ def _check(recipe: Recipe) -> None:
         raise ConfigError(f"{recipe.name} is a recipe of workload {recipe.workload}: give one of workload rl")
     for task, name in zip(recipe.rl.domains, recipe.rl.names, strict=True):
         load_task(task, recipe.rl.data_of(name))
+
+
+LONGEST_TEXT = 300
+
+
+def print_doctor(report: "Report") -> None:
+    show(
+        ("domain", "answers", "correct", "reward", "groups alike", "no answer found", "cut off", "tokens", "scoring"),
+        [
+            (
+                d.name, f"{d.answers:,}", format_share(d.solved), f"{d.reward:.3f}", format_share(d.even),
+                format_share(d.unread), format_share(d.cut), f"{d.tokens:.0f}", format_duration(d.scoring_s),
+            )
+            for d in report.domains
+        ],
+        right=range(1, 9),
+    )  # fmt: skip
+    for domain in report.domains:
+        for text in domain.unread_texts:
+            print(f"\n{domain.name}, no answer found in: {visible(' '.join(text.split()))[:LONGEST_TEXT]}")
+    if (gap := report.gap) is not None:
+        rows = [(repr(token), f"{engine:.4f}", f"{trainer:.4f}") for token, engine, trainer in gap.beside]
+        print(
+            f"\nLog-probabilities of {gap.tokens:,} tokens, engine against trainer: {gap.mean:.2g} nats apart on average,"
+            f" {gap.most:.2g} at most"
+        )
+        show(("token", "engine", "trainer"), rows, right=(1, 2))
+    rows = [
+        ("memory", format_bytes(report.memory_bytes), "predicted: " + _parts(report)),
+        (
+            "generation", format_duration(report.generate_s),
+            f"a step, at the {report.generate_tokens_per_s:,.0f} tokens/s seen here",
+        ),
+        ("scoring", format_duration(report.scoring_s), "a step; hidden behind generation as far as it is shorter"),
+        ("update", format_duration(report.update_s), "a step, predicted" if report.update_s else "not predicted on a CPU"),
+        ("sandbox", report.sandbox.partition(";")[0], report.sandbox.partition("; ")[2]),
+    ]  # fmt: skip
+    print()
+    show(("", "", ""), rows)
+    print()
+    for line in report.advice or ["Nothing to change was found."]:
+        print(visible(line))
+
+
+def _parts(report: "Report") -> str:
+    sizes = sorted(report.memory_parts_bytes.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes if size)
+
+
+def print_compared(found: "Compared", labels: tuple[str, str]) -> None:
+    rows = [
+        (
+            one.domain,
+            str(one.base),
+            str(one.other),
+            f"{100 * one.low:+.1f} to {100 * one.high:+.1f}",
+            one.word,
+        )
+        for one in found.differences
+    ]
+    show(("accuracy", *labels, "difference, points", ""), rows)
+    for label, pairs in found.pairs.items():
+        shown = [
+            (f"{p.a} and {p.b}", f"{p.cosine:+.2f}", format_share(p.rate), format_share(p.tensors))
+            for p in pairs
+        ]
+        columns = (f"conflicts in {label}", "mean cosine", "updates", "tensors")
+        print()
+        show(columns, shown or [(DASH,) * 4], right=(1, 2, 3))
+    print()
+    show(("cost", *labels), found.costs)
+    print(f"\n{visible(found.verdict)}")
+    for caveat in found.caveats:
+        print(visible(caveat))
