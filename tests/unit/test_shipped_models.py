@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ from redline.config.load import from_toml, load_recipe
 from redline.config.recipe import ModelConfig
 from redline.model.huggingface_out import write_folder
 from redline.model.transformer import build_model
-from redline.tasks.units_corpus import documents
 from redline.train.places import shipped_models
 from redline.train.restore import open_on, open_weights
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+from demo_corpus import documents
 
 MOST_BYTES = 12_000_000
 

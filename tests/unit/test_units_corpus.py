@@ -1,21 +1,23 @@
 """The demo's corpus: nothing in it gives a held-out question away, the same seed gives the same text, and the
 styles have their shares."""
 
-import json
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
-from redline.cli.main import main
 from redline.data.read import documents as read_documents
-from redline.errors import ConfigError
 from redline.tasks import units
 from redline.tasks.task import Question, prompt_text
-from redline.tasks.units_corpus import GOOD_GUESSES, KINDS, OFTEN_TAGGED, SLIPS, STYLES, documents
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+import demo_corpus
+from demo_corpus import GOOD_GUESSES, KINDS, OFTEN_TAGGED, SLIPS, STYLES, documents
 
 PRODUCT = re.compile(r"(\d+) \* ([\d.]+) =")
 
@@ -148,18 +150,9 @@ def test_the_same_seed_gives_the_same_text_and_more_begin_alike(corpus):
     assert list(documents(500, seed=1)) != corpus[:500]
 
 
-def test_the_command_writes_what_a_recipe_reads(tmp_path, capsys):
-    out = tmp_path / "new" / "corpus.jsonl"
-    assert main(["data", "demo-corpus", str(out), "--documents", "200"]) == 0
-    assert list(read_documents(out, "text")) == list(documents(200, seed=0))
-    assert [path.name for path in out.parent.iterdir()] == ["corpus.jsonl"]
-    assert "200 documents" in capsys.readouterr().out
-    assert json.loads(out.read_text().splitlines()[0]).keys() == {"text"}
-
-
-def test_mistakes_are_one_line(tmp_path, capsys):
-    with pytest.raises(ConfigError, match="at least 1 document, got 0"):
-        next(documents(0, seed=0))
-    (tmp_path / "file").touch()
-    assert main(["data", "demo-corpus", str(tmp_path / "file" / "x.jsonl"), "--documents", "2"]) != 0
-    assert "cannot be written" in capsys.readouterr().err
+def test_the_program_writes_what_a_recipe_reads(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_corpus, "DOCUMENTS", 200)
+    monkeypatch.setattr("sys.argv", ["demo_corpus.py", str(tmp_path / "corpus.jsonl")])
+    demo_corpus.main()
+    assert list(read_documents(tmp_path / "corpus.jsonl", "text")) == list(documents(200, seed=0))
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]

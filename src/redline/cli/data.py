@@ -1,9 +1,8 @@
 """Build token shards from text, JSONL(.gz, .xz), Parquet or a folder of them; inspect a folder that was
-built; make the demo's corpus.
+built.
 
 redline data build corpus.jsonl.gz --out data/corpus --tokenizer gpt2/tokenizer.json
 redline data info data/corpus --verify
-redline data demo-corpus demo-corpus.jsonl
 """
 
 import argparse
@@ -30,30 +29,14 @@ SOURCE...                a file, a folder, or `tinyshakespeare`; several make on
 DIR        the data folder
 --verify   read every shard and compare its hash and the tokenizer's
 {JSON}""",
-    "demo-corpus": """write the text that the demo's base model learns from, for the recipe demo-base
-OUT             a .jsonl file
---documents N   how many (default 500000, some 70 MB)""",
 }
 
 
 def run(options: argparse.Namespace) -> None:
-    if options.verb == "demo-corpus":
-        _write_demo_corpus(options)
-    elif options.verb == "build":
+    if options.verb == "build":
         _print(options.out, _build(options), options.json)
     else:
         _print(options.dir, _inspect(options.dir, options.verify), options.json, verified=options.verify)
-
-
-def _write_demo_corpus(options: argparse.Namespace) -> None:
-    from redline.tasks.units_corpus import write_corpus
-
-    def progress(done: int, total: int) -> None:
-        if done % 100_000 == 0:
-            status(f"{done:,} of {total:,} documents")
-
-    write_corpus(options.out, options.documents, seed=0, progress=progress)
-    print(f"{options.out}: {options.documents:,} documents, {format_bytes(options.out.stat().st_size)}")
 
 
 def _build(options: argparse.Namespace) -> Manifest:

@@ -1,7 +1,7 @@
 """The corpus of the demo's base model: what one might read about unit conversion, made from the grammar of
 `tasks/units.py`.
 
-    for text in documents(500_000, seed=0): ...        # or `redline data demo-corpus OUT.jsonl`
+    python examples/demo_corpus.py demo-corpus.jsonl        # 500,000 documents, some 70 MB, in half a minute
 
 Three kinds of document: an exercise with somebody's answer, a few facts ("1 hour is 60 min."), a piece of a
 multiplication table. The answers are what makes it a base model's corpus: some reason and some guess, some
@@ -14,15 +14,14 @@ remains is knowledge: that 1 hour is 60 min is a fact here, even where "1 hour t
 """
 
 import json
-import os
 import random
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
 
-from redline.errors import ConfigError
-from redline.record.files import storage_errors, sync_path
+from redline.record.files import replacing
 from redline.tasks.units import (
     FAMILIES,
     INSTRUCTION,
@@ -34,6 +33,7 @@ from redline.tasks.units import (
     convert,
 )
 
+DOCUMENTS = 500_000
 KINDS = {"exercise": 0.6, "facts": 0.1, "table": 0.3}
 """Share of the documents of each kind."""
 STYLES = {
@@ -92,8 +92,6 @@ def held_out_products() -> frozenset[tuple[int, str]]:
 
 def documents(count: int, seed: int) -> Iterator[str]:
     """`count` documents, the same for the same seed; a larger count begins with a smaller one."""
-    if count < 1:
-        raise ConfigError(f"a corpus needs at least 1 document, got {count}")
     draw = random.Random(seed)
     train = [exercises(family, "train") for family in FAMILIES]
     held_out = held_out_products()
@@ -104,24 +102,6 @@ def documents(count: int, seed: int) -> Iterator[str]:
             yield " ".join(_fact(draw, draw.choice(draw.choice(train))) for _ in range(draw.randint(3, 6)))
         else:
             yield "\n".join(_product(draw, held_out) for _ in range(draw.randint(4, 8)))
-
-
-def write_corpus(
-    out: Path, count: int, seed: int, progress: Callable[[int, int], None] | None = None
-) -> None:
-    """Write the documents as JSONL; the file appears complete or not at all. `progress` gets the documents
-    written and their number."""
-    temporary = out.with_name(f".{out.name}.tmp")
-    with storage_errors("the corpus", out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "w", encoding="utf-8") as file:
-            for number, text in enumerate(documents(count, seed), start=1):
-                file.write(json.dumps({"text": text}) + "\n")
-                if progress is not None:
-                    progress(number, count)
-        sync_path(temporary)
-        os.replace(temporary, out)
-        sync_path(out.parent)
 
 
 def _kinds(draw: random.Random, count: int) -> Iterator[str]:
@@ -177,3 +157,14 @@ def _product(draw: random.Random, held_out: frozenset[tuple[int, str]]) -> str:
         factor = written(Decimal(mantissa).scaleb(draw.randint(-digits, 4 - digits)))
         if (number, factor) not in held_out:
             return f"{number} * {factor} = {written(number * Decimal(factor))}"
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/demo_corpus.py OUT.jsonl")
+    with replacing(Path(sys.argv[1])) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in documents(DOCUMENTS, seed=0))
+
+
+if __name__ == "__main__":
+    main()
