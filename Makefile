@@ -76,8 +76,10 @@ timing: .venv/dev
 fuzz: .venv/dev
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/pytest tests/fuzz --timeout 1800
 
+# Four processes share the GPU; the tests that fill its memory come after them, alone.
 gpu-test: .venv/dev
-	$(BIN)/pytest tests/gpu --durations=15
+	$(BIN)/pytest tests/gpu --ignore tests/gpu/test_tune_gpu.py -n 4 --dist loadfile --durations=15
+	$(BIN)/pytest tests/gpu/test_tune_gpu.py
 
 claims: .venv/dev
 	@mkdir -p runs
