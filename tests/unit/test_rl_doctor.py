@@ -15,8 +15,12 @@ from redline.cli.main import main
 from redline.config.rl import RlConfig
 from redline.diagnose.readers.own import read_run
 from redline.diagnose.rules import diagnose
+from redline.measure.training import TrainingSubject
+from redline.measure.trial import train_trial
+from redline.plan.plan import check_fit
 from redline.rl import doctor
 from redline.rl.doctor import DomainReport, Gap, Report, advice
+from redline.rl.rehearsal import random_rows
 from redline.tasks.sandbox import LAYERS
 from redline.tune.verify import verify
 
@@ -134,11 +138,23 @@ def test_verify_checks_generation_and_update(recipe: Path) -> None:
     assert checks["loss and gradients"] == "passed"
 
 
-@pytest.mark.parametrize("command", ["tune", "ablate", "optimizations"])
-def test_what_needs_trials_of_equal_work_says_why_it_does_not_take_the_recipe(
-    recipe: Path, capsys: Capture, command: str
-) -> None:
-    assert main([command, str(recipe)]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "workload rl: its steps depend on what the model writes" in said
+def test_a_saved_plan_and_the_update_as_a_trial(recipe: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Trials of one recipe compute the same loss on the same tokens, whatever the passes."""
+    losses = []
+    for micro_batch in (2, 1):
+        shaped, plan, _ = planned(recipe, [f"plan.micro_batch={micro_batch}"])
+        assert plan.micro_batch * plan.accumulation == shaped.rows_per_update
+        check_fit(plan, shaped, world_size=1)
+        subject = TrainingSubject(train_trial(shaped, plan).setting)
+        subject.step()
+        subject.drain()
+        assert subject.tokens_per_step == sum(row.example.length for row in random_rows(shaped))
+        losses += subject.losses
+        subject.close()
+    assert losses[0] == pytest.approx(losses[1], rel=CLOSE_FP32)
+    smaller = shaped.with_rows(3)
+    assert smaller.rows_per_update == len(random_rows(smaller)) == 3
+    assert main(["optimizations", str(recipe), "--as", "h200", "--json"]) == 0
+    rows = {row["name"]: row["why_not"] for row in json.loads(capsys.readouterr().out)}
+    assert rows["finetune-passes"] is rows["slots"] is None
+    assert "rows of other lengths" in rows["compile"]

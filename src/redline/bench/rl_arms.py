@@ -34,18 +34,12 @@ from redline.model.transformer import build_model
 from redline.plan.hardware import hardware_here
 from redline.plan.plan import Plan
 from redline.plan.planner import make_plan
-from redline.rl.algorithm import Row
+from redline.rl import rehearsal
 from redline.rl.domains import Asked, Domain, Domains
-from redline.rl.grpo import Grpo
-from redline.rl.objective import Policies, Updates
-from redline.rl.rollout import Rollout
 from redline.rl.run import job_of
-from redline.rl.speed import make_derived, work_of
 from redline.tasks.task import Question, Task, Verdict
 from redline.train.execution import equip
 from redline.train.loop import Trainer
-from redline.train.objective import Job
-from redline.train.packing import Example
 from redline.train.process import Process
 from redline.train.restore import Opened, open_weights
 
@@ -239,42 +233,13 @@ def _steps(trainer: Trainer, work: RlWork) -> tuple[dict[str, Any], list[float]]
         trainer.close()
 
 
-class _Same:
-    """The same rows in every step, as a source of batches."""
-
-    waited_s = 0.0
-
-    def __init__(self, recipe: Recipe, rows: list[Row]) -> None:
-        self.recipe, self.rows, self.done = recipe, rows, 0
-
-    def next(self) -> Rollout:
-        self.done += 1
-        return Rollout(self.done, self.rows, self.rows, work_of(self.recipe, self.rows))
-
-    def close(self) -> None:
-        pass
-
-
 def actor(setting: dict[str, str]) -> Iterator[BenchRow]:
     work, count = WORKS[setting["name"]], WORKS[setting["name"]].actor_rows
     recipe = _recipe(work.actor, work, count // work.group_size, work.actor_tokens)
-    plan, process, draw = _plan(recipe), Process(0, 1, _device()), np.random.default_rng(0)
-    rows = []
-    for place in range(count):
-        ids = draw.integers(0, work.actor.vocab_size, work.prompt_tokens + work.actor_tokens).tolist()
-        sampled = np.full(work.actor_tokens, -np.log(work.actor.vocab_size), np.float32)
-        columns = {"sampled": sampled, "advantage": np.full(work.actor_tokens, (-1.0) ** place, np.float32)}
-        example = Example(tuple(ids[: work.prompt_tokens]), tuple(ids[work.prompt_tokens :]))
-        rows.append(Row("coin", example, False, 1.0, columns))
+    plan, process = _plan(recipe), Process(0, 1, _device())
     model = build_model(work.actor, device=process.device, seed=0)
     equip(model, plan)
-    assert recipe.rl is not None
-    job = Job(
-        recipe=recipe, plan=plan, steps=recipe.train.steps, model=model, source=lambda _: _Same(recipe, rows),
-        objective=Policies(Grpo(recipe.rl), recipe, process, pass_size=plan.micro_batch),
-        executor=Updates,  # type: ignore[arg-type]  # as in rl.run
-        data_fingerprint="", derived=make_derived(recipe, plan),
-    )  # fmt: skip
+    job = rehearsal.job_of(recipe, plan, model, rehearsal.random_rows(recipe, shortest=1), process)
     line, seconds = _steps(Trainer(job, process), work)
     row = _row(work, count // work.group_size, line, seconds)
     yield row | {"rows": count, "mfu_share": line["actor_mfu"], "mfu_verl_share": line["perf/mfu/actor"]}

@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from redline.cli.arguments import JSON, RECIPE
-from redline.cli.options import check_positive, not_rl, print_json, recipe_of, status, tokenise
+from redline.cli.options import check_positive, print_json, recipe_of, status, tokenise
 from redline.config.load import shipped
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> None:
     only = [name.strip() for name in (options.only or "").split(",") if name.strip()]
     if options.only and not only:
         raise ConfigError(f"--only {options.only!r} names nothing")
-    recipe, facts = recipe_of(options, check=not_rl), read_facts()
+    recipe, facts = recipe_of(options), read_facts()
     name = options.recipe if options.recipe in shipped() else recipe.name
     folder = options.out or Path("runs") / "-".join(["ablate", name.replace("/", "-"), *only])
     parts = chosen(study(options.recipe, recipe.workload), only)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.cli.arguments import JSON
-from redline.cli.options import answer, not_rl, print_json, recipe_of
+from redline.cli.options import answer, print_json, recipe_of
 from redline.config.recipe import Recipe
 from redline.diagnose.answer import verdict
 from redline.diagnose.read import read
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
         return
     rows, where = [_row(entry) for entry in catalogue().values()], ""
     if name is not None:
-        facts, recipe = read_facts(), recipe_of(options, check=not_rl)
+        facts, recipe = read_facts(), recipe_of(options)
         hardware = hardware_as(options.as_, facts.cpu_cores) if options.as_ else hardware_here(facts, None)
         where = f"{name} on {hardware.title}"
         for row, entry in zip(rows, catalogue().values(), strict=True):

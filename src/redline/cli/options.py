@@ -36,16 +36,6 @@ def recipe_of(
     return with_shape(recipe)
 
 
-def not_rl(recipe: Recipe) -> None:
-    """Refuse a recipe whose steps cannot be measured in trials."""
-    if recipe.workload == "rl":
-        raise ConfigError(
-            f"{recipe.name} is a recipe of workload rl: its steps depend on what the model writes, so no two trials do"
-            " the same work. `redline rl doctor` predicts them; tune a finetune recipe of the same model and set what it"
-            " finds with --set plan.NAME=VALUE"
-        )
-
-
 def find_model(options: argparse.Namespace) -> Path:
     """The weights that the user names, found before torch is imported."""
     return find(Path(options.model), options.checkpoint)

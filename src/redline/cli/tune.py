@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from redline.cli.arguments import JSON, RECIPE
-from redline.cli.options import check_positive, not_rl, print_json, recipe_of, status, tokenise
+from redline.cli.options import check_positive, print_json, recipe_of, status, tokenise
 from redline.cli.plan import make
 from redline.machine.facts import read_facts, software_key
 from redline.machine.store import cached
@@ -36,7 +36,7 @@ ARGUMENTS = f"""
 
 def run(options: argparse.Namespace) -> None:
     check_positive("--minutes", options.minutes)
-    recipe, facts = recipe_of(options, check=not_rl), read_facts()
+    recipe, facts = recipe_of(options), read_facts()
     if options.out:  # what can be refused before anything is measured
         check_folder(options.out, recipe)
     tokenise(recipe)
@@ -64,7 +64,7 @@ def train_command(options: argparse.Namespace, workload: str = "pretrain") -> st
     it."""
     kept = [text for text in options.set if not (options.out and text.strip().startswith("plan."))]
     sets = [part for text in kept for part in ("--set", text)]
-    verb = ["rft", "run"] if workload == "rft" else ["train"]
+    verb = [workload, "run"] if workload in ("rft", "rl") else ["train"]
     plan = str(options.out / "plan.json") if options.out else "auto"
     return shlex.join(["redline", *verb, options.recipe, *sets, "--plan", plan])
 

@@ -11,7 +11,7 @@ Left out on purpose: anything that a plan derives, and anything that a run measu
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from redline.config.dfa import DfaConfig, Rule
 from redline.config.rl import REINFORCING, RlConfig
@@ -365,6 +365,13 @@ class Recipe:
     def rows_per_update(self) -> int:
         """The same of one update: a rollout may be cut into several."""
         return self.rows_per_step // (self.rl.updates_per_rollout if self.rl else 1)
+
+    def with_rows(self, rows: int) -> Self:
+        """The recipe with updates of another size, for a measurement."""
+        if self.rl is None:
+            return replace(self, train=replace(self.train, batch_size=rows))
+        rl = replace(self.rl, group_size=rows, updates_per_rollout=1)
+        return replace(self, rl=rl, train=replace(self.train, batch_size=1))
 
     @property
     def sampling(self) -> dict[str, Any]:

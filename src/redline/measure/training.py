@@ -2,8 +2,8 @@
 
     train_trial(recipe, plan)            # trial.py makes the trial; this class runs in its child
 
-Pre-training reads its corpus and fine-tuning its examples. RFT, whose samples do not exist yet, and recipes that
-start from RANDOM_WEIGHTS get random rows, because speed and the first losses depend on lengths and not on meaning.
+Pre-training reads its corpus and fine-tuning its examples. RFT and RL, whose samples do not exist yet, and recipes
+that start from RANDOM_WEIGHTS get random rows, because speed and the first losses depend on lengths and not on meaning.
 Running out of memory ends a trial; the loop would otherwise recover with smaller passes.
 """
 
@@ -27,7 +27,8 @@ from redline.model.transformer import Transformer, build_model
 from redline.plan.plan import Plan, from_json
 from redline.plan.predict import longest_row
 from redline.record.run import RunFolder
-from redline.train.execution import COMPUTE_DTYPE, check_device
+from redline.rl import rehearsal
+from redline.train.execution import COMPUTE_DTYPE, check_device, equip
 from redline.train.loop import Trainer
 from redline.train.objective import Job
 from redline.train.open_run import OpenRun
@@ -56,6 +57,8 @@ class TrainingSubject:
             endless = _endless(recipe)
             if recipe.workload == "pretrain":
                 job, self.tokens_per_step = _pretraining(endless, plan, process, run, opened)
+            elif recipe.workload == "rl":
+                job, self.tokens_per_step = _reinforcing(endless, plan, process, run, opened)
             else:
                 job, self.tokens_per_step = _finetuning(endless, plan, process, run, opened)
                 if setting.get("padded"):
@@ -101,6 +104,22 @@ def _pretraining(recipe: Recipe, plan: Plan, process: Process, run: Path, opened
     corpus = pretrain.open_corpus(recipe, run, process, None)
     job = pretrain.job_of(recipe, plan, corpus, process, run=run, opened=opened)
     return replace(job, initial_weights=None), recipe.tokens_per_step
+
+
+# ---- reinforcement learning ----
+
+
+def _reinforcing(recipe: Recipe, plan: Plan, process: Process, run: Path, opened: OpenRun) -> tuple[Job, int]:
+    """The update alone."""
+    model = open_weights(Path(recipe.model.init_from or "")).build(
+        process.device, COMPUTE_DTYPE[plan.precision]
+    )
+    finetune.prepare(model, recipe, process)
+    equip(model, plan)
+    rows = rehearsal.random_rows(recipe)
+    job = rehearsal.job_of(recipe, plan, model, rows, process)
+    watched = replace(job, run=run, folder=opened.folder, observers=opened.observers)
+    return watched, sum(row.example.length for row in rows)
 
 
 # ---- fine-tuning ----

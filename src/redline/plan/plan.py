@@ -164,7 +164,7 @@ def load_for(path: Path, recipe: Recipe, world_size: int, *, typed: Collection[s
             f"--set plan.{other[0]} has no effect beside --plan {path}: change that file, or leave out --plan"
         )
     if (micro_batch := recipe.plan.micro_batch) is not None and "micro_batch" in typed:
-        accumulation = recipe.train.batch_size // (micro_batch * world_size)
+        accumulation = recipe.rows_per_update // (micro_batch * world_size)
         why = {**plan.why, "micro_batch": Why(reason="--set plan.micro_batch", source="user")}
         plan = replace(plan, micro_batch=micro_batch, accumulation=accumulation, why=why)
     check_fit(plan, recipe, world_size)
@@ -184,8 +184,9 @@ def check_fit(plan: Plan, recipe: Recipe, world_size: int) -> None:
             " `redline plan`"
         )
     share = plan.micro_batch * plan.accumulation
-    if share * plan.world_size != recipe.train.batch_size:
+    if share * plan.world_size != recipe.rows_per_update:
+        rows = "train.batch_size" if recipe.rl is None else "the answers of an update"
         raise ConfigError(
             f"micro_batch {plan.micro_batch} x accumulation {plan.accumulation} x {plan.world_size} processes"
-            f" must be train.batch_size, {recipe.train.batch_size}: a plan never changes the batch"
+            f" must be {rows}, {recipe.rows_per_update}: a plan never changes the batch"
         )

@@ -80,6 +80,14 @@ def _sides(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
     return f"FP8 products need sides that are multiples of 16, got {', '.join(odd)}" if odd else None
 
 
+def _steady_shapes(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
+    return (
+        None
+        if recipe.rl is None
+        else "every rollout has rows of other lengths, so nothing made for one is used again"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanValue:
     effect: Effect
@@ -116,6 +124,7 @@ VALUES: dict[str, PlanValue] = {
     "compile": PlanValue(
         effect="rounding", choices=get_args(Compile), proof=("compilation", "no recompilation"),
         shapes_memory=True, lasting=True,
+        needs={mode: (_steady_shapes,) for mode in get_args(Compile) if mode != "off"},
     ),
     "recompute": PlanValue(
         effect="exact", choices=get_args(Recompute), proof=("recomputation",), shapes_memory=True
@@ -146,7 +155,8 @@ VALUES: dict[str, PlanValue] = {
     "tf32": PlanValue(effect="rounding", choices=_SWITCH, proof=(), lasting=True, needs={True: (_TF32,)}),
     "padded": PlanValue(effect="rounding", choices=_SWITCH, proof=("loss and gradients",)),
     "graph": PlanValue(
-        effect="exact", choices=_SWITCH, proof=("CUDA graph of the update",), needs={True: (needs_cuda,)}
+        effect="exact", choices=_SWITCH, proof=("CUDA graph of the update",),
+        needs={True: (_steady_shapes, needs_cuda)},
     ),
     # ---- generation ----
     "slots": PlanValue(effect="rounding", proof=()),

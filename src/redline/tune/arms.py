@@ -39,7 +39,7 @@ class Arms(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateArms:
-    """Pre-training and fine-tuning: a state is a plan, and whether rows are padded."""
+    """Pre-training, fine-tuning and the update of RL: a state is a plan, and whether rows are padded."""
 
     recipe: Recipe
     hardware: Hardware
@@ -50,7 +50,7 @@ class UpdateArms:
         recipe = change(self.recipe) if change else self.recipe
         pins = {**asdict(recipe.plan), **{name: value for name, value in state.items() if name in PINS}}
         if pins["micro_batch"] is not None:
-            pins["micro_batch"] = _divisor(recipe.train.batch_size, pins["micro_batch"])
+            pins["micro_batch"] = _divisor(recipe.rows_per_update, pins["micro_batch"])
         if pins["precision"] == "fp32" and state.get("tf32"):
             pins["precision"] = "tf32"
         for name in ("cross_entropy", "attention", "graph"):  # what is not possible is left to the planner
@@ -111,8 +111,15 @@ def arms_for(
 
 
 def samples_of(recipe: Recipe) -> Samples:
-    """What a study generates if it does not say: 32 of the recipe's questions, prompts as long as the longest
-    answers."""
+    """What a study generates if it does not say: a rollout of RL, or 32 of the recipe's questions with prompts as long
+    as the longest answers."""
+    if (rl := recipe.rl) is not None:
+        return Samples(
+            prompts=recipe.train.batch_size,
+            samples=rl.group_size,
+            prompt_tokens=rl.max_prompt_tokens,
+            new_tokens=rl.max_new_tokens,
+        )
     tokens = min(recipe.sample.max_new_tokens, max(1, recipe.model.context_length // 2))
     samples = recipe.sample.samples_per_question
     return Samples(prompts=32, samples=samples, prompt_tokens=tokens, new_tokens=tokens)

@@ -121,9 +121,8 @@ def with_micro_batch(
     recipe: Recipe, plan: Plan, micro_batch: int, passes: int | None = None
 ) -> tuple[Recipe, Plan]:
     """The recipe and the plan at another micro-batch; for a trial, `passes` cuts the update short."""
-    batch = micro_batch * passes if passes is not None else recipe.train.batch_size
-    accumulation = batch // (micro_batch * plan.world_size)
-    short = replace(recipe, train=replace(recipe.train, batch_size=batch))
+    short = recipe if passes is None else recipe.with_rows(micro_batch * passes)
+    accumulation = short.rows_per_update // (micro_batch * plan.world_size)
     return short, replace(plan, micro_batch=micro_batch, accumulation=accumulation)
 
 
@@ -131,7 +130,7 @@ def probe(
     recipe: Recipe, plan: Plan, micro_batch: int, measure: Callable[[Trial], Measurement]
 ) -> Measurement:
     """Two steps of two passes; two, because accumulating gradients takes memory too."""
-    passes = min(2, recipe.train.batch_size // plan.world_size // micro_batch)
+    passes = min(2, recipe.rows_per_update // plan.world_size // micro_batch)
     return measure(train_trial(*with_micro_batch(recipe, plan, micro_batch, passes), PROBE))
 
 
@@ -139,7 +138,7 @@ def pick_micro_batch(
     recipe: Recipe, plan: Plan, measure: Callable[[Trial], Measurement], *, capacity_bytes: int
 ) -> Pick | None:
     """Probe, fit, and pick the largest micro-batch that fits; None if not even the first could be probed."""
-    sizes = divisors(recipe.train.batch_size // plan.world_size)
+    sizes = divisors(recipe.rows_per_update // plan.world_size)
     probes: list[Probe] = []
     size: int | None = _first_probe(recipe, plan, sizes)
     while size is not None:

@@ -101,7 +101,7 @@ class _Search:
         """Measure the rules' plan; where it does not fit, smaller passes of it."""
         title = f"tuning {self.recipe.name} on {self.rules.hardware.title}"
         if self.short is not self.recipe:
-            title += f", updates cut to {self.short.train.batch_size} sequences"
+            title += f", updates cut to {self.short.rows_per_update} sequences"
         self.turns.say(f"{title}; the rules' plan is measured however long it takes")
         failures: list[str] = []
         while True:
@@ -314,7 +314,7 @@ class _Search:
 
     def _next_size(self, up: bool) -> int | None:
         """The next micro-batch in that direction worth a trial: a divisor not measured yet that should fit."""
-        now, batch = self.best.micro_batch, self.short.train.batch_size
+        now, batch = self.best.micro_batch, self.short.rows_per_update
         sizes = [size for size in divisors(batch) if size < batch or self.short is self.recipe]
         if up:
             size = next((size for size in sizes if size >= STEP * now), None)
@@ -342,7 +342,7 @@ class _Search:
         if "compile" not in candidate.change:
             return 0.0
         longer_s = (pair.after.first_step_s or 0.0) - (pair.before.first_step_s or 0.0)
-        tokens = pair.before.tokens_per_step * self.recipe.train.batch_size / self.short.train.batch_size
+        tokens = pair.before.tokens_per_step * self.recipe.rows_per_update / self.short.rows_per_update
         won_s = tokens / pair.before.tokens_per_s - tokens / pair.after.tokens_per_s
         return max(0.0, longer_s) / won_s if won_s > 0 else math.inf
 
@@ -363,25 +363,25 @@ class _Search:
     def _accumulation(self, plan: Plan) -> dict[str, Why]:
         passes = f"({plan.micro_batch} a pass x {plan.world_size} process(es))"
         rows = "sequences" if self.recipe.workload == "pretrain" else "examples"
-        reason = f"{self.recipe.train.batch_size} {rows} an update / {passes}"
+        reason = f"{self.recipe.rows_per_update} {rows} an update / {passes}"
         return {"accumulation": Why(reason=reason, source="rule")}
 
     def _trial(self, plan: Plan) -> Trial:
-        accumulation = self.short.train.batch_size // plan.micro_batch
+        accumulation = self.short.rows_per_update // plan.micro_batch
         return train_trial(self.short, replace(plan, accumulation=accumulation), self.timing)
 
 
 def shorten(recipe: Recipe, plan: Plan) -> Recipe:
     """The recipe with updates of a few passes if its own are predicted to take longer than LONG_STEP_S; else the
     recipe itself."""
-    rate, batch, micro = plan.prediction.attainable_tokens_per_s, recipe.train.batch_size, plan.micro_batch
+    rate, batch, micro = plan.prediction.attainable_tokens_per_s, recipe.rows_per_update, plan.micro_batch
     # packed examples have no predicted rate, and their updates are short
     if rate is None or recipe.tokens_per_step / rate < LONG_STEP_S:
         return recipe
     # Four passes of the rules' size: twice that size still runs in two passes, whose gradients accumulate as
     # the recipe's do.
     few = next(d for d in divisors(batch) if d >= min(4 * micro, batch) and d % micro == 0)
-    return recipe if few == batch else replace(recipe, train=replace(recipe.train, batch_size=few))
+    return recipe if few == batch else recipe.with_rows(few)
 
 
 def _times(gain: tuple[float, float, float], pair: Pair) -> tuple[float, float, float]:
