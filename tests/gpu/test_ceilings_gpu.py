@@ -6,8 +6,8 @@ import pytest
 
 from redline.machine.ceilings import BOOST_MARGIN
 from redline.machine.facts import read_facts
+from redline.machine.nvml import GpuTelemetry
 from redline.machine.specs import match_spec
-from redline.machine.telemetry import GpuTelemetry
 
 torch = pytest.importorskip("torch")
 pytestmark = [

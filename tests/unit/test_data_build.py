@@ -18,7 +18,7 @@ import pytest
 from redline.cli.main import main
 from redline.config.recipe import DataConfig
 from redline.data import build as build_module
-from redline.data import encode as encode_module
+from redline.data import read as encode_module
 from redline.data.build import build, prepare, tokenizer_for
 from redline.data.read import SHIPPED, documents, split_of
 from redline.data.shards import Manifest, TokenDataset

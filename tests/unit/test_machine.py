@@ -21,9 +21,9 @@ from redline.machine import ceilings as measuring
 from redline.machine import cpu
 from redline.machine import facts as facts_module
 from redline.machine.facts import machine_key, read_facts
+from redline.machine.nvml import GpuTelemetry, process_rss_bytes
 from redline.machine.specs import SPECS, find_spec, match_spec, spec_of
 from redline.machine.store import Ceilings, MatmulPoint, cache_path, cached, forget_if_beaten, save
-from redline.machine.telemetry import GpuTelemetry, process_rss_bytes
 
 MIB = 2**20
 
@@ -609,7 +609,7 @@ def test_a_run_that_beats_the_ceiling_has_it_measured_again(ceilings):
 
 def test_everything_but_measuring_runs_without_torch():
     code = (
-        "import sys, redline.machine.specs, redline.machine.store, redline.machine.telemetry as t,"
+        "import sys, redline.machine.specs, redline.machine.store, redline.machine.nvml as t,"
         " redline.machine.facts as f;facts = f.read_facts(); redline.machine.store.cached(facts);"
         " t.GpuTelemetry(0).read() if not facts.gpus else None;sys.exit('torch' in sys.modules)"
     )

@@ -23,8 +23,7 @@ from redline.machine.facts import read_facts
 from redline.measure import child as inside
 from redline.measure import process as room
 from redline.measure.process import Child, ChildFailed, Children
-from redline.measure.scratch import SCRATCH, Scratch
-from redline.measure.trial import Measurement, Timing, Trial, train_trial
+from redline.measure.trial import SCRATCH, Measurement, Timing, Trial, train_trial
 from redline.measure.turns import measure
 from redline.plan.hardware import hardware_as, hardware_here
 from redline.plan.planner import make_plan
@@ -191,7 +190,6 @@ def test_the_allocator_is_set_before_the_child_starts_and_a_users_own_wins(
 IDLE = "child = room.Child(); print(child._process.pid, flush=True); time.sleep(600)"
 BUSY = """room.Child().ask({"do": "start", "subject": "builtins:exec", "setting": sys.argv[2]}, 600)"""
 AT_WORK = "import os; open({path!r}, 'w').write(str(os.getpid()))\nwhile True: pass"
-WITHOUT_LINUX = "from redline.measure import lifeline; lifeline._signalled_when_parent_ends = lambda: False; lifeline.main()"
 
 
 def _wait_until_gone(pid: int) -> None:
@@ -222,11 +220,11 @@ def test_a_child_that_waits_ends_when_its_parent_is_killed() -> None:
     _wait_until_gone(pid)
 
 
-@pytest.mark.parametrize("command", ["-m redline.measure.lifeline", f"-c {WITHOUT_LINUX}"])
-def test_a_child_at_work_ends_when_its_parent_is_killed(tmp_path: Path, command: str) -> None:
-    """Where Linux says that the parent is gone, and where the child has to look."""
+def test_a_child_at_work_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    with subprocess.Popen(_parent(BUSY, command, AT_WORK.format(path=str(pid_file)))) as process:
+    with subprocess.Popen(
+        _parent(BUSY, "-m redline.measure.process", AT_WORK.format(path=str(pid_file)))
+    ) as process:
         pid = int(_wait_for(pid_file))
         process.kill()
     _wait_until_gone(pid)
@@ -240,7 +238,7 @@ def test_a_child_ends_with_its_parent_also_while_it_imports_torch(tmp_path: Path
     paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths)))
     with subprocess.Popen(
-        _parent(IDLE, "-m redline.measure.lifeline"), env=environment, stdout=subprocess.DEVNULL
+        _parent(IDLE, "-m redline.measure.process"), env=environment, stdout=subprocess.DEVNULL
     ) as process:
         pid = int(_wait_for(pid_file))
         process.kill()
@@ -255,7 +253,7 @@ def test_a_child_whose_parent_was_killed_before_it_could_look_does_not_begin(tmp
     }
     nobody = subprocess.Popen([sys.executable, "-c", ""])
     nobody.wait()
-    command = [sys.executable, "-m", "redline.measure.lifeline", str(nobody.pid)]
+    command = [sys.executable, "-m", "redline.measure.process", str(nobody.pid)]
     ended = subprocess.run(command, input=json.dumps(request), text=True, timeout=120, check=False)
     assert ended.returncode == 1
     assert not (tmp_path / "pid").exists()
@@ -276,27 +274,6 @@ def test_what_a_child_wrote_goes_with_it(tmp_path: Path, monkeypatch: pytest.Mon
                 child.block(limit_s=2)
             assert not list(tmp_path.glob("redline-trial-*"))
     assert not list(tmp_path.glob("redline-trial-*"))
-
-
-def test_the_next_trial_removes_what_a_killed_parent_left_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left, young, foreign = (
-        tmp_path / name for name in ("redline-trial-left", "redline-trial-young", "other")
-    )
-    for folder in (left, young, foreign):
-        (folder / "run").mkdir(parents=True)
-    (tmp_path / "redline-trial-link").symlink_to(foreign)
-    at_work = Scratch()
-    for folder in (left, foreign, at_work.path):
-        os.utime(folder, (0, 0))
-    Scratch().close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        ["redline-trial-young", "other", "redline-trial-link", at_work.path.name]
-    )
-    assert (foreign / "run").exists()
-    at_work.close()
 
 
 def test_a_training_writes_its_run_where_its_parent_cleans(

@@ -16,11 +16,10 @@ from redline.config.load import load_recipe, shipped
 from redline.config.recipe import PlanPins, Recipe
 from redline.errors import ConfigError, MachineError
 from redline.machine.specs import SPECS
-from redline.plan.bounds import Outside, bounded_slots
+from redline.plan.bounds import PROFILES, Outside, bounded_slots, find_profile
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import PLANNED, Hardware, Plan, Why, check_fit, load, save
 from redline.plan.planner import FULL_PASS_TOKENS, MEMORY_SHARE, THIN_PASS_TOKENS, make_plan
-from redline.plan.profiles import PROFILES, find_profile
 
 CPU = Hardware(
     title="a laptop, 8 cores", kind="cpu", memory_bytes=16 * 2**30, compute_capability=(), cores=8,

@@ -10,11 +10,10 @@ from redline.config.load import load_recipe
 from redline.config.recipe import PRESETS, Recipe
 from redline.errors import ConfigError
 from redline.machine.facts import read_facts
-from redline.plan.bounds import Outside, bounded_slots
+from redline.plan.bounds import Outside, bounded_slots, fewer_samples, find_profile
 from redline.plan.hardware import hardware_here
 from redline.plan.plan import Plan, Why
 from redline.plan.planner import make_plan
-from redline.plan.profiles import fewer_samples, find_profile
 
 MINIMAL = 'workload = "rft"\n[task]\nname = "units"\n[model]\ninit_from = "m"\n[lora]\n'
 

@@ -29,13 +29,13 @@ TORCH_FREE = (
     "tasks",
 )
 TORCH_FREE_MODULES = {
-    "machine": ("facts", "specs", "store", "telemetry", "nvml"),
+    "machine": ("facts", "specs", "store", "nvml"),
     "engine": ("request", "server", "calls"),
     "rft": ("store", "budget", "stats", "export"),
-    "measure": ("statistics", "trial", "turns", "scratch", "folder", "process"),
+    "measure": ("statistics", "trial", "turns", "folder", "process"),
     "tune": ("guard", "memory", "candidates", "search", "store", "ablate", "arms"),
     "train": ("places", "open_run"),
-    "data": ("read", "tokenizer", "shards", "build", "stream", "encode", "examples"),
+    "data": ("read", "tokenizer", "shards", "build", "stream", "examples"),
 }  # fmt: skip
 
 

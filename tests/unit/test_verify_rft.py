@@ -17,7 +17,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from redline.cli.main import main
 from redline.engine.local import LocalEngine
 from redline.engine.request import Completion
-from redline.model import lora, transformer
 from redline.model.attention import packed, softmax
 from redline.plan.values import VALUES
 from redline.train import execution
@@ -55,7 +54,6 @@ def test_an_honest_recipe_passes(
         == found["CUDA graphs of generation"].status
         == "not applicable"
     )
-    assert (found["adapters merged and un-merged"].status == "not applicable") == bool(overrides)
     assert f"{2 if environment else 8} examples one by one" in found["loss and gradients"].evidence
 
 
@@ -82,22 +80,6 @@ def test_a_precision_that_is_not_the_plans_is_found(recipe: Path, monkeypatch: p
 def test_explicit_attention_is_found(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "in_force", lambda plan: sdpa_kernel(SDPBackend.MATH))
     assert failed(checks(recipe)) == {"attention kernel"}
-
-
-def test_adapters_merged_without_their_scale_are_found(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora.LoraLinear, "delta", lambda layer: layer.lora_b.detach() @ layer.lora_a.detach())
-    assert failed(checks(recipe)) == {"adapters merged and un-merged"}
-
-
-def test_adapters_that_leave_a_trace_are_found(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def subtracting(model: transformer.Transformer) -> None:
-        for layer in lora.lora_layers(model).values():
-            layer.weight.data, layer.original = layer.weight.data - layer.delta(), None
-
-    monkeypatch.setattr(lora, "unmerge", subtracting)
-    found = checks(recipe)
-    assert failed(found) == {"adapters merged and un-merged"}
-    assert "un-merged to other bits" in found["adapters merged and un-merged"].evidence
 
 
 def test_log_probabilities_of_another_distribution_are_found(

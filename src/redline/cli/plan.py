@@ -25,11 +25,10 @@ from redline.errors import MachineError
 from redline.machine.facts import read_facts
 from redline.machine.specs import SPECS
 from redline.machine.store import cached
-from redline.plan.bounds import Outside
+from redline.plan.bounds import Outside, find_profile
 from redline.plan.hardware import hardware_as, hardware_here
 from redline.plan.plan import PLANNED, Plan, load_for, save, to_json
 from redline.plan.planner import make_plan
-from redline.plan.profiles import find_profile
 from redline.plan.roofline import launch_bound
 from redline.record.units import format_bytes, format_count, format_duration, format_rate
 from redline.report.grid import Output, show

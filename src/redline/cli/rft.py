@@ -22,7 +22,7 @@ from redline.cli.options import answer, check_least, print_json, recipe_of, stat
 from redline.cli.plan import chosen, outside_of
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError
-from redline.plan.profiles import fewer_samples
+from redline.plan.bounds import fewer_samples
 from redline.record.run import RunFolder
 from redline.record.units import format_count, format_duration, format_rate, format_share, visible
 from redline.report.grid import show

@@ -22,7 +22,7 @@ from redline.config.recipe import Recipe
 from redline.errors import ConfigError
 from redline.plan.plan import to_json
 from redline.plan.planner import MEMORY_SHARE
-from redline.plan.reinforcement import pcgrad_place
+from redline.plan.predict import pcgrad_place
 from redline.record.read import read_runs
 from redline.record.units import DASH, format_bytes, format_duration, format_share, visible
 from redline.report.grid import show

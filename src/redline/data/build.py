@@ -24,8 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from redline.config.recipe import DataConfig
-from redline.data.encode import Corpus, Document, encoded
-from redline.data.read import SPLITS, documents, find_sources, split_of
+from redline.data.read import SPLITS, Corpus, Document, documents, encoded, find_sources, split_of
 from redline.data.shards import (
     FORMAT,
     Inputs,

@@ -1,8 +1,9 @@
-"""Documents from disk: text, Markdown, JSONL (plain, .gz, .xz), Parquet, or a folder that mixes them.
+"""Documents from disk (text, Markdown, JSONL, plain, .gz or .xz, Parquet, or a folder that mixes them), and their tokens.
 
 `find_sources` turns source names into files in a fixed order; `documents` yields the texts of a file, `scan` all of
-its rows, including why a row has no text. Memory is bounded by the longest document, not by the file. `split_of`
-decides the split of a document. Left out: cleaning, filtering and deduplication.
+its rows, including why a row has no text. `split_of` decides the split of a document. `encoded` tokenises the documents
+of many files, in order, on several threads, from any position. Memory is bounded by the longest document and the
+batches in flight, not by the corpus. Left out: cleaning, filtering and deduplication.
 """
 
 import codecs
@@ -12,12 +13,16 @@ import json
 import lzma
 import os
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
+import numpy as np
+
+from redline.data.tokenizer import Tokenizer
 from redline.errors import DataError, need
 
 Split = Literal["train", "valid"]
@@ -29,6 +34,9 @@ SHIPPED = {"tinyshakespeare": Path(__file__).parent / "corpora" / "tinyshakespea
 # enough of them (68 in tinyshakespeare; pieces of 64 KiB would give 17) for a hash to hold some out.
 PIECE_BYTES = 16 * 1024
 LONGEST_PIECE_BYTES = 4 * PIECE_BYTES
+BATCH_BYTES = 256 * 1024
+"""Text that is encoded together; until it is reduced to ids, an encoding takes some 50 times the memory of its text."""
+NOTHING = np.empty(0, dtype=np.uint16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,3 +231,93 @@ _FORMATS: dict[str, Callable[[Path, str, int], Iterator[Row]]] = {
     ".jsonl.xz": _read_jsonl,
     ".parquet": _read_parquet,
 }
+
+
+# ---- tokens ----
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Files, and how documents are taken from them."""
+
+    paths: tuple[Path, ...]
+    text_field: str
+    valid_fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A document and its place. `_texts` makes it with no tokens yet; a row that holds no text never has any."""
+
+    row: Row
+    split: Split
+    bytes_of_text: int
+    file: int
+    number: int
+    """Its place in the file, counted from 0."""
+    tokens: np.ndarray
+    """With the end-of-text token."""
+
+    @property
+    def wrong(self) -> str:
+        """Why the row holds no text; empty if it does."""
+        return self.row.wrong
+
+    @property
+    def offset_bytes(self) -> int:
+        return self.row.offset_bytes
+
+
+def encoded(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    *,
+    splits: tuple[Split, ...],
+    file: int = 0,
+    document: int = 0,
+    workers: int = 1,
+) -> Generator[Document, None, None]:
+    """The documents of the given splits, and the rows without text, from a position on. Close the generator to stop
+    its threads."""
+    in_flight: deque[Future[list[Document]]] = deque()
+    with ThreadPoolExecutor(workers, thread_name_prefix="encode") as pool:
+        try:
+            for batch in _batches(_texts(corpus, splits, file, document)):
+                in_flight.append(pool.submit(_encode, batch, tokenizer))
+                if len(in_flight) > 2 * workers:
+                    yield from in_flight.popleft().result()
+            while in_flight:
+                yield from in_flight.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _texts(
+    corpus: Corpus, splits: tuple[Split, ...], first_file: int, first_document: int
+) -> Iterator[Document]:
+    for file in range(first_file, len(corpus.paths)):
+        skip = first_document if file == first_file else 0
+        for number, row in enumerate(scan(corpus.paths[file], corpus.text_field, skip), start=skip):
+            utf8 = row.text.encode()
+            split = split_of(utf8, corpus.valid_fraction)
+            if split in splits or row.wrong:
+                yield Document(row, split, len(utf8), file, number, NOTHING)
+
+
+def _batches(texts: Iterator[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    size_bytes = 0
+    for text in texts:
+        batch.append(text)
+        size_bytes += text.bytes_of_text
+        if size_bytes >= BATCH_BYTES:
+            yield batch
+            batch, size_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _encode(batch: list[Document], tokenizer: Tokenizer) -> list[Document]:
+    tokens = tokenizer.encode_documents([each.row.text for each in batch])
+    pairs = zip(batch, tokens, strict=True)
+    return [each if each.wrong else replace(each, tokens=ids) for each, ids in pairs]

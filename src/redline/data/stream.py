@@ -17,8 +17,7 @@ from functools import partial
 import numpy as np
 
 from redline.config.recipe import DataConfig
-from redline.data.encode import Corpus, Document, encoded
-from redline.data.read import Split, find_sources
+from redline.data.read import Corpus, Document, Split, encoded, find_sources
 from redline.data.shards import Job, Position, TokenDataset
 from redline.data.tokenizer import Tokenizer
 from redline.errors import DataError

@@ -4,13 +4,14 @@
         child.start(trial, limit_s=60); child.block(limit_s=60); child.memory(limit_s=60)
         for row in child.rows("redline.bench.generate_arms:ours", {"name": "full"}, limit_s=1800): ...
 
-The child (`python -m redline.measure.lifeline`) reads requests as lines of JSON and does nothing between two of them,
-so several can be alive and take turns. It ends when its standard input does, or when its parent is killed. A child
-that does not answer is killed with its process group, and what it wrote is removed. Left out: trials on several
-processes or machines.
+The child (`python -m redline.measure.process`, then child.py) reads requests as lines of JSON and does nothing between
+two of them, so several can be alive and take turns. It ends when its standard input does and, on Linux, when its parent
+is killed. A child that does not answer is killed with its process group, and what it wrote is removed. Left out: trials
+on several processes or machines.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -23,11 +24,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 from redline.config.load import build
-from redline.measure.scratch import SCRATCH, Scratch
-from redline.measure.trial import PeakMemory, Trial, TrialOutcome
+from redline.measure.trial import SCRATCH, PeakMemory, Trial, TrialOutcome
 from redline.plan.plan import Hardware
 
-COMMAND = (sys.executable, "-m", "redline.measure.lifeline")
+COMMAND = (sys.executable, "-m", "redline.measure.process")
 """Followed by the parent's process id."""
 LEAVE_S = 5.0
 """How long a child may take to tidy up when told to end."""
@@ -48,15 +48,14 @@ class ChildFailed(Exception):
 
 
 class Child:
-    """A child process. It ends with the `with` block, whatever it is doing, or (on Linux) with the thread that
-    started it (lifeline.end_with)."""
+    """A child process. It ends with the `with` block, whatever it is doing."""
 
     def __init__(self, allocator: str = "") -> None:
         environment = dict(os.environ)
         if allocator and not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(environment):
             environment["PYTORCH_CUDA_ALLOC_CONF"] = allocator
-        self._scratch = Scratch()
-        environment[SCRATCH] = str(self._scratch.path)
+        self._scratch = tempfile.TemporaryDirectory(prefix="redline-trial-", ignore_cleanup_errors=True)
+        environment[SCRATCH] = self._scratch.name
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
         self._process = subprocess.Popen(
             [*COMMAND, str(os.getpid())],
@@ -122,7 +121,7 @@ class Child:
         assert self._process.stdout is not None
         self._process.stdout.close()
         self._errors.close()
-        self._scratch.close()
+        self._scratch.cleanup()
 
     def _reply(self, limit_s: float) -> dict[str, Any]:
         line = self._read_line(limit_s)
@@ -189,3 +188,19 @@ class Children:
     def close(self) -> None:
         while self._ready:
             self._ready.popitem()[1].close()
+
+
+def main() -> None:
+    """What runs in the child: arrange to end with the parent, and only then import torch, which takes seconds."""
+    if sys.platform == "linux":
+        death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(death_signal, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != int(sys.argv[1]):  # it has ended already
+            os._exit(1)
+    from redline.measure.child import serve
+
+    serve()
+
+
+if __name__ == "__main__":
+    main()

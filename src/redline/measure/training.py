@@ -21,8 +21,7 @@ import torch
 from redline import finetune, pretrain
 from redline.config.load import from_toml
 from redline.config.recipe import Recipe
-from redline.measure.scratch import SCRATCH
-from redline.measure.trial import ANSWER_SHARE, PROMPT_SHARE, RANDOM_ROWS, RANDOM_WEIGHTS
+from redline.measure.trial import ANSWER_SHARE, PROMPT_SHARE, RANDOM_ROWS, RANDOM_WEIGHTS, SCRATCH
 from redline.model.transformer import Transformer, build_model
 from redline.plan.plan import Plan, from_json
 from redline.plan.predict import longest_row

@@ -23,6 +23,9 @@ TrialOutcome = Literal["ok", "out_of_memory", "crashed", "timed_out"]
 TRAINING = "redline.measure.training:TrainingSubject"
 RANDOM_WEIGHTS = "random-weights"
 """As `model.init_from` of a fine-tuning recipe: a model of the recipe's shape, and random rows."""
+SCRATCH = "REDLINE_TRIAL_FOLDER"
+"""The environment variable that tells a child where to write what nobody keeps; its parent removes it. TMPDIR would not
+do: compilers keep their results there for the next process."""
 RANDOM_ROWS = 1000
 PROMPT_SHARE, ANSWER_SHARE = (0.14, 0.28), (0.08, 0.20)
 """Tokens of a random prompt and its answer as shares of the longest row: 18-36 and 10-26 of 128, as in the

@@ -29,7 +29,7 @@ from redline.diagnose.finding import Finding
 from redline.diagnose.readers.own import read_run
 from redline.diagnose.rules import diagnose
 from redline.errors import ConfigError, nearest
-from redline.machine.telemetry import GpuTelemetry, process_rss_bytes
+from redline.machine.nvml import GpuTelemetry, process_rss_bytes
 from redline.observe.batch import Number
 from redline.observe.clock import Clock
 from redline.observe.facts import Described, Told

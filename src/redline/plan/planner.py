@@ -13,10 +13,10 @@ from typing import Any
 
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError, MachineError
-from redline.plan import arithmetic, reinforcement
+from redline.plan import arithmetic
 from redline.plan.bounds import Decision, Outside, bounded_slots, positive
 from redline.plan.plan import Hardware, Plan, Prediction, Why
-from redline.plan.predict import longest_row, predicted_memory
+from redline.plan.predict import RL_GENERATION_SHARE, longest_row, predicted_memory
 from redline.plan.roofline import attainable_tokens_per_s
 from redline.plan.values import NEEDED_CAPABILITY, why_not
 
@@ -384,7 +384,7 @@ class _Decider:
         room_bytes = GENERATION_SHARE * self.hardware.memory_bytes - weights
         if self.recipe.rl is not None:
             most = min(most, -(-self.recipe.rows_per_step // self.world_size))
-            room_bytes = reinforcement.GENERATION_SHARE * self.hardware.memory_bytes
+            room_bytes = RL_GENERATION_SHARE * self.hardware.memory_bytes
         each = arithmetic.slot_bytes(
             model, tokens=longest_row(self.recipe), precision=self.chosen["precision"]
         )

@@ -1,16 +1,20 @@
-"""What the arithmetic says of a recipe under the values of a plan: its longest row and its memory."""
+"""What the arithmetic says of a recipe under the values of a plan: its longest row, its memory, and where PCGrad keeps
+its gradients."""
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 from redline.config.recipe import Recipe
-from redline.plan import arithmetic, reinforcement
-from redline.plan.plan import Hardware
+from redline.plan.arithmetic import BYTES, Memory, adapter_parameters, fuses, memory, parameters, slot_bytes
+from redline.plan.plan import Hardware, Plan
+
+RL_GENERATION_SHARE = 0.4
+"""Of the device's memory that an engine may take which stays open beside the training (RL)."""
 
 
 def longest_row(recipe: Recipe) -> int:
-    """Tokens of a sequence. Of an example the most that the recipe says; RFT knows only the length of the
-    answers, and takes the prompts to be as long."""
+    """Tokens of the longest sequence. RFT knows only the length of answers, and takes prompts to be as long."""
     if recipe.rl is not None:
         return min(recipe.rl.max_prompt_tokens + recipe.rl.max_new_tokens, recipe.model.context_length)
     if recipe.workload == "rft":
@@ -20,10 +24,10 @@ def longest_row(recipe: Recipe) -> int:
 
 def predicted_memory(
     recipe: Recipe, hardware: Hardware, world_size: int, values: Mapping[str, Any]
-) -> arithmetic.Memory:
-    """What a plan of these values should take on one device."""
+) -> Memory:
+    """What a plan of these values should take on one device; in RL with the engine and the models beside it."""
     cuda, precision = hardware.kind == "cuda", values["precision"]
-    found = arithmetic.memory(
+    training = memory(
         recipe.model,
         recipe.train,
         lora=recipe.lora,
@@ -35,7 +39,37 @@ def predicted_memory(
         recompute=values["recompute"],
         loss_chunks=values["loss_chunks"],
         world_size=world_size,
-        fused=arithmetic.fuses(compiled=values["compile"] != "off", cuda=cuda, precision=precision),
+        fused=fuses(compiled=values["compile"] != "off", cuda=cuda, precision=precision),
         fused_loss=values["cross_entropy"] == "fused",
     )
-    return reinforcement.beside(found, recipe, values, world_size, tokens=longest_row(recipe))
+    if recipe.rl is None:
+        return training
+    generation = generation_bytes(recipe, values["slots"], precision, world_size, longest_row(recipe))
+    return replace(training, generation=generation, companions=companions_bytes(recipe, world_size))
+
+
+def generation_bytes(recipe: Recipe, slots: int, precision: str, world_size: int, tokens: int) -> int:
+    """The engine's slots, and a copy of the weights if the trainer's have another dtype or are sharded."""
+    copied = world_size > 1 or (BYTES[precision] < 4 and recipe.lora is None)
+    weights = BYTES[precision] * parameters(recipe.model).total if copied else 0
+    return slots * slot_bytes(recipe.model, tokens=tokens, precision=precision) + weights
+
+
+def companions_bytes(recipe: Recipe, world_size: int) -> int:
+    """A frozen reference (with adapters it is the model without them), and a critic as large as the model with gradients
+    and AdamW's state, whose activations come when the actor's are gone."""
+    assert recipe.rl is not None
+    reference = 4 if recipe.rl.kl > 0 and recipe.lora is None else 0
+    critic = 16 if recipe.rl.algorithm == "ppo" else 0
+    return parameters(recipe.model).total * (reference + critic) // world_size
+
+
+def pcgrad_place(recipe: Recipe, plan: Plan, usable_share: float) -> tuple[Literal["device", "host"], str]:
+    """Where PCGrad keeps the gradients of all domains but one, and why."""
+    assert recipe.rl is not None
+    lora, model = recipe.lora, recipe.model
+    learning = parameters(model).total if lora is None else adapter_parameters(model, lora)
+    kept = 4 * learning * (len(recipe.rl.domains) - 1) // plan.world_size
+    free = int(usable_share * plan.hardware.memory_bytes) - plan.prediction.memory_bytes
+    sizes = f"{kept / 2**30:.2f} GiB of gradients, {free / 2**30:.1f} GiB free by prediction"
+    return ("device", f"they fit: {sizes}") if kept <= free else ("host", f"they do not fit: {sizes}")

@@ -161,7 +161,7 @@ VALUES: dict[str, PlanValue] = {
     # ---- generation ----
     "slots": PlanValue(effect="rounding", proof=()),
     "cached": PlanValue(effect="rounding", choices=_SWITCH, proof=("log-probabilities of the engine",)),
-    "merged": PlanValue(effect="rounding", choices=_SWITCH, proof=("adapters merged and un-merged",)),
+    "merged": PlanValue(effect="rounding", choices=_SWITCH, proof=()),
     "refilled": PlanValue(effect="rounding", choices=_SWITCH, proof=()),
     "shared": PlanValue(effect="rounding", choices=_SWITCH, proof=()),
     "graphs": PlanValue(

@@ -32,7 +32,7 @@ from redline.engine.prompt import render, stop_ids
 from redline.engine.request import Engine, Sampling
 from redline.engine.server import ServerEngine
 from redline.errors import ConfigError, DataError, MachineError
-from redline.machine.telemetry import process_rss_bytes
+from redline.machine.nvml import process_rss_bytes
 from redline.model.lora import lora_layers
 from redline.model.transformer import Transformer
 from redline.plan.bounds import Outside, bounded_slots

@@ -25,7 +25,7 @@ from redline.errors import TrainingError
 from redline.finetune import check_result, prepare, write_result
 from redline.plan.plan import Plan
 from redline.plan.planner import MEMORY_SHARE
-from redline.plan.reinforcement import pcgrad_place
+from redline.plan.predict import pcgrad_place
 from redline.rl.algorithm import Algorithm
 from redline.rl.domains import Domains, open_domains
 from redline.rl.grpo import Grpo

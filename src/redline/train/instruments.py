@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redline.machine.telemetry import GpuTelemetry, process_rss_bytes
+from redline.machine.nvml import GpuTelemetry, process_rss_bytes
 from redline.plan.plan import Plan
 from redline.train.communication import COMMUNICATION, INTERRUPTED
 from redline.train.step import Update

@@ -19,7 +19,7 @@ from torch import Tensor
 from redline.engine.decoder import Decoder, Start
 from redline.engine.request import Sampling
 from redline.model.attention.state import Room
-from redline.model.lora import LoraLinear, lora_layers, merged
+from redline.model.lora import lora_layers
 from redline.model.transformer import Transformer
 from redline.plan.plan import Plan
 from redline.plan.values import HALF
@@ -385,36 +385,7 @@ def _allocator(case: Case) -> Check:
     return checked(name, wanted in setting, f"plan says {wanted}; the environment has {setting}")
 
 
-# ---- adapters and generation ----
-
-
-def _merging(case: Case) -> Check:
-    """Merged weights against W + B A alpha/r in fp64, part by part; and the bits after un-merging."""
-    name = "adapters merged and un-merged"
-    if not (layers := lora_layers(case.model)):
-        return absent(name, "the recipe trains all weights: it has no [lora] table")
-    before = {layer: layer.weight.detach().clone() for layer in layers.values()}
-    moved, off = 0.0, 0.0
-    with merged(case.model):
-        for layer, weight in before.items():
-            wanted = _merged_in_fp64(layer, weight)
-            allowed = torch.finfo(weight.dtype).eps * wanted.abs() + 1e-6 * wanted.abs().max()
-            off = max(off, float(((layer.weight.double() - wanted).abs() / allowed).max()))
-            moved = max(moved, float((wanted - weight.double()).abs().max()))
-    same = all(torch.equal(layer.weight, weight) for layer, weight in before.items())
-    evidence = (
-        f"{len(before)} layers, weights moved by up to {moved:.1e}: {off:.2f} of one rounding off W + B A"
-        f" alpha/r; un-merged to {'the same' if same else 'other'} bits"
-    )
-    return checked(name, moved > 0 and off <= 1 and same, evidence)
-
-
-def _merged_in_fp64(layer: LoraLinear, weight: Tensor) -> Tensor:
-    wanted = weight.double()
-    for part, columns in layer.blocks():
-        b = layer.lora_b.detach()[part.start : part.end, columns].double()
-        wanted[part.start : part.end] += b @ layer.lora_a.detach()[columns].double() * layer.config.scale
-    return wanted
+# ---- generation ----
 
 
 def generation_graphs(model: Transformer) -> Check:
@@ -445,5 +416,5 @@ def generation_graphs(model: Transformer) -> Check:
 
 CHECKS = (
     _loss_and_gradients, _precision, _tf32, _fp8, _attention, _compiled, _recompilation, _recompute, _loss_chunks,
-    _cross_entropy, _passes, _update, _update_graph, _sync, _loader, _allocator, _merging,
+    _cross_entropy, _passes, _update, _update_graph, _sync, _loader, _allocator,
 )  # fmt: skip

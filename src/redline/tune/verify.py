@@ -27,6 +27,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from redline.config.dfa import DfaConfig
 from redline.config.recipe import IGNORED, Recipe
 from redline.engine.request import Completion, Request
 from redline.finetune import check_result, job_of, prepare
@@ -49,8 +50,7 @@ from redline.train.packing import Example
 from redline.train.process import Process
 from redline.train.restore import open_weights
 from redline.tune.checks import CHECKS, Case, Numbers, generation_graphs, log_probabilities
-from redline.tune.evidence import Check, profiled
-from redline.tune.rule import learning_rule
+from redline.tune.evidence import Check, checked, profiled
 
 MOST_PASSES = 2
 """Passes of a long update that are run: the others are the same."""
@@ -58,6 +58,9 @@ WARM_UP, WATCHED = 3, 5
 """Updates before anything is watched (they compile, fill the loader and move the adapters' B away from 0), and
 updates that are watched."""
 QUESTIONS = 16
+FAR = 0.9
+"""Cosine with the gradient of back-propagation that random feedback does not reach (docs/okadfa.md): in n dimensions it
+begins at about 1 / sqrt(n)."""
 
 
 def verify(recipe: Recipe, plan: Plan, *, progress: Callable[[str], None]) -> list[Check]:
@@ -265,3 +268,28 @@ def _in_fp32(model: Transformer) -> Transformer:
     reference = copy.deepcopy(model).float()
     reference.compute_dtype, reference.cross_entropy = torch.float32, "torch"
     return reference
+
+
+# ---- the learning rule ----
+
+
+def learning_rule(dfa: DfaConfig, found: Numbers, expected: Numbers, backpropagated: Numbers) -> Check:
+    """Whether the blocks below the top ones have the gradients of feedback alignment, and not those of
+    back-propagation."""
+    numbers = {int(name.split(".")[1]) for name in expected.gradients if name.startswith("blocks.")}
+    below = sorted(numbers)[: max(0, len(numbers) - dfa.top_blocks)]
+    prefixes = tuple(f"blocks.{number}." for number in below)
+    names = [name for name in expected.gradients if name.startswith(prefixes)]
+    rule, plain = _cosine(names, found, expected), _cosine(names, found, backpropagated)
+    evidence = (
+        f"gradients of {len(below)} of {len(numbers)} blocks have cosine {rule:.4f} with feedback alignment in fp32"
+        f" and {plain:.4f} with back-propagation (at most {FAR})"
+    )
+    return checked("learning rule", not below or (rule > plain and plain <= FAR), evidence)
+
+
+def _cosine(names: list[str], one: Numbers, other: Numbers) -> float:
+    if not names:
+        return 0.0
+    a, b = (torch.cat([n.gradients[name].double().flatten() for name in names]) for n in (one, other))
+    return float(torch.cosine_similarity(a, b, dim=0))
