@@ -24,6 +24,7 @@ from redline.evaluate import held_out_loss
 from redline.model.transformer import Transformer
 from redline.model.weights import load_weights
 from redline.plan.plan import Plan
+from redline.record import startup
 from redline.record.run import RunFolder
 from redline.train.execution import build, check_device
 from redline.train.loop import Outcome, Trainer
@@ -66,6 +67,7 @@ def pretrain(
     check_device(plan)
     with open_run(recipe, plan, run, process, observers=observers, fork=fork) as opened:
         corpus = open_corpus(recipe, run, process, progress)
+        startup.mark("data")
         if opened.folder is not None and not opened.folder.tokenizer_path.exists():
             corpus.tokenizer.save(opened.folder.tokenizer_path)
         if corpus.unhashed_bytes:

@@ -175,6 +175,33 @@ def test_early_stop_is_the_same_after_a_kill(nano: Nano, tmp_path: Path) -> None
     assert len(steps(run)) == 8
 
 
+def test_a_target_ends_the_run_and_changes_nothing_else(
+    nano: Nano, references: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """The loss at update 20 ends a run there, also if it was killed on the way; without the target the same folder
+    goes on to where a run that had none ended."""
+    recipe, reference = references["adamw"]
+    losses = {event["step"]: event["valid_loss"] for event in events(reference, "validation")}
+    run, target = tmp_path / "run", ("--set", f"train.target_loss={losses[20]!r}")
+    killed = nano.train(recipe, run, *target, fault=Fault("kill_after", update=12, calls=0))
+    assert killed.code == -signal.SIGKILL
+    why = f"target loss of {losses[20]:g} reached ({losses[20]:.4f})"
+    for _ in range(2):  # and it stays reached
+        done = nano.outcome(recipe, run, *target)
+        assert (done["step"], done["why"]) == (20, why)
+    assert read_run(run).state.ending == "finished"
+    assert nano.outcome(recipe, run)["why"] == "finished"
+    assert_same_training(run, reference)
+
+
+def test_the_record_says_where_the_start_up_went(references: dict[str, tuple[Path, Path]]) -> None:
+    (told_once,) = events(references["adamw"][1], "start_up")
+    parts = [value for name, value in told_once.items() if name.endswith("_s") and name != "total_s"]
+    assert {"python_s", "plan_s", "import_s", "data_s", "build_s", "first_update_s"} <= told_once.keys()
+    assert sum(parts) == pytest.approx(told_once["total_s"], abs=0.001 * len(parts))
+    assert min(parts) >= 0
+
+
 def test_the_clock_ends_the_run_and_the_schedule(nano: Nano, tmp_path: Path) -> None:
     """One hour at three minutes an update, with a kill after the eighth: its time since the checkpoint at 7
     is lost with it."""

@@ -264,7 +264,7 @@ POSITIVE = {
         "vocab_size num_layers hidden_size num_heads num_kv_heads head_dim ffn_size context_length norm_eps"
         " rope_theta init_std"
     ),
-    "train": "batch_size lr muon_lr eps max_hours eval_sequences keep_checkpoints",
+    "train": "batch_size lr muon_lr eps max_hours eval_sequences keep_checkpoints target_loss",
     "plan": "micro_batch loss_chunks loader_threads prefetch",
 }
 NOT_NEGATIVE = [
@@ -330,6 +330,7 @@ def test_shares_stay_in_range(minimal, name, value):
             "give train.warmup_steps or train.warmup_fraction, not both",
         ),
         (["plan.prefetch=65"], "plan.prefetch must lie between 1 and 64, got 65"),
+        (["train.target_loss=2"], "train.target_loss (2.0) is a validation loss: it needs train.eval_every"),
         (["train.early_stop_evals=2"], "train.early_stop_evals (2) needs train.eval_every greater than 0"),
         (["train.eval_every=5", "data.valid_fraction=0"], "train.eval_every needs a validation split"),
         (["plan.micro_batch=3"], "train.batch_size (8) must be a multiple of plan.micro_batch (3)"),
@@ -388,7 +389,8 @@ def test_the_fingerprint_changes_with_everything_that_defines_the_training(minim
 
 @pytest.mark.parametrize("key", CADENCE)
 def test_a_cadence_is_no_part_of_the_training(minimal, key):
-    recipe, other = load_recipe(minimal), load_recipe(minimal, [f"train.{key}=9"])
+    often = "train.eval_every=5"
+    recipe, other = load_recipe(minimal, [often]), load_recipe(minimal, [often, f"train.{key}=9"])
     assert (other.fingerprint, other.identity, other.work) == (
         recipe.fingerprint,
         recipe.identity,
@@ -436,7 +438,7 @@ OPTIONS = {
         "batch_size lr steps epochs max_hours rule optimizer muon_lr weight_decay beta1 beta2 eps schedule warmup_steps"
         " warmup_fraction decay_fraction min_lr_ratio orthogonality"
         " orthogonality_warmup_steps orthogonality_values clip_norm seed eval_every eval_sequences early_stop_evals"
-        " diagnose_every checkpoint_every keep_checkpoints"
+        " target_loss diagnose_every checkpoint_every keep_checkpoints"
     ),
     DfaConfig: "error feedback shared depth top_blocks",
     LoraConfig: "rank alpha targets",

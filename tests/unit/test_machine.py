@@ -253,7 +253,7 @@ def test_control_groups_limit_cores_and_memory(listing, files, cores, memory_byt
 @pytest.fixture
 def three_gpus(monkeypatch):
     """NVML as a machine with three GPUs answers; a handle is the GPU's UUID."""
-    uuids = ["GPU-aa11", "GPU-aa22", "GPU-bb33"]
+    uuids, counted_mj = ["GPU-aa11", "GPU-aa22", "GPU-bb33"], iter((10**9, 10**9 + 2_500))
 
     def unsupported(*_):
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
@@ -276,6 +276,7 @@ def three_gpus(monkeypatch):
         "nvmlDeviceGetMaxPcieLinkWidth": unsupported,
         "nvmlDeviceGetUtilizationRates": lambda _: SimpleNamespace(gpu=97, memory=40),
         "nvmlDeviceGetPowerUsage": lambda _: 651_500,
+        "nvmlDeviceGetTotalEnergyConsumption": lambda _: next(counted_mj),
         "nvmlDeviceGetClockInfo": lambda *_: 1755,
         "nvmlDeviceGetTemperature": unsupported,
     }
@@ -319,6 +320,7 @@ def test_telemetry_leaves_out_what_the_board_does_not_answer(three_gpus, monkeyp
     assert telemetry.read() == {
         "gpu_util": 0.97,
         "memory_used_bytes": MIB,
+        "energy_j": 2.5,
         "power_w": 651.5,
         "sm_clock_mhz": 1755,
     }

@@ -26,6 +26,7 @@ from redline.launch import LAUNCHER, out_of_memory_override, start_processes, un
 from redline.machine.facts import read_facts
 from redline.machine.store import cached, forget_if_beaten
 from redline.plan.plan import Plan
+from redline.record import startup
 from redline.record.export import ExportedRun, check_names, make_exporters
 from redline.record.observe import Observer
 from redline.record.read import Run, number, read_run
@@ -60,6 +61,7 @@ ARGUMENTS = f"""
 
 
 def run(options: argparse.Namespace) -> int:
+    startup.begin()
     check_options(options)
     check_least("--steps", options.steps)
     recipe = recipe_of(options, *([f"train.steps={options.steps}"] if options.steps else []))
@@ -114,14 +116,17 @@ def _plan(options: argparse.Namespace, recipe: Recipe, world_size: int) -> Plan:
 
 def _train(options: argparse.Namespace, recipe: Recipe, folder: Path) -> int:
     plan = _plan(options, recipe, int(os.environ.get("WORLD_SIZE", 1)))
+    startup.mark("plan")
     from redline.finetune import finetune
     from redline.pretrain import pretrain
     from redline.rl.run import reinforce
     from redline.train.execution import set_allocator
     from redline.train.process import join
 
+    startup.mark("import")
     set_allocator(plan)
     with join(plan.hardware.kind) as process:
+        startup.mark("device")
         if process.is_first:
             status(describe(recipe, plan, folder))
         watching = partial(observers_for, options, recipe, plan, folder)

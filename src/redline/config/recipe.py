@@ -166,6 +166,8 @@ class TrainConfig:
     """Validation sequences read each time."""
     early_stop_evals: int = 0
     """Stop after this many validations in a row without a better loss; 0: never."""
+    target_loss: float | None = None
+    """Stop once the validation loss is this low; the schedule does not know of it. Needs `eval_every`."""
     diagnose_every: int | None = None
     """Updates between comparisons of feedback alignment with back-propagation and of kernel attention with exact
     attention; not given: as often as costs 2 %; 0: never."""
@@ -401,8 +403,11 @@ TABLES: dict[str, tuple[str, ...]] = {
     "rl": ("model", "train", "lora", "prompt", "rl"),
 }
 """The tables that define a workload's training. `plan` goes with every workload, `test` with RFT and RL."""
-CADENCE = ("eval_every", "eval_sequences", "diagnose_every", "checkpoint_every", "keep_checkpoints")
-"""Fields of `train` that say how often something is looked at or kept: they may change when a run is resumed."""
+CADENCE = (
+    "eval_every", "eval_sequences", "diagnose_every", "checkpoint_every", "keep_checkpoints", "target_loss",
+)  # fmt: skip
+"""Fields of `train` that say how often something is looked at or kept, or at which loss to stop: they do not change
+what an update computes, and may change when a run is resumed."""
 ENDS = ("steps", "epochs", "max_hours", "early_stop_evals")
 """Fields of `train` that say when a run ends: a run that is resumed with others is extended, and says so."""
 FINETUNING: dict[str, Any] = {

@@ -25,7 +25,7 @@ def check(recipe: Recipe) -> Recipe:
 _SHAPE = ("vocab_size", "num_layers", "hidden_size", "num_heads", "ffn_size", "context_length")
 _POSITIVE = {
     "model": (*_SHAPE, "num_kv_heads", "head_dim", "norm_eps", "rope_theta", "init_std", "features"),
-    "train": ("batch_size", "lr", "muon_lr", "eps", "max_hours", "eval_sequences", "keep_checkpoints"),
+    "train": ("batch_size", "lr", "muon_lr", "eps", "max_hours", "eval_sequences", "keep_checkpoints", "target_loss"),
     "task": ("rows",),
     "sample": (
         "samples_per_question", "temperature", "later_temperature", "top_k", "max_new_tokens",
@@ -117,6 +117,11 @@ def _relations(recipe: Recipe) -> Iterator[Rule]:
     yield (
         not t.early_stop_evals or bool(t.eval_every),
         f"train.early_stop_evals ({t.early_stop_evals}) needs train.eval_every greater than 0",
+    )
+    yield (
+        t.target_loss is None or (bool(t.eval_every) and workload in ("pretrain", "finetune")),
+        f"train.target_loss ({t.target_loss}) is a validation loss: it needs train.eval_every greater than 0, and"
+        " workload pretrain or finetune",
     )
     yield (
         t.eval_every == 0 or d.valid_fraction > 0,

@@ -58,7 +58,7 @@ class GpuTelemetry:
     """The counters of one visible GPU; every reading is empty if NVML is absent or does not list it."""
 
     def __init__(self, index: int) -> None:
-        self._handle = None
+        self._handle, self._energy_before_j = None, 0.0
         try:
             # held until the process ends: opening it anew for each reading would take milliseconds
             pynvml.nvmlInit()
@@ -67,6 +67,12 @@ class GpuTelemetry:
             return
         if 0 <= index < len(handles):
             self._handle = handles[index]
+            self._energy_before_j = self._energy_j() or 0.0
+
+    def _energy_j(self) -> float | None:
+        """Since this object was made: the board counts from the day its driver was loaded."""
+        counted_mj = ask(pynvml.nvmlDeviceGetTotalEnergyConsumption, self._handle)
+        return None if counted_mj is None else counted_mj / 1000 - self._energy_before_j
 
     def read(self) -> dict[str, float]:
         """One reading; `gpu_util` is the share of the driver's last sampling period (up to a second) with a
@@ -79,6 +85,7 @@ class GpuTelemetry:
         readings = {
             "gpu_util": None if util is None else util.gpu / 100,
             "memory_used_bytes": None if memory is None else memory.used,
+            "energy_j": self._energy_j(),
             "power_w": None if power_mw is None else power_mw / 1000,
             "sm_clock_mhz": ask(pynvml.nvmlDeviceGetClockInfo, self._handle, pynvml.NVML_CLOCK_SM),
             "temperature_c": ask(pynvml.nvmlDeviceGetTemperature, self._handle, pynvml.NVML_TEMPERATURE_GPU),

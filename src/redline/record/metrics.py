@@ -61,6 +61,7 @@ issue_s | s | time the host took to issue this update; if it equals step_s, the 
 memory_bytes | bytes | peak memory allocated by torch on the GPU since the process started, read once a second; on a CPU resident memory
 elapsed_s | s | training time of the run, validations and checkpoints included; for a killed attempt, the time up to its last checkpoint
 gpu_util | 1 | share of the last second in which a kernel ran, by NVML (one small kernel counts, so it says little); only on GPUs
+energy_j | J | energy drawn by process 0's GPU since this attempt's loop began, by NVML, read once a second; only on GPUs
 power_w | W | power drawn by the GPU, by NVML; only on GPUs
 sm_clock_mhz | MHz | clock of the multiprocessors, by NVML; only on GPUs
 temperature_c | °C | temperature of the GPU, by NVML; only on GPUs

@@ -14,6 +14,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "note": ("{text}",),
     "stage": ("{title}",),
     "start": ("{recipe}: training begins", "training begins"),
+    "start_up": ("the first update was done {total_s} after the command",),
     "resume": ("resumed at update {step}",),
     "extended": ("extended: {changes}",),
     "forked": ("forked from {source}: {changes}", "forked from {source}"),

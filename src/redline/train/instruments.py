@@ -25,6 +25,7 @@ from torch import Tensor
 
 from redline.machine.nvml import GpuTelemetry, process_rss_bytes
 from redline.plan.plan import Plan
+from redline.record import startup
 from redline.train.communication import COMMUNICATION, INTERRUPTED
 from redline.train.step import Update
 
@@ -96,6 +97,14 @@ def _phases(flight: _InFlight) -> dict[str, float]:
         else:
             seconds[phase], before_s = seconds.get(phase, 0.0) + before_s + length_s, 0.0
     return seconds if flight.issue_s is None else {**seconds, "issue_s": flight.issue_s}
+
+
+def start_up_s(device: torch.device) -> dict[str, float]:
+    """Where the time up to the end of the first update went. That update compiles, so wait for the GPU this once."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    startup.mark("first_update")
+    return startup.taken()
 
 
 class Instruments:

@@ -21,6 +21,7 @@ import torch
 
 from redline.errors import CheckpointError, TrainingError
 from redline.model.transformer import redraw_when_due
+from redline.record import startup
 from redline.record.observe import Observers
 from redline.record.read import lost_updates
 from redline.record.run import LineWriter, RunFolder
@@ -30,7 +31,7 @@ from redline.train.checkpoint import Checkpoints, load
 from redline.train.communication import time_waits, waiting
 from redline.train.feedback import rule_of
 from redline.train.graph import Captured
-from redline.train.instruments import Instruments, Work, training_rates
+from redline.train.instruments import Instruments, Work, start_up_s, training_rates
 from redline.train.objective import Batch, Executor, Job, Position
 from redline.train.optimizer import make_optimizers, state_tensors
 from redline.train.orthogonality import penalty
@@ -104,6 +105,7 @@ class Trainer:
             self._time_waits()
         self.executor = self._executor()
         self.diagnosis = Diagnosis(job.recipe, job.plan)
+        startup.mark("build")
         self._switches = ExitStack()
         self._switches.enter_context(execution.in_force(job.plan))  # last: what fails above leaves none set
 
@@ -129,6 +131,8 @@ class Trainer:
             self._checkpoint()
             return
         self._update(batch)
+        if startup.underway():
+            self._event("start_up", step=self.progress.step, **start_up_s(self.process.device))
         self.why = self._why_stop()
         if self._validation_due():
             self._validate()
@@ -268,12 +272,10 @@ class Trainer:
         if self.better:
             done.best_loss, done.best_step = loss, done.step
         self._event("validation", step=done.step, **found, best=self.better)
-        if (
-            self.why is None
-            and self.train.early_stop_evals
-            and done.evals_without_gain >= self.train.early_stop_evals
-        ):
+        stop = self.train.early_stop_evals
+        if self.why is None and stop and done.evals_without_gain >= stop:
             self.why = f"early stop: {done.evals_without_gain} validations without a better loss"
+        self.why = self._reached() or self.why
         self.instruments.restart()
 
     def _held_out(self) -> dict[str, float]:
@@ -343,6 +345,7 @@ class Trainer:
             "resume" if step else "start",
             step=step,
             recipe=self.job.recipe.name,
+            data=self.job.data_fingerprint,
             updates=self.train.steps,
             world_size=self.process.world_size,
             micro_batch=self.objective.pass_size,
@@ -401,6 +404,8 @@ class Trainer:
             self.objective.shrink()
 
     def _why_stop(self) -> str | None:
+        if (reached := self._reached()) is not None:  # before this run was resumed
+            return reached
         if self.progress.step >= self.train.steps:
             return "finished"
         if self.train.max_hours is not None and self.clock_s >= self.train.max_hours * 3600:
@@ -408,6 +413,12 @@ class Trainer:
         if self.train.early_stop_evals and self.progress.evals_without_gain >= self.train.early_stop_evals:
             return "stopped early before"
         return STOPPED if self.process.any(self.stop_requested) else None
+
+    def _reached(self) -> str | None:
+        target, best = self.train.target_loss, self.progress.best_loss
+        if target is None or best is None or best > target:
+            return None
+        return f"target loss of {target:g} reached ({best:.4f})"
 
     def _validation_due(self) -> bool:
         """At the end of a run and every `eval_every` updates. Skip it when the user interrupts the run: they
