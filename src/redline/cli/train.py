@@ -84,7 +84,7 @@ def check_options(options: argparse.Namespace) -> None:
 def train(options: argparse.Namespace, recipe: Recipe) -> int:
     """Train the recipe here, or on several processes."""
     if LAUNCHER in os.environ:
-        from redline.measure.lifeline import end_with
+        from redline.measure.process import end_with
 
         end_with(int(os.environ[LAUNCHER]))
     folder = options.run or Path("runs") / recipe.name

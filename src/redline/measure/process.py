@@ -190,13 +190,18 @@ class Children:
             self._ready.popitem()[1].close()
 
 
-def main() -> None:
-    """What runs in the child: arrange to end with the parent, and only then import torch, which takes seconds."""
+def end_with(parent: int) -> None:
+    """End this process, whatever it is doing, when its parent is killed, or if it has ended already; on Linux."""
     if sys.platform == "linux":
         death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(death_signal, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != int(sys.argv[1]):  # it has ended already
+        if os.getppid() != parent:
             os._exit(1)
+
+
+def main() -> None:
+    """What runs in the child: arrange to end with the parent, and only then import torch, which takes seconds."""
+    end_with(int(sys.argv[1]))
     from redline.measure.child import serve
 
     serve()
