@@ -86,7 +86,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     changed = {"micro_batch": {"value": HOSTILE, "reason": HOSTILE, "source": "rule"}}
     full = write_run(root / "full", about=HOSTILE, metrics=lines(1500), plan_changes=changed)
     (full / "ablation.json").write_text(json.dumps(ABLATION))
-    jsonl(full / "trials.jsonl", [{f"value_{i}": i for i in range(9)}])
     jsonl(full / "evaluations.jsonl", EVALUATIONS)
     two = [
         write_run(root / name, metrics=lines(faster=faster))

@@ -99,7 +99,6 @@ class TestDamage:
             ("plan.json", b'{"a":' * 100_000),
             ("plan.json", b"[]"),
             ("ablation.json", b"{}"),
-            ("trials.jsonl", b"3\n"),
         ],
     )
     @pytest.mark.parametrize("verb", ["report", "diagnose", "watch"])

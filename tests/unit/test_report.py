@@ -17,7 +17,7 @@ from redline.cli.main import main
 from redline.record.follow import Tail
 from redline.record.read import read_run, read_runs
 from redline.record.units import fact
-from redline.report.ablation import ablation, trials
+from redline.report.ablation import ablation
 from redline.report.compare import comparable, ratio
 from redline.report.figures import summarise, time_parts
 from redline.report.series import curves
@@ -332,59 +332,6 @@ class TestTables:
         assert fact("tokens_per_s", 41234.5) == "tokens 41,234/s"
         assert (fact("best", True), fact("step", 1000)) == ("best yes", "step 1,000")
 
-    def test_trials_are_a_table_of_what_they_hold(self) -> None:
-        found = trials(
-            [
-                {"micro_batch": 8, "tokens_per_s": 1000.0, "plan": {}},
-                {"micro_batch": 16, "error": "out of memory"},
-            ]
-        )
-        assert (found.columns, found.rows) == (
-            ["micro batch", "tokens", "error"],
-            [["8", "1,000/s", "–"], ["16", "–", "out of memory"]],
-        )
-
-    def test_what_redline_tune_writes_is_a_table_of_comparisons(self, tmp_path: Path) -> None:
-        slower = {"ratio": 0.8, "low": 0.75, "high": 0.85, "verdict": "slower", "paired": True}
-        rows = [
-            {
-                "name": "the rules' plan",
-                "predicted": None,
-                "tokens_per_s": 1000.0,
-                "memory_bytes": 2**30,
-                "verdict": "kept",
-                "note": "",
-            },
-            {
-                "name": "flash",
-                "predicted": 1.1,
-                "tokens_per_s": 800.0,
-                "comparison": slower,
-                "rounds": 4,
-                "verdict": "slower",
-            },
-            {"name": "fp8", "predicted": 0.5, "verdict": "not tried", "note": "not tried: predicted 0.50x"},
-        ]
-        jsonl(tmp_path / "trials.jsonl", [{"key": "k", "name": "flash", "measured": {"outcome": "ok"}}])
-        assert view(read_run(tmp_path)).trials.rows == [["flash", "ok"]]
-        (tmp_path / "result.json").write_text(json.dumps({"ratio": 1.0, "rows": rows}))
-        found = view(read_run(tmp_path)).trials
-        assert found.columns == [
-            "name", "tokens", "against the best then", "verdict", "95 % interval", "predicted", "memory",
-            "note"
-        ]  # fmt: skip
-        shown = [dict(zip(found.columns, cells, strict=True)) for cells in found.rows]
-        assert [row["95 % interval"] for row in shown] == ["–", "0.750 to 0.850×*", "–"]
-        assert [row["against the best then"] for row in shown] == ["–", "0.800×", "–"]
-        assert [row["verdict"] for row in shown] == ["kept", "slower", "not tried"]
-        assert shown[2]["note"] == "not tried: predicted 0.50x"
-        assert found.note == "* fewer than 6 rounds: an interval of 87.5 %"
-        (tmp_path / "result.json").write_text(json.dumps({"rows": [row | {"rounds": 6} for row in rows]}))
-        assert view(read_run(tmp_path)).trials.note == "", "no star, nothing to explain"
-        for foreign in ({"rows": 3}, {"rows": [3]}, {"loss": 1.0}):
-            (tmp_path / "result.json").write_text(json.dumps(foreign))
-            assert view(read_run(tmp_path)).trials.rows == [["flash", "ok"]]
-
     def test_what_redline_ablate_writes_is_grouped_by_stage(self) -> None:
         rows = [
             {"name": "naive", "stage": "baseline", "workload": "train", "tokens_per_s": 5503.4},
@@ -412,16 +359,6 @@ class TestTables:
             "pre-training, left out of the best, one at a time",
             "faster, kept",
         )
-
-    def test_the_speed_of_a_trial_is_that_of_its_median_block(self) -> None:
-        measured = {
-            "outcome": "ok",
-            "blocks_s": [1.0, 2.0, 9.0],
-            "steps_per_block": 3,
-            "tokens_per_step": 1000,
-        }
-        found = trials([{"key": "k", "name": "naive", "measured": measured}])
-        assert dict(zip(found.columns, found.rows[0], strict=True))["tokens"] == "500/s"
 
     def test_claims_have_three_digits(self) -> None:
         (chart,) = ablation([{"name": "all", "claimed": [3.16404, 280.8]}])

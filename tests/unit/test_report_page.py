@@ -14,7 +14,6 @@ import pytest
 from run_folders import ABLATION, EVALUATIONS, EVENTS, HOSTILE, jsonl, lines, write_run
 
 from redline.record.read import read_run, read_runs
-from redline.report.ablation import Trials
 from redline.report.page import ASSETS, page
 from redline.report.view import view
 from redline.rft.store import Sample, Store
@@ -52,7 +51,6 @@ def hostile(tmp_path: Path) -> Path:
     (path / "ablation.json").write_text(
         json.dumps([ABLATION[0] | {"name": HOSTILE, "verdict": HOSTILE, "numerics": HOSTILE}])
     )
-    jsonl(path / "trials.jsonl", [{HOSTILE: HOSTILE}])
     jsonl(path / "evaluations.jsonl", [EVALUATIONS[0] | {"weights": HOSTILE, "split": HOSTILE}])
     return path
 
@@ -135,20 +133,6 @@ def test_what_is_said_beside_findings_and_losses(tmp_path: Path) -> None:
     assert "but the gradient is not a number from update 32 on" in text
     assert shown.findings
     assert text.index(shown.findings[-1].title) < text.index("beside &lt;them&gt;")
-
-
-def test_a_tuning_explains_its_stars_and_breaks_its_notes(tmp_path: Path) -> None:
-    shown = view(read_run(write_run(tmp_path / "a")))
-    text = page(
-        [
-            dataclasses.replace(
-                shown,
-                trials=Trials(["name", "95 % interval", "note"], [["flash", "0.8 to 0.9×*", "far too long"]]),
-            )
-        ]
-    )
-    assert '<td data-name="note" class="long">far too long</td>' in text
-    assert "* fewer than 6 rounds: an interval of 87.5 %" in text
 
 
 def test_an_rft_run_shows_its_samples(tmp_path: Path) -> None:

@@ -67,5 +67,4 @@ def _figures(shown: RunView) -> dict[str, Any]:
         "samples": shown.samples,
         "rl": asdict(shown.rl) if shown.rl else None,
         "ablation": run.ablation,
-        "trials": run.trials,
     }

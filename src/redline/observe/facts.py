@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from redline.machine.facts import read_facts
 from redline.machine.store import cached
-from redline.observe.batch import Seen
+from redline.observe.update import Seen
 from redline.plan.hardware import hardware_here
 from redline.plan.plan import Hardware
 

@@ -30,12 +30,10 @@ from redline.diagnose.readers.own import read_run
 from redline.diagnose.rules import diagnose
 from redline.errors import ConfigError, nearest
 from redline.machine.nvml import GpuTelemetry, process_rss_bytes
-from redline.observe.batch import Number
 from redline.observe.clock import Clock
 from redline.observe.facts import Described, Told
 from redline.observe.generation import Calls, CallTimes
-from redline.observe.sync import SyncWatch
-from redline.observe.update import PAUSED, Lines, Update, taken
+from redline.observe.update import PAUSED, Lines, Number, SyncWatch, Update, taken
 from redline.record.files import write_atomic
 from redline.record.observe import Observer, Observers
 from redline.record.run import LineWriter, RunFolder, read_lines

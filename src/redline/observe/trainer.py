@@ -3,10 +3,9 @@
     Trainer(..., callbacks=[RedlineCallback("runs/mine")])
 
 The Trainer fetches all batches of an update, runs it, then logs, evaluates and saves, and calls us in between; we
-measure the gaps. To see batches, the loader's class is replaced by a subclass while training runs. Callbacks are not
-told about an error in training: it shows when the loader's batches are dropped in the middle of an epoch, at the next
-training, or when the callback or the process ends, and is recorded then. Left out: the split into forward and
-backward, and losses of updates that the Trainer does not log.
+measure the gaps. To see batches, the loader's class is replaced by a subclass while training runs. The Trainer does
+not tell callbacks about an error: it is recorded when the next training begins, or when the callback or the process
+ends. Left out: the split into forward and backward, and losses of updates that the Trainer does not log.
 """
 
 import math
@@ -54,65 +53,26 @@ _SET_CLASS = object.__dict__["__class__"].__set__
 """accelerate's loaders hide `__class__` behind a property, so plain assignment fails."""
 
 
-class _Plain:
-    """The loader's batches as its own class yields them."""
-
-    def __init__(self, kind: type, loader: Any) -> None:
-        self._kind, self._loader = kind, loader
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._kind.__iter__(self._loader)  # type: ignore[attr-defined]
-
-
-class UnseenError(Exception):
-    """Ended a training without telling its callbacks, when the error itself is no longer available."""
-
-
 class Training:
     """One training: its run, and the loader that lets the run see its batches. Does not refer to the callback, which
     may be dropped first."""
 
     def __init__(self, run: WatchedRun, loader: Any) -> None:
         self.run, self._loader, self._plain = run.__enter__(), loader, type(loader)
-        self.in_epoch = False
         self.logs, self.logging_s = 0, 0.0
         self._log_goes_on_at: float | None = None
         """Since when callbacks after ours have been logging."""
-        self._gave: object = None
-        """The iteration that gave the last batch; others than the Trainer may iterate too."""
-        self._feeds: object = None
-        """The iteration that gave the batches of the current update."""
-        if loader is not None:
-            self._see_batches()
-
-    def _see_batches(self) -> None:
-        """`iter` looks up `__iter__` on the class, so the class must change."""
+        if loader is None:
+            return
         training, plain = self, self._plain
 
         def __iter__(self: Any) -> Iterator[Any]:
-            return training.batches(_Plain(plain, self))
-
-        _SET_CLASS(self._loader, type(plain.__name__, (plain,), {"__iter__": __iter__}))
-
-    def batches(self, source: _Plain) -> Iterator[Any]:
-        """The run's batches. The Trainer drops them before the epoch ends only after an error."""
-        me = object()
-        try:
-            for batch in self.run.batches(source):
-                self._gave = me
+            for batch in training.run.batches(plain.__iter__(self)):
                 yield batch
-                self.logged()
-        except GeneratorExit:
-            if self.in_epoch and self._feeds is me:
-                self.end(self.unseen())
-            raise
-        except BaseException as error:  # the loader's own
-            self.end(error)
-            raise
+                training.logged()
 
-    def fetched(self) -> None:
-        self._feeds = self._gave
-        self.run.fetched()
+        # `iter` looks up `__iter__` on the class, so the class must change
+        _SET_CLASS(loader, type(plain.__name__, (plain,), {"__iter__": __iter__}))
 
     def log(self, since: float) -> float:
         """Our turn in a log; it continues in callbacks after ours. Returns the time."""
@@ -126,16 +86,6 @@ class Training:
             self.logging_s += time.perf_counter() - self._log_goes_on_at
         self._log_goes_on_at = None
 
-    def unseen(self) -> BaseException:
-        """The error behind an unannounced end: the last that Python knows of, if it passed through this training."""
-        for error in (sys.exc_info()[1], getattr(sys, "last_value", None)):
-            trace = None if error is None else error.__traceback__
-            while error is not None and trace is not None:
-                if any(value is self._loader for value in trace.tb_frame.f_locals.values()):
-                    return error
-                trace = trace.tb_next
-        return UnseenError("training ended without on_train_end; the Trainer hides its errors from callbacks")
-
     def end(self, error: BaseException | None = None) -> None:
         """End the run, once."""
         if not self.run.watching:
@@ -148,9 +98,10 @@ class Training:
         self.run.__exit__(None if error is None else type(error), error, None)
 
     def abandon(self) -> None:
-        """For when the callback or the process ends, or another training begins."""
-        if self.run.watching:
-            self.end(self.unseen())
+        """For when the callback or the process ends, or another training begins: the Trainer has not said that this
+        one is over, so an error ended it, most likely the last that Python knows of."""
+        known = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        self.end(known or RuntimeError("training ended without on_train_end; the Trainer does not say why"))
 
 
 class RedlineCallback(TrainerCallback):
@@ -182,14 +133,10 @@ class RedlineCallback(TrainerCallback):
         self._leave = weakref.finalize(self, self._training.abandon)
         self._mark = time.perf_counter()
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._training is not None:
-            self._training.in_epoch = True
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """All batches of the update have been fetched; in a resumed epoch, from another loader than ours."""
-        if self._training is not None and self._run is not None:
-            self._training.fetched()
+        if self._run is not None:
+            self._run.fetched()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._run is not None:
@@ -213,7 +160,6 @@ class RedlineCallback(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._training is not None:
-            self._training.in_epoch = False
             self._training.logged()
         self._mark = self._computed(control)
 

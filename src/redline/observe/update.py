@@ -1,17 +1,111 @@
-"""One update of a watched loop: what is noted during it, and the line it becomes once the device has finished it."""
+"""One update of a watched loop: what is noted during it (the batches, where the host waits for the GPU), and the line
+it becomes once the device has finished it.
+
+Of a batch the rows are seen and, if it is a mapping with `input_ids`, positions and tokens, hence the share of padding.
+A mask on a GPU is summed there; nothing is read back.
+"""
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from redline.errors import ConfigError
-from redline.observe.batch import Seen
 from redline.observe.clock import Clock, Moment
 from redline.observe.generation import Calls
+
+Number = float | Tensor
+
+
+@dataclass(slots=True)
+class Seen:
+    """The batches of one update, added up."""
+
+    batches: int = 0
+    rows: int = 0
+    """Of the first batch."""
+    seq_len: int = 0
+    """The longest; 0 if no batch had `input_ids`."""
+    positions: int = 0
+    tokens: Number = 0
+    masked: bool = False
+    """Whether an attention mask said which positions hold a token."""
+
+    def add(self, batch: Any) -> None:
+        self.batches += 1
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if not isinstance(ids, Tensor):
+            self.rows = self.rows or _rows(batch)
+            return
+        mask = batch.get("attention_mask")
+        # A mask of four dimensions says who attends to whom, not what is padding.
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            self._extend(ids, ids.shape[0] * ids.shape[1])
+            return
+        self.masked = True
+        if mask.is_cpu:
+            # numpy, because a torch call between two updates runs on cold caches and costs ten times as much.
+            array = mask.numpy()
+            self._extend(array, int(np.count_nonzero(array)))
+        else:
+            self._extend(mask, mask.sum())
+
+    def _extend(self, ids: Any, tokens: Number) -> None:
+        rows, length = ids.shape[:2]
+        self.rows = self.rows or rows
+        self.seq_len = max(self.seq_len, length)
+        self.positions += rows * length
+        self.tokens = self.tokens + tokens
+
+
+def _rows(batch: Any) -> int:
+    """Length of the first tensor in the batch; 0 if there is none."""
+    parts = batch.values() if isinstance(batch, Mapping) else batch
+    if not isinstance(batch, Mapping | list | tuple):
+        parts = (batch,)
+    return next((part.shape[0] for part in parts if isinstance(part, Tensor) and part.ndim), 0)
+
+
+SYNCHRONISING, NOTICE = "called a synchronizing CUDA operation", "Synchronization debug mode is a prototype"
+"""The detector's warning about a wait, and its notice about itself."""
+
+
+class SyncWatch:
+    """Names the lines that make the host wait for the GPU: the update between the constructor and `stop` runs with torch's
+    detector on. Only one, because the detector takes over Python's warnings meanwhile; other warnings are passed on. It
+    does not see waits inside CUDA libraries or in torch.cuda.synchronize()."""
+
+    def __init__(self) -> None:
+        self._before = torch.cuda.get_sync_debug_mode()
+        self._caught = warnings.catch_warnings(record=True)
+        self._seen = self._caught.__enter__()
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+
+    def look_away(self) -> None:
+        torch.cuda.set_sync_debug_mode(self._before)
+
+    def look_again(self) -> None:
+        torch.cuda.set_sync_debug_mode("warn")
+
+    def stop(self) -> list[str]:
+        """File and line of every wait."""
+        torch.cuda.set_sync_debug_mode(self._before)
+        self._caught.__exit__(None, None, None)
+        places = []
+        for seen in self._seen or []:
+            if SYNCHRONISING in str(seen.message):
+                places.append(f"{Path(seen.filename).name}:{seen.lineno}")
+            elif NOTICE not in str(seen.message):
+                warnings.warn_explicit(seen.message, seen.category, seen.filename, seen.lineno)
+        return places
+
 
 PAUSED = "paused_s"
 """Spans of this name are subtracted from the update; no line has it."""

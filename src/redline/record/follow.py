@@ -19,7 +19,7 @@ from redline.record.files import WAY_OUT
 from redline.record.read import Line, Run, metrics_path, read_run, silent_s
 from redline.record.run import RunFolder, parse_lines
 
-SMALL = ("recipe.toml", "plan.json", "evaluations.jsonl", "trials.jsonl", "result.json", "ablation.json")
+SMALL = ("recipe.toml", "plan.json", "evaluations.jsonl", "ablation.json")
 
 
 class Tail:

@@ -82,9 +82,6 @@ class Run:
     """One line per update, each with a step; for an RFT run, of the fine-tuning on its samples."""
     events: list[Line]
     evaluations: list[Line]
-    trials: list[Line]
-    tuning: list[Line]
-    """The table of a finished tuning."""
     ablation: list[Line]
     silent_s: float
     """Time since the last line, when the folder was read."""
@@ -208,8 +205,6 @@ def read_run(path: Path) -> Run:
         metrics=read_lines(metrics_path(path)),
         events=read_lines(RunFolder(path).events_path),
         evaluations=read_lines(path / "evaluations.jsonl"),
-        trials=read_lines(path / "trials.jsonl"),
-        tuning=_tuning(path),
         ablation=_rows(_json(path / "ablation.json", list)),
         silent_s=silent_s(path),
     )
@@ -365,12 +360,6 @@ def _rft_state(events: list[Line], evaluations: list[Line]) -> State | None:
         return None
     why = str(last.get("why", ""))
     return State("between stages" if why == "finished" else "stopped", f"{stage}: {why}")
-
-
-def _tuning(path: Path) -> list[Line]:
-    if not exists(path / "trials.jsonl"):  # then result.json is not ours
-        return []
-    return _rows((_json(path / "result.json", dict) or {}).get("rows"))
 
 
 def _json(path: Path, kind: type) -> Any:

@@ -1,20 +1,14 @@
-"""An ablation as a chart of claimed beside measured, and the trials behind it as a table. No torch, no HTML.
-
-Reads ablation.json (rows of name, claimed, measured_ratio, low, high, verdict, memory_bytes, numerics and more),
-trials.jsonl, and the table that `redline tune` leaves in result.json. What a row does not say is left blank.
-"""
+"""An ablation as a chart of claimed beside measured, from the rows of ablation.json. What a row does not say is left
+blank. No torch, no HTML."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, NamedTuple
 
-from redline.measure.statistics import FEWEST_BLOCKS
-from redline.record.read import Line, number, table, values
-from redline.record.units import DASH, exact, factor, format_bytes, named
+from redline.record.read import Line, number
+from redline.record.units import DASH, exact, factor, format_bytes
 
-MOST_COLUMNS = 9
 TICKS = (0.1, 0.25, 0.5, 0.8, 1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100)
 _STAGES = dict.fromkeys(
     ("baseline", "one by one", "second try"), "one by one, each on top of those kept before it"
@@ -71,18 +65,6 @@ class Ablation:
     one: float
     """The place of a factor of 1."""
     ticks: list[Tick]
-
-
-@dataclass(frozen=True)
-class Trials:
-    columns: list[str]
-    rows: list[list[str]]
-
-    @property
-    def note(self) -> str:
-        """What a star in the table means, if it has one."""
-        starred = any(cell.endswith("×*") for row in self.rows for cell in row)
-        return f"* fewer than {FEWEST_BLOCKS} rounds: an interval of 87.5 %" if starred else ""
 
 
 def ablation(rows: list[Line]) -> list[Ablation]:
@@ -161,46 +143,3 @@ def _row(row: Line, place: Callable[[float], float]) -> Row:
 def _range(pair: tuple[float, float]) -> str:
     low, high = (f"{value:.3g}" for value in pair)
     return f"{low}×" if low == high else f"{low} to {high}×"
-
-
-def trials(lines: list[Line]) -> Trials:
-    """The plain values of every trial and its measurement; only the first columns if there are many."""
-    flat = [_flat(line) for line in lines]
-    every = dict.fromkeys(name for line in flat for name in line)
-    names = [name for name in every if any(line.get(name) is not None for line in flat)][:MOST_COLUMNS]
-    rows = [[DASH if row.get(name) is None else named(name, row[name])[1] for name in names] for row in flat]
-    titles = [named(name, next(iter(values(flat, name)), ""))[0] for name in names]
-    return Trials(titles, rows)
-
-
-def tuning(rows: list[Line]) -> list[Line]:
-    """The table of a tuning as lines for `trials`: each plan against the best at that time."""
-    found = []
-    for row in rows:
-        against, predicted = table(row.get("comparison")), number(row.get("predicted"))
-        rounds = number(row.get("rounds"))
-        ratio, between = number(against.get("ratio")), _pair([against.get("low"), against.get("high")])
-        star = "*" if rounds is not None and rounds < FEWEST_BLOCKS else ""
-        shown = {
-            "name": str(row.get("name", "")),
-            "tokens_per_s": number(row.get("tokens_per_s")),
-            "against the best then": f"{ratio:.3f}×" if ratio else None,
-            "verdict": row.get("verdict"),
-            "95 % interval": f"{between[0]:.3f} to {between[1]:.3f}×{star}" if between else None,
-            "predicted": f"{predicted:.2f}×" if predicted else None,
-            "memory_bytes": number(row.get("memory_bytes")),
-            "note": row.get("note") or None,
-        }
-        found.append(shown)
-    return found
-
-
-def _flat(line: Line) -> Line:
-    """A trial without its keys and lists, and with the speed of its blocks (each holds the time of one step)."""
-    measured = table(line.get("measured"))
-    plain = {name: value for name, value in (line | measured).items() if not isinstance(value, dict | list)}
-    known = {name: value for name, value in plain.items() if name not in ("key", "machine")}
-    blocks_s = [value for value in measured.get("blocks_s") or [] if number(value)]
-    tokens = number(measured.get("tokens_per_step"))
-    speed = {"tokens_per_s": tokens / median(blocks_s)} if blocks_s and tokens else {}
-    return {**{name: known.pop(name) for name in ("name", "outcome") if name in known}, **speed, **known}

@@ -150,8 +150,6 @@ def _ablation(out: Printer, run: RunView) -> None:
         out.part(title, grid, "measured is speed with the change over speed without it")
         if chart.not_applicable:
             out.line(f"not applicable here: {'; '.join(f'{n} ({why})' for n, why in chart.not_applicable)}")
-    if run.trials.rows:
-        out.part("Trials", Grid(run.trials.columns, run.trials.rows, named_below=True), run.trials.note)
 
 
 def _comparison(out: Printer, runs: list[RunView]) -> None:

@@ -24,7 +24,7 @@ from redline.record.units import (
     format_share,
 )
 from redline.record.words import BAD, told
-from redline.report.ablation import Ablation, Trials, ablation, trials, tuning
+from redline.report.ablation import Ablation, ablation
 from redline.report.compare import ratio
 from redline.report.figures import Quality, Summary, summarise
 from redline.report.findings import FindingView, findings
@@ -104,7 +104,6 @@ class RunView:
     plan: list[PlanRow]
     events: list[EventRow]
     ablation: list[Ablation]
-    trials: Trials
     tests: list[Test]
     samples: dict[str, Any] | None
     rl: Reinforcement | None
@@ -142,7 +141,6 @@ def view(run: Run, place: int = 0) -> RunView:
         plan=plan_rows(run),
         events=event_rows(run),
         ablation=ablation(run.ablation),
-        trials=trials(tuning(run.tuning) or run.trials),
         tests=tests,
         samples=samples,
         rl=rl,
