@@ -25,8 +25,7 @@ STANDARD = (
     ("gpt-1.3b", ("train.batch_size=64",), ("loop", "hf")),
     ("gpt-1.3b", ("train.batch_size=64", "plan.precision=fp8"), ("loop",)),
 )
-"""Recipe, overrides and arms. 1.3B takes smaller batches so that six blocks of every arm take minutes, not
-hours."""
+"""Recipe, overrides and arms. 1.3B takes smaller batches, so that its blocks take minutes and not hours."""
 OUT = "--out DIR   folder of the results (default benchmarks)"
 QUICK = "--quick   a tiny model, to see that everything runs; also on a CPU"
 ARGUMENTS = {

@@ -200,8 +200,7 @@ class PlainView:
 
 
 def figures(seen: Seen) -> list[tuple[str, str, str, str]]:
-    """The known figures of the last lines: a name, the value and a note for the panel, and the form in a plain line
-    (empty: not shown there)."""
+    """The known figures: name, value, note for the panel, form in a plain line (empty: not shown there)."""
     line, sampled = seen.last, "samples" in seen.last
     drawn = line.get("samples") if line.get("samples") != line.get("questions_done") else None
     to_come = f"at most {line['samples_left']:,} to come" if line.get("samples_left") else ""
@@ -264,8 +263,7 @@ def plain_line(seen: Seen) -> str:
 
 
 class LiveView:
-    """A panel that rich redraws from its own thread; the program only stores lines. The panel of a finished stage
-    stays on screen."""
+    """A panel that rich redraws from its own thread. The panel of a finished stage stays on screen."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._lock, self._seen = console, threading.Lock(), Seen()

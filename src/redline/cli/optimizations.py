@@ -85,8 +85,7 @@ def _of_a_log(options: argparse.Namespace) -> None:
 
 
 def _why_not(entry: Optimization, recipe: Recipe, name: str, hardware: Hardware) -> str | None:
-    """Why an entry does not apply: because of what it is, what the recipe's study runs, the recipe's shapes or
-    the machine."""
+    """Why an entry does not apply: its nature, the recipe's study, the recipe's shapes, or the machine."""
     if entry.standing == "refuted":
         return "the claim cannot hold"
     if entry.standing == "recipe":

@@ -60,8 +60,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def train_command(options: argparse.Namespace, workload: str = "pretrain") -> str:
-    """What trains with the plan that was found. A plan from a file holds its pins, and takes none beside
-    it."""
+    """What trains with the plan that was found. A plan from a file holds its pins and takes no others."""
     kept = [text for text in options.set if not (options.out and text.strip().startswith("plan."))]
     sets = [part for text in kept for part in ("--set", text)]
     verb = [workload, "run"] if workload in ("rft", "rl") else ["train"]

@@ -59,8 +59,7 @@ def latest_round(folder: Path) -> Path:
 
 
 def _follow(folder: Path, place: Path, view: Observer) -> Path | None:
-    """Show one run folder as it stands and as it grows, to its end, or until there is a later round, which is
-    returned."""
+    """Show one run folder as it grows, to its end or until there is a later round, which is returned."""
     watched = Watched(place)
     found, generation = watched.now()
     view.event("stage", _stage(watched.shown(found)))
@@ -141,8 +140,7 @@ def _tests(evaluations: list[Line]) -> list[Line]:
 
 
 def in_order(lines: list[Line], events: list[Line]) -> list[Line]:
-    """Lines and events as they happened: an event of a step behind that step's line, one without a step behind
-    the event before it."""
+    """Lines and events as they happened; an event without a step comes after the event before it."""
     step, placed = 0, []
     for event in events:
         step = event["step"] if isinstance(event.get("step"), int) else step

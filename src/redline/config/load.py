@@ -215,8 +215,7 @@ def _apply(kind: type, table: dict[str, Any], override: str) -> None:
 
 
 def _taken_back(names: Sequence[str], kind: Any) -> bool:
-    """Whether `none` says that the field is not given: it does unless it is one of the field's own words, or
-    there is no such field."""
+    """Whether `none` means "not given": it does unless it is one of the field's values."""
     for name in names:
         kind = typing.get_type_hints(kind).get(name) if dataclasses.is_dataclass(kind) else None
     return kind is not None and not any(
@@ -225,8 +224,7 @@ def _taken_back(names: Sequence[str], kind: Any) -> bool:
 
 
 def to_toml(recipe: Recipe) -> str:
-    """The recipe as TOML that reads back to an equal one: the tables of its workload, without values that are not
-    given."""
+    """The recipe as TOML that reads back equal: the tables of its workload, without values that are not given."""
     lines = [f"{name} = {_toml_value(getattr(recipe, name))}" for name in ("name", "about", "workload")]
     for name in tables_of(recipe.workload):
         if (table := getattr(recipe, name)) is not None:

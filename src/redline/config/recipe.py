@@ -42,8 +42,7 @@ class ModelConfig:
     """A dense decoder-only transformer. With `init_from` the shape is read from the weights and may be left out."""
 
     vocab_size: int = 0
-    """Rows of the embedding; at least the tokenizer's vocabulary. Multiples of 64 run faster and are part of
-    the model."""
+    """Rows of the embedding, at least the tokenizer's vocabulary. Multiples of 64 run faster."""
     num_layers: int = 0
     hidden_size: int = 0
     num_heads: int = 0
@@ -52,8 +51,7 @@ class ModelConfig:
     context_length: int = 0
     """Longest sequence the model accepts; the size of the table when positions are learned."""
     num_kv_heads: int | None = None
-    """Key/value heads, fewer than `num_heads` for grouped-query attention; not given: as many as
-    `num_heads`."""
+    """Key/value heads; fewer than `num_heads` is grouped-query attention. Not given: `num_heads`."""
     head_dim: int | None = None
     """Width of a head; not given: hidden_size / num_heads."""
     norm: Norm = "rmsnorm"
@@ -70,8 +68,7 @@ class ModelConfig:
     tie_embeddings: bool = True
     """The output head is the embedding matrix."""
     attention: Mixing = "softmax"
-    """`favor`: kernel attention, an estimate of softmax attention from random features whose cost grows linearly with
-    the length."""
+    """`favor`: kernel attention, which estimates softmax attention from random features at linear cost."""
     features: int = 256
     """Random features of each key/value head, for `favor`: the estimate's error falls with their square root."""
     redraw_every: int = 0
@@ -103,8 +100,7 @@ class DataConfig:
     """Pre-training: `tinyshakespeare` (ships with the package), a folder made by `redline data build`, or text /
     JSONL / Parquet files. Fine-tuning: a JSON, JSONL or Parquet file of examples (docs/finetune.md)."""
     seq_len: int = 0
-    """Tokens that the model reads in one sequence. Fine-tuning: longer examples are left out; 0: the model's
-    context."""
+    """Tokens in a sequence. Fine-tuning: longer examples are left out; 0: the model's context."""
     tokenizer: str = "bpe"
     """`bpe` trains a byte-level BPE of `model.vocab_size` on the source; otherwise a `tokenizer.json` or a folder
     with one. Fine-tuning uses the model's own."""
@@ -118,8 +114,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How the weights move. Steps are optimiser updates; a batch counts sequences (in fine-tuning: examples) over
-    all processes."""
+    """How the weights move. A step is an optimiser update; a batch is counted over all processes."""
 
     batch_size: int
     """Sequences or examples in one update, over all micro-batches and processes."""
@@ -130,8 +125,7 @@ class TrainConfig:
     epochs: int = 0
     """Times that fine-tuning goes through its examples."""
     max_hours: float | None = None
-    """Wall-clock bound of the run, in hours of training; the schedule follows whichever of steps and hours ends
-    first."""
+    """Limit in hours of training; the schedule follows whichever of steps and hours ends first."""
     rule: Rule = "backprop"
     """Where gradients come from: back-propagation, or direct feedback alignment (the `dfa` table)."""
     optimizer: Optimizer = "adamw"
@@ -146,8 +140,7 @@ class TrainConfig:
     warmup_fraction: float = 0.0
     """Share of the updates in which the learning rate rises; give this or `warmup_steps`."""
     decay_fraction: float = 0.2
-    """Share of the run after its warm-up that is spent decaying, for the warm-up-stable-decay schedule
-    (`wsd`)."""
+    """Share of the run after its warm-up that is spent decaying, for the schedule `wsd`."""
     min_lr_ratio: float = 0.1
     """Learning rate at the end of the run, as a share of the peak."""
     orthogonality: float = 0.0
@@ -226,8 +219,7 @@ class PromptConfig:
     mode: PromptMode = "text"
     """`chat`: through the model's chat template; `text`: for models that continue text."""
     shots: int | None = None
-    """Examples of the task before the question, for whoever writes the samples and for the test before
-    training; not given: all."""
+    """Examples before the question, when sampling and in the test before training; not given: all."""
     trained_shots: int | None = None
     """The same in what is trained on, and in the test of what was trained; not given: as `shots`."""
 
@@ -254,8 +246,7 @@ class SampleConfig:
     top_k: int | None = None
     max_new_tokens: int = 128
     distinct_correct: int | None = None
-    """A question with this many different correct answers is asked no more; not given: every question gets all
-    of its samples."""
+    """Stop asking a question once it has this many different correct answers; not given: never."""
     spend_rest: bool = True
     """Samples saved by `distinct_correct` go to the questions that have no correct answer yet."""
     max_factor: float = 4.0
@@ -289,8 +280,7 @@ class PlanPins:
     attention: Attention | None = None
     cross_entropy: CrossEntropy | None = None
     update: UpdateKernels | None = None
-    """How AdamW changes the weights: one kernel for many tensors, an operation at a time over lists of them, or
-    tensor by tensor."""
+    """How AdamW runs: one kernel for many tensors, one operation at a time over a list, or tensor by tensor."""
     loss_chunks: int | None = None
     """Pieces in which the output head and the loss are computed; more pieces, less memory."""
     loader_threads: int | None = None
@@ -343,8 +333,7 @@ class Recipe:
 
     @property
     def work(self) -> str:
-        """Hash of what decides the work of one update: speeds compare, and a tuned plan holds, where it is
-        equal."""
+        """Hash of what decides the work of one update: if it is equal, speeds compare and a tuned plan holds."""
         model = {
             k: v for k, v in asdict(self.model).items() if k not in ("init_from", "init_std", "norm_eps")
         }
@@ -434,8 +423,7 @@ def fingerprint_of(what: Any) -> str:
 
 
 def later_round(recipe: Recipe, before: str) -> Recipe:
-    """The recipe of a round after the one in that folder: what was trained there writes the samples, asked as it
-    was trained."""
+    """The recipe of the next round: what was trained in that folder writes the samples, asked as it was trained."""
     sample = replace(
         recipe.sample,
         temperature=recipe.sample.later_temperature,

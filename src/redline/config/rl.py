@@ -20,8 +20,7 @@ class RlConfig:
     weights: tuple[float, ...] = ()
     """Shares of the domains in a step, in their order; not given: equal ones."""
     data: str | None = None
-    """Folder whose sub-folders, named as the domains, hold their files; a domain without one makes its questions
-    up."""
+    """Folder whose sub-folders, named after the domains, hold their files; without one a domain generates questions."""
     rows: int | None = None
     """The first rows of each domain's training split; not given: all."""
     algorithm: RlAlgorithm = "grpo"
@@ -36,16 +35,14 @@ class RlConfig:
     """Parts of a rollout that each get an update. With 1 the answers come from the very weights that learn."""
     clip_low: float = 0.2
     clip_high: float = 0.28
-    """A token's probability may fall to 1 - clip_low or rise to 1 + clip_high times what it was, and then has no
-    gradient."""
+    """A token whose probability falls below 1 - clip_low or rises above 1 + clip_high times its old value has no gradient."""
     kl: float = 0.0
     """Weight of the divergence from the model that the run began with; 0: off, and no reference model is held."""
     overlong: Overlong = "penalty"
     """Answers cut off at max_new_tokens: `penalty` takes up to 1 off the reward over the last fifth of the tokens,
     `mask` does not learn from those that were cut, `none` takes the reward as it is."""
     importance_cap: float = 2.0
-    """Highest factor that corrects a token for what the engine and the trainer compute differently; 0: no
-    correction."""
+    """Highest factor that corrects a token for the difference between engine and trainer; 0: no correction."""
     refills: int = 2
     """Times that questions without a lesson (all answers equally good) are replaced by others in a step."""
     critic_lr: float = 1e-5

@@ -268,8 +268,7 @@ class WatchedRun:
         self.update.numbers |= numbers
 
     def fetched(self) -> None:
-        """The update has its batches. If they did not come from `batches`, all time since the last update or pause
-        was the wait for them."""
+        """The update has its batches. If `batches` did not yield them, all time since the last update was the wait."""
         if not self.update.seen.batches:
             self.update.spans.append(("data_wait_s", self.update.begin, self.clock.now()))
             self.update.waited_s += time.perf_counter() - self.update.began_at
@@ -308,8 +307,7 @@ class WatchedRun:
         self.restart()
 
     def restart(self) -> None:
-        """The next update begins now: nothing since the last one counts, not even the wait for batches it already
-        has."""
+        """The next update begins now: nothing since the last one counts, waits included."""
         if self._inside is not None:
             self._refuse("restart()")
         before, self.update = self.update, self._next()

@@ -54,8 +54,7 @@ _SET_CLASS = object.__dict__["__class__"].__set__
 
 
 class Training:
-    """One training: its run, and the loader that lets the run see its batches. Does not refer to the callback, which
-    may be dropped first."""
+    """One training and its loader. Does not refer to the callback, which may be dropped first."""
 
     def __init__(self, run: WatchedRun, loader: Any) -> None:
         self.run, self._loader, self._plain = run.__enter__(), loader, type(loader)
@@ -144,8 +143,7 @@ class RedlineCallback(TrainerCallback):
             self._mark = self._computed(control)
 
     def _computed(self, control: Any) -> float:
-        """The time. Before it logs, the Trainer waits for the GPU to read the loss; that is not logging, so wait
-        here."""
+        """The time, after the GPU is done: the Trainer waits for it before it logs, and that wait is not logging."""
         if control.should_log and self._run is not None and self._run.clock.is_gpu:
             torch.cuda.synchronize()
         return time.perf_counter()

@@ -304,8 +304,7 @@ def holes(lines: list[Line], end: int | None = None, begin: int = 0) -> list[tup
 
 
 def time_left_s(recent: list[Line], total_steps: float | None, max_hours: float | None) -> float | None:
-    """From the median of recent updates, which a compilation, a validation or a checkpoint does not move. None if the
-    run has no planned end."""
+    """From the median of recent updates, which no checkpoint moves. None if the run has no planned end."""
     step_s = values(recent, "step_s")
     if not step_s or not (total_steps or max_hours):
         return None

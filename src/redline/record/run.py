@@ -39,8 +39,7 @@ _COUNTS = (
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of one of our JSONL files; none if there is no file. A torn last line (the process died while
-    writing it) is left out."""
+    """All whole lines of one of our JSONL files (none if there is no file), without a torn last line."""
     return parse_lines(read_text(path, whole_lines=True, missing=""), path)
 
 

@@ -1,5 +1,4 @@
-"""The report as tables in a terminal: the figures of the page in the same order, run by run, then side by side. No
-torch."""
+"""The report as tables in a terminal: the figures of the page, run by run, then side by side. No torch."""
 
 from rich.console import Console
 from rich.table import Table

@@ -1,2 +1,1 @@
-"""Rejection-sampling fine-tuning: sample many answers to each question, keep the correct ones, train on them, and
-test before and after."""
+"""Rejection-sampling fine-tuning: sample answers, keep the correct ones, train on them, test before and after."""

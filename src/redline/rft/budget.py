@@ -159,8 +159,7 @@ class Budget:
             self._wave()
 
     def _wave(self) -> None:
-        """Share half of what is left among the questions without a correct answer, in their order, until there is
-        something to draw."""
+        """Share half of what is left among the questions without a correct answer, until there is something to draw."""
         settings = self._settings
         most = int(settings.max_factor * settings.samples_per_question)
         while settings.spend_rest and self._saved > 0 and self._waiting == 0:

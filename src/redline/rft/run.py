@@ -43,8 +43,7 @@ def run_rounds(
     *,
     observers: Sequence[Observer] = (),
 ) -> list[dict[str, Any]]:
-    """The loop several times, in RUN/round-1 and so on. Every round trains the base model again, on samples of a better
-    sampler."""
+    """The loop several times, in RUN/round-1 and so on. Every round trains the base model on a better sampler's samples."""
     if rounds > 1 and (run / "samples.db").exists():
         raise ConfigError(
             f"{run} holds a run of one round: give another folder with --run for {rounds} rounds"

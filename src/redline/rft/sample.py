@@ -186,8 +186,7 @@ class _Drawing:
         }
 
     def _compare(self, engine: Engine, compared: Sequence[Completion]) -> None:
-        """Record how full the engine's slots were and how far it is from the training forward; a server tells
-        neither."""
+        """Record how full a local engine's slots were and how far it is from the training forward."""
         if isinstance(engine, LocalEngine):
             self.session.folder.event(
                 "engine", **asdict(engine.stats), occupancy=engine.stats.occupancy, slots=self.session.slots
@@ -198,8 +197,7 @@ class _Drawing:
 
 @contextmanager
 def _in_background(keep: Keep, stop: Callable[[], None]) -> Iterator[Callable[[Completion], None]]:
-    """A thread that keeps completions, as many at a time as have come. Its error stops the engine and is raised here
-    at the end."""
+    """A thread that keeps completions in batches. Its error stops the engine and is raised here at the end."""
     waiting: queue.SimpleQueue[Completion | None] = queue.SimpleQueue()
     failed: list[BaseException] = []
 
@@ -284,8 +282,7 @@ def _row(
 
 @torch.no_grad()
 def logprob_gap(model: Transformer, completions: Sequence[Completion], at_once: int = 8) -> dict[str, float]:
-    """Mean and largest difference between an engine's log-probabilities and the training forward's, over all new
-    tokens."""
+    """Mean and largest difference between the log-probabilities of an engine and of the training forward."""
     gaps: list[torch.Tensor] = []
     device = model.embed.weight.device
     for first in range(0, len(completions), at_once):

@@ -273,8 +273,7 @@ class Session:
         )
 
     def until_it_fits(self, stage: str, attempt: Callable[[], T]) -> T:
-        """Run an attempt that uses an engine; if it runs out of memory, record that and try again with half the
-        slots."""
+        """Run an attempt that uses an engine; if it runs out of memory, try again with half the slots."""
         while True:
             try:
                 return attempt()

@@ -83,14 +83,12 @@ def stats(run: Path) -> dict[str, Any]:
 
 
 def _first(samples: Sequence[tuple[int, bool]]) -> list[bool]:
-    """Verdicts on samples 0, 1, ... up to the first missing one: what a stopped run has beyond it came early because it
-    was short."""
+    """Verdicts on samples 0, 1, ... up to the first missing one: later ones came early because they were short."""
     return [correct for place, (number, correct) in enumerate(samples) if number == place]
 
 
 def _drawn_anyway(run: Path) -> int | None:
-    """Samples that a question gets whatever the verdicts: one round if the budget may stop early. None if there is no
-    recipe."""
+    """Samples that a question gets whatever the verdicts. None if there is no recipe."""
     path = RunFolder(run).recipe_path
     if not path.is_file():
         return None

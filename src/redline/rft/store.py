@@ -65,8 +65,7 @@ class Source(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One completion with its verdict, as a row. A plain tuple, because tens of thousands are made beside the
-    engine."""
+    """One completion with its verdict. A plain tuple: tens of thousands are made beside the engine."""
 
     question: str
     sample: int
@@ -118,8 +117,7 @@ class Store:
     """A samples.db. Made for one writer; used from one thread at a time."""
 
     def __init__(self, path: Path, *, create: bool = True) -> None:
-        """With `create` for a writer, which makes the file if there is none; else for a reader, which only needs
-        permission to read."""
+        """With `create` for a writer, which makes the file if there is none; else for a reader."""
         self.path = path
         if not create and not path.is_file():
             rounds = len(list(path.parent.glob("round-*")))
@@ -337,8 +335,7 @@ _SPACE = re.compile(r"\s+")
 
 
 def reasoning_key(text: str) -> str:
-    """Equal for answers that differ only in case, white space, the spelling of numbers (1,000 = 1000 = 1000.0) or a
-    final full stop."""
+    """Equal for answers that differ only in case, white space, how numbers are written (1,000 = 1000.0) or a full stop."""
     plain = _NUMBER.sub(_plain_number, _SPACE.sub(" ", text.strip().lower()))
     return hashlib.blake2b(plain.rstrip(" .,;:!").encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 

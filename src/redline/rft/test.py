@@ -132,8 +132,7 @@ def _facts(done: int, questions: int, tokens: int, elapsed_s: float, memory_byte
 
 @contextmanager
 def _speaker(session: Session, weights: Weights) -> Iterator[Speaker]:
-    """The model with these weights: the base, the base with adapters merged during the test, or a fully trained
-    model."""
+    """The base model, the base with adapters merged during the test, or a fully trained model."""
     if weights == "base":
         session.drop_adapters()
         yield session.model

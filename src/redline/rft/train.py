@@ -112,8 +112,7 @@ def train(session: Session, on: On) -> dict[str, Any]:
 
 
 def _rows_per_s(folder: RunFolder) -> float | None:
-    """Examples per second over all updates but the first, which sets up. Weighted by time, because the last batch of
-    an epoch may be short."""
+    """Examples per second over all updates but the first, weighted by time: an epoch's last batch may be short."""
     lines = read_lines(folder.metrics_path)
     known = [
         (rate, s)
@@ -125,8 +124,7 @@ def _rows_per_s(folder: RunFolder) -> float | None:
 
 
 def read_done(place: Place) -> dict[str, Any] | None:
-    """The summary of a finished training; None if there is none, or if its result is gone or damaged (the last
-    checkpoint gives it again)."""
+    """The summary of a finished training; None if there is none, or if its result is gone or damaged."""
     if not place.done.is_file():
         return None
     done = build(Done, read_json(place.done, dict), where=str(place.done))

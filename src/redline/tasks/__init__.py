@@ -1,2 +1,1 @@
-"""Verifiable tasks: questions, how they are prompted, and how a completion is scored, in processes that
-cannot hang the run."""
+"""Verifiable tasks: questions, prompts, and scores, computed in processes that cannot hang the run."""

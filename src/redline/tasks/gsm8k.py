@@ -18,8 +18,7 @@ from redline.tasks.task import Question, Task, Verdict, at_most, json_lines, rea
 _SIGN = r"(?:(?<![\w.)])-[$£€]?|[$£€]-?)?"
 _NUMBER = re.compile(_SIGN + r"(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d*\.?\d+)(?:[eE][+-]?\d{1,4}(?!\d))?")
 _MARKS = {"<answer>": "</answer>", "\\boxed{": "\n", "####": "\n"}
-"""What opens an answer, and what ends it. A box may hold braces of its own, so it lasts to the end of the
-line."""
+"""What opens an answer, and what ends it. A box may hold braces, so it lasts to the end of the line."""
 _CALCULATOR = re.compile(r"<<.*?>>")
 INSTRUCTION = (
     "Solve the problem step by step and end with the number in answer tags, like <answer>42</answer>."

@@ -12,7 +12,6 @@ in the sandbox of the worker (`sandbox.py`), and dies with it; a weak sandbox is
 
 import contextlib
 import json
-import mmap
 import os
 import queue
 import secrets
@@ -32,8 +31,7 @@ from redline.tasks.task import Question, Verdict
 from redline.tasks.worker import failed
 
 BATCH = 256
-"""Completions in one message: enough to make the message's own cost small, few enough to keep all workers
-busy to the end."""
+"""Completions in one message: more would leave workers idle at the end, fewer would cost more messages."""
 START_S = 60.0
 """How long a worker may take to load its task."""
 
@@ -52,8 +50,7 @@ class Pool:
         budget_s: float = 5.0,
         memory_bytes: int = 2 << 30,
     ) -> None:
-        """`workers`: processes (default: one a core); `budget_s`: wall clock a completion; `memory_bytes`:
-        address space a process."""
+        """`workers`: default one a core; `budget_s`: wall clock a completion; `memory_bytes`: address space a process."""
         count = workers if workers is not None else len(os.sched_getaffinity(0))
         if count < 1 or not budget_s > 0:
             raise ConfigError(
@@ -90,7 +87,7 @@ class Pool:
             child.stop()
         self._threads.shutdown(cancel_futures=True)
         for child in self._children:  # no thread uses their pipes any more
-            child.release()
+            child.close_pipes()
 
     def __enter__(self) -> "Pool":
         return self
@@ -110,14 +107,9 @@ class _Child:
     """One worker process and the pipes to it. Used by one thread at a time, but for `stop`."""
 
     def __init__(self, arguments: list[str], budget_s: float) -> None:
-        self._arguments = arguments
-        self._budget_s = budget_s
-        self._stopped = False
-        self._half, self._mark = bytearray(), b""
-        self._lock = threading.Lock()  # between `stop` and the thread that scores
-        self._progress_fd = os.memfd_create("redline-progress")
-        os.ftruncate(self._progress_fd, 8)
-        self._progress = mmap.mmap(self._progress_fd, 8)
+        self._arguments, self._budget_s = arguments, budget_s
+        self._lock, self._stopped = threading.Lock(), False  # between `stop` and the thread that scores
+        self._half, self._mark = b"", b""
         self._start()
 
     def score(self, items: Sequence[Item]) -> list[Verdict]:
@@ -126,28 +118,19 @@ class _Child:
         if self._process.poll() is not None:  # died while idle: no item's fault
             self._restart()
         while len(verdicts) < len(items):
-            rest = items[len(verdicts) :]
-            found, reason = self._exchange(rest)
+            found, reason = self._exchange(items[len(verdicts) :])
             verdicts += found
             if reason is not None:
-                culprit = max(len(found), self._at() - 1)
                 self._restart()
-                # scored, but their verdicts had not been sent
-                verdicts += self.score(rest[len(found) : culprit])
                 verdicts.append(failed(reason))
         return verdicts
 
     def wait_ready(self) -> None:
         """Wait for the worker's first line: it has its task, or says why not."""
-        poller = select.poll()
-        poller.register(self._out, select.POLLIN)
-        end_s = time.monotonic() + START_S
         replies: list[Any] = []
+        end_s = time.monotonic() + START_S
         while not replies:
-            data = (
-                os.read(self._out, 1 << 16) if poller.poll(max(0, end_s - time.monotonic()) * 1000) else b""
-            )
-            if not data:
+            if not (data := self._read(max(0.0, end_s - time.monotonic()))):
                 raise MachineError(
                     f"a scoring process for task {self._arguments[0]} did not get ready (limit {START_S:.0f}"
                     f" s): {self._end()}"
@@ -162,96 +145,65 @@ class _Child:
         self._stopped = True
         self._end()
 
-    def release(self) -> None:
-        """Close the pipes and the shared memory of a process that was stopped."""
-        self._close_pipes()
-        self._progress.close()
-        os.close(self._progress_fd)
+    def close_pipes(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
 
     def _exchange(self, items: Sequence[Item]) -> tuple[list[Verdict], str | None]:
-        """Send the items; return the verdicts that came back and, where the process ended before the last,
-        the reason."""
-        self._progress[:] = bytes(8)
-        message = memoryview(json.dumps(items).encode() + b"\n")
+        """Send the items; return the verdicts and, if the process ended before the last, the reason: it is the next
+        item's fault."""
+        assert self._process.stdin is not None
         verdicts: list[Verdict] = []
-        at, since_s = 0, time.monotonic()
-        poller = select.poll()
-        poller.register(self._out, select.POLLIN)
-        poller.register(self._in, select.POLLOUT)
+        with contextlib.suppress(BrokenPipeError):  # its end shows on the other pipe
+            # The worker reads the whole line before it scores, so this does not block.
+            message = memoryview(json.dumps(items).encode() + b"\n")
+            while message:
+                message = message[self._process.stdin.write(message) :]
         while len(verdicts) < len(items):
-            # before the poll: this thread may be held up after it, which is not the scorer's doing
-            asked_s = time.monotonic()
-            for fd, _ in (ready := poller.poll(min(50.0, self._budget_s * 250))):
-                if fd == self._out:
-                    if not (data := os.read(fd, 1 << 20)):
-                        return verdicts, self._end()
-                    try:
-                        verdicts += [Verdict(*fields) for reply in self._replies(data) for fields in reply]
-                    except (ValueError, TypeError):
-                        self._end()
-                        return verdicts, "the scorer wrote into its own verdict"
-                    continue
-                with contextlib.suppress(BrokenPipeError):  # its end shows on the other pipe
-                    message = message[os.write(fd, message) :]
-                    if message:
-                        continue
-                poller.unregister(fd)
-            if (now_at := self._at()) != at:
-                at, since_s = now_at, time.monotonic()
-            elif not ready and asked_s - since_s > self._budget_s:
+            data = self._read(self._budget_s)
+            if data is None:
                 self._end()
                 return verdicts, f"the scorer took more than {self._budget_s:g} s and was killed"
+            if not data:
+                return verdicts, self._end()
+            verdicts += [Verdict(*fields) for fields in self._replies(data)]
         return verdicts, None
 
+    def _read(self, most_s: float) -> bytes | None:
+        """What the process wrote: empty if it has ended, None if it wrote nothing in this time."""
+        poller = select.poll()
+        poller.register(self._out, select.POLLIN)
+        return os.read(self._out, 1 << 20) if poller.poll(most_s * 1000) else None
+
     def _replies(self, data: bytes) -> list[Any]:
-        """The replies that are complete with this piece of the pipe's content. What has no mark was written by a
-        scorer."""
-        self._half += data
-        if b"\n" not in data:
-            return []
-        *lines, rest = bytes(self._half).split(b"\n")
-        self._half = bytearray(rest)
+        """The replies that are complete with this piece. A line without the mark was written by a scorer."""
+        *lines, self._half = (self._half + data).split(b"\n")
         marked = (line.rpartition(self._mark) for line in lines)
         return [json.loads(reply) for _, mark, reply in marked if mark]
 
-    def _at(self) -> int:
-        """The item that the process is at, counted from 1; 0 before the first."""
-        return int.from_bytes(self._progress[:], "little")
-
     def _start(self) -> None:
-        self._half = bytearray()
-        self._mark = secrets.token_hex(8).encode()
-        worker = [*self._arguments, self._mark.decode(), str(self._progress_fd)]
-        command = [sys.executable, "-P", "-m", "redline.tasks.worker", *worker]
+        self._half, self._mark = b"", secrets.token_hex(8).encode()
+        command = [sys.executable, "-P", "-m", "redline.tasks.worker", *self._arguments, self._mark.decode()]
         # The same modules as here, also where sys.path was changed by hand; one core a worker, so no threads
         # in numeric libraries.
-        environment = {
-            **os.environ,
+        environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "OMP_NUM_THREADS": "1",
         }
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-        self._process = subprocess.Popen(
-            command, env=environment, pass_fds=[self._progress_fd], start_new_session=True, **pipes
-        )
-        assert self._process.stdin is not None
+        self._process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
         assert self._process.stdout is not None
-        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self._in, False)
+        self._out = self._process.stdout.fileno()
 
     def _restart(self) -> None:
         self._end()
         with self._lock:
             if self._stopped:
                 raise ConfigError("the scoring pool was closed while it scored")
-            self._close_pipes()
+            self.close_pipes()
             self._start()
         self.wait_ready()
-
-    def _close_pipes(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
 
     def _end(self) -> str:
         """Kill the process with all it started, and say how it ended; it may have been dead before."""

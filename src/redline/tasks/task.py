@@ -19,13 +19,11 @@ from redline.errors import ConfigError, DataError
 from redline.record.files import parse_json, read_text
 
 STOP = "\n\nQuestion:"
-"""Where a model that only continues text has finished its answer and begins to ask itself the next
-question."""
+"""Where a model that only continues text has finished its answer and goes on to another question."""
 
 
 class Question(NamedTuple):
-    """One question. A plain tuple, because hundreds of thousands of them travel to the scoring processes as
-    JSON."""
+    """One question. A plain tuple: hundreds of thousands travel to the scoring processes as JSON."""
 
     id: str
     """Unique within its split, and the same whatever the seed."""
@@ -53,8 +51,7 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Questions and how to score their completions. The functions must not depend on global state: they run
-    in other processes."""
+    """Questions and their scorer. The functions run in other processes: no global state."""
 
     name: str
     about: str
@@ -67,8 +64,7 @@ class Task:
     examples: tuple[tuple[str, str], ...] = ()
     """Few-shot examples: a question and a good completion."""
     end: str = ""
-    """Where an answer is complete, such as a closing tag: what a model says after it is neither scored nor
-    learnt. Empty: nowhere."""
+    """Where an answer is complete, such as a closing tag; what follows is neither scored nor learnt. Empty: nowhere."""
     runs_code: bool = False
     """The scorer runs generated code in the sandbox, and so may start processes."""
 
@@ -129,8 +125,7 @@ def read_split(task: str, data: str | None, split: str, suffix: str) -> str:
 
 
 def json_lines(name: str, text: str) -> list[dict[str, Any]]:
-    """The objects of a JSONL text, blank lines left out; a line that is not an object is refused with its
-    number."""
+    """The objects of a JSONL text without its blank lines; a line that is not an object is refused."""
     lines = enumerate(text.split("\n"), start=1)
     return [parse_json(line, f"{name}, line {number}", dict) for number, line in lines if line.strip()]
 

@@ -131,8 +131,7 @@ EXAMPLES = (
     ),
     ("Please convert 4 mph into km/h.", "1 mph is 1.609 km/h. 4 * 1.609 = <answer>6.436</answer>"),
 )
-"""One of each family; none of them is a validation question, of the grammar or of the files that the task
-comes from."""
+"""One of each family; none is a validation question, generated or of the public files."""
 
 
 class Conversion(NamedTuple):
@@ -154,8 +153,7 @@ def convert(number: int | Fraction, source: str, target: str) -> float:
 
 
 def parse_answer(completion: str) -> float:
-    """The number in the first answer tag; NaN where there is none. Written as the task's specification has
-    it."""
+    """The number in the first answer tag, or NaN, as the task's specification has it."""
     try:
         return float(completion.split("<answer>")[1].split("</answer>")[0])
     except (IndexError, ValueError):
@@ -163,8 +161,7 @@ def parse_answer(completion: str) -> float:
 
 
 def is_correct(answer: float, reference: float) -> bool:
-    """Within 5 % of the reference, both rounded to three decimals. Never for a NaN, an infinity or a
-    reference that rounds to 0."""
+    """Within 5 % of the reference, both rounded to three decimals; never for NaN, infinity or a reference of 0."""
     return abs(round(answer, 3) - round(reference, 3)) < 0.05 * abs(round(reference, 3))
 
 
@@ -298,8 +295,7 @@ def whole_conversions() -> list[tuple[Conversion, int, str]]:
 
 
 def _split(key: str) -> str:
-    """Eight tenths of the keys to train on, one each to validate and to test; a hash, so that no seed moves a
-    key."""
+    """Eight tenths of the keys to train on, one each to validate and to test; no seed moves a key."""
     return {0: "valid", 1: "test"}.get(zlib.crc32(key.encode()) % 10, "train")
 
 

@@ -1,17 +1,16 @@
-"""The scoring process behind `redline.tasks.pool`: reads batches of (question, completion) as JSON lines,
-writes back verdicts.
+"""The scoring process behind `redline.tasks.pool`: reads batches of (question, completion) as JSON lines, and writes back
+a line for each verdict.
 
-    python -m redline.tasks.worker SPEC DATA BUDGET_S MEMORY_BYTES MARK PROGRESS_FD
+    python -m redline.tasks.worker SPEC DATA BUDGET_S MEMORY_BYTES MARK
 
-Every reply begins with MARK, so that the pool knows it from what a scorer writes to the same pipe. It writes the number of the item it is at into shared memory, so that the pool knows whom to blame when it has
-to kill. Its memory is limited, each item's processor time too (a backstop: should the pool die, a loop does
-not go on for ever), and it may start no processes, but for the sandbox of a task that runs code. This guards
-against accidents in scorers that somebody wrote in good faith; hostile code belongs in `sandbox.py`.
+Every reply begins with MARK, so that the pool knows it from what a scorer writes to the same pipe. Its memory is
+limited, each item's processor time too (a backstop in case the pool dies), and it may start no processes, but for
+the sandbox of a task that runs code. This guards against accidents in scorers that somebody wrote in good faith;
+hostile code belongs in `sandbox.py`.
 """
 
 import json
 import math
-import mmap
 import os
 import queue
 import resource
@@ -26,9 +25,6 @@ from redline.tasks import sandbox
 from redline.tasks.registry import load_task
 from redline.tasks.task import Question, Verdict
 
-FLUSH_S = 0.05
-"""Verdicts are sent at least this often: what is lost when a later item kills the process, and is scored
-again, stays small."""
 PROCESS_EVENTS = frozenset(
     {"os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "subprocess.Popen"}
 )
@@ -39,61 +35,36 @@ LONGEST_ANSWER = 100_000
 Score = Callable[[Question, str], Verdict]
 
 
-def main(spec: str, data: str, budget_s: float, memory_bytes: int, mark: str, progress_fd: int) -> None:
-    requests, replies = os.fdopen(os.dup(0), "rb"), _Replies(os.fdopen(os.dup(1), "wb"), mark)
+def main(spec: str, data: str, budget_s: float, memory_bytes: int, mark: str) -> None:
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     # A scorer that prints or asks for input must not touch the two pipes.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    progress = mmap.mmap(progress_fd, 8)
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(
-        resource.RLIMIT_AS,
-        (memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard), hard),
-    )
+    _limit(resource.RLIMIT_AS, memory_bytes)
+
+    def send(message: Any) -> None:
+        replies.write(mark.encode() + json.dumps(message).encode() + b"\n")
+        replies.flush()
+
     try:
         task = load_task(spec, data or None)
         weakness = sandbox.weakness() if task.runs_code else None
     except RedlineError as error:
-        replies.send({"error": str(error)})
+        send({"error": str(error)})
         return
     if not task.runs_code:
         sys.addaudithook(_forbid_processes)
-    replies.send({"weakness": weakness})
+    send({"weakness": weakness})
     batches: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(requests, batches), daemon=True).start()
     while True:
-        _score_batch(task.score, json.loads(batches.get()), replies, progress, budget_s)
-
-
-class _Replies:
-    def __init__(self, pipe: BinaryIO, mark: str) -> None:
-        self._pipe, self._mark = pipe, mark.encode()
-
-    def send(self, message: Any) -> None:
-        self._pipe.write(self._mark + json.dumps(message).encode() + b"\n")
-        self._pipe.flush()
-
-
-def _score_batch(
-    score: Score, batch: list[Any], replies: _Replies, progress: mmap.mmap, budget_s: float
-) -> None:
-    verdicts: list[Verdict] = []
-    sent_s = -math.inf
-    for number, (question, completion) in enumerate(batch, start=1):
-        now_s = time.monotonic()
-        if now_s - sent_s > FLUSH_S:
-            if verdicts:
-                replies.send(verdicts)
-            verdicts, sent_s = [], now_s
-            _allow_cpu(budget_s)
-        progress[:] = number.to_bytes(8, "little")
-        verdicts.append(_score_one(score, Question(*question), completion))
-    replies.send(verdicts)
+        for question, completion in json.loads(batches.get()):
+            _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + budget_s) + 2)
+            send(_score_one(task.score, Question(*question), completion))
 
 
 def _score_one(score: Score, question: Question, completion: str) -> Verdict:
-    """The scorer's verdict with its fields made what they are said to be, or a verdict that says how it
-    failed."""
+    """The scorer's verdict with its types made right, or a verdict that says how the scorer failed."""
     try:
         found: Any = score(question, completion)
         if not isinstance(found, Verdict):
@@ -123,13 +94,9 @@ def failed(reason: str) -> Verdict:
     return Verdict(correct=False, parsed=False, reward=0.0, answer=None, reason=reason)
 
 
-def _allow_cpu(budget_s: float) -> None:
-    """Processor time from now: the item's budget, and more than can pass before the next call."""
-    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    soft = math.ceil(time.process_time() + budget_s) + 2
-    resource.setrlimit(
-        resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard)
-    )
+def _limit(what: int, most: int) -> None:
+    hard = resource.getrlimit(what)[1]
+    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _forbid_processes(event: str, _: Any) -> None:
@@ -138,11 +105,11 @@ def _forbid_processes(event: str, _: Any) -> None:
 
 
 def _receive(requests: BinaryIO, batches: "queue.SimpleQueue[bytes]") -> None:
-    """Hand lines on; when the pool is gone end the process at once, in the middle of a scorer too."""
+    """Hand lines on; when the pool is gone end the process, in the middle of a scorer too."""
     for line in requests:
         batches.put(line)
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]), sys.argv[5], int(sys.argv[6]))
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
