@@ -38,8 +38,18 @@ from redline.train.execution import COMPUTE_DTYPE, check_device, equip, strip_co
 from redline.train.loop import Outcome, Trainer
 from redline.train.objective import Job
 from redline.train.open_run import Watching, open_run
-from redline.train.packed import Examples, Packed, batches_of, share_of
-from redline.train.packing import Example, check_examples, exact, fingerprint, pack, unpack
+from redline.train.packed import (
+    Example,
+    Examples,
+    Packed,
+    batches_of,
+    check_examples,
+    exact,
+    fingerprint,
+    pack,
+    share_of,
+    unpack,
+)
 from redline.train.process import Process, full, shard
 from redline.train.restore import Opened, open_weights
 

@@ -19,7 +19,7 @@ from redline.model.transformer import Attention, Transformer, build_model
 from redline.plan.hardware import hardware_here
 from redline.plan.planner import make_plan
 from redline.record.run import RunFolder
-from redline.train.packing import Example, exact, pack, unpack
+from redline.train.packed import Example, exact, pack, unpack
 from redline.train.process import Process
 
 CONFIG = ModelConfig(

@@ -47,7 +47,7 @@ def tune(method: str, run: Path) -> None:
     from redline.plan.hardware import hardware_here
     from redline.plan.planner import make_plan
     from redline.record.run import RunFolder
-    from redline.train.packing import Example
+    from redline.train.packed import Example
     from redline.train.process import Process
 
     shape = ModelConfig(

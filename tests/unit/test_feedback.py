@@ -18,7 +18,7 @@ from redline.model.attention.packed import Packing
 from redline.model.transformer import Block, Transformer, build_model
 from redline.train.feedback import FeedbackAlignment, RandomFeedback
 from redline.train.optimizer import make_optimizers
-from redline.train.packing import Example, exact, pack, unpack
+from redline.train.packed import Example, exact, pack, unpack
 from redline.train.process import Process
 from redline.train.step import BackPropagation, Learner, Rule, update
 

@@ -25,7 +25,7 @@ from redline.plan.planner import make_plan
 from redline.record.metrics import METRICS
 from redline.record.run import RunFolder, read_lines
 from redline.train.loop import Outcome
-from redline.train.packing import Example
+from redline.train.packed import Example
 from redline.train.process import Process
 from redline.train.schedule import fixed, lr_factor
 

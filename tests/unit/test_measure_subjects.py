@@ -15,8 +15,7 @@ from redline.measure.training import TrainingSubject, padded, random_rows, whole
 from redline.measure.trial import GenerationSwitches, Timing
 from redline.optimizations.catalogue import Samples
 from redline.plan.hardware import hardware_here
-from redline.train.packed import Packed
-from redline.train.packing import exact
+from redline.train.packed import Packed, exact
 from redline.train.restore import with_shape
 from redline.tune.arms import UpdateArms, rehearsed
 from redline.tune.guard import EXACT_BAND

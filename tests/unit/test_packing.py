@@ -12,7 +12,7 @@ from redline.config.recipe import IGNORED, ModelConfig
 from redline.errors import DataError
 from redline.model.lora import LoraConfig, adapters, add_lora
 from redline.model.transformer import Transformer, build_model
-from redline.train.packing import (
+from redline.train.packed import (
     TOKENS_STEP,
     Example,
     Shape,

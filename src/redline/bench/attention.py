@@ -79,8 +79,7 @@ def crossing_lengths(rows: Sequence[BenchRow]) -> dict[str, float | None]:
 
 
 def crossing(theirs: Mapping[int, float], ours: Mapping[int, float]) -> float | None:
-    """The length from which ours stays faster, between the measured ones by the powers that join them; None: at no
-    measured length; the first of them: at all."""
+    """The length from which ours stays faster, interpolated by powers; None: at no measured length."""
     lengths = sorted(theirs.keys() & ours.keys())
     gains = [math.log(theirs[n] / ours[n]) for n in lengths]
     slower = [i for i, gain in enumerate(gains) if gain <= 0]

@@ -112,8 +112,7 @@ def _summary(row: BenchRow) -> BenchRow:
 
 
 def _differences(row: BenchRow, rows: Sequence[BenchRow]) -> dict[str, float]:
-    """The largest difference between the losses of an arm of ours and each of Hugging Face's, over the updates that
-    both made."""
+    """The largest difference of an arm's losses from each of Hugging Face's, over the updates that both made."""
     if row["row"].startswith("hf") or "losses" not in row:
         return {}
     theirs = [other for other in rows if other["row"].startswith("hf") and "losses" in other]

@@ -26,7 +26,7 @@ from redline.model.transformer import build_model
 from redline.plan.hardware import hardware_here
 from redline.plan.planner import make_plan
 from redline.train.adapter import MODULES, peft_tensors
-from redline.train.packing import Example, batches, exact
+from redline.train.packed import Example, batches, exact
 from redline.train.process import Process
 
 BLOCKS = 3

@@ -48,8 +48,7 @@ class GenerationWork:
     prompt_tokens: int
     new_tokens: int
     batches: tuple[tuple[int, int], ...]
-    """Prompts, and samples of each, for `transformers`, in rising order; after the headline batches it stops once one
-    is slower."""
+    """Prompts and samples of each for `transformers`, rising; past the headline ones it stops when one is slower."""
     continuous: tuple[int, int]
     """Prompts and samples for its continuous batching."""
     samples: int
@@ -83,8 +82,7 @@ WORKS = {
 HEADLINE = 2
 """Batches of `transformers` that are always measured: the public recipes' usual setting and their best one."""
 MIXED_WAVES = 8
-"""Sequences per slot when lengths are mixed. With 4, slots that wait for the last sequences would keep even a perfect
-engine below 77 %."""
+"""Sequences per slot when lengths are mixed; with 4, waiting for the last would keep any engine below 77 %."""
 
 
 def mixed_lengths(work: GenerationWork) -> list[int]:
@@ -94,8 +92,7 @@ def mixed_lengths(work: GenerationWork) -> list[int]:
 
 
 def most_occupancy(work: GenerationWork) -> float:
-    """Slot occupancy of an engine that refills a slot in the step after its sequence ends; below 1 because of the last
-    sequences."""
+    """Slot occupancy of an engine that refills a slot in the next step; below 1 because of the last sequences."""
     decoded, slots = [length - 1 for length in mixed_lengths(work)], [0] * work.mixed_slots
     for steps in decoded:
         heapq.heapreplace(slots, slots[0] + steps)
@@ -147,8 +144,7 @@ def floor_s(
     flops_per_s: float,
     shared: bool,
 ) -> float:
-    """Least time for the work. `shared`: a prompt's keys and values are read once a step for all of its samples, not
-    for each."""
+    """Least time. `shared`: a prompt's keys and values are read once a step for all of its samples."""
     count, samples = parameters(model), len(work.new_tokens) / work.prompts
     # the first new token comes from the prompt's pass, the others from steps that read all tokens before theirs
     decoded = [length - 1 for length in work.new_tokens]

@@ -53,8 +53,7 @@ def arguments(scratch: str, **own: Any) -> Any:
 
 
 def clock(*, warm_up: int, per_block: int) -> Any:
-    """A callback that times the first update, from `started_s` on, and blocks of updates after the warm-up. It
-    waits for the GPU at their edges only."""
+    """A callback that times the first update and blocks of updates after the warm-up, waiting at their edges only."""
 
     class Clock(need("transformers", extra="hf").TrainerCallback):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -64,10 +64,8 @@ def build(
     shard_tokens: int = SHARD_TOKENS,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Build the data folder `out`, or finish or return the one that is there.
-
-    Several sources make one corpus. `vocab_size` is the size of the BPE, or the most ids a given tokenizer may have;
-    `workers` defaults to one a core."""
+    """Build the data folder `out` from one or several sources, or finish or return the one there. `vocab_size`: of
+    the BPE, or the most ids that a given tokenizer may have."""
     inputs, given = _inputs(source, tokenizer, vocab_size, text_field, valid_fraction, shard_tokens)
     return _build_into(out, inputs, given, workers, progress)
 

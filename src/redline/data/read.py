@@ -83,8 +83,7 @@ def find_source(source: str) -> Path:
 
 
 def files_under(folder: Path, suffixes: tuple[str, ...], what: str) -> list[Path]:
-    """Every file with one of these endings, sorted, except hidden ones. A folder that cannot be read is an error:
-    without it, it would be another corpus."""
+    """Every file with one of these endings, sorted, but for hidden ones. An unreadable folder is an error."""
 
     def refuse(error: OSError) -> None:
         raise DataError(
@@ -277,8 +276,7 @@ def encoded(
     document: int = 0,
     workers: int = 1,
 ) -> Generator[Document, None, None]:
-    """The documents of the given splits, and the rows without text, from a position on. Close the generator to stop
-    its threads."""
+    """The documents of the splits, and rows without text, from a position on. Close it to stop its threads."""
     in_flight: deque[Future[list[Document]]] = deque()
     with ThreadPoolExecutor(workers, thread_name_prefix="encode") as pool:
         try:

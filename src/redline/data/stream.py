@@ -53,8 +53,7 @@ class TokenStream:
 
 
 class StreamedWindows:
-    """Windows of seq_len + 1 tokens with a stride of seq_len over the training split. Jobs must run one at a time, in
-    order."""
+    """Windows of seq_len + 1 tokens, seq_len apart, over the training split. Jobs must run one by one, in order."""
 
     def __init__(self, stream: TokenStream, *, seq_len: int, position: Position | None, threads: int) -> None:
         start = position or {"epoch": 0, "file": 0, "document": 0, "token": 0}

@@ -98,8 +98,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE with GPT-2's pre-tokeniser and one token per digit. The same texts give the same bytes; a small
-    corpus may give fewer tokens."""
+    """A byte-level BPE with GPT-2's pre-tokeniser and one token per digit; a small corpus may give fewer tokens."""
     if vocab_size < 256 + 1:
         raise DataError(f"a byte-level BPE needs at least 257 tokens (bytes, end of text), got {vocab_size}")
     inner = tokenizers.Tokenizer(models.BPE())

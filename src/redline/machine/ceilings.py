@@ -1,13 +1,10 @@
-"""Measured ceilings: the fastest this machine was seen to multiply, copy and launch. Needs torch; import it
-only to measure.
+"""Measured ceilings: the fastest this machine was seen to multiply, copy and launch. Needs torch.
 
     ceilings = load_or_measure(read_facts(), progress=print)    # seconds the first time, then from the cache
 
-Method: random data (zeros draw less power and run faster than any training), inputs rotated so that they do
-not stay in the L2 cache, warm-up, then the best of seven blocks timed by CUDA events with a synchronise only
-at block edges. If the median block is much slower than the best, or other programs held the CPU meanwhile, up
-to three series are taken; what is still noisy is shown but not kept. Calls are queued one by one, as in a
-training step, so the smallest matrices show the launch cost too. Left out: sustained clocks over minutes,
+Method: random data (zeros draw less power), inputs rotated so that they do not stay in the L2 cache, warm-up, then the
+best of seven blocks timed by CUDA events. If the median block is much slower than the best, or other programs held the
+CPU, up to three series are taken; what is still noisy is shown but not kept. Left out: sustained clocks over minutes,
 several GPUs (the current one is measured), NVLink and disk.
 """
 
@@ -46,8 +43,7 @@ _DTYPES = {  # torch's type, and the least compute capability with hardware for 
 _BLOCKS, _SERIES = 7, 3
 _BLOCK_S = 0.02
 BOOST_MARGIN = 1.15
-"""Datasheets quote peaks at one boost clock and boards go up to 15 % beyond it, GeForce most; timing mistakes
-go much further."""
+"""Boards go up to 15 % beyond the datasheet's boost clock; timing mistakes go much further."""
 _COPY_BYTES = 2**30
 _TRANSFER_BYTES = 2**28
 _LEAST_FREE_BYTES = 3 * 2**30  # two copy buffers, and something over for the libraries
@@ -90,8 +86,7 @@ def load_or_measure(facts: MachineFacts, refresh: bool = False, progress: Progre
 
 
 def measure(progress: Progress = _silent) -> Ceilings:
-    """Measure the CPU and, if there is one, the current GPU. Torch's random state and precision stay as they
-    were."""
+    """Measure the CPU and, if there is one, the current GPU. Torch's random state and precision are kept."""
     progress("measuring the CPU")
     cpu_matmul_gflops, matmul_spread = _cpu_matmul_gflops()
     # repeated: drawing so many numbers would take seconds
@@ -168,8 +163,7 @@ def _matmul_points(
 
 
 def reject_impossible(ceilings: Ceilings, spec: GpuSpec) -> Ceilings:
-    """The ceilings without values above what the board can reach: their measurement went wrong, and the notes
-    name them."""
+    """The ceilings without values above what the board can reach: their measurement went wrong, as the notes say."""
     possible, notes = [], list(ceilings.notes)
     for point in ceilings.matmul:
         peak_tflops = spec.peak_tflops(point.dtype)
@@ -250,8 +244,7 @@ def _launch_latencies_s(random: torch.Generator) -> tuple[float, float]:
 
 
 def _cpu_matmul_gflops() -> tuple[float, float]:
-    """The better of a small and a large product; the large one only where it takes less than a quarter of a
-    second."""
+    """The better of a small and, if it takes less than a quarter of a second, a large product."""
     random = torch.Generator().manual_seed(0)
     best_gflops, best_spread = 0.0, 0.0
     for size in (1024, 4096):
@@ -274,9 +267,8 @@ def _best_s(work: Work, time_s: Clock) -> tuple[float, float]:
 
 
 def best_of(block: Callable[[], tuple[float, float]]) -> tuple[float, float]:
-    """Seconds of the best block, and the spread: how much slower the median block of its series was, or what
-    share of the best one was lost to other programs. `block` gives its seconds and those lost. Ends with the first
-    steady series that holds the best block."""
+    """Seconds of the best block, and the spread: how much slower its series' median was, or the share lost to other
+    programs. `block` gives its seconds and those lost. Ends with the first steady series."""
     best = math.inf, math.inf
     for _ in range(_SERIES):
         blocks = [block() for _ in range(_BLOCKS)]
@@ -306,8 +298,7 @@ def _time_cpu_s(work: Work, calls: int) -> tuple[float, float]:
 
 
 def _waited_s() -> float:
-    """Seconds that this process's threads were ready to run and had no CPU, as the kernel counts them; 0 if it does
-    not."""
+    """Seconds that this process's threads were ready to run and had no CPU; 0 if the kernel does not count them."""
     waited_ns = 0
     for path in Path("/proc/self/task").glob("*/schedstat"):
         with contextlib.suppress(OSError):  # the thread has ended
@@ -317,8 +308,7 @@ def _waited_s() -> float:
 
 @contextlib.contextmanager
 def _fp32_precision(precision: str) -> Iterator[None]:
-    """How fp32 matrices are multiplied on the GPU. Only this interface: torch raises when it is mixed with
-    `allow_tf32`."""
+    """How fp32 matrices are multiplied on the GPU. Torch raises if this is mixed with `allow_tf32`."""
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = precision
     try:

@@ -1,12 +1,11 @@
-"""What this machine is: GPUs, cores, memory, disk and library versions, read from NVML, /proc and package
-metadata. No torch.
+"""What this machine is: GPUs, cores, memory, disk and library versions, read from NVML, /proc and package metadata.
+No torch.
 
     facts = read_facts()
     facts.gpus[0].memory_bytes, facts.cpu_cores, facts.versions["torch"]
 
-Cores and memory are what this process may use (affinity and control-group limits), not what the board holds.
-Left out: host name, user and serial numbers, so that a record can be shared; anything that must be measured
-(ceilings.py).
+Cores and memory are what this process may use (affinity and control-group limits), not what the board holds. Left
+out: host name, user and serial numbers, so that a record can be shared; anything that must be measured (ceilings.py).
 """
 
 import hashlib
@@ -139,8 +138,8 @@ def _read_gpu(index: int, handle: Any, driver: str) -> GpuFacts:
 
 
 def _cpu_cores() -> int:
-    """Processors this process may keep busy. A fractional quota is rounded down, because threads beyond it are
-    throttled together."""
+    """Processors this process may keep busy; a fractional quota is rounded down, as threads beyond it are
+    throttled."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min([allowed, *_cpu_quotas()])))
 

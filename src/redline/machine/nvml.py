@@ -75,8 +75,7 @@ class GpuTelemetry:
         return None if counted_mj is None else counted_mj / 1000 - self._energy_before_j
 
     def read(self) -> dict[str, float]:
-        """One reading; `gpu_util` is the share of the driver's last sampling period (up to a second) with a
-        kernel running."""
+        """One reading; `gpu_util` is the share of the last sampling period (up to a second) with a kernel running."""
         if self._handle is None:
             return {}
         util = ask(pynvml.nvmlDeviceGetUtilizationRates, self._handle)

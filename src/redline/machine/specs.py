@@ -17,8 +17,7 @@ from redline.errors import ConfigError, nearest
 
 _MIB = 2**20
 _MEMORY_TOLERANCE = 0.06
-"""Drivers differ by 2 % in the total they report and torch sees up to 2 % less again; variants of a board
-differ by far more."""
+"""Drivers and torch differ by up to 4 % in the total they report; variants of a board by far more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +29,7 @@ class GpuSpec:
     match: str
     """Regular expression for the whole name that NVML reports, without a leading `NVIDIA` or `Tesla`."""
     memory_bytes: int
-    """What current drivers report as the total: less than the name says wherever ECC or firmware takes a
-    share."""
+    """What current drivers report: less than the name says if ECC or firmware takes a share."""
     compute_capability: tuple[int, int]
     bf16_tflops: float | None
     fp16_tflops: float
@@ -151,8 +149,7 @@ def find_spec(name: str) -> GpuSpec:
 
 
 def match_spec(nvml_name: str, memory_bytes: int) -> GpuSpec | None:
-    """The board that NVML reports under this name and memory, or None when the table has no figures for
-    exactly that one."""
+    """The board of this NVML name and memory, or None if the table has no figures for exactly that one."""
     bare = re.sub(r"^(NVIDIA |Tesla )*", "", nvml_name.strip())
     for spec in SPECS.values():
         near = abs(memory_bytes - spec.memory_bytes) <= _MEMORY_TOLERANCE * spec.memory_bytes

@@ -19,8 +19,7 @@ from redline.machine.facts import MachineFacts, machine_key
 from redline.record.files import cache_folder, read_json, storage_errors, write_atomic
 
 NOISY = 0.15
-"""Spread from which a limit is not kept: the blocks of an H200 differ by up to 7 %, those of a busy CPU by any
-factor."""
+"""Spread from which a limit is not kept: an H200's blocks differ by up to 7 %, a busy CPU's by any factor."""
 Progress = Callable[[str], None]
 """Receives one line at a time about what is being done."""
 
@@ -63,8 +62,7 @@ class Ceilings:
     cpu_copy_bytes_per_s: float
     """Within host memory, read and written both counted."""
     spread: dict[str, float]
-    """That of everything else, by name; or, if larger, the share of the best block in which other programs held
-    the CPU."""
+    """Of everything else, by name; or, if larger, the share of the best block lost to other programs."""
     notes: tuple[str, ...]
     """What was skipped or rejected, and why."""
 
@@ -79,8 +77,7 @@ class Ceilings:
         return tuple(f"{name} varied by {share:.0%}" for name, share in spread.items() if share > NOISY)
 
     def matmul_tflops(self, dtype: str) -> float | None:
-        """The best measured for bf16, fp16, tf32, fp32 or fp8 on the GPU; None when the GPU has no such
-        arithmetic."""
+        """The GPU's best measured rate for bf16, fp16, tf32, fp32 or fp8; None if it has no such arithmetic."""
         return max((point.tflops for point in self.matmul if point.dtype == dtype), default=None)
 
 
@@ -106,8 +103,8 @@ def save(facts: MachineFacts, ceilings: Ceilings) -> None:
 
 
 def forget_if_beaten(facts: MachineFacts, share: float, say: Progress) -> None:
-    """Drop the ceilings, so that the next command measures again, if a run's usual update beats the measured
-    matmul rate (`ceiling_share` above 1): the machine was busy when it was measured."""
+    """Drop the ceilings if a run beats the measured matmul rate (`ceiling_share` above 1): the machine was busy
+    then."""
     if share > 1 and (path := cache_path(facts)).exists():
         with storage_errors("the measured ceilings", path.parent):
             path.unlink(missing_ok=True)

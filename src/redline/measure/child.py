@@ -35,8 +35,7 @@ from redline.measure.statistics import stationary
 
 
 class Subject(Protocol):
-    """What a trial measures, made from its setting. A workload that offers this can be tuned, ablated and
-    benchmarked."""
+    """What a trial measures. A workload that offers this can be tuned, ablated and benchmarked."""
 
     tokens_per_step: int
     waited_s: float
@@ -83,8 +82,7 @@ def cuda_peaks() -> dict[str, int]:
 
 
 def reachable_bytes() -> int:
-    """Bytes of the GPU that are free or in this process's allocator; a decrease went to its context and
-    libraries."""
+    """Bytes free on the GPU or in this allocator; a decrease went to the process's context and libraries."""
     if torch.cuda.is_initialized():
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     return next((gpu.free_bytes for gpu in read_facts().gpus), 0)

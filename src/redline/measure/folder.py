@@ -75,8 +75,7 @@ class TrialFolder:
         beside: Measurement | None = None,
         paired: bool | None = None,
     ) -> None:
-        """Write down a finished trial and the one it was compared with, in one line, so that both are there or
-        neither."""
+        """Write a finished trial and what it was compared with in one line: both are there or neither."""
         about = {"key": key, "name": name, "machine": self.machine, "paired": paired}
         arms = {"measured": asdict(measured), "beside": asdict(beside) if beside else None}
         self._done[key] = {**about, **arms}
@@ -84,8 +83,8 @@ class TrialFolder:
 
 
 def _stands(line: dict[str, Any], path: Path) -> bool:
-    """Whether a trial need not run again: it ended well, or did not fit even alone. A crash or a timeout may not
-    happen again, and what did not fit beside another may fit alone."""
+    """Whether a trial need not run again: it ended well, or did not fit even alone. Crashes and timeouts may be
+    chance."""
     try:
         if not isinstance(line.get("key"), str):
             raise ConfigError("a trial needs a key")

@@ -107,8 +107,7 @@ class GenerationSubject:
         return engine
 
     def _requests(self) -> list[Request]:
-        """All of the work, each prompt with its length; or one batch, in which every sequence is as long as the
-        longest."""
+        """All of the work, each prompt with its length; or one batch, as long as its longest sequence."""
         if self.how.refilled:
             asked = [(number, self.work.samples, length) for number, length in enumerate(self.lengths)]
         else:

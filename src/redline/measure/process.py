@@ -168,8 +168,8 @@ class Child:
 
 
 class Children:
-    """Makes children for one search, and holds its clock. With `ahead`, the next child is started early, so that it
-    imports torch, which takes seconds, while the one before builds and compiles."""
+    """Makes the children of a search and holds its clock. With `ahead`, the next one imports torch early, while the
+    one before compiles."""
 
     def __init__(self, *, ahead: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         self._ahead, self.clock = ahead, clock

@@ -1,14 +1,11 @@
-"""What block times say: medians with distribution-free intervals, and whether one arm is faster than another.
-No torch.
+"""What block times say: medians with distribution-free intervals, and whether one arm is faster than another. No torch.
 
     interval([0.51, 0.50, 0.52, 0.50, 0.51, 0.53])            # the median and its 95 % interval
     compare(before.blocks_s, after.blocks_s, paired=True)     # Comparison(ratio=1.08, low=1.05, high=1.11, ...)
 
-Nothing is assumed about the shape of the noise: an interval lies between two order statistics of the blocks, so
-outliers widen it but do not move it. Blocks of arms that took turns are compared round by round, which cancels
-drifting clocks; those of arms that ran one after the other are not. Two processes of the same code differ by a
-little that no block of either shows (memory layout, clocks): that spread is added to every interval. Left out:
-means, normal distributions, p-values.
+An interval lies between two order statistics of the blocks, so outliers widen it but do not move it. Blocks of arms that
+took turns are compared round by round, which cancels drifting clocks. Two processes of the same code differ by a little
+that no block shows (memory layout, clocks): that spread is added to every interval.
 """
 
 import math
@@ -19,19 +16,16 @@ from typing import Literal
 
 CONFIDENCE = 0.95
 FEWEST_BLOCKS = 6
-"""With six blocks the interval from fastest to slowest holds the median with 96.9 %; with five none reaches
-95 %."""
+"""From fastest to slowest, six blocks hold the median with 96.9 % confidence; five do not reach 95 %."""
 TOGETHER_SPREAD, APART_SPREAD = 0.01, 0.02
-"""What two processes of the same code differ by when they take turns, and when one runs after the other (others
-report 1 to 3 %). A ratio inside it is not resolved, however narrow its interval."""
+"""How much two processes of the same code differ, in turns and one after the other (others report 1 to 3 %)."""
 STATIONARY_SPREAD, STATIONARY_TREND = 0.03, 0.02
-"""Warm-up is over when the last three steps lie this close together, or are no longer this much faster than the
-three before them."""
+"""Warm-up is over when the last three steps are this close, or no longer this much faster than those before."""
 LONG_S = 1.0
 """Or after two steps this long, which launch as much as dozens of short ones."""
 NOISY, NOISY_ROUNDS = 0.1, 4
-"""If the ratio of two arms is not known to within NOISY after their rounds, they get up to NOISY_ROUNDS times as many.
-The noise decides how many, not the verdict, which is given once."""
+"""If a ratio is not known to within NOISY after its rounds, there are up to NOISY_ROUNDS times as many. The noise
+decides how many, not the verdict."""
 HOPELESS = 0.03
 """An arm whose fastest block is slower by this much than the best arm's slowest is not worth more blocks."""
 PLAIN = 1.2
@@ -67,8 +61,7 @@ class Comparison:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """The median, and the narrowest pair of order statistics that holds it with CONFIDENCE (of too few values, the
-    outermost)."""
+    """The median, and the narrowest pair of order statistics that holds it with CONFIDENCE, or the outermost."""
     assert values, "an interval needs at least one value"
     ordered, n = sorted(values), len(values)
     outside = [2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n for k in range((n + 1) // 2)]
@@ -103,8 +96,7 @@ def compare(first_s: Sequence[float], second_s: Sequence[float], *, paired: bool
 
 
 def _batched(ratios: Sequence[float]) -> list[float]:
-    """Many rounds as FEWEST_BLOCKS medians of neighbours, which are not independent: what disturbs one round disturbs
-    the next."""
+    """Many rounds as FEWEST_BLOCKS medians of neighbours, which are not independent."""
     size = len(ratios) // FEWEST_BLOCKS
     if size < 2:
         return list(ratios)
@@ -112,8 +104,7 @@ def _batched(ratios: Sequence[float]) -> list[float]:
 
 
 def _apart(first_s: Sequence[float], second_s: Sequence[float]) -> bool:
-    """Whether all blocks of one arm are faster than all of the other's, and too many for chance: four and four do so
-    once in 35 times."""
+    """Whether all blocks of one arm are faster than all of the other's, and too many for chance."""
     separate = max(first_s) < min(second_s) or max(second_s) < min(first_s)
     return separate and 2 / math.comb(len(first_s) + len(second_s), len(first_s)) <= 1 - CONFIDENCE
 
@@ -125,8 +116,8 @@ def noisy(first_s: Sequence[float], second_s: Sequence[float]) -> bool:
 
 
 def stationary(steps_s: Sequence[float]) -> bool:
-    """Whether steps, oldest first, have stopped getting faster: the last three agree, or are no faster than the three
-    before. Two long ones are enough."""
+    """Whether steps have stopped getting faster: the last three agree or are no faster than those before, or two are
+    long."""
     if len(steps_s) >= 2 and min(steps_s[-2:]) > LONG_S:
         return True
     if len(steps_s) < 3:

@@ -31,8 +31,7 @@ from redline.train.execution import COMPUTE_DTYPE, check_device, equip
 from redline.train.loop import Trainer
 from redline.train.objective import Job
 from redline.train.open_run import OpenRun
-from redline.train.packed import ExampleBatch, Examples, Packed, Updates
-from redline.train.packing import Example, Shape, exact
+from redline.train.packed import Example, ExampleBatch, Examples, Packed, Shape, Updates, exact
 from redline.train.process import Process, join
 from redline.train.restore import open_weights
 

@@ -24,12 +24,11 @@ TRAINING = "redline.measure.training:TrainingSubject"
 RANDOM_WEIGHTS = "random-weights"
 """As `model.init_from` of a fine-tuning recipe: a model of the recipe's shape, and random rows."""
 SCRATCH = "REDLINE_TRIAL_FOLDER"
-"""The environment variable that tells a child where to write what nobody keeps; its parent removes it. TMPDIR would not
-do: compilers keep their results there for the next process."""
+"""Tells a child where to write what its parent will remove. Not TMPDIR, where compilers keep their results."""
 RANDOM_ROWS = 1000
 PROMPT_SHARE, ANSWER_SHARE = (0.14, 0.28), (0.08, 0.20)
-"""Tokens of a random prompt and its answer as shares of the longest row: 18-36 and 10-26 of 128, as in the
-unit-conversion data of tuning guide 003 (docs/claims.md)."""
+"""Tokens of a random prompt and answer as shares of the longest row, as in tuning guide 003's data
+(docs/claims.md)."""
 KILLED = f"killed by signal {signal.SIGKILL.value}"
 
 
@@ -65,8 +64,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class PeakMemory:
-    """Peak bytes of a process since its setting was made. On a CPU the first three are resident bytes beyond those of
-    the imports."""
+    """Peak bytes since the setting was made. On a CPU the first three are resident bytes beyond the imports'."""
 
     allocated_bytes: int
     active_bytes: int
@@ -124,8 +122,7 @@ class Pair:
 
     @property
     def comparison(self) -> Comparison | None:
-        """How much faster the second is, by seconds per token, because another batch has more or fewer tokens in a
-        step; None if one failed."""
+        """How much faster the second is, by seconds per token, as batches may differ; None if one failed."""
         if self.before.outcome != "ok" or self.after.outcome != "ok":
             return None
         first, second = (
@@ -159,7 +156,7 @@ class GenerationSwitches:
     """torch.cuda.empty_cache() after every batch; needs `refilled` off, because refilled slots have no batches."""
 
     def in_force(self) -> Self:
-        """The same with every switch that has no effect here set to one value, so that equal work has equal
+        """The same, with switches that have no effect here set to one value, so that equal work has equal
         settings."""
         if not self.cached:
             return replace(self, refilled=False, shared=False, graphs=False)

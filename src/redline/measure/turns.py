@@ -54,9 +54,9 @@ def take_turns(
     enough: Callable[[], bool] = lambda: False,
     when_noisy: int = NOISY_ROUNDS,
 ) -> None:
-    """A block of each arm in every round, in reverse order every other round. If the machine is noisy, up to
-    `when_noisy` times as many rounds, within the time that those were meant to take; fewer once `enough` says so. A
-    first round is not counted, unless steps are long: an arm that waited has cold caches and a slow clock."""
+    """A block of each arm in every round, in alternating order. On a noisy machine up to `when_noisy` times as many
+    rounds, within the time meant for them; fewer once `enough` says so. Unless steps are long, a first round is not
+    counted: an arm that waited has cold caches and a slow clock."""
     until_s = clock() + NOISY_ROUNDS * rounds * block_s * len(arms)
     for arm in arms:
         arm.forget()
@@ -179,8 +179,7 @@ class Turns:
     def alone(
         self, name: str, trial: Trial, *, blocks: int | None = None, until_s: float | None = None
     ) -> Measurement | None:
-        """A trial alone; None if there is no time for it. With fewer `blocks` it only tells how fast it is, and does
-        not stand in for one of a pair."""
+        """A trial alone; None if there is no time. With fewer `blocks` it does not stand in for one of a pair."""
         key = self._key(trial) + (f" {blocks} blocks" if blocks else "")
         until_s = self.deadline_s if until_s is None else until_s
         if (measured := self.folder.find(key)) is None:
@@ -207,8 +206,8 @@ class Turns:
         until_s: float | None = None,
         again: str = "",
     ) -> Pair | None:
-        """Two trials in turns or, if they are known not to fit `together`, one after the other; None if the time is up
-        before it is known which is faster. `again` names a repetition of a pair that was measured before."""
+        """Two trials in turns or, if they do not fit `together`, one after the other; None if the time is up before
+        it is decided. `again` names a repetition."""
         key = self._pair_key(before, after, again)
         until_s = self.deadline_s if until_s is None else until_s
         if (pair := self.folder.find_pair(key)) is None:
@@ -287,8 +286,7 @@ class Turns:
             take_turns(arms, rounds, block_s=timing.block_s, clock=self.clock, enough=over)
 
     def _arm(self, trial: Trial, until_s: float) -> Arm:
-        """The trial's arm: the warm one, else one in a spare child that can measure it, else (or if that crashed) in a
-        new one."""
+        """The trial's arm: the warm one, else one in a spare child, else (or if that crashed) in a new one."""
         arm = self._alive.get(self._key(trial))
         if arm is None or arm.failed is not None:
             spare = self._spare.pop(trial.process, None)

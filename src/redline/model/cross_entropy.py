@@ -3,12 +3,10 @@
     loss_sum = linear_cross_entropy(x_ND, weight_VD, targets_N, fused=True)
     losses_N = linear_cross_entropy(x_ND, weight_VD, targets_N, fused=True, reduction="none")
 
-There are two ways to the same number. `torch`: logits, then torch's cross entropy in fp32. `fused` (CUDA, half
-precision): logits by cuBLAS, then one Triton kernel that reads each row, takes its loss and overwrites the row
-with its gradient. It exists because at 65,536 x 50,304 the compiler's kernels for softmax and loss took 9.3 of
-a pass's 118 ms on an H200, three times what one read and one write cost (LOG.md), and because the logits are
-then held once. What it alone gains was not measured. The gradient of a row is a multiple of what the kernel
-wrote, so weights for each token cost nothing more. Left out: chunks (the caller's), label smoothing, z-loss.
+`torch`: logits, then torch's cross entropy in fp32. `fused` (CUDA, half precision): logits by cuBLAS, then one Triton
+kernel that reads each row, takes its loss and overwrites the row with its gradient, so the logits are held once. At
+65,536 x 50,304 the compiler's kernels took three times as long as one read and one write (LOG.md). Left out: chunks (the
+caller's), label smoothing, z-loss.
 
 Shapes: N tokens, D hidden, V vocabulary.
 """
@@ -40,8 +38,7 @@ def linear_cross_entropy(
     fused: bool,
     reduction: Reduction = "sum",
 ) -> Tensor:
-    """The cross entropy of `x @ weight.T`, in fp32: the (weighted) losses, or their sum. It is 0 where the
-    target is IGNORED."""
+    """The (weighted) cross entropies of `x @ weight.T` in fp32, or their sum; 0 where the target is IGNORED."""
     weight_VD = weight_VD.to(x_ND.dtype)
     plain = weights_N is None and reduction == "sum"
     if fused:
@@ -85,8 +82,7 @@ if triton is not None:
     def _loss_and_gradient(  # type: ignore[no-untyped-def]
         logits_ptr, targets_ptr, losses_ptr, vocab_size, stride, ignored, BLOCK: tl.constexpr
     ):
-        """One program a row: a running maximum and sum over the row, then softmax minus one-hot written over
-        it."""
+        """One program a row: a running maximum and sum, then softmax minus one-hot, written over the row."""
         row = tl.program_id(0).to(tl.int64)
         row_ptr = logits_ptr + row * stride
         target = tl.load(targets_ptr + row)

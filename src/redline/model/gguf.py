@@ -1,12 +1,11 @@
-"""GGUF files in: Llama, Qwen2, Qwen3 and GPT-2, de-quantised to fp32, with the tokenizer that the file
-carries.
+"""GGUF files in: Llama, Qwen2, Qwen3 and GPT-2, de-quantised to fp32, with the tokenizer that the file carries.
 
     loaded = read_gguf(Path("SmolLM2-135M-Instruct.Q4_1.gguf"))
     load_weights(model, loaded.weights)
 
-Needs the `gguf` extra. The tokenizer is rebuilt as a `tokenizer.json` from the tokens and merges in the file;
-its splitting rule is known there only by name, so a name that we cannot match exactly is refused. Left out:
-writing, SentencePiece tokenizers, rope scaling, mixtures of experts.
+Needs the `gguf` extra. The tokenizer is rebuilt as a `tokenizer.json` from the tokens and merges in the file; its
+splitting rule is known there only by name, so a name that we cannot match exactly is refused. Left out: writing,
+SentencePiece tokenizers, rope scaling, mixtures of experts.
 """
 
 from dataclasses import dataclass
@@ -130,8 +129,7 @@ def _read_file(path: Path, gguf: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
     class Reader(gguf.GGUFReader):
         def _get(self, offset: int, dtype: Any, count: int = 1, **rest: Any) -> Any:
-            """Refuse what lies beyond the file; numpy would give an empty array, and a list of 2^60 numbers that
-            are not there would be gone through one by one."""
+            """Refuse what lies beyond the file, of which numpy would make an empty array."""
             if int(offset) + int(count) * numpy.dtype(dtype).itemsize > len(self.data):
                 raise ValueError("the file ends too soon")
             return super()._get(offset, dtype, count, **rest)
@@ -217,8 +215,7 @@ def _unpacked(path: Path, gguf: Any, tensor: Any) -> Tensor:
 
 
 def _half_rotation(rows: Tensor, head_size: int) -> Tensor:
-    """Llama's files pair neighbours (2i, 2i+1) of a head for the rotation; we, as Hugging Face does, pair (i,
-    i + C/2)."""
+    """Llama's files rotate neighbours (2i, 2i+1) of a head; we rotate (i, i + C/2), as Hugging Face does."""
     if rows.dim() != 2 or rows.shape[0] % head_size:
         return rows  # of another shape than it should be, which `join` tells
     return rows.view(-1, head_size // 2, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)

@@ -19,8 +19,7 @@ DATA_FILES = ("*.parquet", "*.jsonl", "*.json", "*.jsonl.gz")
 
 
 def is_hub_name(place: str) -> bool:
-    """Whether this may be a name on the Hub: org/name, where this disk has neither such a path nor a folder of the
-    first name."""
+    """Whether this may be org/name on the Hub: no such path here, and no folder of the first name."""
     named = _NAME.fullmatch(place) is not None and not place.endswith(
         (".gguf", ".json", ".jsonl", ".parquet")
     )

@@ -77,8 +77,7 @@ class _Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class _Llama:
-    """What the config.json of Llama, Qwen2 and Qwen3 says, with the defaults of transformers; where those differ by
-    family, the value must be given."""
+    """What config.json of Llama, Qwen2 and Qwen3 says, with the defaults of transformers where they agree."""
 
     vocab_size: int
     num_hidden_layers: int
@@ -127,8 +126,7 @@ def read_folder(folder: Path) -> Loaded:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The model that `config.json` describes; one that we would compute otherwise than transformers does is
-    refused. Its sizes are not yet checked."""
+    """The model of `config.json`; refused if we would compute it differently. Its sizes are not checked yet."""
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(
@@ -296,8 +294,7 @@ def from_huggingface(config: ModelConfig, tensors: Mapping[str, Tensor], *, wher
 
 
 def architecture(config: ModelConfig) -> str:
-    """The class of transformers that computes this model; a switch that none of them has is refused by
-    name."""
+    """The class of transformers that computes this model; an unknown combination is refused by name."""
     if config.attention != "softmax":
         raise ConfigError(
             f"model.attention = {config.attention} has no equivalent in transformers, nor in GGUF files: use the run"

@@ -44,8 +44,7 @@ def write_folder(
     chat_template: str | None = None,
     eos_ids: Sequence[int] = (),
 ) -> None:
-    """Write a folder that transformers loads; it appears complete or not at all, and never replaces
-    another."""
+    """Write a new folder that transformers loads, complete or not at all."""
     check_vacant(folder, "a model")
     tensors = to_huggingface(config, weights)
     temporary = folder.with_name(f".{folder.name}.tmp")

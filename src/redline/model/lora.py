@@ -1,14 +1,11 @@
-"""Low-rank adapters (LoRA) on the linear layers of a model, put there in place and merged into its weights
-for sampling.
+"""Low-rank adapters (LoRA) on the linear layers of a model, put there in place and merged for sampling.
 
     add_lora(model, LoraConfig(rank=16, alpha=64), seed=0)    # freezes the model; only `adapters(model)` learn
     with merged(model): ...                                   # weights are W + B A alpha/r, and then their old bits
 
-Query/key/value and gate/up are one matrix here and separate modules in PEFT, so a layer holds one A and one B
-per part: the A's stacked into one matrix, the B's as the diagonal blocks of one. Three small products become
-one, for the price of zeros that are multiplied and never learn: their gradient is masked, so they stay zero
-under AdamW. Adapters are fp32 and cast where they are used; the frozen weights are held in the model's
-compute dtype, in which every layer would cast them anyway. Left out: dropout, DoRA, adapters on embeddings.
+Query/key/value and gate/up are one matrix here and separate modules in PEFT, so a layer stacks the A's of its parts and
+holds their B's as the diagonal blocks of one matrix, whose other elements stay zero. Adapters are fp32 and cast where
+they are used; frozen weights are held in the compute dtype. Left out: dropout, DoRA, adapters on embeddings.
 
 Shapes: N tokens, D width in, O width out, R rank x parts.
 """
@@ -96,8 +93,7 @@ class LoraLinear(Linear):
 
 
 class _Adapted(torch.autograd.Function):
-    """The layer with its adapter, forward and backward, in as few kernels as there are products: a pass of some
-    1,500 tokens is bound by launches."""
+    """The layer with its adapter, in as few kernels as there are products: small passes are bound by launches."""
 
     @staticmethod
     def forward(
@@ -138,8 +134,7 @@ def _fp32_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _add_product(y: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """y + left @ right, by the product's kernel in y's memory, unless a compiler may fuse the addition or
-    selective recomputation, which is a dispatch mode, has kept y."""
+    """y + left @ right, in y's memory unless a compiler may fuse it or selective recomputation has kept y."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return y + left @ right
     return y.addmm_(left, right)
@@ -190,8 +185,7 @@ def adapters(model: Transformer) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def merge(model: Transformer) -> None:
-    """Add every adapter to its weight, in place (CUDA graphs hold its address); the layers then leave the
-    adapter out."""
+    """Add every adapter to its weight in place (CUDA graphs hold its address); layers then skip the adapter."""
     for layer in lora_layers(model).values():
         assert layer.original is None, "merged twice"
         layer.original = layer.weight.detach().clone()
@@ -219,8 +213,7 @@ def merged(model: Transformer) -> Iterator[None]:
 
 @contextmanager
 def without_adapters(model: Transformer) -> Iterator[None]:
-    """The model as it was before adapters were put on it, while they stay where they are; for a forward pass without
-    gradients."""
+    """The model without its adapters, which stay in place; for a forward pass without gradients."""
     layers = lora_layers(model).values()
     for layer in layers:
         layer.original = layer.weight.detach()  # the layer then takes its weight as it is
@@ -233,8 +226,7 @@ def without_adapters(model: Transformer) -> Iterator[None]:
 
 @torch.no_grad()
 def merged_weights(model: Transformer) -> Mapping[str, Tensor]:
-    """The weights of the equal model without adapters, by our names, for `write_folder`; sums in fp32, not yet
-    rounded."""
+    """The weights of the equal model without adapters, by our names; sums in fp32, not yet rounded."""
     learned = adapters(model)
     weights = {name: p.detach() for name, p in model.named_parameters() if name not in learned}
     for name, layer in lora_layers(model).items():

@@ -4,14 +4,11 @@
     logits_BTV = model(tokens_BT)                                       # in model.compute_dtype
     loss_sum = model(tokens_BT, targets_BT)                             # over targets that are not IGNORED
     losses_BT = model(tokens_BT, targets_BT, reduction="none")          # one by one, with gradients
-    loss_sum = model(tokens_BT, targets_BT, weights_BT=weights_BT)      # weighted
     loss_sum = model(tokens_1T, targets_1A, packing=packing)            # several sequences in one row
 
-Weights stay in fp32; activations, the residual stream included, are in `compute_dtype`, and each layer casts
-its weight where it is used (the casts cost under 1 % of a step; the blocks keep them for their backward, two
-bytes a weight). Norms and the loss compute in fp32 inside. Query/key/value and the two halves of SwiGLU are
-one matrix each: three small matrix products instead of one cost more, and so does adding up their gradients.
-Left out: dropout, sliding windows, mixtures of experts.
+Weights stay in fp32; activations, the residual stream included, are in `compute_dtype`, and each layer casts its weight
+where it is used. Norms and the loss compute in fp32 inside. Query/key/value and the two halves of SwiGLU are one matrix
+each, which is faster than several. Left out: dropout, sliding windows, mixtures of experts.
 
 Shapes: B batch, T tokens, N = B x T, D hidden, V vocabulary, A positions of a packed row whose loss is wanted.
 """
@@ -142,8 +139,7 @@ class Block(nn.Module):
         return x + y
 
     def parts(self, x: Tensor, y: Tensor | None, attend: Attend) -> tuple[Tensor, Tensor]:
-        """The block for an input x + y, as two tensors whose sum is the output: generation leaves the addition
-        to the next norm, which does both in one kernel."""
+        """The block for x + y, as two tensors to be summed: in generation the next norm adds them in one kernel."""
         x, h = self.attn_norm.add(x, y)
         x, h = self.ffn_norm.add(x, self.attn(h, attend))
         return x, self.ffn(h)
@@ -154,8 +150,7 @@ Through = Callable[[Tensor, Attend], Tensor]
 
 
 class Transformer(nn.Module):
-    """Embedding, blocks, final norm, head. Execution choices (`compute_dtype`, `cross_entropy`, ...) are
-    attributes."""
+    """Embedding, blocks, final norm, head. Execution choices (`compute_dtype`, ...) are attributes."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -188,10 +183,9 @@ class Transformer(nn.Module):
         reduction: Reduction = "sum",
         through: Through | None = None,
     ) -> Tensor:
-        """Logits; or, with targets, their losses in fp32: summed, or one by one and shaped like the targets
-        (`reduction="none"`). The loss of an IGNORED target is 0. Weights multiply the losses. With a packing the
-        batch is one row, and targets and weights belong to the positions that it reads. A learning rule may take
-        the blocks `through` its own way."""
+        """Logits; or, with targets, their (weighted) losses in fp32, summed or (`reduction="none"`) shaped
+        like the targets, 0 where the target is IGNORED. With a packing the batch is one row, and targets
+        belong to the positions that it reads. `through`: a learning rule's way through the blocks."""
         x = self.hidden(tokens_BT, packing, through)
         if packing is not None and packing.read_A is not None:
             x = x.index_select(1, packing.read_A)
@@ -241,9 +235,8 @@ class Transformer(nn.Module):
 def build_model(
     config: ModelConfig, *, device: torch.device | str, seed: int, shape: Callable[[Any], None] | None = None
 ) -> Transformer:
-    """A model with fp32 weights on the device. Every weight is drawn from the seed and its name, so neither the
-    order nor the number of processes matters. `shape(model)` may shard or convert layers while the model has no
-    memory yet."""
+    """A model with fp32 weights, each drawn from the seed and its name, whatever the number of processes.
+    `shape(model)` may shard or convert layers while the model has no memory yet."""
     _check_memory(config, torch.device(device))
     with torch.device("meta"):
         model = Transformer(config)
@@ -256,8 +249,7 @@ def build_model(
 
 
 def _check_memory(config: ModelConfig, device: torch.device) -> None:
-    """Refuse a model that this machine cannot hold, before anything is built: a million layers take minutes and two
-    billion positions all memory."""
+    """Refuse a model that this machine cannot hold before anything is built, which may take minutes."""
     processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     weights_bytes = 4 * parameters(config).total // processes
     table_bytes = 2 * 4 * config.context_length * config.head_size
@@ -292,8 +284,7 @@ def fill(model: Transformer, seed: int) -> None:
 
 @torch.no_grad()
 def redraw(model: Transformer, seed: int, number: int) -> None:
-    """Draw the random features of kernel attention, in place, for the given time: from the seed, layer and number
-    alone. A softmax model has none."""
+    """Draw the random features of kernel attention in place, from the seed, layer and number alone."""
     for layer, block in enumerate(model.blocks):
         if (projection := block.attn.projection) is not None:
             layer_seed = zlib.crc32(f"{seed}/blocks.{layer}.attn.projection/{number}".encode())
@@ -301,8 +292,7 @@ def redraw(model: Transformer, seed: int, number: int) -> None:
 
 
 def redraw_when_due(model: Transformer, seed: int, step: int, wait: Callable[[], None]) -> None:
-    """Redraw after every `redraw_every` updates: a function of the step, so that a resumed run draws the same. `wait`
-    is called before: a checkpoint may still be copying the old features."""
+    """Redraw every `redraw_every` updates, as a function of the step. `wait`: a checkpoint may be copying."""
     every = model.config.redraw_every
     if every and step and step % every == 0:
         wait()

@@ -1,15 +1,12 @@
-"""Weights under other names: how our fused matrices are made of, and split into, the tensors of a foreign
-file.
+"""Weights under other names: our fused matrices are made of, and split into, the tensors of a foreign file.
 
-    weights = join(config, TABLE, tensors, where="model.safetensors")   # their tensors -> ours, every name
-                                                                        and shape checked
-    tensors = split(config, TABLE, weights)                             # ours -> their tensors
+    weights = join(config, TABLE, tensors, where="model.safetensors")   # theirs -> ours, names and shapes checked
+    tensors = split(config, TABLE, weights)                             # ours -> theirs
     load_weights(model, weights)                                        # strict, in place
 
-A table maps a module of ours to the modules of theirs whose rows, one after the other, make up our matrix;
-`{i}` stands for the layer. `huggingface` and `gguf` each bring their tables and both return `Loaded`. What
-makes a layout special (GPT-2's transposed matrices, the permuted heads of Llama GGUF files) is undone there,
-before `join`.
+A table maps a module of ours to the modules of theirs whose rows, one after the other, make up our matrix; `{i}` is the
+layer. `huggingface` and `gguf` each bring their tables and return `Loaded`. What makes a layout special (GPT-2's
+transposed matrices, the permuted heads of Llama GGUF files) is undone there, before `join`.
 """
 
 import dataclasses
@@ -48,8 +45,7 @@ class Loaded:
 
 
 def read_facts(kind: type[T], table: Mapping[str, Any], *, where: str) -> T:
-    """The facts of a foreign file that `kind` names, each of the type that it says; other keys and values of null
-    are left out."""
+    """The facts of a foreign file that `kind` names, with their types checked; other keys and nulls are ignored."""
     known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     given = {key: value for key, value in table.items() if key in known and value is not None}
     try:
@@ -61,8 +57,7 @@ def read_facts(kind: type[T], table: Mapping[str, Any], *, where: str) -> T:
 def check_sizes(
     config: ModelConfig, sizes: Mapping[str, Sequence[int]], eos_ids: Sequence[int], *, where: str
 ) -> None:
-    """Refuse a configuration that no model has or that is not that of these tensors, given by their
-    sizes: a foreign file may say anything, and what it says is allocated."""
+    """Refuse sizes that no model has or that do not fit these tensors: what a foreign file says is allocated."""
     for name in (
         "vocab_size",
         "num_layers",
@@ -119,8 +114,7 @@ def shapes(config: ModelConfig) -> dict[str, torch.Size]:
 def join(
     config: ModelConfig, table: Table, tensors: Mapping[str, Tensor], *, where: str
 ) -> dict[str, Tensor]:
-    """Our weights made of theirs; a tensor that is missing, left over or of another shape is refused by
-    name."""
+    """Our weights made of theirs; a tensor that is missing, left over or misshapen is refused by name."""
     ours = shapes(config)
     expected = _parts(config, table, ours)
     wanted = {name for parts in expected.values() for name, _ in parts}
@@ -151,8 +145,7 @@ def split(config: ModelConfig, table: Table, weights: Mapping[str, Tensor]) -> d
 
 @torch.no_grad()
 def load_weights(model: Transformer, weights: Mapping[str, Tensor]) -> None:
-    """Copy every weight into the model in place, a sharded parameter taking its own part; names and shapes
-    must fit exactly."""
+    """Copy every weight into the model in place, sharded or not; names and shapes must fit exactly."""
     own = weights_of(model)
     check({name: weight.shape for name, weight in own.items()}, weights)
     for name, weight in own.items():

@@ -28,9 +28,8 @@ WorkloadName = Literal["train", "generate", "finetune"]
 EntryEffect = Literal["exact", "rounding", "changes-training"]
 """`exact` and `rounding` as in plan/values.py; `changes-training`: another training, whose speed does not compare."""
 Standing = Literal["switch", "built in", "recipe", "refuted"]
-"""`switch`: `redline ablate` turns it off and on. `built in`: always on, at no cost that a switch could save.
-`recipe`: set in the recipe, not by a switch. `refuted`: the claim is impossible, or names something that does not
-exist; the note has the arithmetic."""
+"""`switch`: `redline ablate` turns it off and on. `built in`: always on. `recipe`: set in the recipe. `refuted`:
+impossible, or about something that does not exist; the note has the arithmetic."""
 PLANNER = "planner"
 GUIDE = "tuning guide"
 """The start of a claim's source if one of the five guides of docs/claims.md makes it."""
@@ -38,8 +37,7 @@ GUIDE = "tuning guide"
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What somebody promises: speed with the change over speed without it; an "up to" starts at 1. Without `low` and
-    `high` no number was given."""
+    """What somebody promises: speed with over speed without; an "up to" starts at 1; no bounds: no number given."""
 
     source: str
     words: str
@@ -154,8 +152,7 @@ CONDITIONS: dict[str, Need] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """What generation completes: prompts, samples of each, and lengths spread evenly from 1 to `new_tokens`. Guide 000
-    has 30 samples a question, with the task's lengths; guide 001 has 4, with its lengths before they were raised."""
+    """What generation completes: prompts, samples of each, and lengths spread evenly from 1 to `new_tokens`."""
 
     prompts: int
     samples: int
@@ -179,8 +176,7 @@ class Quote:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyPart:
-    """Entries of one workload in the order they are applied; those that are not switches are rows without a
-    measurement."""
+    """Entries of one workload in the order they are applied; what is no switch is a row without a measurement."""
 
     workload: WorkloadName
     names: tuple[str, ...]
@@ -240,8 +236,7 @@ def study(name: str, workload: str = "pretrain") -> tuple[StudyPart, ...]:
 
 
 def claims_for(entry: Optimization, name: str) -> tuple[Claim, ...]:
-    """What the guide of the study `name` claims of an entry or, if it says nothing, what papers and projects claim;
-    all claims if the study is not a guide's."""
+    """What the study's guide claims of an entry, or else what papers and projects do; all claims without a guide."""
     if not name.startswith("seeds/"):
         return entry.claims
     own = f"{GUIDE} {name.removeprefix('seeds/')}"

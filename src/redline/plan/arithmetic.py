@@ -11,20 +11,17 @@ from redline.config.dfa import DfaConfig
 from redline.config.recipe import LoraConfig, ModelConfig, Recompute, TrainConfig
 
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-"""Bytes of one activation in each precision; FP8 holds its activations in bf16 and converts at the matrix
-products."""
+"""Bytes of an activation; FP8 holds its activations in bf16 and converts at the matrix products."""
 FAVOR_CHUNK = 64
-"""Tokens that kernel attention takes at a time: quadratic within a chunk, recurrent from one to the next. The scores
-of a chunk and its output fit a program's registers; twice as many halve the sums between chunks and double the
-squares."""
+"""Tokens that kernel attention takes at a time: quadratic within a chunk, recurrent between chunks. The scores of a
+chunk and its output fit a program's registers."""
 
 
 @dataclass(frozen=True)
 class Parameters:
     total: int
     matmul: int
-    """Weights that multiply activations: everything but norms, biases, positions and an untied input
-    embedding."""
+    """Weights that multiply activations: all but norms, biases, positions and an untied input embedding."""
     hidden: int
     """Weights of the matrices inside the blocks: those that Muon updates and FP8 multiplies."""
     blocks: int
@@ -62,9 +59,8 @@ def adapter_parameters(model: ModelConfig, lora: LoraConfig) -> int:
 def flops_per_token(
     model: ModelConfig, seq_len: int, lora: LoraConfig | None = None, dfa: DfaConfig | None = None
 ) -> int:
-    """Training FLOPs of one token, PaLM convention: 6 per matmul weight, and 12 L d T for attention, causal or
-    not. A weight that does not learn has no gradient of its own: with adapters it counts 4. Feedback alignment
-    adds the products with its matrices; that it runs its blocks twice counts as little as recomputation does."""
+    """Training FLOPs of one token, PaLM convention: 6 per matmul weight (4 if only adapters learn) and 12 L d T for
+    attention. Feedback alignment adds the products with its matrices; running its blocks twice does not count."""
     attention = attention_flops(model, seq_len) + (2 * feedback_weights(model, dfa) if dfa else 0)
     if lora is None:
         return 6 * parameters(model).matmul + attention
@@ -72,8 +68,8 @@ def flops_per_token(
 
 
 def attention_flops(model: ModelConfig, seq_len: int) -> int:
-    """Training FLOPs of one token in attention, all layers. Kernel attention computes the features of queries and
-    keys, the sums and what queries read of them, and squares within a chunk, whose masked half counts too."""
+    """Training FLOPs of one token in attention, all layers. Kernel attention: features, sums and what queries read of
+    them, and squares within a chunk."""
     H, K, C, M = model.num_heads, model.kv_heads, model.head_size, model.features
     if model.attention == "softmax":
         return 12 * model.num_layers * H * C * seq_len
@@ -82,8 +78,8 @@ def attention_flops(model: ModelConfig, seq_len: int) -> int:
 
 
 def feedback_widths(model: ModelConfig, dfa: DfaConfig, place: int) -> tuple[int, ...]:
-    """Sizes of the signals of a place, the embedding (0) or a block: of its output; layer by layer, first those
-    of the mixed values, of the attention's output and of what the last matrix reads."""
+    """Sizes of the signals of a place, the embedding (0) or a block: its output's; layer by layer, also those inside
+    it."""
     if place == 0 or dfa.depth == "block":
         return (model.hidden_size,)
     return (model.num_heads * model.head_size, model.hidden_size, model.ffn_size, model.hidden_size)
@@ -116,8 +112,8 @@ def favor_fits(head_size: int, features: int) -> bool:
 
 
 def slot_bytes(model: ModelConfig, *, tokens: int, precision: str) -> int:
-    """Bytes of one sequence in generation: keys and values of its prompt and its new tokens (kernel attention: the
-    sums of both, in fp32), and the logits of its row in fp32 (twice: the pool's and the step's)."""
+    """Bytes of a sequence in generation: keys and values of all its tokens (kernel attention: its sums, in fp32), and
+    its logits in fp32, twice."""
     heads = model.num_layers * model.kv_heads
     if model.attention == "favor":
         kept = 2 * heads * model.features * (model.head_size + 2) * 4
@@ -127,15 +123,13 @@ def slot_bytes(model: ModelConfig, *, tokens: int, precision: str) -> int:
 
 
 def recomputed_weights(model: ModelConfig) -> int:
-    """Matmul weights that full recomputation multiplies a second time: the blocks', but for the last product
-    of each, whose output nothing in the backward pass needs."""
+    """Matmul weights that full recomputation multiplies twice: the blocks', but for the last product of each."""
     return parameters(model).hidden - model.num_layers * model.ffn_size * model.hidden_size
 
 
 def received_bytes(model: ModelConfig, *, precision: str, accumulation: int, world_size: int) -> int:
-    """Bytes that one process receives from the others in an update. In every pass FSDP gathers the blocks'
-    weights twice in the compute dtype and the others once in fp32, and reduces all gradients in fp32; a
-    process has its own part of each already."""
+    """Bytes that a process receives in an update. In every pass FSDP gathers the blocks' weights twice in the compute
+    dtype and the others once in fp32, and reduces all gradients in fp32."""
     count = parameters(model)
     whole = 2 * BYTES[precision] * count.blocks + 4 * (count.total - count.blocks) + 4 * count.total
     return accumulation * whole * (world_size - 1) // world_size
@@ -238,8 +232,8 @@ def feedback_bytes(model: ModelConfig, dfa: DfaConfig, precision: str) -> int:
 
 
 def _second_run_bytes(model: ModelConfig, dfa: DfaConfig, tokens: int, precision: str, fused: bool) -> int:
-    """One block of feedback alignment, forward and backward, with the error and the signals; or the error of some
-    logits while it is made. Shared feedback multiplies it right away and keeps the signals alone."""
+    """One block of feedback alignment, forward and backward, with error and signals; or the making of the error.
+    Shared feedback keeps only the signals."""
     a, making = BYTES[precision], 0
     error = a * tokens * feedback_error_size(model, dfa)
     if dfa.error == "logits":
@@ -251,8 +245,7 @@ def _second_run_bytes(model: ModelConfig, dfa: DfaConfig, tokens: int, precision
 
 
 def fuses(*, compiled: bool, cuda: bool, precision: str) -> bool:
-    """A compiler fuses them, and in half precision on a GPU they are kernels already (H200: within 0.02 % of
-    what was seen, LOG.md)."""
+    """A compiler fuses them, and in half precision on a GPU they are kernels already (LOG.md)."""
     return compiled or (cuda and BYTES[precision] == 2)
 
 
@@ -288,15 +281,13 @@ def _favor_kernel(model: ModelConfig, precision: str, fused: bool) -> bool:
 
 
 def _favor_bytes(model: ModelConfig) -> int:
-    """What plain PyTorch keeps of kernel attention beside that, for one token, in fp32: features, squares and sums.
-    (The kernel computes them again.)"""
+    """What plain PyTorch keeps of kernel attention for one token, in fp32: features, squares and sums."""
     H, K, C, M, L = model.num_heads, model.kv_heads, model.head_size, model.features, FAVOR_CHUNK
     return 4 * (H * (M + L) + 2 * K * M + 2 * K * M * C // L)  # seen: within 9 %
 
 
 def _block_temporaries(model: ModelConfig, precision: str, recompute: Recompute, fused: bool) -> int:
-    """Bytes a token needs while one block runs backward: gradients of its parts, and what is computed
-    again."""
+    """Bytes a token needs while a block runs backward: gradients of its parts, and what is recomputed."""
     a, inner = BYTES[precision], model.ffn_size * (2 if model.activation == "swiglu" else 1)
     gradients = a * (inner + model.ffn_size + 2 * model.hidden_size)
     if (
@@ -309,9 +300,8 @@ def _block_temporaries(model: ModelConfig, precision: str, recompute: Recompute,
 
 
 def _head_bytes(model: ModelConfig, tokens: int, precision: str, chunks: int, fused: bool) -> int:
-    """Logits and their gradient (one copy where the fused kernel writes one over the other, else three, two
-    in fp32), the last hidden states with their gradients, and the head's weight in the compute dtype with its
-    gradient."""
+    """Logits and gradient (one copy if fused, else three, two in fp32), the last hidden states with gradients, and
+    the head's weight with its own."""
     a, V, D = BYTES[precision], model.vocab_size, model.hidden_size
     logits = -(-tokens // chunks) * V * (a if fused else a + 8)
     return logits + tokens * D * 4 * a + (2 * a * V * D if a == 2 else 4 * V * D)
@@ -320,8 +310,7 @@ def _head_bytes(model: ModelConfig, tokens: int, precision: str, chunks: int, fu
 def _workspace_bytes(
     model: ModelConfig, precision: str, recompute: Recompute, world_size: int, layers: int
 ) -> int:
-    """Weights in the compute dtype that so many layers keep for their backward, with several processes the gathered
-    weights, and the random directions of kernel attention."""
+    """Weights cast for the backward of so many layers, gathered weights, and the directions of kernel attention."""
     hidden = parameters(model).hidden
     directions = model.num_layers * model.kv_heads * model.features * model.head_size
     casts = (

@@ -53,8 +53,7 @@ class Hardware:
     """Where the figures come from, in words."""
 
     def rate_tflops(self, precision: str) -> float | None:
-        """What matrix products can reach: the measured rate, else 75 % of the datasheet's (an H200 gave 72 to
-        78 %)."""
+        """What matrix products can reach: the measured rate, else 75 % of the datasheet's (H200: 72 to 78 %)."""
         if precision in self.measured_tflops:
             return self.measured_tflops[precision]
         peak = self.peak_tflops.get(precision)
@@ -78,8 +77,7 @@ class Prediction:
     ceiling_tokens_per_s: float | None
     """Tokens/s if the GPU did nothing but the model's matrix products at its best rate."""
     attainable_tokens_per_s: float | None
-    """Tokens/s by the roofline: matrix products, attention, memory traffic and the update, one after the
-    other, in passes of the plan's size."""
+    """Tokens/s by the roofline: products, attention, memory traffic and the update, in passes of the plan's size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,8 +154,8 @@ def from_json(table: Any, where: str) -> Plan:
 
 
 def load_for(path: Path, recipe: Recipe, world_size: int, *, typed: Collection[str]) -> Plan:
-    """A saved plan for this recipe. Of the pins that the user typed only the micro-batch applies to it (recovery from
-    running out of memory sets it); others are refused, so that nothing is ignored."""
+    """A saved plan for this recipe. Of the pins the user typed only the micro-batch applies (recovery from running
+    out of memory sets it); others are refused."""
     plan = load(path)
     if other := sorted(set(typed) - {"micro_batch"}):
         raise ConfigError(

@@ -21,11 +21,10 @@ from redline.plan.roofline import attainable_tokens_per_s
 from redline.plan.values import NEEDED_CAPABILITY, why_not
 
 MEMORY_SHARE = 0.92
-"""Share of a device's memory that a plan may fill; the rest is for the CUDA context, workspaces of libraries and
-fragmentation."""
+"""Share of a device's memory that a plan may fill; the rest is for context, workspaces and fragmentation."""
 FULL_PASS_TOKENS = {"cuda": 65_536, "cpu": 4_096}
-"""Tokens in one pass where speed levels off (H200: at 124M 32k tokens give 96 to 98 % of the speed of 64k, 8k 80 %
-and 1k 11 %; at 1.3B 16k give 97 %)."""
+"""Tokens in a pass where speed levels off (H200, share of the speed at 64k: at 124M 32k give 96 %, 8k 80 %, 1k 11
+%)."""
 THIN_PASS_TOKENS = 4_096
 """Below this a GPU starves, and recomputing activations to fit more tokens pays."""
 MOST_SLOTS = {"cuda": 2048, "cpu": 64}
@@ -39,8 +38,7 @@ COMPILE_PAYS_S = 120.0
 def make_plan(
     recipe: Recipe, hardware: Hardware, *, world_size: int = 1, outside: Outside | None = None
 ) -> Plan:
-    """Decide every execution value. Raises MachineError if the recipe cannot fit, ConfigError if pins contradict the
-    batch."""
+    """Decide every value. MachineError if the recipe cannot fit, ConfigError if pins contradict the batch."""
     outside = outside or Outside(environment={})
     if world_size < 1:
         raise ConfigError(f"the number of processes must be at least 1, got {world_size}")
@@ -124,8 +122,7 @@ class _Decider:
         )
 
     def supported(self, precision: str) -> str:
-        """Refuse a pinned precision that the GPU would emulate or does not have. A CPU emulates FP8, and the plan says
-        so."""
+        """Refuse a pinned precision that the GPU lacks. A CPU emulates FP8, and the plan says so."""
         if self.hardware.kind == "cpu" and precision == "fp8":
             why = self.why["precision"]
             self.why["precision"] = replace(

@@ -56,8 +56,7 @@ def generation_bytes(recipe: Recipe, slots: int, precision: str, world_size: int
 
 
 def companions_bytes(recipe: Recipe, world_size: int) -> int:
-    """A frozen reference (with adapters it is the model without them), and a critic as large as the model with gradients
-    and AdamW's state, whose activations come when the actor's are gone."""
+    """A frozen reference (with adapters: the model without them), and a critic with its gradients and AdamW state."""
     assert recipe.rl is not None
     reference = 4 if recipe.rl.kl > 0 and recipe.lora is None else 0
     critic = 16 if recipe.rl.algorithm == "ppo" else 0

@@ -14,35 +14,29 @@ from redline.plan import arithmetic
 from redline.plan.plan import Hardware, Plan
 
 ATTENTION_SHARE = {"cuda": (0.28, 0.32), "cpu": (1.0, 1.0)}
-"""Rate of causal attention, forward and backward, against the best matrix product, for heads narrower than 128
-and the others (H200, cuDNN). Nobody measured it on a CPU: as fast as a product, at best."""
+"""Rate of causal attention against the best matrix product, for heads below 128 and the others (H200, cuDNN; a guess
+for CPUs)."""
 FAVOR_SHARE = {"cuda": 0.115, "cpu": 1.0}
-"""The same of kernel attention, whose exponentials and sums take longer than its products (H200, 512 to 8,192 tokens;
-two thirds of it at 65,536, where few sequences leave most of the GPU idle in the scans: benchmarks/attention)."""
+"""The same of kernel attention, whose exponentials and sums take longer than its products (H200, 512 to 8,192
+tokens)."""
 COPY_SHARE = {"cuda": 0.6, "cpu": 1.0}
-"""What element-wise kernels reach of the bandwidth: of the datasheet's on an H200, where a plain copy reaches
-0.89; on a CPU, whose caches serve much of it, all of a measured copy's."""
+"""What element-wise kernels reach of the bandwidth: an H200 of its datasheet's, a CPU of a measured copy's."""
 LAUNCHES_A_LAYER = 125
-"""Launches of tiny kernels that cost the host as much as one layer in one pass, forward and backward, with
-what surrounds them (guards, autograd, views). From passes of one sequence: 124M on an H200, compiled, 16 ms a
-pass where a launch took 10.3 us (benchmarks/closed-loop). Eager, the same layer dispatches 132 operations."""
+"""Launches of tiny kernels that cost the host as much as a layer in a pass, forward and backward: 124M on an H200,
+compiled, took 16 ms a pass where a launch took 10.3 us (benchmarks/closed-loop)."""
 LAUNCH_S = 10e-6
 """One launch where none was measured: the host of the H200 above."""
 FILL_S, RATED_TOKENS = 0.31e-3, 65_536
-"""GPU seconds of a layer that a small pass loses whatever its tokens: kernels that start and drain, a last wave
-of tiles that leaves most of the GPU idle. The rates above were measured in passes of RATED_TOKENS and contain
-it. Fitted on an H200 to 124M at micro-batch 8, 32 and 128 against 64; 1.3B at 16 against 64 gives 0.40
-(LOG.md)."""
+"""GPU seconds of a layer that a small pass loses, as kernels start and drain. The rates above contain it at
+RATED_TOKENS. Fitted on an H200 to 124M at micro-batch 8, 32 and 128 against 64 (LOG.md)."""
 CPU_PASS_S = (1.2e-3, 1.3e-3)
-"""Seconds that torch takes on a CPU to dispatch one pass, and each layer in it, whatever the tokens (measured
-with one and with four layers on a Xeon)."""
+"""Seconds that torch takes on a CPU to dispatch a pass, and each layer in it (measured on a Xeon)."""
 
 
 def attainable_tokens_per_s(
     recipe: Recipe, hardware: Hardware, world_size: int, values: dict[str, Any]
 ) -> float | None:
-    """Tokens/s of all processes together in passes of `micro_batch` sequences, or None where the hardware's
-    rates are not known."""
+    """Tokens/s of all processes in passes of `micro_batch` sequences, or None if the hardware's rates are unknown."""
     full = roofline_tokens_per_s(recipe, hardware, world_size, values)
     if full is None:
         return None
@@ -100,9 +94,8 @@ def roofline_tokens_per_s(
 
 
 def _moved_bytes(model: ModelConfig, precision: str) -> float:
-    """Bytes per token that element-wise work reads and writes: norms, activation, residuals, rotation, three
-    passes over the logits, and with FP8 the quantisation of what goes into every product, forward and
-    backward."""
+    """Bytes per token that element-wise work moves: norms, activation, residuals, rotation, three passes over the
+    logits, and FP8's quantisation."""
     a, D = arithmetic.BYTES[precision], model.hidden_size
     width, kv_width = model.num_heads * model.head_size, model.kv_heads * model.head_size
     inner = model.ffn_size * (2 if model.activation == "swiglu" else 1)

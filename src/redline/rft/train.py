@@ -26,8 +26,8 @@ from redline.record.run import RunFolder, read_lines
 from redline.rft.session import Session
 from redline.rft.store import Source, Store
 from redline.tasks.task import Question
-from redline.train.packing import Example
-from redline.train.packing import fingerprint as examples_fingerprint
+from redline.train.packed import Example
+from redline.train.packed import fingerprint as examples_fingerprint
 
 On = Literal["samples", "answers"]
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from redline.model.attention.packed import Packing
 from redline.rl.samples import Group, Sample
-from redline.train.packed import EMPTY
-from redline.train.packing import Example, exact, pack, unpack
+from redline.train.packed import EMPTY, Example, exact, pack, unpack
 from redline.train.process import Process
 from redline.train.step import Numbers
 

@@ -13,7 +13,7 @@ from redline.rl.objective import Policies, Updates
 from redline.rl.rollout import Rollout
 from redline.rl.speed import make_derived
 from redline.train.objective import Job
-from redline.train.packing import Example
+from redline.train.packed import Example
 from redline.train.process import Process
 
 SHORTEST = 0.25

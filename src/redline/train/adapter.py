@@ -53,8 +53,7 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def write_adapter(folder: Path, model: Transformer, *, base: str | None = None, write: bool = True) -> None:
-    """Write the model's adapters; the folder appears complete or not at all, and never replaces another.
-    `base` names the model below. Of several processes all gather and one may `write`."""
+    """Write the adapters to a new folder, complete or not at all. All processes gather; one may `write`."""
     layers = list(lora_layers(model).values())
     if not layers:
         raise ConfigError(
@@ -93,8 +92,7 @@ def adapter_base(folder: Path) -> str | None:
 
 @torch.no_grad()
 def read_adapter(folder: Path, model: Transformer) -> LoraConfig:
-    """Put the folder's adapters on the model, which has none yet or ones of the same kind; every name and
-    shape is checked."""
+    """Put the folder's adapters on the model, which has none or the same kind; names and shapes are checked."""
     check_family(model.config)
     config = _read_config(folder / _CONFIG)
     try:
@@ -136,8 +134,7 @@ def read_adapter(folder: Path, model: Transformer) -> LoraConfig:
 
 
 def peft_tensors(model: Transformer) -> dict[str, Tensor]:
-    """The adapters by the names that PEFT gives them, as views of ours; gathered where they are spread over several
-    processes."""
+    """The adapters under PEFT's names, as views of ours; gathered if they are sharded."""
     tensors = {}
     for number, layer in _numbered(model):
         lora_a, lora_b = full(layer.lora_a), full(layer.lora_b)

@@ -1,24 +1,15 @@
-"""Checkpoints: saved while the training goes on, committed whole or not at all, loaded on any number of
-processes.
+"""Checkpoints: saved while the training goes on, committed whole or not at all, loaded on any number of processes.
 
-    checkpoints = Checkpoints(run / "checkpoints", keep=2)             # on every rank; clears what a killed
-                                                                       process left behind
-    stalled_s = checkpoints.save(step, tensors, state)                 # on every rank; returns when the
-                                                                       values are safe to change
-    checkpoints.copy_done()                                            # before the next optimiser update
-    checkpoints.wait()                                                 # before leaving
+    checkpoints = Checkpoints(run / "checkpoints", keep=2)      # on every rank
+    stalled_s = checkpoints.save(step, tensors, state)          # returns when the values are safe to change
+    checkpoints.copy_done()                                     # before the next optimiser update
+    checkpoints.wait()                                          # before leaving
     state = load(resolve(run), tensors)
 
-Tensors are a flat dict of plain tensors (the same on every rank, written once) and DTensors (each rank writes
-its own shard); everything else is a JSON-like `state`. A save copies the values into one host buffer, which
-is kept and used again; on CUDA the copy runs beside the next forward and backward, which only read
-parameters. A thread then writes, hashes, syncs and renames, so a save costs the host memory of one more copy
-of the tensors of this rank. The format is described in `checkpoint_files`.
-
-Loading goes through DCP's planner, which reshards, and its safetensors reader, which un-pickles nothing (its
-ordinary reader does). DCP's save is not used: the file docstring of `checkpoint_files` says why; its
-collectives also pickle the plans. Left out: shards held twice in one process (strided FSDP + tensor
-parallelism), and conversions of dtype at load.
+Tensors are a flat dict of plain tensors (the same on every rank) and DTensors (each rank writes its shard); everything
+else is a JSON-like `state`. A save copies the values into one host buffer, on CUDA beside the next forward and backward,
+which only read parameters; a thread then writes, hashes, syncs and renames. Loading goes through DCP's planner, which
+reshards, and its safetensors reader, which un-pickles nothing. docs/decisions.md says why DCP does not write.
 """
 
 import json
@@ -58,12 +49,10 @@ Piece = tuple[Entry, Tensor]
 
 
 class Checkpoints:
-    """The checkpoints of one run: the newest `keep` and the best. Every method that writes is called on every
-    rank."""
+    """The checkpoints of one run: the newest `keep`, and the best. Every rank calls every method that writes."""
 
     def __init__(self, folder: Path, *, keep: int, process_group: dist.ProcessGroup | None = None) -> None:
-        """`folder` is the run's checkpoints folder; `process_group` is a gloo group that nobody else uses,
-        made if not given."""
+        """`process_group`: a gloo group that nobody else uses; made if not given."""
         self.folder = folder
         self.keep = keep
         if process_group is None and dist.is_initialized():
@@ -104,8 +93,7 @@ class Checkpoints:
         return time.perf_counter() - started_s
 
     def copy_done(self) -> None:
-        """Make the current CUDA stream wait until the last snapshot has been taken; the host does not wait.
-        Elsewhere nothing."""
+        """Make the current CUDA stream, not the host, wait until the last snapshot has been taken."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
@@ -120,13 +108,11 @@ class Checkpoints:
         return all(job.done() for job in self._jobs)
 
     def close(self) -> None:
-        """Let a save under way end, well or not, and stop the thread. What went wrong is raised by `wait`,
-        not here."""
+        """Let a save in progress end, well or not, and stop the thread. `wait` raises what went wrong."""
         self._thread.shutdown(wait=True)
 
     def mark_best(self, step: int, loss: float) -> None:
-        """Make a step that has been saved the best one: it is not pruned. Takes effect when its save is
-        committed."""
+        """Mark a saved step as the best, which is not pruned. Takes effect when its save is committed."""
         if self._rank == 0:
             self._jobs.append(self._thread.submit(self._write_best, step, loss))
 
@@ -140,8 +126,7 @@ class Checkpoints:
         return read_best(self.folder)
 
     def _snapshot(self, tensors: Mapping[str, Tensor]) -> tuple[list[Piece], memoryview]:
-        """Copy what this rank writes into the buffer, which then is the data part of its file, byte for
-        byte."""
+        """Copy what this rank writes into the buffer, which is then the data part of its file."""
         # Wide types first, so that every tensor is aligned to its own width.
         pieces = sorted(
             _pieces(tensors, self._rank), key=lambda piece: (-piece[0].dtype.itemsize, piece[0].name)
@@ -169,8 +154,7 @@ class Checkpoints:
         state: str,
         before_commit: Callable[[], None] | None,
     ) -> None:
-        """What the thread does on every rank: write this rank's shard; then rank 0 commits the shards of all,
-        or none."""
+        """What the thread does on every rank: write this rank's shard. Rank 0 then commits all shards or none."""
         if self._copied is not None:
             self._copied.synchronize()
         temporary = self.folder / (TEMPORARY + step_name(step))
@@ -190,8 +174,7 @@ class Checkpoints:
             )
 
     def _write_own_shard(self, temporary: Path, entries: list[Entry], data: memoryview) -> dict[str, Any]:
-        """Returns the file's name, size and hash, or the error: a rank that raised here would leave the
-        others waiting."""
+        """The file's name, size and hash, or the error: raising here would leave the other ranks waiting."""
         if not entries:
             return {}
         path = temporary / f"shard-{self._rank + 1:05d}-model-00001-of-00001.safetensors"
@@ -245,8 +228,7 @@ class Checkpoints:
         write_atomic(self.folder / BEST, json.dumps({"step": step, "loss": loss}))
 
     def _exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """What every rank has to say, in the order of ranks. As JSON: torch's own object collectives
-        un-pickle."""
+        """What every rank has to say, by rank. As JSON, because torch's object collectives un-pickle."""
         if self._group is None:
             return [message]
         text = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
@@ -263,8 +245,7 @@ class Checkpoints:
 
 
 def _pieces(tensors: Mapping[str, Tensor], rank: int) -> Iterator[Piece]:
-    """The parts of the tensors that this rank writes: its shards; of what several ranks hold, the first of
-    them writes it."""
+    """The parts of the tensors that this rank writes. What several ranks hold, the first of them writes."""
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             local = tensor.to_local().detach()
@@ -290,8 +271,7 @@ def _copy(pieces: list[Piece], buffer: Tensor) -> None:
 
 
 def _host_buffer(size_bytes: int, *, pinned: bool) -> Tensor:
-    """Memory for the snapshot, page-locked for CUDA: torch's own pinned allocator rounds up to the next power
-    of two."""
+    """Memory for the snapshot, page-locked for CUDA. Torch's pinned allocator would round up to a power of two."""
     buffer = torch.empty(size_bytes, dtype=torch.uint8)
     if pinned:
         cudart = torch.cuda.cudart()
@@ -301,8 +281,7 @@ def _host_buffer(size_bytes: int, *, pinned: bool) -> Tensor:
 
 
 def load(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Verify a step folder, fill the given tensors in place whatever number of processes wrote it, and return
-    the state."""
+    """Verify a step folder, fill the tensors in place, however many processes wrote it, and return the state."""
     state = verify(folder)
     saved = _saved(folder)
     wrong = [f"{name} is not in it" for name in tensors if name not in saved]
@@ -322,8 +301,7 @@ def load(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """Verify a step folder and return whole CPU tensors: those whose name starts with `prefix`, which is cut
-    off."""
+    """Verify a step folder and return whole CPU tensors: those named `prefix...`, without the prefix."""
     verify(folder)
     wanted = {
         name: torch.empty(shape, dtype=dtype)

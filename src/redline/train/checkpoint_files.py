@@ -1,21 +1,15 @@
-"""Checkpoints on the disk: names, the shard format, the commit, and the checks before anything is read. No
-pickle anywhere.
+"""Checkpoints on the disk: the shard format, the commit, and the checks before anything is read. No pickle anywhere.
 
     <run>/checkpoints/
         best.json                      {"step": 80, "loss": 1.47}
         step-00000080/state.json       step, state, size and sha256 of every shard, and a sha256 of itself
-        step-00000080/shard-00001-model-00001-of-00001.safetensors     one file for each process that had
-                                                                       something to write
-        .tmp-*                         being written or being deleted; never read, removed at the next start
-        step-00000080.old              set aside while step 80 is replaced; counts as step 80 as long as
-                                       step-00000080 is missing
+        step-00000080/shard-00001-model-00001-of-00001.safetensors     one for each process with something to write
+        .tmp-*                         being written or deleted; never read, removed at the next start
+        step-00000080.old              set aside while step 80 is replaced; counts as step 80 until then
 
-The shards have the layout of torch's `HuggingFaceStorageWriter(save_distributed=True)`, so DCP reads and
-reshards them, but they are written here. That writer (torch 2.13, measured on 768 MiB) holds the GIL for 4.3
-s, which stalls the training step, takes twice the size of the checkpoint in memory, and calls fsync before it
-flushes, so the end of a file may be lost. Here the bytes go from the snapshot to the disk in one pass that
-also hashes them, without a copy and without the GIL. Left out: folders that are not shared by all processes,
-and more than one trainer in one folder.
+The shards have the layout of torch's `HuggingFaceStorageWriter(save_distributed=True)`, so DCP reads and reshards them.
+They are written here in one pass that also hashes them, without a copy and without the GIL (docs/decisions.md). Left
+out: folders that processes do not share, and several trainers in one folder.
 """
 
 import hashlib
@@ -54,8 +48,7 @@ DTYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One tensor, or the part of it that one process holds: `shape` elements from `offsets` on in the whole
-    tensor."""
+    """A tensor, or one process's part of it: `shape` elements that begin at `offsets` in the whole."""
 
     name: str
     dtype: torch.dtype
@@ -68,8 +61,7 @@ class Entry:
 
 
 def write_shard(path: Path, entries: Sequence[Entry], data: memoryview) -> dict[str, Any]:
-    """Write one safetensors file whose tensors lie in `data` in the order of `entries`; return its size and
-    hash."""
+    """Write one safetensors file whose tensors lie in `data` in this order; return its size and hash."""
     header: dict[str, Any] = {}
     start = 0
     for entry in entries:
@@ -108,8 +100,7 @@ def _digest(body: dict[str, Any]) -> str:
 
 
 def commit(temporary: Path, final: Path) -> None:
-    """Give a finished checkpoint its name. One that already has the name stays readable until the new one has
-    taken its place."""
+    """Give a finished checkpoint its name. An older one of that name stays readable until then."""
     old = final.with_name(final.name + OLD)
     if final.exists():
         os.rename(final, old)
@@ -142,8 +133,7 @@ def tidy(folder: Path) -> None:
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """Compare size and sha256 of every file with state.json; return the state, or say which other checkpoint
-    is good."""
+    """Check size and sha256 of every file against state.json; return the state, or name a good checkpoint."""
     try:
         return _checked(folder)
     except CheckpointError as error:

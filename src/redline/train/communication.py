@@ -1,17 +1,12 @@
-"""The time for which an update waits for the other processes, told apart from the phases that it stands in.
+"""The time for which an update waits for the other processes, separate from the phases it happens in.
 
-    if time_waits(model, instruments.mark):      # once, behind `shard`: FSDP's waits are marked from then on
+    if time_waits(model, instruments.mark):      # once, after `shard`: FSDP's waits are marked from then on
         learner.waiting = lambda: waiting(instruments.mark)
 
-What is marked is exposed: on a GPU the stream that computes stands still until a gather or a reduction is
-there, and unpacks or packs it; what the other streams do meanwhile costs nothing and is not counted. On a CPU
-gloo hides nothing, and all of it is counted. A wait begins with a mark without a name and ends as
-`communication_s`; the phase around it goes on afterwards.
-
-FSDP has no public place for this. Its custom collectives (`set_custom_all_gather`) run on streams of their
-own and see how long a gather takes, not how long anybody waited for it. So a few methods of its parameter
-groups are wrapped, on the objects of this model alone. Left out: the numbers that the hosts exchange between
-two updates, which a GPU does not wait for.
+Only exposed waits are marked: on a GPU, when the computing stream stands still until a gather or a reduction is there,
+and unpacks or packs it. A wait begins with a mark without a name and ends as `communication_s`; the phase around it
+goes on afterwards. FSDP has no public place for this, so a few methods of its parameter groups are wrapped, on this
+model's objects alone (docs/decisions.md).
 """
 
 from collections.abc import Callable, Iterator
@@ -28,8 +23,7 @@ WAITS = {
     "cuda": ("wait_for_unshard", "post_backward"),
     "cpu": ("unshard", "wait_for_unshard", "post_backward"),
 }
-"""Where the process that computes waits: for gathered weights, and for the reduction before its own. A CPU
-gathers while it asks."""
+"""Where the computing process waits: for gathered weights, and for the reduction before its own."""
 LAST_WAIT = "finalize_backward"
 """The root's waits for its own reduction, which stands behind all others in their stream."""
 
@@ -47,8 +41,7 @@ def waiting(mark: Mark) -> Iterator[None]:
 
 
 def time_waits(model: nn.Module, mark: Mark) -> bool:
-    """Mark every wait of a sharded model. False, and nothing is touched, where this torch waits somewhere
-    else."""
+    """Mark every wait of a sharded model. False, with nothing changed, if this torch waits elsewhere."""
     device = next(model.parameters()).device.type
     found = [
         (_group(module), module is model) for module in model.modules() if isinstance(module, FSDPModule)

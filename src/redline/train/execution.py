@@ -1,5 +1,4 @@
-"""Putting a plan into force: dtype, matmul precision, attention kernel, FP8, recomputation, compilation,
-allocator.
+"""Putting a plan into force: dtype, matmul precision, attention kernel, FP8, recomputation, compilation, allocator.
 
 Everything here changes how the same training is computed, and never what.
 """
@@ -56,8 +55,7 @@ def check_device(plan: Plan) -> None:
 
 
 def build(recipe: Recipe, plan: Plan, process: Process) -> Transformer:
-    """The recipe's model on this process's device, sharded and converted as the plan says; compiles lazily,
-    at the first call."""
+    """The recipe's model on this device, sharded and converted as planned; it compiles at the first call."""
     dtype = COMPUTE_DTYPE[plan.precision]
 
     def shape(model: Transformer) -> None:
@@ -93,8 +91,7 @@ def strip_compiled(model: Transformer) -> None:
 
 @contextmanager
 def in_force(plan: Plan) -> Iterator[None]:
-    """The plan's switches that torch keeps for the whole process, restored at the end: under cuDNN alone, say,
-    the fp32 model that somebody compares with has no attention kernel at all."""
+    """The plan's process-wide switches, restored at the end: another model may need another attention kernel."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if plan.precision == "tf32" else "highest")
     try:

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redline.train.packed import ExampleBatch, Packed
-from redline.train.packing import Shape, pack
+from redline.train.packed import ExampleBatch, Packed, Shape, pack
 from redline.train.step import Learner, Pass, Update, update
 
 SCALARS = 2
@@ -88,8 +87,7 @@ class Captured:
         return graph, outcome
 
     def _warm_up(self, shape: Shape) -> None:
-        """Run what will be captured, on a spare optimiser: kernels are compiled and libraries set up, which a
-        capture does not allow."""
+        """Run it on a spare optimiser first: a capture cannot compile kernels or set up libraries."""
         for row in self._rows(shape):
             row.copy_(torch.from_numpy(pack([], shape)))
         stream = torch.cuda.Stream()

@@ -79,8 +79,7 @@ def training_rates(plan: Plan, *, rows: bool = False) -> Rates:
 
 
 def _phases(flight: _InFlight) -> dict[str, float]:
-    """Seconds of each phase, summed over the passes of the update; nothing where no phase was marked. A wait
-    for other processes is taken out of the phase that it interrupts, so they add up."""
+    """Seconds of each phase, summed over the passes. Waits for other processes are taken out of their phase."""
     seconds: dict[str, float] = {}
     before_s = 0.0  # of the phase in hand, before the wait that interrupted it
     for (_, begin), (phase, end) in pairwise(flight.marks):
@@ -118,8 +117,7 @@ class Instruments:
         self.restart()
 
     def restart(self) -> None:
-        """Begin timing afresh, after something that is not part of a step (a validation, a checkpoint's
-        copy)."""
+        """Begin timing afresh, after something that is not part of a step, such as a validation."""
         assert not self._flying, "lines in flight would be timed from the wrong moment"
         self._last_end = self._event()
         self._last_at = time.perf_counter()
@@ -130,8 +128,7 @@ class Instruments:
         self._marks = [("", self._event() or self._began_at)]
 
     def mark(self, phase: str) -> None:
-        """A phase of the update ends here, or is interrupted. Without a `begin` before it nobody asked for
-        phases."""
+        """A phase of the update ends here, or is interrupted. Nothing is timed unless `begin` came before."""
         if self._marks:
             self._marks.append((phase, self._event() or time.perf_counter()))
 
@@ -148,8 +145,7 @@ class Instruments:
         self._marks = []
 
     def ready(self, *, drain: bool = False) -> list[dict[str, Any]]:
-        """Lines of finished updates in order; all of them with `drain`, else all but the newest (on a
-        GPU)."""
+        """Lines of finished updates, in order: all with `drain`, else (on a GPU) all but the newest."""
         leave = 0 if drain or self.device.type != "cuda" else 1
         lines = []
         while len(self._flying) > leave:
@@ -181,8 +177,7 @@ class Instruments:
         return event
 
     def _gauges(self) -> dict[str, float]:
-        """Peak memory, and at most once in GAUGES_EVERY_S the GPU's own counters: torch and NVML take part of
-        a millisecond to answer, which a run of very short steps would feel."""
+        """Peak memory, and at most every GAUGES_EVERY_S the GPU's counters, which take part of a millisecond."""
         if self._telemetry is None:
             return {"memory_bytes": process_rss_bytes()}
         if (now := time.perf_counter()) - self._gauges_at < GAUGES_EVERY_S:

@@ -148,8 +148,7 @@ class Trainer:
         self.instruments.restart()
 
     def close(self) -> None:
-        """End the threads. A checkpoint that is being written is finished first: the folder is not given up
-        half-written."""
+        """End the threads, after a checkpoint in progress is finished."""
         self._switches.close()
         self.source.close()
         if self.checkpoints is not None:
@@ -279,8 +278,7 @@ class Trainer:
         self.instruments.restart()
 
     def _held_out(self) -> dict[str, float]:
-        """The validation metrics; it runs eagerly, so where it needs more memory than training its passes
-        shrink, not the training's."""
+        """The validation metrics. It runs eagerly; if it needs more memory than training, its own passes shrink."""
         assert self.job.validate is not None
         pass_size = self.objective.pass_size
         while True:
@@ -299,8 +297,8 @@ class Trainer:
                 )
 
     def _checkpoint(self) -> None:
-        """Save without waiting for the disk; the copy overlaps the next step's passes. Lines first: a
-        checkpoint is committed after the metrics up to it, and never holds an update that went wrong."""
+        """Save without waiting for the disk, after the lines so far: no checkpoint holds an update that went
+        wrong."""
         self._write(self.instruments.ready(drain=True))
         if self.checkpoints is None:
             return
@@ -325,8 +323,7 @@ class Trainer:
         return state | ({"loss_scale": vars(self.learner.scale)} if self.learner.scale is not None else {})
 
     def _announce_checkpoint(self) -> None:
-        """Record the last checkpoint when it is on the disk, and not before: a run can be resumed from what
-        its events say."""
+        """Record the last checkpoint once it is on the disk: a run can be resumed from what its events say."""
         if self.checkpoints is not None:
             self.checkpoints.wait()
         if self.saving is not None:
@@ -388,8 +385,7 @@ class Trainer:
             self.checkpoints.mark_best(best, self.progress.best_loss)  # killed between checkpoint and mark
 
     def _take(self, state: dict[str, Any]) -> None:
-        """Stand where a checkpoint stands. A fork reads other data from its beginning, and its validations are
-        its own."""
+        """Stand where a checkpoint stands. A fork reads other data from its beginning and validates anew."""
         torch.set_rng_state(self.tensors["rng.cpu"])
         self.progress = Progress(**{name: state[name] for name in vars(Progress())})
         if state["data_fingerprint"] != self.job.data_fingerprint:
@@ -421,8 +417,7 @@ class Trainer:
         return f"target loss of {target:g} reached ({best:.4f})"
 
     def _validation_due(self) -> bool:
-        """At the end of a run and every `eval_every` updates. Skip it when the user interrupts the run: they
-        want out."""
+        """At the end of a run and every `eval_every` updates. Skip it when the user interrupts: they want out."""
         every = self.train.eval_every
         at_end = self.why is not None and self.why != STOPPED
         return self.job.validate is not None and (at_end or (every > 0 and self.progress.step % every == 0))
@@ -432,8 +427,7 @@ class Trainer:
         return self.why is not None or self.better or (every > 0 and self.progress.step % every == 0)
 
     def _elapsed_s(self) -> float:
-        """Training time of this run: of this attempt, and of those before up to the checkpoint it resumed
-        from."""
+        """Training time of this attempt, and of those before it up to the checkpoint it resumed from."""
         return self.progress.elapsed_s + time.monotonic() - self.clock_started_s
 
     def _request_stop(self) -> None:

@@ -132,14 +132,11 @@ class Job:
     run: Path | None = None
     """Where the run folder is, the same on every process; None: nothing is kept."""
     folder: RunFolder | None = None
-    """The run folder itself, on the first process; None on the others, which write only their checkpoint
-    shards."""
+    """The run folder, on the first process; None on the others, which write only checkpoint shards."""
     validate: Callable[[Transformer, int], dict[str, float]] | None = None
-    """The `valid_*` metrics of a model, from passes of so many rows: `valid_loss`, or else `valid_accuracy`, says which
-    weights are the best."""
+    """The `valid_*` metrics, from passes of so many rows; `valid_loss` or `valid_accuracy` picks the best weights."""
     combine: Callable[[Learner, Callable[[], int]], Combination] | None = None
-    """What becomes of the gradients of several groups, from the learner and the number of updates done; None: their
-    sum."""
+    """Combines the gradients of several groups, from the learner and the updates done; None: sums them."""
     executor: Callable[[Learner, Objective], Executor] = Eager
     """How an update is executed, where no CUDA graph does it."""
     state: Mapping[str, torch.Tensor] = field(default_factory=dict)

@@ -96,8 +96,7 @@ def changes(folder: RunFolder, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
 
 
 def _same_round(before: str | None, now: str | None, run: Path) -> bool:
-    """Whether both name the round of RFT beside this one, in a run that was moved; the sample store knows the
-    weights themselves."""
+    """Whether both name the RFT round beside this one, in a run that was moved."""
     name = Path(before or "").name
     moved = now is not None and Path(now).resolve() == run.resolve().with_name(name or "none")
     return moved and name.startswith("round-")

@@ -1,13 +1,11 @@
 """Optimisers: fused AdamW, and Muon for the matrices inside the blocks.
 
-    optimizers = make_optimizers(model, recipe.train)     # state exists at once, so a first update cannot run
-                                                          out of memory
+    optimizers = make_optimizers(model, recipe.train)     # with their state, so a first update needs no more memory
     set_lr(optimizers, factor)
     state_tensors(model, optimizers)                      # flat name -> tensor, for checkpoints
 
 Muon works on stacks of equal matrices: one batched product instead of hundreds of small ones. It equals
-`torch.optim.Muon` (held by a test). Sharded matrices are gathered, orthogonalised on every process and cut
-again; that is the price of whole-matrix updates.
+`torch.optim.Muon` (held by a test). Sharded matrices are gathered, orthogonalised on every process and cut again.
 """
 
 from collections import defaultdict
@@ -106,8 +104,7 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
 def make_optimizers(
     model: nn.Module, train: TrainConfig, kernels: UpdateKernels = "fused"
 ) -> list[torch.optim.Optimizer]:
-    """AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest; frozen parameters have
-    no part in it. Vectors (norms, biases) do not decay."""
+    """AdamW, or Muon for the blocks' matrices and AdamW for the rest. Norms and biases do not decay."""
     hidden, matrices, vectors = [], [], []
     for name, p in model.named_parameters():
         if not p.requires_grad:
@@ -149,8 +146,7 @@ def set_lr(optimizers: Sequence[torch.optim.Optimizer], factor: float) -> None:
 
 
 def state_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """Weights that learn as `model.<name>` and optimiser state as `optimizer.<slot>.<name>`; the tensors
-    themselves, not copies."""
+    """Learning weights as `model.<name>`, state as `optimizer.<slot>.<name>`; the tensors, not copies."""
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
     tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for p, name in names.items()}
     # Random features are no parameters, but a model without them would compute something else.

@@ -35,8 +35,7 @@ def penalty(
 
 @torch.no_grad()
 def penalise(model: Transformer, weight: float, *, values: bool) -> dict[str, Tensor]:
-    """Add the gradient; returns the violation, the root mean square of |W W^T - I| / sqrt(C) over the heads: 0 where
-    all are orthonormal, 1 where all are 0."""
+    """Add the gradient; returns the violation, the RMS of |W W^T - I| / sqrt(C): 0 if all heads are orthonormal."""
     squares = [_penalise(block.attn, weight, values) for block in model.blocks]
     attn = model.blocks[0].attn
     rows = len(squares) * (attn.heads + attn.kv_heads * (2 if values else 1)) * attn.head_size

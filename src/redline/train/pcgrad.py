@@ -1,23 +1,19 @@
-"""PCGrad (Yu et al., 2020), exact on any number of processes: where the gradients of two groups point against each
-other, each loses its part along the other. Off unless a recipe asks for it.
+"""PCGrad (Yu et al., 2020), exact on any number of processes: if the gradients of two groups point against each other,
+each loses its part along the other. Off unless a recipe asks for it.
 
     learner.combine = PCGrad(learner, groups=("maths", "code"), mode="global", seed=0, updates_done=lambda: step)
 
-Every projected gradient is a sum of the groups' gradients g_k with some weights, so the whole method is a function
-of their K x K inner products. Each process adds up those of its shard, in fp64; one all-reduce of a few kilobytes
-makes them those of the whole gradient; the weights w_k are computed on the host, and the update takes the sum of
-w_k g_k. Inner products of one shard alone, as in public versions, see conflicts that are not there.
+Every projected gradient is a weighted sum of the groups' gradients g_k, so the method is a function of their K x K inner
+products. Each process adds up those of its shard, in fp64; one all-reduce of a few kilobytes completes them; the weights
+w_k are computed on the host. Inner products of one shard alone see conflicts that are not there.
 
-What a group's gradient is: every pass has the same weight, one over the targets of all groups and processes, so
-the g_k add up to the gradient of the mixed batch. Under FSDP a pass adds up what all processes computed in it, so
-pass t must belong to the same group on all of them: `groups` gives the order, and a process that has fewer passes
-of a group than another runs passes that count for nothing (as `Packed` does). Otherwise a "gradient of maths" holds
-code.
+All passes have the same weight, so the g_k add up to the gradient of the mixed batch. Under FSDP a pass adds up what all
+processes computed in it, so pass t must belong to the same group on all of them: `groups` gives the order, and a process
+with fewer passes of a group runs passes that count for nothing.
 
-Kept is the sum of the gradients so far after every group but the last: the gradient on the parameters is never
-touched while passes run, and an update without a conflict is that of `Sum` to the last bit. That takes 4 bytes x
-parameters x (K - 1) / processes, on the device or in the host's memory (`place`). A second backward pass would not
-save them: the weights need the inner product of every pair first.
+After every group but the last the sum of the gradients so far is kept: the gradient on the parameters is never touched
+while passes run, and an update without a conflict is that of `Sum` to the last bit. That takes 4 bytes x parameters x
+(K - 1) / processes, on the device or on the host (`place`).
 """
 
 from collections.abc import Callable, Sequence
@@ -39,8 +35,7 @@ Place = Literal["device", "host"]
 CHUNK = 1 << 20
 """Elements of each group whose inner products are taken together: 8 bytes x K x this on the device."""
 PARTS = 256
-"""Parts of a chunk that are multiplied side by side: one product of K rows of a million elements would keep a single
-multiprocessor of a GPU busy."""
+"""Parts of a chunk multiplied side by side: one long product would use a single multiprocessor."""
 
 
 def projection_weights(gram_KK: NDArray[np.float64], order: np.random.Generator) -> NDArray[np.float64]:
@@ -66,8 +61,7 @@ class PCGrad:
         updates_done: Callable[[], int],
         place: Place = "device",
     ) -> None:
-        """`groups`: all that may come, in the order in which they come. The order of projections is drawn anew in
-        every update, from the seed and `updates_done`."""
+        """`groups`: all that may come, in their order. Projections are ordered by the seed and `updates_done`."""
         self.learner, self.groups, self.mode, self.place = learner, tuple(groups), mode, place
         self.seed, self.updates_done = seed, updates_done
         self.restart()
@@ -148,8 +142,7 @@ class PCGrad:
         return projection_weights(gram_KK, np.random.default_rng([self.seed, self.updates_done(), *tensor]))
 
     def _project(self, weights_NK: Sequence[NDArray[np.float64] | None]) -> None:
-        """Leave the sum of w_k g_k on the parameters. With S_k the sum of the first k gradients it is the sum of
-        (w_k - w_k+1) S_k."""
+        """Leave the sum of w_k g_k on the parameters: with S_k = g_1 + ... + g_k, the sum of (w_k - w_k+1) S_k."""
         for weights_K, (parameter, sums) in zip(weights_NK, self._parameters, strict=True):
             if weights_K is None or parameter.grad is None:
                 continue
@@ -160,8 +153,8 @@ class PCGrad:
                     gradient.add_(kept.to(gradient.device, non_blocking=True), alpha=float(factor))
 
     def _conflicts(self, gram_NKK: NDArray[np.float64]) -> Numbers:
-        """Of every pair: the cosine of its gradients, and the share of the weight tensors where it is negative.
-        A group without a gradient has cosine 0."""
+        """Of every pair: the cosine of its gradients (0 without one), and the share of tensors where it is
+        negative."""
         whole_KK = gram_NKK.sum(axis=0)
         values: dict[str, float] = {}
         for i, j in combinations(range(len(self.groups)), 2):

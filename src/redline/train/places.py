@@ -18,8 +18,7 @@ OLD = ".old"
 
 
 def find(path: Path, which: str = "last") -> Path:
-    """What the weights are read from: a GGUF file, a Hugging Face or PEFT folder, or a checkpoint of a run, of
-    which `which` is last, best or step-N."""
+    """A GGUF file, a Hugging Face or PEFT folder, or a run's checkpoint: `which` is last, best or step-N."""
     path = locate(path)
     if path.suffix == ".gguf" or any(
         (path / f"{name}.json").is_file() for name in ("adapter_config", "config")
@@ -29,8 +28,8 @@ def find(path: Path, which: str = "last") -> Path:
 
 
 def locate(path: Path) -> Path:
-    """Where the weights lie: the file or folder itself, the result of a fine-tuning run (of RFT in rounds, the
-    last), a shipped model, or what was fetched from the Hugging Face Hub."""
+    """The path itself, the result of a fine-tuning run (RFT: of the last round), a shipped model, or a Hub
+    download."""
     if not path.exists():  # Path("./demo") is Path("demo"), so a folder of the user's must come first
         path = shipped_models().get(str(path), path)
     if is_hub_name(str(path)):
@@ -55,11 +54,7 @@ def shipped_models() -> dict[str, Path]:
 
 
 def resolve(path: Path, which: str = "last") -> Path:
-    """The step folder meant by a run folder, a checkpoints folder or a step folder; `which` is last, best or
-    step-N.
-
-    Nothing is hashed here: a damaged checkpoint is refused by `verify`, not passed over in silence.
-    """
+    """The step folder meant by a run, checkpoints or step folder; `which` is last, best or step-N. Not verified."""
     if re.fullmatch(r"step-\d+", path.name) and path.is_dir():
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path

@@ -1,9 +1,8 @@
-"""This process among the others: rank, device, sharding. One process is world size one and takes the same
-path.
+"""This process among the others: rank, device, sharding. One process is world size one and takes the same path.
 
-Under torchrun (its RANK and WORLD_SIZE are set) a process group is started: NCCL on GPUs, gloo on CPUs.
-Weights, gradients and optimiser state are sharded by FSDP2, block by block; gradients are reduced in fp32
-after every pass, which costs communication that overlaps the backward and keeps them sharded.
+Under torchrun (its RANK and WORLD_SIZE are set) a process group is started: NCCL on GPUs, gloo on CPUs. Weights,
+gradients and optimiser state are sharded by FSDP2, block by block; gradients are reduced in fp32 after every pass,
+which costs communication that overlaps the backward and keeps them sharded.
 """
 
 import os

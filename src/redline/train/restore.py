@@ -30,8 +30,7 @@ from redline.train.places import find
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """An adapter as it was read, and where the model below it lies, whose weights are not kept: they are as
-    large as the merged ones."""
+    """An adapter as it was read, and where its base model is; the base's weights are not kept."""
 
     base: Path
     tensors: dict[str, Tensor]
@@ -111,8 +110,7 @@ def with_shape(recipe: Recipe) -> Recipe:
 
 
 def open_weights(path: Path, which: str = "last", *, above: tuple[Path, ...] = ()) -> Opened:
-    """Read weights and tokenizer; `which` is last, best or step-N, for a run. `above`: the adapters that are to be
-    merged into them."""
+    """Read weights and tokenizer; `which` (last, best, step-N) is for a run. `above`: adapters to be merged in."""
     path = find(path, which)
     if path.suffix == ".gguf":
         return Opened(loaded=read_gguf(path), recipe=None, source=path)

@@ -24,11 +24,7 @@ def progress(train: TrainConfig, step: int, elapsed_s: float) -> float:
 
 
 def lr_factor(train: TrainConfig, step: int, elapsed_s: float = 0.0) -> float:
-    """Warm-up over the first `warmup_steps`, then the schedule's shape down to `min_lr_ratio`.
-
-    The lower of the two counts, so a clock that runs out during a slow warm-up bends the rate down instead of
-    dropping it.
-    """
+    """Warm-up, then the schedule's shape down to `min_lr_ratio`; the lower of the two if the clock runs out early."""
     ramp = min(1.0, step / train.warmup_steps) if train.warmup_steps else 1.0
     warm, now = train.warmup_steps / train.steps, progress(train, step, elapsed_s)
     behind = max(0.0, (now - warm) / (1.0 - warm)) if warm < 1.0 else float(now == 1.0)

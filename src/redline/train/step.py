@@ -27,8 +27,7 @@ from redline.train.process import Process
 
 Mark = Callable[[str], None]
 Numbers = dict[str, Tensor]
-"""Sums over the targets of a pass, `loss` among them; the update reports them divided by the targets of all
-passes."""
+"""Sums over the targets of a pass, `loss` among them; the update reports their means."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +97,7 @@ class Sum:
 
 @dataclass
 class LossScale:
-    """fp16's guard against underflow: doubles after `patience` good updates, halves on overflow (and that update
-    is skipped)."""
+    """fp16's guard against underflow: doubles after `patience` good updates, halves (and skips) on overflow."""
 
     value: float = 65536.0
     good: int = 0
@@ -144,8 +142,7 @@ class Update:
 
 
 def update(learner: Learner, passes: Iterable[Pass], *, targets: float | Tensor) -> Update:
-    """An update at the learning rate that is set. `targets` counts those of all passes and processes; it may lie
-    on the device, where a CUDA graph finds it anew at every replay."""
+    """One update. `targets`: of all passes and processes; on the device if a CUDA graph is to read it."""
     scale = learner.scale.value if learner.scale else 1.0
     weight = scale * learner.process.world_size / targets  # FSDP averages over processes; the loss is a sum
     sums: Numbers = {"loss": torch.zeros((), device=learner.process.device)}

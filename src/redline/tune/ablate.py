@@ -52,8 +52,7 @@ RUNS = "runs"
 NOT_COMPARED = "not compared"
 """The verdict on a change if the state before it failed this time, though it had run."""
 THIRDS_OF_TRAINING = {"train": 3, "finetune": 2, "generate": 1}
-"""Of the FLOPs of training: a third each for the forward pass, the gradients of activations and those of the
-weights, which adapters do without."""
+"""Thirds of the training FLOPs: forward, gradients of activations, gradients of weights (none with adapters)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +74,7 @@ class AblationRow:
     rounds: int | None = None
     verdict: str = ""
     before_tokens_per_s: float | None = None
-    """Without the change, in the same rounds: the speed that the ratio is against. A state runs faster or slower
-    from one comparison to the next, so that of the row above is not it."""
+    """Without the change, in the same rounds. A state's speed differs from one comparison to the next."""
     tokens_per_s: float | None = None
     mfu: float | None = None
     """Share of the GPU's dense bf16 peak, whatever the precision: one yardstick for all rows."""
@@ -84,8 +82,8 @@ class AblationRow:
     """Peak of the allocated bytes with the change; on a CPU resident bytes."""
     numerics: str = ""
     outcome: str = "ok"
-    """ok, out_of_memory, crashed, timed_out, not applicable, no change, not run; or of what is no switch its
-    standing: built in, recipe."""
+    """ok, out_of_memory, crashed, timed_out, not applicable, no change, not run; or the standing of what is no
+    switch."""
     note: str = ""
     """Why, where the outcome is not ok."""
     kept: bool = False
@@ -105,8 +103,7 @@ def ablate(
     machine: str = "",
     children: Children | None = None,
 ) -> list[AblationRow]:
-    """Run the study of the recipe `name`, or only the entries in `only`; trials that this `machine` finished
-    before are not repeated."""
+    """Run the study of the recipe `name`, or only the entries in `only`; this `machine` repeats no finished trial."""
     parts = chosen(study(name, recipe.workload), only)
     rows: list[AblationRow] = []
     with TrialFolder(folder, machine) as trials:
@@ -135,8 +132,7 @@ def ablate(
 
 
 def chosen(parts: Sequence[StudyPart], only: Sequence[str]) -> list[StudyPart]:
-    """The parts with all of their entries, or with those in `only`: first those of their lists, then other switches
-    of their workloads."""
+    """The parts with all their entries, or with those in `only`: first those listed, then other switches."""
     for name in only:
         if not any(_switches(part, name) for part in parts):
             workloads, standing = " or ".join(part.workload for part in parts), find(name).standing
@@ -302,8 +298,7 @@ class _Waterfall:
         return replace(_compared_row(row, turned, runs=True), numerics=numerics)
 
     def _all(self) -> AblationRow:
-        """Everything kept against the first state. Claimed: what the guide says of all its changes together;
-        claims about single changes overlap and are not multiplied."""
+        """Everything kept against the first state, beside what the guide claims of all its changes together."""
         overall = [quote for quote in self.part.quotes if quote.of == "all"]
         row = AblationRow(
             name="all kept", stage="all", workload=self.workload,

@@ -29,8 +29,7 @@ GENERATION = "redline.measure.generation:GenerationSubject"
 
 class Arms(Protocol):
     def held(self, state: Switches) -> Switches:
-        """The state with every value that it leaves to a rule fixed at what the rule says now, so that one thing
-        changes at a time."""
+        """The state with every value fixed that it leaves to a rule, so that one thing changes at a time."""
 
     def trial(self, state: Switches, change: Change | None = None) -> Trial: ...
     def precision(self, state: Switches) -> str:
@@ -111,8 +110,7 @@ def arms_for(
 
 
 def samples_of(recipe: Recipe) -> Samples:
-    """What a study generates if it does not say: a rollout of RL, or 32 of the recipe's questions with prompts as long
-    as the longest answers."""
+    """Unless the study says: a rollout of RL, or 32 of the recipe's questions, prompts as long as the answers."""
     if (rl := recipe.rl) is not None:
         return Samples(
             prompts=recipe.train.batch_size,
@@ -137,8 +135,7 @@ def rehearsed(recipe: Recipe) -> Recipe:
 
 
 def naive(entries: Sequence[Optimization], hardware: Hardware) -> Switches:
-    """Every switch off; if several turn the same value, the first one's. A CPU only emulates half precision, so
-    there everything is fp32."""
+    """Every switch off; of several for one value, the first. A CPU emulates half precision, so it takes fp32."""
     state: Switches = {"precision": "fp32"} if hardware.kind == "cpu" else {}
     for entry in entries:
         for name, value in entry.off.items():

@@ -67,8 +67,7 @@ def candidates(
 
 
 def changed(recipe: Recipe, plan: Plan, change: dict[str, Any]) -> Plan:
-    """The plan with other values and the same batch. Raises MachineError if arithmetic says that it cannot fit,
-    ConfigError if the recipe does not allow it."""
+    """The plan with other values, same batch. MachineError if it cannot fit, ConfigError if the recipe forbids it."""
     pins = {name: getattr(plan, name) for name in PINS} | change
     again = make_plan(
         check(replace(recipe, plan=PlanPins(**pins))), plan.hardware, world_size=plan.world_size
@@ -77,8 +76,7 @@ def changed(recipe: Recipe, plan: Plan, change: dict[str, Any]) -> Plan:
 
 
 def differing(before: Plan, after: Plan) -> dict[str, Any]:
-    """The second plan's values that differ from the first's. Accumulation follows from the micro-batch and is left
-    out."""
+    """The second plan's values that differ from the first's, but for accumulation, which follows."""
     names = [
         name for name in PLANNED if name != "accumulation" and getattr(before, name) != getattr(after, name)
     ]

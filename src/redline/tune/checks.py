@@ -52,9 +52,8 @@ BAND = {
 NORM_BAND = 0.05
 """Relative difference of the gradient's norm; a tenth of it in fp32 and TF32."""
 GAP = {"fp32": (1e-4, 1e-3), "bf16": (0.05, 1.0)}
-"""Mean and largest difference of a token's log-probability from the fp32 forward, in nats. Seen: 2e-5 and
-5e-5 in fp32 (SmolLM2-135M on a CPU), 0.02 and 0.4 in bf16 (SmolLM2-360M on an H200, against its own bf16
-forward)."""
+"""Mean and largest difference of a log-probability from the fp32 forward, in nats. Seen: 2e-5 and 5e-5 in fp32
+(SmolLM2-135M on a CPU), 0.02 and 0.4 in bf16 (SmolLM2-360M on an H200)."""
 ATTENTION_KERNELS = ("flash", "fmha", "attention", "sdpa")
 """Parts of the names of attention kernels, for the evidence."""
 ATTENTION = "aten::scaled_dot_product_attention"
@@ -132,8 +131,7 @@ class Case:
 
 
 def _loss_and_gradients(case: Case) -> Check:
-    """Against the same weights in fp32. The reference of packed rows is one example at a time, which is what padding
-    would compute."""
+    """Against the same weights in fp32; for packed rows one example at a time, as padding would compute."""
     holds, figures = agreement(case.plan.precision, case.found, case.expected)
     tokens = sum(x_T.numel() for x_T, _ in case.rows)
     what = f"{len(case.rows)} examples one by one" if case.packed else f"{tokens:,} tokens"
@@ -205,9 +203,8 @@ def _tf32(case: Case) -> Check:
 
 
 def _attention(case: Case) -> Check:
-    """Every call of every block's attention, by the planned kernel. A fused kernel's operation is seen in compiled
-    code too, once a call (an H200 showed cuDNN's 12 times in 12 compiled blocks); explicit scores are seen only if
-    nothing is compiled."""
+    """Every call of attention, by the planned kernel. In compiled code a fused kernel's operation is seen, once a
+    call; explicit scores are not."""
     name, wanted, blocks, seen = "attention kernel", case.plan.attention, case.blocks, case.in_pass
     if case.mixing != "softmax":
         return kernel_attention(name, case.mixing, seen, blocks, compiled=case.plan.compile != "off")
@@ -274,8 +271,8 @@ def _recompilation(case: Case) -> Check:
 
 
 def _recompute(case: Case) -> Check:
-    """Full recomputation calls a block's attention again in the backward pass. So does selective recomputation, but
-    takes the result from what was kept. In compiled code only a fused kernel's operation can be seen."""
+    """Full recomputation calls attention again in the backward; selective does, and takes the result that was kept.
+    In compiled code only a fused kernel's operation is seen."""
     name, plan, blocks = "recomputation", case.plan.recompute, case.blocks
     if case.rule is not None:
         return absent(name, "feedback alignment runs its blocks twice, which looks the same")
@@ -344,8 +341,8 @@ def _update_graph(case: Case) -> Check:
 
 
 def _sync(case: Case) -> Check:
-    """In whole turns of the loop: batch to device, passes, update, record. On a GPU torch itself reports where the
-    host waits. On a CPU nothing waits, so the numbers read are counted. fp16 reads one an update."""
+    """In whole turns of the loop. On a GPU torch reports where the host waits; on a CPU the numbers read are counted.
+    fp16 reads one an update."""
     name, fp16 = "no hidden sync", int(case.plan.precision == "fp16")
     if not case.cuda:
         count, allowed = case.in_update.reads, fp16 + (not case.packed)

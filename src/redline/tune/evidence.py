@@ -31,8 +31,7 @@ DTYPES = {
     "c10::Float8_e5m2": "fp8",
 }
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
-"""Those of layers. Explicit attention multiplies batches (`bmm`), in fp32 whatever it is given: torch means
-it so."""
+"""Of layers. Explicit attention multiplies batches (`bmm`), always in fp32."""
 
 
 READ = "aten::_local_scalar_dense"

@@ -19,13 +19,12 @@ from redline.measure.trial import Measurement
 from redline.plan.values import Effect
 
 EXACT_BAND = {"fp32": 1e-5, "tf32": 1e-3, "fp16": 1e-3, "bf16": 3e-3, "fp8": 1e-2}
-"""Relative difference of a loss that another order of sums may cause, by compute dtype: a few units in the last
-place, grown over the first steps (fp32 on a CPU gives 2e-7)."""
+"""Relative difference of a loss that another order of sums may cause: a few units in the last place, grown over the
+steps."""
 ROUNDING_BAND = 1e-2
 """Relative difference of a loss: TF32, bf16 and fp16 stay within it of fp32 over 30 updates (LOG.md)."""
 LOGPROB_BAND = {"fp32": 1e-3, "bf16": 5e-2}
-"""Mean difference of a log-probability from the fp32 model's that generation may show, by precision: 0.1 % and 5 %
-of a probability."""
+"""Mean difference of a log-probability from fp32 that generation may show: 0.1 % and 5 % of a probability."""
 NORM_FACTOR = 10.0
 """A gradient norm may differ by this many times the loss's band: no mean smooths its sum of squares."""
 
@@ -70,8 +69,7 @@ def guard(reference: Measurement, measured: Measurement, effect: Effect, *, prec
 
 
 def guard_logprobs(measured: Measurement, precision: str) -> tuple[bool, str]:
-    """For generation, which has no losses: its subject keeps differences of log-probabilities from the fp32 model's
-    in their place."""
+    """For generation, whose subject keeps differences of log-probabilities from fp32 in place of losses."""
     worst = max(math.inf if difference is None else difference for difference in measured.losses)
     band = LOGPROB_BAND[precision]
     where = "within" if worst <= band else "OUTSIDE"

@@ -1,15 +1,13 @@
-"""Memory of any micro-batch from two or three small probes, so that the largest pick does not run out of it.
-No torch here.
+"""Memory of any micro-batch from two or three small probes, so that the largest pick does not run out of it. No torch.
 
     fit = fit_memory(probes)                     # readings at micro-batch 1, 2, 4
     fit.active_bytes(64), fit.reserved_bytes(64)
     fit.fits(64, capacity_bytes)                 # with a margin, and what the CUDA context and libraries take
     pick_micro_batch(recipe, plan, measure, capacity_bytes=...)      # measure: a trial -> Measurement
 
-At one sequence length and one code path, active bytes are a straight line in the micro-batch (bookkeeping, not
-noise), above a floor that small passes do not leave (the update's own peak). What torch reserves is more, on
-another line: holes grow with the passes, not with the weights. Readings start at the second step, when gradients
-and optimiser state exist. Left out: lengths that vary within a run, mixtures of experts.
+At one sequence length active bytes are a straight line in the micro-batch, above a floor that small passes do not leave
+(the update's peak). What torch reserves is more, on another line. Readings start at the second step, when gradients and
+optimiser state exist. Left out: lengths that vary within a run, mixtures of experts.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,8 +26,7 @@ FURTHEST, CLOSE = 4, 2
 ACTIVATION_SHARE = 0.05
 """Probes begin where activations are this share of the predicted peak; below it the floor hides the line."""
 STEEPEST = 1.5
-"""Memory is assumed to grow at most this many times as fast as arithmetic says, which was seen to overestimate and
-never to underestimate (LOG.md)."""
+"""Memory grows at most this many times as fast as arithmetic says, which never underestimated it (LOG.md)."""
 PROBE = Timing(blocks=0, guard_steps=2, warmup_s=0.0)
 """Two steps, nothing timed."""
 
@@ -53,8 +50,8 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFit:
-    """Active bytes are a line in the micro-batch above a floor. Reserved bytes are another line, and at least the
-    active ones times the ratio of the largest probe."""
+    """Active bytes are a line in the micro-batch above a floor; reserved bytes another, at least in the largest
+    probe's ratio."""
 
     floor_bytes: float
     active: Line
@@ -63,8 +60,7 @@ class MemoryFit:
     other_bytes: int
     largest_probe: int
     residual: float
-    """How far the smallest of three probes lies off the line of the two larger ones, as a share; it widens the
-    margin."""
+    """How far the smallest of three probes is off the line of the others, as a share; it widens the margin."""
 
     def active_bytes(self, micro_batch: int) -> float:
         return max(self.floor_bytes, self.active(micro_batch))
@@ -187,8 +183,7 @@ def _first_probe(recipe: Recipe, plan: Plan, sizes: Sequence[int]) -> int:
 
 
 def _next_probe(probes: Sequence[Probe], sizes: Sequence[int], capacity_bytes: int) -> int | None:
-    """Twice the last until there are three; then towards half of the largest that fits, so that the pick is close to
-    a probe."""
+    """Twice the last until there are three; then towards half of the largest that fits, close to the pick."""
     fit, last = fit_memory(probes), probes[-1].micro_batch
     if len(probes) < 3:
         size = next((s for s in sizes if s >= 2 * last), None)

@@ -1,17 +1,14 @@
-"""The search for the fastest plan: one value at a time, the most promising first, each measured and kept only
-if it is faster. No torch.
+"""The search for the fastest plan: one value at a time, the most promising first, each measured and kept only if it is
+faster. No torch.
 
     with TrialFolder(path) as folder:
         plan, result = tune(recipe, rules_plan, folder, minutes=6, progress=print)
 
-It starts from the rules' plan, walks the micro-batch down and up, tries the other candidates, walks the
-micro-batch again if one of them was kept, and ends with the winner against the rules' plan. Every candidate
-takes turns with the best plan so far (measure/turns.py), because the machine's speed drifts. A candidate wins
-when its interval lies above 1, its numbers pass the guard, and, if it compiles, the run is long enough to earn
-that back. Trials run the recipe's real steps on its own data; long updates are cut to a few passes, because a
-plan changes the time of a pass and the update costs the same in all of them. The rules' plan is measured
-however long it takes; everything after it keeps to the time limit, with the last comparison's share set aside.
-Left out: several processes, and values that only pay together.
+It starts from the rules' plan, walks the micro-batch down and up, tries the other candidates, walks the micro-batch
+again if one of them was kept, and ends with the winner against the rules' plan. A candidate takes turns with the best
+plan so far (measure/turns.py). It wins if its interval lies above 1, its numbers pass the guard, and the run is long
+enough to earn back what it compiles. Trials run the recipe's real steps on its own data; long updates are cut to a few
+passes. Left out: several processes, and values that only pay together.
 """
 
 import math
@@ -81,8 +78,8 @@ class _Search:
     def __init__(self, recipe: Recipe, rules: Plan, turns: Turns, timing: Timing) -> None:
         self.recipe, self.asked, self.turns, self.timing = recipe, rules, turns, timing
         self.rules = self.best = rules
-        """What the search starts from and measures its gain against (the plan asked for, or that with smaller
-        passes); and the best plan so far."""
+        """What gains are measured against (the plan asked for, or that with smaller passes), and the best plan so
+        far."""
         self.fixed = set(pinned(rules))
         self.best_measured = self.rules_measured = self.alone = Measurement(outcome="ok")
         """What the best plan gave; what the rules' plan gave; and what the latter gave alone, at the start."""
@@ -128,8 +125,7 @@ class _Search:
         self.table.add(self.against, measured=measured, note="where the search starts", kept=True)
 
     def walk_micro_batch(self) -> None:
-        """Down and up from the best size for as long as it gets faster; down first, so that two readings show what
-        larger passes would take."""
+        """Down, then up, for as long as it gets faster; two readings below show what larger passes would take."""
         for up in (False, True):
             while "micro_batch" not in self.fixed and (size := self._next_size(up)) is not None:
                 change = {"micro_batch": size}
@@ -149,8 +145,7 @@ class _Search:
             self._try(todo[0])
 
     def finish(self) -> tuple[Plan, TuningResult]:
-        """The winner once more against the rules' plan: a choice among many flatters the chosen one, and this
-        measurement had no part in the choice."""
+        """The winner against the rules' plan once more: a choice among many flatters the chosen one."""
         gain, paired, unconfirmed = NO_GAIN, True, ""
         if differing(self.rules, self.best):
             pair = self._last_pair()
@@ -277,8 +272,8 @@ class _Search:
     # ---- time and memory ----
 
     def _pair_s(self, plan: Plan) -> float:
-        """Estimated from what the rules' plan took: a start and the rounds of both, or two starts where both do not
-        fit together."""
+        """From what the rules' plan took: a start and the rounds of both, or two starts if both do not fit
+        together."""
         alone = self.alone
         step_s = alone.tokens_per_step / alone.tokens_per_s
         rounds_s = (self.timing.blocks + 1) * alone.steps_per_block * step_s
@@ -289,8 +284,7 @@ class _Search:
         return self.turns.deadline_s - self._pair_s(self.rules)
 
     def _fit_at_once(self, plan: Plan) -> bool:
-        """Whether a plan and the best one fit the device together: the best by what it took, the other by the
-        planner's arithmetic, corrected by how far that was off for the best."""
+        """Whether a plan fits beside the best: arithmetic, corrected by how far it was off for the best."""
         seen = self.best_measured.memory
         if plan.hardware.kind == "cpu" or seen is None:
             return True
@@ -298,8 +292,7 @@ class _Search:
         return seen.reserved_bytes + 2 * seen.other_bytes + needed <= plan.hardware.memory_bytes
 
     def _smaller_size(self, failure: str) -> int | None:
-        """For a plan that ran out of memory: what small probes say will fit, or the next smaller divisor if they
-        say nothing new."""
+        """After running out of memory: what small probes say will fit, or the next smaller divisor."""
         now = self.best.micro_batch
         sizes = [size for size in divisors(now) if size < now]
         if not sizes or self.best is not self.rules:
@@ -372,8 +365,7 @@ class _Search:
 
 
 def shorten(recipe: Recipe, plan: Plan) -> Recipe:
-    """The recipe with updates of a few passes if its own are predicted to take longer than LONG_STEP_S; else the
-    recipe itself."""
+    """The recipe with updates of a few passes if its own should take longer than LONG_STEP_S; else itself."""
     rate, batch, micro = plan.prediction.attainable_tokens_per_s, recipe.rows_per_update, plan.micro_batch
     # packed examples have no predicted rate, and their updates are short
     if rate is None or recipe.tokens_per_step / rate < LONG_STEP_S:

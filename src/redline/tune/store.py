@@ -71,8 +71,7 @@ class TuningResult:
     untried: tuple[str, ...]
     """Candidates for which there was no time left."""
     unconfirmed: str = ""
-    """Why the last comparison (winner against rules' plan) failed; the ratio is then the product of the comparisons
-    that chose the winner."""
+    """Why the last comparison failed; the ratio is then the product of the comparisons that chose the winner."""
     rows: tuple[TrialRow, ...]
 
 
@@ -131,8 +130,7 @@ def tuning_folder(facts: MachineFacts, rules: Plan) -> Path:
 
 
 def tuned_plan(folder: Path, recipe: Recipe) -> tuple[Plan, TuningResult] | None:
-    """The result kept in a folder for this recipe; None if there is none. One in another layout, or of another
-    recipe, is an error."""
+    """The result kept in a folder, or None. One in another layout, or of another recipe, is an error."""
     if not (folder / "result.json").exists():
         return None
     try:
@@ -147,9 +145,8 @@ def tuned_plan(folder: Path, recipe: Recipe) -> tuple[Plan, TuningResult] | None
 
 
 def check_folder(path: Path, recipe: Recipe, rules: Plan | None = None) -> None:
-    """Refuse a folder in which trials of this recipe would overwrite something else: a run, trials of another
-    workload, or (for a tuning that starts from `rules`) a plan tuned with other pins. A plan that cannot be read is no
-    obstacle."""
+    """Refuse a folder whose run, trials of another workload, or tuning with other pins (given `rules`) the trials of
+    this recipe would overwrite. A plan that cannot be read is no obstacle."""
     way_out = "give another folder with --out"
     for name in ("metrics.jsonl", "checkpoints", "samples.db"):
         if (path / name).exists():

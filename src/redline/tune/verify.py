@@ -45,8 +45,7 @@ from redline.rl.policy import Policy
 from redline.train.execution import COMPUTE_DTYPE
 from redline.train.feedback import rule_of
 from redline.train.loop import Trainer
-from redline.train.packed import Packed
-from redline.train.packing import Example
+from redline.train.packed import Example, Packed
 from redline.train.process import Process
 from redline.train.restore import open_weights
 from redline.tune.checks import CHECKS, Case, Numbers, generation_graphs, log_probabilities
@@ -55,12 +54,10 @@ from redline.tune.evidence import Check, checked, profiled
 MOST_PASSES = 2
 """Passes of a long update that are run: the others are the same."""
 WARM_UP, WATCHED = 3, 5
-"""Updates before anything is watched (they compile, fill the loader and move the adapters' B away from 0), and
-updates that are watched."""
+"""Updates before any is watched (they compile, fill the loader, move the adapters' B from 0), and those watched."""
 QUESTIONS = 16
 FAR = 0.9
-"""Cosine with the gradient of back-propagation that random feedback does not reach (docs/okadfa.md): in n dimensions it
-begins at about 1 / sqrt(n)."""
+"""Cosine with back-propagation's gradient that random feedback does not reach (docs/okadfa.md)."""
 
 
 def verify(recipe: Recipe, plan: Plan, *, progress: Callable[[str], None]) -> list[Check]:
@@ -127,8 +124,7 @@ def _answered(
     completions: Sequence[Completion],
     progress: Callable[[str], None],
 ) -> list[Check]:
-    """What the answers prove of generation, and a training on them of the update. The update of reinforcement learning
-    is that of fine-tuning with other weights on the tokens' losses."""
+    """What the answers prove of generation, and a training on them of the update (RL's only weighs its losses)."""
     with plain_fp32():
         gap = logprob_gap(_in_fp32(model), completions)
     half = model.compute_dtype != torch.float32
@@ -274,8 +270,7 @@ def _in_fp32(model: Transformer) -> Transformer:
 
 
 def learning_rule(dfa: DfaConfig, found: Numbers, expected: Numbers, backpropagated: Numbers) -> Check:
-    """Whether the blocks below the top ones have the gradients of feedback alignment, and not those of
-    back-propagation."""
+    """Whether the blocks below the top ones have feedback alignment's gradients, not back-propagation's."""
     numbers = {int(name.split(".")[1]) for name in expected.gradients if name.startswith("blocks.")}
     below = sorted(numbers)[: max(0, len(numbers) - dfa.top_blocks)]
     prefixes = tuple(f"blocks.{number}." for number in below)

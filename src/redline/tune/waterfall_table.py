@@ -29,8 +29,7 @@ def cells(row: AblationRow) -> tuple[str, ...]:
 
 
 def markdown(rows: Sequence[AblationRow], title: str, where: str) -> str:
-    """What the study's guide claims, with the answers; then a table for each workload and stage, and below it what
-    there was no time for."""
+    """The guide's claims with the answers; a table for each workload and stage; what there was no time for."""
     lines = [f"## {title}", "", where, ""]
     answers = [(quote, _answer(quote, part, rows)) for part in study(title) for quote in part.quotes]
     if answers:

@@ -70,8 +70,7 @@ def _normed(attn: "Attention", qkv: Tensor) -> Tensor:
 def store_prompt(
     cache: KeysAndValues, layer: int, qkv_MTHC: Tensor, prompts_M: Tensor, lengths_M: Tensor
 ) -> tuple[Tensor, ...]:
-    """Put the keys and values of prompts into the pool; returns queries, keys and values with their positions
-    in them. (The kernel leaves the padding out; here it is stored and never read.)"""
+    """Store the keys and values of prompts; returns queries, keys and values. The padding is never read."""
     K = cache.kv.shape[3]
     q, k, v = qkv_MTHC.split([qkv_MTHC.shape[2] - 2 * K, K, K], dim=2)
     T = q.shape[1]
@@ -84,8 +83,7 @@ def store_prompt(
 
 
 def attend(cache: KeysAndValues, layer: int, qkv_BHC: Tensor, rows: Rows) -> Tensor:
-    """One new token a row: its key and value go into the slot, its queries see the prompt and all new
-    tokens."""
+    """A new token a row: its key and value go into the slot; its queries see the prompt and all new tokens."""
     K = cache.kv.shape[3]
     slots = rows.slot_B.long()
     q, k, v = qkv_BHC.split([qkv_BHC.shape[1] - 2 * K, K, K], dim=1)

@@ -30,8 +30,7 @@ class Packing(NamedTuple):
 
     positions_T: Tensor
     bounds_S: Tensor
-    """int32: where each sequence begins, and the end of the last; the sequences cover the row, and some may
-    be empty."""
+    """int32: the start of each sequence, then the end of the last. They cover the row; some may be empty."""
     longest: int
     """No sequence is longer."""
     read_A: Tensor | None = None

@@ -20,8 +20,7 @@ def rope_table(config: ModelConfig) -> Rope:
 
 
 def rotate(x_THC: Tensor, rope: Rope) -> Tensor:
-    """Rotate each pair (i, i + C/2) of a head by its position's angle; in fp32, since bf16 angles blur
-    distant positions. A batch dimension may stand before T."""
+    """Rotate each pair (i, i + C/2) of a head by its position's angle, in fp32: bf16 blurs distant positions."""
     cos, sin = (table[:, None, :] for table in rope)
     a, b = x_THC.chunk(2, dim=-1)
     return (x_THC * cos + torch.cat([-b, a], dim=-1) * sin).to(x_THC.dtype)

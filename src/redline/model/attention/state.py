@@ -1,16 +1,14 @@
 """What generation keeps of the tokens so far: the interface that a variant of attention implements.
 
-The engine has slots, one a sample, and a pool of prompts, each read once whatever the number of its samples. What
-lies in a slot and in the pool is the variant's affair: keys and values of every token (`cache`), or a recurrent
-state of constant size. The engine calls
+The engine has slots, one a sample, and a pool of prompts, each read once whatever the number of its samples. A slot and
+the pool hold keys and values of every token (`cache`), or a recurrent state of constant size. The engine calls
 
     state = variant.state(config, rope, room, device=device, dtype=dtype)
     y_MTD = state.read(layer, attn, qkv_MTHC, prompts_M, lengths_M)      # in every layer: prompts into the pool
     state.start(slots_B, prompts_B)                                      # samples begin in these slots
     y_BD = state.step(layer, attn, qkv_BHC, rows)                        # in every layer: a new token for each row
 
-All memory is allocated when the state is made and keeps its address, and `step` runs inside a CUDA graph: it must
-not wait for the device.
+All memory is allocated when the state is made. `step` runs inside a CUDA graph: it must not wait for the device.
 
 Shapes: M prompts, T tokens, B rows, N slots, H query heads and twice the key/value heads, C head width.
 """

@@ -26,15 +26,13 @@ if TYPE_CHECKING:
     from redline.model.transformer import Attention
 
 Attend = Callable[["Attention", Tensor], Tensor]
-"""From a block's attention module, which knows its heads and norms, and the fused projection to the mixed
-values."""
+"""From a block's attention module and the fused projection to the mixed values."""
 
 
 @dataclass(frozen=True)
 class Variant:
     over: Callable[[ModelConfig, Packing | None, Rope | None, Tensor], Attend]
-    """How to attend in training: within the rows of a batch, or within the sequences of a packed row, rotated
-    by these angles, for activations like this tensor."""
+    """Attention in training: in the rows of a batch or the sequences of a packed row, rotated by these angles."""
     state: type[State]
     """What generation keeps of the tokens so far."""
 
