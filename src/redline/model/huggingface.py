@@ -10,7 +10,7 @@ model), mixtures of experts, quantised checkpoints. `huggingface_out` writes the
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from redline.config.recipe import ModelConfig
 from redline.errors import CheckpointError, ConfigError
-from redline.model.weights import Loaded, Table, check_sizes, join, read_facts
+from redline.model.weights import SIZES, Loaded, Table, check_sizes, join, read_facts
 from redline.record.files import read_json, read_text
 
 _GPT2: Table = {
@@ -55,44 +55,30 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
 
 
+_SHARED = {
+    "vocab_size": "vocab_size",
+    "tie_embeddings": "tie_word_embeddings",
+    "init_std": "initializer_range",
+}
+GPT2_KEYS = _SHARED | {
+    "num_layers": "n_layer", "hidden_size": "n_embd", "num_heads": "n_head", "ffn_size": "n_inner",
+    "context_length": "n_positions", "norm_eps": "layer_norm_epsilon",
+}  # fmt: skip
+LLAMA_KEYS = _SHARED | {
+    "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "ffn_size": "intermediate_size",
+    "context_length": "max_position_embeddings", "norm_eps": "rms_norm_eps",
+}  # fmt: skip
+"""Our names, and those of config.json (Llama, Qwen2 and Qwen3 share theirs)."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class _Gpt2:
-    """What GPT-2's config.json says, with the defaults of transformers."""
+class _More:
+    """What else config.json may say, with the defaults of transformers."""
 
-    vocab_size: int
-    n_layer: int
-    n_embd: int
-    n_head: int
-    n_inner: int | None = None
-    n_positions: int
-    layer_norm_epsilon: float
-    tie_word_embeddings: bool = True
-    initializer_range: float = 0.02
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Rope:
     rope_theta: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Llama:
-    """What config.json of Llama, Qwen2 and Qwen3 says, with the defaults of transformers where they agree."""
-
-    vocab_size: int
-    num_hidden_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    intermediate_size: int
-    max_position_embeddings: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    rms_norm_eps: float = 1e-6
     attention_bias: bool = False
-    tie_word_embeddings: bool = False
-    initializer_range: float = 0.02
     use_sliding_window: bool = False
-    sliding_window: int | None = 4096
     max_window_layers: int = 28
     layer_types: tuple[str, ...] = ()
 
@@ -154,27 +140,16 @@ def _read_gpt2(path: Path, name: str, raw: dict[str, Any]) -> ModelConfig:
     _accept(path, raw, "scale_attn_weights", None, True)
     for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         _accept(path, raw, key, None, False)
-    facts = read_facts(_Gpt2, raw, where=str(path))
-    return ModelConfig(
-        vocab_size=facts.vocab_size,
-        num_layers=facts.n_layer,
-        hidden_size=facts.n_embd,
-        num_heads=facts.n_head,
-        ffn_size=facts.n_inner or 4 * facts.n_embd,
-        context_length=facts.n_positions,
-        norm="layernorm",
-        norm_eps=facts.layer_norm_epsilon,
-        positions="learned",
-        activation="gelu",
-        bias=True,
-        tie_embeddings=facts.tie_word_embeddings,
-        init_std=facts.initializer_range,
+    sized = (
+        {"n_inner": 4 * raw["n_embd"]} if type(raw.get("n_embd")) is int and not raw.get("n_inner") else {}
     )
+    fixed = {"norm": "layernorm", "positions": "learned", "activation": "gelu", "bias": True}
+    return _config(path, {"tie_word_embeddings": True, **raw, **sized}, GPT2_KEYS, fixed)
 
 
 def _read_llama(path: Path, name: str, raw: dict[str, Any]) -> ModelConfig:
     _accept(path, raw, "hidden_act", "silu")
-    facts, ropes = read_facts(_Llama, raw, where=str(path)), []
+    more, thetas = read_facts(_More, raw, where=str(path)), []
     for rope in (raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}, raw):
         if not isinstance(rope, dict):
             raise CheckpointError(
@@ -182,50 +157,41 @@ def _read_llama(path: Path, name: str, raw: dict[str, Any]) -> ModelConfig:
             )
         _accept(path, rope, "rope_type" if "rope_type" in rope else "type", None, "default")
         _accept(path, rope, "partial_rotary_factor", None, 1.0)
-        ropes.append(read_facts(_Rope, rope, where=str(path)).rope_theta)
-    windows = facts.use_sliding_window and raw.get("sliding_window", 4096) is not None
-    windowed = windows and facts.max_window_layers < facts.num_hidden_layers
-    kinds = facts.layer_types or (("sliding_attention",) if windowed else ())
+        thetas.append(read_facts(_More, rope, where=str(path)).rope_theta)
+    needed = {
+        "Qwen2ForCausalLM": ("num_key_value_heads",),
+        "Qwen3ForCausalLM": ("num_key_value_heads", "head_dim"),
+    }
+    if absent := [key for key in needed.get(name, ()) if raw.get(key) is None]:
+        raise CheckpointError(f"{path}: {absent[0]} must be given for {name}, and it is not; fetch it again")
+    fixed = {
+        "rope_theta": next((theta for theta in thetas if theta is not None), 10_000.0), "bias": more.attention_bias,
+        "qkv_bias": name == "Qwen2ForCausalLM", "qk_norm": name == "Qwen3ForCausalLM",
+    }  # fmt: skip
+    config = _config(path, {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, **raw}, LLAMA_KEYS, fixed)
+    windows = more.use_sliding_window and raw.get("sliding_window", 4096) is not None
+    windowed = windows and more.max_window_layers < config.num_layers
+    kinds = more.layer_types or (("sliding_attention",) if windowed else ())
     if any(kind != "full_attention" for kind in kinds):
         raise CheckpointError(
             f"{path}: every layer must attend to the whole context, and some have a sliding window"
         )
     if name == "LlamaForCausalLM":
         # Only the agreement of its two switches is a model of ours: all biases, or none.
-        _accept(path, raw, "mlp_bias", *((True,) if facts.attention_bias else (None, False)))
+        _accept(path, raw, "mlp_bias", *((True,) if more.attention_bias else (None, False)))
     else:
         _accept(path, raw, "attention_bias", None, False)
-    for key, needed in (
-        ("num_key_value_heads", name != "LlamaForCausalLM"),
-        ("head_dim", name == "Qwen3ForCausalLM"),
-    ):
-        if needed and getattr(facts, key) is None:
-            raise CheckpointError(
-                f"{path}: {key} must be given for {name}, and it is not; the folder is not complete"
-            )
-    heads, hidden, kv_heads, head_dim = (
-        facts.num_attention_heads,
-        facts.hidden_size,
-        facts.num_key_value_heads,
-        facts.head_dim,
-    )
-    return ModelConfig(
-        vocab_size=facts.vocab_size,
-        num_layers=facts.num_hidden_layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        ffn_size=facts.intermediate_size,
-        context_length=facts.max_position_embeddings,
-        num_kv_heads=None if kv_heads == heads else kv_heads,
-        head_dim=None if head_dim is None or head_dim * heads == hidden else head_dim,
-        norm_eps=facts.rms_norm_eps,
-        rope_theta=next((theta for theta in ropes if theta is not None), 10_000.0),
-        bias=facts.attention_bias,
-        qkv_bias=name == "Qwen2ForCausalLM",
-        qk_norm=name == "Qwen3ForCausalLM",
-        tie_embeddings=facts.tie_word_embeddings,
-        init_std=facts.initializer_range,
-    )
+    kv_heads = None if config.kv_heads == config.num_heads else config.num_kv_heads
+    usual = config.head_dim is not None and config.head_dim * config.num_heads == config.hidden_size
+    return replace(config, num_kv_heads=kv_heads, head_dim=None if usual else config.head_dim)
+
+
+def _config(path: Path, raw: dict[str, Any], keys: Mapping[str, str], fixed: dict[str, Any]) -> ModelConfig:
+    """The values that config.json gives under its names, and what its family fixes."""
+    given = {ours: raw[theirs] for ours, theirs in keys.items() if raw.get(theirs) is not None}
+    if absent := [keys[name] for name in SIZES if name not in given]:
+        raise CheckpointError(f"{path}: {absent[0]!r} is missing; fetch the file again, or correct it")
+    return read_facts(ModelConfig, {**given, **fixed}, where=str(path))
 
 
 def _files(folder: Path) -> list[Path]:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from redline.config.recipe import ModelConfig
 from redline.errors import StorageError
-from redline.model.huggingface import CONV1D, architecture, table_of
+from redline.model.huggingface import CONV1D, GPT2_KEYS, LLAMA_KEYS, architecture, table_of
 from redline.model.weights import split
 from redline.record.files import check_vacant, storage_errors, sync_path
 
@@ -92,42 +93,22 @@ def _texts(
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
+    """What transformers reads of the model."""
     name = architecture(config)
-    shared: dict[str, Any] = {
-        "architectures": [name],
-        "model_type": name.removesuffix("LMHeadModel").removesuffix("ForCausalLM").lower(),
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tie_embeddings,
-        "initializer_range": config.init_std,
-    }
-    if name == "GPT2LMHeadModel":
-        return shared | {
-            "n_layer": config.num_layers,
-            "n_embd": config.hidden_size,
-            "n_head": config.num_heads,
-            "n_inner": config.ffn_size,
-            "n_positions": config.context_length,
-            "layer_norm_epsilon": config.norm_eps,
-            "activation_function": "gelu_new",
-            # We train without dropout; transformers would add its own when the model is trained further.
-            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-        }
+    gpt2 = name == "GPT2LMHeadModel"
+    model_type = name.removesuffix("LMHeadModel").removesuffix("ForCausalLM").lower()
+    keys = GPT2_KEYS if gpt2 else LLAMA_KEYS
+    sized = replace(config, num_kv_heads=config.kv_heads, head_dim=config.head_size)
+    said = {"architectures": [name], "model_type": model_type}
+    said |= {theirs: getattr(sized, ours) for ours, theirs in keys.items()}
+    if gpt2:
+        # We train without dropout; transformers would add its own when the model is trained further.
+        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        return said | {"activation_function": "gelu_new", **dropout}
+    # Both spellings of rope: transformers 5 reads the first, transformers 4 the second.
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta}}
     biases = {"attention_bias": config.bias, "mlp_bias": config.bias} if name == "LlamaForCausalLM" else {}
-    return shared | {
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_size,
-        "intermediate_size": config.ffn_size,
-        "max_position_embeddings": config.context_length,
-        "rms_norm_eps": config.norm_eps,
-        "hidden_act": "silu",
-        # Both spellings: transformers 5 reads the first, transformers 4 the second.
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "rope_theta": config.rope_theta,
-        **biases,
-    }
+    return said | {"hidden_act": "silu", **rope, "rope_theta": config.rope_theta, **biases}
 
 
 def _write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:

@@ -27,6 +27,7 @@ from redline.plan.arithmetic import parameters
 T = TypeVar("T")
 
 Table = Mapping[str, tuple[str, ...]]
+SIZES = ("vocab_size", "num_layers", "hidden_size", "num_heads", "ffn_size", "context_length")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,16 +59,7 @@ def check_sizes(
     config: ModelConfig, sizes: Mapping[str, Sequence[int]], eos_ids: Sequence[int], *, where: str
 ) -> None:
     """Refuse sizes that no model has or that do not fit these tensors: what a foreign file says is allocated."""
-    for name in (
-        "vocab_size",
-        "num_layers",
-        "hidden_size",
-        "num_heads",
-        "ffn_size",
-        "context_length",
-        "kv_heads",
-        "head_size",
-    ):
+    for name in (*SIZES, "kv_heads", "head_size"):
         if not 0 < (size := getattr(config, name)) < 2**31:
             raise CheckpointError(f"{where}: {name} must be greater than 0 and below 2^31, got {size}")
     described, held = parameters(config).total, sum(math.prod(size) for size in sizes.values())
