@@ -144,7 +144,7 @@ def _read_gpt2(path: Path, name: str, raw: dict[str, Any]) -> ModelConfig:
         {"n_inner": 4 * raw["n_embd"]} if type(raw.get("n_embd")) is int and not raw.get("n_inner") else {}
     )
     fixed = {"norm": "layernorm", "positions": "learned", "activation": "gelu", "bias": True}
-    return _config(path, {"tie_word_embeddings": True, **raw, **sized}, GPT2_KEYS, fixed)
+    return _config(path, {**raw, **sized}, GPT2_KEYS, {"tie_embeddings": True}, fixed)
 
 
 def _read_llama(path: Path, name: str, raw: dict[str, Any]) -> ModelConfig:
@@ -168,7 +168,7 @@ def _read_llama(path: Path, name: str, raw: dict[str, Any]) -> ModelConfig:
         "rope_theta": next((theta for theta in thetas if theta is not None), 10_000.0), "bias": more.attention_bias,
         "qkv_bias": name == "Qwen2ForCausalLM", "qk_norm": name == "Qwen3ForCausalLM",
     }  # fmt: skip
-    config = _config(path, {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, **raw}, LLAMA_KEYS, fixed)
+    config = _config(path, raw, LLAMA_KEYS, {"tie_embeddings": False, "norm_eps": 1e-6}, fixed)
     windows = more.use_sliding_window and raw.get("sliding_window", 4096) is not None
     windowed = windows and more.max_window_layers < config.num_layers
     kinds = more.layer_types or (("sliding_attention",) if windowed else ())
@@ -186,12 +186,14 @@ def _read_llama(path: Path, name: str, raw: dict[str, Any]) -> ModelConfig:
     return replace(config, num_kv_heads=kv_heads, head_dim=None if usual else config.head_dim)
 
 
-def _config(path: Path, raw: dict[str, Any], keys: Mapping[str, str], fixed: dict[str, Any]) -> ModelConfig:
-    """The values that config.json gives under its names, and what its family fixes."""
+def _config(
+    path: Path, raw: dict[str, Any], keys: Mapping[str, str], defaults: dict[str, Any], fixed: dict[str, Any]
+) -> ModelConfig:
+    """The values that config.json gives under its names, the defaults of transformers, and what a family fixes."""
     given = {ours: raw[theirs] for ours, theirs in keys.items() if raw.get(theirs) is not None}
     if absent := [keys[name] for name in SIZES if name not in given]:
         raise CheckpointError(f"{path}: {absent[0]!r} is missing; fetch the file again, or correct it")
-    return read_facts(ModelConfig, {**given, **fixed}, where=str(path))
+    return read_facts(ModelConfig, {**defaults, **given, **fixed}, where=str(path))
 
 
 def _files(folder: Path) -> list[Path]:
