@@ -236,9 +236,15 @@ class TestComparison:
     ) -> None:
         paths = [write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=50)]
         verdict = comparable(read_runs(paths))
-        assert (verdict.level, verdict.differences) == ("speed only", ["train.steps: 40 | 50"])
+        assert (verdict.level, verdict.differences) == ("yes", ["train.steps: 40 | 50"])
+        assert "compares the validation losses of different recipes" in verdict.text
         (paths[1] / "plan.json").write_text(json.dumps(plan(work="other")))
+        assert comparable(read_runs(paths)).level == "loss only"
+        written = (paths[1] / "recipe.toml").read_text()
+        (paths[1] / "recipe.toml").write_text(written.replace("tinyshakespeare", "other"))
         assert comparable(read_runs(paths)).level == "no"
+        (paths[1] / "plan.json").write_text(json.dumps(plan()))
+        assert comparable(read_runs(paths)).level == "speed only"
         (paths[1] / "recipe.toml").unlink()
         assert comparable(read_runs(paths)).level == "no"
 

@@ -51,6 +51,7 @@ GROUPS = {
         "optimizations": "every optimisation: who claims what, and which apply",
         "ablate": "measure each optimisation on a recipe, claimed beside measured",
         "okadfa": "kernel attention and feedback alignment, part by part",
+        "race": "recipes against each other: time, tokens and joules to each loss",
         "bench": "measure speeds beside PyTorch, Transformers and PEFT",
     },
 }

@@ -1,5 +1,6 @@
 """What makes two recipes different trainings, and what to say where a run folder holds another one."""
 
+from dataclasses import asdict
 from typing import Any
 
 from redline.config.recipe import ENDS, Recipe
@@ -10,6 +11,20 @@ def differences(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
     old, new = _flat(before.defining()), _flat(now.defining())
     keys = [*new, *(key for key in old if key not in new)]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
+
+
+def unlike_data(first: Recipe, second: Recipe) -> dict[str, tuple[Any, Any]]:
+    """What makes validation losses of two recipes those of different texts or tokens: `table.key` -> both values. Empty:
+    data, tokenizer and validation set are the same, and their losses compare."""
+
+    def of(recipe: Recipe) -> dict[str, Any]:
+        said = {f"data.{key}": value for key, value in asdict(recipe.data).items()}
+        said |= {"workload": recipe.workload, "train.eval_sequences": recipe.train.eval_sequences}
+        trained = recipe.data.tokenizer == "bpe"  # on the source, to the size of the model's vocabulary
+        return said | ({"model.vocab_size": recipe.model.vocab_size} if trained else {})
+
+    old, new = of(first), of(second)
+    return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
 
 
 def _flat(tables: dict[str, Any]) -> dict[str, Any]:

@@ -95,6 +95,15 @@ def machine_key(facts: MachineFacts) -> str:
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
 
 
+def same_kind(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Whether two recorded facts are of the same kind of machine: the same GPUs, or the same CPU where there is none."""
+
+    def kind(facts: dict[str, Any]) -> Any:
+        return [gpu["name"] for gpu in facts["gpus"]] or [facts["cpu_name"], facts["cpu_cores"]]
+
+    return bool(kind(first) == kind(second))
+
+
 def software_key(facts: MachineFacts) -> str:
     """The machine and every package that decides how fast a program runs on it; trials with the same key compare."""
     versions = {name: version for name, version in facts.versions.items() if version}

@@ -112,16 +112,16 @@ class Run:
     @cached_property
     def fingerprint(self) -> str | None:
         """What was computed: losses compare only if it is the same."""
-        return self._typed.fingerprint if self._typed else None
+        return self.typed.fingerprint if self.typed else None
 
     @cached_property
     def work(self) -> str | None:
         """The work of one update: speeds compare only if it is the same."""
         planned = self.plan.get("work")
-        return planned if isinstance(planned, str) else self._typed.work if self._typed else None
+        return planned if isinstance(planned, str) else self.typed.work if self.typed else None
 
     @cached_property
-    def _typed(self) -> Recipe | None:
+    def typed(self) -> Recipe | None:
         try:
             return from_toml(self.recipe_text, where="recipe.toml")
         except ConfigError:  # none, or one of another version

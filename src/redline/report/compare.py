@@ -1,13 +1,15 @@
 """Whether runs can be compared, and the ratio of their speeds. No torch.
 
-Losses compare if the trainings are the same (one fingerprint). Speeds compare if the work of an update is the same,
+Losses compare if the trainings are the same (one fingerprint). Validation losses of different recipes compare if data,
+tokenizer and validation set are the same. Speeds compare if the work of an update is the same,
 on the same hardware. Different plans are no obstacle: they are what is being compared.
 """
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from redline.record.read import Run, table
+from redline.config.differences import unlike_data
+from redline.record.read import Run, table, values
 from redline.report.figures import Summary
 
 Level = Literal["yes", "speed only", "loss only", "accuracy only", "no"]
@@ -62,9 +64,34 @@ def _level(runs: list[Run]) -> tuple[Level, str]:
         return "yes", "the same training (one fingerprint) on the same hardware"
     if _tested_alike(runs):
         return "accuracy only", "the runs are tested in the same way but train on different samples"
-    if len(works) == 1 and None not in works and not elsewhere:
+    same_work = len(works) == 1 and None not in works and not elsewhere
+    if _validated_alike(runs):
+        across = (
+            "the recipes differ, but data, tokenizer and validation set are the same: this compares the validation losses"
+            " of different recipes, at equal time or tokens"
+        )
+        if same_work:
+            return "yes", f"{across}; the work of an update is the same, on the same hardware"
+        return (
+            "loss only",
+            f"{across}; an update is other work, so tokens/s say nothing (time to a loss does)",
+        )
+    if same_work:
         return "speed only", "the work of an update is the same, on the same hardware; the trainings differ"
     return "no", "the runs compute different things: neither speeds nor losses say which is better"
+
+
+def _validated_alike(runs: list[Run]) -> bool:
+    """Whether these are pre-trainings that were validated on the same tokens."""
+    recipes = [run.typed for run in runs]
+    read = {event.get("data") for run in runs for event in run.events if event["event"] == "start"} - {None}
+    if len(read) > 1 or not all(values(run.metrics, "valid_loss") for run in runs):
+        return False
+    first = recipes[0]
+    return first is not None and all(
+        recipe is not None and recipe.workload == "pretrain" and not unlike_data(first, recipe)
+        for recipe in recipes
+    )
 
 
 def _tested_alike(runs: list[Run]) -> bool:

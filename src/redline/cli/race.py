@@ -1,0 +1,101 @@
+"""Train recipes on the same data and compare how soon each reaches each validation loss: seconds (with and without
+start-up), tokens and joules, over several seeds (docs/time-to-loss.md).
+
+redline race llama-124m-muon gpt2-124m --seconds 180 --set data.source=data/wiki
+redline race speedrun/nano speedrun/nano@train.optimizer=adamw@train.lr=3e-3     a variant, without a file
+redline race speedrun/3min --seeds 3 --against benchmarks/race.json              exits with 1 if it became slower
+
+If it is killed, run the same command again: finished runs are kept. FOLDER/report.html draws the curves.
+"""
+
+import argparse
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+from redline.cli.arguments import JSON
+from redline.cli.options import check_least, check_positive, print_json, status, tokenise
+from redline.config.load import load_recipe
+from redline.errors import ConfigError
+from redline.machine.facts import read_facts
+from redline.machine.store import cached
+from redline.record.read import read_runs
+from redline.record.units import DASH
+from redline.report.grid import show
+from redline.report.page import write_page
+from redline.report.view import view
+from redline.tune.race import COLUMNS, RESULT, Arm, Result, check, race, rows, slower_than, train_in_process
+
+ARGUMENTS = f"""
+RECIPE...                  shipped recipes or .toml files; RECIPE@TABLE.KEY=VALUE is a variant of one
+--set TABLE.KEY=VALUE...   override a value of every recipe
+--seeds N                  runs of each recipe (default 3)
+--target NUMBER            end a run at this validation loss
+--seconds SECONDS          end a run after this time of training; the schedules decay to it
+--out DIR                  the folder (default runs/race)
+--against FILE             compare with the race.json of an earlier race on this kind of machine
+{JSON}
+"""
+
+
+def run(options: argparse.Namespace) -> int:
+    check_least("--seeds", options.seeds)
+    sets = list(options.set)
+    for option, value, key in (
+        ("--target", options.target, "train.target_loss={:g}"),
+        ("--seconds", options.seconds and options.seconds / 3600, "train.max_hours={!r}"),
+    ):
+        if value is not None:
+            check_positive(option, value)
+            sets.append(key.format(value))
+    arms = [_arm(text, sets) for text in options.recipe]
+    check(arms)
+    facts = read_facts()
+    if cached(facts) is None:  # or the first run would measure them, and its start-up would count it
+        from redline.machine.ceilings import load_or_measure
+
+        status("measuring this machine's ceilings")
+        load_or_measure(facts, progress=status)
+    tokenise(arms[0].recipe)
+    result = race(arms, options.out, facts, seeds=options.seeds, train=train_in_process, progress=status)
+    folders = [options.out / f"{arm.name}-seed-0" for arm in arms]
+    if runs := [folder for folder in folders if folder.exists()]:
+        write_page(
+            [view(run, place) for place, run in enumerate(read_runs(runs))], options.out / "report.html"
+        )
+    slower = slower_than(result, options.against) if options.against else []
+    if options.json:
+        print_json({**asdict(result), "slower": slower})
+    else:
+        _print(result, options.out)
+    for why in slower:
+        status(f"slower than {options.against}: {why}")
+    return 1 if slower else 0
+
+
+def _arm(text: str, sets: list[str]) -> Arm:
+    name, *own = text.split("@")
+    recipe = load_recipe(name, [*sets, *own], say=status)
+    if not recipe.model.is_shaped:
+        raise ConfigError(f"{name}: a race is between models with a shape: give [model] in the recipe")
+    return Arm(re.sub(r"[^\w.=+-]+", "-", text.removesuffix(".toml")).strip("-."), recipe)
+
+
+def _print(result: Result, folder: Path) -> None:
+    table, joules = rows(result), COLUMNS.index("kJ")
+    measured = any(row[joules] not in ("", DASH) for row in table)
+    kept = [place for place in range(len(COLUMNS)) if measured or place != joules]
+    shown = [tuple(row[place] for place in kept) for row in table]
+    title = f"Time to loss over {result.seeds} seed(s), on the same data"
+    show([COLUMNS[place] for place in kept], shown, title=title, right=(0,))
+    for lane in result.lanes:
+        losses = ", ".join(f"{loss:.4f}" for loss in lane.final) or "none"
+        start = ", ".join(f"{start_up_s:.1f}" for start_up_s in lane.start_up_s)
+        print(f"{lane.name}: final losses {losses}; start-up {start} s")
+        for why in lane.failed:
+            print(f"  a run failed: {why}")
+    print(
+        "Median of the seeds [lowest, highest]; seconds from the command on, validations included; net: without start-up;"
+        f" speed-up against the first recipe, 90 % interval.{'' if measured else ' No joules: no GPU counts them here.'}"
+    )
+    print(f"written to {folder / RESULT}; the curves of the first seed: {folder / 'report.html'}")
