@@ -51,7 +51,7 @@ GROUPS = {
         "optimizations": "every optimisation: who claims what, and which apply",
         "ablate": "measure each optimisation on a recipe, claimed beside measured",
         "okadfa": "kernel attention and feedback alignment, part by part",
-        "race": "recipes against each other: time, tokens and joules to each loss",
+        "race": "time, tokens and joules of recipes to each validation loss",
         "bench": "measure speeds beside PyTorch, Transformers and PEFT",
     },
 }
