@@ -196,15 +196,6 @@ def test_the_pause_after_the_last_update_counts(tmp_path: Path) -> None:
     assert found.evidence[1].value == pytest.approx(4 * step_s)
 
 
-def test_compiling_a_run_of_seconds(tmp_path: Path) -> None:
-    paper = Paper(tmp_path, "plan.compile=default")
-    lines = paper.lines(1.02 * paper.floor_s)
-    lines[0]["step_s"] = 200 * paper.floor_s
-    top = paper.found(lines)[0]
-    assert top.cause == "compile-time"
-    assert "plan.compile=off" in top.fix
-
-
 def test_a_wait_that_the_gpu_did_not_feel_is_no_cause(tmp_path: Path) -> None:
     """The host waited half of the time, but the GPU was busy with the update before."""
     paper = Paper(tmp_path)
@@ -464,13 +455,6 @@ def test_compiling_is_promised_what_was_measured(tmp_path: Path) -> None:
         assert found.gain is not None
         assert found.gain.low < 1.07 < found.gain.high or times_floor > 2
         assert found.gain.high == pytest.approx(most)
-    paper = Paper(tmp_path, "plan.compile=default")
-    lines = paper.lines(1.0)
-    lines[0]["step_s"] = 31.0
-    (found,) = [f for f in paper.found(lines) if f.cause == "compile-time"]
-    assert found.gain is not None
-    assert (found.gain.low, found.gain.high) == pytest.approx((70 / (40 * 1.3), 70 / (40 * 1.05)))
-    assert "after 100 if it brings 1.3x, after 600 at 1.05x" in found.evidence[-1].unit
 
 
 @pytest.mark.parametrize(

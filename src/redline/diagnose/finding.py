@@ -1,8 +1,9 @@
 """What a diagnosis says: a cause with its evidence in numbers, the fix, and what the fix should bring.
 
-    found("slow-loader", observed, share=0.31, wait_ms=62.0, update_ms=200.0, left=0.69, saves=(0.28, 0.31))
+    share, wait_s, saves = 0.31, 0.062, (0.28, 0.31)
+    return found("slow-loader", locals())
 
-A rule gives the numbers; the words stand in causes.toml. A gain is a factor on the speed of the whole step (or of the
+A rule gives the numbers, its locals; the words stand in causes.toml. A gain is a factor on the speed of the whole step (or of the
 whole run, where its reason says so). A finding about a claim or a unit has none: correcting a number makes nothing
 faster, but what was believed because of it should not be. How sure a finding is comes from how often its cause was
 right.
@@ -10,9 +11,9 @@ right.
 
 import math
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, reduce
 from importlib.resources import files
 from typing import Any, Literal
 
@@ -31,8 +32,7 @@ is read off the log and not concluded, so there they count in full."""
 
 Kind = Literal["failure", "cause", "claim", "unit"]
 Rows = Iterable[tuple[str, float | str, str]]
-Shown = dict[str, Any]
-"""What a rule gives for the words of its finding."""
+Shown = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -115,40 +115,36 @@ class _Values(dict[str, Any]):
 
 
 def found(
-    cause: str, observed: Observed, variant: Any = "", *, strength: Any = 1.0, kind: Any = None, **given: Any
+    cause: str, shown: Shown, variant: str = "", *, strength: float = 1.0, kind: Any = None
 ) -> list[Finding]:
-    """One finding as a list, as rules return them. Of what is given, `gain` is a pair of factors, `saves` a pair of
-    shares of the step that the fix takes away, `evidence` rows that no template makes; all else is for the words, beside
-    what every rule would give: facts, option, step_s, update_s, tokens, speed. `strength` says how good the evidence is
-    here, 1 at best."""
+    """One finding as a list, as rules return them. `shown` are the rule's locals, by which the words of the cause name
+    what they show. Among them are `observed`, and where there is something to gain `gain`, a pair of factors, or
+    `saves`, a pair of shares of the step that the fix takes away; `evidence` are rows that no template makes.
+    `strength` says how good the evidence is here, 1 at best."""
     entry = causes()[cause] | (causes()[cause][variant] if variant else {})
-    mean_s, speed = observed.mean("step_s"), observed.tokens_per_s
-    values = _Values(option=_Options(observed.trainer), update_s=mean_s or 0.0, speed=speed)
-    values |= {name: observed.median(name) for name in ("step_s", "tokens")} | given
-    gain, saves, predicted = given.get("gain"), given.get("saves"), None
+    observed: Observed = shown["observed"]
+    mean_s = observed.mean("step_s")
+    values = _Values(facts=observed.facts, update_s=mean_s or 0.0, speed=observed.tokens_per_s)
+    values |= {name: observed.median(name) for name in ("step_s", "tokens")} | dict(shown)
+    values["option"] = _Options(observed.trainer)
+    gain, saves, predicted = shown.get("gain"), shown.get("saves"), None
     if gain or saves:
         low, high = gain or (1 / (1 - min(max(share, 0.0), 0.99)) for share in saves or ())
         takes = f"; the update takes {format_duration(mean_s)}" if saves else ""
         predicted = Gain(low, high, entry["why"].format_map(values) + takes)
-    rows = given["evidence"] if "evidence" in given else _rows(entry.get("evidence", ()), values)
-    return [
-        Finding(
-            cause=cause,
-            kind=kind or entry["kind"],
-            title=entry["title"].format_map(values),
-            evidence=tuple(Evidence(*row) for row in rows),
-            fix=entry["fix"].format_map(values),
-            gain=predicted,
-            confidence=round(precision(cause) * strength, 2),
-            optimisation=_mended_by().get(cause),
-        )
-    ]
+    rows = shown["evidence"] if "evidence" in shown else _rows(entry.get("evidence", ()), values)
+    title, fix = (entry[name].format_map(values) for name in ("title", "fix"))
+    sure, mended = round(precision(cause) * strength, 2), _mended_by().get(cause)
+    what: dict[str, Any] = {"cause": cause, "kind": kind or entry["kind"], "title": title, "fix": fix}
+    proof = tuple(Evidence(*row) for row in rows)
+    return [Finding(**what, evidence=proof, gain=predicted, confidence=sure, optimisation=mended)]
 
 
 def _rows(templates: Iterable[str], values: _Values) -> Rows:
     for template in templates:
         name, key, unit = (part.strip() for part in template.split("|", 2))
-        if (value := values[key]) is not None:
+        first, *rest = key.split(".")
+        if (value := reduce(lambda part, of: getattr(part, of, None), rest, values[first])) is not None:
             yield name.format_map(values), value, unit.format_map(values)
 
 

@@ -4,6 +4,7 @@ Units are settled here, once: seconds, bytes, tokens of all GPUs together, share
 convert or to guess says so in `notes`. None stands for what a log does not hold; a rule that needs it stays silent.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -129,6 +130,14 @@ class Range:
     def __str__(self) -> str:
         return f"{self.low:g}" if self.low == self.high else f"{self.low:g}–{self.high:g}"
 
+    @property
+    def middle(self) -> float:
+        return math.sqrt(self.low * self.high)
+
+    @property
+    def shown(self) -> str:
+        return f"{self.low:.1f}–{self.high:.1f}"
+
     def scaled(self, factor: float) -> "Range":
         return Range(self.low * factor, self.high * factor)
 
@@ -186,6 +195,11 @@ class Observed:
     printed_tokens_per_s: float | None = None
     """The log's own figure, where it is not what step time and batch give."""
 
+    @property
+    def kind(self) -> str:
+        """What it is to the rules: a `run` of ours, a `page` of claims, or a `log`."""
+        return {"run": "run", "document": "page"}.get(self.format, "log")
+
     @cached_property
     def steady(self) -> tuple[Step, ...]:
         """The steps after the warm-up that have a time."""
@@ -208,6 +222,11 @@ class Observed:
     @property
     def spec(self) -> GpuSpec | None:
         return SPECS.get(self.facts.gpu or "")
+
+    @property
+    def peak_tflops(self) -> float | None:
+        """What one GPU can do in half precision, by its datasheet."""
+        return (self.spec.bf16_tflops or self.spec.fp16_tflops) if self.spec else None
 
     def _told(self, name: str) -> list[float]:
         """One value of the steady steps; none where fewer than half of them have it."""
@@ -246,6 +265,10 @@ class Observed:
         """How much of a device's memory is in use."""
         used, have = self.median("memory_bytes") or self.facts.memory_used_bytes, self.facts.memory_bytes
         return min(1.0, used / have) if used and have else None
+
+    def start(self, name: str) -> Range | None:
+        """The first value of a quantity that a page starts from."""
+        return next((c.before for c in self.claims if c.name == name and c.before), None)
 
     def setting(self, name: str, when: str = "") -> Setting | None:
         """The last setting of this name (with `when`, of that time)."""

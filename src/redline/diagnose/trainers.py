@@ -27,6 +27,16 @@ _FAMILIES = {"H200": "h200-141g", "GH200": "h200-141g", "H100 PCIe": "h100-pcie-
 _FAMILIES |= {"A100": "a100-80g", "V100": "v100-32g", "B200": "b200-192g", "L40S": "l40s-48g", "L4": "l4-24g"}
 _FAMILIES |= {"T4": "t4-16g", "RTX 3090": "rtx-3090-24g", "RTX 4090": "rtx-4090-24g"}
 """Name in a log: board of the datasheet table."""
+_RUN_NAME = re.compile(
+    r"(?:experiment|run|job)[_ ]?(?:name|id)\W{1,4}[\w.-]{0,60}?(v100|a100|h100|h200|b200)(?![a-z0-9])",
+    re.IGNORECASE,
+)
+_WORDS = ("rollout", "use_cache", "remove_padding", "eager_rollout", "model")
+"""Facts that are words of the log."""
+_UNITS = {"memory_gib": ("memory_bytes", 2.0**30), "memory_mib": ("memory_bytes", 2.0**20)}
+_UNITS |= {"memory_used_mib": ("memory_used_bytes", 2.0**20), "mfu_peak_tera": ("mfu_peak_tflops", 1e-12)}
+_UNITS |= {"parameters_million": ("parameters", 1e6), "parameters_billion": ("parameters", 1e9)}
+"""Facts that trainers print in another unit than ours."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +44,6 @@ class Trainer:
     name: str
     title: str
     entry: dict[str, Any]
-
-    @property
-    def one_gpu(self) -> bool:
-        return bool(self.entry.get("one_gpu"))
-
-    @property
-    def means(self) -> bool:
-        return bool(self.entry.get("means"))
-
-    @property
-    def columns(self) -> dict[str, str]:
-        return dict(self.entry.get("columns", {}))
 
     def option(self, fix: str, *, own: bool = False) -> str:
         """What a fix is called in this trainer's options; where it has no name for it, in general words, or nothing
@@ -81,8 +79,9 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 def facts_of(trainer: Trainer, head: str) -> dict[str, Any]:
     """What stands beside the numbers of a log: by the trainer's own words, then by those that many use."""
     found: dict[str, Any] = {}
-    told = [line for line in head.split("\n") if not line.lstrip().startswith("#")]  # comments of a recipe
-    head = "\n".join(told)
+    head = "\n".join(
+        line for line in head.split("\n") if not line.lstrip().startswith("#")
+    )  # comments of a recipe
     for entry in (trainer.entry, _table()["any"]):
         for name, patterns in entry.get("facts", {}).items():
             if name in found or (name == "batch_size" and "tokens" in found):
@@ -94,7 +93,7 @@ def facts_of(trainer: Trainer, head: str) -> dict[str, Any]:
             value = next(fits, None)
             if value is not None:
                 found[name] = value
-    if gpu := _gpu(head) or _gpu_by_name(head):
+    if gpu := _gpu(head):
         found.setdefault("gpu", gpu)
     if listed := re.findall(r"^\|\s+(\d+)\s+NVIDIA .{5,30}\|", head, re.MULTILINE):  # nvidia-smi
         found["gpus"] = float(len(set(listed)))
@@ -103,15 +102,18 @@ def facts_of(trainer: Trainer, head: str) -> dict[str, Any]:
         found["parameters"] = amount(size[1], COUNTS)
     if "rank_parameters" in found:
         found["parameters"] = found.pop("rank_parameters") * found.get("model_parallel", 1.0)
-    return _in_our_units(found)
+    for name, (ours, factor) in _UNITS.items():
+        if (
+            value := found.pop(name, None)
+        ) is not None:  # Megatron prints bytes where its older versions print MiB
+            found.setdefault(ours, value * factor if value * factor < 2.0**50 else value)
+    return found
 
 
 def _last(name: str, pattern: str, head: str) -> float | str | None:
     matches = list(_compiled(pattern).finditer(head))
-    if not matches:
-        return None
-    groups = [group for group in matches[-1].groups() if group]
-    if name in ("rollout", "use_cache", "remove_padding", "eager_rollout", "model"):
+    groups = [group for group in matches[-1].groups() if group] if matches else []
+    if name in _WORDS and groups:
         return groups[0] if name == "model" else groups[0].lower()
     # [4, 2] is a mesh; 123,650,000 is a number
     parts = [part for group in groups for part in (re.split(r", *", group) if name == "gpus" else [group])]
@@ -119,42 +121,12 @@ def _last(name: str, pattern: str, head: str) -> float | str | None:
     return math.prod(value for value in values if value) if values and all(values) else None
 
 
-def _in_our_units(found: dict[str, Any]) -> dict[str, Any]:
-    for suffix, factor in (
-        ("_gib", 2.0**30),
-        ("_mib", 2.0**20),
-        ("_tera", 1e-12),
-        ("_million", 1e6),
-        ("_billion", 1e9),
-    ):
-        for name in [name for name in found if name.endswith(suffix)]:
-            base = name.removesuffix(suffix)
-            renamed = {
-                "memory": "memory_bytes",
-                "memory_used": "memory_used_bytes",
-                "mfu_peak": "mfu_peak_tflops",
-            }
-            ours = renamed.get(base, base)
-            value = found.pop(name)
-            found.setdefault(ours, value * factor if value * factor < 2.0**50 or factor < 1 else value)
-    return found
-
-
 def _gpu(head: str) -> str | None:
-    """The board that a log names as a device: with the vendor in front, and not in a comment."""
-    for line in head.splitlines():
-        if (found := _BOARDS.search(line)) and not line.lstrip().startswith("#"):
-            name = found[1].strip().removeprefix("GeForce ")
-            board = next((board for family, board in _FAMILIES.items() if name.startswith(family)), None)
-            if board == "a100-80g" and "40GB" in name:
-                return "a100-40g"
-            if board:
-                return board
-    return None
-
-
-def _gpu_by_name(head: str) -> str | None:
-    """The board in the name that a run was given."""
-    named = r"(?:experiment|run|job)[_ ]?(?:name|id)\W{1,4}[\w.-]{0,60}?"
-    found = re.search(named + r"(v100|a100|h100|h200|b200)(?![a-z0-9])", head, re.IGNORECASE)
-    return _FAMILIES[found[1].upper()] if found else None
+    """The board that a log names as a device, with the vendor in front, or in the name that the run was given."""
+    for found in _BOARDS.finditer(head):
+        name = found[1].strip().removeprefix("GeForce ")
+        board = next((board for family, board in _FAMILIES.items() if name.startswith(family)), None)
+        if board:
+            return "a100-40g" if board == "a100-80g" and "40GB" in name else board
+    named = _RUN_NAME.search(head)
+    return _FAMILIES[named[1].upper()] if named else None

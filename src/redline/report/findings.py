@@ -15,7 +15,7 @@ from redline.report.figures import Quality, Speed
 EXPLAINED = 0.75
 """Above this share of the attainable speed nothing needs explaining: the roofline ignores launches and caches."""
 
-NOT_IN_THE_MEDIAN = ("validation-pause", "checkpoint-pause", "compile-time", "stall", "slow-updates")
+NOT_IN_THE_MEDIAN = ("validation-pause", "checkpoint-pause", "stall", "slow-updates")
 """Causes outside the median update, which is what is compared with the attainable speed."""
 
 

@@ -8,9 +8,11 @@ s`. A time without a unit has the factor None: `updates.py` settles it by what e
 """
 
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.resources import files
 
 from redline.diagnose.readers.cells import BYTES, COUNTS, SECONDS, SHARES
 
@@ -22,96 +24,16 @@ HELD_OUT = re.compile(
     r"\b(val|valid|validation|validate|eval|evaluation|test|testing|dev|predict|best|hellaswag)\b"
 )
 _ONE_GPU = re.compile(r"\b(gpu|device|chip|rank)\b")
-_MODEL = r"(?:trainer |train |training |model |throughput |device |metrics |perf )*"
-_STEP = "(?:step|iteration|iter|update|batch|it)"
-_TEXTS = "(?:tok|toks|token|tokens|word|words)"
-_ROWS = "(?:sample|samples|sequence|sequences|seq|seqs|example|examples|image|images|imgs)"
-SYNONYMS: dict[str, tuple[str, ...]] = {
-    "step": (
-        f"{_MODEL}global steps?( max steps)?",
-        f"{_MODEL}num updates",
-        f"{_MODEL}(completed |current |cur |optimizer |optim |this )?(steps?|iterations?|iters?)( num| number| idx| train)?",
-        "it|updates?|s|i|n|batch|batches|batch idx|progress on train",
-        "fraction|bracketed",
-    ),
-    "epoch": (f"{_MODEL}(current )?epochs?( num| number| idx| train)?|epochnum",),
-    "loss": (
-        f"{_MODEL}loss",
-        f"{_MODEL}loss step|{_MODEL}loss train( total)?|{_MODEL}step loss|trl",
-        f"{_MODEL}(lm|total|reduced train|ce|xent|cross entropy|mlm|sft|dpo|policy|actor|actor pg|pg|nll) ?loss",
-        f"{_MODEL}(\\w+ )?loss( mean| avg| epoch| step)?|{_MODEL}crossentropyloss|train",
-    ),
-    "grad_norm": (f"{_MODEL}(actor |optim |total )*(grad|gradient|grads) norm( total)?|(train )?gnorm|norm",),
-    "step_s": (
-        f"(perf )?(elapsed )?time per {_STEP}( time)?|timing s step",
-        f"{_MODEL}(total )?{_STEP}s?( time| timing| duration| latency| dt)+",
-        f"(ms|s|sec|secs|seconds) per {_STEP}|end to end latency",
-        "dt( time)?|delta( time)?|seconds|ms|time|batch t",
-        "total",
-    ),
-    "mean_step_s": ("step avg( time)?", f"(avg|average|mean) {_STEP} time", f"train speed s per {_STEP}"),
-    "updates_per_s": (
-        f"{_MODEL}(?:per device )?{_STEP[:-1]}|its|iters|iterations|steps|updates|batches) per s( speed| rate| throughput)?",
-        "(train )?ups",
-    ),
-    "mean_updates_per_s": (f"train speed( {_STEP} per s)?",),
-    "tokens_per_s": (
-        f"{_MODEL}(curr |current |total )?{_TEXTS} per s( (per )?(gpu|device|chip))*",
-        f"{_MODEL}items per s",
-        f"{_MODEL}per device items per s|(train )?wps|tps|perf throughput",
-        f".*\\b{_TEXTS}\\b.*\\bper s\\b.*|throughput",
-    ),
-    "samples_per_s": (
-        f"{_MODEL}(curr|current) {_ROWS} per s",
-        f"{_MODEL}{_ROWS} per s",
-        f"{_MODEL}(per device )?{_ROWS} per s( per gpu)?",
-        f"{_ROWS} per s.*",
-    ),
-    "tokens": (
-        "perf total num tokens|(train )?wpb|(train )?ntokens",
-        f"{_MODEL}(num |batch |total )*tokens( per {_STEP})?|toks?",
-    ),
-    "tokens_total": (
-        "consumed tokens",
-        "(train )?num (input )?tokens( seen)?",
-        "(total |num )*tokens (seen|processed|consumed|trained)",
-    ),
-    "samples_total": ("consumed samples", "(num )?samples (seen|consumed)"),
-    "batch_size": ("global batch size|(train )?bsz|(train )?nsentences",),
-    "mfu": (f"{_MODEL}(perf |device |bf16 |% bf16 )*mfu( actor| %)?", ".*\\bmfu\\b.*"),
-    "tflops": (
-        f"{_MODEL}(throughput |approx )*(per gpu )?(tflops?|flops)( per s)?( per gpu)*",
-        ".*\\btflops?\\b.*",
-    ),
-    "memory_bytes": (
-        "(perf )?(max|peak)( gpu| cuda)? (mem|memory)( allocated| alloc| usage| used)?",
-        "(gpu |cuda )*(mem|memory)( allocated| alloc| usage| used| log| max active)?",
-    ),
-    "data_wait_s": (
-        "(time )?data( wait| load(ing|er)?| fetch)?( time| t)?|batch generator|dataload(er|ing)( time)?",
-    ),
-    "remaining_s": ("remaining( time)?|eta( time| seconds)?|time (left|remaining)",),
-    "elapsed_s": (
-        f"{_MODEL}(time )?(total )?elapsed( time)?",
-        f"{_MODEL}runtime|total time|wall( time| clock)?|wallclock( time)?",
-        "train(ing)? (time|wall( time)?)",
-    ),
-    "at_s": ("timestamp|time stamp",),
-    "padding_share": ("padding( share| ratio| fraction)?",),
-    "generate_s": (
-        "(time )?(generate|generation|rollout|sampling) (time|latency)|t (rollout|generate|generation)",
-    ),
-    "forward_s": ("(time )?(forward|fwd)( compute| pass)?( time)?",),
-    "backward_s": ("(time )?(backward|bwd)( compute| pass)?( time)?",),
-    "optimizer_s": ("(time )?optim(izer)?( step)?( time)?",),
-    "communication_s": ("(time )?(communication|comm|all grads sync)( time)?",),
-    "validation_s": ("(eval|validation)( \\w+)? (runtime|time)|timing s testing",),
-    "checkpoint_s": ("timing s save checkpoint",),
-    "copy_s": ("copy time",),
-    "issue_s": ("issue time",),
-}
-"""Quantity: whole names in plain words, the surest first. `--map` may name any of them."""
-_COMPILED = {quantity: [re.compile(one) for one in patterns] for quantity, patterns in SYNONYMS.items()}
+
+
+@cache
+def synonyms() -> dict[str, list[re.Pattern[str]]]:
+    """Of each quantity the names that it goes by, the surest first. `--map` may name any of them."""
+    table = tomllib.loads((files("redline.diagnose") / "columns.toml").read_text(encoding="utf-8"))
+    for name, words in table["words"].items():
+        for patterns in table["quantities"].values():
+            patterns[:] = [pattern.replace(f"<{name}>", words) for pattern in patterns]
+    return {quantity: [re.compile(one) for one in names] for quantity, names in table["quantities"].items()}
 
 
 @dataclass(frozen=True)
@@ -136,7 +58,11 @@ def plain(label: str) -> tuple[str, str]:
     name = re.sub(r"/\s*(?:seconds?|secs?|s)(?![a-z])|(?<=\bper) se?c(?:ond)?s?(?![a-z])", " per s ", name)
     name = name.replace("per per s", "per s")
     if not timing:
-        name = re.sub(rf"\b(ms|s|sec|seconds|time|tokens)\s*/\s*({_STEP[3:-1]})\b", r"\1 per \2", name)
+        name = re.sub(
+            r"\b(ms|s|sec|seconds|time|tokens)\s*/\s*(step|iteration|iter|update|batch|it)\b",
+            r"\1 per \2",
+            name,
+        )
     name = re.sub(r"[/|]\s*(gpu|device|chip)(?![a-z])", r" per \1", name)
     name = " ".join(re.sub(r"[^a-z0-9%]+", " ", name).split())
     if not unit and (found := _LAST_UNIT.search(f" {name}")) and f" {name}"[: found.start()].strip():
@@ -163,7 +89,7 @@ def assign(labels: Mapping[str, str]) -> dict[str, Column]:
     names = {label: plain(label) for label in labels}
     chosen: dict[str, Column] = {}
     taken: set[str] = set()
-    for quantity, patterns in _COMPILED.items():
+    for quantity, patterns in synonyms().items():
         exact = [label for label in labels if label == quantity and "_" in quantity]
         fits = exact or [
             label

@@ -78,7 +78,7 @@ def _from_table(
 def _own_columns(trainer: Trainer, labels: Iterable[str]) -> dict[str, str]:
     """Columns that the trainer's entry names, as this log spells them."""
     known = {label.lower(): label for label in labels}
-    named = {ours: text.rpartition(":") for ours, text in trainer.columns.items()}
+    named = {ours: text.rpartition(":") for ours, text in trainer.entry.get("columns", {}).items()}
     return {ours: f"{known[name]}:{unit}" for ours, (name, _, unit) in named.items() if name in known}
 
 
@@ -104,7 +104,11 @@ def _from_console(
 ) -> Observed | None:
     text, notes = "\n".join(lines), list[str]()
     trainer = recognise(text[:HEAD] + text[-20_000:])
-    labels = {label for line in console.rows for label in line.cells} if trainer.columns else set[str]()
+    labels = (
+        {label for line in console.rows for label in line.cells}
+        if trainer.entry.get("columns", {})
+        else set[str]()
+    )
     own = _own_columns(trainer, labels)
     log = from_console(console.rows, own | dict(columns), source)
     plain = [row for row in log.rows if not row.bar]
@@ -135,7 +139,9 @@ def _from_console(
     if not FAILED.search(text) or not (trainer.name or TRAINS.search(text)):
         return None
     known = facts_of(trainer, text[:HEAD]) | dict(given)
-    facts_known = physics.solve(known, Timed([]), trainer, one_gpu=trainer.one_gpu, summary={})
+    facts_known = physics.solve(
+        known, Timed([]), trainer, one_gpu=bool(trainer.entry.get("one_gpu")), summary={}
+    )
     return Observed(source=source, format=form, trainer=trainer, text=text, facts=facts_known)
 
 
@@ -273,10 +279,10 @@ def _observed(
     _mark_pauses(run, pauses)
     updates = _updates(run, log)
     rate, batch = log.columns.get("tokens_per_s"), facts.get("batch_size")
-    one_gpu = trainer.one_gpu or bool(rate and rate.one_gpu)
+    one_gpu = bool(trainer.entry.get("one_gpu")) or bool(rate and rate.one_gpu)
     tokens = facts.get("tokens") or (batch * facts["seq_len"] if batch and facts.get("seq_len") else None)
     share = facts.get("gpus") if one_gpu else 1.0
-    found = timed(run, log, batch=batch, tokens=tokens, share=share, means=trainer.means)
+    found = timed(run, log, batch=batch, tokens=tokens, share=share, means=bool(trainer.entry.get("means")))
     known = physics.solve(facts, found, trainer, one_gpu=one_gpu, summary=log.summary)
     notes += found.notes
     if found.source:

@@ -40,7 +40,7 @@ def observed(run: read.Run) -> Observed:
         format="run",
         steps=tuple(_step(line, cold=line["step"] not in warm) for line in run.metrics),
         updates=run.metrics[-1]["step"] if run.metrics else 0,
-        facts=_watched_facts(run) if watched and run.plan else _facts(recipe, plan),
+        facts=_facts(run, recipe, watched),
         notes=notes,
         events=tuple(run.events),
         recipe=recipe,
@@ -68,43 +68,32 @@ def _plan_and_recipe(folder: RunFolder) -> tuple[Recipe | None, Plan | None, tup
         return None, None, (f"nothing is said about the plan of pre-training: {why}",)
 
 
-def _facts(recipe: Recipe | None, plan: Plan | None) -> Facts:
-    if recipe is None or plan is None:
-        return Facts()
-    return Facts(
-        parameters=plan.prediction.parameters,
-        flops_per_token=plan.prediction.flops_per_token,
-        gpus=plan.world_size if plan.hardware.kind == "cuda" else None,
-        memory_bytes=plan.hardware.memory_bytes,
-        batch_size=recipe.train.batch_size,
-        micro_batch=plan.micro_batch,
-        seq_len=recipe.data.seq_len or None,
-        precision=plan.precision,
-        recompute=plan.recompute if plan.recompute != "none" else "off",
-        mfu_peak_tflops=plan.hardware.peak_tflops.get(plan.precision),
-    )
-
-
-def _watched_facts(run: read.Run) -> Facts:
+def _facts(run: read.Run, recipe: Recipe | None, watched: bool) -> Facts:
+    """What plan.json says of model and machine: that of a run of ours, or of a loop that we watched."""
     seen = run.plan
+    if not seen or (recipe is None and not watched):
+        return Facts()
     try:
-        hardware = seen["hardware"]
+        hardware, prediction = seen["hardware"], seen["prediction"]
         value = {name: entry["value"] for name, entry in seen.items() if "value" in read.table(entry)}
         spec, cuda = match_spec(hardware["title"], hardware["memory_bytes"]), hardware["kind"] == "cuda"
         rows, passes = value["micro_batch"], value["accumulation"]
+        own = {
+            "flops_per_token": prediction.get("flops_per_token"),
+            "seq_len": (recipe and recipe.data.seq_len) or None,
+        }
+        told = {name: value[name] for name in ("flops_per_token", "seq_len", "compile")} if watched else own
         return Facts(
-            parameters=seen["prediction"]["parameters"],
-            flops_per_token=value["flops_per_token"],
+            parameters=prediction["parameters"],
             gpus=seen["world_size"] if cuda else None,
-            gpu=spec.name if spec and cuda else None,
+            gpu=spec.name if spec and cuda and watched else None,
             memory_bytes=hardware["memory_bytes"],
             batch_size=rows * passes * seen["world_size"] if rows else None,
             micro_batch=rows,
-            seq_len=value["seq_len"],
             precision=value["precision"],
             recompute="off" if value["recompute"] == "none" else value["recompute"],
-            compile=value["compile"],
             mfu_peak_tflops=hardware["peak_tflops"].get(value["precision"]),
+            **told,
         )
     except (AttributeError, KeyError, TypeError) as error:
         raise DataError(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from redline.diagnose.readers.cells import BYTES, COUNTS, SECONDS, duration_s, finite, number
-from redline.diagnose.readers.columns import SYNONYMS, Column, assign, is_held_out, plain, units_of
+from redline.diagnose.readers.columns import Column, assign, is_held_out, plain, synonyms, units_of
 from redline.diagnose.readers.miner import Mined, seconds_of
 from redline.errors import ConfigError, DataError, nearest
 
@@ -125,9 +125,9 @@ def _given(given: Mapping[str, str], labels: Mapping[str, str], source: str) -> 
     """What the user says with --map: `COLUMN` or `COLUMN:UNIT` for a quantity."""
     found = {}
     for quantity, text in given.items():
-        if quantity not in SYNONYMS:
-            near = nearest(quantity, SYNONYMS)
-            raise ConfigError(f"--map knows no {quantity!r}{near}; it may name {', '.join(SYNONYMS)}")
+        if quantity not in (known := synonyms()):
+            near = nearest(quantity, known)
+            raise ConfigError(f"--map knows no {quantity!r}{near}; it may name {', '.join(known)}")
         name, unit = (text, plain(text)[1]) if text in labels else text.rpartition(":")[::2]
         if name not in labels:
             name = name or text
@@ -135,9 +135,9 @@ def _given(given: Mapping[str, str], labels: Mapping[str, str], source: str) -> 
             raise ConfigError(f"{source} has no column {name!r}{near}; it has {_names(labels)}")
         units = units_of(quantity)
         if unit and unit.lower() not in units:
-            known = ", ".join(filter(None, units)) or "none"
+            may = ", ".join(filter(None, units)) or "none"
             given_as = f"--map {quantity}={text}"
-            raise ConfigError(f"{given_as}: {quantity} knows no unit {unit!r}; it may have {known}")
+            raise ConfigError(f"{given_as}: {quantity} knows no unit {unit!r}; it may have {may}")
         found[quantity] = Column(name, units.get(unit.lower(), 1.0), told=True)
     return found
 

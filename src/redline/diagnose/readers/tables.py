@@ -20,11 +20,8 @@ from redline.diagnose.readers.cells import finite
 from redline.diagnose.readers.text import bytes_of
 from redline.errors import DataError, need
 
-_COMMA = re.compile(r"[-+]?\d{1,15}(?:\.\d{3}){0,5},\d{1,20}(?:[eE][-+]?\d+)?")
-"""A number that a spreadsheet wrote where a comma is the decimal point."""
+_COMMAS = re.compile(r"[-+]?\d{1,15}(?:[.,]\d{1,20}){1,6}(?:[eE][-+]?\d+)?")
 _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?")
-_POINT = re.compile(r"[-+]?(?!0*[1-9]\d{0,2}(?:\.\d{3})+$)\d*\.\d+(?:[eE][-+]?\d+)?")
-"""A decimal point that cannot part thousands."""
 _LIST_OF_RUNS = {"Name", "State", "Runtime", "Created"}
 """Columns of a table that W&B exports of a project: a line is a run, and not an update."""
 
@@ -128,29 +125,18 @@ def _csv(text: str, source: str) -> Table | None:
         return None
     if len(rows) > 1 and not text.endswith("\n") and None in rows[-1].values():
         rows.pop()  # a line that was cut
-    return Table("csv", _plain_numbers([{name: row[name] for name in names} for row in rows]))
-
-
-def _plain_numbers(rows: list[dict[str, Any]]) -> list[Mapping[str, Any]]:
-    """Numbers as Python writes them. Commas are decimal points where some part no thousands, or nothing has a point;
-    else they part thousands."""
-    cells = [cell for row in rows for cell in row.values() if isinstance(cell, str) and "," in cell]
-    commas = [cell for cell in cells if _COMMA.fullmatch(cell) or _THOUSANDS.fullmatch(cell)]
-    if not commas:
-        return list(rows)
-    decimal = any(not _THOUSANDS.fullmatch(cell) for cell in commas) and not any(
-        isinstance(cell, str) and _POINT.fullmatch(cell) for row in rows for cell in row.values()
+    cells = [str(row[name]) for row in rows for name in names if "," in str(row[name])]
+    decimal = any(_COMMAS.fullmatch(cell) and not _THOUSANDS.fullmatch(cell) for cell in cells)
+    return Table(
+        "csv", [{name: _plain(row[name], decimal) if cells else row[name] for name in names} for row in rows]
     )
-    return [{name: _plain(cell, decimal) for name, cell in row.items()} for row in rows]
 
 
 def _plain(cell: Any, decimal: bool) -> Any:
-    if not isinstance(cell, str):
+    """A number as Python writes it, where its commas are decimal points or part thousands."""
+    if not isinstance(cell, str) or not _COMMAS.fullmatch(cell):
         return cell
-    if decimal:
-        european = _COMMA.fullmatch(cell) or re.fullmatch(r"[-+]?[1-9]\d{0,2}(?:\.\d{3})+", cell)
-        return cell.replace(".", "").replace(",", ".") if european else cell
-    return cell.replace(",", "") if _THOUSANDS.fullmatch(cell) else cell
+    return cell.replace(".", "").replace(",", ".") if decimal else cell.replace(",", "")
 
 
 def events_table(path: Path) -> Table:

@@ -1,17 +1,47 @@
-"""All rules together: `diagnose` runs each on what was read and puts the findings in order.
+"""All rules: `diagnose` runs those for what was read and puts the findings in order.
 
     findings = diagnose(read(Path("runs/nano")))
 
-To add a rule: a function from Observed to findings, its name in the RULES of its file, its cause in causes.toml.
+To add a rule: a function from Observed to findings, its name here, its cause and its words in causes.toml.
 """
 
 from redline.diagnose.finding import Finding, ordered
 from redline.diagnose.observed import Observed
 from redline.diagnose.rules import claims, generation, memory, pauses, plans, trouble, units, update
 
-ROOMS = (update, pauses, plans, memory, generation, units, claims, trouble)
+_TRAINING = (
+    *(
+        update.data_wait,
+        update.padding,
+        pauses.uneven,
+        pauses.pauses,
+        plans.communication,
+        generation.rewards,
+    ),
+    *(memory.recomputation, memory.small_passes, memory.offload, memory.slow_precision, memory.low_mfu),
+    *(trouble.ran_out_of_memory, trouble.ended, trouble.crash, trouble.not_a_number, trouble.loss_spike),
+)
+RULES = {
+    "run": (
+        *_TRAINING,
+        *(update.host_gap, update.logging_pause, update.waits, trouble.halved, plans.small_passes),
+        *(plans.recomputation, plans.slow_precision, plans.host_bound, plans.not_compiled),
+        *(generation.uncached_loop, generation.lessons, generation.samples_to_spare),
+    ),
+    "log": (
+        *(*_TRAINING, pauses.planned_pauses, memory.tiny_batch),
+        *(generation.nested, generation.uncached, generation.slow, generation.long_tail, generation.eager),
+        *(units.wrong_throughput, units.over_the_peak, units.mfu_by_arithmetic, units.nanogpt_mfu),
+    ),
+    "page": (
+        *(claims.speed_against_mfu, claims.over_the_peak, claims.per_gpu_throughput, claims.gains_multiply),
+        *(claims.unknown_arguments, claims.inference_api, claims.no_such_memory, claims.other_work),
+        *(claims.contradictions, claims.accumulation_as_speed, claims.parameter_counts),
+        *(claims.recomputation_among_changes, generation.uncached_page, generation.real_batch),
+    ),
+}
 
 
 def diagnose(observed: Observed) -> list[Finding]:
     """Findings: failures, then the most worth (predicted gain times confidence), then those that correct numbers."""
-    return ordered(finding for room in ROOMS for rule in room.RULES for finding in rule(observed))
+    return ordered(finding for rule in RULES[observed.kind] for finding in rule(observed))

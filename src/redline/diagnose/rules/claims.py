@@ -8,104 +8,58 @@ datasheet peaks.
 import math
 import re
 
-from redline.diagnose.finding import Finding, Shown, found
-from redline.diagnose.observed import Claim, Observed, Range, Setting
+from redline.diagnose.finding import Finding, causes, found
+from redline.diagnose.observed import Claim, Observed, Range
 from redline.diagnose.trainers import named
 from redline.errors import nearest
 from redline.machine.specs import SPECS
 
-INFERENCE_APIS = {
-    "float8_dynamic_activation_float8_weight": "convert_to_float8_training",
-    "Float8DynamicActivationFloat8WeightConfig": "convert_to_float8_training",
-    "int8_weight_only": "nothing: int8 weights cannot be trained",
-    "int4_weight_only": "nothing: int4 weights cannot be trained (QLoRA trains adapters beside them)",
-}
-"""Names of torchao that quantise a finished model, and what training has instead."""
-WORK = {
-    "max_prompt_length": "length of the prompts",
-    "max_response_length": "length of the responses",
-    "n": "responses a prompt",
-    "oversample": "samples a question",
-    "train_batch_size": "sequences an update",
-    "tokens_per_step": "tokens an update",
-    "seq_len": "sequence length",
-    "block_size": "sequence length",
-    "max_length": "sequence length",
-}
-"""Settings that say how much is to be computed, and so may not differ between a before and an after."""
 GPT2 = {"small": 124e6, "medium": 355e6, "large": 774e6, "xl": 1558e6}
 GPT2_VOCABULARY = 50_257
-SUBJECTS = {
-    "bf16 against fp32": r"\bb(?:rain )?float ?16|\bbf16",
-    "FP8": r"\bfp8",
-    "torch.compile": r"torch\.?compile",
-}
-
-
-def _change(observed: Observed, name: str) -> Claim | None:
-    """The claim that gives this quantity before and after."""
-    return next((c for c in observed.claims if c.name == name and c.before and c.after), None)
-
-
-def _start(observed: Observed, name: str) -> Range | None:
-    """The first value that the document starts from."""
-    return next((c.before for c in observed.claims if c.name == name and c.before), None)
 
 
 def speed_against_mfu(observed: Observed) -> list[Finding]:
     """On one model and one GPU tokens/s and MFU are the same number in two units: they must grow by the same factor."""
-    speed, mfu = _change(observed, "tokens_per_s"), _change(observed, "mfu")
-    if speed is None or mfu is None:
-        return []
+    speed, mfu = (
+        next((c for c in observed.claims if c.name == name and c.before and c.after), None)
+        for name in ("tokens_per_s", "mfu")
+    )
     faster, fuller = _growth(speed), _growth(mfu)
-    if faster is None or fuller is None or (faster.low <= fuller.high and fuller.low <= faster.high):
+    if not faster or not fuller or (faster.low <= fuller.high and fuller.low <= faster.high):
         return []
-    said = [
-        f"{claim.before} to {claim.after}{unit}: times {by.low:.1f}–{by.high:.1f}"
-        for claim, unit, by in ((speed, "", faster), (mfu, " %", fuller))
-    ]
-    shown = {"faster": faster.low, "fuller": fuller.high, "speed_line": speed.line, "mfu_line": mfu.line}
-    return found("impossible-pair", observed, **shown, speed=said[0], mfu=said[1])
+    return found("impossible-pair", locals())
 
 
-def _growth(claim: Claim) -> Range | None:
-    if claim.before is None or claim.after is None or not claim.before.low:
+def _growth(claim: Claim | None) -> Range | None:
+    if claim is None or claim.before is None or claim.after is None or not claim.before.low:
         return None
     return Range(claim.after.low / claim.before.high, claim.after.high / claim.before.low)
 
 
 def over_the_peak(observed: Observed) -> list[Finding]:
     """Tokens/s that need more FLOP/s than the GPUs have."""
-    spec, facts = observed.spec, observed.facts
-    if spec is None or observed.format != "document" or not (peak := spec.bf16_tflops or spec.fp16_tflops):
+    spec, facts, peak = observed.spec, observed.facts, observed.peak_tflops
+    if spec is None or not peak:
         return []
-    gpus = facts.gpus or 1
-    parameters = facts.parameters or _implied_parameters(observed, peak * gpus)
+    gpus, mfu, start = facts.gpus or 1, observed.start("mfu"), observed.start("tokens_per_s")
+    parameters = facts.parameters
+    if not parameters and mfu and start and start.low and facts.mfu_scope == "the step":
+        parameters = mfu.middle / 100 * peak * gpus * 1e12 / (6 * start.middle)
     speeds = [((c.after or c.before), c.line) for c in observed.claims if c.name == "tokens_per_s"]
-    worst = max(((value.low, line) for value, line in speeds if value), default=None)
-    if parameters is None or worst is None or (needed := 6 * parameters * worst[0] / 1e12) <= peak * gpus:
-        return []
-    shown: Shown = {"claimed": worst[0], "line": worst[1], "needed": needed / 1e3, "peak": peak * gpus / 1e3}
-    shown |= {"gpus": gpus, "share": needed / (peak * gpus), "parameters": parameters, "board": spec.title}
-    shown |= {"source": "stated" if facts.parameters else "implied by its own MFU and tokens/s"}
-    shown |= {"fp8": needed / (spec.fp8_tflops * gpus) if spec.fp8_tflops else None}
-    return found("over-peak", observed, **shown, strength=1.0 if facts.parameters else 0.85)
-
-
-def _implied_parameters(observed: Observed, peak: float) -> float | None:
-    """MFU x peak / (6 x tokens/s), from the state the document starts from."""
-    mfu, speed = _start(observed, "mfu"), _start(observed, "tokens_per_s")
-    if mfu is None or speed is None or not speed.low or observed.facts.mfu_scope != "the step":
-        return None
-    return math.sqrt(mfu.low * mfu.high) / 100 * peak * 1e12 / (6 * math.sqrt(speed.low * speed.high))
+    claimed, line = max(((value.low, line) for value, line in speeds if value), default=(0.0, 0))
+    needed, peak = 6 * (parameters or 0.0) * claimed / 1e15, peak * gpus / 1e3
+    share, fp8 = needed / peak, needed * 1e3 / (spec.fp8_tflops * gpus) if spec.fp8_tflops else None
+    source = "stated" if facts.parameters else "implied by its own MFU and tokens/s"
+    return found("over-peak", locals(), strength=1.0 if facts.parameters else 0.85) if share > 1 else []
 
 
 def per_gpu_throughput(observed: Observed) -> list[Finding]:
     """verl's perf/throughput read as the speed of the whole machine."""
-    gpus, speed = observed.facts.gpus or 0, _start(observed, "tokens_per_s")
-    if observed.format != "document" or "perf/throughput" not in observed.text or gpus < 2 or speed is None:
+    gpus, speed = observed.facts.gpus or 0, observed.start("tokens_per_s")
+    if "perf/throughput" not in observed.text or gpus < 2 or speed is None:
         return []
-    return found("per-gpu-throughput", observed, speed=str(speed), every=str(speed.scaled(gpus)), gpus=gpus)
+    every = str(speed.scaled(gpus))
+    return found("per-gpu-throughput", locals() | {"speed": str(speed)})
 
 
 def gains_multiply(observed: Observed) -> list[Finding]:
@@ -115,34 +69,32 @@ def gains_multiply(observed: Observed) -> list[Finding]:
     if total is None or total.factor is None or len(single) < 2:
         return []
     low, high = (math.prod(getattr(c.factor, end) for c in single) for end in ("low", "high"))
-    if low <= total.factor.high:
-        return []
-    listed = ", ".join(f"{c.factor}x (line {c.line})" for c in single)
-    shown = {"low": low, "high": high, "total": str(total.factor), "listed": listed, "line": total.line}
-    return found("gains-multiply", observed, **shown)
+    listed, promised = ", ".join(f"{c.factor}x (line {c.line})" for c in single), str(total.factor)
+    return found("gains-multiply", locals()) if low > total.factor.high else []
 
 
 def unknown_arguments(observed: Observed) -> list[Finding]:
     """Arguments of TrainingArguments that do not exist: the call ends with a TypeError."""
     entry = named("huggingface").entry
-    known, instead = {*entry["arguments"].split()}, entry["instead"]
+    known, better = {*entry["arguments"].split()}, entry["instead"]
     named_so = re.compile(r"[a-z][a-z0-9_]*")
     inside = [s for s in observed.settings if s.within == "TrainingArguments" and named_so.fullmatch(s.name)]
     unknown = {s.name: s for s in inside if s.name not in known | {"training_args", "args"}}
-    if not unknown:
-        return []
-    told = "; ".join(f"{name}: {instead.get(name) or 'remove it' + nearest(name, known)}" for name in unknown)
-    wrong = "line {}; not a field of transformers 5.17, a TypeError"
-    rows = [(s.name, s.value, wrong.format(s.line)) for s in unknown.values()]
-    return found("unknown-argument", observed, names=" and no ".join(unknown), instead=told, evidence=rows)
+    names, wrong = " and no ".join(unknown), "not a field of transformers 5.17, a TypeError"
+    instead = "; ".join(
+        f"{name}: {better.get(name) or 'remove it' + nearest(name, known)}" for name in unknown
+    )
+    evidence = [(s.name, s.value, f"line {s.line}; {wrong}") for s in unknown.values()]
+    return found("unknown-argument", locals()) if unknown else []
 
 
 def inference_api(observed: Observed) -> list[Finding]:
     """A quantisation for finished models named as a way to train faster."""
-    text, findings = observed.text if observed.format == "document" else "", []
-    for name, instead in INFERENCE_APIS.items():
-        if name in text:
-            findings += found("inference-api", observed, name=name, instead=instead, times=text.count(name))
+    findings = list[Finding]()
+    for name, instead in causes()["inference-api"]["instead"].items():
+        if times := observed.text.count(name):
+            shown = {"name": name, "instead": instead, "times": times}
+            findings += found("inference-api", shown | {"observed": observed})
     return findings
 
 
@@ -151,45 +103,38 @@ def no_such_memory(observed: Observed) -> list[Finding]:
     claim, spec = next((c for c in observed.claims if c.name == "memory_gb"), None), observed.spec
     if claim is None or claim.before is None or spec is None:
         return []
-    family, stated = spec.name.split("-")[0], claim.before
-    names = [name for name in SPECS if name.split("-")[0] == family]
-    sizes = {int(name.rsplit("-", 1)[1].rstrip("g")) for name in names}
-    if any(0.9 * size <= stated.high <= 1.02 * size for size in sizes):
-        return []
-    comes, span = " or ".join(str(size) for size in sorted(sizes)), f"{stated.low:g} of {stated.high:g}"
-    shown = {
-        "family": family.upper(),
-        "stated": stated.high,
-        "sizes": comes,
-        "span": span,
-        "line": claim.line,
-    }
-    return found("no-such-memory", observed, **shown)
+    family, stated = spec.name.split("-")[0].upper(), claim.before
+    boards = [name.split("-") for name in SPECS]
+    sizes = sorted({int(parts[-1].rstrip("g")) for parts in boards if parts[0].upper() == family})
+    comes, span = " or ".join(map(str, sizes)), f"{stated.low:g} of {stated.high:g}"
+    fits = any(0.9 * size <= stated.high <= 1.02 * size for size in sizes)
+    return [] if fits else found("no-such-memory", locals())
 
 
 def other_work(observed: Observed) -> list[Finding]:
     """Settings that define the work and differ between before and after."""
-    pairs = {name: (observed.setting(name, "before"), observed.setting(name, "after")) for name in WORK}
-    changed = [
-        (name, f"{before.value} to {after.value}", f"{WORK[name]} (line {after.line})")
+    work = causes()["other-work"]["settings"]
+    pairs = {name: (observed.setting(name, "before"), observed.setting(name, "after")) for name in work}
+    evidence = [
+        (name, f"{before.value} to {after.value}", f"{work[name]} (line {after.line})")
         for name, (before, after) in pairs.items()
         if before and after and before.value != after.value
     ]
-    names = ", ".join(name for name, _, _ in changed)
-    return found("other-work", observed, names=names, evidence=changed) if changed else []
+    names = ", ".join(name for name, _, _ in evidence)
+    return found("other-work", locals()) if evidence else []
 
 
 def contradictions(observed: Observed) -> list[Finding]:
     """One document, one subject, two factors that cannot both be meant."""
-    findings = []
+    findings = list[Finding]()
     promised = [(c, c.factor) for c in observed.claims if c.name == "speedup" and c.factor]
-    for subject, pattern in SUBJECTS.items():
+    for subject, pattern in causes()["contradiction"]["subjects"].items():
         said = [(c, factor) for c, factor in promised if re.search(pattern, c.text, re.IGNORECASE)]
         if len(said) < 2 or max(f.low for _, f in said) <= 2 * min(f.high for _, f in said):
             continue
-        rows = [(f"line {c.line}", str(factor), f"x: {c.text.strip('-* ')}") for c, factor in said]
+        evidence = [(f"line {c.line}", str(factor), f"x: {c.text.strip('-* ')}") for c, factor in said]
         low, high = min(f.low for _, f in said), max(f.high for _, f in said)
-        findings += found("contradiction", observed, subject=subject, low=low, high=high, evidence=rows)
+        findings += found("contradiction", locals() | {"subject": subject})
     return findings
 
 
@@ -198,11 +143,10 @@ def accumulation_as_speed(observed: Observed) -> list[Finding]:
     counts = [s for s in observed.settings if s.name.split(".")[-1].startswith("gradient_accumulation")]
     many = [s for s in counts if re.fullmatch(r"[2-9]|\d\d{1,6}", s.value)]
     pattern = r"^#{1,6}[^\n]{0,200}gradient accumulation[^\n]{0,200}$"
-    heading = re.search(pattern, observed.text, re.IGNORECASE | re.MULTILINE) if many else None
-    if heading is None or observed.format != "document":
+    if not many or not (hit := re.search(pattern, observed.text, re.IGNORECASE | re.MULTILINE)):
         return []
-    passes, said = max(int(s.value) for s in many), heading[0].strip("# *")
-    return found("accumulation-as-speed", observed, heading=said, passes=passes, line=many[-1].line)
+    passes, heading, line = max(int(s.value) for s in many), hit[0].strip("# *"), many[-1].line
+    return found("accumulation-as-speed", locals())
 
 
 def parameter_counts(observed: Observed) -> list[Finding]:
@@ -210,10 +154,11 @@ def parameter_counts(observed: Observed) -> list[Finding]:
     embedding."""
     conventions, evidence = set(), []
     for claim in (c for c in observed.claims if c.name == "parameters" and c.before):
-        width, depth = (_last(observed.settings, name, claim.line) for name in ("d_model", "num_layers"))
-        if claim.before is None or not width or not depth:
+        above = [s for s in observed.settings if s.line < claim.line and s.value.isdigit()]
+        shape = {s.name: int(s.value) for s in above if s.name in ("d_model", "num_layers")}
+        if claim.before is None or len(shape) < 2:
             continue
-        d, layers, stated = int(width.value), int(depth.value), claim.before.low
+        d, layers, stated = shape["d_model"], shape["num_layers"], claim.before.low
         blocks, embedding = 12 * layers * d * d, GPT2_VOCABULARY * d
         counts = ((blocks, "blocks alone"), (blocks + embedding, "with embedding"))
         near = min(counts, key=lambda pair: abs(pair[0] - stated))
@@ -225,12 +170,7 @@ def parameter_counts(observed: Observed) -> list[Finding]:
         where = f"for {layers} layers of {d} (line {claim.line}): {fits}{note}"
         evidence.append((f"{stated / 1e6:.0f}M stated", counted, where))
         conventions.add(note or fits)
-    return found("parameter-counts", observed, evidence=evidence) if conventions - {"with embedding"} else []
-
-
-def _last(settings: tuple[Setting, ...], name: str, before_line: int) -> Setting | None:
-    before = [s for s in settings if s.name == name and s.line < before_line and s.value.isdigit()]
-    return before[-1] if before else None
+    return found("parameter-counts", locals()) if conventions - {"with embedding"} else []
 
 
 def recomputation_among_changes(observed: Observed) -> list[Finding]:
@@ -238,14 +178,6 @@ def recomputation_among_changes(observed: Observed) -> list[Finding]:
     changes is not known, so nothing is promised."""
     claims = [c for c in observed.claims if c.name == "memory_share"]
     share = next((c.before.high / 100 for c in claims if c.before), 1.0)
-    if observed.format != "document" or observed.facts.recompute != "on" or share > 0.5:
-        return []
     after = next((f"{c.after} %" for c in claims if c.after), "not stated")
-    return found("needless-recomputation", observed, "page", share=share, after=after, how="on", strength=0.7)
-
-
-RULES = (
-    *(speed_against_mfu, over_the_peak, per_gpu_throughput, gains_multiply, unknown_arguments, inference_api),
-    *(no_such_memory, other_work, contradictions, accumulation_as_speed, parameter_counts),
-    recomputation_among_changes,
-)
+    short = observed.facts.recompute != "on" or share > 0.5
+    return [] if short else found("needless-recomputation", locals(), "page", strength=0.7)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from redline.config.recipe import ModelConfig
-from redline.diagnose.finding import Finding, Shown, found
+from redline.diagnose.finding import Finding, found
 from redline.diagnose.observed import Facts, Observed, Step
 from redline.diagnose.rules.update import WORTH_SAYING
 from redline.plan import arithmetic
@@ -67,29 +67,27 @@ def bytes_without_recomputation(observed: Observed) -> float | None:
 def recomputation(observed: Observed) -> list[Finding]:
     """Recomputation on, and memory that may be enough without it."""
     facts, share, option = observed.facts, observed.memory_share, observed.trainer.option
-    known = observed.plan is not None or observed.format == "document" or not observed.steps
-    if known or facts.recompute not in RECOMPUTING or (share or 0.0) > 0.6:
+    if observed.plan or not observed.steps or facts.recompute not in RECOMPUTING or (share or 0.0) > 0.6:
         return []
-    needed, have = bytes_without_recomputation(observed), facts.memory_bytes
+    needed_bytes, have = bytes_without_recomputation(observed), facts.memory_bytes
     named, low, high, costs = RECOMPUTING[facts.recompute]
     selective = option("selective", own=True)
-    if needed is None or have is None:
+    if needed_bytes is None or have is None:
         first = f"{selective} first, then " if selective else ""
         advice = f"{first}{option('recompute')}, if the memory suffices: it is not in the log"
         low, strength = 1.0, 0.5 if share is None else 0.6
-    elif needed <= FULL * have:
+    elif needed_bytes <= FULL * have:
         advice, strength = f"turn it off: {option('recompute')}", 1.0
     else:
-        smaller = max(1, math.floor((facts.micro_batch or 1) * FULL * have / needed))
+        smaller = max(1, math.floor((facts.micro_batch or 1) * FULL * have / needed_bytes))
         passes = f"{option('micro_batch').removeprefix('a larger ')} {smaller}"
         other = f"{selective}; or " if selective else ""
         advice = f"{other}none of it with a smaller pass ({passes}): at this one it would not fit"
         low, high, strength = 1.02, min(high, 1.25), 0.8
-    shown = {"named": named, "advice": advice, "share": share, "how": facts.recompute, "costs": costs}
-    shown |= {"needed_bytes": needed, "of": f", of {have / 2**30:.0f}" if have else ""}
+    of = f", of {have / 2**30:.0f}" if have else ""
     free = f" while {1 - share:.0%} of the memory is free" if share is not None else ""
-    strength *= 0.6 if facts.recompute == "selective" else 1.0
-    return found("needless-recomputation", observed, **shown, free=free, gain=(low, high), strength=strength)
+    gain, strength = (low, high), strength * (0.6 if facts.recompute == "selective" else 1.0)
+    return found("needless-recomputation", locals(), strength=strength)
 
 
 def _trained(step: Step) -> Step:
@@ -119,7 +117,7 @@ def small_passes(observed: Observed) -> list[Finding]:
     mfu, high = _training(observed).median("mfu"), _from_larger_passes(tokens)
     merged = (facts.accumulation or 1.0) > 1
     busy = (mfu or 0.0) > 0.4 or high < 1 + WORTH_SAYING
-    if observed.plan is not None or observed.format == "document" or not observed.enough or busy:
+    if observed.plan is not None or not observed.enough or busy:
         return []
     if share is not None and (share > 0.6 or (mfu is None and not merged)):
         return []
@@ -128,18 +126,11 @@ def small_passes(observed: Observed) -> list[Finding]:
     passes = f"passes of {tokens:,.0f} tokens are small" if tokens else "the passes are small"
     at = f" at an MFU of {mfu:.0%}" if mfu is not None else ""
     title = f"{share:.0%} of the memory is used{at}: {passes}" if share is not None else passes.capitalize()
-    have = facts.memory_bytes or 0.0
-    shown: Shown = {
-        "passes": title,
-        "double": _double(observed),
-        "micro": facts.micro_batch or "not in the log",
-    }
-    shown |= {"used_bytes": share * have if share is not None else None, "have_bytes": have}
-    strength = 0.45 if share is None else 0.75 if merged else 0.55
-    accumulation = facts.accumulation if merged else None
-    return found(
-        "small-passes", observed, **shown, accumulation=accumulation, gain=(1.0, high), strength=strength
-    )
+    have_bytes = facts.memory_bytes or 0.0
+    used_bytes = share * have_bytes if share is not None else None
+    micro, accumulation = facts.micro_batch or "not in the log", facts.accumulation if merged else None
+    double, gain = _double(observed), (1.0, high)
+    return found("small-passes", locals(), strength=0.45 if share is None else 0.75 if merged else 0.55)
 
 
 def _double(observed: Observed) -> str:
@@ -160,17 +151,17 @@ def _double(observed: Observed) -> str:
 def tiny_batch(observed: Observed) -> list[Finding]:
     """So few tokens an update that fixed costs decide its time."""
     facts, tokens, step_s = observed.facts, observed.median("tokens"), observed.median("step_s")
-    if observed.format in ("run", "document") or (facts.parameters or 1e9) < 50e6 or not observed.steps:
+    if (facts.parameters or 1e9) < 50e6 or not observed.steps:
         return []
     if not tokens and not step_s and facts.micro_batch == 1 and facts.batch_size in (None, 1):
-        return found("tiny-batch", observed, "row", rows=1, strength=0.5)
+        return found("tiny-batch", locals(), "row", strength=0.5)
     each = (tokens or 0.0) / max(1.0, (facts.gpus or 1) / (facts.model_parallel or 1))
     if not tokens or not step_s or each >= TINY:
         return []
     on = f"on each of {facts.gpus:.0f} GPUs" if (facts.gpus or 1) > 1 else "an update"
-    shown = {"each": each, "on": on, "tokens": tokens, "batch": facts.batch_size or "not in the log"}
-    gain = (1.0, min(4.0, max(1.3, TINY / each)))
-    return found("tiny-batch", observed, **shown, speed=tokens / step_s, gain=gain, strength=0.7)
+    batch, speed = facts.batch_size or "not in the log", tokens / step_s
+    gain = 1.0, min(4.0, max(1.3, TINY / each))
+    return found("tiny-batch", locals(), strength=0.7)
 
 
 def offload(observed: Observed) -> list[Finding]:
@@ -179,11 +170,10 @@ def offload(observed: Observed) -> list[Finding]:
     if facts.offload != "on" or (share or 0.0) > 0.7 or not observed.steps:
         return []
     adapters = (facts.trained_parameters or math.inf) < 0.1 * (facts.parameters or 0.0)
-    moved = 4 * facts.parameters / max(1.0, facts.gpus or 1.0) if facts.parameters else None
+    moved_bytes = 4 * facts.parameters / max(1.0, facts.gpus or 1.0) if facts.parameters else None
+    pcie_s, gain = (moved_bytes or 0.0) / PCIE, (1.0, 1.5)
     free = f" while {1 - share:.0%} of the GPU's memory is free" if share is not None else ""
-    strength = 0.9 if (share or 1.0) < 0.5 else 0.8 if adapters else 0.7
-    shown = {"how": "on", "share": share, "free": free, "moved_bytes": moved, "pcie_s": (moved or 0.0) / PCIE}
-    return found("offload", observed, **shown, gain=(1.0, 1.5), strength=strength)
+    return found("offload", locals(), strength=0.9 if (share or 1.0) < 0.5 else 0.8 if adapters else 0.7)
 
 
 def slow_precision(observed: Observed) -> list[Finding]:
@@ -194,29 +184,22 @@ def slow_precision(observed: Observed) -> list[Finding]:
     if observed.plan is not None or spec is None or not step_s:
         return []
     if facts.precision == "bf16" and not spec.bf16_tflops:
-        shown = {"board": spec.title, "now": "bf16", "fp16": spec.fp16_tflops, "fp32": spec.fp32_tflops}
-        return found("slow-precision", observed, "emulated", **shown, gain=(1.5, 4.0), strength=0.9)
+        return found("slow-precision", locals() | {"gain": (1.5, 4.0)}, "emulated", strength=0.9)
     flops = facts.flops_per_token or (6 * facts.parameters if facts.parameters else None)
     now, best = facts.precision, "bf16" if spec.bf16_tflops else "fp16"
     peaks = [spec.peak_tflops(name) for name in (now, best)] if now in ("fp32", "tf32") else []
     if not tokens or not flops or len(peaks) < 2 or not all(peaks):
         return []
     now_s, then_s = (flops * tokens / (facts.gpus or 1) / (0.75e12 * (peak or math.inf)) for peak in peaks)
-    mend, by = observed.trainer.option("precision"), "at 75 % of the datasheet's rate"
-    return precision_found(observed, str(now), best, (now_s, then_s, step_s), by, mend)
+    return precision_found(observed, str(now), best, now_s, then_s)
 
 
-def precision_found(
-    observed: Observed, now: str, best: str, times_s: tuple[float, float, float], by: str, mend: str
-) -> list[Finding]:
-    """What the difference of two floors brings; `times_s` are both and the update's."""
-    now_s, then_s, step_s = times_s
-    share = min(now_s - then_s, 0.95 * step_s) / step_s
-    if share < WORTH_SAYING:
-        return []
-    shown = {"now": now, "best": best, "by": by, "mend": mend}
-    times = {"now_s": now_s, "then_s": then_s, "update_s": step_s}
-    return found("slow-precision", observed, **shown, **times, saves=(0.85 * share, share))
+def precision_found(observed: Observed, now: str, best: str, now_s: float, then_s: float) -> list[Finding]:
+    """What the difference of two floors brings."""
+    update_s = observed.median("step_s") or math.inf
+    share = min(now_s - then_s, 0.95 * update_s) / update_s
+    saves = 0.85 * share, share
+    return found("slow-precision", locals(), "own" if observed.plan else "") if share >= WORTH_SAYING else []
 
 
 def achieved(observed: Observed) -> tuple[float, str] | None:
@@ -238,23 +221,15 @@ def achieved(observed: Observed) -> tuple[float, str] | None:
 
 def low_mfu(observed: Observed) -> list[Finding]:
     """A speed far below what the GPU does, and no cause in the log: how far it could go."""
-    spec, rate, facts = observed.spec, achieved(observed), observed.facts
-    judged = observed.plan is None and observed.format != "document" and facts.mfu_scope == "the step"
-    if rate is None or not judged or not observed.enough:
+    spec, rate, facts, well = observed.spec, achieved(observed), observed.facts, WELL
+    if rate is None or observed.plan or facts.mfu_scope != "the step" or not observed.enough:
         return []
     tflops, known = rate
     if spec is None:
         small = (facts.parameters or 1e9) < 100e6  # its kernels are short on any GPU
-        if tflops > ANY_GPU_TFLOPS or small:
-            return []
-        shown = {"tflops": tflops, "known": known, "whose": "" if facts.gpus else " of all GPUs together"}
-        comparison = {"boards": "125, 312, 989", "well": WELL}
-        return found("low-mfu", observed, "any", **shown, **comparison, gain=(1.0, 4.0), strength=0.7)
+        whose, gain = "" if facts.gpus else " of all GPUs together", (1.0, 4.0)
+        return [] if tflops > ANY_GPU_TFLOPS or small else found("low-mfu", locals(), "any", strength=0.7)
     peak = spec.fp16_tflops if facts.precision == "fp16" else spec.bf16_tflops or spec.fp16_tflops
-    if not 0 < (mfu := tflops / peak) < LOW:
-        return []
-    shown_mfu = {"mfu": mfu, "tflops": tflops, "known": known, "peak": peak, "well": WELL}
-    return found("low-mfu", observed, **shown_mfu, gain=(1.0, min(10.0, WELL / mfu)), strength=0.75)
-
-
-RULES = (recomputation, small_passes, tiny_batch, offload, slow_precision, low_mfu)
+    mfu = tflops / peak
+    gain = 1.0, min(10.0, well / max(mfu, 1e-3))
+    return found("low-mfu", locals(), strength=0.75) if 0 < mfu < LOW else []

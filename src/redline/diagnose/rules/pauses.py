@@ -5,7 +5,7 @@ import math
 from itertools import accumulate, groupby, pairwise
 from statistics import median
 
-from redline.diagnose.finding import Finding, Shown, found
+from redline.diagnose.finding import Finding, found
 from redline.diagnose.observed import Observed
 from redline.diagnose.rules.update import WORTH_SAYING, felt_wait_s, logs_of, taking_turns
 from redline.record.units import format_duration
@@ -128,16 +128,22 @@ def stalls(observed: Observed) -> list[Finding]:
     logged_s = sum(excess_s[step] for step in hits) / len(steps)
     lost_s = logged_s if observed.lines_are_means else logged_s / stride
     share = lost_s / ((observed.mean("step_s") or 0.0) - logged_s + lost_s)
-    if share < WORTH_SAYING:
-        return []
-    slow_s, sparse = median(took_s[step] for step in hits), stride > 1
-    one = f"the mean of {stride}" if sparse and observed.lines_are_means else "one"
-    seldom = (
-        f"; only every {stride}th is in the log, so it may be more often" if sparse and one == "one" else ""
+    slow_s, count, first, saves = (
+        median(took_s[step] for step in hits),
+        len(hits),
+        hits[0],
+        (0.85 * share, share),
     )
-    shown = {"period": period, "one": one, "seldom": seldom, "times": slow_s / usual_s, "slow_s": slow_s}
-    shown |= {"usual_s": usual_s, "count": len(hits), "first": hits[0], "explained": explained}
-    return found("stall", observed, **shown, saves=(0.85 * share, share), strength=explained)
+    times, one = (
+        slow_s / usual_s,
+        f"the mean of {stride}" if stride > 1 and observed.lines_are_means else "one",
+    )
+    often = (
+        ""
+        if stride == 1 or one != "one"
+        else f"; only every {stride}th is in the log, so it may be more often"
+    )
+    return found("stall", locals(), strength=explained) if share >= WORTH_SAYING else []
 
 
 def slow_updates(observed: Observed) -> list[Finding]:
@@ -148,12 +154,11 @@ def slow_updates(observed: Observed) -> list[Finding]:
         return []
     usual_spread_s = usual_s - sorted(took_s.values())[len(took_s) // 10]
     excess_s = {step: value for step, value in excess_s.items() if value > SPREADS * usual_spread_s}
-    share = sum(excess_s.values()) / len(took_s) / mean_s
-    if len(excess_s) < FEWEST_SLOW or share < WORTH_SAYING:
+    share, count = sum(excess_s.values()) / len(took_s) / mean_s, len(excess_s)
+    if count < FEWEST_SLOW or share < WORTH_SAYING:
         return []
-    shown = {"share": share, "count": len(excess_s), "usual_s": usual_s}
-    slow_s = median(took_s[step] for step in excess_s)
-    return found("slow-updates", observed, **shown, slow_s=slow_s, saves=(0.0, share), strength=0.4)
+    slow_s, saves = median(took_s[step] for step in excess_s), (0.0, share)
+    return found("slow-updates", locals(), strength=0.4)
 
 
 def _uneven_tokens(observed: Observed) -> bool:
@@ -172,7 +177,7 @@ def _speeds(observed: Observed) -> list[tuple[int, float]]:
 
 def regime_change(observed: Observed) -> list[Finding]:
     """A run with two speeds, each for a long time: something outside the training changed. The median hides it."""
-    speeds = _speeds(observed) if observed.format != "run" else []
+    speeds = _speeds(observed)
     if len(speeds) < 4 * REGIME_LINES:
         return []
     values = sorted(value for _, value in speeds)
@@ -191,12 +196,13 @@ def regime_change(observed: Observed) -> list[Finding]:
     share = sum(len(each) for which, each in long if which) / told
     total = share * slow + (1 - share) * fast
     step_of = {step: which for which, each in long for step, _ in each}
-    shown: Shown = {"first": longest[0][0], "last": longest[-1][0], "ratio": slow / fast, "share": share}
-    for name, which in (("slow", True), ("fast", False)):
-        times = [s.step_s or 0.0 for s in observed.steady if step_of.get(s.step) is which]
-        shown[name] = format_duration(median(times))
-    gain = (max(1.0, 0.9 * total / fast), total / fast)
-    return found("regime-change", observed, **shown, lost=1 - fast / total, gain=gain, strength=0.8)
+    first, last, ratio, lost = longest[0][0], longest[-1][0], slow / fast, 1 - fast / total
+    slow_took, fast_took = (
+        format_duration(median(s.step_s or 0.0 for s in observed.steady if step_of.get(s.step) is which))
+        for which in (True, False)
+    )
+    gain = max(1.0, 0.9 * total / fast), total / fast
+    return found("regime-change", locals(), strength=0.8)
 
 
 def _own_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
@@ -242,42 +248,37 @@ def pauses(observed: Observed) -> list[Finding]:
     """Validations and checkpoints, as a share of the run."""
     if len(observed.steps) < 3:
         return []
-    own = observed.format == "run"
+    own, findings = observed.kind == "run", list[Finding]()
     lost, total_s = _own_pauses(observed) if own else _told_pauses(observed)
-    findings = []
-    for kind, each_s in lost.items():
-        share, count = sum(each_s) / total_s if total_s > 0 else 0.0, len(each_s)
-        if share < WORTH_SAYING:
-            continue
-        whose = "watched " if observed.recipe is None else "rl " if observed.recipe.rl else ""
-        ours = LESS[whose + kind]
-        less = f"a larger {ours}" if own else observed.trainer.option(kind)
-        shown = {"share": share, "count": count, "each_s": share * total_s / count, "total_s": total_s}
-        saves = (0.5 * share, 0.9 * share)
-        findings += found(f"{kind}-pause", observed, what=kind, less=less, **shown, saves=saves)
+    whose = "watched " if observed.recipe is None else "rl " if observed.recipe.rl else ""
+    for what, times_s in lost.items():
+        share, count = sum(times_s) / total_s if total_s > 0 else 0.0, len(times_s)
+        if share >= WORTH_SAYING:
+            less = f"a larger {LESS[whose + what]}" if own else observed.trainer.option(what)
+            each_s, saves = share * total_s / count, (0.5 * share, 0.9 * share)
+            findings += found(f"{what}-pause", locals())
     return findings
 
 
 def planned_pauses(observed: Observed) -> list[Finding]:
     """Evaluations that the settings make long, where no line tells their time: forward passes of two splits beside
     updates of three passes each."""
-    facts = observed.facts
-    if not facts.eval_iters or not facts.eval_interval or observed.format not in ("runs", "csv", "jsonl"):
+    facts, told = observed.facts, any("took_s" in event for event in observed.events)
+    if (
+        not facts.eval_iters
+        or not facts.eval_interval
+        or told
+        or observed.format not in ("runs", "csv", "jsonl")
+    ):
         return []
-    passes = 2 * facts.eval_iters / 3
-    share = passes / (passes + facts.eval_interval * (facts.accumulation or 1.0))
-    if share < 2 * WORTH_SAYING or any("took_s" in event for event in observed.events):
-        return []
-    shown = {"share": share, "passes": 2 * facts.eval_iters, "interval": facts.eval_interval}
+    passes = 2 * facts.eval_iters
+    share = 1 / (1 + 1.5 * facts.eval_interval * (facts.accumulation or 1.0) / facts.eval_iters)
     gain, less = (1 / (1 - 0.5 * share), 1 / (1 - 0.9 * share)), observed.trainer.option("validation")
-    return found("validation-pause", observed, "settings", **shown, less=less, gain=gain, strength=0.6)
+    return found("validation-pause", locals(), "settings", strength=0.6) if share >= 2 * WORTH_SAYING else []
 
 
 def uneven(observed: Observed) -> list[Finding]:
     """Two speeds, or slow updates every N, or else at no fixed interval; quick and slow ones in turns are the loader's."""
-    if taking_turns(observed):
-        return []
-    return regime_change(observed) or stalls(observed) or slow_updates(observed)
-
-
-RULES = (uneven, pauses, planned_pauses)
+    if observed.kind == "run":
+        return stalls(observed) or slow_updates(observed)
+    return taking_turns(observed) or regime_change(observed) or stalls(observed) or slow_updates(observed)

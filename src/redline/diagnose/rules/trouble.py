@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from statistics import median
 
-from redline.diagnose.finding import Finding, Shown, found
+from redline.diagnose.finding import Finding, found
 from redline.diagnose.observed import Observed, Step
 
 _SIZE = r"([\d.]{1,12} [KMG]iB)"
@@ -54,52 +54,56 @@ def _ended_by(observed: Observed) -> list[str]:
 
 def ran_out_of_memory(observed: Observed) -> list[Finding]:
     """A line that says which allocation failed."""
-    text = "\n".join([observed.text, *_ended_by(observed)])
-    if observed.format == "document" or "out of memory" not in text.lower():
-        return []
-    lines = [line for line in text.split("\n") if _MEMORY.search(line)]
+    text, facts, option = (
+        "\n".join([observed.text, *_ended_by(observed)]),
+        observed.facts,
+        observed.trainer.option,
+    )
+    lines = (
+        [line for line in text.split("\n") if _MEMORY.search(line)] if "out of memory" in text.lower() else []
+    )
     if not lines:
         return []
-    line, facts, option = lines[-1], observed.facts, observed.trainer.option
-    told = {name: pattern.search(line) for name, pattern in _TOLD.items()}
-    said = {name: next(filter(None, match.groups())) for name, match in told.items() if match}
+    line, said = lines[-1].strip()[:160], dict.fromkeys(_TOLD)
+    for name, pattern in _TOLD.items():
+        if match := pattern.search(lines[-1]):
+            said[name] = next(filter(None, match.groups()))
     more = f"; or {option('selective')}" if facts.recompute in (None, "off") else ""
-    unused = said.get("unused", "")
-    expandable = "expandable_segments:True" in text.replace(line, "")
+    unused = said["unused"] or ""
+    expandable = "expandable_segments:True" in text.replace(lines[-1], "")
     if unused.endswith("GiB") and float(unused.split()[0]) > 2 and not expandable:
         more += f". {unused} were reserved and unused: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    went_on = observed.updates > 10 and len(lines) < 3 and text.rfind(line) < 0.5 * len(text)
-    micro, length = facts.micro_batch, facts.seq_len
-    shown: Shown = {name: said.get(name) for name in ("wanted", "in_use", "total", "people")}
-    shown |= {"tokens": micro * length if micro and length else None, "micro": micro, "length": length}
-    shown |= {"when": "" if observed.steps else " before the first update", "more": more}
-    shown |= {"line": None if "wanted" in said else line.strip()[:160]}
-    smaller = option("micro_batch").removeprefix("a larger ")
-    return found("out-of-memory", observed, **shown, smaller=smaller, strength=0.7 if went_on else 1.0)
+    went_on = observed.updates > 10 and len(lines) < 3 and text.rfind(lines[-1]) < 0.5 * len(text)
+    tokens = facts.micro_batch * facts.seq_len if facts.micro_batch and facts.seq_len else None
+    when, smaller = (
+        "" if observed.steps else " before the first update",
+        option("micro_batch").removeprefix("a larger "),
+    )
+    shown = locals() | said | {"line": None if said["wanted"] else line}
+    return found("out-of-memory", shown, strength=0.7 if went_on else 1.0)
 
 
 def ended(observed: Observed) -> list[Finding]:
     """A line near the end that says why the job stopped."""
-    tail, findings = observed.text[-100_000:] if observed.format != "document" else "", []
+    tail, findings = observed.text[-100_000:], []
     for cause, pattern in ENDINGS.items():
         if hit := pattern.search(tail):
             line = tail[tail.rfind("\n", 0, hit.start()) + 1 : hit.end()].strip()[-160:]
-            findings += found(cause, observed, line=line)
+            findings += found(cause, {"observed": observed, "line": line})
     return findings
 
 
 def crash(observed: Observed) -> list[Finding]:
     """A traceback behind the last update: the error that it ends with."""
     at = observed.text.rfind("Traceback (most recent call last)")
-    behind = observed.text[at:] if at >= 0 and observed.format != "document" else ""
+    behind = observed.text[at:] if at >= 0 else ""
     done = observed.planned is not None and observed.updates >= observed.planned
     early = bool(observed.steps) and at < 0.7 * len(observed.text)
-    if not behind or "out of memory" in behind.lower() or done or early:
+    errors = [match[1][:200] for line in behind.split("\n") if (match := _ERROR.match(line.strip()))]
+    if not errors or "out of memory" in behind.lower() or done or early or "KeyboardInterrupt" in errors[0]:
         return []
-    errors = [match[1] for line in behind.split("\n") if (match := _ERROR.match(line.strip()))]
-    if not errors or "KeyboardInterrupt" in errors[0]:
-        return []
-    return found("crash", observed, error=errors[0][:200], updates=observed.updates, strength=0.9)
+    error = errors[0]
+    return found("crash", locals(), strength=0.9)
 
 
 def _lost(steps: Sequence[Step]) -> list[int]:
@@ -129,10 +133,8 @@ def not_a_number(observed: Observed) -> list[Finding]:
     advice = re.search(r"at step \d+: (.+)", told[-1], re.DOTALL) if told else None
     unknown = {"fp16": f"{SCALED}, {better}", None: f"{better}; where it is fp16, {SCALED}"}
     better = advice[1] if advice else BAD_START if always else unknown.get(observed.facts.precision, better)
-    shown = {"since": since, "better": better, "count": len(lost) or None, "lines": len(steps)}
-    ending = told[-1].partition(":")[0][:160] if told else None
-    kind, strength = ("cause", 0.7) if passed else (None, 1.0)
-    return found("not-a-number", observed, **shown, told=ending, kind=kind, strength=strength)
+    count, lines, ending = len(lost) or None, len(steps), told[-1].partition(":")[0][:160] if told else None
+    return found("not-a-number", locals(), kind="cause" if passed else None, strength=0.7 if passed else 1.0)
 
 
 def loss_spike(observed: Observed) -> list[Finding]:
@@ -147,22 +149,17 @@ def loss_spike(observed: Observed) -> list[Finding]:
     best = smooth[0]
     for at, value in enumerate(smooth[:-2]):
         if value > BROKEN * best and min(smooth[at:]) > BROKEN * best:
-            since = median(smooth[at:])
-            return found("loss-spike", observed, step=losses[at * window][0], before=best, since=since)
+            since, step = median(smooth[at:]), losses[at * window][0]
+            return found("loss-spike", locals())
         best = min(best, value)
     return []
 
 
 def halved(observed: Observed) -> list[Finding]:
     """Our own runs halve the pass when memory runs out; what that cost is said, and how to start with what fits."""
-    told = [event for event in observed.events if event.get("event") == "out_of_memory"]
-    events = [event for event in told if "micro_batch" in event]
+    events = [e for e in observed.events if e.get("event") == "out_of_memory" and "micro_batch" in e]
     if not events:
         return []
-    last, micro = events[-1], events[-1]["micro_batch"]
-    change, times = f"{events[0].get('micro_batch_before')} to {micro}", len(events)
-    shown = {"times": times, "micro": micro, "change": change, "step": last.get("step")}
-    return found("out-of-memory", observed, "halved", kind="cause", **shown)
-
-
-RULES = (ran_out_of_memory, ended, crash, not_a_number, loss_spike, halved)
+    last, times, before = events[-1], len(events), events[0].get("micro_batch_before")
+    shown = locals() | {"change": f"{before} to {last['micro_batch']}"}
+    return found("out-of-memory", last | shown, "halved", kind="cause")

@@ -7,7 +7,7 @@ with the plan the planner would have made are in plans.py, those on what comes e
 from statistics import fmean, median
 from typing import Any
 
-from redline.diagnose.finding import Finding, Shown, found
+from redline.diagnose.finding import Finding, found
 from redline.diagnose.observed import PHASES, Observed, Step
 from redline.record.read import WARM_UP
 
@@ -17,9 +17,6 @@ FEWEST_TURNS = 60
 """The fewest updates in which turns can be told from chance."""
 LAUNCH_BOUND = 0.85
 """Where the host spends at least this share of the step issuing it, the GPU waits for the host."""
-COMPILING = (1.05, 1.3)
-"""What torch.compile brings. Measured on an H200 at 124M parameters, behind fused loss, optimiser and norms: 1.05 and
-1.07 (LOG.md). The upper end allows for models with less fused, and is not measured."""
 
 
 def idle_s(step: Step) -> float | None:
@@ -44,19 +41,17 @@ def data_wait(observed: Observed) -> list[Finding]:
     if not mean_s or not observed.enough or observed.mean("data_wait_s") is None:
         return []
     wait_s = fmean(felt_wait_s(s) for s in observed.steady)
-    if (share := wait_s / mean_s) < WORTH_SAYING:
-        return []
+    share = wait_s / mean_s
+    left, saves = 1 - share, (0.9 * share, share)
     streams = observed.recipe is not None and observed.recipe.data.stream
     variant = "" if plan is None else "stream" if streams else "own"
-    shown = {"share": share, "left": 1 - share, "wait_s": wait_s, "threads": plan and plan.loader_threads}
-    return found("slow-loader", observed, variant, **shown, saves=(0.9 * share, share))
+    return found("slow-loader", locals(), variant) if share >= WORTH_SAYING else []
 
 
 def taking_turns(observed: Observed) -> list[Finding]:
     """Quick and slow updates in turns: a few loader workers that cannot keep up deliver their batches together."""
     times = [s.step_s for s in observed.steady if s.step_s]
-    known = observed.format == "run" or observed.mean("data_wait_s") is not None
-    if len(times) < FEWEST_TURNS or observed.stride > 1 or known:
+    if len(times) < FEWEST_TURNS or observed.stride > 1 or observed.mean("data_wait_s") is not None:
         return []
     threes = zip(times, times[1:], times[2:], strict=False)
     turns = sum((a < b > c) or (a > b < c) for a, b, c in threes) / (len(times) - 2)
@@ -66,8 +61,8 @@ def taking_turns(observed: Observed) -> list[Finding]:
     if turns < 2 / 3 + 5 * 0.42 / len(times) ** 0.5 or slow_s < 1.5 * quick_s:
         return []
     share = min(0.9, 1 - quick_s / fmean(times))
-    shown = {"turns": turns, "quick_s": quick_s, "slow_s": slow_s}
-    return found("slow-loader", observed, "turns", **shown, saves=(0.5 * share, share), strength=0.75)
+    saves = 0.5 * share, share
+    return found("slow-loader", locals(), "turns", strength=0.75)
 
 
 def _gap_s(observed: Observed) -> float:
@@ -89,12 +84,14 @@ def host_gap(observed: Observed) -> list[Finding]:
     """Time between updates in which nothing is computed, and which a wait for the GPU does not explain: logging, an
     observer."""
     whole_s, mean_s = _gap_s(observed), observed.mean("step_s")
-    gap_s = whole_s - _hidden_s(observed, whole_s)
-    if not mean_s or not observed.enough or gap_s / mean_s < WORTH_SAYING or observed.format != "run":
+    hides_s = _hidden_s(observed, whole_s)
+    gap_s = whole_s - hides_s
+    if not mean_s or not observed.enough or gap_s / mean_s < WORTH_SAYING:
         return []
-    share, hides_ms = gap_s / mean_s, (whole_s - gap_s) * 1e3
-    hidden = f", and {hides_ms:.3g} ms that would hide behind the GPU's work" if hides_ms > 0 else ""
-    return found("host-gap", observed, share=share, gap_s=gap_s, hidden=hidden, saves=(0.85 * share, share))
+    share = gap_s / mean_s
+    saves = 0.85 * share, share
+    hidden = f", and {hides_s * 1e3:.3g} ms that would hide behind the GPU's work" if hides_s > 0 else ""
+    return found("host-gap", locals())
 
 
 def logs_of(observed: Observed) -> tuple[int, float]:
@@ -110,8 +107,8 @@ def logging_pause(observed: Observed) -> list[Finding]:
     share = stalled_s / total_s if total_s else 0.0
     if not times or share < WORTH_SAYING or not observed.mean("step_s"):
         return []
-    shown = {"share": share, "times": times, "each_s": stalled_s / times, "total_s": total_s}
-    return found("host-gap", observed, "logging", **shown, saves=(0.5 * share, 0.9 * share))
+    each_s, saves = stalled_s / times, (0.5 * share, 0.9 * share)
+    return found("host-gap", locals(), "logging")
 
 
 def _waits_for_launches(observed: Observed) -> bool:
@@ -178,34 +175,9 @@ def padding(observed: Observed) -> list[Finding]:
     if not share or not mean_s or not observed.enough:
         return []
     part, least, known = _scales_with_positions(observed, mean_s)
-    if share * part < WORTH_SAYING:
-        return []
-    own, saves = "own" if observed.format == "run" else "", (least * share * part, share * part)
-    shown = {"share": share, "of": of, "part": part, "known": known}
-    return found("padding", observed, own, **shown, saves=saves, strength=sure)
-
-
-def warm_up(observed: Observed) -> list[Finding]:
-    """A first update (compiling, autotuning) that is a large part of a short run."""
-    timed, usual_s = [s for s in observed.steps if s.step_s], observed.median("step_s")
-    if len(timed) < 6 or not usual_s or timed[0].step > 2 or timed[1].step - timed[0].step > 1:
-        return []
-    updates = timed[-1].step - timed[0].step + 1  # a log may hold every tenth only
-    first_s = timed[0].step_s or 0.0
-    share = (first_s - usual_s) / (updates * usual_s + first_s - usual_s)
-    damaged = share > 1 - 1e-9  # no clock says that
-    if damaged or share < 0.15 or first_s < 5 * usual_s or observed.facts.compile == "off":
-        return []
-    compiled = observed.plan is not None and observed.plan.compile != "off"
-    least, most = COMPILING
-    low, high = (1 / (1 - share) / k for k in ((most, least) if compiled else (1 / (1 - share), 1.0)))
-    if high <= 1.02:
-        return []
-    shown: Shown = {"share": share, "first_s": first_s, "usual_s": usual_s, "updates": updates}
-    for name, k in (("least", least), ("most", most)):
-        shown |= {name: k, f"pays_{name}": int((first_s - usual_s) / (usual_s * (k - 1))) + 1}
-    variant, strength = ("own", 1.0) if compiled else ("", 0.6)
-    return found("compile-time", observed, variant, **shown, gain=(max(1.0, low), high), strength=strength)
+    saves = least * share * part, share * part
+    own = "own" if observed.kind == "run" else ""
+    return found("padding", locals(), own, strength=sure) if saves[1] >= WORTH_SAYING else []
 
 
 def waits(observed: Observed) -> list[Finding]:
@@ -217,7 +189,4 @@ def waits(observed: Observed) -> list[Finding]:
         return []
     share = _hidden_s(observed, gap_s) / mean_s if mean_s else 0.0
     told = {"gap_s": gap_s, "saves": (0.85 * share, share)} if share >= WORTH_SAYING else {}
-    return found("sync", observed, **{name: event.get(name) for name in ("times", "where", "step")}, **told)
-
-
-RULES = (data_wait, taking_turns, host_gap, logging_pause, padding, warm_up, waits)
+    return found("sync", {"observed": observed} | event | told)
