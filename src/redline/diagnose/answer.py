@@ -146,11 +146,14 @@ def verdict(observed: Observed, findings: list[Finding]) -> Verdict:
     share = mfu(observed)
     facts = observed.facts
     against = facts.mfu_scope == "the step" and (facts.gpu or facts.mfu_peak_tflops or observed.median("mfu"))
-    if share and against and (share[0] >= GOOD or not named):
+    if share and against and share[0] >= GOOD:
         rest = "good for training; what is left needs other kernels, not other settings"
         return Verdict("fast enough", f"An MFU of {format_share(share[0])} ({share[1]}): {rest}.")
     if named:
         return Verdict("found", "")
+    if share and against:
+        text = f"An MFU of {format_share(share[0])} ({share[1]}), and nothing in the lines says where the rest goes."
+        return Verdict("not judged", text)
     needs = missing(observed)
     without = f" without {', '.join(needs)}" if needs else ""
     text = f"Nothing in the lines holds it back, but its speed was not judged{without}."

@@ -17,6 +17,8 @@ from redline.diagnose.readers.cells import COUNTS, amount, finite
 
 _NO_NUMBER = re.compile(r"\d{40,}")
 """Taken out before patterns look for numbers, which take long over a run of digits."""
+_FRACTION = re.compile(r"\.\d*[1-9]|\.\d+[eE]")
+"""Behind the digits of a number that is not a whole one."""
 _IS = r"""['"]? *[:=| ] *['"]?"""
 _LISTED = r"(?:NVIDIA|Tesla|GeForce|Quadro)[ -](?:NVIDIA[ -]|Graphics )?"
 _BOARDS = re.compile(
@@ -111,7 +113,7 @@ def facts_of(trainer: Trainer, head: str) -> dict[str, Any]:
 
 
 def _last(name: str, pattern: str, head: str) -> float | str | None:
-    matches = list(_compiled(pattern).finditer(head))
+    matches = [each for each in _compiled(pattern).finditer(head) if not _FRACTION.match(head, each.end())]
     groups = [group for group in matches[-1].groups() if group] if matches else []
     if name in _WORDS and groups:
         return groups[0] if name == "model" else groups[0].lower()

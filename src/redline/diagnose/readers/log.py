@@ -160,7 +160,7 @@ def _facts_around(rows: Sequence[Row], lines: Sequence[str], text: str, trainer:
 def _trains(rows: Sequence[Row]) -> bool:
     """Whether rows are of a training: a step that grows, with a loss or a time."""
     return len({row.step for row in rows}) > 1 and any(
-        row.trained or (TIMES | {"grad_norm"}) & row.values.keys() for row in rows
+        row.trained or (TIMES | {"grad_norm", "tflops"}) & row.values.keys() for row in rows
     )
 
 
@@ -277,7 +277,6 @@ def _observed(
     if counted_on:
         notes.append(f"the step starts again with each epoch: counted on to {run[-1].step:,}")
     _mark_pauses(run, pauses)
-    updates = _updates(run, log)
     rate, batch = log.columns.get("tokens_per_s"), facts.get("batch_size")
     one_gpu = bool(trainer.entry.get("one_gpu")) or bool(rate and rate.one_gpu)
     tokens = facts.get("tokens") or (batch * facts["seq_len"] if batch and facts.get("seq_len") else None)
@@ -295,7 +294,7 @@ def _observed(
         format=form,
         trainer=trainer,
         steps=tuple(_step(row, lost) for row in run),
-        updates=updates,
+        updates=_updates(run, log),
         planned=int(next((row.total for row in reversed(run) if row.total), 0)) or None,
         facts=known,
         text=text,

@@ -19,6 +19,8 @@ from redline.machine.specs import SPECS
 
 NEAR = 0.06
 """How far a ratio may be from a whole number: printed figures are rounded, and a running mean lags."""
+LEAST_MFU = 0.005
+"""A smaller one has too few digits to tell a number of GPUs from it."""
 VOCABULARY = 50_257
 """Of GPT-2: where a model's size is estimated from its shape."""
 LENGTHS = {
@@ -72,7 +74,8 @@ def solve(known: Known, run: Timed, trainer: Trainer, *, one_gpu: bool, summary:
 
 def _model_and_memory(known: Known, run: Timed, trainer: Trainer, summary: dict[str, float]) -> None:
     known.setdefault("total_flops", summary.get("total_flops"))
-    known["gpus"] = known.get("gpus") or _by_two_rates(run) or trainer.entry.get("alone")
+    rated = run.typical("tokens_per_s") or run.typical("samples_per_s")
+    known["gpus"] = known.get("gpus") or _by_two_rates(run) or (trainer.entry.get("alone") if rated else None)
     for row in run.rows:
         if known.get("memory_bytes") and (free := row.more.get("gb free")):
             row.values.setdefault("memory_bytes", max(0.0, known["memory_bytes"] - free * 2**30))
@@ -132,7 +135,7 @@ def _gpus(known: Known, run: Timed, trainer: Trainer, tokens: float | None) -> N
     spec, mfu, step_s = SPECS.get(known.get("gpu", "")), run.typical("mfu"), run.typical("step_s")
     asked = known.get("gpus") is None and not trainer.entry.get("mfu_scope")
     peak = trainer.entry.get("mfu_tflops") or (spec.bf16_tflops if spec and asked else None)
-    if not (peak and tokens and step_s and mfu and known.get("parameters")):
+    if not (peak and tokens and step_s and mfu and mfu > LEAST_MFU and known.get("parameters")):
         return
     shape = [known.get(name) for name in ("num_layers", "hidden_size", "seq_len")]
     attention = 12 * shape[0] * shape[1] * shape[2] if all(shape) else 0.0  # type: ignore[operator]

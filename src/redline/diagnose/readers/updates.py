@@ -24,6 +24,9 @@ SLOWER = 1.5
 """An update that holds a validation, against one that does not."""
 ROUNDED = 3
 """Differences of a sum that is printed to a few digits take this many values at most."""
+RATES = ("tokens over tokens/s", "samples over samples/s", "updates/s")
+CLOCK = 1.4
+"""A rate that is this far from the clock is not that of an update."""
 PAUSES = {"validation", "checkpoint"}
 TIMERS = ("generate_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "communication_s", "data_wait_s")
 Times = list[float | None]
@@ -67,8 +70,11 @@ def timed(
         "the closing summary": lambda: _from_summary(rows, log),
     }
     training = sum(row.trained for row in rows) or len(rows)
+    clock_s = _middle(_clock(rows))
     for source, find in sources.items():
         found = [value if value and value > 0 else None for value in find()]
+        if source in RATES and clock_s and not 1 / CLOCK < (_middle(found) or clock_s) / clock_s < CLOCK:
+            continue  # a mean since the start, or of lines and not of updates
         if sum(value is not None for value in found) >= (min(3, max(1, 0.4 * training)) if not source else 1):
             for row, value in zip(rows, found, strict=True):
                 row.values.pop("step_s", None)
@@ -159,7 +165,9 @@ def _settle_units(run: Timed, log: Log) -> None:
     rows = run.rows
     _tell_times_from_clocks(rows)
     reference = _middle(_clock(rows)) or _middle([_rate(row, "tokens", "tokens_per_s") for row in rows])
-    if raw := _unsettled(rows, "step_s"):
+    if (raw := _unsettled(rows, "step_s")) and reference:
+        reference = _count_updates(run, raw, reference)
+    if raw:
         name, factor = log.columns["step_s"].label, 1e-3 if raw >= 100 else 1.0
         if reference:
             ratio = raw / reference
@@ -183,8 +191,31 @@ def _settle_units(run: Timed, log: Log) -> None:
         _scale(rows, "memory_bytes", 1.0 if raw > 1e7 else 2.0**20 if raw > 2000 else 2.0**30)
 
 
+def _count_updates(run: Timed, step_s: float, clock_s: float) -> float:
+    """Where a time is as many times the clock's as all steps are multiples of: if lines come less often, the counter
+    counts samples; else the time is that of all updates since the line before. Returns the time that the clock shows."""
+    rows, times = run.rows, math.gcd(*(row.step for row in run.rows))
+    if times < 2 or not 1 / CLOCK < step_s / clock_s / times < CLOCK:
+        return clock_s
+    if rows[-1].step - rows[-2].step == times:
+        for row in rows:
+            row.values |= {"step_s": row.values["step_s"] / times} if "step_s" in row.values else {}
+        return clock_s
+    run.notes.append(f"the counter counts samples, {times} in an update")
+    for row in rows:
+        row.step, row.total = row.step // times, row.total // times
+        row.values.setdefault("batch_size", float(times))
+    return clock_s * times
+
+
 def _tell_times_from_clocks(rows: Sequence[Row]) -> None:
-    """A column called `time` that only grows is a clock."""
+    """A column called `time` that only grows is a clock, and a clock that does not is a time."""
+    clocks = [row for row in rows if "elapsed_s" in row.values]
+    backwards = sum(now.values["elapsed_s"] > after.values["elapsed_s"] for now, after in pairwise(clocks))
+    if backwards > 0.2 * len(clocks) >= 1:
+        for row in clocks:
+            row.values["step_s"] = row.values.pop("elapsed_s")
+            row.unsettled.add("step_s")
     timed = [row for row in rows if "step_s" in row.values]
     values = [row.values["step_s"] for row in timed]
     if len(values) >= 5 and _grows(values) and values[-1] > 3 * values[len(values) // 4]:
@@ -217,6 +248,10 @@ def _count_from_totals(rows: Sequence[Row]) -> None:
             (new[1] - old[1]) / max(1, new[0].step - old[0].step) for old, new in [*pairwise(known), ends]
         ]
         mean = found.pop()
+        whole = values[-1] / max(1, known[-1][0].step)
+        mean = (
+            whole if abs(whole / mean - 1) < SHOWS else mean
+        )  # counted from the start, so less is rounded off
         if len(set(found)) > 1 and len({f"{value:.4g}" for value in found}) <= ROUNDED:
             found = [mean] * len(found)
         for (row, _), value in zip(known[1:], found, strict=True):

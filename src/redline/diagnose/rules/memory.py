@@ -222,13 +222,19 @@ def achieved(observed: Observed) -> tuple[float, str] | None:
 def low_mfu(observed: Observed) -> list[Finding]:
     """A speed far below what the GPU does, and no cause in the log: how far it could go."""
     spec, rate, facts, well = observed.spec, achieved(observed), observed.facts, WELL
-    if rate is None or observed.plan or facts.mfu_scope != "the step" or not observed.enough:
+    small = (facts.parameters or 1e9) < 100e6  # its kernels are short on any GPU
+    if observed.plan or facts.mfu_scope != "the step" or not observed.enough or (small and spec is None):
+        return []
+    mfu = _training(observed).median("mfu")
+    if mfu and (rate is None or (spec is None and not observed.trainer.entry.get("mfu_tflops"))):
+        gain = 1.0, min(10.0, well / max(mfu, 1e-3))
+        return found("low-mfu", locals(), "printed", strength=0.75) if mfu < LOW else []
+    if rate is None:
         return []
     tflops, known = rate
     if spec is None:
-        small = (facts.parameters or 1e9) < 100e6  # its kernels are short on any GPU
         whose, gain = "" if facts.gpus else " of all GPUs together", (1.0, 4.0)
-        return [] if tflops > ANY_GPU_TFLOPS or small else found("low-mfu", locals(), "any", strength=0.7)
+        return [] if tflops > ANY_GPU_TFLOPS else found("low-mfu", locals(), "any", strength=0.7)
     peak = spec.fp16_tflops if facts.precision == "fp16" else spec.bf16_tflops or spec.fp16_tflops
     mfu = tflops / peak
     gain = 1.0, min(10.0, well / max(mfu, 1e-3))

@@ -3,7 +3,7 @@ random, and a speed that changes in mid-run."""
 
 import math
 from itertools import accumulate, groupby, pairwise
-from statistics import median
+from statistics import fmean, median, pstdev
 
 from redline.diagnose.finding import Finding, found
 from redline.diagnose.observed import Observed
@@ -162,9 +162,12 @@ def slow_updates(observed: Observed) -> list[Finding]:
 
 
 def _uneven_tokens(observed: Observed) -> bool:
-    """Whether the updates of a foreign log hold different numbers of tokens."""
-    tokens = [s.tokens or 0.0 for s in observed.steady]
-    return observed.format != "run" and bool(tokens) and min(tokens) > 0 and max(tokens) > 1.1 * min(tokens)
+    """Whether the updates of a foreign log hold different numbers of tokens, and take longer the more they hold."""
+    told = [(s.step_s or 0.0, s.tokens or 0.0) for s in observed.steady]
+    if observed.kind == "run" or len(told) < 3 or min(tokens for _, tokens in told) <= 0:
+        return False
+    spreads = [pstdev(values) / fmean(values) for values in ([t for t, _ in told], [t / n for t, n in told])]
+    return max(n for _, n in told) > 1.1 * min(n for _, n in told) and spreads[1] < spreads[0]
 
 
 def _speeds(observed: Observed) -> list[tuple[int, float]]:
@@ -281,4 +284,8 @@ def uneven(observed: Observed) -> list[Finding]:
     """Two speeds, or slow updates every N, or else at no fixed interval; quick and slow ones in turns are the loader's."""
     if observed.kind == "run":
         return stalls(observed) or slow_updates(observed)
+    if observed.facts.response_length and not observed.part(
+        "gen"
+    ):  # some updates generate, and it is not said which
+        return regime_change(observed)
     return taking_turns(observed) or regime_change(observed) or stalls(observed) or slow_updates(observed)

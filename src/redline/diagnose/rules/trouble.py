@@ -27,6 +27,8 @@ _TOLD = {
 _ERROR = re.compile(
     r"(?:\[rank\d+\]:\s?)*((?:\w{1,60}\.){0,8}\w{0,60}(?:Error|Exception|Interrupt)\b.{0,300})"
 )
+_LAUNCHER = re.compile(r"ChildFailedError|CalledProcessError|ProcessRaisedException")
+"""The launcher's own error, which only says that a process had one."""
 ENDINGS = {
     "time-limit": re.compile(r"DUE TO TIME LIMIT"),
     "collective-timeout": re.compile(r"Watchdog caught collective operation timeout|NCCL timeout"),
@@ -99,7 +101,9 @@ def crash(observed: Observed) -> list[Finding]:
     behind = observed.text[at:] if at >= 0 else ""
     done = observed.planned is not None and observed.updates >= observed.planned
     early = bool(observed.steps) and at < 0.7 * len(observed.text)
-    errors = [match[1][:200] for line in behind.split("\n") if (match := _ERROR.match(line.strip()))]
+    lines = observed.text[-100_000:].split("\n") if _LAUNCHER.search(behind) else behind.split("\n")
+    errors = [match[1][:200] for line in lines if (match := _ERROR.match(line.strip()))]
+    errors = [error for error in errors if not _LAUNCHER.search(error)] or errors
     if not errors or "out of memory" in behind.lower() or done or early or "KeyboardInterrupt" in errors[0]:
         return []
     error = errors[0]

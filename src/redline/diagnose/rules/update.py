@@ -51,7 +51,10 @@ def data_wait(observed: Observed) -> list[Finding]:
 def taking_turns(observed: Observed) -> list[Finding]:
     """Quick and slow updates in turns: a few loader workers that cannot keep up deliver their batches together."""
     times = [s.step_s for s in observed.steady if s.step_s]
-    if len(times) < FEWEST_TURNS or observed.stride > 1 or observed.mean("data_wait_s") is not None:
+    known = (
+        observed.mean("data_wait_s") is not None or observed.facts.response_length
+    )  # or it generates in turns
+    if len(times) < FEWEST_TURNS or observed.stride > 1 or known:
         return []
     threes = zip(times, times[1:], times[2:], strict=False)
     turns = sum((a < b > c) or (a > b < c) for a, b, c in threes) / (len(times) - 2)
