@@ -16,10 +16,12 @@ from statistics import median
 from typing import Any
 
 from redline.config.recipe import ModelConfig
-from redline.machine.facts import MachineFacts
+from redline.errors import ConfigError
+from redline.machine.facts import MachineFacts, same_kind
 from redline.measure.process import Child, ChildFailed
+from redline.measure.statistics import APART_SPREAD
 from redline.plan.arithmetic import parameters
-from redline.record.files import write_atomic
+from redline.record.files import read_json, write_atomic
 
 BenchRow = dict[str, Any]
 SMOLLM2_360M = ModelConfig(
@@ -88,3 +90,67 @@ def write(
     write_atomic(base.with_suffix(".json"), text + "\n")
     write_atomic(base.with_suffix(".md"), "\n".join(lines) + "\n")
     return base.with_suffix(".md")
+
+
+# ---- the gate ----
+
+THEIRS = ("plain", "hf", "hf-seeds", "hf-best", "generate", "continuous", "trl", "trl-continuous")
+"""Arms that are not our code: a slower alternative is no failure."""
+NAMING = ("row", "prompts", "samples", "sequences", "rows")
+"""What tells the rows of one benchmark apart."""
+
+
+def slower_than(page: Path, recorded: Path) -> list[str]:
+    """What a benchmark just written says against a recorded one."""
+    now, before = (read_json(path, dict, error=ConfigError) for path in (page.with_suffix(".json"), recorded))
+    try:
+        return slower(now, before)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{recorded} is not the JSON of a benchmark ({error!r}): give one that `redline bench` wrote"
+        ) from error
+
+
+def slower(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    """Our arms that are slower than in a recorded result, beyond the intervals of both and what two sessions on one
+    machine differ by; an arm that failed counts. Refuses a record that cannot be compared."""
+    if not same_kind(before["machine"], now["machine"]):
+        raise ConfigError("the recorded result is of another kind of machine: record one here first")
+    here, then = _speeds(now), _speeds(before)
+    if not here.keys() & then.keys():
+        raise ConfigError(
+            "the recorded result has no arm of this benchmark on the same work: record one first"
+        )
+    found = []
+    for name in here.keys() & then.keys():
+        (rate, high), (old, low) = here[name][::2], then[name][:2]
+        if old and high < low * (1 - APART_SPREAD):
+            found.append(
+                f"{name}: {rate:,.0f}/s, at most {high:,.0f}; recorded {old:,.0f}, at least {low:,.0f}"
+            )
+    return sorted(found)
+
+
+def _speeds(results: dict[str, Any]) -> dict[str, tuple[float, float, float]]:
+    """Rate, slowest and fastest of every arm of ours, by the work it did; zeros for one that failed."""
+    rows: list[tuple[str, BenchRow]] = []
+    for entry in results.get("results", ()):
+        recipe, plan = entry["recipe"], entry["plan"]
+        tokens = recipe["train"]["batch_size"] * recipe["data"]["seq_len"]
+        work = f"{recipe['name']} {plan['precision']['value']}, {tokens:,} tokens an update,"
+        for arm, row in entry["arms"].items():
+            named = row.get("speeds") or {arm: row}
+            rows += [(f"{work} {name}", {"row": name, **speed}) for name, speed in named.items()]
+    for row in results.get("rows", ()):
+        named = " ".join(f"{name} {row[name]}" for name in NAMING if name in row)
+        rows.append((f"{named}, {results['setting']['name']}", row))
+    ours = [(name, row) for name, row in rows if row["row"] not in THEIRS]
+    return {
+        name: (
+            row.get("rows_per_s") or row.get("tokens_per_s", 0.0),
+            row.get("low", 0.0),
+            row.get("high", 0.0),
+        )
+        for name, row in ours
+        if "low" in row or "failed" in row
+    }

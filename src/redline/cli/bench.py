@@ -8,12 +8,14 @@ redline bench finetune                 LoRA fine-tuning beside Hugging Face's Tr
                                        --quick
 redline bench rl                       GRPO beside TRL's GRPOTrainer; needs a GPU, or --quick
 redline bench attention                kernel attention beside flash attention; needs a GPU, or --quick
+redline bench train --arm loop --against benchmarks/train_nvidia-h200_20261115.json     exits with 1 if it became slower
 """
 
 import argparse
 from collections.abc import Collection
 from pathlib import Path
 
+from redline.bench.results import slower_than
 from redline.cli.options import check_least, status
 from redline.config.load import load_recipe
 from redline.errors import ConfigError, MachineError
@@ -27,6 +29,7 @@ STANDARD = (
 )
 """Recipe, overrides and arms. 1.3B takes smaller batches, so that its blocks take minutes and not hours."""
 OUT = "--out DIR   folder of the results (default benchmarks)"
+AGAINST = "--against FILE   compare our arms with the JSON of an earlier benchmark on this kind of machine"
 QUICK = "--quick   a tiny model, to see that everything runs; also on a CPU"
 ARGUMENTS = {
     "train": f"""training speed
@@ -36,18 +39,22 @@ ARGUMENTS = {
 --blocks N                 timed blocks of each arm (default 6)
 --steps-per-block N        updates in a block (default 5)
 --arm ARM...               loop, plain or hf (default: all)
+{AGAINST}
 {OUT}""",
     "generate": f"""generation speed
 {QUICK}
 --arm ARM...   transformers or redline (default: all)
+{AGAINST}
 {OUT}""",
     "finetune": f"""LoRA fine-tuning speed
 {QUICK}
 --arm ARM...   hf-seeds, hf-best, graph, compiled or fp32 (default: all)
+{AGAINST}
 {OUT}""",
     "rl": f"""whole steps of reinforcement learning, and the update of a larger model
 {QUICK}
 --arm ARM...   trl, trl-continuous, redline or actor (default: all)
+{AGAINST}
 {OUT}""",
     "attention": f"""kernel attention and flash attention by length
 {QUICK}
@@ -56,7 +63,7 @@ ARGUMENTS = {
 }
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> int:
     verbs = {
         "train": _train,
         "generate": _generate,
@@ -67,6 +74,10 @@ def run(options: argparse.Namespace) -> None:
     path = verbs[options.verb](options)
     print(path.read_text(encoding="utf-8"))
     print(f"written to {path} and {path.with_suffix('.json')}")
+    slower = slower_than(path, options.against) if getattr(options, "against", None) else []
+    for why in slower:
+        status(f"slower than {options.against}: {why}")
+    return 1 if slower else 0
 
 
 def _train(options: argparse.Namespace) -> Path:

@@ -13,17 +13,17 @@ def differences(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
+def data_of(recipe: Recipe) -> dict[str, Any]:
+    """What decides which tokens a recipe validates on, by `table.key`."""
+    said = {f"data.{key}": value for key, value in asdict(recipe.data).items()}
+    said |= {"workload": recipe.workload, "train.eval_sequences": recipe.train.eval_sequences}
+    trained = recipe.data.tokenizer == "bpe"  # on the source, to the size of the model's vocabulary
+    return said | ({"model.vocab_size": recipe.model.vocab_size} if trained else {})
+
+
 def unlike_data(first: Recipe, second: Recipe) -> dict[str, tuple[Any, Any]]:
-    """What makes validation losses of two recipes those of different texts or tokens: `table.key` -> both values. Empty:
-    data, tokenizer and validation set are the same, and their losses compare."""
-
-    def of(recipe: Recipe) -> dict[str, Any]:
-        said = {f"data.{key}": value for key, value in asdict(recipe.data).items()}
-        said |= {"workload": recipe.workload, "train.eval_sequences": recipe.train.eval_sequences}
-        trained = recipe.data.tokenizer == "bpe"  # on the source, to the size of the model's vocabulary
-        return said | ({"model.vocab_size": recipe.model.vocab_size} if trained else {})
-
-    old, new = of(first), of(second)
+    """Where two recipes differ in that; empty: their validation losses compare."""
+    old, new = data_of(first), data_of(second)
     return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
 
 

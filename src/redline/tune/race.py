@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from redline.config.differences import unlike_data
+from redline.config.differences import data_of, unlike_data
 from redline.config.load import to_toml
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError, MachineError, StorageError
@@ -86,6 +86,7 @@ class Lane:
 @dataclass(frozen=True, kw_only=True)
 class Result:
     machine: dict[str, Any]
+    data: dict[str, Any]
     seeds: int
     rungs: list[float]
     lanes: list[Lane]
@@ -125,7 +126,9 @@ def race(
         )
         for arm in arms
     ]
-    result = Result(machine=asdict(facts), seeds=seeds, rungs=ladder(lanes), lanes=lanes)
+    result = Result(
+        machine=asdict(facts), data=data_of(arms[0].recipe), seeds=seeds, rungs=ladder(lanes), lanes=lanes
+    )
     write_atomic(folder / RESULT, json.dumps(asdict(result), indent=1) + "\n")
     return result
 
@@ -314,15 +317,20 @@ def slower_than(result: Result, recorded: Path) -> list[str]:
             )
             for lane in before["lanes"]
         }
-        rungs, machine = [float(rung) for rung in before["rungs"]], before["machine"]
+        rungs, machine, data = [float(rung) for rung in before["rungs"]], before["machine"], before["data"]
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{recorded} is not the race.json of a race ({error!r}): give one with --against"
         ) from error
     if not same_kind(machine, result.machine):
         raise ConfigError(f"{recorded} was made on another kind of machine: record one here first")
-    both = [(lane, lanes[lane.name]) for lane in result.lanes if lane.name in lanes]
-    both = [(now, then) for now, then in both if now.fingerprint == then.fingerprint and then.curves]
+    if data != result.data:
+        raise ConfigError(
+            f"{recorded} is of other data or another validation set: record a race on this one first"
+        )
+    both = [
+        (lane, lanes[lane.name]) for lane in result.lanes if lane.name in lanes and lanes[lane.name].curves
+    ]
     if not both:
         raise ConfigError(f"{recorded} holds none of these recipes: give the record of a race between them")
     return [

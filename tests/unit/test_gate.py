@@ -1,0 +1,87 @@
+"""The speed gate of `redline bench --against`: written speeds, no stopwatch."""
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.bench.results import slower, slower_than
+from redline.errors import ConfigError
+
+ROOT = Path(__file__).parents[2] / "benchmarks"
+
+
+def speed(rate: float, spread: float = 0.01) -> dict[str, float]:
+    return {"tokens_per_s": rate, "low": rate * (1 - spread), "high": rate * (1 + spread)}
+
+
+@pytest.fixture
+def recorded() -> dict[str, Any]:
+    plan, recipe = (
+        {"precision": {"value": "bf16"}},
+        {"name": "r", "train": {"batch_size": 8}, "data": {"seq_len": 16}},
+    )
+    arms = {"loop": {"speeds": {"loop": speed(1000)}}, "hf": {"speeds": {"hf": speed(800)}}}
+    machine = {"gpus": [{"name": "NVIDIA H200"}], "cpu_name": "x", "cpu_cores": 8}
+    return {"machine": machine, "results": [{"recipe": recipe, "plan": plan, "arms": arms}]}
+
+
+def with_speed(recorded: dict[str, Any], arm: str, found: dict[str, Any]) -> dict[str, Any]:
+    changed = deepcopy(recorded)
+    changed["results"][0]["arms"][arm] = found
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("rate", "bad"),
+    [(1000, False), (1100, False), (965, False), (955, True)],  # 990 recorded at least, less 2 %: 970.2; 955 x 1.01 = 964.6
+)  # fmt: skip
+def test_slower_is_what_lies_below_the_recorded_interval(
+    recorded: dict[str, Any], rate: float, bad: bool
+) -> None:
+    found = slower(with_speed(recorded, "loop", {"speeds": {"loop": speed(rate)}}), recorded)
+    assert bool(found) == bad
+    if bad:
+        assert found == [
+            "r bf16, 128 tokens an update, loop: 955/s, at most 965; recorded 1,000, at least 990"
+        ]
+
+
+def test_an_arm_that_fails_is_slower_and_an_alternative_is_not_judged(recorded: dict[str, Any]) -> None:
+    assert len(slower(with_speed(recorded, "loop", {"failed": "out of memory"}), recorded)) == 1
+    assert slower(with_speed(recorded, "hf", {"speeds": {"hf": speed(8)}}), recorded) == []
+
+
+def test_what_cannot_be_compared_is_refused(recorded: dict[str, Any], tmp_path: Path) -> None:
+    other = deepcopy(recorded)
+    other["machine"]["gpus"] = []
+    with pytest.raises(ConfigError, match="another kind of machine"):
+        slower(recorded, other)
+    other = deepcopy(recorded)
+    other["results"][0]["recipe"]["train"]["batch_size"] = 4
+    with pytest.raises(ConfigError, match="no arm of this benchmark"):
+        slower(recorded, other)
+    now, wrong = tmp_path / "now.md", tmp_path / "wrong.json"
+    now.with_suffix(".json").write_text(json.dumps(recorded))
+    wrong.write_text("{}")
+    with pytest.raises(ConfigError, match="not the JSON of a benchmark"):
+        slower_than(now, wrong)
+
+
+@pytest.mark.parametrize("what", ["train", "generate", "finetune", "rl"])
+def test_a_shipped_result_passes_against_itself_and_fails_at_half_the_speed(what: str) -> None:
+    (path,) = ROOT.glob(f"{what}_nvidia-h200_*.json")
+    then = json.loads(path.read_text())
+    assert slower(then, then) == []
+
+    def halved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [halved(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        rates = ("tokens_per_s", "rows_per_s", "low", "high")
+        return {k: v / 2 if k in rates and isinstance(v, float) else halved(v) for k, v in value.items()}
+
+    assert slower(halved(then), then)
