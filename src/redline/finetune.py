@@ -94,7 +94,7 @@ def finetune(
             observers=opened.observers,
         )
         outcome = train(job, process)
-        if outcome.why == "finished":
+        if outcome.complete:
             write_result(model, recipe, base, process, adapter=run / "adapter", whole=run / "model")
         return outcome
 

@@ -3,11 +3,14 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from rich.console import Console
 from run_folders import EVENTS, HOSTILE, jsonl, lines, write_run
 
+from redline.cli.watch import _Notes
+from redline.config.rl import domain_name
 from redline.errors import ConfigError
 from redline.record.read import read_run
 from redline.report.page import page
@@ -63,7 +66,7 @@ def write_rl(folder: Path, *, units: float = 0.6, cosine: float = -0.25, step_s:
     write_run(folder, recipe=RECIPE, metrics=made, events=events)
     (folder / "samples").mkdir()
     groups = [
-        group("units", "u1", [(HOSTILE, 0.0), ("the <b>best</b>", 1.0)]),
+        group("units", "How many m are 3 km?", [(HOSTILE, 0.0), ("the <b>best</b>", 1.0)]),
         group("letters", "l1", [("only", 0.5)]),
     ]
     jsonl(folder / "samples" / "step-00000019.jsonl", [group("units", "old", [("older", 1.0)])])
@@ -92,6 +95,11 @@ def test_figures(tmp_path: Path) -> None:
     assert found is not None
     units, letters = found.domains
     assert (units.name, letters.name) == ("units", "letters"), "a file of the user's is named by its stem"
+    assert [domain_name(task) for task in ("gym:chain_sum", "a/b.py:make", "math")] == [
+        "chain_sum",
+        "b",
+        "math",
+    ]
     assert units.accuracy == pytest.approx(Share(0.6, 0.5, 0.7))
     assert units.before == pytest.approx(Share(0.3, 0.2, 0.4))
     assert units.reward == pytest.approx((17 + 18 + 19 + 20) / 4 / 20), "the last fifth"
@@ -157,6 +165,15 @@ def test_the_page_and_the_terminal_show_accuracies_first(tmp_path: Path) -> None
         told.index("accuracy, units") < told.index("What the policy does") < told.index("Where the time went")
     )
     assert "combining gradients" in told
+    assert "units: How many m are 3 km?" in told
+    assert "units: How many m are 3 km?" in text
+    view_of_watch = MagicMock()
+    notes = _Notes(view_of_watch)
+    notes.tell(shown)
+    notes.tell(shown)
+    said = [call.args[1]["text"] for call in view_of_watch.event.call_args_list]
+    assert said[0] == "units: How many m are 3 km? It wrote: the <b>best</b> (correct)"
+    assert said.count(said[0]) == 1
 
 
 class TestCompared:

@@ -1,19 +1,20 @@
 """Reinforcement learning: losses and advantages against cases computed by hand, the loop on a tiny model."""
 
+import json
 import math
 import threading
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 from rft_model import planned, tiny_model
 from rl_model import letters_rl, run_rl
+from trl_losses import CAP, CLIP_HIGH, CLIP_LOW, STORED, VARIANTS, record
 
 from redline.config.rl import RlConfig
 from redline.engine.local import LocalEngine
@@ -40,7 +41,7 @@ def answer(reward: float, size: int = 3, *, cut: bool = False) -> Sample:
 
 
 def group(*rewards: float) -> Group:
-    return Group(1, "units", 0, "q", (1, 2), tuple(map(answer, rewards)))
+    return Group(1, "units", 0, "q", "How far?", (1, 2), tuple(map(answer, rewards)))
 
 
 # ---- advantages and losses ----
@@ -237,7 +238,9 @@ def test_the_critic_learns_what_answers_earn(place):
         open_weights(Path(recipe.model.init_from)), recipe, plan, Process(0, 1, torch.device("cpu"))
     )
     assert recipe.rl is not None
-    asked = Group(1, "letters", 0, "q", (1, 2, 3), (answer(1.0), replace(answer(0.0), tokens=(5, 6, 7))))
+    asked = Group(
+        1, "letters", 0, "q", "Which?", (1, 2, 3), (answer(1.0), replace(answer(0.0), tokens=(5, 6, 7)))
+    )
     rows = Ppo(recipe.rl).rows(asked, [1.0, 0.0])
     for _ in range(60):
         critic.expect([rows])
@@ -443,50 +446,63 @@ def test_a_run_whose_generation_hangs_ends_with_a_checkpoint_and_resumes(
     assert training(tmp_path / "run") == training(unbroken)
 
 
+def test_a_run_that_ends_by_its_hours_has_a_result(place, tmp_path):
+    assert run_rl(place, tmp_path / "run", ["train.max_hours=1e-9"]).why.startswith("time limit")
+    assert open_weights(tmp_path / "run").source == tmp_path / "run" / "model"
+
+
 # ---- beside TRL ----
 
 
-@pytest.mark.slow
-def test_the_loss_and_its_gradient_are_trl_s():
-    """TRL's own `_compute_loss` ("dapo") on fixed log-probabilities, with its clip, KL and truncated correction."""
-    trl = pytest.importorskip("trl.trainer.grpo_trainer", reason="pip install 'redline[bench]'")
-    rl = replace(RL, kl=0.05)
-    generator = torch.Generator().manual_seed(0)
-    now, old, engine, reference = (
-        -torch.rand(3, 7, generator=generator, dtype=torch.float64) for _ in range(4)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_losses_and_gradients_are_trl_s(name):
+    """TRL's own `_compute_loss` as it was recorded (trl_losses.py): the loss, each token's term, the gradient."""
+    stored = json.loads(STORED.read_text())
+    given = {key: torch.tensor(value, dtype=torch.float64) for key, value in stored["inputs"].items()}
+    variant, theirs = VARIANTS[name], stored["variants"][name]
+    kept, now = given["mask"].bool(), given["now"].clone().requires_grad_()
+    rl = replace(
+        RL,
+        clip_low=CLIP_LOW,
+        clip_high=CLIP_HIGH,
+        kl=variant["kl"],
+        importance_cap=CAP if variant["corrected"] else 0.0,
     )
-    advantage = torch.tensor([1.2, -0.7, 0.3], dtype=torch.float64)
-    mask = torch.ones(3, 7, dtype=torch.float64)
-    mask[1, 4:] = 0
-    theirs, ours = now.clone().requires_grad_(), now.clone().requires_grad_()
-    trainer = MagicMock(
-        _get_per_token_logps_and_entropies=lambda *given, **named: (theirs, torch.zeros_like(now), None),
-        top_entropy_quantile=1.0, off_policy_mask_threshold=None, importance_sampling_level="token", beta=rl.kl,
-        loss_type="dapo", epsilon_low=rl.clip_low, epsilon_high=rl.clip_high, use_vllm=True,
-        vllm_importance_sampling_correction=True, _entropy_bonus_enabled=False, aux_loss_enabled=False,
-        current_gradient_accumulation_steps=1,
-    )  # fmt: skip
-    trainer.args.delta, trainer.args.use_bias_correction_kl, trainer.args.steps_per_generation = (
-        None,
-        False,
-        1,
-    )
-    trainer.accelerator.num_processes, trainer.model.training = 1, True
-    trainer.accelerator.gather = lambda found: found
-    ids = torch.zeros(3, 7, dtype=torch.long)
-    ratio = (old - engine).exp().clamp(max=rl.importance_cap)
-    given = {
-        "prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": mask,
-        "advantages": advantage, "old_per_token_logps": old, "ref_per_token_logps": reference,
-        "importance_sampling_ratio": ratio, "num_items_in_batch": mask.sum(),
-    }  # fmt: skip
-    trl.GRPOTrainer._compute_loss(trainer, MagicMock(), given).backward()
-    kept = mask.bool()
     columns = Columns(
-        sampled=engine[kept], advantage=advantage[:, None].expand(3, 7)[kept], old=old[kept],
-        reference=reference[kept],
-    )  # fmt: skip
-    (policy_loss(ours[kept], columns, rl)["loss"] / mask.sum()).backward()
-    assert theirs.grad is not None
-    assert ours.grad is not None
-    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
+        sampled=given["engine"][kept],
+        advantage=given["advantage"][:, None].expand(3, 7)[kept],
+        old=given["old"][kept] if variant["old"] else None,
+        reference=given["reference"][kept] if variant["kl"] else None,
+    )
+    loss = policy_loss(now[kept], columns, rl)["loss"] / kept.sum()
+    loss.backward()
+    close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-14)
+    close(loss.item(), theirs["loss"])
+    close(now.grad, torch.tensor(theirs["gradient"], dtype=torch.float64))
+    for place in kept.nonzero().tolist():
+        one = tuple(place)
+        alone = Columns(
+            *(
+                None if (found := getattr(columns, field.name)) is None else _only(found, kept, one)
+                for field in fields(Columns)
+            )
+        )
+        close(policy_loss(now.detach()[one][None], alone, rl)["loss"].item(), theirs["terms"][one[0]][one[1]])
+
+
+def _only(values: torch.Tensor, kept: torch.Tensor, place: tuple[int, ...]) -> torch.Tensor:
+    """The value of one token."""
+    whole = torch.zeros(kept.shape, dtype=values.dtype)
+    whole[kept] = values
+    return whole[place][None]
+
+
+@pytest.mark.slow
+def test_the_record_of_trl_s_losses_is_what_trl_computes():
+    pytest.importorskip("trl.trainer.grpo_trainer", reason="pip install 'redline[bench]'")
+    stored, now = json.loads(STORED.read_text()), record()
+    for name in VARIANTS:
+        for key in ("loss", "terms", "gradient"):
+            torch.testing.assert_close(
+                torch.tensor(now["variants"][name][key]), torch.tensor(stored["variants"][name][key])
+            )

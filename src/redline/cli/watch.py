@@ -10,6 +10,7 @@ import contextlib
 import math
 import time
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from redline.cli.live import make_view
@@ -91,11 +92,11 @@ def _follow(folder: Path, place: Path, view: Observer) -> Path | None:
 
 
 class _Notes:
-    """What the record's lines and events do not say: samples and tests of an RFT run, findings; each once."""
+    """What the record's lines and events do not say: samples and tests of an RFT run, an answer of an RL run, findings."""
 
     def __init__(self, view: Observer) -> None:
         self.view, self.told = view, set[str]()
-        self.samples, self.tests = 0, 0
+        self.samples, self.tests, self.validations = 0, 0, 0
 
     def once(self, text: str) -> None:
         if text not in self.told:
@@ -111,6 +112,13 @@ class _Notes:
         for test in tests[self.tests :]:
             self.view.event("test", test)
         self.tests = len(tests)
+        validations = sum(event["event"] == "validation" for event in shown.run.events)
+        if shown.rl and shown.rl.said and validations > self.validations:
+            self.validations, best = validations, shown.rl.said[0]
+            wrote = shorten(best.text, 200, placeholder=" …")
+            self.once(
+                f"{best.domain}: {shorten(best.question, 200, placeholder=' …')} It wrote: {wrote} ({best.note})"
+            )
         for finding in shown.findings or ():
             gain = f" ({finding.gain})" if finding.gain else ""
             self.once(f"finding: {finding.title}{gain}; fix: {finding.fix}")

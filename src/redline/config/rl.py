@@ -54,14 +54,19 @@ class RlConfig:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The domains as metrics and samples name them: `gym:chain_sum` as chain_sum, a user's own file by its stem."""
-        parts = [task.rpartition(":") for task in self.domains]
-        return tuple(Path(before).stem if before.endswith(".py") else last for before, _, last in parts)
+        """The domains as metrics and samples name them."""
+        return tuple(map(domain_name, self.domains))
 
     def data_of(self, name: str) -> str | None:
         """The folder of a domain's files, if there is one."""
         folder = Path(self.data).expanduser() / name if self.data is not None else None
         return str(folder) if folder is not None and folder.is_dir() else None
+
+
+def domain_name(task: str) -> str:
+    """`gym:chain_sum` is chain_sum; a user's own file goes by its stem."""
+    before, _, last = task.rpartition(":")
+    return Path(before).stem if before.endswith(".py") else last
 
 
 REINFORCING: dict[str, Any] = {

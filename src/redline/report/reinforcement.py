@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from redline.config.rl import domain_name
 from redline.errors import ConfigError, DataError
 from redline.record.files import parse_json
 from redline.record.read import Run, number, table, values
@@ -115,9 +116,8 @@ def reinforcement(run: Run) -> Reinforcement | None:
 
 
 def domains_of(run: Run) -> list[str]:
-    """The domains as metrics name them: a user's own file by its stem."""
     tasks = table(run.recipe.get("rl")).get("domains")
-    return [Path(str(task).partition(":")[0]).stem for task in tasks] if isinstance(tasks, list) else []
+    return [domain_name(str(task)) for task in tasks] if isinstance(tasks, list) else []
 
 
 def _domain(name: str, run: Run, recent: list[dict[str, Any]]) -> DomainFigures:

@@ -1,5 +1,7 @@
 """The report as tables in a terminal: the figures of the page, run by run, then side by side. No torch."""
 
+from textwrap import shorten
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -12,6 +14,7 @@ from redline.report.view import Bar, RunView, side_by_side
 
 BAR_COLUMNS = 20
 CURVE_COLUMNS = 48
+ASKED_COLUMNS = 200
 MOST_DIFFERENCES = 12
 _LEVELS = {"yes": "green", "no": "red"}
 
@@ -120,7 +123,8 @@ def _reinforcement(out: Printer, run: RunView) -> None:
     for place, one in enumerate(rl.said):
         if place == 0:
             out.part("What it wrote in the last step")
-        out.line(f"  {one.domain}, question {one.question}", note=f"{one.note}, reward {one.reward:g}")
+        asked = shorten(one.question, ASKED_COLUMNS, placeholder=" …")
+        out.line(f"  {one.domain}: {asked}", note=f"{one.note}, reward {one.reward:g}")
         out.line(f"    {' '.join(one.text.split())}")
 
 

@@ -165,7 +165,7 @@ def _scoring_s(name: str, groups: Sequence[Group], domains: Domains) -> float:
     domain = domains.by_name[name]
     questions = {question.id: question for question in domain.questions}
     items = [
-        (questions[group.question], domain.task.answer_of(sample.text))
+        (questions[group.id], domain.task.answer_of(sample.text))
         for group in groups
         for sample in group.answers
     ]

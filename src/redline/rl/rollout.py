@@ -175,7 +175,7 @@ class Rollouts:
 
         def finished(key: Key, found: Future[list[Sample]]) -> Group:
             one = asked[key]
-            return Group(step, *key, one.question.id, one.prompt, tuple(found.result()))
+            return Group(step, *key, one.question.id, one.question.text, one.prompt, tuple(found.result()))
 
         for completion in self.policy.engine.run(requests):
             key: Key = completion.request.tag

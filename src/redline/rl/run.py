@@ -79,7 +79,7 @@ def reinforce(
             raise TrainingError(
                 f"{outcome.why}; a checkpoint was saved: run the same command again to resume"
             )
-        if outcome.why == "finished":
+        if outcome.complete:
             write_result(job.model, recipe, base, process, adapter=run / "adapter", whole=run / "model")
         return outcome
 

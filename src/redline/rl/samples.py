@@ -50,8 +50,9 @@ class Group:
     domain: str
     number: int
     """Which question of its domain in this step."""
+    id: str
+    """Of the question, in its task."""
     question: str
-    """Its id in the task."""
     prompt: tuple[int, ...]
     answers: tuple[Sample, ...]
 

@@ -84,7 +84,10 @@ def main() -> None:
                 return
         if (child := os.fork()) == 0:
             _become(spec, program, report)
-        _tell(report, _supervise(child, control, spec["wall_s"]))
+        ended = _supervise(child, control, spec["wall_s"])
+        if spec["layer"] == "bubblewrap":  # it exits with 128 + the signal, before it has the program's time
+            ended |= {"cpu_s": None, "code": 128 - ended["code"] if ended["code"] > 128 else ended["code"]}
+        _tell(report, ended)
     except OSError as error:
         _tell(report, {"walls": str(error)})
 

@@ -50,6 +50,11 @@ class Outcome:
     metrics: dict[str, Any]
     """The last line written by this call; empty when there was nothing left to do."""
 
+    @property
+    def complete(self) -> bool:
+        """The run reached its steps, its hours or an early stop; nobody interrupted it."""
+        return self.why != STOPPED
+
 
 @dataclass
 class Progress:
