@@ -27,6 +27,7 @@ from redline.record.metrics import METRICS
 
 ALWAYS = ("step", "loss", "tokens_per_s", "mfu", "data_wait_s", "memory_bytes")
 SEQUENCES = 12
+pytestmark = pytest.mark.numerics  # some are; the others share their run
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,6 @@ def test_generate_is_fixed_by_its_seed(nano: Nano, run: Path, exported: Path) ->
     assert answer(nano, "generate", exported, *asked, "--seed", "3") == texts
 
 
-@pytest.mark.numerics
 def test_evaluate_agrees_with_the_training(nano: Nano, run: Path, exported: Path) -> None:
     last = steps(run)[-1]
     found = answer(nano, "evaluate", run, "--sequences", str(SEQUENCES))
@@ -126,7 +126,6 @@ def test_evaluate_agrees_with_the_training(nano: Nano, run: Path, exported: Path
     )
 
 
-@pytest.mark.numerics
 def test_transformers_finds_the_same_loss(nano: Nano, recipe: Path, run: Path, exported: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(exported)
@@ -140,7 +139,6 @@ def test_transformers_finds_the_same_loss(nano: Nano, recipe: Path, run: Path, e
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-@pytest.mark.numerics
 def test_a_run_starts_from_the_exported_weights(
     nano: Nano, run: Path, exported: Path, tmp_path: Path
 ) -> None:

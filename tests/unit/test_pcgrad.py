@@ -253,6 +253,7 @@ def test_two_processes_project_as_one(two: Path, mode: Mode):
     assert told == pytest.approx({name: float(value) for name, value in numbers.items()}, rel=CLOSE)
 
 
+@pytest.mark.numerics
 @pytest.mark.usefixtures("double")
 def test_inner_products_of_one_shard_alone_give_another_gradient(two: Path):
     """As public versions compute them: every process decides by its own shard."""
