@@ -1,6 +1,7 @@
 """`redline finetune`: one's own examples in every form, LoRA and all weights, one process and two, a model and a data
-set from a Hugging Face Hub on loopback."""
+set (a corpus too) from a Hugging Face Hub on loopback."""
 
+import itertools
 import json
 import sys
 import threading
@@ -9,12 +10,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 from warm import Fault, Warm
 
 from redline.cli.main import main
 from redline.data.examples import read_chats
+from redline.data.shards import TokenDataset
+from redline.data.tokenizer import load_tokenizer
 from redline.errors import DataError
 from redline.record.run import read_lines
 
@@ -179,15 +183,16 @@ class _Hub(BaseHTTPRequestHandler):
         for name, folder in self.folders.items():
             kind, _, repository = name.partition(":")
             if path.startswith(f"/api/{kind}/{repository}"):
-                files = sorted(folder.iterdir())
+                files = sorted(f for f in folder.rglob("*") if f.is_file())
+                names = [f.relative_to(folder).as_posix() for f in files]
                 tree = [
-                    {"type": "file", "path": f.name, "size": f.stat().st_size, "oid": f"{n:040x}"}
-                    for n, f in enumerate(files)
+                    {"type": "file", "path": name, "size": f.stat().st_size, "oid": f"{n:040x}"}
+                    for n, (name, f) in enumerate(zip(names, files, strict=True))
                 ]
                 about = {
                     "id": repository,
                     "sha": "c" * 40,
-                    "siblings": [{"rfilename": f.name} for f in files],
+                    "siblings": [{"rfilename": name} for name in names],
                 }
                 self._send(json.dumps(tree if "/tree/" in path else about).encode(), body)
                 return
@@ -214,6 +219,20 @@ class _Hub(BaseHTTPRequestHandler):
         pass
 
 
+LINES = ["", " = Title = \n", "", " Some words here . \n"]
+
+
+def _wikitext(folder: Path) -> Path:
+    """As on the Hub: a folder for each size, a file for each split, and rows that are lines."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for size, split in itertools.product((2, 103), ("test", "train", "validation")):
+        place = folder / f"wikitext-{size}-raw-v1"
+        place.mkdir(parents=True, exist_ok=True)
+        lines = [line.replace("words", split) for line in LINES * 50]
+        pq.write_table(pa.table({"text": lines}), place / f"{split}-00000-of-00001.parquet")
+    return folder
+
+
 @pytest.fixture
 def hub(model: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
     """The variables that a command needs to find it."""
@@ -222,6 +241,7 @@ def hub(model: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
     (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows()))
     (model / "pytorch_model.bin").write_bytes(b"a pickle")
     _Hub.folders = {"models:org/tiny": model, "datasets:org/chats": data}
+    _Hub.folders["datasets:Salesforce/wikitext"] = _wikitext(tmp_path / "wikitext")
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     # read by huggingface_hub when it is imported, which the warm process has not done
@@ -247,6 +267,21 @@ def test_model_and_data_come_from_the_hub(warm: Warm, hub, tmp_path):
     missing = warm.start(*command, environment=hub).wait()
     assert missing.code != 0
     assert "org/nothing: the Hugging Face Hub does not give this model" in missing.err.splitlines()[-1]
+
+
+def test_wikitext_comes_from_the_hub_with_its_own_splits_and_whole_texts(warm: Warm, hub, tmp_path):
+    where = {**hub, "REDLINE_CACHE": str(tmp_path / "redline")}
+    out = tmp_path / "corpus"
+    done = warm.start("data", "build", "wikitext-2", "--out", out, "--vocab-size", 300, environment=where).wait()
+    assert done.code == 0, done.err
+    text = "".join(line or "\n" for line in LINES)
+    tokenizer = load_tokenizer(out)
+    for split, name in (("train", "train"), ("valid", "validation")):
+        data = TokenDataset.open(out, split)
+        ids = data.read_windows(np.zeros(1, dtype=np.int64), data.tokens - 1)[0, :-1]
+        assert tokenizer.decode(ids.tolist()) == text.replace("words", name) * 50, "one document, and its end"
+    fetched = {path.parent.name for path in (tmp_path / "cache").rglob("*.parquet")}
+    assert fetched == {"wikitext-2-raw-v1"}, "the other sizes stay where they are"
 
 
 def test_without_a_connection_it_is_one_line(warm: Warm, tmp_path):

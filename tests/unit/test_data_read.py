@@ -21,6 +21,7 @@ from redline.data.read import (
     find_sources,
     scan,
     split_of,
+    splits_of,
 )
 from redline.errors import DataError
 
@@ -49,6 +50,20 @@ def test_rows_come_back_in_order_from_any_offset(tmp_path: Path, name: str, skip
     offsets = [row.offset_bytes for row in scan(path, "text")]
     assert offsets == sorted(offsets)
     assert offsets[-1] == path.stat().st_size
+
+
+def test_names_of_files_tell_the_split_where_all_of_them_do(tmp_path: Path) -> None:
+    for name in ("train-0.txt", "train-1.txt", "validation.txt", "test.txt"):
+        (tmp_path / name).write_text(name)
+    found = splits_of(find_sources(str(tmp_path)))
+    assert {path.name: split for path, split in found.items()} == {
+        "train-0.txt": "train", "train-1.txt": "train", "validation.txt": "valid",
+    }  # fmt: skip
+    assert [path.name for path in find_sources(str(tmp_path))] == ["train-0.txt", "train-1.txt", "validation.txt"]
+    (tmp_path / "more.txt").write_text("more")
+    assert len(find_sources(str(tmp_path))) == 5
+    assert not splits_of(find_sources(str(tmp_path))), "one file says nothing, so all go by their text"
+    assert not splits_of([tmp_path / "train-0.txt", tmp_path / "test.txt"]), "nothing to validate on"
 
 
 def test_a_small_text_file_is_one_document(tmp_path: Path) -> None:

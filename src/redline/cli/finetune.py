@@ -20,7 +20,7 @@ from redline.cli.options import recipe_of, status
 from redline.cli.train import RUN, check_options, train
 from redline.data.examples import find_examples
 from redline.errors import ConfigError
-from redline.model.hub import is_hub_name
+from redline.data.hub import is_hub_name
 from redline.record.files import read_text
 from redline.train.places import find, step_folders
 

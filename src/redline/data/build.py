@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from redline.config.recipe import DataConfig
-from redline.data.read import SPLITS, Corpus, Document, documents, encoded, find_sources, split_of
+from redline.data.read import SPLITS, Corpus, Document, documents, encoded, find_sources, split_of, splits_of
 from redline.data.shards import (
     FORMAT,
     Inputs,
@@ -243,14 +243,14 @@ def _load_state(out: Path, inputs: Inputs) -> _State:
 
 def _sample(corpus: Corpus) -> Iterator[str]:
     """Training documents for the BPE, an even share from each file."""
-    left_bytes = BPE_SAMPLE_BYTES
+    left_bytes, named = BPE_SAMPLE_BYTES, splits_of(corpus.paths)
     for number, path in enumerate(corpus.paths):
         share_bytes = left_bytes // (len(corpus.paths) - number)
         for text in documents(path, corpus.text_field):
             if share_bytes <= 0:
                 break
             utf8 = text.encode()
-            if split_of(utf8, corpus.valid_fraction) == "train":
+            if (named.get(path) or split_of(utf8, corpus.valid_fraction)) == "train":
                 share_bytes -= len(utf8)
                 left_bytes -= len(utf8)
                 yield text

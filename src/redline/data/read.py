@@ -1,20 +1,22 @@
 """Documents from disk (text, Markdown, JSONL, plain, .gz or .xz, Parquet, or a folder that mixes them), and their tokens.
 
 `find_sources` turns source names into files in a fixed order; `documents` yields the texts of a file, `scan` all of
-its rows, including why a row has no text. `split_of` decides the split of a document. `encoded` tokenises the documents
-of many files, in order, on several threads, from any position. Memory is bounded by the longest document and the
-batches in flight, not by the corpus. Left out: cleaning, filtering and deduplication.
+its rows, including why a row has no text. A document's split is that of its file where the files are named so
+(`splits_of`), and else follows from its text (`split_of`). `encoded` tokenises the documents of many files, in order, on
+several threads, from any position. Memory is bounded by the longest document and the batches in flight, not by the
+corpus. Left out: cleaning, filtering and deduplication.
 """
 
 import codecs
 import gzip
 import hashlib
+import itertools
 import json
 import lzma
 import os
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,8 +24,10 @@ from typing import BinaryIO, Literal, cast
 
 import numpy as np
 
+from redline.data.hub import CORPORA, CORPUS, fetch_corpus
 from redline.data.tokenizer import Tokenizer
 from redline.errors import DataError, need
+from redline.record.files import cache_folder, write_atomic
 
 Split = Literal["train", "valid"]
 SPLITS: tuple[Split, ...] = ("train", "valid")
@@ -51,8 +55,11 @@ class Row:
 
 
 def find_sources(*sources: str) -> list[Path]:
-    """The files that the sources name: shipped corpora, files, or all files under a folder, sorted."""
+    """The files that the sources name: shipped corpora, files, or all files under a folder, sorted. Of files that are
+    named by split, those for the test are left out."""
     files = [file for source in sources for file in _files(source)]
+    splits = splits_of(files)
+    files = [file for file in files if not splits or file in splits]
     for file, count in Counter(os.path.abspath(file) for file in files).items():
         if count > 1:
             raise DataError(f"the sources name {file} {count} times: name every file once")
@@ -69,7 +76,11 @@ def _files(source: str) -> list[Path]:
 
 
 def find_source(source: str) -> Path:
-    """The path of the source, which may also be a data folder; an error if it does not exist."""
+    """The path of the source, which may also be a data folder; an error if it does not exist. A corpus on the Hugging
+    Face Hub is fetched."""
+    if (address := CORPORA.get(source, source)).startswith(CORPUS):
+        folder = fetch_corpus(address)
+        return _joined(source, folder) if "/Salesforce/wikitext" in address else folder
     path = SHIPPED.get(source) or Path(os.path.expanduser(source))
     try:
         if path.is_dir() or path.exists():
@@ -78,8 +89,31 @@ def find_source(source: str) -> Path:
         raise DataError(f"the corpus {source!r:.100} cannot be read: {error.strerror}") from error
     raise DataError(
         f"no such corpus: {source}; give text files, a folder made by `redline data build` (in a recipe: --set"
-        f" data.source=...), or the name of a shipped one ({', '.join(SHIPPED)})"
+        f" data.source=...), or a name ({', '.join((*SHIPPED, *CORPORA))}, {CORPUS}org/name)"
     )
+
+
+def _joined(source: str, folder: Path) -> Path:
+    """WikiText as text: its rows are lines, and a document is what many of them make."""
+    out = cache_folder() / "corpora" / hashlib.sha256(str(folder).encode()).hexdigest()[:16]
+    for split, files in itertools.groupby(
+        files_under(folder, (".parquet",), f"rows of {source}"), lambda file: file.name.partition("-")[0]
+    ):
+        if not (path := out / f"{split}.txt").exists():
+            out.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, "".join(line or "\n" for file in files for line in documents(file, "text")))
+    return out
+
+
+def splits_of(files: Sequence[Path]) -> dict[Path, Split]:
+    """The split of each file, where some are named train* and others valid* or dev*; test* has none. Empty: the
+    names do not tell."""
+    named: dict[Path, Split] = {}
+    for file in files:
+        if file.name.startswith(("train", "valid", "dev")):
+            named[file] = "train" if file.name.startswith("train") else "valid"
+    told = set(named.values()) == set(SPLITS)
+    return named if told and all(f in named or f.name.startswith("test") for f in files) else {}
 
 
 def files_under(folder: Path, suffixes: tuple[str, ...], what: str) -> list[Path]:
@@ -293,11 +327,12 @@ def encoded(
 def _texts(
     corpus: Corpus, splits: tuple[Split, ...], first_file: int, first_document: int
 ) -> Iterator[Document]:
+    named = splits_of(corpus.paths)
     for file in range(first_file, len(corpus.paths)):
         skip = first_document if file == first_file else 0
         for number, row in enumerate(scan(corpus.paths[file], corpus.text_field, skip), start=skip):
             utf8 = row.text.encode()
-            split = split_of(utf8, corpus.valid_fraction)
+            split = named.get(corpus.paths[file]) or split_of(utf8, corpus.valid_fraction)
             if split in splits or row.wrong:
                 yield Document(row, split, len(utf8), file, number, NOTHING)
 

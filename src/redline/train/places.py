@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from redline.errors import CheckpointError
-from redline.model.hub import fetch_model, is_hub_name
+from redline.data.hub import fetch_model, is_hub_name
 from redline.record.files import read_json
 
 BEST = "best.json"

@@ -2,6 +2,7 @@
 
     folder = fetch_model("HuggingFaceTB/SmolLM2-135M-Instruct")      # safetensors, configuration, tokenizer
     files = fetch_data("openai/gsm8k@main")                          # Parquet, JSONL and JSON files
+    corpus = fetch_corpus("hf://datasets/wikimedia/wikipedia/20231101.en")     # a folder of a data set
 
 Files go into the Hub's own cache (`HF_HOME`), with its progress bars; what is there already is not fetched again.
 Pickled weights are never fetched. `HF_ENDPOINT` names another server, `HF_TOKEN` opens gated models.
@@ -16,6 +17,15 @@ from redline.errors import DataError, need
 _NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "chat_template.jinja")
 DATA_FILES = ("*.parquet", "*.jsonl", "*.json", "*.jsonl.gz")
+
+CORPUS = "hf://datasets/"
+"""How the name of a corpus on the Hub begins. A bare org/name would look like the folder data/corpus."""
+CORPORA = {
+    "wikitext-2": f"{CORPUS}Salesforce/wikitext/wikitext-2-raw-v1",
+    "wikitext-103": f"{CORPUS}Salesforce/wikitext/wikitext-103-raw-v1",
+    "wikipedia": f"{CORPUS}wikimedia/wikipedia/20231101.en",
+}
+"""Short names."""
 
 
 def is_hub_name(place: str) -> bool:
@@ -32,6 +42,14 @@ def fetch_model(name: str) -> Path:
 
 def fetch_data(name: str) -> Path:
     return _fetch(name, "dataset", DATA_FILES)
+
+
+def fetch_corpus(name: str) -> Path:
+    """hf://datasets/org/name/folder; the folder may be left out, and a revision may follow the name after an @."""
+    org, _, rest = name.removeprefix(CORPUS).partition("/")
+    repository, _, inside = rest.partition("/")
+    patterns = tuple(f"{inside}/{pattern}" for pattern in DATA_FILES) if inside else DATA_FILES
+    return _fetch(f"{org}/{repository}", "dataset", patterns) / inside
 
 
 def _fetch(name: str, kind: str, patterns: tuple[str, ...]) -> Path:
