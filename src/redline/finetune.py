@@ -22,10 +22,10 @@ import torch
 
 from redline.config.recipe import Recipe
 from redline.data.examples import read_chats
+from redline.data.hub import fetch_data, is_hub_name
 from redline.data.read import split_of
 from redline.engine.prompt import tokenized
 from redline.errors import DataError
-from redline.data.hub import fetch_data, is_hub_name
 from redline.model.huggingface import architecture
 from redline.model.huggingface_out import write_folder
 from redline.model.lora import add_lora

@@ -272,7 +272,9 @@ def test_model_and_data_come_from_the_hub(warm: Warm, hub, tmp_path):
 def test_wikitext_comes_from_the_hub_with_its_own_splits_and_whole_texts(warm: Warm, hub, tmp_path):
     where = {**hub, "REDLINE_CACHE": str(tmp_path / "redline")}
     out = tmp_path / "corpus"
-    done = warm.start("data", "build", "wikitext-2", "--out", out, "--vocab-size", 300, environment=where).wait()
+    done = warm.start(
+        "data", "build", "wikitext-2", "--out", out, "--vocab-size", 300, environment=where
+    ).wait()
     assert done.code == 0, done.err
     text = "".join(line or "\n" for line in LINES)
     tokenizer = load_tokenizer(out)

@@ -59,7 +59,11 @@ def test_names_of_files_tell_the_split_where_all_of_them_do(tmp_path: Path) -> N
     assert {path.name: split for path, split in found.items()} == {
         "train-0.txt": "train", "train-1.txt": "train", "validation.txt": "valid",
     }  # fmt: skip
-    assert [path.name for path in find_sources(str(tmp_path))] == ["train-0.txt", "train-1.txt", "validation.txt"]
+    assert [path.name for path in find_sources(str(tmp_path))] == [
+        "train-0.txt",
+        "train-1.txt",
+        "validation.txt",
+    ]
     (tmp_path / "more.txt").write_text("more")
     assert len(find_sources(str(tmp_path))) == 5
     assert not splits_of(find_sources(str(tmp_path))), "one file says nothing, so all go by their text"

@@ -151,8 +151,8 @@ def test_the_arms_differ_in_what_they_say() -> None:
     recipe = load_recipe("okadfa/nano")
     made = {arm.name: arm.of(recipe, 1e-3, 0) for arm in ARMS}
     assert len({one.fingerprint for one in made.values()}) == len(ARMS)
-    assert [name for name, one in made.items() if one.feedback] == ["A3", "A4", "A5", "A6"]
+    assert [name for name, one in made.items() if one.feedback] == ["A3", "A4", "A5", "A6", "A7"]
     assert [name for name, one in made.items() if one.model.attention == "softmax"] == ["A0"]
-    assert [name for name, one in made.items() if one.train.orthogonality] == ["A2", "A4", "A5", "A6"]
+    assert [name for name, one in made.items() if one.train.orthogonality] == ["A2", "A4", "A5", "A6", "A7"]
     assert (made["A3"].dfa.depth, made["A5"].dfa.depth, made["A6"].dfa.top_blocks) == ("layer", "block", 2)
     assert isinstance(made["A0"].model, ModelConfig)

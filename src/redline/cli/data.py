@@ -2,6 +2,7 @@
 built.
 
 redline data build corpus.jsonl.gz --out data/corpus --tokenizer gpt2/tokenizer.json
+redline data build wikitext-2 --out data/wikitext            from the Hugging Face Hub, with its own validation split
 redline data info data/corpus --verify
 """
 
@@ -17,7 +18,7 @@ from redline.record.units import format_bytes
 
 ARGUMENTS = {
     "build": f"""tokenise a corpus into memory-mapped shards; after a kill, run it again and it resumes
-SOURCE...                a file, a folder, or `tinyshakespeare`; several make one corpus
+SOURCE...                a file, a folder, tinyshakespeare, wikitext-2, wikipedia or hf://datasets/org/name; several make one corpus
 --out DIR                the data folder to write (required)
 --tokenizer TOKENIZER    a tokenizer.json or a folder with one (default bpe: a byte-level BPE trained on the source)
 --vocab-size N           vocabulary of the trained BPE (default: 32768)

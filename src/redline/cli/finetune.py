@@ -19,8 +19,8 @@ from redline.cli.arguments import JSON
 from redline.cli.options import recipe_of, status
 from redline.cli.train import RUN, check_options, train
 from redline.data.examples import find_examples
-from redline.errors import ConfigError
 from redline.data.hub import is_hub_name
+from redline.errors import ConfigError
 from redline.record.files import read_text
 from redline.train.places import find, step_folders
 

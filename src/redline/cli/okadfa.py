@@ -21,7 +21,7 @@ from redline.report.grid import show
 from redline.tune.okadfa import COLUMNS, RESULT, cells, study
 
 ARGUMENTS = {
-    "ablate": f"""the arms A0 to A6: softmax or kernel attention, orthogonality, the learning rule
+    "ablate": f"""the arms A0 to A7: softmax or kernel attention, orthogonality, the learning rule
 {RECIPE}
 --arms NAME,NAME   only these (default: all)
 --seeds N          runs of each arm at its best learning rate (default 3)

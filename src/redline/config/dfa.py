@@ -4,19 +4,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 Rule = Literal["backprop", "dfa"]
-DfaError = Literal["logits", "hidden"]
+DfaError = Literal["logits", "hidden", "residual"]
 DfaFeedback = Literal["dense", "generated"]
 DfaDepth = Literal["block", "layer"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DfaConfig:
-    """Each block (or layer) learns from the error of the output, carried to it by a fixed random matrix."""
+    """Each block (or layer) learns from the error of the output, carried to it by a fixed random matrix (or, with
+    error `residual`, as it is)."""
 
     error: DfaError = "logits"
     """The error that is fed back: the loss's gradient at the logits (vocab_size numbers a token), or at what the
     head reads (hidden_size numbers: far less work, but the head cannot align with the feedback, and the blocks
-    learn less; docs/okadfa.md)."""
+    learn less; docs/okadfa.md). `residual`: no random matrix; every block gets the gradient at the top of the residual
+    stream as it is, which is its own but for what the blocks above do with its output."""
     feedback: DfaFeedback = "dense"
     """Keep the random matrices in memory, or draw them from the seed whenever they are needed."""
     shared: bool = False

@@ -97,8 +97,10 @@ class DataConfig:
     """Where the tokens come from."""
 
     source: str = ""
-    """Pre-training: `tinyshakespeare` (ships with the package), a folder made by `redline data build`, or text /
-    JSONL / Parquet files. Fine-tuning: a JSON, JSONL or Parquet file of examples (docs/finetune.md)."""
+    """Pre-training: `tinyshakespeare` (ships with the package), a folder made by `redline data build`, text / JSONL /
+    Parquet files or a folder of them; from the Hugging Face Hub `wikitext-2`, `wikitext-103`, `wikipedia`, or
+    hf://datasets/org/name/folder. Files named train* and valid* are the splits. Fine-tuning: a JSON, JSONL or Parquet
+    file of examples (docs/finetune.md)."""
     seq_len: int = 0
     """Tokens in a sequence. Fine-tuning: longer examples are left out; 0: the model's context."""
     tokenizer: str = "bpe"

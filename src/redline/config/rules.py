@@ -196,6 +196,10 @@ def _plan(recipe: Recipe) -> Iterator[Rule]:
             not layered,
             "dfa.depth layer cuts into the blocks and cannot be compiled: leave plan.compile out",
         )
+        yield (
+            recipe.dfa.error != "residual" or recipe.dfa.depth == "block",
+            "dfa.error residual has no signal for single layers: set dfa.depth block",
+        )
     if p.precision == "fp8" and m.is_shaped:
         sides = (m.hidden_size, m.ffn_size, m.head_size * m.kv_heads)
         yield (

@@ -91,7 +91,8 @@ def feedback_blocks(model: ModelConfig, dfa: DfaConfig) -> int:
 
 
 def feedback_error_size(model: ModelConfig, dfa: DfaConfig) -> int:
-    return model.hidden_size if dfa.error == "hidden" else model.vocab_size
+    """Numbers a token that random matrices multiply."""
+    return {"logits": model.vocab_size, "hidden": model.hidden_size, "residual": 0}[dfa.error]
 
 
 def feedback_source(dfa: DfaConfig, place: int) -> int:

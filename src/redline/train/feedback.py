@@ -7,7 +7,8 @@ to each of them, and no gradient travels from block to block.
 A pass runs the blocks without a graph, keeps what the first one reads, and computes the loss. Its backward gives
 the error: the gradient at what the head reads, or at the logits. Then the blocks run a second time from the
 bottom up; each is given the error times its own matrix as the gradient of its output, learns by
-back-propagation inside itself, and is forgotten before the next. So the activations of one block are alive at a
+back-propagation inside itself, and is forgotten before the next. `dfa.error = "residual"` has no matrices: every
+block gets the gradient at the top of the residual stream, which is what reaches it past the blocks above. So the activations of one block are alive at a
 time, whatever the depth, and an update costs one more forward: the price of full recomputation, which still
 keeps the input of every block.
 
@@ -162,7 +163,7 @@ class _Sweep:
         hidden_BTD = self.model.norm(x_BTD)
         if self.rule.dfa.error == "hidden":
             hidden_BTD.register_hook(self._keep)
-        else:
+        elif self.rule.dfa.error == "logits":
             self.hidden_BTD = hidden_BTD.detach()
         return hidden_BTD
 
@@ -170,9 +171,11 @@ class _Sweep:
         self.error = gradient.detach()
 
     @torch.enable_grad()
-    def run_below(self, x_BTD: Tensor, attend: Attend) -> Tensor:
-        """Every block once more, with a graph that lives no longer than its backward. Returns the embedding's
-        signal."""
+    def run_below(self, x_BTD: Tensor, attend: Attend, above_BTD: Tensor) -> Tensor:
+        """Every block once more, with a graph that lives no longer than its backward. Given the gradient of what they
+        put out, returns the embedding's signal."""
+        if self.rule.dfa.error == "residual":
+            self.error = above_BTD
         signal_BTD = self._signals(0, x_BTD)[0]
         for place, block in enumerate(self.below, 1):
             *inside, at_output = self._signals(place, x_BTD)
@@ -186,6 +189,9 @@ class _Sweep:
         return signal_BTD
 
     def _signals(self, place: int, x_BTD: Tensor) -> tuple[Tensor, ...]:
+        if self.rule.dfa.error == "residual":
+            assert self.error is not None
+            return (self.error,)
         source = self.rule.project.source(place)
         if self.last is None or self.last[0] != source:
             self.last = None  # freed before the next are made
@@ -244,8 +250,8 @@ class _Below(torch.autograd.Function):
         return x_BTD
 
     @staticmethod
-    def backward(ctx: Any, *_from_above: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, ctx.sweep.run_below(*ctx.saved_tensors, ctx.attend)
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, ctx.sweep.run_below(*ctx.saved_tensors, ctx.attend, *above)
 
 
 @contextmanager

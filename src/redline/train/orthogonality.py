@@ -3,13 +3,13 @@
     learner.penalise = penalty(model, recipe.train, step=lambda: progress.step)
     learner.penalise(scale)                     # adds its gradient to the parameters', once an update
 
-W is a head's C rows of the projection, C x hidden size; the gradient, 4 (W W^T - I) W, is two small products a layer,
-far below 1 % of an update. It depends on the weights alone, so it is added when the passes are done and their
-gradients are reduced: neither passes nor processes multiply it. Sharded weights are gathered, a layer at a time, and
-every process keeps its own part of the result.
+W is a head's C rows of the projection, C x hidden size; the gradient, 4 (W W^T - I) W, is two small products. They take
+several layers at a time, because a layer's alone are bound by their launches (LOG.md). It depends on the weights alone,
+so it is added when the passes are done and their gradients are reduced: neither passes nor processes multiply it.
+Sharded weights are gathered, and every process keeps its own part of the result.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from redline.config.recipe import TrainConfig
-from redline.model.transformer import Attention, Transformer
+from redline.model.transformer import Transformer
 from redline.train.optimizer import part_of, whole_of
+
+TOGETHER_BYTES = 64 * 2**20
+"""Of the maps that are computed together, which are copied for it."""
 
 
 def penalty(
@@ -36,23 +39,28 @@ def penalty(
 @torch.no_grad()
 def penalise(model: Transformer, weight: float, *, values: bool) -> dict[str, Tensor]:
     """Add the gradient; returns the violation, the RMS of |W W^T - I| / sqrt(C): 0 if all heads are orthonormal."""
-    squares = [_penalise(block.attn, weight, values) for block in model.blocks]
     attn = model.blocks[0].attn
-    rows = len(squares) * (attn.heads + attn.kv_heads * (2 if values else 1)) * attn.head_size
-    return {"orthogonality_violation": (torch.stack(squares).sum() / rows).sqrt()}
-
-
-def _penalise(attn: Attention, weight: float, values: bool) -> Tensor:
-    parameter = attn.qkv.weight
-    assert parameter.grad is not None
     rows = (attn.heads + attn.kv_heads * (2 if values else 1)) * attn.head_size
-    heads = whole_of(parameter.detach())[:rows].unflatten(0, (-1, attn.head_size))
+    together = max(1, TOGETHER_BYTES // (4 * rows * attn.qkv.in_features))
+    parameters = [block.attn.qkv.weight for block in model.blocks]
+    squares = [
+        _penalise(parameters[at : at + together], rows, attn.head_size, weight)
+        for at in range(0, len(parameters), together)
+    ]
+    return {"orthogonality_violation": (torch.stack(squares).sum() / len(parameters) / rows).sqrt()}
+
+
+def _penalise(parameters: Sequence[Tensor], rows: int, head_size: int, weight: float) -> Tensor:
+    """Of some layers; returns the sum of |W W^T - I|^2."""
+    maps = torch.stack([whole_of(p.detach())[:rows] for p in parameters])
+    heads = maps.unflatten(1, (-1, head_size))
     gram = heads @ heads.mT
     gram.diagonal(dim1=-2, dim2=-1).sub_(1.0)
-    gradient = (gram @ heads).flatten(0, 1).mul_(4 * weight)
-    if isinstance(parameter, DTensor):
-        rest = parameter.shape[0] - rows
-        parameter.grad.add_(part_of(F.pad(gradient, (0, 0, 0, rest)), parameter))
-    else:
-        parameter.grad[:rows].add_(gradient)
+    gradients = (gram @ heads).flatten(1, 2).mul_(4 * weight).unbind()
+    for p, gradient in zip(parameters, gradients, strict=True):
+        assert p.grad is not None
+        if isinstance(p, DTensor):
+            p.grad.add_(part_of(F.pad(gradient, (0, 0, 0, p.shape[0] - rows)), p))
+        else:
+            p.grad[:rows].add_(gradient)
     return gram.square().sum()

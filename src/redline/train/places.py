@@ -9,8 +9,8 @@ import re
 from importlib import resources
 from pathlib import Path
 
-from redline.errors import CheckpointError
 from redline.data.hub import fetch_model, is_hub_name
+from redline.errors import CheckpointError
 from redline.record.files import read_json
 
 BEST = "best.json"

@@ -8,6 +8,7 @@ other seeds. A run is an ordinary run folder: killed, the same call goes on, and
 result is written to okadfa.json.
 """
 
+import gc
 import json
 import math
 import statistics
@@ -23,7 +24,6 @@ from redline.plan.planner import make_plan
 from redline.record.read import read_run
 
 RESULT = "okadfa.json"
-Change = Callable[[Recipe], Recipe]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class Arm:
         train = replace(train, rule="backprop" if self.rule is None else "dfa")
         model = replace(recipe.model, attention="favor" if self.kernel else "softmax")
         top = {"top_blocks": recipe.model.num_layers // 2} if self.name == "A6" else {}
-        dfa = replace(recipe.dfa, **{**(self.rule or {}), **top})
+        error = "logits" if recipe.dfa.error == "residual" else recipe.dfa.error
+        dfa = replace(recipe.dfa, **{"error": error, **(self.rule or {}), **top})
         return replace(recipe, name=f"okadfa-{self.name}", model=model, train=train, dfa=dfa)
 
 
@@ -53,6 +54,7 @@ ARMS = (
     Arm("A4", "A3 with orthogonality", orthogonal=True, rule={"depth": "layer"}),
     Arm("A5", "hybrid: feedback to every block; orthogonality", orthogonal=True, rule={"depth": "block"}),
     Arm("A6", "A5 with the upper half of the blocks by back-propagation", orthogonal=True, rule={"depth": "block"}),
+    Arm("A7", "A5 with the gradient of the residual stream instead of random feedback", orthogonal=True, rule={"depth": "block", "error": "residual"}),
 )  # fmt: skip
 
 
@@ -164,6 +166,7 @@ def _loss(recipe: Recipe, hardware: Hardware, run: Path) -> float | None:
     plan = make_plan(recipe, hardware)
     torch.compiler.reset()  # torch compiles a block for a few models, and refuses more
     if hardware.kind == "cuda":
+        gc.collect()  # the run before is a circle of references, and would count
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     if not run.exists() or read_run(run).state.ending != "finished":
