@@ -21,6 +21,7 @@ from redline.train.packed import (
     exact,
     fingerprint,
     pack,
+    pack_once,
     static_shapes,
     unpack,
 )
@@ -89,6 +90,27 @@ def test_a_packed_row_has_the_loss_and_gradients_of_a_padded_batch(
     each = (packed_loss(model, batch, shape, reduction="none"), padded_loss(model, batch, reduction="none"))
     assert_close(*each)
     found, truth = gradients(model, packed), gradients(model, padded)
+    for name, gradient in truth.items():
+        assert_close(found[name], gradient, what=name)
+
+
+@pytest.mark.numerics
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("family", [*CONFIGS, "favor"])
+def test_prompts_held_once_give_the_loss_and_gradients_of_prompts_held_by_every_answer(family: str) -> None:
+    config = (
+        CONFIGS[family] if family in CONFIGS else dataclasses.replace(LLAMA, attention="favor", features=16)
+    )
+    model, (first, second, third, *_) = build_model(config, device="cpu", seed=0), examples(5)
+    batch = [first, second, Example(first.prompt, third.answer), third, Example(first.prompt, (5,))]
+    tokens_1T, targets_1A, packing = pack_once(batch, torch.device("cpu"))
+    assert tokens_1T.shape[1] == exact(batch).tokens - 2 * len(first.prompt)
+    assert torch.equal(
+        packing.positions_T[packing.copies.spread_E][packing.copies.kept_T], packing.positions_T
+    )
+    once, apart = model(tokens_1T, targets_1A, packing=packing), packed_loss(model, batch, exact(batch))
+    assert_close(once, apart)
+    found, truth = gradients(model, once), gradients(model, apart)
     for name, gradient in truth.items():
         assert_close(found[name], gradient, what=name)
 

@@ -21,7 +21,7 @@ from redline.engine.local import LocalEngine
 from redline.errors import TrainingError
 from redline.record.metrics import METRICS
 from redline.record.run import read_lines
-from redline.rl.algorithm import Columns, columns_of
+from redline.rl.algorithm import Columns, columns_of, shared_tokens
 from redline.rl.grpo import Grpo, advantages, divergence, policy_loss
 from redline.rl.imitation import Imitation
 from redline.rl.ppo import Ppo, generalised_advantages, make_critic, value_loss
@@ -29,6 +29,7 @@ from redline.rl.rollout import Rollouts, shaped_reward
 from redline.rl.samples import Group, Sample, Samples
 from redline.rl.watchdog import Watchdog
 from redline.train.checkpoint import read_tensors
+from redline.train.packed import Example
 from redline.train.places import resolve
 from redline.train.process import Process
 from redline.train.restore import open_weights
@@ -42,6 +43,15 @@ def answer(reward: float, size: int = 3, *, cut: bool = False) -> Sample:
 
 def group(*rewards: float) -> Group:
     return Group(1, "units", 0, "q", "How far?", (1, 2), tuple(map(answer, rewards)))
+
+
+def test_answers_to_a_question_share_its_prompt_where_that_saves_enough() -> None:
+    """Three answers of 4 tokens, 2 of them the prompt: two copies, 4 of 12 tokens, need not be read."""
+    rows = Grpo(RL).rows(group(1.0, 0.0, 1.0), (1.0, 0.0, 1.0))
+    assert shared_tokens(rows) == 4
+    assert shared_tokens(rows[:1]) == shared_tokens([]) == 0
+    long = [replace(row, example=Example((1, 2), tuple(range(19)))) for row in rows]
+    assert shared_tokens(long) == 0, "4 of 60 tokens are fewer than copies cost"
 
 
 # ---- advantages and losses ----

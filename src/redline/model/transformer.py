@@ -30,7 +30,7 @@ from redline.errors import MachineError
 from redline.machine.facts import memory_bytes
 from redline.model import kernels
 from redline.model.attention.favor import draw
-from redline.model.attention.packed import Packing
+from redline.model.attention.packed import Packing, over_copies
 from redline.model.attention.rope import rope_table
 from redline.model.attention.variants import VARIANTS, Attend
 from redline.model.cross_entropy import Reduction, linear_cross_entropy
@@ -211,7 +211,10 @@ class Transformer(nn.Module):
         at = slice(tokens_BT.shape[1]) if packing is None else packing.positions_T
         x = self.embedded(tokens_BT, at)
         rope = None if self.positions is not None else (self.rope_cos[at], self.rope_sin[at])
-        attend = self.variant.over(self.config, packing, rope, x)
+        over = self.variant.over
+        if packing is not None and packing.copies is not None:
+            over = functools.partial(over_copies, over)
+        attend = over(self.config, packing, rope, x)
         if through is not None:
             return through(x, attend)
         for block in self.blocks:

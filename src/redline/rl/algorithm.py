@@ -17,9 +17,13 @@ from torch import Tensor
 
 from redline.model.attention.packed import Packing
 from redline.rl.samples import Group, Sample
-from redline.train.packed import EMPTY, Example, exact, pack, unpack
+from redline.train.packed import EMPTY, Example, exact, pack, pack_once, unpack
 from redline.train.process import Process
 from redline.train.step import Numbers
+
+COPIES_PAY = 0.1
+"""Share of tokens from which prompts are read once. A token of a 360M model saves 66 MFLOP in every layer, 0.17 us at
+400 TFLOP/s; copying one for attention moves some 25 KB forth and back, with atomic additions about 0.015 us (H200)."""
 
 
 @dataclass
@@ -78,10 +82,20 @@ def share_of(rows: Sequence[Row], process: Process) -> list[Row]:
     return ordered[process.rank :: process.world_size]
 
 
+def shared_tokens(rows: Sequence[Row]) -> int:
+    """Prompt tokens that a pass need not read because another of its rows has them; 0 if so few that copies would cost
+    more."""
+    once = sum(map(len, {row.example.prompt for row in rows}))
+    saved = sum(len(row.example.prompt) for row in rows) - once
+    return saved if saved > COPIES_PAY * sum(row.example.length for row in rows) else 0
+
+
 def packed(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor, Packing]:
     """The rows one after the other: tokens, targets, and where they begin. Without any, a token that counts for
-    nothing."""
+    nothing. Answers to one question share its prompt where that pays."""
     examples = [row.example for row in rows]
+    if shared_tokens(rows):
+        return pack_once(examples, device)
     shape = exact(examples) if examples else EMPTY
     return unpack(torch.from_numpy(pack(examples, shape)).to(device), shape)
 

@@ -2,8 +2,8 @@
 
 The budget is the plan's micro-batch times the longest row, so short answers fill a pass as well as long ones.
 Every process computes as many passes as the one that has the most, because a sharded model must run on all of them
-together; a pass without rows counts for nothing. Prompts are read once for every answer of a group: sharing them would
-take an attention kernel for trees, and pays only where prompts are much longer than answers.
+together; a pass without rows counts for nothing. Within a pass the answers to a question share its prompt: everything
+but attention reads it once (train.packed.pack_once).
 
 Shapes: A answer tokens of a packed row.
 """
@@ -21,7 +21,7 @@ from redline.config.recipe import Recipe
 from redline.model.lora import lora_layers, without_adapters
 from redline.model.transformer import Transformer
 from redline.plan.predict import longest_row
-from redline.rl.algorithm import Algorithm, Row, columns_of, packed, share_of
+from redline.rl.algorithm import Algorithm, Row, columns_of, packed, share_of, shared_tokens
 from redline.rl.ppo import Critic
 from redline.rl.rollout import Rollout
 from redline.rl.speed import work_of
@@ -50,28 +50,41 @@ class Policies:
 
     def passes(self, learner: Learner, rows: Sequence[Row]) -> Iterable[Pass]:
         """Domains are kept apart only where somebody compares their gradients: together they fill passes better."""
-        groups = self.rl.names if self.rl.pcgrad != "off" else ("",)
-        for group in groups:
-            for part in self.split([row for row in rows if group in ("", row.domain)]):
+        for group, own in self._groups(rows):
+            for part in self.split(own):
                 yield backpropagated(partial(self._forward, learner, part), group)
 
     def split(self, rows: Sequence[Row]) -> list[list[Row]]:
         """The passes of this process for the rows of all processes."""
-        shares = [
-            _within(
-                share_of(rows, replace(self.process, rank=rank)), self.pass_size * longest_row(self.recipe)
-            )
-            for rank in range(self.process.world_size)
-        ]
+        shares = self._shares(rows)
         own = shares[self.process.rank]
         return own + [[]] * (max(map(len, shares)) - len(own))
+
+    def parts(self, batch: Rollout) -> list[list[Row]]:
+        """The rows of each update, over all processes."""
+        count = min(self.rl.updates_per_rollout, len(batch.all_rows))
+        return [batch.all_rows[part::count] for part in range(count)]
 
     def shrink(self) -> bool:
         before, self.pass_size = self.pass_size, max(1, self.pass_size // 2)
         return self.pass_size < before
 
     def facts(self, batch: Rollout) -> dict[str, float]:
-        return {**batch.facts, **work_of(self.recipe, batch.all_rows)}
+        groups = (own for rows in self.parts(batch) for _, own in self._groups(rows))
+        passes = (part for rows in groups for parts in self._shares(rows) for part in parts)
+        return {**batch.facts, **work_of(self.recipe, batch.all_rows, shared=sum(map(shared_tokens, passes)))}
+
+    def _groups(self, rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+        names = self.rl.names if self.rl.pcgrad != "off" else ("",)
+        return [(name, [row for row in rows if name in ("", row.domain)]) for name in names]
+
+    def _shares(self, rows: Sequence[Row]) -> list[list[list[Row]]]:
+        """The passes of every process."""
+        budget = self.pass_size * longest_row(self.recipe)
+        return [
+            _within(share_of(rows, replace(self.process, rank=rank)), budget)
+            for rank in range(self.process.world_size)
+        ]
 
     def _forward(self, learner: Learner, rows: Sequence[Row]) -> Numbers:
         model, device = learner.model, learner.process.device
@@ -116,7 +129,7 @@ class Updates:
             nothing = torch.zeros((), device=self.learner.process.device)
             return Update({"loss": nothing, "grad_norm": nothing})
         set_lr(self.learner.optimizers, lr_factor)
-        parts = self._parts(batch)
+        parts = self.objective.parts(batch)
         if not batch.prepared:
             self._prepare(parts)
             batch.prepared = True
@@ -131,11 +144,6 @@ class Updates:
                 batch.critic_updates.append(self.critic.improve(self.objective.split(rows), _targets(rows)))
             numbers |= {f"critic_{name}": value for name, value in _mean(batch.critic_updates).items()}
         return Update(numbers)
-
-    def _parts(self, batch: Rollout) -> list[list[Row]]:
-        """The rows of each update, over all processes."""
-        count = min(self.objective.rl.updates_per_rollout, len(batch.all_rows))
-        return [batch.all_rows[part::count] for part in range(count)]
 
     def _prepare(self, parts: Sequence[Sequence[Row]]) -> None:
         """Note what this process's rows are before the first update: what the critic expects of them, and where

@@ -47,14 +47,16 @@ def random_rows(recipe: Recipe, *, shortest: float = SHORTEST) -> list[Row]:
         return tuple(draw.integers(0, V, length).tolist())
 
     rows = []
+    prompt: tuple[int, ...] = ()
     for place in range(recipe.rows_per_step):
-        example = Example(tokens(rl.max_prompt_tokens), tokens(rl.max_new_tokens))
+        prompt = prompt if place % rl.group_size else tokens(rl.max_prompt_tokens)
+        example = Example(prompt, tokens(rl.max_new_tokens))
         size, better = len(example.answer), (-1.0) ** place
         columns = {
             "sampled": np.full(size, -np.log(V), np.float32),
             "advantage": np.full(size, better, np.float32),
         }
-        rows.append(Row(rl.names[place // 2 % len(rl.names)], example, False, better, columns))
+        rows.append(Row(rl.names[place // rl.group_size % len(rl.names)], example, False, better, columns))
     return rows
 
 

@@ -1,7 +1,7 @@
 """How fast a step was: the work of its update counted row by row, in our convention and in verl's, and the metrics
 that follow from it once the times are known.
 
-    facts = work_of(recipe, rows)                      # TFLOP of the rows, counted with their own lengths
+    facts = work_of(recipe, rows, shared=0)            # TFLOP of the rows, counted with their own lengths
     derived = make_derived(recipe, plan)               # line -> update_s, actor_mfu, perf/throughput, ...
 
 verl counts as its current version does: the embedding as a matrix product beside the head, attention causal
@@ -21,10 +21,13 @@ CRITIC_WORK = 4 / 3
 """Of an update's: the critic also reads every row once beforehand, to say what it expects."""
 
 
-def work_of(recipe: Recipe, rows: Sequence[Row]) -> dict[str, float]:
+def work_of(recipe: Recipe, rows: Sequence[Row], *, shared: int) -> dict[str, float]:
+    """`shared` tokens of prompts were read with another row's: only attention computed them again. verl has no such
+    thing, and its count stays that of all tokens."""
     lengths = [row.example.length for row in rows]
+    whole = sum(n * flops_per_token(recipe.model, n, recipe.lora) for n in lengths)
     return {
-        "actor_tflop": sum(n * flops_per_token(recipe.model, n, recipe.lora) for n in lengths) / 1e12,
+        "actor_tflop": (whole - shared * flops_per_token(recipe.model, 0, recipe.lora)) / 1e12,
         "actor_tflop_verl": sum(verl_flops(recipe.model, n) for n in lengths) / 1e12,
     }
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from redline.config.recipe import IGNORED
 from redline.errors import DataError
-from redline.model.attention.packed import Packing
+from redline.model.attention.packed import Copies, Packing
 from redline.train.process import Process
 from redline.train.step import Learner, Pass
 
@@ -157,6 +157,41 @@ def unpack(words: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Packing]:
     """Tokens, targets and packing of a row, as views of its numbers where they lie."""
     tokens_T, positions_T, bounds_S, read_A, targets_A = words.split(shape.sizes)
     return tokens_T[None], targets_A[None].long(), Packing(positions_T, bounds_S, shape.longest, read_A)
+
+
+def pack_once(examples: Sequence[Example], device: torch.device) -> tuple[Tensor, Tensor, Packing]:
+    """Tokens, targets and packing of a row that holds equal prompts once. The answers of one question to learn from are
+    many, and all layers but attention read its prompt once for all of them."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    spread: list[NDArray[np.int64]] = []
+    kept: list[NDArray[np.int64]] = []
+    reads: list[NDArray[np.int64]] = []
+    prompts: dict[tuple[int, ...], int] = {}
+    bounds = [0]
+    for example in examples:
+        size = len(example.prompt)
+        if (start := prompts.setdefault(example.prompt, len(tokens))) == len(tokens):
+            tokens += example.prompt
+            positions += range(size)
+            kept.append(np.arange(bounds[-1], bounds[-1] + size))
+        prompt, answer = np.arange(start, start + size), np.arange(len(example.answer) - 1)
+        kept.append(bounds[-1] + size + answer)
+        spread += [prompt, len(tokens) + answer]
+        reads += [prompt[-1:], len(tokens) + answer]
+        tokens += example.answer[:-1]
+        positions += range(size, example.length)
+        bounds.append(bounds[-1] + example.length)
+    targets = [token for example in examples for token in example.answer]
+    lists = [np.array(given) for given in (tokens, positions, bounds, targets)]
+    parts = [*lists, *map(np.concatenate, (reads, spread, kept))]
+    words = torch.from_numpy(np.concatenate(parts).astype(np.int32)).to(device)
+    tokens_T, positions_T, bounds_S, targets_A, read_A, spread_E, kept_T = words.split(
+        [len(part) for part in parts]
+    )
+    longest, copies = max(example.length for example in examples), Copies(spread_E, kept_T)
+    packing = Packing(positions_T, bounds_S, longest, read_A, copies)
+    return tokens_T[None], targets_A[None].long(), packing
 
 
 def _filler(used: int, size: int, longest: int) -> list[int]:

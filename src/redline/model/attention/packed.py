@@ -25,6 +25,16 @@ if TYPE_CHECKING:
     from redline.model.transformer import Attention
 
 
+class Copies(NamedTuple):
+    """Where sequences begin alike, the row holds their common tokens once. Attention is over a longer row in which each
+    sequence has its own copy."""
+
+    spread_E: Tensor
+    """Which position of the row stands in each place of the longer one."""
+    kept_T: Tensor
+    """The place in the longer row whose output each position takes: of several copies one's, as all are equal."""
+
+
 class Packing(NamedTuple):
     """How one row holds several sequences: each attends to itself alone, and its positions count from 0."""
 
@@ -35,6 +45,8 @@ class Packing(NamedTuple):
     """No sequence is longer."""
     read_A: Tensor | None = None
     """Positions that a target follows; None: all."""
+    copies: Copies | None = None
+    """If there are any, the bounds are those of the longer row."""
 
 
 class Grid(NamedTuple):
@@ -56,6 +68,28 @@ def attention(
     if rope is not None and not config.qk_norm and fits:
         return functools.partial(with_short_kernel, rope=rope, packing=packing)
     return functools.partial(with_varlen_kernel, rope=rope, packing=packing, varlen=varlen_kernel())
+
+
+def over_copies(
+    over: Callable[..., Callable[["Attention", Tensor], Tensor]],
+    config: ModelConfig,
+    packing: Packing,
+    rope: Rope | None,
+    x: Tensor,
+) -> Callable[["Attention", Tensor], Tensor]:
+    """A variant's attention over the longer row of a packing with copies."""
+    copies = packing.copies
+    assert copies is not None
+    longer = packing._replace(positions_T=packing.positions_T[copies.spread_E], copies=None)
+    if rope is not None:
+        rope = rope[0][copies.spread_E], rope[1][copies.spread_E]
+    return functools.partial(_copied, attend=over(config, longer, rope, x), copies=copies)
+
+
+def _copied(
+    attn: "Attention", qkv_1THC: Tensor, *, attend: Callable[["Attention", Tensor], Tensor], copies: Copies
+) -> Tensor:
+    return attend(attn, qkv_1THC.index_select(1, copies.spread_E)).index_select(1, copies.kept_T)
 
 
 def with_short_kernel(attn: "Attention", qkv_1THC: Tensor, *, rope: Rope, packing: Packing) -> Tensor:
