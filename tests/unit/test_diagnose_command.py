@@ -10,7 +10,7 @@ import pytest
 
 from redline.cli.main import main
 from redline.diagnose.read import read
-from redline.report.diagnosis import write_page
+from redline.report.page import write_diagnosis
 
 LOGS = Path(__file__).parents[1] / "data" / "logs"
 NAMES = sorted(path.name for path in LOGS.iterdir() if path.suffix != ".toml")
@@ -54,7 +54,7 @@ def test_several_logs_stand_side_by_side(
 def test_the_page_has_the_curve_and_escapes_what_a_log_says(tmp_path: Path) -> None:
     name = "<script>alert(1)<.log"
     shutil.copy(LOGS / "nanogpt.log", tmp_path / name)
-    write_page([(read(tmp_path / name), [])], tmp_path / "page.html")
+    write_diagnosis([(read(tmp_path / name), [])], tmp_path / "page.html")
     html = (tmp_path / "page.html").read_text()
     assert "<script>alert(1)" not in html
     drawn = json.loads(html.split('id="data">')[1].split("</script>")[0])["runs"][0]

@@ -21,7 +21,7 @@ from redline.report.ablation import ablation
 from redline.report.compare import comparable, ratio
 from redline.report.figures import summarise, time_parts
 from redline.report.series import curves
-from redline.report.view import accuracies, last_loss, plan_rows, view
+from redline.report.view import accuracies, plan_rows, view
 
 
 class TestFigures:
@@ -443,84 +443,10 @@ class TestCommand:
         assert main(["diagnose", path]) == 0
         assert "33.3% of the update" in capsys.readouterr().out
 
-    def test_nothing_found_is_good_news_only_near_the_attainable_speed(self, tmp_path: Path) -> None:
-        far = {"prediction": plan()["prediction"] | {"attainable_tokens_per_s": 10_000.0}}
+    def test_nothing_found_is_said(self, tmp_path: Path) -> None:
         made = [line | {"data_wait_s": 0.0} for line in lines()]
-        slow, fast = (
-            view(read_run(write_run(tmp_path / name, metrics=made, events=EVENTS[:1], plan_changes=change)))
-            for name, change in (("a", far), ("b", {}))
-        )
-        assert (slow.findings, fast.findings) == ([], [])
-        assert "none explains why the updates reach only 20.0 %" in slow.remark
-        assert fast.remark == "Nothing found that would bring more than 5 %."
-
-    @pytest.mark.parametrize(("wait_share", "told"), [(0.1, True), (0.7, False)])
-    def test_a_small_finding_does_not_explain_a_large_distance(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], wait_share: float, told: bool
-    ) -> None:
-        """2,000 of 6,000 tokens/s: without a wait of 70 % of the update it would be more than 75 % of that,
-        without one of 10 % not."""
-        far = {"prediction": plan()["prediction"] | {"attainable_tokens_per_s": 6_000.0}}
-        made = [line | {"data_wait_s": wait_share * line["step_s"]} for line in lines()]
-        path = write_run(tmp_path / "a", metrics=made, plan_changes=far)
-        found = view(read_run(path))
-        assert {finding.finding.cause for finding in found.findings or []} == {
-            "slow-loader",
-            "validation-pause",
-        }
-        sentence = (
-            "With everything fixed it would be 37.0 % at most; no rule explains the rest of why the updates"
-            " reach only 33.3 % of the attainable speed."
-        )
-        assert found.remark == (sentence if told else "")
-        main(["report", str(path)])
-        assert (sentence in " ".join(capsys.readouterr().out.split())) == told
-
-    def test_pauses_do_not_explain_the_speed_of_the_usual_update(self, tmp_path: Path) -> None:
-        far = {"prediction": plan()["prediction"] | {"attainable_tokens_per_s": 6_000.0}}
-        found = view(
-            read_run(
-                write_run(
-                    tmp_path / "a",
-                    metrics=[line | {"data_wait_s": 0.0} for line in lines()],
-                    plan_changes=far,
-                )
-            )
-        )
-        assert [finding.finding.cause for finding in found.findings or []] == ["validation-pause"]
-        assert (
-            found.remark == "No finding explains why the updates reach only 33.3 % of the attainable speed."
-        )
-
-    def test_slow_updates_here_and_there_do_not_either(self, tmp_path: Path) -> None:
-        far = {"prediction": plan()["prediction"] | {"attainable_tokens_per_s": 6_000.0}}
-        made = [
-            line | {"data_wait_s": 0.0} | ({"step_s": 2.0} if line["step"] in (13, 15, 24, 31, 33) else {})
-            for line in lines()
-        ]
-        found = view(read_run(write_run(tmp_path / "a", metrics=made, events=EVENTS[:1], plan_changes=far)))
-        assert [finding.finding.cause for finding in found.findings or []] == ["slow-updates"]
-        assert found.remark.startswith("No finding explains")
-
-    def test_a_gradient_that_is_no_number_stands_beside_the_loss(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        """The Trainer writes a loss of 0 where it is none; our own loops do not."""
-        made = [line | ({"loss": 0.0, "grad_norm": None} if line["step"] > 31 else {}) for line in lines()]
-        logged = {"at": 1_700_000_027.5, "event": "logging", "step": 40, "times": 40, "stalled_s": 0.1}
-        for name, events, filtered in (
-            ("ours", EVENTS, False),
-            ("theirs", [*EVENTS[:-1], logged, EVENTS[-1]], True),
-        ):
-            found = view(read_run(write_run(tmp_path / name, metrics=made, events=events)))
-            assert ("logging_nan_inf_filter" in found.remark) == filtered
-            assert (
-                last_loss(found.summary)
-                == "0.0000 nats/token, but the gradient is not a number from update 32"
-            )
-        assert main(["report", str(tmp_path / "theirs")]) == 0
-        told = " ".join(capsys.readouterr().out.split())
-        assert "but the gradient is not a number from update 32" in told
+        shown = view(read_run(write_run(tmp_path / "a", metrics=made, events=EVENTS[:1])))
+        assert (shown.findings, shown.remark) == ([], "Nothing found that would bring more than 5 %.")
 
     def test_findings_of_an_rft_run_are_those_of_redline_diagnose(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -55,9 +55,9 @@ def run(options: argparse.Namespace) -> None:
         observed = read(path, columns=columns, facts=facts)
         answers.append((observed, diagnose(observed)))
     if options.html:
-        from redline.report.diagnosis import write_page
+        from redline.report.page import write_diagnosis
 
-        write_page(answers, options.html)
+        write_diagnosis(answers, options.html)
         status(f"written: {options.html}")
     if options.json:
         shown = [_as_json(observed, findings) for observed, findings in answers]

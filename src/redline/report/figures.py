@@ -89,8 +89,6 @@ class Quality:
     best_step: int | None
     nan_step: int | None
     """The first update after which no recorded loss is a number; None if the last is one."""
-    bad_gradient_step: int | None
-    """The same for the gradient's norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +275,7 @@ def quality(run: Run) -> Quality:
     tested = [line for line in run.metrics if number(line.get("valid_loss")) is not None]
     best: dict[str, Any] = min(tested, key=lambda line: float(line["valid_loss"]), default={})
     last = tested[-1] if tested else {}
-    nan, bad = (next(iter(without_number(run.metrics, name)), {}) for name in ("loss", "grad_norm"))
+    nan = next(iter(without_number(run.metrics)), {})
     return Quality(
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,
@@ -289,13 +287,11 @@ def quality(run: Run) -> Quality:
         best_loss=number(best.get("valid_loss")),
         best_step=best.get("step"),
         nan_step=nan.get("step"),
-        bad_gradient_step=bad.get("step"),
     )
 
 
-def without_number(lines: list[dict[str, Any]], name: str = "loss") -> list[dict[str, Any]]:
-    """The last updates whose loss (or another metric) is recorded and is not a number. Lines that do not mention it
-    are ignored, and so are updates that fp16 skipped."""
-    told = [line for line in lines if name in line and not line.get("skipped")]
-    good = next((place for place in range(len(told), 0, -1) if number(told[place - 1][name]) is not None), 0)
+def without_number(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last updates whose loss is recorded and is not a number. Updates that fp16 skipped are ignored."""
+    told = [line for line in lines if "loss" in line and not line.get("skipped")]
+    good = next((n for n in range(len(told), 0, -1) if number(told[n - 1]["loss"]) is not None), 0)
     return told[good:]

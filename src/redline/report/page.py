@@ -11,6 +11,8 @@ import functools
 import hashlib
 import json
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ from typing import Any
 import jinja2
 
 from redline import __version__
+from redline.diagnose.answer import verdict, what_it_is
+from redline.diagnose.finding import Finding
+from redline.diagnose.observed import Observed, Step
 from redline.record.files import write_atomic
 from redline.record.metrics import METRICS, Metric
 from redline.record.units import (
@@ -29,6 +34,7 @@ from redline.record.units import (
     format_share,
 )
 from redline.report.compare import comparable
+from redline.report.findings import shown as shown_finding
 from redline.report.reinforcement import Compared, compared
 from redline.report.series import CHARTS, Chart, curves
 from redline.report.view import RunView, side_by_side, when
@@ -147,3 +153,40 @@ def _hash(script: str) -> str:
 def _json(value: Any) -> str:
     """JSON that cannot close the script element around it."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+# ---- a diagnosis ----
+
+
+def write_diagnosis(answers: Sequence[tuple[Observed, list[Finding]]], out: Path) -> None:
+    """Write the page of a diagnosis: what each run is, what holds it back, what to change, and the curves."""
+    views = [_view(observed, findings) for observed, findings in answers]
+    drawn = [
+        {"label": view["label"], "place": place, "lines": {}, **curves(_lines(observed.steps))}
+        for place, (view, (observed, _)) in enumerate(zip(views, answers, strict=True))
+    ]
+    title = ", ".join(view["label"] for view in views)
+    filled = {"head": str(macros().diagnosis(views)), "outcome": "", "why": ""}
+    write_atomic(out, assembled(title, filled, drawn, []))
+
+
+def _view(observed: Observed, findings: list[Finding]) -> dict[str, Any]:
+    return {
+        "label": Path(observed.source).name,
+        "facts": what_it_is(observed),
+        "notes": observed.notes,
+        "verdict": verdict(observed, findings),
+        "findings": [shown_finding(finding) for finding in findings],
+        "remark": "",
+    }
+
+
+def _lines(steps: Sequence[Step]) -> list[dict[str, Any]]:
+    """Updates as lines for the report's curves: tokens counted from the start, and their speed."""
+    lines, tokens, elapsed_s = [], 0.0, 0.0
+    for step in steps:
+        tokens, elapsed_s = tokens + (step.tokens or 0.0), step.elapsed_s or elapsed_s + (step.step_s or 0.0)
+        speed = step.tokens / step.step_s if step.tokens and step.step_s else None
+        line = asdict(step) | {"tokens": tokens or None, "elapsed_s": elapsed_s, "tokens_per_s": speed}
+        lines.append(line | ({"loss": None} if step.not_a_number else {}))
+    return lines

@@ -26,7 +26,7 @@ from redline.record.units import (
 from redline.record.words import BAD, told
 from redline.report.ablation import Ablation, ablation
 from redline.report.compare import ratio
-from redline.report.figures import Quality, Summary, summarise
+from redline.report.figures import Summary, summarise
 from redline.report.findings import FindingView, findings
 from redline.report.reinforcement import Reinforcement, reinforcement
 
@@ -114,7 +114,7 @@ def view(run: Run, place: int = 0) -> RunView:
     """Everything that is shown of a run. Takes about 20 µs an update, so make it once for page and terminal."""
     summary = summarise(run)
     memory, speed = summary.memory, summary.speed
-    found, remark = findings(run, speed, summary.quality)
+    found, remark = findings(run)
     tests, samples, rl = accuracies(run.evaluations), samples_of(run.path), reinforcement(run)
     parts = [(part.name, part.elapsed_s, format_duration(part.elapsed_s), part.note) for part in summary.time]
     memory_parts = [
@@ -223,9 +223,7 @@ def _outcome_tiles(summary: Summary, tests: list[Test]) -> list[Tile]:
         tiles.append(Tile("validation loss", f"{q.valid_loss:.4f}", ", ".join(notes), ""))
     if q.last_loss is None or q.nan_step is not None or summary.workload == "rl":
         return tiles  # the loss of a policy says nothing: its gradient does
-    if q.bad_gradient_step is not None:
-        tiles.append(Tile("training loss", f"{q.last_loss:.4f}", f"{bad_gradient(q)} on", "bad"))
-    elif q.valid_loss is None:
+    if q.valid_loss is None:
         note = f"nats/token, last update; the first {q.first_loss:.4f}"
         tiles.append(Tile("training loss", f"{q.last_loss:.4f}", note))
     return tiles
@@ -355,16 +353,9 @@ def _domain_rows(runs: list[RunView]) -> list[tuple[str, list[str]]]:
 
 
 def last_loss(summary: Summary) -> str:
-    """The last loss, or since when it or the gradient is not a number."""
-    quality = summary.quality
-    if quality.nan_step is not None:
-        return f"not a number from update {quality.nan_step:,}"
-    more = f", {bad_gradient(quality)}" if quality.bad_gradient_step is not None else ""
-    return _loss(quality.last_loss) + more
-
-
-def bad_gradient(quality: Quality) -> str:
-    return f"but the gradient is not a number from update {quality.bad_gradient_step:,}"
+    """The last loss, or since when it is not a number."""
+    lost = summary.quality.nan_step
+    return _loss(summary.quality.last_loss) if lost is None else f"not a number from update {lost:,}"
 
 
 def _loss(value: float | None) -> str:
