@@ -11,7 +11,8 @@ import pytest
 
 from redline.cli.main import parser
 from redline.config.load import shipped
-from redline.record.export import document
+from redline.record.export import exported_name
+from redline.record.metrics import METRICS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -32,7 +33,11 @@ def test_the_readme_has_commands_and_its_make_targets_exist() -> None:
 
 
 def test_the_metrics_page_is_made_from_the_table() -> None:
-    assert (ROOT / "docs" / "metrics.md").read_text().endswith(document())
+    rows = ["| metrics.jsonl | exported as | unit | meaning |", "|---|---|---|---|"]
+    for name, (unit, meaning) in METRICS.items():
+        exported = "the x axis" if name == "step" else f"`{exported_name(name)}`"
+        rows.append(f"| `{name}` | {exported} | {unit} | {meaning} |")
+    assert (ROOT / "docs" / "metrics.md").read_text().endswith("\n".join(rows) + "\n")
 
 
 def test_every_link_leads_somewhere() -> None:

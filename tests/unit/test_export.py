@@ -14,8 +14,7 @@ import pytest
 
 from redline.errors import ConfigError, MissingExtra
 from redline.record import export
-from redline.record.export import ExportedRun, Exporter, document, exported_name, make_exporters
-from redline.record.metrics import METRICS
+from redline.record.export import ExportedRun, Exporter, exported_name, make_exporters
 
 
 def line(step: int, **more: Any) -> dict[str, Any]:
@@ -52,13 +51,9 @@ def until_dead(exporter: Exporter) -> None:
     exporter._thread.join()
 
 
-def test_names_and_document() -> None:
+def test_names() -> None:
     assert exported_name("loss") == "train/loss"
     assert exported_name("valid_bits_per_byte") == "valid/bits_per_byte"
-    rows = document().splitlines()
-    assert len(rows) == 2 + len(METRICS)
-    assert "| `data_wait_s` | `train/data_wait_s` | s | time the step waited for the loader |" in rows
-    assert all(row.count("|") == 5 for row in rows)
 
 
 def test_unknown_name_suggests_the_nearest(tmp_path: Path) -> None:
@@ -272,9 +267,7 @@ class TestExporter:
         assert sink.closed
         assert said == []
 
-    def test_slow_target_loses_the_oldest_lines_and_the_count_is_said(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_slow_target_loses_lines_and_that_is_said_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(export, "QUEUE_LINES", 10)
         said: list[str] = []
         gate = threading.Event()
@@ -282,16 +275,11 @@ class TestExporter:
         exporter = Exporter(sink, said.append)
         for step in range(1, 26):
             exporter.metrics(line(step))
-        (warned,) = said
-        assert warned.startswith(
-            "Fake is slower than the run: 10 lines wait, dropping the oldest from now on"
-        )
         gate.set()
-        while len(sink.steps) < 10:
-            time.sleep(0.001)
         exporter.close()
-        assert sink.steps == list(range(16, 26))
-        assert said[1:] == ["Fake was too slow: 15 lines were dropped; metrics.jsonl holds every line"]
+        assert sink.steps == list(range(1, 11))
+        (warned,) = said
+        assert warned.startswith("Fake is slower than the run: 10 lines wait, and lines are left out now")
 
     def test_close_gives_up_after_its_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(export, "CLOSE_LIMIT_S", 0.2)
@@ -303,7 +291,7 @@ class TestExporter:
         gate.set()
         until_dead(exporter)  # its late failure is not said a second time
         assert len(said) == 1
-        assert "Fake did not finish within 0 s of the end, 1 lines wait" in said[0]
+        assert "Fake did not finish within 0 s of the end" in said[0]
 
     @pytest.mark.timing
     def test_metrics_returns_in_microseconds(self, tmp_path: Path) -> None:

@@ -18,10 +18,9 @@ from typing import Any, Protocol
 
 from redline.errors import ConfigError, nearest, need
 from redline.record.files import write_atomic
-from redline.record.metrics import METRICS
 
 QUEUE_LINES = 10_000
-"""Lines that may wait for a slow target (about 10 MB); then the oldest are dropped."""
+"""Lines that may wait for a slow target (about 10 MB)."""
 CLOSE_LIMIT_S = 10.0
 
 
@@ -63,15 +62,6 @@ def exported_values(line: dict[str, Any]) -> dict[str, float]:
     return {exported_name(n): float(v) for n, v in line.items() if n != "step" and v is not None}
 
 
-def document() -> str:
-    """A Markdown table of every metric, for docs/metrics.md."""
-    rows = ["| metrics.jsonl | exported as | unit | meaning |", "|---|---|---|---|"]
-    for name, (unit, meaning) in METRICS.items():
-        exported = "the x axis" if name == "step" else f"`{exported_name(name)}`"
-        rows.append(f"| `{name}` | {exported} | {unit} | {meaning} |")
-    return "\n".join(rows) + "\n"
-
-
 class Sink(Protocol):
     """Where lines go. The methods run in the exporter's thread and may raise; the constructor only imports."""
 
@@ -89,48 +79,36 @@ class Exporter:
     """An observer that hands every line to a sink in its own thread; the line must not change any more."""
 
     def __init__(self, sink: Sink, warn: Callable[[str], None]) -> None:
-        self._sink = sink
-        self._warn = warn
+        self._sink, self._warn, self._said = sink, warn, False
         self._queue: queue.Queue[tuple[float, dict[str, Any]] | None] = queue.Queue(QUEUE_LINES)
-        self._num_dropped = 0
-        self._given_up = False
         self._thread = threading.Thread(target=self._work, name=f"redline-export-{sink.title}", daemon=True)
         self._thread.start()
 
     def metrics(self, line: dict[str, Any]) -> None:
         if self._thread.is_alive() and "step" in line:  # the progress of sampling has no axis
-            self._put((time.time(), line))
+            try:
+                self._queue.put_nowait((time.time(), line))
+            except queue.Full:
+                self._say(f"is slower than the run: {QUEUE_LINES:,} lines wait, and lines are left out now")
 
     def event(self, kind: str, facts: dict[str, Any]) -> None:
         """Events are not exported."""
 
     def close(self) -> None:
-        """Write what is queued, for at most CLOSE_LIMIT_S, and report what was lost."""
+        """Write what is queued, for at most CLOSE_LIMIT_S."""
+        end_s = time.monotonic() + CLOSE_LIMIT_S
+        while self._thread.is_alive() and time.monotonic() < end_s:
+            with contextlib.suppress(queue.Full):
+                self._queue.put(None, timeout=0.1)
+                self._thread.join(end_s - time.monotonic())
         if self._thread.is_alive():
-            self._put(None)
-        self._thread.join(CLOSE_LIMIT_S)
-        if self._thread.is_alive():
-            self._given_up = True
-            waiting = max(0, self._queue.qsize() - 1)  # without the end mark
-            self._say(f"did not finish within {CLOSE_LIMIT_S:.0f} s of the end, {waiting} lines wait")
-        if self._num_dropped:
-            self._say(f"was too slow: {self._num_dropped} lines were dropped")
+            self._say(f"did not finish within {CLOSE_LIMIT_S:.0f} s of the end")
 
     def _say(self, what: str) -> None:
-        self._warn(f"{self._sink.title} {what}; metrics.jsonl holds every line")
-
-    def _put(self, item: tuple[float, dict[str, Any]] | None) -> None:
-        while True:
-            try:
-                return self._queue.put_nowait(item)
-            except queue.Full:
-                with contextlib.suppress(queue.Empty):  # the thread may just have made room
-                    self._queue.get_nowait()
-                    self._num_dropped += 1
-                    if self._num_dropped == 1:
-                        self._say(
-                            f"is slower than the run: {QUEUE_LINES} lines wait, dropping the oldest from now on"
-                        )
+        """The first trouble only: what follows follows from it."""
+        if not self._said:
+            self._said = True
+            self._warn(f"{self._sink.title} {what}; metrics.jsonl holds every line")
 
     def _work(self) -> None:
         try:
@@ -139,9 +117,8 @@ class Exporter:
                 self._sink.write(*item)
             self._sink.close()
         except Exception as error:  # noqa: BLE001 - whatever a library raises here, the run must continue
-            if not self._given_up:  # close() has said it already
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                self._say(f"export stopped ({reason}): the run continues")
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            self._say(f"export stopped ({reason}): the run continues")
 
 
 class TensorBoard:
@@ -203,9 +180,7 @@ class WandB:
             write_atomic(id_path, secrets.token_hex(4))
         # Its messages and its capture of stdout would tear the live view. With W&B's own limits (90 s and none)
         # a server that is gone would hold up the exit of the program.
-        settings = self._wandb.Settings(
-            silent=True, console="off", init_timeout=30.0, finish_timeout=CLOSE_LIMIT_S
-        )
+        limits = {"init_timeout": 30.0, "finish_timeout": CLOSE_LIMIT_S}
         self._log = self._wandb.init(
             project=os.environ.get("WANDB_PROJECT", "redline"),
             name=run.name,
@@ -214,7 +189,7 @@ class WandB:
             id=id_path.read_text(encoding="utf-8"),
             resume="allow",
             mode=self._mode(),
-            settings=settings,
+            settings=self._wandb.Settings(silent=True, console="off", **limits),
         )
         if (held := self._log.starting_step - 1) > run.resume_step:
             steps = f"steps {run.resume_step + 1} to {held}"
