@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redline.errors import DataError, StorageError
-from redline.rft.export import export
-from redline.rft.stats import stats
+from redline.rft.stats import export, stats
 from redline.rft.store import Sample, Store
 from redline.tasks.task import Question
 

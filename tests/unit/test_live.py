@@ -211,7 +211,7 @@ class TestPanel:
             "nano · cpu",
             "50.2 % step 502/1000 0.02/2 h",
             "loss 3.498 smoothed 3.517",
-            "validation 3.510 perplexity 33.45 · 1.210 bits/byte",
+            "validation 3.510 perplexity 33.45 per token",
             "speed 41.2k tok/s median 40.0k · 148 ms a step",
             f"MFU 46.8 % ({NOTE[:30]}",
             "ceiling 60.1 % of the measured matmul rate",

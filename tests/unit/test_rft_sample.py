@@ -25,11 +25,10 @@ from redline.evaluate import interval_95, shares
 from redline.model.lora import add_lora, merged
 from redline.record.observe import SAMPLING, Observers
 from redline.record.run import read_lines
-from redline.rft.export import export
 from redline.rft.run import generate_dataset
 from redline.rft.sample import Outcome, _Drawing, logprob_gap, sample, spelling
 from redline.rft.session import Session
-from redline.rft.stats import stats
+from redline.rft.stats import export, stats
 from redline.rft.store import Store
 from redline.tasks.registry import load_task
 from redline.tasks.task import Verdict

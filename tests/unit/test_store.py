@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from redline.errors import ConfigError, DataError, StorageError
 from redline.record.run import RunFolder
-from redline.rft.export import export
-from redline.rft.stats import pass_at_k, stats
+from redline.rft.stats import export, pass_at_k, stats
 from redline.rft.store import Kept, Sample, Store, reasoning_key
 from redline.tasks.task import Question
 

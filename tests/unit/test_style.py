@@ -32,7 +32,7 @@ TORCH_FREE = (
 TORCH_FREE_MODULES = {
     "machine": ("facts", "specs", "store", "nvml"),
     "engine": ("request", "server", "calls"),
-    "rft": ("store", "budget", "stats", "export"),
+    "rft": ("store", "budget", "stats"),
     "measure": ("statistics", "trial", "turns", "folder", "process"),
     "tune": ("guard", "memory", "candidates", "search", "store", "ablate", "arms"),
     "train": ("places", "open_run"),

@@ -10,6 +10,7 @@ from redline.cli.arguments import DEVICE, JSON, MODEL
 from redline.cli.options import check_least, find_model, print_json
 from redline.data.read import find_source
 from redline.errors import ConfigError
+from redline.record.words import told_validation
 from redline.train.places import step_folders
 
 ARGUMENTS = f"""
@@ -48,9 +49,5 @@ def run(options: argparse.Namespace) -> None:
         print_json(result)
         return
     print(f"{opened.source}: {found.tokens:,} tokens")
-    by_word = result.get("valid_word_perplexity")
-    print(
-        f"loss {found.loss:.4f} nats/token   perplexity {result['valid_perplexity']:.3f} per token"
-        f"{f', {by_word:,.1f} per word' if by_word else ''}   "
-        f"{result['valid_bits_per_byte']:.4f} bits/byte ({found.bytes_per_token:.2f} bytes/token)"
-    )
+    told = ", ".join(told_validation(found.metrics()))
+    print(f"loss {found.loss:.4f} nats/token, {told} ({found.bytes_per_token:.2f} bytes/token)")

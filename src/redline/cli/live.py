@@ -46,7 +46,7 @@ from redline.record.units import (
     sparkline,
     visible,
 )
-from redline.record.words import told
+from redline.record.words import told, told_validation
 from redline.report.grid import Output
 
 WINDOW_STEPS = 60
@@ -218,7 +218,12 @@ def figures(seen: Seen) -> list[tuple[str, str, str, str]]:
             "reward {}",
         ),
         ("loss", _fixed(seen.loss, ".3f"), f"smoothed {_fixed(seen.smoothed_loss, '.3f')}", "loss {}"),
-        ("validation", _fixed(seen.validation.get("valid_loss"), ".3f"), _validation(seen.validation), ""),
+        (
+            "validation",
+            _fixed(seen.validation.get("valid_loss"), ".3f"),
+            " · ".join(told_validation(seen.validation)),
+            "",
+        ),
         (
             "held out",
             format_share(seen.validation.get("valid_accuracy")),
@@ -238,16 +243,6 @@ def figures(seen: Seen) -> list[tuple[str, str, str, str]]:
 
 def _fixed(value: float | None, form: str) -> str:
     return DASH if value is None else format(value, form)
-
-
-def _validation(line: dict[str, Any]) -> str:
-    known = {
-        "perplexity {}": ("valid_perplexity", ".4g"),
-        "{} bits/byte": ("valid_bits_per_byte", ".3f"),
-        "step {}": ("step", "d"),
-    }
-    told = [text.format(_fixed(line[name], form)) for text, (name, form) in known.items() if line.get(name)]
-    return " · ".join(told)
 
 
 def _memory_note(seen: Seen) -> str:

@@ -26,8 +26,7 @@ from redline.plan.bounds import fewer_samples
 from redline.record.run import RunFolder
 from redline.record.units import format_count, format_duration, format_rate, format_share, visible
 from redline.report.grid import show
-from redline.rft.export import export
-from redline.rft.stats import stats
+from redline.rft.stats import export, stats
 from redline.tasks.registry import load_task
 from redline.train.open_run import changes
 from redline.train.places import find

@@ -40,6 +40,7 @@ from redline.record.units import (
     format_share,
     visible,
 )
+from redline.record.words import told_validation
 from redline.train.open_run import changes
 from redline.train.places import resolve
 
@@ -223,15 +224,7 @@ def _loss(run: Run) -> str:
     last = tested[-1]
     if "valid_loss" not in last:
         return f"held-out accuracy {format_share(last['valid_accuracy'])}"
-    also = {
-        "perplexity {:.2f} per token": "valid_perplexity",
-        "{:,.1f} per word": "valid_word_perplexity",
-        "{:.4f} bits/byte": "valid_bits_per_byte",
-    }
-    rest = [
-        form.format(value) for form, name in also.items() if (value := number(last.get(name))) is not None
-    ]
-    return ", ".join([f"validation loss {last['valid_loss']:.4f} nats/token", *rest])
+    return ", ".join([f"validation loss {last['valid_loss']:.4f} nats/token", *told_validation(last)])
 
 
 def _speed(run: Run) -> str:

@@ -68,9 +68,20 @@ WORDS: dict[str, tuple[str, ...]] = {
     "waits_for_gpu": ("the host waited for the GPU {times} times in update {step}: {where}",),
     "logging": ("{times} logs of the trainer took {stalled_s}",),
 }
+_VALIDATION = {
+    "valid_perplexity": "perplexity {:.2f} per token",
+    "valid_word_perplexity": "{:,.1f} per word",
+    "valid_bits_per_byte": "{:.4f} bits/byte",
+}
 BAD = ("failed", "out_of_memory", "validation_out_of_memory", "updates_not_recorded")
 """Shown in red."""
 _QUIET = ("at", "event", "exit_code")
+
+
+def told_validation(line: dict[str, Any]) -> list[str]:
+    """What a line says of a validation beside its loss: `perplexity 33.45 per token`, and so on."""
+    known = {name: line[name] for name in _VALIDATION if isinstance(line.get(name), int | float)}
+    return [_VALIDATION[name].format(value) for name, value in known.items()]
 
 
 def _change(pair: Any) -> str:

@@ -80,13 +80,10 @@ class Memory:
 class Quality:
     first_loss: float | None
     last_loss: float | None
-    valid_loss: float | None
-    valid_perplexity: float | None
-    valid_word_perplexity: float | None
-    valid_bits_per_byte: float | None
-    valid_step: int | None
-    best_loss: float | None
-    best_step: int | None
+    valid: dict[str, Any]
+    """The step and the figures of the last validation."""
+    best: dict[str, Any]
+    """The same of the best."""
     nan_step: int | None
     """The first update after which no recorded loss is a number; None if the last is one."""
 
@@ -272,20 +269,17 @@ def memory(run: Run) -> Memory:
 def quality(run: Run) -> Quality:
     """Loss at the beginning and the end; the last validation and the best."""
     losses = values(run.metrics, "loss")
-    tested = [line for line in run.metrics if number(line.get("valid_loss")) is not None]
-    best: dict[str, Any] = min(tested, key=lambda line: float(line["valid_loss"]), default={})
-    last = tested[-1] if tested else {}
+    tested = [
+        {name: value for name, value in line.items() if name == "step" or name.startswith("valid_")}
+        for line in run.metrics
+        if number(line.get("valid_loss")) is not None
+    ]
     nan = next(iter(without_number(run.metrics)), {})
     return Quality(
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,
-        valid_loss=number(last.get("valid_loss")),
-        valid_perplexity=number(last.get("valid_perplexity")),
-        valid_word_perplexity=number(last.get("valid_word_perplexity")),
-        valid_bits_per_byte=number(last.get("valid_bits_per_byte")),
-        valid_step=last.get("step"),
-        best_loss=number(best.get("valid_loss")),
-        best_step=best.get("step"),
+        valid=tested[-1] if tested else {},
+        best=min(tested, key=lambda line: float(line["valid_loss"]), default={}),
         nan_step=nan.get("step"),
     )
 

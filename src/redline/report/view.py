@@ -23,7 +23,7 @@ from redline.record.units import (
     format_limit_share,
     format_share,
 )
-from redline.record.words import BAD, told
+from redline.record.words import BAD, told, told_validation
 from redline.report.ablation import Ablation, ablation
 from redline.report.compare import ratio
 from redline.report.figures import Summary, summarise
@@ -214,16 +214,15 @@ def _outcome_tiles(summary: Summary, tests: list[Test]) -> list[Tile]:
     if q.nan_step is not None:
         last = f"; the last number was {q.last_loss:.4f}" if q.last_loss is not None else ""
         tiles.append(Tile("training loss", "not a number", f"from update {q.nan_step:,} on{last}", "bad"))
-    if q.valid_loss is not None:
-        notes = [f"nats/token at update {q.valid_step:,}"]
-        notes += [f"perplexity {q.valid_perplexity:.2f} per token"] if q.valid_perplexity is not None else []
-        notes += [f"{q.valid_word_perplexity:,.1f} per word"] if q.valid_word_perplexity is not None else []
-        notes += [f"{q.valid_bits_per_byte:.3f} bits/byte"] if q.valid_bits_per_byte is not None else []
-        notes += [f"best {q.best_loss:.4f} at update {q.best_step:,}"] if q.best_step != q.valid_step else []
-        tiles.append(Tile("validation loss", f"{q.valid_loss:.4f}", ", ".join(notes), ""))
+    if q.valid:
+        notes = [f"nats/token at update {q.valid['step']:,}", *told_validation(q.valid)]
+        notes += (
+            [f"best {q.best['valid_loss']:.4f} at update {q.best['step']:,}"] if q.best != q.valid else []
+        )
+        tiles.append(Tile("validation loss", f"{q.valid['valid_loss']:.4f}", ", ".join(notes), ""))
     if q.last_loss is None or q.nan_step is not None or summary.workload == "rl":
         return tiles  # the loss of a policy says nothing: its gradient does
-    if q.valid_loss is None:
+    if not q.valid:
         note = f"nats/token, last update; the first {q.first_loss:.4f}"
         tiles.append(Tile("training loss", f"{q.last_loss:.4f}", note))
     return tiles
@@ -326,8 +325,8 @@ def side_by_side(runs: list[RunView]) -> list[tuple[str, list[str]]]:
         *_domain_rows(runs),
         ("accuracy after RFT", [next((f"{100 * t.accuracy:.1f} %" for t in run.tests if t.name == "after RFT"), DASH) for run in runs]),
         ("last training loss", [last_loss(s) for s in all_]),
-        ("last validation loss", [_loss(s.quality.valid_loss) for s in all_]),
-        ("best validation loss", [_loss(s.quality.best_loss) for s in all_]),
+        ("last validation loss", [_loss(s.quality.valid.get("valid_loss")) for s in all_]),
+        ("best validation loss", [_loss(s.quality.best.get("valid_loss")) for s in all_]),
         ("speed, median update", [f"{exact(s.speed.update.value)} {s.speed.unit}" if s.speed.update else DASH for s in all_]),
         ("against the first", ["1×"] + [_factor(all_[0], s) for s in all_[1:]]),
         (f"speed, {whole}", [f"{exact(s.speed.whole_run)} tokens/s" if s.speed.whole_run else DASH for s in all_]),

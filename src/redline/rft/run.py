@@ -26,9 +26,9 @@ from redline.plan.plan import Plan
 from redline.plan.planner import make_plan
 from redline.record.observe import Observer
 from redline.record.read import total
-from redline.rft.export import export
 from redline.rft.sample import sample
 from redline.rft.session import Session, open_session
+from redline.rft.stats import export
 from redline.rft.test import run_test
 from redline.rft.train import train
 from redline.train.restore import with_shape

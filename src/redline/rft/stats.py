@@ -1,12 +1,14 @@
-"""Statistics of a sample store: solved questions, success rate, pass@k, tokens, by family, the hardest. Runs
-without torch.
+"""What a sample store holds, for readers: its statistics, and the samples as files. Runs without torch.
 
-    stats(run)      # a table of plain values, as `redline rft stats --json` prints it
+    stats(run)                                         # plain values, as `redline rft stats --json` prints them
+    export(run, Path("rft.json"), per_question=1)      # [[question, answer, reasoning], ...] of what is kept
+    export(run, Path("samples.parquet"))               # all samples with verdicts; `kept`: trained on
 
 pass@k is estimated without bias from the samples that every question gets whatever the verdicts (numbers 0 .. n - 1).
 Samples that a budget adds or saves because of verdicts would bias it, and count only in the other figures.
 """
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from redline.config.load import from_toml
-from redline.record.files import read_text
+from redline.config.recipe import SampleConfig
+from redline.errors import ConfigError, need
+from redline.record.files import read_text, replacing, write_atomic
 from redline.record.read import total
 from redline.record.run import RunFolder
 from redline.rft.budget import ROUNDS
@@ -89,12 +93,15 @@ def _first(samples: Sequence[tuple[int, bool]]) -> list[bool]:
 
 def _drawn_anyway(run: Path) -> int | None:
     """Samples that a question gets whatever the verdicts. None if there is no recipe."""
-    path = RunFolder(run).recipe_path
-    if not path.is_file():
+    if (settings := _settings(run)) is None:
         return None
-    settings = from_toml(read_text(path), str(path)).sample
     samples = settings.samples_per_question
     return samples if settings.distinct_correct is None else -(-samples // ROUNDS)
+
+
+def _settings(run: Path) -> SampleConfig | None:
+    path = RunFolder(run).recipe_path
+    return from_toml(read_text(path), str(path)).sample if path.is_file() else None
 
 
 def _pass_curve(verdicts: Sequence[Sequence[bool]]) -> dict[int, float]:
@@ -132,3 +139,43 @@ def _speed(run: Path) -> tuple[float, int]:
 
 def _share(part: float, whole: float) -> float | None:
     return part / whole if whole else None
+
+
+FORMATS = (".json", ".jsonl", ".parquet")
+
+
+def export(run: Path, to: Path, *, per_question: int | None = None) -> int:
+    """Write the samples in the format of the file's suffix; returns how many. `per_question`: how many to keep of each
+    (0: all; default: the recipe's)."""
+    if to.suffix not in FORMATS:
+        raise ConfigError(
+            f"samples are written as {', '.join(FORMATS)}, got {to.name!r}: use one of these suffixes"
+        )
+    if per_question is not None and per_question < 0:
+        raise ConfigError(f"--per-question must not be negative (0: all), got {per_question}")
+    with Store(run / "samples.db", create=False) as store:
+        source, _ = store.latest()
+        if per_question is None:
+            per_question = settings.keep_per_question if (settings := _settings(run)) else 0
+        kept = store.kept(source, per_question)
+        if to.suffix == ".json":
+            triples = [[row.text, _number(row.answer), row.reasoning.strip()] for row in kept]
+            write_atomic(to, json.dumps(triples, indent=1, ensure_ascii=False) + "\n")
+            return len(triples)
+        names = {(row.question, row.sample) for row in kept}
+        rows = [{**row, "kept": (row["question"], row["sample"]) in names} for row in store.rows(source)]
+    if to.suffix == ".jsonl":
+        write_atomic(to, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        return len(rows)
+    pyarrow, parquet = need("pyarrow", extra="parquet"), need("pyarrow.parquet", extra="parquet")
+    with replacing(to) as temporary:
+        parquet.write_table(pyarrow.Table.from_pylist(rows), temporary)
+    return len(rows)
+
+
+def _number(answer: str) -> float | str:
+    """A reference answer as a number if it is a finite one (JSON has no others), as in the public triples."""
+    try:
+        return float(answer) if math.isfinite(float(answer)) else answer
+    except ValueError:
+        return answer
