@@ -14,8 +14,7 @@ report FOLDER` draws it.
 import argparse
 import shlex
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from redline.cli.arguments import JSON, RECIPE
@@ -29,10 +28,12 @@ from redline.measure.trial import Timing
 from redline.optimizations.catalogue import study
 from redline.plan.hardware import hardware_here
 from redline.plan.plan import Hardware
-from redline.report.grid import show
-from redline.tune.ablate import AblationRow, ablate, chosen
+from redline.report.ablation import ablation
+from redline.report.grid import Output
+from redline.report.terminal import print_ablation
+from redline.tune.ablate import ablate, chosen
 from redline.tune.store import check_folder
-from redline.tune.waterfall_table import COLUMNS, cells, markdown
+from redline.tune.waterfall_table import markdown
 
 ARGUMENTS = f"""
 {RECIPE}
@@ -75,7 +76,8 @@ def run(options: argparse.Namespace) -> None:
     elif options.markdown:
         print(markdown(rows, name, _where(options, hardware, facts, recipe)))
     else:
-        print_rows(rows, f"{recipe.name} on {hardware.title}")
+        print(f"{recipe.name} on {hardware.title}")
+        print_ablation(ablation([asdict(row) for row in rows]), Output())
         print(f"written to {folder / 'ablation.json'}; `redline report {folder}` draws it")
     if left := sum(row.outcome == "not run" for row in rows):
         status(
@@ -96,26 +98,3 @@ def _where(options: argparse.Namespace, hardware: Hardware, facts: MachineFacts,
         " rounds, each a fifth apart: 87.5 %. The first state alone: two blocks. MFU: of the dense bf16 peak,"
         " whatever the precision; generation counts the forward pass, LoRA no gradients of frozen weights."
     )
-
-
-def print_rows(rows: Sequence[AblationRow], title: str) -> None:
-    lines: list[tuple[str, ...]] = []
-    for heading, row in _shown(rows):
-        lines += [(heading,)] if heading else []
-        named = dict(zip(COLUMNS, cells(replace(row, note="")), strict=True))
-        note = row.note
-        if row.stage == "all":  # what was kept is a list
-            named["change"], note = row.name, "; ".join(text for text in (row.title, row.note) if text)
-        lines.append((*(cell for name, cell in named.items() if name != "by"), note))
-    columns = [name for name in COLUMNS if name != "by"]
-    show((*columns, "note"), lines, title=title)
-
-
-def _shown(rows: Sequence[AblationRow]) -> Iterator[tuple[str, AblationRow]]:
-    """Every row with the heading before it, if there is one, and without what is said elsewhere: figures of
-    the numerics are in the JSON and the Markdown, and the last line of the output says that time ran out."""
-    stage = None
-    for row in rows:
-        heading = f"{row.workload}: {row.stage}" if row.stage not in (stage, "one by one") else ""
-        stage, note = row.stage, "" if row.outcome == "not run" else row.note
-        yield heading, replace(row, numerics=row.numerics.partition(" (")[0], note=note)

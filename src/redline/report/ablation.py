@@ -122,6 +122,7 @@ def _row(row: Line, place: Callable[[float], float]) -> Row:
     outcome = str(row.get("outcome") or "ok")
     verdict = str(row.get("verdict") or "") if outcome == "ok" else outcome.replace("_", " ")
     kept = "kept" if row.get("kept") is True else ""
+    kept_list = str(row.get("title") or "") if row.get("stage") == "all" else ""
     return Row(
         name=str(row.get("name", "")) + (", again" if row.get("stage") == "second try" else ""),
         title=str(row.get("title") or ""),
@@ -130,7 +131,7 @@ def _row(row: Line, place: Callable[[float], float]) -> Row:
         measured=f"{factor(value)}×" if value else DASH,
         interval=f"{factor(interval[0])} to {factor(interval[1])}×" if interval else "",
         judged=", ".join(part for part in (verdict, kept) if part),
-        note=str(row.get("note") or ""),
+        note="; ".join(filter(None, (kept_list, str(row.get("note") or "")))),
         speed=f"{f'{exact(before)} to ' if before else ''}{exact(speed)} tokens/s" if speed else "",
         memory=format_bytes(size) if size else "",
         numerics=str(row.get("numerics") or ""),

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from redline.record.read import values
 from redline.record.units import format_count, format_share, sparkline
+from redline.report.ablation import Ablation
 from redline.report.compare import comparable
 from redline.report.grid import Grid
 from redline.report.view import Bar, RunView, side_by_side
@@ -46,7 +47,7 @@ def print_report(runs: list[RunView], console: Console) -> None:
         _bars(out, "How fast", run.speed_bars if len(run.speed_bars) > 1 else [], shares=False)
         _bars(out, "Where the time went", run.time_stack, shares=True)
         _bars(out, "Memory", run.memory_bars if run.summary.memory.predicted_bytes else [], shares=False)
-        _ablation(out, run)
+        print_ablation(run.ablation, console)
         if len(runs) == 1 and run.plan:
             rows = [(row.name, row.value, row.source, row.reason) for row in run.plan]
             out.part("Plan", Grid(("value", "", "source", "reason"), rows))
@@ -141,9 +142,11 @@ def _findings(out: Printer, run: RunView) -> None:
         out.line(run.remark)
 
 
-def _ablation(out: Printer, run: RunView) -> None:
+def print_ablation(charts: list[Ablation], console: Console) -> None:
+    """A table for each workload and stage of an ablation."""
+    out = Printer(console)
     columns = ("change", "claimed", "measured", "interval", "verdict", "speed", "memory", "numerics", "note")
-    for chart in run.ablation:
+    for chart in charts:
         rows = [
             (r.name, r.claimed, r.measured, r.interval, r.judged, r.speed, r.memory, r.numerics, r.note)
             for r in chart.rows
