@@ -119,7 +119,7 @@ def test_figures(tmp_path: Path) -> None:
 def test_other_runs_have_none_of_it(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "a"))
     assert reinforcement(run) is None
-    with pytest.raises(ConfigError, match=r"a is a run of pretrain: .* needs two of `redline rl run`"):
+    with pytest.raises(ConfigError, match=r"a is a run of pretrain: .* needs two runs of `redline rl run`"):
         compared(run, run)
 
 
@@ -195,15 +195,15 @@ class TestCompared:
             read_run(write_rl(tmp_path / name, units=u)) for name, u in (("base", 0.5), ("pcgrad", 0.6))
         )
         found = compared(base, other)
-        assert found.verdict.startswith("No difference is resolved: pcgrad stands +5.0 points on average")
+        assert found.verdict.startswith("No difference is resolved: pcgrad is +5.0 points on average")
         assert any("One run each" in caveat for caveat in found.caveats)
         assert any("one in twenty" in caveat for caveat in found.caveats)
 
     def test_costs_and_conflicts(self, tmp_path: Path) -> None:
         base, other = (write_rl(tmp_path / name, step_s=s) for name, s in (("base", 1.0), ("pcgrad", 1.5)))
         found = compared(read_run(base), read_run(other))
-        assert ("against the first", "1×", "1.50×") in found.costs
-        assert ("of it combining gradients", "10.0 %", "6.7 %") in found.costs
+        assert ("relative to the first", "1×", "1.50×") in found.costs
+        assert ("spent combining gradients", "10.0 %", "6.7 %") in found.costs
         assert found.pairs.keys() == {"base", "pcgrad"}
 
     def test_recipes_that_differ_in_more_than_pcgrad_are_named(self, tmp_path: Path) -> None:

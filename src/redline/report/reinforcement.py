@@ -1,13 +1,12 @@
-"""What a run of reinforcement learning says: accuracy and reward of every domain first, then lengths, exploration,
-mismatch and conflicts, and what it wrote; and two runs side by side. No torch.
+"""What a run of reinforcement learning shows: accuracy and reward by domain first, then lengths, exploration,
+mismatch, conflicts and sample answers; and two runs compared. No torch.
 
-    found = reinforcement(run)              # None where the run is none of reinforcement learning
+    found = reinforcement(run)              # None for other workloads
     found.domains[0].accuracy, found.pairs, found.said
     compared(read_run(baseline), read_run(pcgrad)).verdict
 
-Recent is the last fifth of the updates. Differences of accuracies have Newcombe's interval, made of the two
-intervals of the record: the questions are the same in both runs, which it takes no advantage of, so it is rather too
-wide than too narrow.
+"Recent" means the last fifth of the updates. The difference of two accuracies has Newcombe's interval, computed from
+the two recorded intervals. It ignores that both runs answer the same questions, so it errs on the wide side.
 """
 
 import math
@@ -32,9 +31,9 @@ FIGURES = {
     "clip_share": ("tokens clipped", "{:.1%}"),
     "logprob_gap": ("engine against trainer, nats/token", "{:.2g}"),
 }
-"""What is told beside rewards, in this order."""
+"""Shown beside the rewards, in this order."""
 READ = 64
-"""Questions of the last step that examples are taken from."""
+"""Questions of the last step that sample answers are taken from."""
 
 
 class Share(NamedTuple):
@@ -54,11 +53,11 @@ class DomainFigures:
     accuracy: Share | None
     """Greedy, on held-out questions, at the last validation."""
     before: Share | None
-    """At the first one, where there are two: before the first update."""
+    """At the first validation (before training), if there was a later one."""
     reward: float | None
     """Mean of recent answers."""
     sampled: float | None
-    """Share of recent answers that were correct."""
+    """Share of recent answers that are correct."""
 
 
 class Pair(NamedTuple):
@@ -67,9 +66,9 @@ class Pair(NamedTuple):
     cosine: float
     """Mean over the updates."""
     rate: float
-    """Share of the updates in which it was negative."""
+    """Share of the updates with a negative cosine."""
     tensors: float
-    """Share of the weight tensors in conflict, mean over the updates."""
+    """Share of the weight tensors in conflict, averaged over the updates."""
 
 
 class Said(NamedTuple):
@@ -84,14 +83,14 @@ class Said(NamedTuple):
 class Reinforcement:
     domains: list[DomainFigures]
     figures: list[tuple[str, str, str]]
-    """Label, recent value, value at the beginning."""
+    """Label, recent value, first value."""
     pairs: list[Pair]
     said: list[Said]
     """The best and the worst recent answer of each domain."""
 
     @property
     def heat(self) -> list[tuple[str, list[tuple[str, str, str]]]]:
-        """The matrix of cosines: a row a domain, each cell with its text, its background and what it means."""
+        """The matrix of cosines: one row per domain; a cell is its text, background and tooltip."""
         names = [domain.name for domain in self.domains]
         cosines = {frozenset((pair.a, pair.b)): pair for pair in self.pairs}
         return [(a, [_cell(cosines.get(frozenset((a, b)))) for b in names]) for a in names]
@@ -100,11 +99,8 @@ class Reinforcement:
 def reinforcement(run: Run) -> Reinforcement | None:
     if run.workload != "rl":
         return None
-    names = domains_of(run)
-    recent, first = (
-        run.metrics[-max(1, len(run.metrics) // 5) :],
-        run.metrics[: max(1, len(run.metrics) // 5)],
-    )
+    names, fifth = domains_of(run), max(1, len(run.metrics) // 5)
+    recent, first = run.metrics[-fifth:], run.metrics[:fifth]
     figures = []
     for name, (label, form) in FIGURES.items():
         if now := values(recent, name):
@@ -140,7 +136,7 @@ def _share(line: dict[str, Any], name: str) -> Share | None:
 
 
 def pairs(run: Run) -> list[Pair]:
-    """Conflicts of every pair of domains, where the run recorded them."""
+    """Conflicts of every pair of domains for which the run recorded them."""
     found = []
     for a, b in combinations(domains_of(run), 2):
         cosines, tensors = (values(run.metrics, f"{name}.{a}.{b}") for name in ("cosine", "conflict"))
@@ -153,16 +149,14 @@ def pairs(run: Run) -> list[Pair]:
 def _cell(pair: Pair | None) -> tuple[str, str, str]:
     if pair is None:
         return "", "transparent", ""
-    colour, strength = (
-        ("var(--accent)" if pair.cosine < 0 else "var(--good)"),
-        round(80 * min(1, abs(pair.cosine))),
-    )
+    colour = "var(--accent)" if pair.cosine < 0 else "var(--good)"
+    strength = round(80 * min(1, abs(pair.cosine)))
     meaning = f"negative in {pair.rate:.0%} of the updates; {pair.tensors:.0%} of the tensors in conflict"
     return f"{pair.cosine:+.2f}", f"color-mix(in srgb,{colour} {strength}%,transparent)", meaning
 
 
 def said(path: Path, domains: list[str]) -> list[Said]:
-    """Texts of the last step that was drawn."""
+    """Answers of the last step that was sampled."""
     files = sorted((path / "samples").glob("step-*.jsonl"))
     if not files:
         return []
@@ -193,17 +187,18 @@ def _first_lines(path: Path) -> list[str]:
 
 
 def _said(group: dict[str, Any], answer: dict[str, Any]) -> Said:
-    word = (
-        "correct" if answer.get("correct") else "wrong" if answer.get("parsed") else "no answer found in it"
-    )
+    word = "wrong" if answer.get("parsed") else "no answer found"
     notes = [
-        word,
-        *(["cut off"] if answer.get("cut") else []),
-        *([str(answer["reason"])] if answer.get("reason") else []),
+        "correct" if answer.get("correct") else word,
+        "cut off" if answer.get("cut") else "",
+        str(answer.get("reason") or ""),
     ]
-    question, text = str(group.get("question", "")), str(answer.get("text", ""))
     return Said(
-        str(group.get("domain")), question, text, number(answer.get("reward")) or 0.0, ", ".join(notes)
+        domain=str(group.get("domain")),
+        question=str(group.get("question", "")),
+        text=str(answer.get("text", "")),
+        reward=number(answer.get("reward")) or 0.0,
+        note=", ".join(filter(None, notes)),
     )
 
 
@@ -230,22 +225,23 @@ class Difference(NamedTuple):
 class Compared:
     differences: list[Difference]
     costs: list[tuple[str, str, str]]
-    """What it took: label, of the first run, of the second."""
+    """Label, cost of the first run, cost of the second."""
     pairs: dict[str, list[Pair]]
-    """Conflicts by the run's label."""
+    """Conflicts by run label."""
     verdict: str
     caveats: list[str]
 
 
 def compared(base: Run, other: Run) -> Compared:
     """The second run against the first, on the questions that both were tested on."""
-    shown = {run.label: reinforcement(run) for run in (base, other)}
+    accuracies = []
     for run in (base, other):
-        if shown[run.label] is None:
+        if (found := reinforcement(run)) is None:
             raise ConfigError(
-                f"{run.path} is a run of {run.workload}: `redline rl compare` needs two of `redline rl run`"
+                f"{run.path} is a run of {run.workload}: `redline rl compare` needs two runs of `redline rl run`"
             )
-    first, second = (_accuracies(found) for found in shown.values() if found is not None)
+        accuracies.append({domain.name: domain.accuracy for domain in found.domains if domain.accuracy})
+    first, second = accuracies
     differences = [_difference(name, first[name], second[name]) for name in first if name in second]
     return Compared(
         differences,
@@ -254,10 +250,6 @@ def compared(base: Run, other: Run) -> Compared:
         _verdict(other.label, differences),
         _caveats(base, other, len(differences)),
     )
-
-
-def _accuracies(found: Reinforcement) -> dict[str, Share]:
-    return {domain.name: domain.accuracy for domain in found.domains if domain.accuracy is not None}
 
 
 def _difference(name: str, base: Share, other: Share) -> Difference:
@@ -269,48 +261,48 @@ def _difference(name: str, base: Share, other: Share) -> Difference:
 
 def _verdict(label: str, differences: list[Difference]) -> str:
     if not differences:
-        return "Nothing to compare: no domain was validated in both runs (train.eval_every)."
+        return "Nothing to compare: no domain was validated in both runs (set train.eval_every)."
     better, worse = ([one.domain for one in differences if one.word == word] for word in ("better", "worse"))
     parts = [f"better on {', '.join(better)}"] * bool(better) + [f"worse on {', '.join(worse)}"] * bool(worse)
     mean = fmean(one.value for one in differences)
     if not parts:
-        return f"No difference is resolved: {label} stands {100 * mean:+.1f} points on average, within every interval."
+        return f"No difference is resolved: {label} is {100 * mean:+.1f} points on average, within every interval."
     return f"{label} is {' and '.join(parts)}; {100 * mean:+.1f} points on average over {len(differences)} domains."
 
 
 def _costs(base: Run, other: Run) -> list[tuple[str, str, str]]:
-    def of(run: Run) -> dict[str, str]:
-        step, combine = run.typical("step_s"), run.typical("combine_s")
-        memory = max(values(run.metrics, "memory_bytes"), default=None)
-        return {
-            "time of a step": format_duration(step.value if step else None),
-            "of it combining gradients": format_share(
-                combine.value / step.value if combine and step else None
-            ),
-            "peak memory": format_bytes(memory),
-            "training time": format_duration(run.elapsed_s),
-            "steps": f"{run.metrics[-1]['step']:,}" if run.metrics else DASH,
-        }
-
-    first, second = of(base), of(other)
+    first, second = _cost(base), _cost(other)
     rows = [(name, first[name], second[name]) for name in first if {first[name], second[name]} != {DASH}]
     steps = [run.typical("step_s") for run in (base, other)]
     if steps[0] and steps[1]:
-        rows.insert(1, ("against the first", "1×", f"{factor(steps[1].value / steps[0].value)}×"))
+        rows.insert(1, ("relative to the first", "1×", f"{factor(steps[1].value / steps[0].value)}×"))
     return rows
+
+
+def _cost(run: Run) -> dict[str, str]:
+    step, combine = run.typical("step_s"), run.typical("combine_s")
+    combining = combine.value / step.value if combine and step else None
+    return {
+        "time per step": format_duration(step.value if step else None),
+        "spent combining gradients": format_share(combining),
+        "peak memory": format_bytes(max(values(run.metrics, "memory_bytes"), default=None)),
+        "training time": format_duration(run.elapsed_s),
+        "steps": f"{run.metrics[-1]['step']:,}" if run.metrics else DASH,
+    }
 
 
 def _caveats(base: Run, other: Run, intervals: int) -> list[str]:
     """What the numbers do not say."""
     found = [
-        "One run each: another seed may turn a small difference round. Repeat both with other train.seed values."
+        "One run each: with another seed a small difference may reverse. Repeat both with other train.seed values."
     ]
     if intervals > 1:
-        found.append(f"{intervals} intervals of 95 %: one in twenty misses by chance.")
+        found.append(f"{intervals} intervals at 95 %: on average one in twenty misses by chance.")
     asked = ("rl.pcgrad", "train.seed")
     others = [line for line in comparable([base, other]).differences if not line.startswith(asked)]
     if others:
         found.append(f"The recipes differ in more than PCGrad: {'; '.join(others)}.")
-    if (steps := {run.metrics[-1]["step"] for run in (base, other) if run.metrics}) and len(steps) > 1:
-        found.append(f"The runs have {' and '.join(f'{step:,}' for step in sorted(steps))} steps.")
+    steps = sorted({run.metrics[-1]["step"] for run in (base, other) if run.metrics})
+    if len(steps) > 1:
+        found.append(f"The runs have {' and '.join(f'{step:,}' for step in steps)} steps.")
     return found
