@@ -376,7 +376,7 @@ def test_a_recipe_file_that_is_broken(capsys, tmp_path):
     (tmp_path / "bad.toml").write_text("[train\nsteps = 1")
     refused(capsys, ["plan", "bad.toml"], 2, "bad.toml: not valid TOML")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
-    refused(capsys, ["plan", "binary.toml"], 2, "binary.toml cannot be read as a text file")
+    refused(capsys, ["plan", "binary.toml"], 2, "binary.toml cannot be read as text")
 
 
 def test_an_environment_that_would_change_the_batch(capsys, monkeypatch):

@@ -96,7 +96,7 @@ def test_a_name_that_is_not_known_gets_the_nearest():
 
 
 def test_a_table_that_the_workload_does_not_read_is_refused(minimal):
-    assert "[lora] has no part in workload 'pretrain'" in refusal(minimal, "lora.rank=4")
+    assert "workload 'pretrain' does not read [lora]" in refusal(minimal, "lora.rank=4")
     assert "workload must be one of pretrain, finetune, rft, rl" in refusal(minimal, "workload=sft")
 
 
@@ -116,7 +116,7 @@ def test_a_warm_up_longer_than_the_run_is_clipped_and_said(minimal):
     said: list[str] = []
     recipe = load_recipe(minimal, ["train.warmup_steps=200", "train.steps=50"], say=said.append)
     assert (recipe.train.warmup_steps, recipe.train.steps) == (5, 50)
-    assert said == ["train.warmup_steps 200 exceeds the 50 steps of the run: using 5"]
+    assert said == ["train.warmup_steps 200 exceeds the run's 50 steps: using 5"]
     assert load_recipe(minimal, ["train.warmup_steps=100"]).train.warmup_steps == 100
 
 
@@ -176,7 +176,7 @@ def test_broken_toml_is_refused(tmp_path, line, message):
 def test_a_file_that_is_no_text_is_refused(tmp_path):
     path = tmp_path / "binary.toml"
     path.write_bytes(b"\xff\xfe\x00")
-    assert "cannot be read as a text file" in refusal(str(path))
+    assert "cannot be read as text" in refusal(str(path))
 
 
 @pytest.mark.parametrize(
@@ -204,8 +204,8 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
         ("plan.micro_batch=1.5", "micro_batch must be a whole number, got 1.5 (float)"),
         ("train.lr=nan", "lr must be a finite number, got nan"),
         ("train.lr=inf", "lr must be a finite number, got inf"),
-        ("train.lr=1" + "0" * 400, "lr must be a number of at most 64 bits"),
-        ("train.steps=1" + "0" * 400, "steps must be a number of at most 64 bits"),
+        ("train.lr=1" + "0" * 400, "lr must fit in 64 bits"),
+        ("train.steps=1" + "0" * 400, "steps must fit in 64 bits"),
         ("model.vocab_size=none", "model.vocab_size must be greater than 0, got 0"),
         ("data.source=none", "data.source is missing"),
         ("steps", "--set takes table.key=value, got 'steps'"),
@@ -309,7 +309,7 @@ def test_what_pre_training_needs_is_greater_than_zero(minimal, name):
     ],
 )
 def test_shares_stay_in_range(minimal, name, value):
-    assert f"{name} must lie between" in refusal(minimal, f"{name}={value}")
+    assert f"{name} must be between" in refusal(minimal, f"{name}={value}")
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_shares_stay_in_range(minimal, name, value):
             ["train.warmup_steps=2", "train.warmup_fraction=0.5"],
             "give train.warmup_steps or train.warmup_fraction, not both",
         ),
-        (["plan.prefetch=65"], "plan.prefetch must lie between 1 and 64, got 65"),
+        (["plan.prefetch=65"], "plan.prefetch must be between 1 and 64, got 65"),
         (["train.target_loss=2"], "train.target_loss (2.0) is a validation loss: it needs train.eval_every"),
         (["train.early_stop_evals=2"], "train.early_stop_evals (2) needs train.eval_every greater than 0"),
         (["train.eval_every=5", "data.valid_fraction=0"], "train.eval_every needs a validation split"),

@@ -274,5 +274,5 @@ def test_a_sequence_takes_the_same_memory_whatever_its_length() -> None:
 def test_what_cannot_hold_kernel_attention_says_so() -> None:
     with pytest.raises(ConfigError, match=r"favor has no equivalent in transformers"):
         to_huggingface(CONFIG, {})
-    with pytest.raises(ConfigError, match=r"plan.attention flash is a kernel for softmax"):
+    with pytest.raises(ConfigError, match=r"plan.attention flash needs model.attention softmax"):
         load_recipe("nano", ["model.attention=favor", "plan.attention=flash"])

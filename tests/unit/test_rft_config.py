@@ -59,7 +59,7 @@ def test_presets(minimal, preset, values):
         ("model.init_from=none", "model.vocab_size must be greater than 0"),
         ("prompt.mode=chatty", "did you mean 'chat'"),
         ("sample.server_model=x", "needs sample.server"),
-        ("data.source=x", r"\[data\] has no part in workload 'rft'"),
+        ("data.source=x", r"workload 'rft' does not read \[data\]"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(minimal, override, message):

@@ -1,4 +1,4 @@
-"""What makes two recipes different trainings, and what to say where a run folder holds another one."""
+"""How two recipes differ, and what to say if a run folder holds a run of another recipe."""
 
 from dataclasses import asdict
 from typing import Any
@@ -30,16 +30,13 @@ def unlike_data(first: Recipe, second: Recipe) -> dict[str, tuple[Any, Any]]:
 def _flat(tables: dict[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, table in tables.items():
-        flat |= (
-            {f"{name}.{key}": value for key, value in table.items()}
-            if isinstance(table, dict)
-            else {name: table}
-        )
+        inner = table.items() if isinstance(table, dict) else ()
+        flat |= {f"{name}.{key}": value for key, value in inner} or {name: table}
     return flat
 
 
 def extends(changed: dict[str, tuple[Any, Any]]) -> bool:
-    """Whether these differences leave the training as it is and only let it end at another time."""
+    """Whether these differences only change when the training ends."""
     return all(key in {f"train.{name}" for name in ENDS} for key in changed)
 
 
@@ -49,5 +46,5 @@ def refusal(where: str, changed: dict[str, tuple[Any, Any]]) -> str:
     more = f" and {len(shown) - 2} more" if len(shown) > 2 else ""
     return (
         f"{where} holds a run of another recipe: {', '.join(shown[:2])}{more}; give another folder with --run, "
-        f"go on from its weights with --fork {where}, or give the recipe it was made with"
+        f"start from its weights with --fork {where}, or use the recipe that made it"
     )

@@ -1,9 +1,8 @@
-"""Strict reading: TOML or a shipped name -> a recipe, with `--set table.key=value` overrides; and back to
-TOML.
+"""Strict reading: TOML or a shipped name -> a recipe, with `--set table.key=value` overrides; and back to TOML.
 
-An unknown key, a wrong type or an impossible combination is an error that names the nearest right thing. No
-aliases and no silent defaults: what a recipe does not say is the default written in `recipe.py`. `--set table.key=none` takes a value back; where `none` is itself a
-value of the field (`plan.recompute`) it is that value.
+An unknown key, a wrong type or an impossible combination is an error that suggests the nearest right one. There are no
+aliases and no hidden defaults: what a recipe leaves out is the default written in `recipe.py`. `--set table.key=none`
+removes a value; if `none` is one of the field's values (`plan.recompute`), it sets that.
 """
 
 import dataclasses
@@ -38,8 +37,8 @@ def load_recipe(
     preset: str | None = None,
     say: Callable[[str], None] = lambda note: None,
 ) -> Recipe:
-    """Read a recipe by its shipped name or its path, apply the preset's values and then `table.key=value`
-    overrides, and check every rule. `say` is told what had to be adjusted."""
+    """Read a recipe by name or path, apply the preset and then the `table.key=value` overrides, and check every rule.
+    `say` is told what was adjusted."""
     if preset is not None and preset not in PRESETS:
         raise ConfigError(f"no preset {preset!r}{nearest(preset, PRESETS)}: known are {', '.join(PRESETS)}")
     path = _find(name_or_path)
@@ -53,9 +52,7 @@ def load_recipe(
     train = recipe.train
     if train.steps and train.warmup_steps > train.steps:
         clipped = max(1, train.steps // 10)
-        say(
-            f"train.warmup_steps {train.warmup_steps} exceeds the {train.steps} steps of the run: using {clipped}"
-        )
+        say(f"train.warmup_steps {train.warmup_steps} exceeds the run's {train.steps} steps: using {clipped}")
         recipe = replace(recipe, train=replace(train, warmup_steps=clipped))
     return recipe
 
@@ -71,15 +68,15 @@ def from_toml(text: str, where: str) -> Recipe:
 
 
 def _from_table(table: dict[str, Any], where: str) -> Recipe:
-    """The checked recipe, its workload's defaults under what the table says. A table that the workload does not
-    read is an error: it would have no effect."""
+    """The checked recipe: the table over its workload's defaults. A table that the workload does not read is an error:
+    it would have no effect."""
     workload = table.get("workload", "pretrain")
     if isinstance(workload, str) and workload in TABLES:
         for name, value in table.items():
             unread = name in Recipe.__dataclass_fields__ and name not in tables_of(workload)
             if isinstance(value, dict) and unread:
                 raise ConfigError(
-                    f"{where}: [{name}] has no part in workload {workload!r}: remove it, or correct workload"
+                    f"{where}: workload {workload!r} does not read [{name}]: remove it, or correct workload"
                 )
         for name, values in DEFAULTS.get(workload, {}).items():
             given = table.setdefault(name, {})
@@ -93,7 +90,7 @@ _EITHER = {"steps": "epochs", "warmup_steps": "warmup_fraction"}
 
 
 def _replace_the_other(table: dict[str, Any], named: set[str]) -> None:
-    """Where --set counts in steps, what the file counts otherwise no longer holds."""
+    """If --set gives steps, drop the epochs (or the fraction) that the file gives."""
     train = table.get("train")
     for name, other in _EITHER.items():
         replaced = f"train.{name}" in named and f"train.{other}" not in named
@@ -102,7 +99,7 @@ def _replace_the_other(table: dict[str, Any], named: set[str]) -> None:
 
 
 def _under(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The defaults with the given values over them; of two ways to say one thing the given one counts."""
+    """The given values over the defaults; of two ways to say one thing, only the given one."""
     dropped = {other for name, other in _EITHER.items() if given.get(name)}
     return {key: value for key, value in defaults.items() if key not in dropped} | given
 
@@ -111,7 +108,7 @@ def _parse_file(path: Path) -> dict[str, Any]:
     try:
         return parse(path.read_text(encoding="utf-8-sig"), where=str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as a text file: {error}") from error
+        raise ConfigError(f"{path} cannot be read as text: {error}") from error
 
 
 def _find(name_or_path: str) -> Path:
@@ -148,11 +145,8 @@ def build(kind: type[T], table: Any, where: str) -> T:
             )
     values = {key: _convert(hints[key], value, f"{where}: {key}") for key, value in table.items()}
     for name, f in fields.items():
-        if (
-            name not in values
-            and f.default is dataclasses.MISSING
-            and f.default_factory is dataclasses.MISSING
-        ):
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if required and name not in values:
             raise ConfigError(f"{where}: {name!r} is missing")
     return kind(**values)
 
@@ -174,7 +168,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         inner = [a for a in args if a is not types.NoneType]
         return None if value is None else _convert(inner[0], value, where)
     if type(value) is int and not -(2**63) <= value < 2**63:
-        raise ConfigError(f"{where} must be a number of at most 64 bits, got one of {value.bit_length()}")
+        raise ConfigError(f"{where} must fit in 64 bits, got a number of {value.bit_length()}")
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
@@ -186,7 +180,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
 
 
 def _convert_many(origin: type, args: tuple[Any, ...], value: Any, where: str) -> Any:
-    """A table of like values (`dict[str, T]`) or a list of them (`tuple[T, ...]`)."""
+    """A table (`dict[str, T]`) or a list (`tuple[T, ...]`) of values of one type."""
     if origin is dict and isinstance(value, dict):
         return {key: _convert(args[1], entry, f"{where}.{key}") for key, entry in value.items()}
     if origin is tuple and isinstance(value, list | tuple):
@@ -195,7 +189,7 @@ def _convert_many(origin: type, args: tuple[Any, ...], value: Any, where: str) -
 
 
 def _apply(kind: type, table: dict[str, Any], override: str) -> None:
-    """Set `a.b=value` in the table. The value is read as TOML, and as a plain string where that fails."""
+    """Set `a.b=value` in the table. The value is read as TOML, or as plain text if it is not TOML."""
     dotted, equals, text = override.partition("=")
     if not equals or not dotted.strip():
         raise ConfigError(f"--set takes table.key=value, got {override!r}")
@@ -204,7 +198,7 @@ def _apply(kind: type, table: dict[str, Any], override: str) -> None:
         table = table.setdefault(parent, {})
         if not isinstance(table, dict):
             raise ConfigError(f"--set {override!r}: {parent!r} is not a table")
-    # TOML has no word for it: back to the default
+    # TOML has no null: fall back to the default
     if text.strip() == "none" and _taken_back([*parents, key], kind):
         table.pop(key, None)
         return

@@ -62,13 +62,9 @@ def _ranges(recipe: Recipe) -> Iterator[Rule]:
     """Rules about single values."""
     # the run folder is named by it, under runs/
     parts = recipe.name.split("/")
-    fits = all(
-        part.isprintable() and not part.startswith((".", " ")) and 0 < len(part) <= 100 for part in parts
-    )
-    yield (
-        fits and len(parts) <= 3,
-        f"name must be of printable characters, at most 100, and no path; got {recipe.name!r:.120}",
-    )
+    fits = all(p.isprintable() and not p.startswith((".", " ")) and 0 < len(p) <= 100 for p in parts)
+    named = f"name must be printable, at most 100 characters long, and not a path; got {recipe.name!r:.120}"
+    yield fits and len(parts) <= 3, named
     for table, names in _POSITIVE.items():
         for name, v in _values(recipe, table, names):
             left_out = name in _SHAPE and v == 0 and recipe.model.init_from is not None
@@ -79,7 +75,7 @@ def _ranges(recipe: Recipe) -> Iterator[Rule]:
     for table, bounds in _BETWEEN.items():
         for name, v in _values(recipe, table, tuple(bounds)):
             low, high = bounds[name]
-            yield low <= v <= high, f"{table}.{name} must lie between {low} and {high}, got {v}"
+            yield low <= v <= high, f"{table}.{name} must be between {low} and {high}, got {v}"
     for name, v in _values(recipe, "train", ("beta1", "beta2")):
         yield v < 1, f"train.{name} must be less than 1, got {v}"
 
@@ -92,7 +88,7 @@ def _values(recipe: Recipe, table: str, names: tuple[str, ...]) -> list[tuple[st
 def _relations(recipe: Recipe) -> Iterator[Rule]:
     """Rules between values that are each in range."""
     m, d, t, workload = recipe.model, recipe.data, recipe.train, recipe.workload
-    yield m.is_shaped or m.init_from is not None, "model needs a shape, or init_from to read it from"
+    yield m.is_shaped or m.init_from is not None, "model needs a shape, or init_from to read one from"
     if m.is_shaped:
         yield from _shape(recipe)
     if workload == "pretrain":
@@ -102,7 +98,7 @@ def _relations(recipe: Recipe) -> Iterator[Rule]:
     else:
         yield m.init_from is not None, f"workload {workload} starts from a model: give model.init_from"
         one = bool(t.steps) != bool(t.epochs)
-        yield one, f"give train.steps or train.epochs, one of them; got {t.steps} and {t.epochs}"
+        yield one, f"give either train.steps or train.epochs; got {t.steps} and {t.epochs}"
         yield t.schedule != "wsd" or bool(t.steps), "train.schedule wsd needs train.steps"
     if workload == "rft":
         yield recipe.task is not None, "workload rft samples the questions of a task: give task.name"
@@ -110,32 +106,22 @@ def _relations(recipe: Recipe) -> Iterator[Rule]:
         yield from _rl(recipe)
     else:
         yield bool(d.source), "data.source is missing"
+    both = t.warmup_steps and t.warmup_fraction
+    yield not both, "give train.warmup_steps or train.warmup_fraction, not both"
+    stops = not t.early_stop_evals or t.eval_every > 0
+    yield stops, f"train.early_stop_evals ({t.early_stop_evals}) needs train.eval_every greater than 0"
+    learns = workload in ("pretrain", "finetune")
     yield (
-        not (t.warmup_steps and t.warmup_fraction),
-        "give train.warmup_steps or train.warmup_fraction, not both",
-    )
-    yield (
-        not t.early_stop_evals or bool(t.eval_every),
-        f"train.early_stop_evals ({t.early_stop_evals}) needs train.eval_every greater than 0",
-    )
-    yield (
-        t.target_loss is None or (bool(t.eval_every) and workload in ("pretrain", "finetune")),
+        t.target_loss is None or (bool(t.eval_every) and learns),
         f"train.target_loss ({t.target_loss}) is a validation loss: it needs train.eval_every greater than 0, and"
         " workload pretrain or finetune",
     )
-    yield (
-        t.eval_every == 0 or d.valid_fraction > 0,
-        "train.eval_every needs a validation split: give data.valid_fraction greater than 0",
-    )
+    held_out = t.eval_every == 0 or d.valid_fraction > 0
+    yield held_out, "train.eval_every needs a validation split: give data.valid_fraction greater than 0"
     tokens = t.batch_size * d.seq_len
-    yield (
-        tokens <= 2**27,
-        f"train.batch_size x data.seq_len must not exceed 2^27 tokens (the host holds several batches), got {tokens}",
-    )
-    yield (
-        t.rule == "backprop" or workload in ("pretrain", "finetune"),
-        f"train.rule {t.rule} is for workloads pretrain and finetune, got {workload}: leave it out",
-    )
+    yield tokens <= 2**27, f"train.batch_size x data.seq_len must not exceed 2^27 tokens, got {tokens}"
+    rule = f"train.rule {t.rule} is for workloads pretrain and finetune, got {workload}: leave it out"
+    yield t.rule == "backprop" or learns, rule
     yield from _plan(recipe)
     yield from _sample(recipe)
 
@@ -154,10 +140,8 @@ def _shape(recipe: Recipe) -> Iterator[Rule]:
     )
     for name in _SHAPE:
         yield getattr(m, name) > 0, f"model.{name} must be greater than 0, got 0"
-    yield (
-        m.num_heads % m.kv_heads == 0,
-        f"model.num_heads ({m.num_heads}) must be a multiple of model.num_kv_heads ({m.kv_heads})",
-    )
+    grouped = m.num_heads % m.kv_heads == 0
+    yield grouped, f"model.num_heads ({m.num_heads}) must be a multiple of model.num_kv_heads ({m.kv_heads})"
     yield (
         m.head_dim is not None or m.hidden_size % m.num_heads == 0,
         f"model.hidden_size ({m.hidden_size}) must be a multiple of model.num_heads ({m.num_heads}); or give"
@@ -165,25 +149,19 @@ def _shape(recipe: Recipe) -> Iterator[Rule]:
     )
     even = m.positions == "learned" or m.head_size % 2 == 0
     yield even, f"model.head_dim must be even for rope, got {m.head_size}"
-    yield (
-        d.seq_len <= m.context_length,
-        f"data.seq_len ({d.seq_len}) must not exceed model.context_length ({m.context_length})",
-    )
+    fits = d.seq_len <= m.context_length
+    yield fits, f"data.seq_len ({d.seq_len}) must not exceed model.context_length ({m.context_length})"
     yield m.vocab_size < 2**31, f"model.vocab_size must be below 2^31, got {m.vocab_size}"
 
 
 def _plan(recipe: Recipe) -> Iterator[Rule]:
     m, d, size, p = recipe.model, recipe.data, recipe.rows_per_step, recipe.plan
-    yield (
-        p.attention in (None, "auto") or m.attention == "softmax",
-        f"plan.attention {p.attention} is a kernel for softmax attention, and model.attention is {m.attention}",
-    )
+    kernel = p.attention in (None, "auto") or m.attention == "softmax"
+    yield kernel, f"plan.attention {p.attention} needs model.attention softmax, got {m.attention}"
     fine_tunes = recipe.workload in ("finetune", "rft")
     yield not p.graph or fine_tunes, "plan.graph is for fine-tuning: leave it out"
-    yield (
-        p.slots is None or recipe.workload in ("rft", "rl"),
-        "plan.slots bounds generation, and this workload has none",
-    )
+    generates = recipe.workload in ("rft", "rl")
+    yield p.slots is None or generates, "plan.slots is for workloads that generate text: leave it out"
     yield (
         p.micro_batch is None or size % p.micro_batch == 0,
         f"train.batch_size{' x rl.group_size' if recipe.rl else ''} ({size}) must be a multiple of plan.micro_batch"
@@ -207,42 +185,35 @@ def _plan(recipe: Recipe) -> Iterator[Rule]:
             f"plan.precision fp8 needs matrix sides that are multiples of 16: hidden_size {sides[0]}, ffn_size"
             f" {sides[1]}, key/value width {sides[2]}",
         )
-        yield (
-            d.seq_len % 16 == 0,
-            f"plan.precision fp8 needs data.seq_len to be a multiple of 16, got {d.seq_len}",
-        )
+        length = f"plan.precision fp8 needs data.seq_len to be a multiple of 16, got {d.seq_len}"
+        yield d.seq_len % 16 == 0, length
 
 
 def _rl(recipe: Recipe) -> Iterator[Rule]:
     r, t, m = recipe.rl, recipe.train, recipe.model
     yield r is not None and bool(r.domains), "workload rl needs questions: name tasks in rl.domains"
     assert r is not None
-    yield len(set(r.names)) == len(r.names), f"rl.domains names one of {list(r.names)} twice"
+    count = len(r.domains)
+    yield len(set(r.names)) == count, f"rl.domains names one of {list(r.names)} twice"
+    weighted = not r.weights or (len(r.weights) == count and min(r.weights) > 0)
     yield (
-        not r.weights or (len(r.weights) == len(r.domains) and min(r.weights) > 0),
-        f"rl.weights must give a share greater than 0 for each of {len(r.domains)} domains, got {list(r.weights)}",
+        weighted,
+        f"rl.weights must hold {count} numbers greater than 0, one per domain, got {list(r.weights)}",
     )
-    yield (
-        t.batch_size >= len(r.domains),
-        f"train.batch_size ({t.batch_size}) must be at least the number of rl.domains, {len(r.domains)}: every"
-        " domain has a part in each step",
-    )
+    asked = f"train.batch_size ({t.batch_size}) must be at least {count}, the number of rl.domains"
+    yield t.batch_size >= count, f"{asked}: every step asks questions of every domain"
     yield bool(t.steps), "reinforcement learning counts train.steps, not train.epochs"
     least = 2 if r.algorithm == "grpo" else 1
-    yield (
-        r.group_size >= least,
-        f"rl.group_size must be at least {least} for {r.algorithm}, got {r.group_size}",
-    )
-    yield (
-        t.batch_size % r.updates_per_rollout == 0,
-        f"train.batch_size ({t.batch_size}) must be a multiple of rl.updates_per_rollout ({r.updates_per_rollout})",
-    )
-    yield (
-        not m.is_shaped or r.max_prompt_tokens + r.max_new_tokens <= m.context_length,
-        f"rl.max_prompt_tokens + rl.max_new_tokens ({r.max_prompt_tokens + r.max_new_tokens}) must not exceed the"
-        f" model's context, {m.context_length}",
-    )
-    yield r.pcgrad == "off" or len(r.domains) > 1, f"rl.pcgrad {r.pcgrad} needs several rl.domains, got one"
+    group = f"rl.group_size must be at least {least} for {r.algorithm}, got {r.group_size}"
+    yield r.group_size >= least, group
+    parts = r.updates_per_rollout
+    split = f"train.batch_size ({t.batch_size}) must be a multiple of rl.updates_per_rollout ({parts})"
+    yield t.batch_size % parts == 0, split
+    tokens = r.max_prompt_tokens + r.max_new_tokens
+    sums = f"rl.max_prompt_tokens + rl.max_new_tokens ({tokens})"
+    fits = not m.is_shaped or tokens <= m.context_length
+    yield fits, f"{sums} must not exceed the model's context, {m.context_length}"
+    yield r.pcgrad == "off" or count > 1, f"rl.pcgrad {r.pcgrad} needs several rl.domains, got one"
     yield recipe.plan.precision != "fp8", "plan.precision fp8 is for pre-training"
 
 
@@ -250,8 +221,6 @@ def _sample(recipe: Recipe) -> Iterator[Rule]:
     s = recipe.sample
     yield s.max_factor >= 1, f"sample.max_factor must be at least 1, got {s.max_factor}"
     yield 0 < s.top_p <= 1, f"sample.top_p must be greater than 0 and at most 1, got {s.top_p}"
-    yield (
-        s.sampler is None or s.server is None,
-        "sample.sampler and sample.server are both given: one of them writes the samples",
-    )
+    one = s.sampler is None or s.server is None
+    yield one, "sample.sampler and sample.server are both given: only one of them can write the samples"
     yield s.server_model is None or s.server is not None, "sample.server_model needs sample.server"
