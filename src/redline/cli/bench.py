@@ -12,14 +12,15 @@ redline bench train --arm loop --against benchmarks/train_nvidia-h200_20261115.j
 """
 
 import argparse
-from collections.abc import Collection
+import importlib
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from redline.bench.results import slower_than
 from redline.cli.options import check_least, status
 from redline.config.load import load_recipe
 from redline.errors import ConfigError, MachineError
-from redline.machine.facts import MachineFacts, read_facts
+from redline.machine.facts import read_facts
 from redline.plan.hardware import hardware_here
 
 STANDARD = (
@@ -64,14 +65,7 @@ ARGUMENTS = {
 
 
 def run(options: argparse.Namespace) -> int:
-    verbs = {
-        "train": _train,
-        "generate": _generate,
-        "finetune": _finetune,
-        "rl": _rl,
-        "attention": _attention,
-    }
-    path = verbs[options.verb](options)
+    path = _train(options) if options.verb == "train" else _measure(options)
     print(path.read_text(encoding="utf-8"))
     print(f"written to {path} and {path.with_suffix('.json')}")
     slower = slower_than(path, options.against) if getattr(options, "against", None) else []
@@ -98,49 +92,24 @@ def _train(options: argparse.Namespace) -> Path:
     return bench_train(cases, hardware, facts, options.out, **blocks, progress=status)
 
 
-def _generate(options: argparse.Namespace) -> Path:
-    from redline.bench.generate import ARMS, bench_generate
+def _measure(options: argparse.Namespace) -> Path:
+    """A benchmark whose work is fixed: the room's module of that name measures it."""
+    module = importlib.import_module(f"redline.bench.{options.verb}")
+    known = getattr(module, "ARMS", module.LABELS)
+    _check_arms(options, known)
+    facts = read_facts()
+    if not facts.gpus and not options.quick:
+        raise MachineError("the full benchmark needs a GPU, and this machine has none: use --quick")
+    given = ["quick" if options.quick else "full", facts, options.out]
+    if options.verb == "generate":
+        from redline.machine.ceilings import load_or_measure
 
-    _check_arms(options, ARMS)
-    facts, size = _facts(options)
-    from redline.machine.ceilings import load_or_measure
-
-    ceilings = load_or_measure(facts, progress=status)
-    return bench_generate(size, ceilings, facts, options.out, arms=options.arm or ARMS, progress=status)
-
-
-def _finetune(options: argparse.Namespace) -> Path:
-    from redline.bench.finetune import LABELS, bench_finetune
-
-    _check_arms(options, LABELS)
-    facts, size = _facts(options)
-    return bench_finetune(size, facts, options.out, arms=options.arm or tuple(LABELS), progress=status)
-
-
-def _rl(options: argparse.Namespace) -> Path:
-    from redline.bench.rl import LABELS, bench_rl
-
-    _check_arms(options, LABELS)
-    facts, size = _facts(options)
-    return bench_rl(size, facts, options.out, arms=options.arm or tuple(LABELS), progress=status)
-
-
-def _attention(options: argparse.Namespace) -> Path:
-    from redline.bench.attention import LABELS, bench_attention
-
-    _check_arms(options, LABELS)
-    facts, size = _facts(options)
-    return bench_attention(size, facts, options.out, arms=options.arm or tuple(LABELS), progress=status)
+        given.insert(1, load_or_measure(facts, progress=status))
+    bench: Callable[..., Path] = getattr(module, f"bench_{options.verb}")
+    return bench(*given, arms=options.arm or tuple(known), progress=status)
 
 
 def _check_arms(options: argparse.Namespace, known: Collection[str]) -> None:
     for arm in options.arm:
         if arm not in known:
             raise ConfigError(f"--arm must be one of {', '.join(known)}, got {arm!r}")
-
-
-def _facts(options: argparse.Namespace) -> tuple[MachineFacts, str]:
-    facts = read_facts()
-    if not facts.gpus and not options.quick:
-        raise MachineError("the full benchmark needs a GPU, and this machine has none: use --quick")
-    return facts, "quick" if options.quick else "full"
