@@ -19,7 +19,6 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
-from rich.table import Table
 
 from redline.cli.arguments import JSON
 from redline.cli.options import print_json, status
@@ -29,8 +28,15 @@ from redline.diagnose.observed import Observed
 from redline.diagnose.read import read
 from redline.diagnose.rules import diagnose
 from redline.errors import ConfigError
-from redline.record.units import format_amount, format_bytes, format_count, format_duration, format_share
-from redline.report.grid import Output
+from redline.record.units import (
+    DASH,
+    format_amount,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_share,
+)
+from redline.report.grid import Grid, Output, show
 
 ARGUMENTS = f"""
 PATH...                     a run folder, a log, a table, a notebook or a Markdown page
@@ -107,16 +113,10 @@ _CERTAINTY = ((0.85, "high"), (0.6, "medium"), (0.0, "low"))
 
 def print_answer(observed: Observed, findings: list[Finding]) -> None:
     """What the run is, what holds it back, what to change, what to expect."""
-    console = Output()
-    console.print(f"[bold]{escape(observed.source)}[/bold]")
-    table = _plain_table()
-    for name, text in what_it_is(observed):
-        table.add_row(name, escape(text))
-    if parts := _split(observed):
-        table.add_row("an update", escape(parts))
-    for note in observed.notes:
-        table.add_row("note", escape(note))
-    console.print(table)
+    console, parts = Output(), _split(observed)
+    rows = [*what_it_is(observed), *([("an update", parts)] if parts else [])]
+    rows += [("note", note) for note in observed.notes]
+    show(("", ""), rows, title=observed.source)
     for number, finding in enumerate(findings, start=1):
         _print_finding(console, number, finding)
     said = verdict(observed, findings)
@@ -124,13 +124,6 @@ def print_answer(observed: Observed, findings: list[Finding]) -> None:
         console.print(f"\n[bold]{said.word.capitalize()}.[/bold] {escape(said.text)}")
     elif little := too_little(observed):
         console.print(f"\n{escape(little)}")
-
-
-def _plain_table() -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    return table
 
 
 def _split(observed: Observed) -> str:
@@ -148,42 +141,29 @@ def _split(observed: Observed) -> str:
 def _print_finding(console: Console, number: int, finding: Finding) -> None:
     gain = f"  [green]{finding.gain.low:.2f}–{finding.gain.high:.2f}x[/green]" if finding.gain else ""
     console.print(f"\n[bold]{number}. {escape(finding.title)}[/bold]{gain}")
-    table = _plain_table()
-    for item in finding.evidence:
-        table.add_row(escape(item.name), escape(format_amount(item.value, item.unit)))
-    table.add_row("fix", escape(finding.fix))
+    rows = [(item.name, format_amount(item.value, item.unit)) for item in finding.evidence]
+    rows.append(("fix", finding.fix))
     if gained := finding.gain:
         expected = f"{gained.low:.2f} to {gained.high:.2f} times as fast, predicted: {gained.why}"
-        table.add_row("gain", escape(expected))
+        rows.append(("gain", expected))
     sure = next(word for least, word in _CERTAINTY if finding.confidence >= least)
-    table.add_row("confidence", f"{sure} ({finding.confidence:.0%}); cause: {finding.cause}")
-    console.print(Padding(table, (0, 0, 0, 3)))
+    rows.append(("confidence", f"{sure} ({finding.confidence:.0%}); cause: {finding.cause}"))
+    console.print(Padding(Grid(("", ""), rows), (0, 0, 0, 3)))
 
 
 def print_side_by_side(answers: Sequence[tuple[Observed, list[Finding]]]) -> None:
     """Several runs: a row each of what can be compared, then the first finding of each."""
-    console = Output()
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("", "update", "tokens/s", "MFU", "GPUs", "verdict"):
-        text = name in ("", "verdict")
-        table.add_column(name, justify="left" if text else "right", no_wrap=name != "verdict")
+    console, rows = Output(), []
     for number, (observed, findings) in enumerate(answers, start=1):
-        share, step_s = mfu(observed), observed.median("step_s")
-        table.add_row(
-            str(number),
-            format_duration(step_s),
-            format_count(observed.tokens_per_s),
-            format_share(share[0] if share else None),
-            f"{observed.facts.gpus:.0f}" if observed.facts.gpus else "–",
-            verdict(observed, findings).word,
-        )
-    console.print(table)
+        share, gpus = mfu(observed), observed.facts.gpus
+        speeds = format_duration(observed.median("step_s")), format_count(observed.tokens_per_s)
+        shares = format_share(share[0] if share else None), f"{gpus:.0f}" if gpus else DASH
+        rows.append((str(number), *speeds, *shares, verdict(observed, findings).word))
+    show(("", "update", "tokens/s", "MFU", "GPUs", "verdict"), rows, right=range(1, 5))
     for number, (observed, findings) in enumerate(answers, start=1):
         title = observed.trainer.title or observed.format
         about = f"{escape(observed.source)} ({escape(title)}, {observed.updates:,} updates)"
         console.print(f"\n[bold]{number}[/bold] {about}")
-        first = (
-            f"{findings[0].title}. Fix: {findings[0].fix}" if findings else verdict(observed, findings).text
-        )
-        console.print(Padding(escape(first), (0, 0, 0, 2)))
+        first = f"{findings[0].title}. Fix: {findings[0].fix}" if findings else ""
+        console.print(Padding(escape(first or verdict(observed, findings).text), (0, 0, 0, 2)))
     console.print("\n`redline diagnose PATH` shows all findings of one.")
