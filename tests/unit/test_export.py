@@ -169,6 +169,7 @@ class TestWandb:
 
     def test_offline_run_and_its_resume(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("WANDB_MODE", "offline")
+        monkeypatch.setattr(export, "CLOSE_LIMIT_S", 300.0)  # a busy machine starts W&B slowly
         said: list[str] = []
         for resume_step in (0, 3):
             exporter = make("wandb", tmp_path, said, resume_step)
