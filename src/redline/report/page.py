@@ -162,7 +162,7 @@ def write_diagnosis(answers: Sequence[tuple[Observed, list[Finding]]], out: Path
     """Write the page of a diagnosis: what each run is, what holds it back, what to change, and the curves."""
     views = [_view(observed, findings) for observed, findings in answers]
     drawn = [
-        {"label": view["label"], "place": place, "lines": {}, **curves(_lines(observed.steps))}
+        {"label": view["label"], "place": place, "lines": {}, **_curves(observed.steps)}
         for place, (view, (observed, _)) in enumerate(zip(views, answers, strict=True))
     ]
     title = ", ".join(view["label"] for view in views)
@@ -179,6 +179,13 @@ def _view(observed: Observed, findings: list[Finding]) -> dict[str, Any]:
         "findings": [shown_finding(finding) for finding in findings],
         "remark": "",
     }
+
+
+def _curves(steps: Sequence[Step]) -> dict[str, Any]:
+    """The curves that have more than one point to join."""
+    found = curves(_lines(steps))
+    many = {name for name, curve in found["curves"].items() if sum(v is not None for v in curve["mean"]) > 1}
+    return found | {"curves": {name: curve for name, curve in found["curves"].items() if name in many}}
 
 
 def _lines(steps: Sequence[Step]) -> list[dict[str, Any]]:

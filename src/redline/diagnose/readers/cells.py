@@ -11,27 +11,14 @@ from collections.abc import Mapping
 from typing import Any
 
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-BYTES = {
-    "": 1.0,
-    "b": 1.0,
-    **{
-        f"{letter}{end}": base**power
-        for end, base in (("b", 1e3), ("ib", 1024.0))
-        for power, letter in enumerate("kmgt", 1)
-    },
-}
-SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
-SECONDS |= {
-    "sec": 1.0,
-    "secs": 1.0,
-    "second": 1.0,
-    "seconds": 1.0,
-    "mins": 60.0,
-    "minutes": 60.0,
-    "hours": 3600.0,
-}
+BYTES = {"": 1.0, "b": 1.0} | {f"{letter}b": 1e3**power for power, letter in enumerate("kmgt", 1)}
+BYTES |= {f"{letter}ib": 1024.0**power for power, letter in enumerate("kmgt", 1)}
+SECONDS = {"ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+SECONDS |= dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1.0)
+SECONDS |= dict.fromkeys(("min", "mins", "minutes"), 60.0) | dict.fromkeys(("h", "hours"), 3600.0)
 SHARES = {"": 1.0, "%": 0.01}
 
+PARTS_S = (86400, 3600, 60, 1)
 _AMOUNT = re.compile(
     r"(\d{1,3}(?:,\d{3})+(?:\.\d+)?|(?:\d++\.?\d*+|\.\d++)(?:e[-+]?\d+)?)\s*([a-z]*)", re.IGNORECASE
 )
@@ -63,18 +50,14 @@ def duration_s(text: str) -> float | None:
     text = text.strip()
     if found := _CLOCK.fullmatch(text):
         days, first, second, third = found.groups()
-        hours, minutes, seconds = (first, second, third) if third is not None else ("0", first, second)
-        return (
-            float(days or 0) * 86400
-            + float(hours) * 3600
-            + float(minutes) * 60
-            + float(seconds.replace(",", "."))
-        )
-    if text[:1].isdigit() and (found := _SPELT.fullmatch(text)):
-        return sum(
-            float(part or 0) * each for part, each in zip(found.groups(), (86400, 3600, 60, 1), strict=True)
-        )
-    return None
+        parts: tuple[str | None, ...] = (days, first, second, third) if third is not None else (days, None, first, second)
+    elif text[:1].isdigit() and (found := _SPELT.fullmatch(text)):
+        parts = found.groups()
+    else:
+        return None
+    return sum(
+        float((part or "0").replace(",", ".")) * each for part, each in zip(parts, PARTS_S, strict=True)
+    )
 
 
 def amount(text: str, units: Mapping[str, float]) -> float | None:

@@ -31,6 +31,10 @@ a pass and its last reduction have nothing to hide behind."""
 COMPILING = 1.3
 """What torch.compile brings at most. Measured on an H200 at 124M parameters, behind fused loss, optimiser and norms: 1.05
 and 1.07 (LOG.md). This allows for models with less fused, and is not measured."""
+OWN_LINK = (
+    "a faster link (NCCL_DEBUG=INFO says which is used: NVLink in a machine, InfiniBand between them), or fewer processes"
+    " with larger passes; where the recipe allows it, a larger train.batch_size"
+)
 FASTER_LINK = 0.5
 """What a link of twice the speed takes off the waits at least: half of them, and more where a part is hidden, which stays
 so."""
@@ -194,16 +198,11 @@ def _mended(observed: Observed) -> tuple[float, str, str]:
     best = unpinned(observed.recipe, plan) if observed.recipe and plan else None
     if plan and best and best.accumulation < plan.accumulation:
         left = best.accumulation / plan.accumulation
-        mend = (
-            f"--set plan.micro_batch={best.micro_batch} (or no pin): {best.accumulation} passes an update instead of"
-            f" {plan.accumulation}, so that a gather serves more tokens; then a faster link, or fewer processes"
-        )
+        passes = f"{best.accumulation} passes an update instead of {plan.accumulation}"
+        mend = f"--set plan.micro_batch={best.micro_batch} (or no pin): {passes}, so that a gather serves more tokens"
+        mend += "; then a faster link, or fewer processes"
         return 1 - left, mend, f"{left:.0%} of the passes wait as much each, or all of it is hidden"
-    on_gpus = plan is None or plan.hardware.kind == "cuda"
-    link = "NCCL_DEBUG=INFO says which is used: NVLink in a machine, InfiniBand between them"
-    mend = (
-        f"a faster link ({link if on_gpus else 'gloo hides none of it'}), or fewer processes with larger passes, so that a"
-        " gather serves more tokens; where the recipe allows it, a larger train.batch_size"
-    )
-    mend = mend if observed.format == "run" else observed.trainer.option("communication")
+    cpu = plan is not None and plan.hardware.kind != "cuda"
+    mend = "gloo hides none of it: train with fewer processes and larger passes" if cpu else OWN_LINK
+    mend = mend if observed.kind == "run" else observed.trainer.option("communication")
     return FASTER_LINK, mend, "a link of twice the speed, or one that is hidden altogether"
