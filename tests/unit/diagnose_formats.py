@@ -434,6 +434,35 @@ FORMATS: dict[str, Format] = {
         ),
         tokens=False,
     ),
+    "open_clip": Format(  # counts samples, 64 in an update, and a line comes every tenth
+        lambda r, n: (
+            f"{r.at(n):%Y-%m-%d,%H:%M:%S} | INFO | Train Epoch: 0 [{64 * n:6}/109468 (3%)] Loss: {r.loss(n):.5f} (1.02) Data (t): 0.008 Batch (t): {r.took_s(n):.3f}, {64 / r.took_s(n):.4f}/s LR: 0.000001 Logit Scale: 99.995"
+        ),
+        head="2026-03-01,09:30:00 | INFO | Train Epoch: 0 [    64/109468 (0%)] Loss: 8.0 (8.0) Data (t): 0.008 Batch (t): 0.500, 128.0/s LR: 0.000000 Logit Scale: 100.000",
+        every=10,
+        tokens=False,
+        exact=0.1,
+    ),
+    "espnet": Format(
+        lambda r, n: (
+            f"[host] {r.stamp(n)} (trainer:732) INFO: 1epoch:train:{n}-{n}batch: iter_time=1.2e-04, forward_time=0.123, loss_ctc=150.1, loss={r.loss(n):.3f}, backward_time=0.2, optim_step_time=0.05, optim0_lr0=1e-5, train_time={r.took_s(n):.3f}"
+        ),
+        tokens=False,
+    ),
+    "pointcept": Format(
+        lambda r, n: (
+            f"[{r.stamp(n)} INFO misc.py line 120 1066359] Train: [1/100][{n}/510] Data 0.003 (1.491) Batch {r.took_s(n) + 0.001:.3f} (3.309) Remain 46:51:04 loss: {r.loss(n):.4f} Lr: 0.09995"
+        ),
+        tokens=False,
+    ),
+    "deberta": Format(  # the time on a line is that of the ten updates before it
+        lambda r, n: (
+            f"{r.at(n):%m/%d/%Y %H:%M:%S}|INFO|RTD|00| [D][0.0%][-1813.71h] Steps={n}, loss={r.loss(n):.13f}, examples={64 * n}, loss_scale=4096.0, {10 * r.took_s(n):.1f}s"
+        ),
+        every=10,
+        tokens=False,
+        exact=0.1,
+    ),
     "coqui": Format(
         lambda r, n: (
             f"   --> TIME: {r.at(n):%Y-%m-%d %H:%M:%S} -- STEP: {n}/11864 -- GLOBAL_STEP: {n}\n     | > loss: {r.loss(n):.6f}  (5.1)\n     | > step_time: {r.took_s(n):.3f}  (0.5001)\n     | > loader_time: 0.005  (0.0059)"

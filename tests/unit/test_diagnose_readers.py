@@ -567,6 +567,38 @@ def test_commas_of_a_spreadsheet(tmp_path: Path, head: str, line: str, step_s: f
     assert observed.mean("loss") == pytest.approx(2.5)
 
 
+@pytest.mark.parametrize("wps", ["{running:.0f}", "57.3"])
+def test_a_rate_that_contradicts_the_clock_is_not_that_of_an_update(tmp_path: Path, wps: str) -> None:
+    """fairseq of 2019 printed words/s since the start, fairseq on a TPU those of one update in a hundred."""
+    line = "| epoch 001: {n} / 12603 loss=9.1, wps={wps}, wpb=82900.0, num_updates={n}, wall={wall}, train_wall=1\n"
+    walls = [(n, 785 + 83 * n // 100) for n in range(100, 4100, 100)]
+    rows = [(n, wall, wps.format(running=82_900 * n / wall)) for n, wall in walls]
+    text = "".join(line.format(n=n, wall=wall, wps=rate) for n, wall, rate in rows)
+    assert read(text_file(tmp_path, text)).median("step_s") == pytest.approx(0.83, rel=0.02)
+
+
+def test_a_printed_mfu_is_judged(tmp_path: Path) -> None:
+    """How many GPUs there were is not said, so tokens/s say nothing: the MFU does."""
+    line = "[titan] 2026-02-24 19:46:{:02},508 - root - INFO - step: {:2}  loss: 7.6  memory: 66.91GiB(37.51%)  tps: 10,050  tflops: 314.71  mfu: {}%\n"
+    for mfu, word in ((13.99, "found"), (32.5, "not judged"), (45.0, "fast enough")):
+        text = "".join(line.format(step, step, mfu) for step in range(1, 40))
+        observed = read(text_file(tmp_path, text))
+        assert verdict(observed, diagnose(observed)).word == word
+
+
+def test_the_error_of_the_program_and_not_that_of_its_launcher(tmp_path: Path) -> None:
+    text = """Traceback (most recent call last):
+  File "/home/me/torch/train.py", line 1, in <module>
+RuntimeError: CUDA is required
+Traceback (most recent call last):
+  File "/home/me/bin/torchrun", line 8, in <module>
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+"""
+    assert (
+        found(read(text_file(tmp_path, text)))["crash"].evidence[0].value == "RuntimeError: CUDA is required"
+    )
+
+
 # ---- what the user says ----
 
 
@@ -784,15 +816,16 @@ def test_an_accuracy_between_the_updates_tells_of_a_validation(tmp_path: Path) -
     assert "stall" not in causes
 
 
-def test_a_time_that_no_unit_brings_to_the_clock_is_not_read(tmp_path: Path) -> None:
-    """Here it is that of the 20 updates between two lines."""
+@pytest.mark.parametrize(("time_s", "note"), [(8.0, "that of 20 updates"), (3.0, "time is not read")])
+def test_a_time_that_the_clock_contradicts(tmp_path: Path, time_s: float, note: str) -> None:
+    """That of the 20 updates between two lines, or of nobody knows what."""
     lines = [
-        f"2026-03-01 09:{step * 8 // 1200:02d}:{step * 8 // 20 % 60:02d},000 batch: {step}, time: 8.0, loss: {9 - step / 999:.3f}"
+        f"2026-03-01 09:{step * 8 // 1200:02d}:{step * 8 // 20 % 60:02d},000 batch: {step}, time: {time_s}, loss: {9 - step / 999:.3f}"
         for step in range(20, 2000, 20)
     ]
     observed = read(text_file(tmp_path, "\n".join(lines) + "\n"))
     assert observed.median("step_s") == pytest.approx(0.4, rel=0.02)
-    assert any("time is not read" in note for note in observed.notes)
+    assert any(note in each for each in observed.notes)
 
 
 def test_a_crash_before_the_first_update_is_told_whoever_trained(tmp_path: Path) -> None:

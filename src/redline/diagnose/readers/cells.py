@@ -33,7 +33,7 @@ def number(raw: Any) -> float | None:
     if isinstance(raw, bool):
         return None
     try:
-        value = float(raw)
+        value = float(raw.replace("nan.0", "nan") if isinstance(raw, str) else raw)  # NeMo's bar
     except (TypeError, ValueError, OverflowError):
         return None
     # 400 digits are no number of a trainer, and no infinity either
@@ -50,7 +50,9 @@ def duration_s(text: str) -> float | None:
     text = text.strip()
     if found := _CLOCK.fullmatch(text):
         days, first, second, third = found.groups()
-        parts: tuple[str | None, ...] = (days, first, second, third) if third is not None else (days, None, first, second)
+        parts: tuple[str | None, ...] = (
+            (days, first, second, third) if third is not None else (days, None, first, second)
+        )
     elif text[:1].isdigit() and (found := _SPELT.fullmatch(text)):
         parts = found.groups()
     else:

@@ -126,7 +126,8 @@ def _from_console(
     if not _trains(rows):
         rows = _by_checkpoints(lines)
     if not _trains(rows):
-        lost = [row for row in plain if row.step < 0 and "loss" in row.values and not row.evaluated]
+        shown = {"loss", "updates_per_s"}
+        lost = [row for row in plain if row.step < 0 and shown & row.values.keys() and not row.evaluated]
         rows = _counted(lost, notes)
     if not _trains(rows) and log.summary.get("runtime_s") and log.summary.get("updates_per_s"):
         runtime_s = log.summary["runtime_s"]
@@ -197,8 +198,9 @@ def _by_checkpoints(lines: Sequence[str]) -> list[Row]:
 def _counted(rows: list[Row], notes: list[str]) -> list[Row]:
     """Lines without a step: each counts as one."""
     if len(rows) >= 3:
-        for row, number in zip(rows, range(1, len(rows) + 1), strict=True):
+        for number, row in enumerate(rows, start=1):
             row.step = number
+            row.stamp_s = None if "updates_per_s" in row.values else row.stamp_s  # the clock is that of lines
         notes.append("the lines show no step: each counts as one update")
     return rows
 

@@ -95,7 +95,7 @@ def from_console(mined: Sequence[Mined], given: Mapping[str, str], source: str) 
     for line in mined:
         key = (*line.cells, *line.units.values())
         if (shape := known.get(key)) is None:
-            columns = _with(assign({name: line.units.get(name, "") for name in line.cells}), named)
+            columns = _with(_assigned(line), named)
             shape = known[key] = _shape(columns, line.cells)
         row = Row(line.place, bar=line.bar, fine_s=0.0 if re.search(r"[.,]\d+$", line.stamp) else 1.0)
         row.stamp_s = seconds_of(line.stamp) if line.stamp else None
@@ -103,6 +103,17 @@ def from_console(mined: Sequence[Mined], given: Mapping[str, str], source: str) 
     for key, _ in reversed(used.most_common()):
         log.columns |= known[key].columns
     return log
+
+
+def _assigned(line: Mined) -> dict[str, Column]:
+    """The columns of a kind of line. A step that is not a whole number is a time: `[29/510] Batch 0.271`."""
+    labels = {name: line.units.get(name, "") for name in line.cells}
+    columns, times = assign(labels), dict[str, Column]()
+    while "step" in columns and not (finite(line.cells[columns["step"].label]) or 0.0).is_integer():
+        times.setdefault("step_s", Column(columns["step"].label, None))
+        del labels[columns["step"].label]
+        columns = assign(labels)
+    return times | columns
 
 
 @dataclass(frozen=True)

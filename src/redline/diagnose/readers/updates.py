@@ -165,9 +165,9 @@ def _settle_units(run: Timed, log: Log) -> None:
     rows = run.rows
     _tell_times_from_clocks(rows)
     reference = _middle(_clock(rows)) or _middle([_rate(row, "tokens", "tokens_per_s") for row in rows])
-    if (raw := _unsettled(rows, "step_s")) and reference:
+    if (raw := _middle([row.values.get("step_s") for row in rows])) and reference:
         reference = _count_updates(run, raw, reference)
-    if raw:
+    if raw := _unsettled(rows, "step_s"):
         name, factor = log.columns["step_s"].label, 1e-3 if raw >= 100 else 1.0
         if reference:
             ratio = raw / reference
@@ -198,6 +198,7 @@ def _count_updates(run: Timed, step_s: float, clock_s: float) -> float:
     if times < 2 or not 1 / CLOCK < step_s / clock_s / times < CLOCK:
         return clock_s
     if rows[-1].step - rows[-2].step == times:
+        run.notes.append(f"the time on a line is that of {times} updates")
         for row in rows:
             row.values |= {"step_s": row.values["step_s"] / times} if "step_s" in row.values else {}
         return clock_s
