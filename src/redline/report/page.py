@@ -162,7 +162,7 @@ def write_diagnosis(answers: Sequence[tuple[Observed, list[Finding]]], out: Path
     """Write the page of a diagnosis: what each run is, what holds it back, what to change, and the curves."""
     views = [_view(observed, findings) for observed, findings in answers]
     drawn = [
-        {"label": view["label"], "place": place, "lines": {}, **_curves(observed.steps)}
+        {"label": view["label"], "place": place, "lines": {}, **_drawn(observed.steps)}
         for place, (view, (observed, _)) in enumerate(zip(views, answers, strict=True))
     ]
     title = ", ".join(view["label"] for view in views)
@@ -181,7 +181,7 @@ def _view(observed: Observed, findings: list[Finding]) -> dict[str, Any]:
     }
 
 
-def _curves(steps: Sequence[Step]) -> dict[str, Any]:
+def _drawn(steps: Sequence[Step]) -> dict[str, Any]:
     """The curves that have more than one point to join."""
     found = curves(_lines(steps))
     many = {name for name, curve in found["curves"].items() if sum(v is not None for v in curve["mean"]) > 1}
