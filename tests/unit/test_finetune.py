@@ -6,6 +6,7 @@ import os
 import random
 import signal
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,16 @@ import torch
 from precision import CLOSE, assert_close
 from torch import Tensor
 
-from redline.config.recipe import DEFAULTS, IGNORED, LoraConfig, ModelConfig, Recipe, TrainConfig
+from redline.config.recipe import (
+    DEFAULTS,
+    IGNORED,
+    LoraConfig,
+    ModelConfig,
+    PlanPins,
+    Precision,
+    Recipe,
+    TrainConfig,
+)
 from redline.errors import CheckpointError, DataError, TrainingError
 from redline.finetune import job_of, train
 from redline.machine.facts import read_facts
@@ -50,10 +60,12 @@ def finetune(
     *,
     folder: RunFolder | None = None,
     observers: list[Any] | None = None,
+    precision: Precision = "fp32",
 ) -> Outcome:
     """Through the real job and loop, on this CPU."""
     lora = next((layer.config for layer in lora_layers(model).values()), None)
-    recipe = Recipe(name="test", workload="finetune", model=CONFIG, train=config, lora=lora)
+    pins = PlanPins(precision=precision)
+    recipe = Recipe(name="test", workload="finetune", model=CONFIG, train=config, lora=lora, plan=pins)
     plan = make_plan(recipe, hardware_here(replace(read_facts(), gpus=()), None))
     process, run = Process(0, 1, torch.device("cpu")), folder.path if folder else None
     return train(
@@ -174,6 +186,22 @@ def test_the_record_has_a_whole_line_for_every_update(tmp_path: Path) -> None:
 
 @pytest.mark.numerics
 @pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_fp16_scales_its_losses_skips_what_overflows_and_learns_the_same(method: str) -> None:
+    """The first scale is too large for this loss and is halved until the gradients are finite; from there on losses are
+    those of fp32 but for the rounding of fp16, whose unit is 2^-11: a few hundred products each of which rounds."""
+    seen, exact = Seen(), Seen()
+    model = model_of(method)
+    model.compute_dtype = torch.float16
+    finetune(model, examples(), SETTINGS, observers=[seen], precision="fp16")
+    finetune(model_of(method), examples(), SETTINGS, observers=[exact])
+    scales = [line["loss_scale"] for line in seen.lines]
+    assert [line["skipped"] for line in seen.lines] == [int(b < a) for a, b in pairwise([65536.0, *scales])]
+    first, plain = seen.lines[0]["loss"], exact.lines[0]["loss"]
+    assert first == pytest.approx(plain, rel=100 * 2**-11)
+    assert min(line["loss"] for line in seen.lines) < first
+
+
 def test_running_out_of_memory_halves_the_passes_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, split = Seen(), Seen()
     model = model_of("lora")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from redline.config.load import load_recipe, shipped
 from redline.config.recipe import PlanPins, Recipe
+from redline.config.rl import RlConfig
 from redline.errors import ConfigError, MachineError
 from redline.machine.specs import SPECS
 from redline.plan.bounds import PROFILES, Outside, bounded_slots, find_profile
@@ -301,6 +302,29 @@ def test_generation_is_bounded_from_above_by_the_environment():
     slots, why = bounded_slots((100, WHY), Outside(environment={"MICRO_BATCH_SIZE": "48", "CHUNK_SIZE": "9"}))
     assert (slots, why.source) == (9, "environment")
     assert bounded_slots((100, WHY), Outside(environment={"MICRO_BATCH_SIZE": ""})) == (100, WHY)
+
+
+@pytest.mark.parametrize("name", ["finetune", "rft/units-smollm2"])
+@pytest.mark.parametrize("board", ["v100-32g", "t4-16g"])
+def test_without_bf16_fine_tuning_takes_fp16_and_its_scaler(name, board):
+    model = replace(
+        load_recipe("nano").model,
+        vocab_size=49152,
+        hidden_size=576,
+        num_heads=9,
+        num_kv_heads=3,
+        init_from="m",
+    )
+    recipe = replace(load_recipe(name), model=model)
+    plan = make_plan(recipe, gpu(board))
+    assert (plan.precision, plan.graph) == ("fp16", False)
+    assert "has no bf16; fp16 with a loss scaler" in plan.why["precision"].reason
+    assert "loss scaler" in plan.why["graph"].reason
+    assert make_plan(recipe, gpu("a100-80g")).graph
+    with pytest.raises(ConfigError, match=r"plan\.graph True is not possible: fp16's loss scaler"):
+        make_plan(pinned(recipe, graph=True), gpu(board))
+    scaled = make_plan(replace(recipe, workload="rl", rl=RlConfig(domains=("units",))), gpu(board))
+    assert (scaled.precision, "reinforcement learning" in scaled.why["precision"].reason) == ("fp32", True)
 
 
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=lambda p: p.name)

@@ -52,7 +52,7 @@ def make_plan(
         "precision": decide.supported(decide.pinned("precision", decide.precision)),
         "attention": decide.pinned("attention", decide.attention),
         "compile": decide.pinned("compile", decide.compile),
-        "graph": decide.pinned("graph", decide.graph),
+        "graph": decide.possible("graph", decide.pinned("graph", decide.graph)),
         "cross_entropy": decide.pinned("cross_entropy", decide.cross_entropy),
         "update": decide.pinned("update", decide.update),
         "slots": decide.record("slots", decide.slots()),  # before the batch: in RL they share the memory
@@ -113,13 +113,22 @@ class _Decider:
         if capability >= NEEDED_CAPABILITY["bf16"]:
             full = f"compute capability {_dotted(capability)} multiplies bf16 at full rate"
             return _rule("bf16", f"{full}, and bf16 needs no loss scaling")
-        if not self.pretraining:
-            return _rule("fp32", "this GPU has no bf16; fp16 with a loss scaler is for pre-training")
+        if self.recipe.rl is not None:
+            return _rule(
+                "fp32", "this GPU has no bf16, and reinforcement learning does not scale its losses for fp16"
+            )
         return _rule(
             "fp16",
             f"compute capability {_dotted(capability)} has no bf16; fp16 with a loss scaler, which costs one"
             " host sync an update",
         )
+
+    def possible(self, name: str, value: Any) -> Any:
+        """Refuse a pinned value that the others of the plan rule out."""
+        if self._pin(name) and value and self.hardware.kind == "cuda" and not self._takes(name, value):
+            why = why_not(name, value, self.recipe, self.hardware, self.chosen)
+            raise ConfigError(f"plan.{name} {value} is not possible: {why}; leave it out")
+        return value
 
     def supported(self, precision: str) -> str:
         """Refuse a pinned precision that the GPU lacks. A CPU emulates FP8, and the plan says so."""
@@ -210,6 +219,10 @@ class _Decider:
             return _rule(False, "every rollout has rows of other lengths; a graph would be captured for each")
         if self.hardware.kind == "cpu" or self.world_size > 1:
             return _rule(False, "captured updates need one process with a GPU")
+        if self.chosen["precision"] == "fp16":
+            return _rule(
+                False, "the loss scaler reads every update's gradient norm, which a graph cannot wait for"
+            )
         if self.recipe.feedback is not None:
             return _rule(False, "feedback alignment runs a backward inside a backward, which is not captured")
         return _rule(

@@ -55,6 +55,15 @@ def _half(_recipe: Recipe, _hardware: Hardware, beside: Beside) -> str | None:
     return None if precision is None or precision in HALF else f"needs half precision, this is {precision}"
 
 
+def _unscaled(_recipe: Recipe, _hardware: Hardware, beside: Beside) -> str | None:
+    scaled = beside.get("precision") == "fp16"
+    return (
+        "fp16's loss scaler reads every update's gradient norm, which a graph cannot wait for"
+        if scaled
+        else None
+    )
+
+
 def _softmax(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
     return (
         None if recipe.model.attention == "softmax" else f"the model's attention is {recipe.model.attention}"
@@ -156,7 +165,7 @@ VALUES: dict[str, PlanValue] = {
     "padded": PlanValue(effect="rounding", choices=_SWITCH, proof=("loss and gradients",)),
     "graph": PlanValue(
         effect="exact", choices=_SWITCH, proof=("CUDA graph of the update",),
-        needs={True: (_steady_shapes, needs_cuda)},
+        needs={True: (_steady_shapes, needs_cuda, _unscaled)},
     ),
     # ---- generation ----
     "slots": PlanValue(effect="rounding", proof=()),
