@@ -107,7 +107,7 @@ def test_every_shipped_recipe_on_every_gpu_fits_by_its_own_prediction_or_is_refu
     if recipe.workload == "pretrain":
         assert plan.prediction.ceiling_tokens_per_s >= plan.prediction.attainable_tokens_per_s > 0
     assert (plan.slots > 0) == (recipe.workload in ("rft", "rl"))
-    assert plan.graph == (recipe.workload in ("finetune", "rft"))
+    assert plan.graph == (recipe.workload in ("finetune", "rft") and plan.precision != "fp16")
 
 
 def test_the_issue_s_gpus_all_take_gpt2_and_the_large_model_needs_more_than_a_t4():
