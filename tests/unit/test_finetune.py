@@ -184,8 +184,6 @@ def test_the_record_has_a_whole_line_for_every_update(tmp_path: Path) -> None:
     assert [event["step"] for event in events] == [0, 3, 6, 8, 8]
 
 
-@pytest.mark.numerics
-@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_fp16_scales_its_losses_skips_what_overflows_and_learns_the_same(method: str) -> None:
     """The first scale is too large for this loss and is halved until the gradients are finite; from there on losses are
@@ -202,6 +200,8 @@ def test_fp16_scales_its_losses_skips_what_overflows_and_learns_the_same(method:
     assert min(line["loss"] for line in seen.lines) < first
 
 
+@pytest.mark.numerics
+@pytest.mark.usefixtures("double")
 def test_running_out_of_memory_halves_the_passes_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, split = Seen(), Seen()
     model = model_of("lora")
