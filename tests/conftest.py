@@ -16,9 +16,9 @@ from redline.machine.facts import read_facts
 
 avoid_broken_amx(os.environ)  # as the command line does
 
-if "ATEN_CPU_CAPABILITY" in os.environ:  # of which torch.compile's cache knows nothing
-    instructions = os.environ["ATEN_CPU_CAPABILITY"]
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{instructions}")
+# What torch compiles is kept from one run of the tests to the next; its key knows nothing of ATEN_CPU_CAPABILITY.
+instructions = os.environ.get("ATEN_CPU_CAPABILITY", "")
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{instructions}")
 
 
 # Property-based tests: `make test` runs a few examples, always the same, in whatever time they take; `make fuzz`

@@ -13,6 +13,7 @@ import os
 import shlex
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 from redline.cli.arguments import JSON, PLAN, PREFER, RECIPE
@@ -118,9 +119,7 @@ def _plan(options: argparse.Namespace, recipe: Recipe, world_size: int) -> Plan:
 def _train(options: argparse.Namespace, recipe: Recipe, folder: Path) -> int:
     plan = _plan(options, recipe, int(os.environ.get("WORLD_SIZE", 1)))
     startup.mark("plan")
-    from redline.finetune import finetune
     from redline.pretrain import pretrain
-    from redline.rl.run import reinforce
     from redline.train.execution import set_allocator
     from redline.train.process import join
 
@@ -132,7 +131,10 @@ def _train(options: argparse.Namespace, recipe: Recipe, folder: Path) -> int:
             status(describe(recipe, plan, folder))
         watching = partial(observers_for, options, recipe, plan, folder)
         if recipe.workload != "pretrain":
-            run = finetune if recipe.workload == "finetune" else reinforce
+            place, name = {"finetune": ("finetune", "finetune"), "rl": ("rl.run", "reinforce")}[
+                recipe.workload
+            ]
+            run = getattr(import_module(f"redline.{place}"), name)  # each imports what only it needs
             outcome = run(recipe, plan, folder, process, observers=watching, fork=options.fork)
         else:
             progress = byte_progress("tokenising") if process.is_first else None

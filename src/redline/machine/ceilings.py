@@ -4,7 +4,7 @@
 
 Method: random data (zeros draw less power), inputs rotated so that they do not stay in the L2 cache, warm-up, then the
 best of seven blocks timed by CUDA events. If the median block is much slower than the best, or other programs held the
-CPU, up to three series are taken; what is still noisy is shown but not kept. Left out: sustained clocks over minutes,
+CPU, up to three series are taken; what is still noisy is said to be, and holds for an hour. Left out: sustained clocks over minutes,
 several GPUs (the current one is measured), NVLink and disk.
 """
 
@@ -73,10 +73,9 @@ def load_or_measure(facts: MachineFacts, refresh: bool = False, progress: Progre
     ceilings = dataclasses.replace(ceilings, notes=(*unusable, *ceilings.notes))
     if ceilings.noisy:
         progress(
-            f"the ceilings are not kept, because this machine was busy: {', '.join(ceilings.noisy)}. The next"
-            " command measures again; `redline machine --refresh` does it when the machine is quiet"
+            f"this machine was busy while its ceilings were measured: {', '.join(ceilings.noisy)}. They hold for an hour;"
+            " `redline machine --refresh` measures them when the machine is quiet"
         )
-        return ceilings
     try:
         save(facts, ceilings)
     except StorageError as error:

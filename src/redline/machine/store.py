@@ -4,11 +4,12 @@ does the measuring.
     ceilings = cached(read_facts())    # None when this machine has not been measured yet
 
 The file is read strictly: a broken one, or one in another layout, counts as absent, and the user is told why.
-What was measured on a busy machine is not kept (`noisy`), and what a run beats is dropped.
+What was measured on a busy machine (`noisy`) holds for an hour, and what a run beats is dropped.
 """
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,9 @@ from redline.machine.facts import MachineFacts, machine_key
 from redline.record.files import cache_folder, read_json, storage_errors, write_atomic
 
 NOISY = 0.15
-"""Spread from which a limit is not kept: an H200's blocks differ by up to 7 %, a busy CPU's by any factor."""
+"""Spread from which a limit is measured again later: an H200's blocks differ by up to 7 %, a busy CPU's by any factor."""
+NOISY_FOR_S = 3600.0
+"""How long they hold nevertheless: measuring at every start would cost more than it tells."""
 Progress = Callable[[str], None]
 """Receives one line at a time about what is being done."""
 
@@ -87,7 +90,8 @@ def cached(facts: MachineFacts, progress: Progress | None = None) -> Ceilings | 
     if not path.exists():
         return None
     try:
-        return build(Ceilings, read_json(path, dict), where="ceilings")
+        found = build(Ceilings, read_json(path, dict), where="ceilings")
+        return None if found.noisy and time.time() - path.stat().st_mtime > NOISY_FOR_S else found
     except (DataError, ConfigError) as error:
         if progress is not None:
             progress(f"the ceilings kept in {path} cannot be used and will be measured again: {error}")

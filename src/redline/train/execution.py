@@ -3,6 +3,7 @@
 Everything here changes how the same training is computed, and never what.
 """
 
+import contextlib
 import os
 import warnings
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from redline.errors import MachineError, need
 from redline.model.transformer import Transformer, build_model
 from redline.plan.plan import Plan
 from redline.plan.values import NEEDED_CAPABILITY
+from redline.record.files import cache_folder
 from redline.train.process import Process, shard
 
 COMPUTE_DTYPE = {
@@ -69,8 +71,19 @@ def build(recipe: Recipe, plan: Plan, process: Process) -> Transformer:
     return model
 
 
+def keep_kernels() -> None:
+    """Have torch keep what it compiles in our cache folder: /tmp, its default, may not outlive the machine. Its key knows
+    nothing of ATEN_CPU_CAPABILITY. A user's own setting wins; a folder that cannot be made costs only the keeping."""
+    folder = cache_folder() / f"kernels{os.environ.get('ATEN_CPU_CAPABILITY', '')}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+
 def equip(model: Transformer, plan: Plan) -> None:
     """Have the model compute as the plan says."""
+    if plan.compile != "off":
+        keep_kernels()
     model.compute_dtype, model.cross_entropy = COMPUTE_DTYPE[plan.precision], plan.cross_entropy
     model.loss_chunks = plan.loss_chunks
     for block in model.blocks:

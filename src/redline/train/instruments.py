@@ -13,6 +13,7 @@ behind a phase takes no time and is not told apart from it.
 """
 
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -99,11 +100,13 @@ def _phases(flight: _InFlight) -> dict[str, float]:
 
 
 def start_up_s(device: torch.device) -> dict[str, float]:
-    """Where the time up to the end of the first update went. That update compiles, so wait for the GPU this once."""
+    """Where the time up to the end of the first update went. That update compiles (`compile_s` of it), so wait for the GPU this once."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     startup.mark("first_update")
-    return startup.taken()
+    if (dynamo := sys.modules.get("torch._dynamo.utils")) is None:
+        return startup.taken()
+    return startup.taken() | {"compile_s": round(dynamo.calculate_time_spent()["total_wall_time"], 3)}
 
 
 class Instruments:
