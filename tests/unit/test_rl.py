@@ -22,9 +22,9 @@ from redline.errors import TrainingError
 from redline.record.metrics import METRICS
 from redline.record.run import read_lines
 from redline.rl.algorithm import Columns, columns_of, shared_tokens
-from redline.rl.grpo import Grpo, advantages, divergence, policy_loss
-from redline.rl.imitation import Imitation
-from redline.rl.ppo import Ppo, generalised_advantages, make_critic, value_loss
+from redline.rl.grpo import GRPO, advantages, divergence, policy_loss
+from redline.rl.imitation import IMITATION
+from redline.rl.ppo import PPO, generalised_advantages, make_critic, value_loss
 from redline.rl.rollout import Rollouts, shaped_reward
 from redline.rl.samples import Group, Sample, Samples
 from redline.rl.watchdog import Watchdog
@@ -47,7 +47,7 @@ def group(*rewards: float) -> Group:
 
 def test_answers_to_a_question_share_its_prompt_where_that_saves_enough() -> None:
     """Three answers of 4 tokens, 2 of them the prompt: two copies, 4 of 12 tokens, need not be read."""
-    rows = Grpo(RL).rows(group(1.0, 0.0, 1.0), (1.0, 0.0, 1.0))
+    rows = GRPO.rows(group(1.0, 0.0, 1.0), (1.0, 0.0, 1.0))
     assert shared_tokens(rows) == 4
     assert shared_tokens(rows[:1]) == shared_tokens([]) == 0
     long = [replace(row, example=Example((1, 2), tuple(range(19)))) for row in rows]
@@ -59,15 +59,13 @@ def test_answers_to_a_question_share_its_prompt_where_that_saves_enough() -> Non
 
 def test_advantages_are_standard_deviations_from_the_mean_of_the_group():
     # mean 0.25; squares 0.5625 + 3 * 0.0625 = 0.75; over 3: variance 0.25, deviation 0.5
-    assert advantages([1.0, 0.0, 0.0, 0.0]) == pytest.approx([0.75 / 0.5001, *[-0.25 / 0.5001] * 3])
-    assert sum(advantages([0.3, 0.9, 0.1])) == pytest.approx(0.0, abs=1e-12)
+    assert advantages(group(), [1.0, 0.0, 0.0, 0.0]) == pytest.approx([0.75 / 0.5001, *[-0.25 / 0.5001] * 3])
+    assert sum(advantages(group(), [0.3, 0.9, 0.1])) == pytest.approx(0.0, abs=1e-12)
 
 
 def test_grpo_learns_from_groups_with_different_rewards_only():
-    grpo = Grpo(RL)
-    assert grpo.teaches(group(1.0, 0.0), [1.0, 0.0])
-    assert not grpo.teaches(group(1.0, 1.0), [1.0, 1.0])
-    rows = grpo.rows(group(1.0, 0.0), [1.0, 0.0])
+    assert GRPO.rows(group(1.0, 1.0), [1.0, 1.0]) == []
+    rows = GRPO.rows(group(1.0, 0.0), [1.0, 0.0])
     assert [row.reward for row in rows] == [1.0, 0.0]
     assert rows[0].columns["advantage"].tolist() == pytest.approx([0.5 / (math.sqrt(0.5) + 1e-4)] * 3)
     assert rows[0].example.answer == (0, 1, 2)
@@ -121,12 +119,11 @@ def test_the_divergence_is_k3():
 
 
 def test_imitation_is_cross_entropy_on_the_correct_answers():
-    imitation = Imitation(RL)
-    assert imitation.teaches(group(1.0, 1.0), [1.0, 1.0])
-    assert not imitation.teaches(group(0.0, 0.0), [0.0, 0.0])
-    (row,) = imitation.rows(group(0.0, 1.0), [0.0, 1.0])
+    assert len(IMITATION.rows(group(1.0, 1.0), [1.0, 1.0])) == 2
+    assert IMITATION.rows(group(0.0, 0.0), [0.0, 0.0]) == []
+    (row,) = IMITATION.rows(group(0.0, 1.0), [0.0, 1.0])
     logprobs = torch.tensor([-1.0, -2.0, -4.0])
-    assert float(imitation.loss(logprobs, columns_of([row], torch.device("cpu")))["loss"]) == 7.0
+    assert float(IMITATION.loss(logprobs, columns_of([row], torch.device("cpu")), RL)["loss"]) == 7.0
 
 
 def test_the_penalty_for_length_rises_over_the_last_fifth():
@@ -251,7 +248,7 @@ def test_the_critic_learns_what_answers_earn(place):
     asked = Group(
         1, "letters", 0, "q", "Which?", (1, 2, 3), (answer(1.0), replace(answer(0.0), tokens=(5, 6, 7)))
     )
-    rows = Ppo(recipe.rl).rows(asked, [1.0, 0.0])
+    rows = PPO.rows(asked, [1.0, 0.0])
     for _ in range(60):
         critic.expect([rows])
         critic.improve([rows], 6.0)

@@ -37,7 +37,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_sound_recipe_gets_no_advice() -> None:
-    assert advice(REPORT, RL) == []
+    assert list(advice(REPORT, RL)) == []
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,10 @@ def test_engines_that_differ_and_scorers_that_hold_the_gpu_up_are_named() -> Non
 
 def test_a_weak_sandbox_matters_where_programs_are_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "weakness", lambda: "generated code runs under limits alone")
-    assert advice(REPORT, RL) == []
-    assert advice(REPORT, replace(RL, domains=("code",))) == ["code: generated code runs under limits alone."]
+    assert list(advice(REPORT, RL)) == []
+    assert list(advice(REPORT, replace(RL, domains=("code",)))) == [
+        "code: generated code runs under limits alone."
+    ]
 
 
 def test_the_doctor_draws_through_the_loops_own_path(recipe: Path, capsys: Capture) -> None:

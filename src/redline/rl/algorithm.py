@@ -1,20 +1,19 @@
-"""What an algorithm decides: which groups teach something, how good each token of an answer was, and the loss.
-
-A new one is a file with these three functions and a line in `run.ALGORITHMS`. Everything else (drawing, packing,
-passes, processes) is the same for all of them.
+"""What an algorithm decides: how good each answer of a group was, and the loss of its tokens. A new one is a file with
+these two functions and a line in `run.ALGORITHMS`; drawing, packing, passes and processes are the same for all.
 
 Shapes: A answer tokens of a packed row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from redline.config.rl import RlConfig
 from redline.model.attention.packed import Packing
 from redline.rl.samples import Group, Sample
 from redline.train.packed import EMPTY, Example, exact, pack, pack_once, unpack
@@ -35,8 +34,7 @@ class Row:
     cut: bool
     reward: float
     columns: dict[str, NDArray[np.float32]] = field(default_factory=dict)
-    """Numbers of each answer token: `sampled` (the engine's log-probability), `advantage`, and where they are needed
-    `old` (the trainer's before the first update), `value` and `returned`."""
+    """Numbers of each answer token, under the names of `Columns`."""
 
 
 @dataclass(frozen=True)
@@ -44,42 +42,41 @@ class Columns:
     """The numbers of a packed row's answer tokens, where the model computes."""
 
     sampled: Tensor
+    """The engine's log-probabilities."""
     advantage: Tensor
     old: Tensor | None = None
+    """The trainer's log-probabilities before the first update, where several follow."""
     value: Tensor | None = None
     returned: Tensor | None = None
     reference: Tensor | None = None
     """Log-probabilities under the model that the run began with."""
 
 
-class Algorithm(Protocol):
-    def teaches(self, group: Group, rewards: Sequence[float]) -> bool:
-        """Whether a group is worth an update."""
-        ...
+class Algorithm(NamedTuple):
+    advantages: Callable[[Group, Sequence[float]], Sequence[float | None]]
+    """Of a group's answers, from their rewards; None for an answer that teaches nothing."""
+    loss: Callable[[Tensor, Columns, RlConfig], Numbers]
+    """The loss and what else is told, as sums over the tokens."""
 
     def rows(self, group: Group, rewards: Sequence[float]) -> list[Row]:
         """The answers of a group to learn from."""
-        ...
-
-    def loss(self, logprobs_A: Tensor, given: Columns) -> Numbers:
-        """The loss and what else is told, as sums over the tokens."""
-        ...
+        found = zip(group.answers, rewards, self.advantages(group, rewards), strict=True)
+        return [row_of(group, answer, reward, good) for answer, reward, good in found if good is not None]
 
 
 def row_of(group: Group, sample: Sample, reward: float, advantage: float) -> Row:
     """A row whose tokens were all as good."""
-    size = len(sample.tokens)
+    example = Example(group.prompt, sample.tokens)
     columns = {
         "sampled": np.array(sample.logprobs, np.float32),
-        "advantage": np.full(size, advantage, np.float32),
+        "advantage": np.full(len(sample.tokens), advantage, np.float32),
     }
-    return Row(group.domain, Example(group.prompt, sample.tokens), sample.cut, reward, columns)
+    return Row(group.domain, example, sample.cut, reward, columns)
 
 
 def share_of(rows: Sequence[Row], process: Process) -> list[Row]:
     """The rows of this process: longest first in turn, so that all have about as many tokens."""
-    ordered = sorted(rows, key=lambda row: -row.example.length)
-    return ordered[process.rank :: process.world_size]
+    return sorted(rows, key=lambda row: -row.example.length)[process.rank :: process.world_size]
 
 
 def shared_tokens(rows: Sequence[Row]) -> int:
@@ -91,8 +88,8 @@ def shared_tokens(rows: Sequence[Row]) -> int:
 
 
 def packed(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor, Packing]:
-    """The rows one after the other: tokens, targets, and where they begin. Without any, a token that counts for
-    nothing. Answers to one question share its prompt where that pays."""
+    """Tokens, targets and where rows begin, one row after the other. Without any, a token that counts for nothing.
+    Answers to one question share its prompt where that pays."""
     examples = [row.example for row in rows]
     if shared_tokens(rows):
         return pack_once(examples, device)
@@ -101,11 +98,13 @@ def packed(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor, P
 
 
 def columns_of(rows: Sequence[Row], device: torch.device) -> Columns:
-    """The numbers of the rows' tokens, one after the other as packing has them. A row that holds no answer has one
-    token that counts for nothing."""
+    """The numbers of the rows' tokens in the order of `packed`."""
     names = rows[0].columns if rows else ("sampled", "advantage")
-    given = {
-        name: np.concatenate([row.columns[name] for row in rows]) if rows else np.zeros(1, np.float32)
-        for name in names
-    }
+    given = {n: np.concatenate([row.columns[n] for row in rows] or [np.zeros(1, np.float32)]) for n in names}
     return Columns(**{name: torch.from_numpy(values).to(device) for name, values in given.items()})
+
+
+def by_row(rows: Sequence[Row], values_A: Tensor) -> Iterator[tuple[Row, NDArray[np.float32]]]:
+    """Each row with the values of its tokens."""
+    ends = np.cumsum([len(row.example.answer) for row in rows])
+    return zip(rows, np.split(values_A.cpu().numpy(), ends[:-1]) if rows else (), strict=True)

@@ -9,7 +9,7 @@ time of a step is what was seen here for the tokens of a whole step, and for the
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -44,23 +44,24 @@ WIDE_GAP = 0.05
 
 @dataclass(frozen=True)
 class DomainReport:
+    """Shares are of the answers, `even` of the groups."""
+
     name: str
     answers: int
     solved: float
-    """Share of the answers that are correct."""
     reward: float
     even: float
-    """Share of the groups whose answers all earned the same: GRPO learns nothing from them."""
+    """All answers of the group earned the same: GRPO learns nothing from them."""
     unread: float
-    """Share of the answers in which no answer was found."""
+    """No answer was found in the text."""
     cut: float
-    """Share of the answers that ran out of tokens."""
+    """The answer ran out of tokens."""
     tokens: float
     """Of an answer, mean."""
     failed: int
     """Answers whose scorer failed."""
     scoring_s: float
-    """For one answer, on one of the scoring processes or several."""
+    """For one answer, with all scoring processes."""
     unread_texts: list[str]
     """Two in which no answer was found."""
 
@@ -130,7 +131,7 @@ def examine(recipe: Recipe, plan: Plan, process: Process, *, questions: int) -> 
         sandbox=_sandbox(),
         advice=[],
     )
-    return replace(report, advice=advice(report, rl))
+    return replace(report, advice=list(advice(report, rl)))
 
 
 def _sandbox() -> str:
@@ -144,34 +145,25 @@ def _sandbox() -> str:
 def _domain(name: str, groups: Sequence[Group], domains: Domains) -> DomainReport:
     own = [group for group in groups if group.domain == name]
     answers = [sample for group in own for sample in group.answers]
-    unread = [sample for sample in answers if not sample.parsed]
+    unread = [sample.text for sample in answers if not sample.parsed]
+    domain = domains.by_name[name]
+    questions = {question.id: question for question in domain.questions}
+    items = [(questions[g.id], domain.task.answer_of(sample.text)) for g in own for sample in g.answers]
+    began_s = time.perf_counter()
+    domain.pool.score(items)  # again, with nothing beside it
     return DomainReport(
         name=name,
         answers=len(answers),
         solved=fmean(sample.correct for sample in answers),
         reward=fmean(sample.reward for sample in answers),
-        even=fmean(max(group.rewards) == min(group.rewards) for group in own),
+        even=fmean(len({sample.reward for sample in group.answers}) == 1 for group in own),
         unread=len(unread) / len(answers),
         cut=fmean(sample.cut for sample in answers),
         tokens=fmean(len(sample.tokens) for sample in answers),
         failed=sum(sample.reason is not None for sample in answers),
-        scoring_s=_scoring_s(name, own, domains),
-        unread_texts=[sample.text for sample in unread[:2]],
+        scoring_s=(time.perf_counter() - began_s) / len(items),
+        unread_texts=unread[:2],
     )
-
-
-def _scoring_s(name: str, groups: Sequence[Group], domains: Domains) -> float:
-    """Score the answers again, with nothing beside it."""
-    domain = domains.by_name[name]
-    questions = {question.id: question for question in domain.questions}
-    items = [
-        (questions[group.id], domain.task.answer_of(sample.text))
-        for group in groups
-        for sample in group.answers
-    ]
-    began_s = time.perf_counter()
-    domain.pool.score(items)
-    return (time.perf_counter() - began_s) / len(items)
 
 
 @torch.no_grad()
@@ -191,47 +183,46 @@ def _gap(model: Any, groups: Sequence[Group], domains: Domains) -> Gap | None:
     return Gap(float(away.mean()), float(away.max()), len(away), beside)
 
 
-def advice(report: Report, rl: RlConfig) -> list[str]:
+def advice(report: Report, rl: RlConfig) -> Iterator[str]:
     """What to change before training, the gravest first."""
-    found = []
     for domain in report.domains:
-        if domain.failed:
-            found.append(
-                f"{domain.name}: the scorer failed on {domain.failed} of {domain.answers} answers, which earn 0: run it"
-                " alone on one of them (docs/tasks.md)."
-            )
-        if domain.unread > 0.5 and domain.solved < RARELY:
-            found.append(
-                f"{domain.name}: no answer was found in {domain.unread:.0%} of the texts: show the form with prompt.shots,"
-                " or teach it first with `redline rft run` or `redline finetune`."
-            )
-        elif not domain.solved:
-            found.append(
-                f"{domain.name}: none of {domain.answers} answers was correct, so there is nothing to learn from: choose"
-                " easier questions, a larger rl.group_size, or begin with `redline rft run`."
-            )
-        elif domain.solved == 1:
-            found.append(f"{domain.name}: every answer was correct: choose harder questions or leave it out.")
-        elif domain.even > 0.5:
-            found.append(
-                f"{domain.name}: in {domain.even:.0%} of the groups all answers earned the same, and they are skipped: a"
-                f" larger rl.group_size (now {rl.group_size}) finds differences."
-            )
-        if domain.cut > 0.1:
-            found.append(
-                f"{domain.name}: {domain.cut:.0%} of the answers ran out of tokens: raise rl.max_new_tokens (now"
-                f" {rl.max_new_tokens})."
-            )
+        yield from (f"{domain.name}: {text}" for text in _advice(domain, rl))
     if report.gap is not None and report.gap.mean > WIDE_GAP:
         correction = "keep rl.importance_cap" if rl.importance_cap else "set rl.importance_cap"
-        found.append(
+        yield (
             f"Engine and trainer differ by {report.gap.mean:.3f} nats a token: {correction}, or try plan.precision=fp32."
         )
     if report.scoring_s > report.generate_s:
-        found.append(
+        yield (
             f"Scoring a step takes {report.scoring_s:.1f} s and generating it {report.generate_s:.1f} s: the GPU will"
             " wait for rewards. Use more CPU cores or a quicker scorer."
         )
     if "code" in rl.names and (weak := weakness()) is not None:
-        found.append(f"code: {weak}.")
-    return found
+        yield f"code: {weak}."
+
+
+def _advice(domain: DomainReport, rl: RlConfig) -> Iterator[str]:
+    if domain.failed:
+        yield (
+            f"the scorer failed on {domain.failed} of {domain.answers} answers, which earn 0: run it alone on one of"
+            " them (docs/tasks.md)."
+        )
+    if domain.unread > 0.5 and domain.solved < RARELY:
+        yield (
+            f"no answer was found in {domain.unread:.0%} of the texts: show the form with prompt.shots, or teach it"
+            " first with `redline rft run` or `redline finetune`."
+        )
+    elif not domain.solved:
+        yield (
+            f"none of {domain.answers} answers was correct, so there is nothing to learn from: choose easier questions,"
+            " a larger rl.group_size, or begin with `redline rft run`."
+        )
+    elif domain.solved == 1:
+        yield "every answer was correct: choose harder questions or leave it out."
+    elif domain.even > 0.5:
+        yield (
+            f"in {domain.even:.0%} of the groups all answers earned the same, and they are skipped: a larger"
+            f" rl.group_size (now {rl.group_size}) finds differences."
+        )
+    if domain.cut > 0.1:
+        yield f"{domain.cut:.0%} of the answers ran out of tokens: raise rl.max_new_tokens (now {rl.max_new_tokens})."

@@ -18,7 +18,7 @@ from redline.engine.prompt import render
 from redline.engine.request import Completion, Sampling
 from redline.errors import ConfigError, DataError
 from redline.rl.samples import Sample
-from redline.tasks.pool import Item, Pool
+from redline.tasks.pool import Pool
 from redline.tasks.registry import load_task
 from redline.tasks.task import Question, Task, Verdict
 from redline.train.restore import Opened
@@ -50,8 +50,9 @@ class Domains:
         self.recipe, self.rl, self.opened = recipe, recipe.rl, opened
         self.by_name = {domain.name: domain for domain in domains}
         self.tokenizer = opened.tokenizer
-        self._order: tuple[int, dict[str, Iterator[Asked]]] = (-1, {})
-        self._drawn: dict[str, list[Asked]] = {}
+        self._step = -1
+        self._drawn: dict[str, tuple[list[Asked], Iterator[Asked]]] = {}
+        """What was asked of each domain in this step, and what comes next."""
 
     def shares(self) -> dict[str, int]:
         """Questions of a step by domain: in proportion to the weights, and at least one of each."""
@@ -67,12 +68,11 @@ class Domains:
 
     def ask(self, *, step: int, domain: str, number: int) -> Asked:
         """The question with this number among those of its domain in a step; the same for the same seed."""
-        if self._order[0] != step:
-            self._order = step, {name: self._shuffled(name, step) for name in self.by_name}
-            self._drawn = {name: [] for name in self.by_name}
-        drawn = self._drawn[domain]
+        if self._step != step:
+            self._step, self._drawn = step, {name: ([], self._shuffled(name, step)) for name in self.by_name}
+        drawn, following = self._drawn[domain]
         while len(drawn) <= number:
-            drawn.append(next(self._order[1][domain]))
+            drawn.append(next(following))
         return drawn[number]
 
     def seed(self, *, step: int, domain: str, number: int) -> int:
@@ -81,34 +81,30 @@ class Domains:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
     def held_out(self, domain: str) -> list[Asked]:
-        chosen = [self._asked(self.by_name[domain], question) for question in self.by_name[domain].held_out]
+        own = self.by_name[domain]
+        chosen = (self._asked(own, question) for question in own.held_out)
         return [asked for asked in chosen if len(asked.prompt) <= self.rl.max_prompt_tokens]
 
     def sampling(self, stops: tuple[str, ...], *, greedy: bool = False) -> Sampling:
-        return Sampling(
-            max_new_tokens=self.rl.max_new_tokens, temperature=0.0 if greedy else 1.0, stop_strings=stops
-        )
+        most, temperature = self.rl.max_new_tokens, 0.0 if greedy else 1.0
+        return Sampling(max_new_tokens=most, temperature=temperature, stop_strings=stops)
 
     def scored(self, domain: str, question: Question, completions: Sequence[Completion]) -> list[Sample]:
         """The answers to one question with their rewards. A scorer that hangs or dies costs its own answer: 0, with
         the reason."""
-        task, texts = (
-            self.by_name[domain].task,
-            [self._text(domain, completion) for completion in completions],
-        )
-        items: list[Item] = [(question, task.answer_of(text)) for text in texts]
+        task, pool = self.by_name[domain].task, self.by_name[domain].pool
+        texts = [self._text(task, completion) for completion in completions]
+        verdicts = pool.score([(question, task.answer_of(text)) for text in texts])
         return [
             _sample(completion, text, verdict, whole=task.finished(text, completion.finish))
-            for completion, text, verdict in zip(
-                completions, texts, self.by_name[domain].pool.score(items), strict=True
-            )
+            for completion, text, verdict in zip(completions, texts, verdicts, strict=True)
         ]
 
-    def _text(self, domain: str, completion: Completion) -> str:
+    def _text(self, task: Task, completion: Completion) -> str:
         """What was said; a stop string is cut off a completion, and the end of an answer belongs to it."""
-        end = self.by_name[domain].task.end
-        closed = end and end not in completion.text and end in self.tokenizer.decode(list(completion.tokens))
-        return completion.text + end if closed else completion.text
+        said, end = completion.text, task.end
+        closed = end and end not in said and end in self.tokenizer.decode(list(completion.tokens))
+        return said + end if closed else said
 
     def _shuffled(self, domain: str, step: int) -> Iterator[Asked]:
         """The domain's questions in the order of this step, over and over."""
@@ -129,14 +125,11 @@ class Domains:
     def _asked(self, domain: Domain, question: Question) -> Asked:
         if (known := domain._read.get(question.id)) is not None:
             return known
-        prompt = self.recipe.prompt
-        text, stops = render(
-            domain.task, question, self.opened.loaded, prompt.mode, prompt.shots_of(trained=True)
-        )
-        stops += (domain.task.end,) if domain.task.end else ()
+        prompt, task = self.recipe.prompt, domain.task
+        text, stops = render(task, question, self.opened.loaded, prompt.mode, prompt.shots_of(trained=True))
+        stops += (task.end,) if task.end else ()
         asked = Asked(question, tuple(self.tokenizer.encode_prompt(text)), stops)
-        domain._read[question.id] = asked
-        return asked
+        return domain._read.setdefault(question.id, asked)
 
 
 def _sample(completion: Completion, text: str, verdict: Verdict, *, whole: bool) -> Sample:

@@ -1,8 +1,8 @@
 """GRPO: an answer is as good as its reward stands above its group's, in standard deviations. The loss is PPO's clipped
 one, averaged over all tokens of the update, as DAPO and TRL (`loss_type="dapo"`) have it.
 
-    advantages([1.0, 0.0, 0.0, 0.0])      # [1.5, -0.5, -0.5, -0.5], nearly
-    grpo.loss(logprobs_A, columns)        # {"loss": ..., "clip_share": ..., ...}, sums over the tokens
+    advantages(group, [1.0, 0.0, 0.0, 0.0])      # [1.5, -0.5, -0.5, -0.5], nearly
+    policy_loss(logprobs_A, columns, rl)         # {"loss": ..., "clip_share": ..., ...}, sums over the tokens
 
 With one update a rollout the old log-probabilities are the forward's own, detached: the ratio is 1 and only its
 gradient counts. What the engine computes differently is corrected by a truncated importance weight on each token.
@@ -14,7 +14,7 @@ from statistics import fmean, stdev
 from torch import Tensor
 
 from redline.config.rl import RlConfig
-from redline.rl.algorithm import Columns, Row, row_of
+from redline.rl.algorithm import Algorithm, Columns
 from redline.rl.samples import Group
 from redline.train.step import Numbers
 
@@ -22,24 +22,11 @@ SMALLEST_STD = 1e-4
 """Added to the standard deviation, as TRL does."""
 
 
-class Grpo:
-    def __init__(self, rl: RlConfig) -> None:
-        self.rl = rl
-
-    def teaches(self, group: Group, rewards: Sequence[float]) -> bool:
-        """Answers that are all as good have no advantage over each other."""
-        return max(rewards) > min(rewards)
-
-    def rows(self, group: Group, rewards: Sequence[float]) -> list[Row]:
-        found = zip(group.answers, rewards, advantages(rewards), strict=True)
-        return [row_of(group, sample, reward, advantage) for sample, reward, advantage in found]
-
-    def loss(self, logprobs_A: Tensor, given: Columns) -> Numbers:
-        return policy_loss(logprobs_A, given, self.rl)
-
-
-def advantages(rewards: Sequence[float]) -> list[float]:
-    """How far each reward of a group stands above the mean, in (sample) standard deviations."""
+def advantages(group: Group, rewards: Sequence[float]) -> list[float] | list[None]:
+    """How far each reward stands above the group's mean, in (sample) standard deviations. Answers that are all as good
+    have no advantage over each other."""
+    if max(rewards) == min(rewards):
+        return [None] * len(rewards)
     mean, scale = fmean(rewards), stdev(rewards) + SMALLEST_STD
     return [(reward - mean) / scale for reward in rewards]
 
@@ -71,3 +58,6 @@ def divergence(logprobs_A: Tensor, reference_A: Tensor) -> Tensor:
     """Schulman's k3 estimate of the KL divergence from the reference: not negative, and unbiased for sampled tokens."""
     away_A = reference_A - logprobs_A
     return away_A.exp() - away_A - 1
+
+
+GRPO = Algorithm(advantages, policy_loss)

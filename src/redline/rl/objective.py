@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from redline.config.recipe import Recipe
 from redline.model.lora import lora_layers, without_adapters
 from redline.model.transformer import Transformer
 from redline.plan.predict import longest_row
-from redline.rl.algorithm import Algorithm, Row, columns_of, packed, share_of, shared_tokens
+from redline.rl.algorithm import Algorithm, Row, by_row, columns_of, packed, share_of, shared_tokens
 from redline.rl.ppo import Critic
 from redline.rl.rollout import Rollout
 from redline.rl.speed import work_of
@@ -93,7 +92,7 @@ class Policies:
             with torch.no_grad(), without_adapters(model) if lora_layers(model) else nullcontext():
                 given = replace(given, reference=logprobs(self.reference or model, rows))
             learner.mark("reference_s")
-        return self.algorithm.loss(logprobs(model, rows), given)
+        return self.algorithm.loss(logprobs(model, rows), given, self.rl)
 
 
 def logprobs(model: Transformer, rows: Sequence[Row]) -> Tensor:
@@ -153,9 +152,7 @@ class Updates:
         if len(parts) > 1:
             with torch.no_grad():
                 for part in (part for rows in parts for part in self.objective.split(rows)):
-                    found = logprobs(self.learner.model, part).cpu().numpy()
-                    ends = np.cumsum([len(row.example.answer) for row in part])
-                    for row, own in zip(part, np.split(found, ends[:-1]) if part else (), strict=True):
+                    for row, own in by_row(part, logprobs(self.learner.model, part)):
                         row.columns["old"] = own
             self.learner.mark("forward_s")
 

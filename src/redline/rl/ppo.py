@@ -22,38 +22,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from redline.config.recipe import Recipe
-from redline.config.rl import RlConfig
 from redline.model.transformer import Linear, Transformer
 from redline.plan.plan import Plan
-from redline.rl.algorithm import Columns, Row, columns_of, packed, row_of
+from redline.rl.algorithm import Algorithm, Columns, Row, by_row, columns_of, packed
 from redline.rl.grpo import policy_loss
-from redline.rl.samples import Group
 from redline.train.execution import COMPUTE_DTYPE, equip
 from redline.train.optimizer import make_optimizers, state_tensors
 from redline.train.process import Process, shard
 from redline.train.restore import Opened
-from redline.train.step import Learner, Numbers, Pass, Update, backpropagated, update
+from redline.train.step import Learner, Pass, Update, backpropagated, update
 
 LAMBDA = 0.95
 VALUE_CLIP = 0.2
 
 
-class Ppo:
-    def __init__(self, rl: RlConfig) -> None:
-        self.rl = rl
-
-    def teaches(self, group: Group, rewards: Sequence[float]) -> bool:
-        """The critic learns from every answer."""
-        return True
-
-    def rows(self, group: Group, rewards: Sequence[float]) -> list[Row]:
-        """The advantages are the critic's to say."""
-        return [
-            row_of(group, sample, reward, 0.0) for sample, reward in zip(group.answers, rewards, strict=True)
-        ]
-
-    def loss(self, logprobs_A: Tensor, given: Columns) -> Numbers:
-        return policy_loss(logprobs_A, given, self.rl)
+PPO = Algorithm(lambda group, rewards: [0.0] * len(rewards), policy_loss)
+"""The critic learns from every answer, and says the advantages."""
 
 
 def generalised_advantages(
@@ -98,9 +82,7 @@ class Critic:
         """Say what every token of this process's rows should earn, and from that how good it was."""
         own = []
         for rows in parts:
-            ends = np.cumsum([len(row.example.answer) for row in rows])
-            values = self._values(rows).cpu().numpy()
-            for row, value in zip(rows, np.split(values, ends[:-1]) if rows else (), strict=True):
+            for row, value in by_row(rows, self._values(rows)):
                 advantage, returned = generalised_advantages(row.reward, value)
                 row.columns |= {"value": value, "advantage": advantage, "returned": returned}
                 own.append(row)
@@ -124,13 +106,17 @@ class Critic:
 
     def _whiten(self, rows: Sequence[Row]) -> None:
         """Mean 0 and deviation 1 over the tokens of all processes."""
-        found = [row.columns["advantage"].astype(np.float64) for row in rows]
-        whole = np.concatenate(found) if found else np.zeros(0)
-        sums = self.learner.process.sums(float(len(whole)), float(whole.sum()), float((whole**2).sum()))
-        count, mean = max(1.0, sums[0]), sums[1] / max(1.0, sums[0])
-        deviation = math.sqrt(max(0.0, sums[2] / count - mean**2)) + 1e-8
-        for row, advantage in zip(rows, found, strict=True):
-            row.columns["advantage"] = ((advantage - mean) / deviation).astype(np.float32)
+        whole = np.concatenate(
+            [row.columns["advantage"] for row in rows] or [np.zeros(0, np.float32)]
+        ).astype(np.float64)
+        count, total, squares = self.learner.process.sums(
+            float(len(whole)), float(whole.sum()), float((whole**2).sum())
+        )
+        mean = total / max(1.0, count)
+        deviation = math.sqrt(max(0.0, squares / max(1.0, count) - mean**2)) + 1e-8
+        for row in rows:
+            exact = row.columns["advantage"].astype(np.float64)
+            row.columns["advantage"] = ((exact - mean) / deviation).astype(np.float32)
 
 
 def make_critic(base: Opened, recipe: Recipe, plan: Plan, process: Process) -> Critic:

@@ -8,7 +8,7 @@ from redline.config.recipe import Recipe
 from redline.model.transformer import Transformer
 from redline.plan.plan import Plan
 from redline.rl.algorithm import Row
-from redline.rl.grpo import Grpo
+from redline.rl.grpo import GRPO
 from redline.rl.objective import Policies, Updates
 from redline.rl.rollout import Rollout
 from redline.rl.speed import make_derived
@@ -61,14 +61,13 @@ def random_rows(recipe: Recipe, *, shortest: float = SHORTEST) -> list[Row]:
 
 
 def job_of(recipe: Recipe, plan: Plan, model: Transformer, rows: list[Row], process: Process) -> Job:
-    assert recipe.rl is not None
     return Job(
         recipe=recipe,
         plan=plan,
         steps=recipe.train.steps,
         model=model,
         source=lambda _: Again(rows),
-        objective=Policies(Grpo(recipe.rl), recipe, process, pass_size=plan.micro_batch),
+        objective=Policies(GRPO, recipe, process, pass_size=plan.micro_batch),
         executor=Updates,  # type: ignore[arg-type]  # as in rl.run
         data_fingerprint="",
         derived=make_derived(recipe, plan),

@@ -12,15 +12,11 @@ runs/rl-demo/
 If it is killed, the same call resumes: a step whose answers are in its file is not drawn again.
 """
 
-import hashlib
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from redline.config.recipe import Recipe
-from redline.config.rl import RlConfig
+from redline.config.recipe import Recipe, fingerprint_of
 from redline.errors import TrainingError
 from redline.finetune import check_result, prepare, write_result
 from redline.plan.plan import Plan
@@ -28,11 +24,11 @@ from redline.plan.planner import MEMORY_SHARE
 from redline.plan.predict import pcgrad_place
 from redline.rl.algorithm import Algorithm
 from redline.rl.domains import Domains, open_domains
-from redline.rl.grpo import Grpo
-from redline.rl.imitation import Imitation
+from redline.rl.grpo import GRPO
+from redline.rl.imitation import IMITATION
 from redline.rl.objective import Policies, Updates
 from redline.rl.policy import Policy
-from redline.rl.ppo import Ppo, make_critic
+from redline.rl.ppo import PPO, make_critic
 from redline.rl.rollout import Rollouts
 from redline.rl.samples import Samples
 from redline.rl.speed import make_derived
@@ -47,7 +43,7 @@ from redline.train.process import Process, shard
 from redline.train.restore import Opened, open_weights
 from redline.train.step import Combination, Learner
 
-ALGORITHMS: dict[str, Callable[[RlConfig], Algorithm]] = {"grpo": Grpo, "ppo": Ppo, "imitation": Imitation}
+ALGORITHMS: dict[str, Algorithm] = {"grpo": GRPO, "ppo": PPO, "imitation": IMITATION}
 
 
 def reinforce(
@@ -96,26 +92,19 @@ def job_of(
     phase: Callable[[str | None], None] = lambda name: None,
 ) -> Job:
     """What the loop needs; without a run folder nothing is kept. `phase` is told which part of a step begins."""
-    rl, event = domains.rl, opened.event if opened else _silent
-    algorithm = ALGORITHMS[rl.algorithm](rl)
-    model = base.build(process.device, COMPUTE_DTYPE[plan.precision])
+    rl, event = domains.rl, opened.event if opened else lambda kind, **facts: None
+    algorithm, dtype = ALGORITHMS[rl.algorithm], COMPUTE_DTYPE[plan.precision]
+    model = base.build(process.device, dtype)
     prepare(model, recipe, process)
     equip(model, plan)
     critic = make_critic(base, recipe, plan, process) if rl.algorithm == "ppo" else None
     reference = None
     if rl.kl > 0 and recipe.lora is None:
-        reference = base.build(process.device, COMPUTE_DTYPE[plan.precision]).requires_grad_(False)
+        reference = base.build(process.device, dtype).requires_grad_(False)
         if process.world_size > 1:
-            shard(reference, process, reference.compute_dtype)
-    policy = Policy(
-        model,
-        base,
-        process,
-        max_prompt_tokens=rl.max_prompt_tokens,
-        max_new_tokens=rl.max_new_tokens,
-        slots=plan.slots,
-        event=event,
-    )
+            shard(reference, process, dtype)
+    lengths = {"max_prompt_tokens": rl.max_prompt_tokens, "max_new_tokens": rl.max_new_tokens}
+    policy = Policy(model, base, process, **lengths, slots=plan.slots, event=event)
     return Job(
         recipe=recipe,
         plan=plan,
@@ -127,7 +116,9 @@ def job_of(
         objective=Policies(algorithm, recipe, process, pass_size=plan.micro_batch, reference=reference),
         executor=partial(Updates, critic=critic),
         state=critic.state if critic is not None else {},
-        data_fingerprint=_fingerprint(domains),
+        data_fingerprint=fingerprint_of(
+            [[name, q.id, q.text, q.answer] for name, own in domains.by_name.items() for q in own.questions]
+        ),
         run=run,
         folder=opened.folder if opened else None,
         validate=make_validation(domains, policy, process, phase),
@@ -151,16 +142,3 @@ def _combination(
     return lambda learner, updates_done: PCGrad(
         learner, groups=rl.names, mode=mode, seed=recipe.train.seed, updates_done=updates_done, place=place
     )
-
-
-def _silent(kind: str, **facts: Any) -> None:
-    pass
-
-
-def _fingerprint(domains: Domains) -> str:
-    """Changes when a training question does, or its answer."""
-    digest = hashlib.sha256()
-    for name, domain in domains.by_name.items():
-        for question in domain.questions:
-            digest.update(json.dumps([name, question.id, question.text, question.answer]).encode())
-    return digest.hexdigest()[:16]

@@ -10,8 +10,8 @@ int32 and float32, some 11 bytes a token) for a run that resumes before the next
 """
 
 import base64
-import json
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,6 @@ class Group:
     def key(self) -> tuple[str, int]:
         return self.domain, self.number
 
-    @property
-    def rewards(self) -> list[float]:
-        return [sample.reward for sample in self.answers]
-
 
 class Samples:
     """The folder of a run's samples; without a run nothing is kept."""
@@ -84,12 +80,9 @@ class Samples:
     def add(self, groups: Sequence[Group]) -> None:
         if not groups or (path := self._path(groups[0].step)) is None:
             return
-        lines = LineWriter(path)
-        try:
+        with closing(LineWriter(path)) as lines:
             for group in groups:
                 lines.append(write_group(group))
-        finally:
-            lines.close()
 
     def sync(self, step: int) -> None:
         """Have what was drawn survive a power cut."""
@@ -122,15 +115,6 @@ def read_group(line: dict[str, Any]) -> Group:
         for sample in line["answers"]
     )
     return Group(**line | {"prompt": _unpacked(line["prompt"], np.int32), "answers": tuple(answers)})
-
-
-def to_bytes(groups: Sequence[Group]) -> bytes:
-    """Groups on their way to another process."""
-    return json.dumps([write_group(group) for group in groups]).encode()
-
-
-def from_bytes(data: bytes) -> list[Group]:
-    return [read_group(line) for line in json.loads(data)]
 
 
 def _packed(numbers: Sequence[float], kind: type) -> str:

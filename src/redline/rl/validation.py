@@ -4,7 +4,9 @@ validate = make_validation(domains, policy, process)
 validate(model, pass_size)      # {"valid_accuracy": 0.41, "valid_accuracy.units": 0.52, ..._low.units, ..._high.units}
 """
 
+from collections import Counter
 from collections.abc import Callable
+from statistics import fmean
 
 from redline.engine.request import Request
 from redline.evaluate import interval_95
@@ -28,7 +30,7 @@ def make_validation(
             Request(prompt=one.prompt, sampling=domains.sampling(one.stops, greedy=True), tag=place)
             for place, (_, one) in enumerate(mine)
         ]
-        right = dict.fromkeys(domains.by_name, 0.0)
+        right, counts = dict.fromkeys(domains.by_name, 0.0), Counter(name for name, _ in asked)
         with policy.speaking():
             completions = list(policy.engine.run(requests))
         for completion in completions:
@@ -37,18 +39,12 @@ def make_validation(
             right[name] += sample.correct
         correct = dict(zip(right, process.sums(*right.values()), strict=True))
         phase(None)
-        counts = {name: sum(own == name for own, _ in asked) for name in right}
-        return _accuracies(correct, counts)
+        shares = {name: correct[name] / n for name, n in counts.items()}
+        found = {"valid_accuracy": fmean(shares.values())}  # each domain counts alike
+        for name, share in shares.items():
+            low, high = interval_95(share, counts[name])
+            ends = {"": share, "_low": low, "_high": high}
+            found |= {f"valid_accuracy{end}.{name}": value for end, value in ends.items()}
+        return found
 
     return validate
-
-
-def _accuracies(correct: dict[str, float], counts: dict[str, int]) -> dict[str, float]:
-    """Of all domains together (their mean, each counting alike), then of each with its interval."""
-    shares = {name: correct[name] / counts[name] for name in correct if counts[name]}
-    found = {"valid_accuracy": sum(shares.values()) / len(shares)}
-    for name, share in shares.items():
-        low, high = interval_95(share, counts[name])
-        found |= {f"valid_accuracy.{name}": share}
-        found |= {f"valid_accuracy_low.{name}": low, f"valid_accuracy_high.{name}": high}
-    return found
