@@ -21,7 +21,7 @@ from redline.engine.local import LocalEngine
 from redline.errors import TrainingError
 from redline.record.metrics import METRICS
 from redline.record.run import read_lines
-from redline.rl.algorithm import Columns, columns_of, shared_tokens
+from redline.rl.algorithm import Columns, columns_of, share_of, shared_tokens
 from redline.rl.grpo import GRPO, advantages, divergence, policy_loss
 from redline.rl.imitation import IMITATION
 from redline.rl.ppo import PPO, generalised_advantages, make_critic, value_loss
@@ -52,6 +52,16 @@ def test_answers_to_a_question_share_its_prompt_where_that_saves_enough() -> Non
     assert shared_tokens(rows[:1]) == shared_tokens([]) == 0
     long = [replace(row, example=Example((1, 2), tuple(range(19)))) for row in rows]
     assert shared_tokens(long) == 0, "4 of 60 tokens are fewer than copies cost"
+
+
+def test_answers_to_a_question_stay_on_one_process() -> None:
+    rows = GRPO.rows(group(1.0, 0.0), (1.0, 0.0))
+    both = [replace(row, example=Example((n,), row.example.answer)) for row in rows for n in (1, 2)]
+    first, second = (share_of(both, Process(rank, 2, torch.device("cpu"))) for rank in (0, 1))
+    assert [row.example.prompt for row in first + second] == [(1,), (1,), (2,), (2,)]
+    assert [len(share_of(rows, Process(rank, 2, torch.device("cpu")))) for rank in (0, 1)] == [1, 1], (
+        "one question"
+    )
 
 
 # ---- advantages and losses ----

@@ -4,6 +4,7 @@ these two functions and a line in `run.ALGORITHMS`; drawing, packing, passes and
 Shapes: A answer tokens of a packed row.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -75,8 +76,14 @@ def row_of(group: Group, sample: Sample, reward: float, advantage: float) -> Row
 
 
 def share_of(rows: Sequence[Row], process: Process) -> list[Row]:
-    """The rows of this process: longest first in turn, so that all have about as many tokens."""
-    return sorted(rows, key=lambda row: -row.example.length)[process.rank :: process.world_size]
+    """The rows of this process. Answers to one question stay together, because they share its prompt; the longest
+    questions go first and in turn, so that all processes have about as many tokens."""
+    groups = defaultdict[tuple[int, ...], list[Row]](list)
+    for row in rows:
+        groups[row.example.prompt].append(row)
+    together = list(groups.values()) if len(groups) >= process.world_size else [[row] for row in rows]
+    together.sort(key=lambda own: -sum(row.example.length for row in own))
+    return [row for own in together[process.rank :: process.world_size] for row in own]
 
 
 def shared_tokens(rows: Sequence[Row]) -> int:
