@@ -77,8 +77,7 @@ def held_out_loss(
 
 @contextmanager
 def _in_pieces(model: Transformer) -> Iterator[None]:
-    """Compute logits in pieces: eager mode holds them in fp32, and validation must not need more memory than
-    training."""
+    """Compute logits in pieces: in fp32 they must not take more memory than training."""
     chunks = model.loss_chunks
     model.loss_chunks = max(8, chunks)
     try:
@@ -96,8 +95,7 @@ def evaluate_opened(
     seq_len: int | None,
     sequences: int | None,
 ) -> HeldOut:
-    """The loss of an opened model on its run's validation split, or on any text; of a data folder, on its validation
-    split."""
+    """The loss of an opened model on its run's validation split, or on any text or data folder."""
     recipe = opened.recipe
     if seq_len is None:
         seq_len = recipe.data.seq_len if recipe else model.config.context_length
@@ -141,9 +139,7 @@ def answer_greedily(
 ) -> Iterator[tuple[int, Completion]]:
     """The likeliest completion of each prompt with the prompt's place, in the order in which they finish."""
     if sampling.temperature != 0:
-        raise ConfigError(
-            f"accuracy is measured with greedy decoding, temperature 0; got {sampling.temperature}"
-        )
+        raise ConfigError(f"accuracy needs greedy decoding (temperature 0), got {sampling.temperature}")
     asked = (Request(prompt=prompt, sampling=sampling, tag=place) for place, prompt in enumerate(prompts))
     for completion in engine.run(asked):
         yield completion.request.tag, completion

@@ -47,8 +47,8 @@ def under_torchrun() -> bool:
 
 
 def start_processes(nproc: int, arguments: Sequence[str]) -> int:
-    """Run `redline ARGUMENTS` on `nproc` processes; 0 if all succeeded. A user's error in one is raised here; any
-    other is printed, and its exit code returned."""
+    """Run `redline ARGUMENTS` on `nproc` processes; 0 if all succeeded. A user's error is raised here; any other is
+    printed."""
     environment = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)),
         **os.environ,
@@ -70,8 +70,7 @@ def start_processes(nproc: int, arguments: Sequence[str]) -> int:
 
 
 class _Member:
-    """One of the processes. Its standard error is passed on, except for how it failed: one failure makes all of them
-    fail, and is printed once."""
+    """One of the processes. Its standard error is passed on, but how it failed is printed once for all of them."""
 
     def __init__(self, rank: int, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self.rank = rank
@@ -132,8 +131,8 @@ def _stop(members: Sequence[_Member]) -> None:
 
 
 def _free_port() -> int:
-    """A port for the first process to listen on, below the range of outgoing connections, one of which might
-    otherwise take it before it is used."""
+    """A port for the first process to listen on, below the range of outgoing connections, which might take it
+    first."""
     while True:
         with socket.socket() as tried, contextlib.suppress(OSError):
             tried.bind(("127.0.0.1", random.randrange(20_000, 32_000)))

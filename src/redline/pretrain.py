@@ -34,8 +34,7 @@ from redline.train.process import Process
 from redline.train.restore import open_weights
 
 HASHED_BYTES = 4 * 2**30
-"""Shards up to this size are hashed whenever a run starts, a few seconds; of larger ones sizes and ids are
-checked, and `redline data info --verify` hashes them."""
+"""Shards up to this size are hashed when a run starts, in seconds; larger ones by `redline data info --verify`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +45,8 @@ class Corpus:
     valid: TokenDataset | None
     tokenizer: Tokenizer
     fingerprint: str
-    """Changes when the tokens do (for a stream: when names or sizes of its files do); a run does not go on
-    with others."""
+    """Changes when the tokens do (a stream's: when its files' names or sizes do); a run resumes only with the
+    same."""
     unhashed_bytes: int = 0
     """Shards too large to be hashed at every start."""
 
@@ -62,8 +61,8 @@ def pretrain(
     progress: Progress | None = None,
     fork: Path | None = None,
 ) -> Outcome:
-    """Train the recipe in the run folder. `observers(resume_step)` is called once on the first process, when the
-    folder is open."""
+    """Train the recipe in the run folder. The first process calls `observers(resume_step)` once the folder is
+    open."""
     check_device(plan)
     with open_run(recipe, plan, run, process, observers=observers, fork=fork) as opened:
         corpus = open_corpus(recipe, run, process, progress)
@@ -114,8 +113,8 @@ def job_of(
 
 
 def open_corpus(recipe: Recipe, run: Path, process: Process, progress: Progress | None) -> Corpus:
-    """Build what must be built (once, by the first process), then open it on every process; refuses what
-    cannot be trained on."""
+    """Build what must be built (once, by the first process) and open it on every process; refuses what cannot
+    train."""
     data, seq_len = recipe.data, recipe.data.seq_len
     if data.stream:
         corpus = _stream(recipe, run, process)
@@ -189,8 +188,7 @@ def _validation(
 
 
 def _initial_weights(config: ModelConfig) -> Callable[[Transformer], None] | None:
-    """Copies the weights that the recipe names into the model, when a run begins; they must be of the
-    recipe's very model."""
+    """Copies the weights that the recipe names into the model when a run begins; they must be of that model."""
     if config.init_from is None:
         return None
     path = Path(config.init_from)

@@ -16,7 +16,7 @@ from redline.engine.state import Slots, make_slots
 from redline.model import kernels as model_kernels
 from redline.model.attention import cache
 from redline.model.attention.cache import KeysAndValues
-from redline.model.attention.rope import rope_table
+from redline.model.attention.softmax import rope_table
 from redline.model.attention.state import Room, Rows
 from redline.model.transformer import Norm, Transformer, build_model
 

@@ -12,7 +12,7 @@ from redline.config.recipe import ModelConfig
 from redline.engine.local import LocalEngine
 from redline.engine.request import Request, Sampling
 from redline.model.attention import favor, favor_kernels
-from redline.model.attention.rope import rope_table
+from redline.model.attention.softmax import rope_table
 from redline.model.attention.state import Room, Rows
 from redline.model.transformer import build_model
 

@@ -19,10 +19,9 @@ from redline.config.load import load_recipe
 from redline.config.recipe import Recipe
 from redline.machine.facts import read_facts
 from redline.machine.store import cached
-from redline.measure.folder import TrialFolder
 from redline.measure.process import Child, Children
 from redline.measure.statistics import compare
-from redline.measure.trial import Measurement, Timing, Trial, train_trial, trial_key
+from redline.measure.trial import Measurement, Timing, Trial, TrialFolder, train_trial, trial_key
 from redline.measure.turns import Arm, measure, take_turns
 from redline.plan.hardware import hardware_here
 from redline.plan.plan import Plan

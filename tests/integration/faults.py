@@ -157,7 +157,7 @@ def slow_network(delay_s: float, block: int, tally: str) -> None:
 
 def waits_elsewhere() -> None:
     """A torch whose FSDP has no method that we know to wait."""
-    from redline.train import communication
+    from redline.train import process as communication
 
     communication.LAST_WAIT = "a method of another version"
 

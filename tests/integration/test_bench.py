@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from pipeline import Nano
 
+from redline.bench import attention, finetune, generate_arms, rl
 from redline.bench import train as bench
 from redline.bench.results import BenchRow
+from redline.cli.bench import ARMS
 from redline.config.load import load_recipe
 from redline.machine.facts import read_facts
 from redline.plan.hardware import hardware_here
@@ -34,7 +36,7 @@ def test_the_loop_and_the_bare_step_are_measured_on_the_same_work(nano: Nano, tm
     [path] = (tmp_path / "out").glob("train_*.json")
     [entry] = json.loads(path.read_text())["results"]
     loop = entry["arms"]["loop"]
-    assert set(loop["speeds"]) == {"loop", "loop_without_instruments", "bare"}
+    assert set(loop["speeds"]) == {"loop", "bare"}
     for speed in loop["speeds"].values():
         assert 0 < speed["low"] <= speed["tokens_per_s"] <= speed["high"]
         assert speed["blocks"] == 2
@@ -56,3 +58,11 @@ def test_an_arm_that_runs_out_of_memory_is_tried_with_smaller_passes(monkeypatch
     monkeypatch.setattr(bench, "rows_of", rows_of)
     assert bench._run_fitting("hf", {}, plan) == {"speeds": {}, "micro_batch": 4}
     assert tried == [(16, 1), (8, 2), (4, 4)]
+
+
+def test_the_command_knows_every_arm() -> None:
+    """It names them itself, so that a wrong one is refused before torch is imported."""
+    labelled = {"finetune": finetune, "rl": rl, "attention": attention}
+    assert all(ARMS[verb] == tuple(module.LABELS) for verb, module in labelled.items())
+    assert all(hasattr(bench, arm) for arm in ARMS["train"])
+    assert all(hasattr(generate_arms, arm) for arm in ARMS["generate"])

@@ -12,9 +12,8 @@ from redline.config.load import load_recipe
 from redline.config.recipe import Recipe
 from redline.machine.facts import read_facts
 from redline.machine.store import cached
-from redline.measure.folder import TrialFolder
 from redline.measure.process import Child, Children
-from redline.measure.trial import Measurement, Timing, train_trial
+from redline.measure.trial import Measurement, Timing, TrialFolder, train_trial
 from redline.measure.turns import measure
 from redline.plan.hardware import hardware_here
 from redline.plan.plan import Plan, check_fit, save

@@ -100,7 +100,7 @@ def tiny_model(folder: Path, *, chat: bool = False) -> Path:
         folder,
         CONFIG,
         weights,
-        tokenizer._text,
+        tokenizer.text,
         torch.float32,
         chat_template=CHAT_TEMPLATE if chat else None,
         eos_ids=[tokenizer.eot_id],

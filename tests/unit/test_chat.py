@@ -27,7 +27,7 @@ def tokenizer() -> Tokenizer:
 
 def opened(tokenizer: Tokenizer, template: str | None) -> SimpleNamespace:
     loaded = Loaded(
-        config=CONFIG, weights={}, tokenizer_json=tokenizer._text, chat_template=template, eos_ids=()
+        config=CONFIG, weights={}, tokenizer_json=tokenizer.text, chat_template=template, eos_ids=()
     )
     return SimpleNamespace(loaded=loaded, tokenizer=tokenizer)
 
@@ -97,7 +97,7 @@ def test_lines_from_a_pipe_are_answered(tokenizer, capsys, monkeypatch, tmp_path
     config = replace(CONFIG, vocab_size=tokenizer.vocab_size)
     weights = {name: p.detach() for name, p in build_model(config, device="cpu", seed=0).named_parameters()}
     write_folder(
-        tmp_path / "model", config, weights, tokenizer._text, torch.float32, chat_template=CHAT_TEMPLATE
+        tmp_path / "model", config, weights, tokenizer.text, torch.float32, chat_template=CHAT_TEMPLATE
     )
 
     def said(lines: str) -> str:

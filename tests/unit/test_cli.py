@@ -424,7 +424,7 @@ def test_a_corpus_that_is_missing_empty_or_no_text(capsys, tmp_path):
         capsys,
         ["data", "build", "latin.txt", "--out", "out2", "--vocab-size", "300"],
         3,
-        "latin.txt, line 1: not UTF-8 text",
+        "latin.txt, line 1: not UTF-8",
     )
     (tmp_path / "rows.jsonl").write_text('{"body": "x"}\n')
     refused(

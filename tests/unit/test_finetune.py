@@ -35,9 +35,9 @@ from redline.plan.planner import make_plan
 from redline.record.metrics import METRICS
 from redline.record.run import RunFolder, read_lines
 from redline.train.loop import Outcome
+from redline.train.optimizer import fixed, lr_factor
 from redline.train.packed import Example
 from redline.train.process import Process
-from redline.train.schedule import fixed, lr_factor
 
 CONFIG = ModelConfig(
     vocab_size=64, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=40, context_length=64

@@ -9,9 +9,8 @@ import pytest
 from lab import HANGS, KILLED, Behaviour, Lab
 
 from redline.measure import turns as room
-from redline.measure.folder import TrialFolder
 from redline.measure.statistics import hopeless
-from redline.measure.trial import Pair, Timing, Trial
+from redline.measure.trial import Pair, Timing, Trial, TrialFolder
 from redline.measure.turns import Arm, Turns, take_turns
 
 

@@ -189,7 +189,7 @@ def test_static_shapes_are_few_and_hold_every_row(single: bool, passes: int) -> 
     [
         (Example((), (1,)), "at least one token, got 0, 1"),
         (Example((1,), ()), "at least one token, got 1, 0"),
-        (Example((1,) * 90, (2,) * 8), "97 tokens, and the model's context holds 96"),
+        (Example((1,) * 90, (2,) * 8), "97 tokens, more than the context of 96"),
         (Example((1,), (96,)), "vocabulary of 96, got 1 to 96"),
         (Example((-1,), (5,)), "vocabulary of 96, got -1 to 5"),
     ],

@@ -20,7 +20,7 @@ SPECIAL = ["<|im_start|>", "<|im_end|>"]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    inner = tokenizers.Tokenizer.from_str(train_bpe(iter(["user system assistant"]), 280)._text)
+    inner = tokenizers.Tokenizer.from_str(train_bpe(iter(["user system assistant"]), 280).text)
     inner.add_special_tokens(SPECIAL)
     return Tokenizer(inner.to_str(), "test")
 
@@ -29,7 +29,7 @@ def tokenizer() -> Tokenizer:
 def loaded(tokenizer: Tokenizer) -> Loaded:
     (end,) = tokenizer.encode_prompt("<|im_end|>")
     return Loaded(
-        config=CONFIG, weights={}, tokenizer_json=tokenizer._text, chat_template=CHAT_TEMPLATE, eos_ids=(end,)
+        config=CONFIG, weights={}, tokenizer_json=tokenizer.text, chat_template=CHAT_TEMPLATE, eos_ids=(end,)
     )
 
 
@@ -55,7 +55,7 @@ LOOPS = (
 def test_a_chat_template_is_rendered_as_transformers_does(tokenizer, loaded, template, shots):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer.from_str(tokenizer._text), chat_template=template
+        tokenizer_object=tokenizers.Tokenizer.from_str(tokenizer.text), chat_template=template
     )
     task = load_task("units")
     question = task.questions("valid", 1, 0)[0]

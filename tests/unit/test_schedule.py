@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redline.config.recipe import TrainConfig
-from redline.train.schedule import lr_factor, progress
+from redline.train.optimizer import lr_factor, progress
 
 
 def train(**changes) -> TrainConfig:

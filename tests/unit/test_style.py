@@ -33,7 +33,7 @@ TORCH_FREE_MODULES = {
     "machine": ("facts", "specs", "store", "nvml"),
     "engine": ("request", "server", "calls"),
     "rft": ("store", "budget", "stats"),
-    "measure": ("statistics", "trial", "turns", "folder", "process"),
+    "measure": ("statistics", "trial", "turns", "process"),
     "tune": ("guard", "memory", "candidates", "search", "store", "ablate", "arms"),
     "train": ("places", "open_run"),
     "data": ("read", "tokenizer", "shards", "build", "stream", "examples"),

@@ -16,9 +16,8 @@ from redline.config.load import load_recipe
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError, TrainingError
 from redline.machine.facts import read_facts
-from redline.measure.folder import TrialFolder
 from redline.measure.statistics import Comparison
-from redline.measure.trial import Trial
+from redline.measure.trial import Trial, TrialFolder
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import PLANNED, Plan, check_fit
 from redline.plan.planner import make_plan
@@ -363,7 +362,7 @@ def test_a_rules_plan_that_the_system_kills_is_tried_with_smaller_passes(
         replace(how, starts={0: KILLED}) if plan["micro_batch"] > 32 else how
     )
     plan, result, _ = search(world, tmp_path)
-    note = "micro-batch 64 was killed twice, perhaps for lack of memory: killed by signal 9"
+    note = "micro-batch 64 was killed twice, maybe for lack of memory: killed by signal 9"
     assert result.rows[0].note.startswith(note)
     assert [p["micro_batch"] for p in world.started[:2]] == [64, 64], "once more before it is cut"
     assert (plan.micro_batch, plan.attention) == (32, "flash")

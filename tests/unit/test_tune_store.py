@@ -34,7 +34,7 @@ def test_the_folder_of_a_run_is_refused_and_left_as_it_was(
     assert main(["tune", "nano", "--minutes", "1", "--out", str(run)]) == StorageError.exit_code
     assert (
         capsys.readouterr().err
-        == f"redline: {run} holds a run ({name.rstrip('/')}), whose recipe and plan the trials would overwrite:"
+        == f"redline: {run} holds a run ({name.rstrip('/')}), which the trials would overwrite:"
         " give another folder with --out\n"
     )
     assert {path.name: path.read_bytes() if path.is_file() else None for path in run.iterdir()} == before

@@ -1,20 +1,35 @@
 """`redline bench attention`: kernel attention beside flash attention, from short sequences to long ones: time and memory
-of a layer's forward and backward, time of a decode step, memory of a sequence, and the length from which it wins. No
-torch here.
+of a layer's forward and backward, time of a decode step, memory of a sequence, and the length from which it wins.
 
     path = bench_attention("full", facts, Path("benchmarks"))       # attention_<hardware>_<date>.{json,md}
 
-Every arm runs in its process (attention_arms.py), in bf16 on a GPU. In training every length has the same number of
-tokens, so a column that does not change is linear in the length. About a minute on an H200.
+Every arm runs in its process, in bf16 on a GPU. In training every length has the same number of tokens, so a column that
+does not change is linear in the length. On a GPU the times are CUDA events around several runs; decode steps are
+captured as a graph, as the engine runs them, so that the host's launches do not count. About a minute on an H200.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from redline.bench.results import BenchRow, head, machine_title, rows_of, table, write
+from redline.config.load import build
+from redline.config.recipe import ModelConfig
 from redline.machine.facts import MachineFacts
+from redline.measure.child import device, half
+from redline.model.attention import favor, softmax
+from redline.model.attention.state import Room, Rows
+from redline.model.attention.variants import VARIANTS
+from redline.model.transformer import Attention, build_model
 from redline.record.units import format_bytes
 
 LABELS = {"flash": "flash attention", "cudnn": "cuDNN's flash attention", "favor": "kernel attention"}
@@ -59,10 +74,10 @@ def bench_attention(
     for arm in arms:
         progress(f"training with {LABELS[arm]}")
         setting = {"arm": arm, "work": asdict(work)}
-        rows += rows_of("redline.bench.attention_arms:training", setting)
+        rows += rows_of("redline.bench.attention:training", setting)
         if arm != "cudnn":  # the engine has one kernel for softmax attention
             progress(f"generation with {LABELS[arm]}")
-            rows += rows_of("redline.bench.attention_arms:generation", setting)
+            rows += rows_of("redline.bench.attention:generation", setting)
     crossings = crossing_lengths(rows)
     results = {"work": asdict(work), "rows": rows, "crossing_tokens": crossings}
     return write(out, "attention", facts, results, _page(work, rows, crossings, facts, quick=size == "quick"))
@@ -135,3 +150,123 @@ def _page(
 def _cell(row: BenchRow) -> str:
     memory = "" if row["memory_bytes"] is None else f", {format_bytes(row['memory_bytes'])}"
     return f"{1e3 * row['seconds']:.3f}{memory}"
+
+
+# ---- the arms, each in its process ----
+
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+STEPS = 10
+"""Decode steps in a graph."""
+
+
+def training(setting: dict[str, Any]) -> Iterator[BenchRow]:
+    """Forward and backward of one layer's attention, as many tokens at every length."""
+    work, arm, on = build(Work, setting["work"], "work"), setting["arm"], device()
+    shape, dtype = (work.heads, work.head_size), half()
+    w = favor.draw(_config(work, "favor"), 0).to(on, dtype)
+    for seq_len in work.lengths:
+        batch = max(1, work.tokens // seq_len)
+        qkv = [torch.randn((batch, seq_len, *shape), device=on, dtype=dtype) for _ in range(3)]
+        grad = torch.randn((batch, seq_len, work.heads * work.head_size), device=on, dtype=dtype)
+        for x in qkv:
+            x.requires_grad_()
+
+        def run(qkv: list[Tensor] = qkv, grad: Tensor = grad) -> None:
+            q, k, v = qkv
+            y = favor.causal(q, k, v, w) if arm == "favor" else softmax.causal(q, k, v)
+            torch.autograd.grad(y, qkv, grad)
+
+        with sdpa_kernel(BACKENDS[arm]) if arm in BACKENDS and on.type == "cuda" else nullcontext():
+            seconds = _seconds(run, on, work.runs)
+            memory_bytes = _peak_bytes(run, on)
+        yield {
+            "what": "training", "arm": arm, "seq_len": seq_len, "batch": batch, "seconds": seconds,
+            "memory_bytes": memory_bytes,
+        }  # fmt: skip
+
+
+@torch.no_grad()
+def generation(setting: dict[str, Any]) -> Iterator[BenchRow]:
+    """One decode step of one layer for sequences that have so many tokens behind them."""
+    work, on = build(Work, setting["work"], "work"), device()
+    kind = "favor" if setting["arm"] == "favor" else "softmax"
+    config = _config(work, kind)
+    attn = build_model(config, device=on, seed=0).blocks[0].attn
+    for seq_len in work.lengths:
+        room = Room(
+            slots=work.sequences,
+            prompts=work.sequences,
+            max_prompt_tokens=seq_len - STEPS,
+            max_new_tokens=STEPS,
+        )
+        before = torch.cuda.memory_allocated() if on.type == "cuda" else 0
+        state = VARIANTS[kind].state(config, None, room, device=on, dtype=half())
+        held = torch.cuda.memory_allocated() - before if on.type == "cuda" else 0
+        sequence = VARIANTS[kind].state.sequence_bytes(config, room, half())
+        run = _decode(work, attn, state, seq_len, on)
+        yield {
+            "what": "generation", "arm": kind, "seq_len": seq_len, "batch": work.sequences,
+            "seconds": _seconds(run, on, work.runs) / STEPS, "memory_bytes": held // work.sequences or sequence,
+        }  # fmt: skip
+        del state, run
+
+
+def _decode(work: Work, attn: Attention, state: Any, seq_len: int, on: torch.device) -> Callable[[], None]:
+    """STEPS steps for all sequences; on a GPU as one graph."""
+
+    def integers(*values: int) -> Tensor:
+        return torch.tensor([*values, 0], dtype=torch.int32, device=on)
+
+    n = work.sequences
+    everyone = torch.arange(n, dtype=torch.int32, device=on)
+    rows = Rows(everyone, integers(*range(n)), integers(*[seq_len - STEPS] * n), integers(*[1] * n))
+    qkv = torch.randn((n, 3 * work.heads, work.head_size), device=on, dtype=half())
+
+    def run() -> None:
+        for _ in range(STEPS):
+            state.step(0, attn, qkv, rows)
+
+    if on.type == "cpu":
+        return run
+    run()  # compiles the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def _config(work: Work, kind: Any) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=64, num_layers=1, hidden_size=work.heads * work.head_size, num_heads=work.heads, ffn_size=64,
+        context_length=max(work.lengths), attention=kind, features=work.features,
+    )  # fmt: skip
+
+
+def _seconds(run: Callable[[], object], on: torch.device, runs: int) -> float:
+    """The median of several runs, after one that does not count."""
+    run()
+    found = []
+    for _ in range(runs):
+        if on.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            found.append(begin.elapsed_time(end) / 1e3)
+        else:
+            started_s = time.perf_counter()
+            run()
+            found.append(time.perf_counter() - started_s)
+    return median(found)
+
+
+def _peak_bytes(run: Callable[[], object], on: torch.device) -> int | None:
+    """Memory beyond the inputs; a CPU's is not known."""
+    if on.type != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before

@@ -1,5 +1,4 @@
 """`redline bench generate`: our engine beside `transformers` on the same model and the same work, in one run.
-No torch here.
 
     path = bench_generate("full", ceilings, facts, Path("benchmarks"))       # generate_<hardware>_<date>.{json,md}
 
@@ -35,7 +34,6 @@ from redline.machine.store import Ceilings
 from redline.plan.arithmetic import BYTES, parameters
 from redline.record.units import format_bytes, format_duration
 
-ARMS = ("transformers", "redline")
 TEMPERATURE = 0.8
 """Of all sampled rows; no top-k or top-p."""
 
@@ -55,8 +53,6 @@ class GenerationWork:
     """Of a prompt, for our engine."""
     sequences: tuple[int, ...]
     """Sequences generated together by our engine."""
-    first_token: tuple[int, ...]
-    """Sequences for which the time to the first token is measured."""
     mixed_slots: int
     mixed_lengths: tuple[int, int]
     greedy: tuple[int, int]
@@ -70,12 +66,12 @@ WORKS = {
     "full": GenerationWork(
         model=SMOLLM2_360M, prompt_tokens=96, new_tokens=128,
         batches=((1, 10), (8, 30), (32, 30), (64, 30), (128, 30)), continuous=(8, 30), samples=30,
-        sequences=(1, 32, 256, 1024, 2048), first_token=(1, 32), mixed_slots=512, mixed_lengths=(8, 256),
+        sequences=(1, 32, 256, 1024, 2048), mixed_slots=512, mixed_lengths=(8, 256),
         greedy=(16, 64), repeats=3, patience_s=10.0,
     ),
     "quick": GenerationWork(
         model=replace(TINY, init_std=0.2), prompt_tokens=6, new_tokens=8, batches=((1, 2), (2, 2)),
-        continuous=(2, 2), samples=2, sequences=(1, 4), first_token=(1,), mixed_slots=4, mixed_lengths=(2, 12),
+        continuous=(2, 2), samples=2, sequences=(1, 4), mixed_slots=4, mixed_lengths=(2, 12),
         greedy=(3, 8), repeats=2, patience_s=10.0,
     ),
 }  # fmt: skip
@@ -203,7 +199,6 @@ LABELS = {
     "continuous": "transformers continuous batching",
     "redline": "redline",
     "redline_mixed": "redline, mixed lengths",
-    "first_token": "redline, first token",
     "greedy": "greedy texts",
     "transformers": "transformers",
 }
@@ -292,9 +287,6 @@ def _finding(row: BenchRow) -> str | None:
     """What a row says besides its speed, as a sentence."""
     if "failed" in row:
         return None
-    if row["row"] == "first_token":
-        first_ms = 1e3 * median(row["first_token_s"])
-        return f"Time to the first token with {row['sequences']} at a time: {first_ms:.1f} ms."
     if row["row"] == "redline_mixed":
         return (
             f"Mixed lengths, {MIXED_WAVES} sequences a slot: slot occupancy {row['occupancy']:.1%} (decoded"

@@ -1,14 +1,13 @@
 """The arms of `redline bench generate`, each a function that yields rows in a separate process.
 
 `transformers`   its `generate` with growing batches, then its continuous batching; the same weights, bf16 on a GPU.
-`redline`        our engine with more and more sequences, with shared and with distinct prompts; the time to the
-                 first token; mixed lengths; and its greedy texts beside those of `transformers`.
+`redline`        our engine with more and more sequences, with shared and with distinct prompts; mixed lengths; and its
+                 greedy texts beside those of `transformers`.
 
 No sequence ends before its length, so every arm does the same work. A row is timed after a warm-up of the same work.
 """
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,20 +22,12 @@ from redline.config.recipe import ModelConfig
 from redline.engine.local import LocalEngine
 from redline.engine.request import Completion, Request, Sampling
 from redline.errors import need
-from redline.measure.child import cuda_peaks, timed
-from redline.measure.generation import letters_tokenizer
+from redline.measure.child import device, empty, half, peak_bytes, timed
+from redline.measure.generation import words_tokenizer
 from redline.model.transformer import Transformer, build_model
 
 WARM_TOKENS = 4
 """New tokens of a batch's warm-up with `transformers`: it compiles nothing, so a short one loads all kernels."""
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _dtype() -> torch.dtype:
-    return torch.bfloat16 if _device().type == "cuda" else torch.float32
 
 
 def _prompts(work: GenerationWork, count: int) -> list[list[int]]:
@@ -56,23 +47,12 @@ def _timed(work: Callable[[], Any], times: int, patience_s: float = float("inf")
     return seconds
 
 
-def _empty() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-def _memory_bytes() -> int | None:
-    return cuda_peaks()["allocated_bytes"] if torch.cuda.is_available() else None
-
-
 # ---- transformers ----
 
 
 def transformers(setting: dict[str, str]) -> Iterator[BenchRow]:
     work = WORKS[setting["name"]]
-    theirs = _theirs(work.model, build_model(work.model, device=_device(), seed=0))
+    theirs = _theirs(work.model, build_model(work.model, device=device(), seed=0))
     fastest = 0.0
     for number, (prompts, samples) in enumerate(work.batches):
         row = _generate(theirs, work, prompts, samples)
@@ -81,13 +61,13 @@ def transformers(setting: dict[str, str]) -> Iterator[BenchRow]:
         if number >= HEADLINE and speed < fastest:
             break
         fastest = max(fastest, speed)
-    _empty()
+    empty()
     yield _continuous(theirs, work)
 
 
 def _theirs(config: ModelConfig, model: Transformer) -> Any:
     """Its model with our weights, in the compute dtype."""
-    return model_of(config, dict(model.named_parameters()), device=_device(), dtype=_dtype()).eval()
+    return model_of(config, dict(model.named_parameters()), device=device(), dtype=half()).eval()
 
 
 def _sampled(new_tokens: int, samples: int) -> Any:
@@ -105,7 +85,7 @@ def _sampled(new_tokens: int, samples: int) -> Any:
 
 def _generate(theirs: Any, work: GenerationWork, prompts: int, samples: int) -> BenchRow:
     """A batch; `failed` where it does not fit."""
-    input_ids = torch.tensor(_prompts(work, prompts), device=_device())
+    input_ids = torch.tensor(_prompts(work, prompts), device=device())
 
     def run(new_tokens: int = work.new_tokens) -> None:
         found: Tensor = theirs.generate(
@@ -116,13 +96,13 @@ def _generate(theirs: Any, work: GenerationWork, prompts: int, samples: int) -> 
         assert found.shape == (prompts * samples, work.prompt_tokens + new_tokens), found.shape
 
     row = _row("generate", work, prompts, samples)
-    _empty()
+    empty()
     try:
         row["first_run_s"] = timed(1, lambda: run(WARM_TOKENS))
         row["seconds"] = _timed(run, work.repeats, work.patience_s)
     except torch.OutOfMemoryError as error:
         return row | {"failed": f"out of memory: {str(error).splitlines()[0][:150]}"}
-    return row | {"memory_bytes": _memory_bytes()}
+    return row | {"memory_bytes": peak_bytes()}
 
 
 def _row(name: str, work: GenerationWork, prompts: int, samples: int) -> BenchRow:
@@ -135,13 +115,13 @@ def _continuous(theirs: Any, work: GenerationWork) -> BenchRow:
     """With its own choice of attention or, if that fails, with paged SDPA and no CUDA graphs, which the row notes."""
     hf = need("transformers", extra="hf")
     # on a CPU its default cache takes most of the memory
-    small = {} if _device().type == "cuda" else {"num_blocks": 64, "max_batch_tokens": 64}
+    small = {} if device().type == "cuda" else {"num_blocks": 64, "max_batch_tokens": 64}
     row, failures = _row("continuous", work, *work.continuous), list[str]()
     for note, attention, options in (
         ("", "sdpa", small),
         ("paged SDPA, no CUDA graphs", "paged|sdpa", {**small, "use_cuda_graph": False}),
     ):
-        _empty()
+        empty()
         try:
             theirs.set_attn_implementation(attention)
             config = hf.ContinuousBatchingConfig(**options)
@@ -152,7 +132,7 @@ def _continuous(theirs: Any, work: GenerationWork) -> BenchRow:
             theirs.destroy_cached_continuous_batching_manager()
             continue
         why = f"{note}; its default failed: {failures[0]}" if failures else note
-        return row | {"memory_bytes": _memory_bytes(), "note": why}
+        return row | {"memory_bytes": peak_bytes(), "note": why}
     return row | {"failed": "; then ".join(failures)}
 
 
@@ -186,14 +166,12 @@ def _continuous_run(theirs: Any, work: GenerationWork, config: Any) -> tuple[lis
 
 def redline(setting: dict[str, str]) -> Iterator[BenchRow]:
     work = WORKS[setting["name"]]
-    model = build_model(work.model, device=_device(), seed=0).eval()
-    model.compute_dtype = _dtype()
+    model = build_model(work.model, device=device(), seed=0).eval()
+    model.compute_dtype = half()
     for sequences in work.sequences:
         with _engine(model, work, slots=sequences, max_new_tokens=work.new_tokens) as engine:
             for samples in (work.samples, 1) if sequences > 1 else (1,):
                 yield _ours(engine, work, sequences, samples)
-            if sequences in work.first_token:
-                yield _first_token(engine, work, sequences)
     yield _mixed(model, work)
     yield _greedy(model, work)
 
@@ -202,8 +180,8 @@ def redline(setting: dict[str, str]) -> Iterator[BenchRow]:
 def _engine(
     model: Transformer, work: GenerationWork, *, slots: int, max_new_tokens: int
 ) -> Iterator[LocalEngine]:
-    _empty()
-    tokenizer, longest = letters_tokenizer(work.model.vocab_size), work.prompt_tokens
+    empty()
+    tokenizer, longest = words_tokenizer(work.model.vocab_size), work.prompt_tokens
     with LocalEngine(
         model, tokenizer, slots=slots, max_prompt_tokens=longest, max_new_tokens=max_new_tokens
     ) as engine:
@@ -231,7 +209,7 @@ def _complete(engine: LocalEngine, requests: Sequence[Request]) -> list[Completi
 def _run(engine: LocalEngine, requests: Sequence[Request], times: int) -> dict[str, Any]:
     first_run_s = timed(1, lambda: _complete(engine, requests))
     seconds = _timed(lambda: _complete(engine, requests), times)
-    return {"first_run_s": first_run_s, "seconds": seconds, "memory_bytes": _memory_bytes()}
+    return {"first_run_s": first_run_s, "seconds": seconds, "memory_bytes": peak_bytes()}
 
 
 def _ours(engine: LocalEngine, work: GenerationWork, sequences: int, samples: int) -> BenchRow:
@@ -240,13 +218,6 @@ def _ours(engine: LocalEngine, work: GenerationWork, sequences: int, samples: in
     facts = {"prompts": len(requests), "samples": samples, "sequences": sequences, "slots": sequences}
     tokens = sequences * work.new_tokens
     return {"row": "redline", **facts, "tokens": tokens, **_run(engine, requests, work.repeats)}
-
-
-def _first_token(engine: LocalEngine, work: GenerationWork, sequences: int) -> BenchRow:
-    """From the request to the first token of every sequence: requests for one token."""
-    requests = _requests(work, sequences, 1, Sampling(max_new_tokens=1, temperature=TEMPERATURE))
-    seconds = _run(engine, requests, 3 * work.repeats)["seconds"]
-    return {"row": "first_token", "sequences": sequences, "first_token_s": seconds}
 
 
 def _mixed(model: Transformer, work: GenerationWork) -> BenchRow:
@@ -271,25 +242,25 @@ def _mixed(model: Transformer, work: GenerationWork) -> BenchRow:
 @torch.no_grad()
 def _greedy(model: Transformer, work: GenerationWork) -> BenchRow:
     """The likeliest tokens of both, and log-probabilities of ours by `transformers`."""
-    (count, new_tokens), device = work.greedy, _device()
+    (count, new_tokens), at = work.greedy, device()
     with _engine(model, work, slots=count, max_new_tokens=new_tokens) as engine:
         sampling = Sampling(max_new_tokens=new_tokens, temperature=0.0)
         ours = {c.request.prompt: c for c in _complete(engine, _requests(work, count, 1, sampling))}
-    prompts = torch.tensor(_prompts(work, count), device=device)
+    prompts = torch.tensor(_prompts(work, count), device=at)
     theirs = _theirs(work.model, model)
     settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
     texts = theirs.generate(input_ids=prompts, attention_mask=torch.ones_like(prompts), **settings)
     prefixes, differences = [], []
     for ids, text_T in zip(prompts, texts[:, work.prompt_tokens :], strict=True):
         mine = ours[tuple(ids.tolist())]
-        mine_T = torch.tensor(mine.tokens, device=device)
+        mine_T = torch.tensor(mine.tokens, device=at)
         prefixes.append(int((mine_T == text_T).int().cumprod(0).sum()))
         logits_TV = theirs(torch.cat([ids, mine_T])[None]).logits[0, work.prompt_tokens - 1 : -1].float()
         logprobs_T = logits_TV.log_softmax(-1).gather(-1, mine_T[:, None])[:, 0]
-        differences.append((logprobs_T - torch.tensor(mine.logprobs, device=device)).abs())
+        differences.append((logprobs_T - torch.tensor(mine.logprobs, device=at)).abs())
     difference = torch.cat(differences)
     return {
-        "row": "greedy", "prompts": count, "tokens": new_tokens, "dtype": str(_dtype()).removeprefix("torch."),
+        "row": "greedy", "prompts": count, "tokens": new_tokens, "dtype": str(half()).removeprefix("torch."),
         "equal": sum(length == new_tokens for length in prefixes),
         "prefix_share": sum(prefixes) / (count * new_tokens),
         "logprob_difference": float(difference.mean()), "logprob_difference_most": float(difference.max()),

@@ -1,6 +1,6 @@
 """What the benchmarks share: an arm in its process, and the two files that a benchmark writes. No torch.
 
-    for row in rows_of("redline.bench.generate_arms:ours", {"name": "full"}): ...
+    for row in rows_of("redline.bench.generate_arms:redline", {"name": "full"}): ...
     path = write(out, "generate", facts, results, lines)           # generate_<hardware>_<date>.{json,md}
 
 What an arm measured before it died is kept; its last row says how it failed.
@@ -59,9 +59,7 @@ def machine_title(facts: MachineFacts) -> str:
 def head(verb: str, title: str, facts: MachineFacts, *, quick: bool = False) -> list[str]:
     """The first lines of a page: its title, and what made it."""
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version)
-    made = (
-        f"Made by `redline bench {verb}` on {time.strftime('%Y-%m-%d')}; {versions}; Python {facts.python}."
-    )
+    made = f"Made by `redline bench {verb}`, {time.strftime('%Y-%m-%d')}; {versions}; Python {facts.python}."
     return [f"# {title}", "", made, *[MEANINGLESS] * quick]
 
 
@@ -94,7 +92,7 @@ def write(
 
 # ---- the gate ----
 
-THEIRS = ("plain", "hf", "hf-seeds", "hf-best", "generate", "continuous", "trl", "trl-continuous")
+THEIRS = ("plain", "hf", "hf-seeds", "hf-best", "generate", "continuous", "trl")
 """Arms that are not our code: a slower alternative is no failure."""
 NAMING = ("row", "prompts", "samples", "sequences", "rows")
 """What tells the rows of one benchmark apart."""

@@ -1,29 +1,49 @@
-"""`redline bench train`: every arm on every recipe in its own process, a page for people and JSON for
-programs. No torch here.
+"""`redline bench train`: every arm on every recipe in its own process, a page for people and JSON for programs.
 
     path = bench_train(cases, hardware, facts, Path("benchmarks"), ...)      # train_<hardware>_<date>.{json,md}
+
+`loop`   the real training loop (`Trainer`, with loader, clipping, logging and instruments). Taking turns with it in
+         the same process, on the same compiled model: the bare step (one batch on the GPU, no loader, no record).
+`plain`  what plain PyTorch gives: the same model under autocast, compiled whole, with torch's choice of attention and
+         its cross entropy.
+`hf`     Hugging Face's Trainer on its own model of the same shape, with the same data, batch, passes and optimiser.
 
 An arm that dies (out of memory, a missing package) is a row that says so, not the end of the benchmark.
 """
 
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from redline.bench.results import BenchRow, head, rows_of, table, write
-from redline.config.load import to_toml
-from redline.config.recipe import Recipe
-from redline.machine.facts import MachineFacts
-from redline.plan.plan import Hardware, Plan, to_json
-from redline.plan.planner import make_plan
-from redline.record.units import format_bytes, format_duration
+import numpy as np
+import torch
 
-ARMS = ("loop", "plain", "hf")
+from redline.bench import theirs
+from redline.bench.results import BenchRow, head, rows_of, spread, table, write
+from redline.config.load import from_toml, to_toml
+from redline.config.recipe import Recipe
+from redline.data.loader import Batch
+from redline.data.shards import TokenDataset
+from redline.errors import need
+from redline.machine.facts import MachineFacts
+from redline.measure.child import peak_bytes, synchronize, timed
+from redline.measure.training import TrainingSubject
+from redline.measure.turns import take_turns
+from redline.plan.plan import Hardware, Plan, from_json, to_json
+from redline.plan.planner import make_plan
+from redline.pretrain import open_corpus
+from redline.record.units import format_bytes, format_duration
+from redline.train.execution import build
+from redline.train.objective import Eager, Sequences
+from redline.train.optimizer import make_optimizers
+from redline.train.process import Process, join
+from redline.train.step import Learner
+
 LABELS = {
     "loop": "redline, the real loop",
-    "loop_without_instruments": "the same without instruments",
     "bare": "the same model, bare step",
     "plain": "plain PyTorch",
     "hf": "HF Trainer",
@@ -63,7 +83,7 @@ def _run_fitting(arm: str, setting: dict[str, Any], plan: Plan) -> BenchRow:
     while True:
         accumulation = plan.micro_batch * plan.accumulation // micro
         smaller = to_json(replace(plan, micro_batch=micro, accumulation=accumulation))
-        function = f"redline.bench.train_arms:{arm}"
+        function = f"redline.bench.train:{arm}"
         (found,) = rows_of(function, {**setting, "plan": smaller}, plan.allocator)
         if found.get("outcome") != "out_of_memory" or micro % 2:
             return {**found, "micro_batch": micro}
@@ -142,6 +162,176 @@ def _cells(arm: str, found: BenchRow, entry: BenchRow, hardware: Hardware) -> li
             f"{rate * flops / peak / 1e12:.1%}" if peak else "–",
             f"{rate / bare - 1:+.2%}" if bare else "–",
             format_bytes(found["memory_bytes"]) if found["memory_bytes"] else "–",
-            format_duration(found["first_step_s"]) if name in ARMS else "",
+            format_duration(found["first_step_s"]) if name != "bare" else "",
         ])  # fmt: skip
     return rows
+
+
+# ---- the arms, each in its process ----
+
+
+def _given(setting: dict[str, Any]) -> tuple[Recipe, Plan]:
+    return from_toml(setting["recipe"], where="bench"), from_json(setting["plan"], where="bench")
+
+
+# ---- Redline's own loop ----
+
+
+def loop(setting: dict[str, Any]) -> Iterator[BenchRow]:
+    (recipe, plan), started_s = _given(setting), time.perf_counter()
+    subject = TrainingSubject(setting)
+    trainer = subject.trainer
+    device = trainer.process.device
+    first = trainer.source.next()
+    inputs, targets = (t.to(device) for t in (first.inputs_BT, first.targets_BT))
+    batch = replace(first, inputs_BT=inputs, targets_BT=targets)
+
+    def bare_step() -> None:
+        trainer.executor.take(batch, targets=float(recipe.tokens_per_step), lr_factor=1.0)
+
+    trainer.turn()
+    synchronize()
+    first_step_s = time.perf_counter() - started_s
+    arms = {
+        # the last line of a block is written while its clock still runs
+        "loop": _Steps(setting, trainer.turn, trainer.drain),
+        "bare": _Steps(setting, bare_step),
+    }
+    yield _row(_speeds(arms, recipe, setting), first_step_s) | {
+        "predicted_bytes": plan.prediction.memory_bytes,
+        "data_wait_s_per_step": trainer.waited_s / max(1, trainer.progress.step),
+        "loss": trainer.last_line.get("loss"),
+    }
+    subject.close()
+
+
+# ---- what plain PyTorch gives ----
+
+
+def plain(setting: dict[str, Any]) -> Iterator[BenchRow]:
+    (recipe, plan), started_s = _given(setting), time.perf_counter()
+    with join(plan.hardware.kind) as process:
+        step = _plain_step(recipe, plan, process)
+        step()
+        synchronize()
+        first_step_s = time.perf_counter() - started_s
+        speeds = _speeds({"plain": _Steps(setting, step)}, recipe, setting)
+        yield _row(speeds, first_step_s)
+
+
+def _plain_step(recipe: Recipe, plan: Plan, process: Process) -> Callable[[], object]:
+    eager = replace(plan, precision="fp32", compile="off", attention="auto", cross_entropy="torch")
+    model, device = build(recipe, eager, process), process.device
+    forward = torch.compile(model) if plan.compile != "off" else model
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+
+    def autocast_forward(*args: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=plan.precision != "fp32"):
+            return forward(*args)
+
+    learner = Learner(model, make_optimizers(model, recipe.train), process, recipe.train.clip_norm)
+    learner.model = _Called(model, autocast_forward)  # type: ignore[assignment]
+    shape, vocab = (recipe.train.batch_size, recipe.data.seq_len), recipe.model.vocab_size
+    inputs, targets = (torch.randint(0, vocab, shape, device=device) for _ in range(2))
+    executor = Eager(learner, Sequences(pass_size=plan.micro_batch, share=recipe.train.batch_size))
+    batch, tokens = Batch(inputs, targets, {}), float(recipe.tokens_per_step)
+    return lambda: executor.take(batch, targets=tokens, lr_factor=1.0)
+
+
+class _Called:
+    """A model whose forward is another function."""
+
+    def __init__(self, model: torch.nn.Module, forward: Callable[..., torch.Tensor]) -> None:
+        self.parameters, self._forward = model.parameters, forward
+
+    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+        return self._forward(*args)
+
+
+# ---- Hugging Face's Trainer ----
+
+
+def hf(setting: dict[str, Any]) -> Iterator[BenchRow]:
+    (recipe, plan), per_block = _given(setting), setting["steps_per_block"]
+    # the first block is warm-up too
+    clock = theirs.clock(warm_up=1 + per_block, per_block=per_block)
+    with join(plan.hardware.kind) as process, tempfile.TemporaryDirectory() as scratch:
+        corpus = open_corpus(recipe, Path(scratch), process, None)
+        assert isinstance(corpus.train, TokenDataset)
+        steps, cuda = 1 + (setting["blocks"] + 1) * per_block, process.device.type == "cuda"
+        arguments = theirs.arguments(
+            scratch,
+            per_device_train_batch_size=plan.micro_batch,
+            gradient_accumulation_steps=plan.accumulation,
+            max_steps=steps,
+            learning_rate=recipe.train.lr,
+            weight_decay=recipe.train.weight_decay,
+            max_grad_norm=recipe.train.clip_norm or 0.0,
+            bf16=plan.precision in ("bf16", "fp8"),
+            tf32=cuda,
+            torch_compile=plan.compile != "off",
+            optim="adamw_torch_fused",
+            dataloader_num_workers=4 if cuda else 0,
+        )
+        need("transformers", extra="hf").Trainer(
+            model=theirs.model_of(recipe.model, device=process.device),
+            args=arguments,
+            train_dataset=_Windows(corpus.train, recipe, steps),
+            callbacks=[clock],
+        ).train()
+    steps_s = [block_s / per_block for block_s in clock.blocks_s]
+    yield _row({"hf": _speed(steps_s, recipe, setting)}, clock.first_step_s)
+
+
+class _Windows(torch.utils.data.Dataset):
+    """The training windows as Hugging Face's Trainer expects them."""
+
+    def __init__(self, dataset: TokenDataset, recipe: Recipe, steps: int) -> None:
+        self.dataset, self.seq_len = dataset, recipe.data.seq_len
+        self.length = steps * recipe.train.batch_size
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        place = np.array([index % self.dataset.windows(self.seq_len)])
+        tokens = torch.from_numpy(self.dataset.read_windows(place, self.seq_len)[0][:-1].copy())
+        return {"input_ids": tokens, "labels": tokens}  # its models shift the labels themselves
+
+
+# ---- timing ----
+
+
+class _Steps:
+    """Blocks of steps of this process, for `take_turns`."""
+
+    failed = None
+
+    def __init__(
+        self, setting: dict[str, Any], step: Callable[[], object], drain: Callable[[], None] = lambda: None
+    ) -> None:
+        self.steps, self.step, self.drain = setting["steps_per_block"], step, drain
+        self.blocks_s: list[float] = []
+
+    def block(self) -> None:
+        self.drain()
+        self.blocks_s.append(timed(self.steps, self.step, self.drain) / self.steps)
+
+    def forget(self) -> None:
+        self.blocks_s = []
+
+
+def _speeds(arms: dict[str, _Steps], recipe: Recipe, setting: dict[str, Any]) -> dict[str, BenchRow]:
+    take_turns([*arms.values()], setting["blocks"], block_s=0.0, clock=time.monotonic, when_noisy=1)
+    return {name: _speed(arm.blocks_s, recipe, setting) for name, arm in arms.items()}
+
+
+def _speed(steps_s: Sequence[float], recipe: Recipe, setting: dict[str, Any]) -> BenchRow:
+    rates = spread([recipe.tokens_per_step / step_s for step_s in steps_s], "tokens_per_s")
+    step_s = recipe.tokens_per_step / rates["tokens_per_s"]
+    return {**rates, "step_s": step_s, "blocks": len(steps_s), "steps_per_block": setting["steps_per_block"]}
+
+
+def _row(speeds: dict[str, BenchRow], first_step_s: float) -> BenchRow:
+    return {"speeds": speeds, "first_step_s": first_step_s, "memory_bytes": peak_bytes()}

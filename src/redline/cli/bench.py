@@ -13,7 +13,7 @@ redline bench train --arm loop --against benchmarks/train_nvidia-h200_20261115.j
 
 import argparse
 import importlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 from redline.bench.results import slower_than
@@ -29,6 +29,13 @@ STANDARD = (
     ("gpt-1.3b", ("train.batch_size=64", "plan.precision=fp8"), ("loop",)),
 )
 """Recipe, overrides and arms. 1.3B takes smaller batches, so that its blocks take minutes and not hours."""
+ARMS = {
+    "train": ("loop", "plain", "hf"),
+    "generate": ("transformers", "redline"),
+    "finetune": ("hf-seeds", "hf-best", "graph", "fp32"),
+    "rl": ("trl", "redline", "actor"),
+    "attention": ("flash", "cudnn", "favor"),
+}
 OUT = "--out DIR   folder of the results (default benchmarks)"
 AGAINST = "--against FILE   compare our arms with the JSON of an earlier benchmark on this kind of machine"
 QUICK = "--quick   a tiny model, to see that everything runs; also on a CPU"
@@ -49,12 +56,12 @@ ARGUMENTS = {
 {OUT}""",
     "finetune": f"""LoRA fine-tuning speed
 {QUICK}
---arm ARM...   hf-seeds, hf-best, graph, compiled or fp32 (default: all)
+--arm ARM...   hf-seeds, hf-best, graph or fp32 (default: all)
 {AGAINST}
 {OUT}""",
     "rl": f"""whole steps of reinforcement learning, and the update of a larger model
 {QUICK}
---arm ARM...   trl, trl-continuous, redline or actor (default: all)
+--arm ARM...   trl, redline or actor (default: all)
 {AGAINST}
 {OUT}""",
     "attention": f"""kernel attention and flash attention by length
@@ -65,6 +72,9 @@ ARGUMENTS = {
 
 
 def run(options: argparse.Namespace) -> int:
+    known = ARMS[options.verb]
+    if wrong := [arm for arm in options.arm if arm not in known]:
+        raise ConfigError(f"--arm must be one of {', '.join(known)}, got {wrong[0]!r}")
     path = _train(options) if options.verb == "train" else _measure(options)
     print(path.read_text(encoding="utf-8"))
     print(f"written to {path} and {path.with_suffix('.json')}")
@@ -75,15 +85,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> Path:
-    from redline.bench.train import ARMS, bench_train
-
     check_least("--blocks", options.blocks)
     check_least("--steps-per-block", options.steps_per_block)
-    _check_arms(options, ARMS)
     data = [f'data.source="{options.data}"', 'data.tokenizer="bpe"', "data.valid_fraction=0.05"]
     standard = [(name, sets, options.arm or arms) for name, sets, arms in STANDARD]
-    chosen = [(name, (), options.arm or ARMS) for name in options.recipe] if options.recipe else standard
+    chosen = [(name, (), options.arm or ARMS["train"]) for name in options.recipe] or standard
     cases = [(load_recipe(name, [*data, *sets, *options.set]), arms) for name, sets, arms in chosen]
+    from redline.bench.train import bench_train
     from redline.machine.ceilings import load_or_measure
 
     facts = read_facts()
@@ -94,9 +102,6 @@ def _train(options: argparse.Namespace) -> Path:
 
 def _measure(options: argparse.Namespace) -> Path:
     """A benchmark whose work is fixed: the room's module of that name measures it."""
-    module = importlib.import_module(f"redline.bench.{options.verb}")
-    known = getattr(module, "ARMS", module.LABELS)
-    _check_arms(options, known)
     facts = read_facts()
     if not facts.gpus and not options.quick:
         raise MachineError("the full benchmark needs a GPU, and this machine has none: use --quick")
@@ -105,11 +110,6 @@ def _measure(options: argparse.Namespace) -> Path:
         from redline.machine.ceilings import load_or_measure
 
         given.insert(1, load_or_measure(facts, progress=status))
+    module = importlib.import_module(f"redline.bench.{options.verb}")
     bench: Callable[..., Path] = getattr(module, f"bench_{options.verb}")
-    return bench(*given, arms=options.arm or tuple(known), progress=status)
-
-
-def _check_arms(options: argparse.Namespace, known: Collection[str]) -> None:
-    for arm in options.arm:
-        if arm not in known:
-            raise ConfigError(f"--arm must be one of {', '.join(known)}, got {arm!r}")
+    return bench(*given, arms=options.arm or ARMS[options.verb], progress=status)

@@ -18,8 +18,8 @@ from redline.cli.options import check_positive, print_json, recipe_of, status, t
 from redline.cli.plan import make
 from redline.machine.facts import read_facts, software_key
 from redline.machine.store import cached
-from redline.measure.folder import TrialFolder
 from redline.measure.statistics import FEWEST_BLOCKS
+from redline.measure.trial import TrialFolder
 from redline.plan.plan import PLANNED, Plan, to_json
 from redline.record.units import DASH, format_bytes, format_duration, format_rate
 from redline.report.grid import Grid, Output

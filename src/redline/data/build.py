@@ -79,9 +79,7 @@ def prepare(data: DataConfig, vocab_size: int, *, progress: Progress | None = No
         if data.tokenizer != "bpe" and load_tokenizer(data.tokenizer).fingerprint != manifest.tokenizer:
             raise DataError(f"wrong tokenizer: {folder} was not built with {data.tokenizer}; build it again")
     elif os.path.isfile(folder / STATE):
-        raise DataError(
-            f"{folder} is an unfinished build: run the same redline data build again to finish it"
-        )
+        raise DataError(f"{folder} is an unfinished build: run the same `redline data build` again")
     else:
         inputs, given = _inputs(
             data.source, data.tokenizer, vocab_size, data.text_field, data.valid_fraction, SHARD_TOKENS
@@ -159,9 +157,7 @@ def _same_inputs(out: Path, there: Inputs, asked: Inputs) -> None:
     if there != asked:
         before, now = asdict(there), asdict(asked)
         changed = ", ".join(name for name in now if now[name] != before[name])
-        raise DataError(
-            f"{out} was built from other inputs ({changed} differ): choose another folder or remove it"
-        )
+        raise DataError(f"{out} was built from other inputs ({changed} differ): remove it, or choose another")
 
 
 @contextlib.contextmanager
@@ -230,9 +226,7 @@ def _load_state(out: Path, inputs: Inputs) -> _State:
     path = out / STATE
     if not path.exists():
         if foreign := [p.name for p in out.iterdir() if not p.name.startswith(".")]:
-            raise DataError(
-                f"{out} holds other files ({foreign[0]}): choose a new or empty folder for the build"
-            )
+            raise DataError(f"{out} holds other files ({foreign[0]}): choose a new or empty folder")
         return _State(inputs)
     state: _State = read_table(_State, path)
     if not state.tokens:

@@ -13,7 +13,6 @@ Every row becomes messages; each message of the assistant is an example with eve
 counted and left out; too many of them are an error.
 """
 
-import gzip
 import json
 import lzma
 import os
@@ -21,9 +20,9 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from redline.data.read import files_under
+from redline.data.read import decompressed, files_under
 from redline.errors import DataError, need
 
 Message = dict[str, str]
@@ -49,12 +48,10 @@ def find_examples(path: Path) -> list[Path]:
     if os.path.isdir(path):
         return [p for p in files_under(path, SUFFIXES, "file of examples") if p.name != "dataset_infos.json"]
     if not os.path.exists(path):
-        raise DataError(
-            f"no such file: {path}; give examples as one of {', '.join(SUFFIXES)} (docs/finetune.md)"
-        )
+        raise DataError(f"no such file: {path}; examples are one of {', '.join(SUFFIXES)} (docs/finetune.md)")
     if not path.name.endswith(SUFFIXES):
         raise DataError(
-            f"{path} cannot be read as examples: the name must end in one of {', '.join(SUFFIXES)}"
+            f"{path} is not a file of examples: its name must end in one of {', '.join(SUFFIXES)}"
         )
     return [path]
 
@@ -85,7 +82,8 @@ def _rows(path: Path) -> Iterator[Any]:
             raise DataError(f"{path} cannot be read as Parquet: {error}") from error
         return
     try:
-        with _opened(path) as file:
+        with open(path, "rb") as raw:
+            file = decompressed(path, raw)
             if path.suffix == ".json":
                 yield from _json_list(file.read(), path)
                 return
@@ -94,12 +92,6 @@ def _rows(path: Path) -> Iterator[Any]:
                     yield _parsed(line)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-
-
-def _opened(path: Path) -> IO[bytes]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")  # type: ignore[return-value]
-    return lzma.open(path, "rb") if path.suffix == ".xz" else open(path, "rb")
 
 
 def _json_list(raw: bytes, path: Path) -> list[Any]:

@@ -30,9 +30,8 @@ CORPORA = {
 
 def is_hub_name(place: str) -> bool:
     """Whether this may be org/name on the Hub: no such path here, and no folder of the first name."""
-    named = _NAME.fullmatch(place) is not None and not place.endswith(
-        (".gguf", ".json", ".jsonl", ".parquet")
-    )
+    is_file = place.endswith((".gguf", ".json", ".jsonl", ".parquet"))
+    named = _NAME.fullmatch(place) is not None and not is_file
     return named and not Path(place).exists() and not Path(place).parent.is_dir()
 
 

@@ -120,9 +120,7 @@ def files_under(folder: Path, suffixes: tuple[str, ...], what: str) -> list[Path
     """Every file with one of these endings, sorted, but for hidden ones. An unreadable folder is an error."""
 
     def refuse(error: OSError) -> None:
-        raise DataError(
-            f"{error.filename} cannot be read ({error.strerror}): make it readable or move it away"
-        )
+        raise DataError(f"{error.filename} cannot be read ({error.strerror}): change that, or move it away")
 
     files = []
     for place, folders, names in os.walk(folder, onerror=refuse):
@@ -185,7 +183,7 @@ def _read_text(path: Path, text_field: str, skip: int) -> Iterator[Row]:
 def _read_jsonl(path: Path, text_field: str, skip: int) -> Iterator[Row]:
     with open(path, "rb") as file:
         rows = 0
-        for line_number, line in enumerate(_decompressed(path, file), start=1):
+        for line_number, line in enumerate(decompressed(path, file), start=1):
             if not line.strip():
                 continue
             rows += 1
@@ -193,7 +191,7 @@ def _read_jsonl(path: Path, text_field: str, skip: int) -> Iterator[Row]:
                 yield _row_of_json(line, text_field, f"{path}, line {line_number}", file.tell())
 
 
-def _decompressed(path: Path, file: BinaryIO) -> BinaryIO:
+def decompressed(path: Path, file: BinaryIO) -> BinaryIO:
     if path.name.endswith(".gz"):
         return cast(BinaryIO, gzip.GzipFile(fileobj=file))
     if path.name.endswith(".xz"):
@@ -251,9 +249,7 @@ def _read_parquet(path: Path, text_field: str, skip: int) -> Iterator[Row]:
 
 
 def _not_utf8(path: Path, line_number: int, error: UnicodeDecodeError) -> DataError:
-    return DataError(
-        f"{path}, line {line_number}: not UTF-8 text ({error.reason}); convert the file to UTF-8"
-    )
+    return DataError(f"{path}, line {line_number}: not UTF-8 ({error.reason}); convert the file to UTF-8")
 
 
 _FORMATS: dict[str, Callable[[Path, str, int], Iterator[Row]]] = {

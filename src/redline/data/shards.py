@@ -94,9 +94,7 @@ class Manifest:
     def load(cls, folder: Path) -> Self:
         path = folder / "manifest.json"
         if not path.exists():
-            raise DataError(
-                f"{folder} is not a data folder (no {path.name}): make one with redline data build"
-            )
+            raise DataError(f"{folder} is not a data folder (no {path.name}): run `redline data build`")
         manifest = read_table(cls, path)
         if manifest.format != FORMAT:
             wrong = f"{path} has format {manifest.format} and this version reads {FORMAT}"
@@ -254,7 +252,7 @@ class ShuffledWindows:
         return self._dataset.read_windows(indices, self._seq_len), position_after
 
     def _permutation(self, epoch: int) -> np.ndarray:
-        """Sorts raw draws, which numpy keeps stable for ever; `Generator.permutation` may change with a version."""
+        """Sorts raw draws, which numpy keeps stable; `Generator.permutation` may change with a version."""
         with self._lock:
             if epoch not in self._epochs:
                 draws = np.random.PCG64([self._seed, epoch]).random_raw(self._windows)

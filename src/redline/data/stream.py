@@ -131,6 +131,4 @@ class StreamedWindows:
 def _need_text(document: Document) -> None:
     """Refuse a row without text: a stream does not count them."""
     if document.wrong:
-        raise DataError(
-            f"{document.wrong}; fix it, or build shards, which count such rows and leave them out"
-        )
+        raise DataError(f"{document.wrong}; fix it, or build shards, which leave such rows out")

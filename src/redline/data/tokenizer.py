@@ -34,7 +34,7 @@ class Tokenizer:
             settings = json.loads(text)
         except Exception as error:  # the Rust side raises a bare Exception for whatever it cannot parse
             raise DataError(f"{name} cannot be read as a tokenizer.json: {error}") from error
-        self._text = text
+        self.text = text
         self._inner.no_truncation()
         self._inner.no_padding()
         self._inner.encode_special_tokens = True
@@ -43,9 +43,7 @@ class Tokenizer:
         """Ids run from 0 to vocab_size - 1; some may be unused."""
         ends = [ids[end] for end in _END_NAMES if end in ids]
         if not ends:
-            raise DataError(
-                f"{name} has no token that ends a document; it needs one of {', '.join(_END_NAMES)}"
-            )
+            raise DataError(f"{name} has no token that ends a document, one of {', '.join(_END_NAMES)}")
         self.eot_id: int = ends[0]
         """The token after every document."""
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
@@ -65,7 +63,7 @@ class Tokenizer:
     @functools.cached_property
     def _with_specials(self) -> tokenizers.Tokenizer:
         """A second tokenizer, because recognising special tokens is a state that threads share."""
-        inner = tokenizers.Tokenizer.from_str(self._text)
+        inner = tokenizers.Tokenizer.from_str(self.text)
         inner.no_truncation()
         inner.no_padding()
         return inner
@@ -83,7 +81,7 @@ class Tokenizer:
 
     def save(self, path: Path) -> None:
         """Write the original tokenizer.json."""
-        write_atomic(path, self._text)
+        write_atomic(path, self.text)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

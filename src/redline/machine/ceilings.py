@@ -177,9 +177,8 @@ def reject_impossible(ceilings: Ceilings, spec: GpuSpec) -> Ceilings:
     copy_bytes_per_s = ceilings.copy_bytes_per_s
     if copy_bytes_per_s is not None and copy_bytes_per_s > spec.memory_bandwidth_bytes_per_s:
         bandwidth = spec.memory_bandwidth_bytes_per_s
-        notes.append(
-            f"copy was rejected: {copy_bytes_per_s / 1e9:.0f} GB/s, the datasheet says {bandwidth / 1e9:.0f}"
-        )
+        rates = f"{copy_bytes_per_s / 1e9:.0f} GB/s, the datasheet says {bandwidth / 1e9:.0f}"
+        notes.append(f"copy was rejected: {rates}")
         copy_bytes_per_s = None
     return dataclasses.replace(
         ceilings, matmul=tuple(possible), copy_bytes_per_s=copy_bytes_per_s, notes=tuple(notes)

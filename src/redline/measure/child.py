@@ -5,7 +5,7 @@
         -> {"first_step_s", "warmup_steps", "steps_per_block", "tokens_per_step", "losses", "grad_norms"}
     {"do": "block"}  -> {"step_s", "data_wait_s"}, both per step
     {"do": "memory"} -> the fields of trial.PeakMemory
-    {"do": "rows", "function": "redline.bench.train_arms:plain", "setting": {...}}
+    {"do": "rows", "function": "redline.bench.train:plain", "setting": {...}}
         -> {"row": ...} for each that the function yields, then {}
 
 Requests and replies are lines of JSON; a second `start` replaces the first setting. A block is timed between two
@@ -79,6 +79,28 @@ def cuda_peaks() -> dict[str, int]:
     """Peak bytes of torch's allocator."""
     stats = torch.cuda.memory_stats()
     return {f"{name}_bytes": stats[f"{name}_bytes.all.peak"] for name in ("allocated", "active", "reserved")}
+
+
+def peak_bytes() -> int | None:
+    """What a CPU took is not known."""
+    return cuda_peaks()["allocated_bytes"] if torch.cuda.is_available() else None
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def half() -> torch.dtype:
+    """bf16, or fp32 on a CPU, which only emulates it."""
+    return torch.bfloat16 if device().type == "cuda" else torch.float32
+
+
+def empty() -> None:
+    """Make room for the next row of a benchmark, whose peak is its own."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def reachable_bytes() -> int:
@@ -178,9 +200,9 @@ def _peak_resident_bytes() -> int:
 
 
 def ran_out_of_memory(error: BaseException | None) -> bool:
-    return error is not None and (
-        isinstance(error, torch.OutOfMemoryError) or ran_out_of_memory(error.__cause__)
-    )
+    if error is None or isinstance(error, torch.OutOfMemoryError):
+        return error is not None
+    return ran_out_of_memory(error.__cause__)
 
 
 def named(place: str) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 import torch
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
 from redline.config.load import from_toml
@@ -56,9 +56,8 @@ class GenerationSubject:
         total = self.work.prompts * self.work.samples
         self.sequences = min(total, self.how.slots or total, total if self.how.cached else MOST_UNCACHED)
         self.engine = self._engine() if self.how.cached else None
-        self.lengths = spread(
-            self.work.prompts if self.how.refilled else self.sequences, self.work.new_tokens
-        )
+        count = self.work.prompts if self.how.refilled else self.sequences
+        self.lengths = spread(count, self.work.new_tokens)
         self.tokens_per_step = sum(self.lengths) * (self.work.samples if self.how.refilled else 1)
 
     def step(self) -> None:
@@ -99,7 +98,7 @@ class GenerationSubject:
 
     def _engine(self) -> LocalEngine:
         room = max(self.work.new_tokens, CHECKED_TOKENS)
-        tokenizer, prompt_tokens = letters_tokenizer(self.model.config.vocab_size), self.work.prompt_tokens
+        tokenizer, prompt_tokens = words_tokenizer(self.model.config.vocab_size), self.work.prompt_tokens
         engine = LocalEngine(
             self.model, tokenizer, slots=self.sequences, max_prompt_tokens=prompt_tokens, max_new_tokens=room
         )
@@ -163,10 +162,9 @@ def reference_logprobs(model: Transformer, prompts_BT: Tensor, chosen_BT: Tensor
 
 
 @cache
-def letters_tokenizer(vocab_size: int) -> Tokenizer:
-    """Every id has a text of four letters, because turning tokens into text is part of generating."""
-    words = ["".join(chr(97 + i // 26**place % 26) for place in range(4)) for i in range(vocab_size - 1)]
-    ids = {token: id_ for id_, token in enumerate([END_OF_TEXT, *words])}
-    inner = tokenizers.Tokenizer(models.BPE(ids, []))
-    inner.decoder = decoders.ByteLevel()
+def words_tokenizer(vocab_size: int) -> Tokenizer:
+    """A word for every id: turning tokens into text is part of generating, and peers read the same text."""
+    ids = {END_OF_TEXT: 0, **{f"w{number}": number for number in range(1, vocab_size)}}
+    inner = tokenizers.Tokenizer(models.WordLevel(ids, unk_token=END_OF_TEXT))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.WhitespaceSplit(), decoders.Fuse()
     return Tokenizer(inner.to_str(), "the trial's tokenizer")

@@ -78,9 +78,8 @@ class Child:
     def start(self, trial: Trial, limit_s: float) -> dict[str, Any]:
         """Make the subject, in place of an earlier one, and warm it up."""
         timing = {name: getattr(trial.timing, name) for name in ("block_s", "guard_steps", "warmup_s")}
-        return self.ask(
-            {"do": "start", "subject": trial.subject, "setting": trial.setting, **timing}, limit_s
-        )
+        what = {"subject": trial.subject, "setting": trial.setting}
+        return self.ask({"do": "start", **what, **timing}, limit_s)
 
     def block(self, limit_s: float) -> dict[str, Any]:
         """Run a block: its seconds per step, and how long it waited for data."""

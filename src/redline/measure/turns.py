@@ -19,10 +19,9 @@ from functools import partial
 from typing import Any, Protocol, Self
 
 from redline.config.load import build
-from redline.measure.folder import TrialFolder
 from redline.measure.process import Child, ChildFailed, Children
 from redline.measure.statistics import NOISY_ROUNDS, noisy, plain
-from redline.measure.trial import Measurement, Pair, PeakMemory, Trial, trial_key
+from redline.measure.trial import Measurement, Pair, PeakMemory, Trial, TrialFolder, trial_key
 from redline.record.units import format_duration
 
 UNMOVED_S = 2.0

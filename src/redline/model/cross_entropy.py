@@ -30,26 +30,15 @@ Reduction = Literal["sum", "none"]
 
 
 def linear_cross_entropy(
-    x_ND: Tensor,
-    weight_VD: Tensor,
-    targets_N: Tensor,
-    weights_N: Tensor | None = None,
-    *,
-    fused: bool,
-    reduction: Reduction = "sum",
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, fused: bool, reduction: Reduction = "sum"
 ) -> Tensor:
-    """The (weighted) cross entropies of `x @ weight.T` in fp32, or their sum; 0 where the target is IGNORED."""
+    """The cross entropies of `x @ weight.T` in fp32, or their sum; 0 where the target is IGNORED."""
     weight_VD = weight_VD.to(x_ND.dtype)
-    plain = weights_N is None and reduction == "sum"
     if fused:
-        loss = _Fused.apply(x_ND, weight_VD, targets_N, plain)
-    else:
-        logits_NV = F.linear(x_ND, weight_VD).float()
-        each: Reduction = "sum" if plain else "none"
-        loss = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction=each)
-    if weights_N is not None:
-        loss = loss * weights_N
-    return loss.sum() if reduction == "sum" and not plain else loss
+        loss: Tensor = _Fused.apply(x_ND, weight_VD, targets_N, reduction == "sum")
+        return loss
+    logits_NV = F.linear(x_ND, weight_VD).float()
+    return F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction=reduction)
 
 
 class _Fused(torch.autograd.Function):
@@ -71,8 +60,7 @@ class _Fused(torch.autograd.Function):
         dx_ND = ((dlogits_NV @ weight_VD) * factor).to(x_ND.dtype)
         if not ctx.needs_input_grad[1]:  # a frozen head: a third of the head's work
             return dx_ND, None, None, None
-        # The factor goes onto the small operand before the sum over tokens, which could overflow fp16 without
-        # it.
+        # The factor goes onto the small operand before the sum over tokens, which could overflow fp16 without it.
         return dx_ND, dlogits_NV.T @ (x_ND * factor).to(x_ND.dtype), None, None
 
 

@@ -118,7 +118,7 @@ def _shape(
     name = about.get("general.architecture")
     if name not in ("llama", "qwen2", "qwen3", "gpt2"):
         raise CheckpointError(
-            f"{path}: general.architecture must be llama, qwen2, qwen3 or gpt2, got {name!r:.80}"
+            f"{path}: the architecture must be llama, qwen2, qwen3 or gpt2, got {name!r:.80}"
         )
     sizes = {each: [int(size) for size in tensor.shape] for each, tensor in stored.items()}
     return name, _config(path, name, _named(about, name), sizes), sizes
@@ -228,9 +228,7 @@ def _tokenizer_json(path: Path, facts: _TokenizerFacts) -> str:
             f" {facts.ggml_model!r:.80}"
         )
     if len(facts.ggml_tokens) != len(facts.ggml_token_type):
-        raise CheckpointError(
-            f"{path}: every token of the tokenizer must have a type, and some have not; fetch it again"
-        )
+        raise CheckpointError(f"{path}: some tokens of the tokenizer have no type; fetch it again")
     listed = list(zip(facts.ggml_tokens, range(len(facts.ggml_tokens)), facts.ggml_token_type, strict=True))
     vocab = {token: i for token, i, of in listed if of in (_NORMAL, _CONTROL, _USER_DEFINED)}
     merges = [tuple(merge.split(" ")) for merge in facts.ggml_merges]
@@ -238,8 +236,7 @@ def _tokenizer_json(path: Path, facts: _TokenizerFacts) -> str:
         len(merge) != 2 or any(token not in vocab for token in (*merge, "".join(merge))) for merge in merges
     ):
         raise CheckpointError(
-            f"{path}: every merge of the tokenizer must join two of its tokens, and some do not; fetch it"
-            " again"
+            f"{path}: every merge of the tokenizer must join two of its tokens; fetch it again"
         )
     tokenizer = Tokenizer(models.BPE(vocab, merges))
     splits = {

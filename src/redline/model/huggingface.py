@@ -92,9 +92,7 @@ def read_folder(folder: Path) -> Loaded:
     eos = _json(generation if generation.is_file() else folder / "config.json").get("eos_token_id")
     ends = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     if not all(type(end) is int for end in ends):
-        raise CheckpointError(
-            f"{folder}: eos_token_id must be a whole number or a list of them, got {eos!r:.80}"
-        )
+        raise CheckpointError(f"{folder}: eos_token_id must be a whole number or a list, got {eos!r:.80}")
     check_sizes(config, {name: tensor.shape for name, tensor in tensors.items()}, ends, where=str(folder))
     return Loaded(
         config=config,
@@ -115,9 +113,7 @@ def read_config(folder: Path) -> ModelConfig:
     """The model of `config.json`; refused if we would compute it differently. Its sizes are not checked yet."""
     path = folder / "config.json"
     if not path.is_file():
-        raise CheckpointError(
-            f"{folder} must be a Hugging Face folder, and it has no config.json; give another folder"
-        )
+        raise CheckpointError(f"{folder} is no Hugging Face folder: it has no config.json; give another")
     raw = _json(path)
     readers = {
         "GPT2LMHeadModel": _read_gpt2,
@@ -140,9 +136,8 @@ def _read_gpt2(path: Path, name: str, raw: dict[str, Any]) -> ModelConfig:
     _accept(path, raw, "scale_attn_weights", None, True)
     for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         _accept(path, raw, key, None, False)
-    sized = (
-        {"n_inner": 4 * raw["n_embd"]} if type(raw.get("n_embd")) is int and not raw.get("n_inner") else {}
-    )
+    width = raw.get("n_embd")
+    sized = {"n_inner": 4 * width} if type(width) is int and not raw.get("n_inner") else {}
     fixed = {"norm": "layernorm", "positions": "learned", "activation": "gelu", "bias": True}
     return _config(path, {**raw, **sized}, GPT2_KEYS, {"tie_embeddings": True}, fixed)
 
@@ -173,9 +168,7 @@ def _read_llama(path: Path, name: str, raw: dict[str, Any]) -> ModelConfig:
     windowed = windows and more.max_window_layers < config.num_layers
     kinds = more.layer_types or (("sliding_attention",) if windowed else ())
     if any(kind != "full_attention" for kind in kinds):
-        raise CheckpointError(
-            f"{path}: every layer must attend to the whole context, and some have a sliding window"
-        )
+        raise CheckpointError(f"{path}: some layers have a sliding window, and none may have one")
     if name == "LlamaForCausalLM":
         # Only the agreement of its two switches is a model of ours: all biases, or none.
         _accept(path, raw, "mlp_bias", *((True,) if more.attention_bias else (None, False)))
@@ -244,8 +237,7 @@ def from_huggingface(config: ModelConfig, tensors: Mapping[str, Tensor], *, wher
             continue
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise CheckpointError(
-                f"{where}: {name} must be fp32, bf16 or fp16, got {tensor.dtype}; quantised weights are not"
-                " read"
+                f"{where}: {name} must be fp32, bf16 or fp16, got {tensor.dtype}; nothing else is read"
             )
         full = f"transformer.{name}" if bare and name != "lm_head.weight" else name
         turned = family == "GPT2LMHeadModel" and full.endswith(CONV1D) and tensor.dim() == 2
@@ -254,8 +246,7 @@ def from_huggingface(config: ModelConfig, tensors: Mapping[str, Tensor], *, wher
     if config.tie_embeddings and embedding is not None and head is not None:
         if not torch.equal(embedding, head):
             raise CheckpointError(
-                f"{where}: tie_word_embeddings is true, yet lm_head.weight is not the embedding; correct"
-                " config.json"
+                f"{where}: tie_word_embeddings is true, yet lm_head.weight differs; correct config.json"
             )
         del theirs["lm_head.weight"]
     return join(config, table_of(config), theirs, where=where)
@@ -288,9 +279,7 @@ def architecture(config: ModelConfig) -> str:
             name = "Qwen2ForCausalLM"
     for field, want in needed.items():
         if (got := getattr(config, field)) != want:
-            raise ConfigError(
-                f"model.{field} = {got} has no equivalent in transformers: its {name} needs {want}"
-            )
+            raise ConfigError(f"model.{field} = {got} has no equivalent in transformers: {name} needs {want}")
     if name == "LlamaForCausalLM" and config.hidden_size % config.num_heads:
         raise ConfigError(
             f"model.hidden_size = {config.hidden_size} has no equivalent in transformers: its {name} needs a"
@@ -307,8 +296,7 @@ def _accept(path: Path, raw: dict[str, Any], key: str, *values: object) -> None:
     if (got := raw.get(key)) not in values:
         wanted = " or ".join("absent" if value is None else str(value) for value in values)
         raise CheckpointError(
-            f"{path}: {key} must be {wanted} for a model that we compute exactly, got {got!r:.80}; it cannot"
-            " be loaded"
+            f"{path}: {key} must be {wanted} for a model that we compute exactly, got {got!r:.80}"
         )
 
 

@@ -4,7 +4,6 @@ write_folder(Path("export"), config, weights, tokenizer_json, torch.bfloat16)
 """
 
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from redline.config.recipe import ModelConfig
 from redline.errors import StorageError
 from redline.model.huggingface import CONV1D, GPT2_KEYS, LLAMA_KEYS, architecture, table_of
 from redline.model.weights import split
-from redline.record.files import check_vacant, storage_errors, sync_path
+from redline.record.files import new_folder
 
 SHARD_BYTES = 5_000_000_000
 """Largest weight file; a bigger model is written in several, with an index."""
@@ -30,9 +29,8 @@ def to_huggingface(config: ModelConfig, weights: Mapping[str, Tensor]) -> dict[s
     """Tensors by the names that transformers gives them, as views of ours."""
     conv1d = architecture(config) == "GPT2LMHeadModel"
     tensors = split(config, table_of(config), weights)
-    return {
-        name: tensor.t() if conv1d and name.endswith(CONV1D) else tensor for name, tensor in tensors.items()
-    }
+    turned = {name: tensor.t() for name, tensor in tensors.items() if conv1d and name.endswith(CONV1D)}
+    return tensors | turned
 
 
 def write_folder(
@@ -46,19 +44,11 @@ def write_folder(
     eos_ids: Sequence[int] = (),
 ) -> None:
     """Write a new folder that transformers loads, complete or not at all."""
-    check_vacant(folder, "a model")
     tensors = to_huggingface(config, weights)
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    with storage_errors("the model", folder):
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+    with new_folder(folder, "a model") as temporary:
         for name, text in _texts(config, dtype, tokenizer_json, chat_template, eos_ids).items():
             (temporary / name).write_text(text, encoding="utf-8")
         _write_weights(temporary, tensors, dtype)
-        for path in (*temporary.iterdir(), temporary):
-            sync_path(path)
-        os.replace(temporary, folder)
-        sync_path(folder.parent)
 
 
 def _texts(

@@ -31,7 +31,7 @@ from redline.machine.facts import memory_bytes
 from redline.model import kernels
 from redline.model.attention.favor import draw
 from redline.model.attention.packed import Packing, over_copies
-from redline.model.attention.rope import rope_table
+from redline.model.attention.softmax import rope_table
 from redline.model.attention.variants import VARIANTS, Attend
 from redline.model.cross_entropy import Reduction, linear_cross_entropy
 from redline.plan.arithmetic import parameters
@@ -159,9 +159,8 @@ class Transformer(nn.Module):
         self.cross_entropy: CrossEntropy = "torch"
         self.loss_chunks = 1
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.positions = (
-            nn.Embedding(config.context_length, config.hidden_size) if config.positions == "learned" else None
-        )
+        learned = config.positions == "learned"
+        self.positions = nn.Embedding(config.context_length, config.hidden_size) if learned else None
         self.blocks: list[Block] = nn.ModuleList(Block(config) for _ in range(config.num_layers))  # type: ignore[assignment]
         self.norm = Norm(config.hidden_size, config)
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -179,11 +178,10 @@ class Transformer(nn.Module):
         targets_BT: Tensor | None = None,
         *,
         packing: Packing | None = None,
-        weights_BT: Tensor | None = None,
         reduction: Reduction = "sum",
         through: Through | None = None,
     ) -> Tensor:
-        """Logits; or, with targets, their (weighted) losses in fp32, summed or (`reduction="none"`) shaped
+        """Logits; or, with targets, their losses in fp32, summed or (`reduction="none"`) shaped
         like the targets, 0 where the target is IGNORED. With a packing the batch is one row, and targets
         belong to the positions that it reads. `through`: a learning rule's way through the blocks."""
         x = self.hidden(tokens_BT, packing, through)
@@ -192,8 +190,6 @@ class Transformer(nn.Module):
         if targets_BT is None:
             return self.head(x)
         work = [x.flatten(0, 1), targets_BT.flatten()]
-        if weights_BT is not None:
-            work.append(weights_BT.flatten())
         if self.loss_chunks == 1:
             losses = self._loss(reduction, *work)
         else:
@@ -228,11 +224,9 @@ class Transformer(nn.Module):
             x = x + self.positions.weight[at]
         return x.to(self.compute_dtype)
 
-    def _loss(
-        self, reduction: Reduction, x_ND: Tensor, targets_N: Tensor, weights_N: Tensor | None = None
-    ) -> Tensor:
-        how: dict[str, Any] = {"fused": self.cross_entropy == "fused", "reduction": reduction}
-        return linear_cross_entropy(x_ND, self.head.weight, targets_N, weights_N, **how)
+    def _loss(self, reduction: Reduction, x_ND: Tensor, targets_N: Tensor) -> Tensor:
+        fused = self.cross_entropy == "fused"
+        return linear_cross_entropy(x_ND, self.head.weight, targets_N, fused=fused, reduction=reduction)
 
 
 def build_model(

@@ -62,37 +62,27 @@ def check_sizes(
     for name in (*SIZES, "kv_heads", "head_size"):
         if not 0 < (size := getattr(config, name)) < 2**31:
             raise CheckpointError(f"{where}: {name} must be greater than 0 and below 2^31, got {size}")
-    described, held = parameters(config).total, sum(math.prod(size) for size in sizes.values())
-    for holds, rule in (
-        (
-            config.num_heads % config.kv_heads == 0,
-            f"{config.num_heads} heads must be a multiple of {config.kv_heads} key/value heads",
+    c, described, held = config, parameters(config).total, sum(math.prod(size) for size in sizes.values())
+    positive = 0 < c.norm_eps < 1 and 0 < c.rope_theta < math.inf and 0 <= c.init_std < math.inf
+    model = f"a model of {c.num_layers:,} layers and {described:,} parameters"
+    rules = {
+        f"{c.num_heads} heads must be a multiple of {c.kv_heads} key/value heads": c.num_heads % c.kv_heads
+        == 0,
+        f"hidden_size {c.hidden_size} must be a multiple of {c.num_heads} heads": (
+            c.head_dim is not None or c.hidden_size % c.num_heads == 0
         ),
-        (
-            config.head_dim is not None or config.hidden_size % config.num_heads == 0,
-            f"hidden_size {config.hidden_size} must be a multiple of {config.num_heads} heads",
+        f"a head must have an even width for rope, got {c.head_size}": (
+            c.positions == "learned" or c.head_size % 2 == 0
         ),
-        (
-            config.positions == "learned" or config.head_size % 2 == 0,
-            f"a head must have an even width for rope, got {config.head_size}",
-        ),
-        (
-            0 < config.norm_eps < 1 and 0 < config.rope_theta < math.inf and 0 <= config.init_std < math.inf,
-            f"norm_eps {config.norm_eps}, rope_theta {config.rope_theta} and init_std {config.init_std} must be"
-            " greater than 0 and finite",
-        ),
-        (
-            # transformers writes GPT-2's, 50256, for smaller vocabularies too
-            all(0 <= eos < 2**31 for eos in eos_ids),
-            f"tokens that end a text must be numbers from 0 to below 2^31, got {list(eos_ids)}",
-        ),
+        f"norm_eps {c.norm_eps}, rope_theta {c.rope_theta}, init_std {c.init_std} must be positive": positive,
+        # transformers writes GPT-2's, 50256, for smaller vocabularies too
+        f"end tokens must be from 0 to below 2^31, got {list(eos_ids)}": all(0 <= e < 2**31 for e in eos_ids),
         # Tensors that are merely missing are named later, by `join`.
-        (
-            described <= 2 * held and config.num_layers <= len(sizes),
-            f"it describes a model of {config.num_layers:,} layers and {described:,} parameters, and its weights"
-            f" are {len(sizes):,} tensors of {held:,}",
+        f"it describes {model}, and its weights are {len(sizes):,} tensors of {held:,}": (
+            described <= 2 * held and c.num_layers <= len(sizes)
         ),
-    ):
+    }
+    for rule, holds in rules.items():
         if not holds:
             raise CheckpointError(f"{where}: {rule}; fetch it again")
 

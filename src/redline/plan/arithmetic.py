@@ -182,13 +182,10 @@ def memory(
 ) -> Memory:
     """Peak bytes of one process: weights, gradients and optimiser state are sharded, activations are its own.
 
-    The peak stands either in the head (all activations, the logits and their gradient) or in the backward of
-    the last block (all activations and that block's temporaries), whichever is larger. With a single pass the
-    gradients come into being while the activations go, so only what is larger of the two counts. `fused`:
-    whether norms, gates and rotations keep no copies (`fuses`). Feedback alignment (`dfa`) has its peak in the
-    head, where it holds what the first block reads, or in the second run of its last block, when all gradients
-    are there.
-    """
+    The peak is in the head (all activations, the logits and their gradient) or in the backward of the last block (all
+    activations and its temporaries). With a single pass gradients appear while activations go, so the larger of the two
+    counts. `fused`: norms, gates and rotations keep no copies (`fuses`). Feedback alignment (`dfa`) has its peak in the
+    head, where it holds what the first block reads, or in the second run of its last block, with all gradients."""
     count, tokens = parameters(model), micro_batch * seq_len
     learning = count.total if lora is None else adapter_parameters(model, lora)
     states = 8 * learning - (4 * count.hidden if train.optimizer == "muon" and lora is None else 0)
@@ -198,38 +195,29 @@ def memory(
     activations = tokens * (model.num_layers - below) * kept_bytes(model, precision, recompute, fused)
     gradients = 4 * learning // world_size
     fixed = _workspace_bytes(model, precision, recompute, world_size, model.num_layers - below)
+    counted = gradients if accumulation > 1 else max(0, gradients - activations - head)
+    temporaries = max(0, block - head)
     if dfa is not None and below:
-        second = max(
-            _second_run_bytes(model, dfa, tokens, precision, fused), gradients
-        )  # alignment.py has two
-        first, kept = activations + head, tokens * BYTES[precision] * model.hidden_size
-        over = max(0, second + (gradients if accumulation == 1 else 0) - first)
+        # alignment.py has the gradients twice
+        second = max(_second_run_bytes(model, dfa, tokens, precision, fused), gradients)
+        over = max(0, second + (gradients if accumulation == 1 else 0) - activations - head)
         counted = gradients if accumulation > 1 else min(gradients, over)
-        return Memory(
-            weights=4 * (count.total + (learning if lora else 0)) // world_size,
-            gradients=counted,
-            optimizer=states // world_size,
-            activations=activations + kept,
-            logits=head,
-            workspace=fixed
-            + feedback_bytes(model, dfa, precision)
-            + (over - counted if accumulation == 1 else over),
-        )
+        temporaries = feedback_bytes(model, dfa, precision) + over - (counted if accumulation == 1 else 0)
+        activations += tokens * BYTES[precision] * model.hidden_size
     return Memory(
         weights=4 * (count.total + (learning if lora else 0)) // world_size,
-        gradients=gradients if accumulation > 1 else max(0, gradients - activations - head),
+        gradients=counted,
         optimizer=states // world_size,
         activations=activations,
         logits=head,
-        workspace=fixed + max(0, block - head),
+        workspace=fixed + temporaries,
     )
 
 
 def feedback_bytes(model: ModelConfig, dfa: DfaConfig, precision: str) -> int:
     """The random matrices, or the piece of them that is drawn at a time."""
-    return (
-        BYTES[precision] * feedback_weights(model, dfa) if dfa.feedback == "dense" else FEEDBACK_PIECE_BYTES
-    )
+    dense = BYTES[precision] * feedback_weights(model, dfa)
+    return dense if dfa.feedback == "dense" else FEEDBACK_PIECE_BYTES
 
 
 def _second_run_bytes(model: ModelConfig, dfa: DfaConfig, tokens: int, precision: str, fused: bool) -> int:
@@ -291,9 +279,7 @@ def _block_temporaries(model: ModelConfig, precision: str, recompute: Recompute,
     """Bytes a token needs while a block runs backward: gradients of its parts, and what is recomputed."""
     a, inner = BYTES[precision], model.ffn_size * (2 if model.activation == "swiglu" else 1)
     gradients = a * (inner + model.ffn_size + 2 * model.hidden_size)
-    if (
-        model.attention == "favor"
-    ):  # sums of each chunk and their gradients, beside those of queries, keys and values
+    if model.attention == "favor":  # sums of each chunk and their gradients, beside those of q, k and v
         heads = model.num_heads + model.kv_heads
         sums = heads * model.features * (a * model.head_size + 8) // FAVOR_CHUNK
         gradients = max(gradients, sums + 2 * a * heads * model.head_size)

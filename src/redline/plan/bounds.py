@@ -37,9 +37,7 @@ PROFILES = {
 
 def find_profile(name: str) -> Profile:
     if name not in PROFILES:
-        raise ConfigError(
-            f"there is no profile {name!r}{nearest(name, PROFILES)}; known: {', '.join(PROFILES)}"
-        )
+        raise ConfigError(f"no profile {name!r}{nearest(name, PROFILES)}; known: {', '.join(PROFILES)}")
     return PROFILES[name]
 
 

@@ -16,9 +16,7 @@ def hardware_as(name: str, cores: int) -> Hardware:
 
 def hardware_here(facts: MachineFacts, ceilings: Ceilings | None) -> Hardware:
     """The first GPU of this machine, or its CPU."""
-    measured = (
-        f"measured {ceilings.measured_at}" if ceilings else "nothing measured yet: run `redline machine`"
-    )
+    measured = f"measured {ceilings.measured_at}" if ceilings else "nothing measured: run `redline machine`"
     if not facts.gpus:
         return Hardware(
             title=f"{facts.cpu_name}, {facts.cpu_cores} cores",
@@ -35,9 +33,8 @@ def hardware_here(facts: MachineFacts, ceilings: Ceilings | None) -> Hardware:
     spec = match_spec(gpu.name, gpu.memory_bytes)
     sheet = f"datasheet ({spec.source}) and" if spec else f"no datasheet entry for {gpu.name};"
     capability = spec.compute_capability if spec else gpu.compute_capability
-    return _gpu(
-        gpu.name, gpu.memory_bytes, capability, facts.cpu_cores, spec, ceilings, f"{sheet} {measured}"
-    )
+    source = f"{sheet} {measured}"
+    return _gpu(gpu.name, gpu.memory_bytes, capability, facts.cpu_cores, spec, ceilings, source)
 
 
 def _gpu(

@@ -159,7 +159,7 @@ def load_for(path: Path, recipe: Recipe, world_size: int, *, typed: Collection[s
     plan = load(path)
     if other := sorted(set(typed) - {"micro_batch"}):
         raise ConfigError(
-            f"--set plan.{other[0]} has no effect beside --plan {path}: change that file, or leave out --plan"
+            f"--set plan.{other[0]} has no effect beside --plan {path}: change that file instead"
         )
     if (micro_batch := recipe.plan.micro_batch) is not None and "micro_batch" in typed:
         accumulation = recipe.rows_per_update // (micro_batch * world_size)
@@ -178,8 +178,7 @@ def check_fit(plan: Plan, recipe: Recipe, world_size: int) -> None:
         )
     if plan.world_size != world_size:
         raise ConfigError(
-            f"the plan is for {plan.world_size} processes, this run has {world_size}: make it again with"
-            " `redline plan`"
+            f"the plan is for {plan.world_size} processes, this run has {world_size}: make it again"
         )
     share = plan.micro_batch * plan.accumulation
     if share * plan.world_size != recipe.rows_per_update:

@@ -44,8 +44,7 @@ def make_plan(
         raise ConfigError(f"the number of processes must be at least 1, got {world_size}")
     if recipe.train.batch_size % world_size:
         raise ConfigError(
-            f"train.batch_size ({recipe.train.batch_size}) must be a multiple of the number of processes,"
-            f" {world_size}"
+            f"train.batch_size ({recipe.train.batch_size}) must be a multiple of {world_size} processes"
         )
     decide = _Decider(recipe, hardware, world_size, outside)
     values: dict[str, Any] = {
@@ -153,15 +152,13 @@ class _Decider:
         if not self.pretraining:
             return _rule("auto", "packed examples and generation have their own kernels")
         if self.hardware.compute_capability[:1] == (9,) and self._takes("attention", "cudnn"):
-            faster = (
-                "on Hopper cuDNN's kernel measured faster than the flash kernel that torch picks (LOG.md)"
+            return _rule(
+                "cudnn", "on Hopper cuDNN's kernel measured faster than torch's choice, flash (LOG.md)"
             )
-            return _rule("cudnn", faster)
         if self.hardware.compute_capability < (8, 0):
-            efficient = (
-                "torch picks its memory-efficient kernel; flash attention needs compute capability 8.0"
+            return _rule(
+                "auto", "torch picks its memory-efficient kernel; flash needs compute capability 8.0"
             )
-            return _rule("auto", efficient)
         return _rule("auto", "torch picks its flash kernel")
 
     def _kernel_attention(self) -> str:
@@ -169,9 +166,8 @@ class _Decider:
         model, plain = self.recipe.model, "kernel attention in PyTorch"
         if self.hardware.kind == "cpu":
             return f"{plain}: a CPU has no Triton"
-        if self.chosen["precision"] in ("bf16", "fp8") and arithmetic.favor_fits(
-            model.head_size, model.features
-        ):
+        half = self.chosen["precision"] in ("bf16", "fp8")
+        if half and arithmetic.favor_fits(model.head_size, model.features):
             return "kernel attention by our Triton kernels"
         return (
             f"{plain}, several times slower than our Triton kernels: they take bf16, heads of 16, 32, 64 or 128"
@@ -191,9 +187,7 @@ class _Decider:
         if self.hardware.kind == "cpu":
             return _rule("off", "compiling takes 15 to 30 s on a CPU and a small run does not earn it back")
         if self.recipe.feedback is not None and self.recipe.feedback.depth == "layer":
-            return _rule(
-                "off", "feedback to single layers cuts into the blocks, which a compiled block cannot take"
-            )
+            return _rule("off", "feedback to single layers cuts into blocks, which compiled ones cannot take")
         if not self.pretraining:
             return _rule("off", "inside a captured update compiled blocks measured 0.59x (docs/claims.md)")
         rate = self.hardware.rate_tflops(self.chosen["precision"])
@@ -208,9 +202,7 @@ class _Decider:
             run_s = min(run_s, train.max_hours * 3600)
         if run_s < COMPILE_PAYS_S:
             return _rule("off", f"the whole run should take {run_s:.0f} s; compiling takes 10 to 60 s")
-        return _rule(
-            "default", "fused kernels, which the long run earns back; the first step takes 10 to 60 s longer"
-        )
+        return _rule("default", "fused kernels; the run is long enough to earn back 10 to 60 s of compiling")
 
     def graph(self) -> Decision:
         if self.pretraining:
@@ -225,9 +217,7 @@ class _Decider:
             )
         if self.recipe.feedback is not None:
             return _rule(False, "feedback alignment runs a backward inside a backward, which is not captured")
-        return _rule(
-            True, "a small update is bound by the launches of its kernels: one launch instead of thousands"
-        )
+        return _rule(True, "a small update is bound by kernel launches: one instead of thousands")
 
     def batch(self) -> dict[str, Any]:
         """Micro-batch, accumulation, recomputation and loss chunks together, because they share one memory."""
@@ -273,9 +263,8 @@ class _Decider:
 
     def _forced_micro_batch(self, share: int) -> Decision | None:
         """A100_BATCH_SIZE / A100_GRAD_ACCUM, or the pin; it must divide the batch."""
-        size, times = (
-            positive(self.outside.environment, name) for name in ("A100_BATCH_SIZE", "A100_GRAD_ACCUM")
-        )
+        named = {n: positive(self.outside.environment, n) for n in ("A100_BATCH_SIZE", "A100_GRAD_ACCUM")}
+        size, times = named.values()
         if size is None and times is None:
             pin = self._pin("micro_batch")
             if pin and share % pin[0]:
@@ -285,9 +274,7 @@ class _Decider:
                 )
             profile = self.outside.profile
             return None if pin and profile and pin[0] > profile.micro_batch else pin
-        set_ = " and ".join(
-            f"{n}={v}" for n, v in (("A100_BATCH_SIZE", size), ("A100_GRAD_ACCUM", times)) if v is not None
-        )
+        set_ = " and ".join(f"{n}={v}" for n, v in named.items() if v is not None)
         if not self.pretraining:
             most = min(size or share, max(1, share // (times or 1)))
             within = max(divisor for divisor in range(1, min(most, share) + 1) if share % divisor == 0)
@@ -377,13 +364,10 @@ class _Decider:
         if self.hardware.kind == "cpu":
             return _rule("", "only CUDA has an allocator to set")
         if not self.pretraining:
-            return _rule(
-                "", "captured graphs keep their own memory; torch's default is what was measured there"
-            )
-        growing = (
-            "segments that grow do not fragment when the micro-batch changes after running out of memory"
+            return _rule("", "captured graphs keep their own memory; measured with torch's default")
+        return _rule(
+            "expandable_segments:True", "growing segments do not fragment when the micro-batch changes"
         )
-        return _rule("expandable_segments:True", growing)
 
     def slots(self) -> Decision:
         """Sequences generated together, by arithmetic; when the engine opens it measures the memory that is free."""
@@ -395,18 +379,15 @@ class _Decider:
         if self.recipe.rl is not None:
             most = min(most, -(-self.recipe.rows_per_step // self.world_size))
             room_bytes = RL_GENERATION_SHARE * self.hardware.memory_bytes
-        each = arithmetic.slot_bytes(
-            model, tokens=longest_row(self.recipe), precision=self.chosen["precision"]
-        )
+        longest, precision = longest_row(self.recipe), self.chosen["precision"]
+        each = arithmetic.slot_bytes(model, tokens=longest, precision=precision)
         fitting = max(1, int(room_bytes) // each)
         if fitting < most:
             chosen = _rule(fitting, f"{each / 2**20:,.1f} MiB of keys and values a sequence fill the memory")
         else:
             whole = most < MOST_SLOTS[self.hardware.kind]
-            reason = (
-                "all answers of a step at once" if whole else "more sequences bring few more tokens a second"
-            )
-            chosen = _rule(most, reason)
+            few = "more sequences bring few more tokens a second"
+            chosen = _rule(most, "all answers of a step together" if whole else few)
         return bounded_slots(chosen, self.outside, pin=self._pin("slots"))
 
     def prediction(self, values: dict[str, Any]) -> Prediction:

@@ -65,9 +65,8 @@ def _unscaled(_recipe: Recipe, _hardware: Hardware, beside: Beside) -> str | Non
 
 
 def _softmax(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
-    return (
-        None if recipe.model.attention == "softmax" else f"the model's attention is {recipe.model.attention}"
-    )
+    kind = recipe.model.attention
+    return None if kind == "softmax" else f"the model's attention is {kind}"
 
 
 def _head_width(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:

@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,6 +130,21 @@ def check_vacant(folder: Path, what: str) -> None:
         raise StorageError(
             f"{what} needs a new folder and {folder} already exists: remove it or choose another"
         )
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path, what: str) -> Iterator[Path]:
+    """A temporary folder to write to, which becomes `folder` when the block succeeds: complete or not at all."""
+    check_vacant(folder, what)
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    with storage_errors(what, folder):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        for path in (*temporary.iterdir(), temporary):
+            sync_path(path)
+        os.replace(temporary, folder)
+        sync_path(folder.parent)
 
 
 def sync_path(path: Path) -> None:

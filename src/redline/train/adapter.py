@@ -10,8 +10,6 @@ dropout, rsLoRA, DoRA, ranks by layer, trained biases.
 """
 
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +21,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from redline.config.recipe import LoraConfig, ModelConfig
-from redline.errors import CheckpointError, ConfigError, StorageError
+from redline.errors import CheckpointError, ConfigError
 from redline.model.huggingface import architecture
 from redline.model.lora import LoraLinear, add_lora, lora_layers
 from redline.model.transformer import Transformer
 from redline.model.weights import read_facts
-from redline.record.files import read_json, storage_errors, sync_path
+from redline.record.files import check_vacant, new_folder, read_json
 from redline.train.process import full
 
 MODULES = {
@@ -56,15 +54,9 @@ def write_adapter(folder: Path, model: Transformer, *, base: str | None = None, 
     """Write the adapters to a new folder, complete or not at all. All processes gather; one may `write`."""
     layers = list(lora_layers(model).values())
     if not layers:
-        raise ConfigError(
-            "the model has no adapters to write: train one with LoRA, or export the whole model"
-        )
+        raise ConfigError("the model has no adapters to write: train with LoRA, or export the whole model")
     check_family(model.config)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise StorageError(
-            f"an adapter is written to a new folder, and {folder} is there already; remove it or choose"
-            " another"
-        )
+    check_vacant(folder, "an adapter")
     tensors = {
         name: tensor.detach().to("cpu", copy=True).contiguous()
         for name, tensor in peft_tensors(model).items()
@@ -72,16 +64,9 @@ def write_adapter(folder: Path, model: Transformer, *, base: str | None = None, 
     if not write:
         return
     text = json.dumps(_config_json(layers, base), indent=2) + "\n"
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    with storage_errors("the adapter", folder):
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+    with new_folder(folder, "an adapter") as temporary:
         safetensors.torch.save_file(tensors, temporary / _WEIGHTS, metadata={"format": "pt"})
         (temporary / _CONFIG).write_text(text, encoding="utf-8")
-        for path in (*temporary.iterdir(), temporary):
-            sync_path(path)
-        os.replace(temporary, folder)
-        sync_path(folder.parent)
 
 
 def adapter_base(folder: Path) -> str | None:
@@ -98,9 +83,7 @@ def read_adapter(folder: Path, model: Transformer) -> LoraConfig:
     try:
         tensors = safetensors.torch.load_file(folder / _WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{folder / _WEIGHTS} cannot be read ({error}); write the adapter again"
-        ) from error
+        raise CheckpointError(f"{folder / _WEIGHTS} cannot be read ({error}); write it again") from error
     # before adapters of that rank are put on the model, which takes memory
     ranks = {
         tensor.shape[0]
@@ -202,8 +185,6 @@ def _read_config(path: Path) -> LoraConfig:
     facts = read_facts(_Facts, raw, where=str(path))
     names = {module.split(".")[1]: target for target, module in MODULES.items()}
     if unknown := [module for module in facts.target_modules if module not in names]:
-        raise CheckpointError(
-            f"{path}: target_modules must be a list of {', '.join(names)}, got {unknown[0]!r:.80}"
-        )
+        raise CheckpointError(f"{path}: target_modules must be of {', '.join(names)}, got {unknown[0]!r:.80}")
     targets = tuple(target for name, target in names.items() if name in facts.target_modules)
     return LoraConfig(rank=facts.r, alpha=facts.lora_alpha, targets=targets)

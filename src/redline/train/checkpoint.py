@@ -51,14 +51,11 @@ Piece = tuple[Entry, Tensor]
 class Checkpoints:
     """The checkpoints of one run: the newest `keep`, and the best. Every rank calls every method that writes."""
 
-    def __init__(self, folder: Path, *, keep: int, process_group: dist.ProcessGroup | None = None) -> None:
-        """`process_group`: a gloo group that nobody else uses; made if not given."""
-        self.folder = folder
-        self.keep = keep
-        if process_group is None and dist.is_initialized():
-            process_group = dist.new_group(backend="gloo")
-        self._group = process_group
-        self._rank = 0 if process_group is None else dist.get_rank(process_group)
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        self.folder, self.keep = folder, keep
+        # a group that nobody else uses: its thread exchanges messages while the others train
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._rank = 0 if self._group is None else dist.get_rank(self._group)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._jobs: list[Future[None]] = []
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -87,8 +84,7 @@ class Checkpoints:
         self.wait()
         text = json.dumps(state)  # now, because the caller goes on changing it
         pieces, data = self._snapshot(tensors)
-        # The thread keeps `pieces` alive: memory that the copy on the side stream still reads must not be
-        # given away.
+        # The thread keeps `pieces` alive: memory that the copy on the side stream still reads must not be given away.
         self._jobs.append(self._thread.submit(self._write, step, pieces, data, text, before_commit))
         return time.perf_counter() - started_s
 
@@ -104,7 +100,7 @@ class Checkpoints:
             job.result()
 
     def idle(self) -> bool:
-        """Whether nothing is under way, so that `wait` returns, or raises what went wrong, at once."""
+        """Whether nothing is being written: `wait` would return, or raise, immediately."""
         return all(job.done() for job in self._jobs)
 
     def close(self) -> None:
@@ -159,19 +155,16 @@ class Checkpoints:
             self._copied.synchronize()
         temporary = self.folder / (TEMPORARY + step_name(step))
         reports = self._exchange(self._write_own_shard(temporary, [entry for entry, _ in pieces], data))
-        outcome = {
-            "error": f"rank 0 could not commit the checkpoint of step {step}; its own message says why"
-        }
+        outcome = {"error": f"rank 0 could not commit the checkpoint of step {step}; its message says why"}
         try:
             if self._rank == 0:
                 self._commit(step, temporary, reports, json.loads(state), before_commit)
             outcome = {}
-        finally:  # whatever rank 0 raises, the others must not wait for it for ever
+        finally:  # whatever rank 0 raises, the others must not wait for it forever
             outcome = self._exchange(outcome)[0]
         if outcome:
-            raise StorageError(
-                next((report["error"] for report in reports if "error" in report), outcome["error"])
-            )
+            errors = [report["error"] for report in reports if "error" in report]
+            raise StorageError([*errors, outcome["error"]][0])
 
     def _write_own_shard(self, temporary: Path, entries: list[Entry], data: memoryview) -> dict[str, Any]:
         """The file's name, size and hash, or the error: raising here would leave the other ranks waiting."""
@@ -223,7 +216,7 @@ class Checkpoints:
     def _write_best(self, step: int, loss: float) -> None:
         if step not in self.steps():
             raise CheckpointError(
-                f"step {step} cannot be the best: it has no checkpoint in {self.folder}; save it first"
+                f"step {step} cannot be the best: save it first; {self.folder} does not have it"
             )
         write_atomic(self.folder / BEST, json.dumps({"step": step, "loss": loss}))
 
@@ -330,8 +323,7 @@ def _fill(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     if not tensors:
         return
     with warnings.catch_warnings():
-        # Every rank reads what it needs by itself; DCP warns that there are no collectives, which is the
-        # point.
+        # Every rank reads what it needs by itself; DCP warns that there are no collectives, which is the point.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp_load(
             {name: tensor.detach() for name, tensor in tensors.items()},

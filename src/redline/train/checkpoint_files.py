@@ -146,9 +146,7 @@ def _checked(folder: Path) -> dict[str, Any]:
     try:
         expected, files, state = body.pop("sha256"), body["files"], body["state"]
     except KeyError as error:
-        raise CheckpointError(
-            f"checkpoint file {path} is truncated or altered: {error} is missing"
-        ) from error
+        raise CheckpointError(f"checkpoint file {path} is damaged: {error} is missing") from error
     if (found := _digest(body)) != expected:
         raise CheckpointError(f"checkpoint file {path} is altered: sha256 {expected} expected, {found} found")
     # A shard that nobody listed would be read along with the others.
@@ -194,4 +192,4 @@ def _way_out(bad: Path) -> str:
             continue
         age = "previous" if folder.name < bad.name else "newest"
         return f"the {age} good checkpoint is step {step}: remove {bad} to resume from it"
-    return f"no other checkpoint in {bad.parent} is good: remove {bad} and start the run anew"
+    return f"no other checkpoint in {bad.parent} is good: remove {bad} and start the run again"

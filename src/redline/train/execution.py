@@ -51,8 +51,7 @@ def check_device(plan: Plan) -> None:
     needs = NEEDED_CAPABILITY.get(plan.precision, ())
     if plan.hardware.kind == "cuda" and (has := torch.cuda.get_device_capability()) < needs:
         raise MachineError(
-            f"{plan.precision} needs compute capability {needs}, this GPU has {has}: plan again on this"
-            " machine"
+            f"{plan.precision} needs compute capability {needs}, this GPU has {has}: plan again here"
         )
 
 
@@ -91,13 +90,12 @@ def equip(model: Transformer, plan: Plan) -> None:
         if plan.compile != "off":
             # One graph for all blocks, compiled once: as fast as the whole model in one graph, in half the
             # time to the first step, and it leaves FSDP's hooks, which stand between the blocks, alone.
-            block.compile(
-                mode=None if plan.compile == "default" else plan.compile, fullgraph=True, dynamic=False
-            )
+            mode = None if plan.compile == "default" else plan.compile
+            block.compile(mode=mode, fullgraph=True, dynamic=False)
 
 
 def strip_compiled(model: Transformer) -> None:
-    """Compute eagerly again: other shapes than those of the training would each be compiled anew."""
+    """Compute eagerly again: other shapes than those of the training would each be compiled."""
     for block in model.blocks:
         block._compiled_call_impl = None
 

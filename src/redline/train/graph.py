@@ -38,7 +38,7 @@ class Captured:
         lr = self.peak_lr * lr_factor
         scalars = np.array([lr, targets], dtype=np.float32).view(np.int32)
         words = np.concatenate([scalars, *(row for row, _ in rows)])
-        # Page-locked memory of its own each time: torch gives it away again only when the copy is done.
+        # New page-locked memory each time: torch reuses it only when the copy is done.
         self.buffer[: len(words)].copy_(torch.from_numpy(words).pin_memory(), non_blocking=True)
         self.before_update()
         graph, outcome = self.graphs[rows[0][1]]
@@ -65,9 +65,8 @@ class Captured:
             pool = graphs[shape][0].pool()
         self.graphs = graphs
         seconds = round(time.perf_counter() - started_s, 3)
-        self.event(
-            "captured", graphs=len(graphs), rows_tokens=sorted(s.tokens for s in shapes), seconds=seconds
-        )
+        sizes = sorted(shape.tokens for shape in shapes)
+        self.event("captured", graphs=len(graphs), rows_tokens=sizes, seconds=seconds)
 
     def _rows(self, shape: Shape) -> list[Tensor]:
         size = sum(shape.sizes)

@@ -1,14 +1,14 @@
 """The always-on instruments: loss, gradient norm, time, memory and data wait of every update, without making
 the GPU wait.
 
-    instruments.begin()                      # the batch is in hand; learner.mark is instruments.mark
+    instruments.begin()                      # the batch is ready; learner.mark is instruments.mark
     instruments.push(facts, update, work)    # enqueues a copy of its numbers and an event behind the update
     for line in instruments.ready(): ...     # lines of updates that are finished; the newest stays in flight
 
 On a GPU the line of an update is read while the next one runs, so the host is never more than one update
 ahead and the GPU never idles. Times are those of the GPU's own clock between the ends of two updates, and of
 its phases between marks: one event a mark, two marks a pass, about 2 µs each on the host and nothing on the
-GPU. With several processes each wait for the others is two marks more (communication.py); what is hidden
+GPU. With several processes each wait for the others is two marks more (process.py); what is hidden
 behind a phase takes no time and is not told apart from it.
 """
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from redline.machine.nvml import GpuTelemetry, process_rss_bytes
 from redline.plan.plan import Plan
 from redline.record import startup
-from redline.train.communication import COMMUNICATION, INTERRUPTED
+from redline.train.process import COMMUNICATION, INTERRUPTED
 from redline.train.step import Update
 
 GAUGES_EVERY_S = 1.0
@@ -82,7 +82,7 @@ def training_rates(plan: Plan, *, rows: bool = False) -> Rates:
 def _phases(flight: _InFlight) -> dict[str, float]:
     """Seconds of each phase, summed over the passes. Waits for other processes are taken out of their phase."""
     seconds: dict[str, float] = {}
-    before_s = 0.0  # of the phase in hand, before the wait that interrupted it
+    before_s = 0.0  # of the current phase, before the wait that interrupted it
     for (_, begin), (phase, end) in pairwise(flight.marks):
         if isinstance(begin, float):
             assert isinstance(end, float)

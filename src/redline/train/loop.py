@@ -28,17 +28,15 @@ from redline.record.run import LineWriter, RunFolder
 from redline.train import execution
 from redline.train.alignment import Diagnosis
 from redline.train.checkpoint import Checkpoints, load
-from redline.train.communication import time_waits, waiting
 from redline.train.feedback import rule_of
 from redline.train.graph import Captured
 from redline.train.instruments import Instruments, Work, start_up_s, training_rates
 from redline.train.objective import Batch, Executor, Job, Position
-from redline.train.optimizer import make_optimizers, state_tensors
+from redline.train.optimizer import fixed, lr_factor, make_optimizers, state_tensors
 from redline.train.orthogonality import penalty
 from redline.train.packed import Packed
 from redline.train.places import step_name
-from redline.train.process import Process
-from redline.train.schedule import fixed, lr_factor
+from redline.train.process import Process, time_waits, waiting
 from redline.train.step import Learner, LossScale, Numbers
 from redline.train.stop import STOPPED, StopTraining, stop_on_signal
 

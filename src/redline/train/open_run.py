@@ -79,9 +79,8 @@ def adopt(folder: RunFolder, recipe: Recipe, *, fork: Path | None = None) -> Non
     if fork is not None and not folder.has_begun():
         parent = recipe_of(fork.parent.parent)
         others = differences(parent, recipe) if parent is not None else {}
-        folder.event(
-            "forked", source=str(fork), changed={key: list(values) for key, values in others.items()}
-        )
+        listed = {key: list(values) for key, values in others.items()}
+        folder.event("forked", source=str(fork), changed=listed)
 
 
 def changes(folder: RunFolder, recipe: Recipe) -> dict[str, tuple[Any, Any]]:

@@ -78,8 +78,7 @@ def check_examples(examples: Sequence[Example], *, context_length: int, vocab_si
             )
         if example.length > context_length:
             raise DataError(
-                f"example {i} has {example.length} tokens, and the model's context holds {context_length}:"
-                " leave it out"
+                f"example {i} has {example.length} tokens, more than the context of {context_length}: leave it out"
             )
         ids = (*example.prompt, *example.answer)
         if min(ids) < 0 or max(ids) >= vocab_size:
@@ -92,27 +91,24 @@ def check_examples(examples: Sequence[Example], *, context_length: int, vocab_si
 def fingerprint(examples: Sequence[Example]) -> str:
     digest = hashlib.sha256()
     for example in examples:
-        digest.update(
-            np.array([len(example.prompt), *example.prompt, *example.answer, -1], dtype=np.int64).tobytes()
-        )
+        words = [len(example.prompt), *example.prompt, *example.answer, -1]
+        digest.update(np.array(words, dtype=np.int64).tobytes())
     return digest.hexdigest()[:16]
 
 
 def batches(count: int, *, batch_size: int, epochs: int, seed: int) -> Iterator[list[int]]:
     """The examples of every update, by number: each epoch in its own order, with a short last batch."""
     for epoch in range(epochs):
-        order = torch.randperm(
-            count, generator=torch.Generator().manual_seed((seed + epoch) % 2**64)
-        ).tolist()
+        generator = torch.Generator().manual_seed((seed + epoch) % 2**64)
+        order = torch.randperm(count, generator=generator).tolist()
         yield from (order[start : start + batch_size] for start in range(0, count, batch_size))
 
 
 def exact(examples: Sequence[Example]) -> Shape:
     """The shape of a row that holds just these examples."""
     lengths = [example.length for example in examples]
-    return Shape(
-        sum(lengths), sum(len(example.answer) for example in examples), len(examples), max(lengths, default=0)
-    )
+    answers = sum(len(example.answer) for example in examples)
+    return Shape(sum(lengths), answers, len(examples), max(lengths, default=0))
 
 
 def static_shapes(updates: Sequence[Sequence[Shape]], *, context_length: int, single: bool) -> list[Shape]:
@@ -133,9 +129,8 @@ def static_shapes(updates: Sequence[Sequence[Shape]], *, context_length: int, si
 def pack(examples: Sequence[Example], shape: Shape) -> NDArray[np.int32]:
     """One row of the given shape."""
     words = np.zeros(sum(shape.sizes), dtype=np.int32)
-    tokens_T, positions_T, bounds_S, read_A, targets_A = np.split(
-        words, list(itertools.accumulate(shape.sizes))[:-1]
-    )
+    ends = list(itertools.accumulate(shape.sizes))[:-1]
+    tokens_T, positions_T, bounds_S, read_A, targets_A = np.split(words, ends)
     starts, used, answers = [], 0, 0
     targets_A[:] = IGNORED
     for example in examples:

@@ -20,9 +20,8 @@ OLD = ".old"
 def find(path: Path, which: str = "last") -> Path:
     """A GGUF file, a Hugging Face or PEFT folder, or a run's checkpoint: `which` is last, best or step-N."""
     path = locate(path)
-    if path.suffix == ".gguf" or any(
-        (path / f"{name}.json").is_file() for name in ("adapter_config", "config")
-    ):
+    configs = (path / "adapter_config.json", path / "config.json")
+    if path.suffix == ".gguf" or any(file.is_file() for file in configs):
         return path
     return resolve(path, which)
 
@@ -60,9 +59,7 @@ def resolve(path: Path, which: str = "last") -> Path:
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     found = step_folders(folder)
     if not found:
-        raise CheckpointError(
-            f"there is no checkpoint in {path}: give a run folder, its checkpoints folder or a step folder"
-        )
+        raise CheckpointError(f"there is no checkpoint in {path}: give a run, checkpoints or step folder")
     there = f"{folder} has {', '.join(f'step-{step}' for step in found)}"
     if which == "last":
         return found[max(found)]
@@ -96,7 +93,5 @@ def read_best(folder: Path) -> int | None:
         return None
     step = read_json(folder / BEST, dict, error=CheckpointError).get("step")
     if not isinstance(step, int):
-        raise CheckpointError(
-            f"{folder / BEST} is not what was written there: remove it, and the next best is marked anew"
-        )
+        raise CheckpointError(f"{folder / BEST} is damaged: remove it; the next best is marked again")
     return step if step in step_folders(folder) else None

@@ -3,18 +3,29 @@
 Under torchrun (its RANK and WORLD_SIZE are set) a process group is started: NCCL on GPUs, gloo on CPUs. Weights,
 gradients and optimiser state are sharded by FSDP2, block by block; gradients are reduced in fp32 after every pass,
 which costs communication that overlaps the backward and keeps them sharded.
+
+Time spent waiting for the other processes is marked separately from the phases it happens in:
+
+    if time_waits(model, instruments.mark):      # once, after `shard`: FSDP's waits are marked from then on
+        learner.waiting = lambda: waiting(instruments.mark)
+
+Only exposed waits count: on a GPU, when the computing stream stands still until a gather or a reduction is there, and
+unpacks or packs it. FSDP has no public place for this, so a few methods of its parameter groups are wrapped, on this
+model's objects alone (docs/decisions.md).
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from redline.errors import MachineError
@@ -56,14 +67,12 @@ class Process:
 def join(kind: str) -> Iterator[Process]:
     """Take this process's place: alone, or in torchrun's group."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device("cpu")
-    )
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local) if kind == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise MachineError(
-                "the plan is for a GPU and torch sees no CUDA device: plan again on this machine, or check"
-                " the driver"
+                "the plan is for a GPU and torch sees no CUDA device: plan again here, or check the driver"
             )
         torch.cuda.set_device(device)
     if world_size == 1:
@@ -97,3 +106,63 @@ def shard(model: Transformer, process: Process, dtype: torch.dtype) -> None:
         mesh=mesh,
         mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
     )
+
+
+# ---- waits ----
+
+INTERRUPTED, COMMUNICATION = "", "communication_s"
+"""The two marks around a wait."""
+WAITS = {
+    "cuda": ("wait_for_unshard", "post_backward"),
+    "cpu": ("unshard", "wait_for_unshard", "post_backward"),
+}
+"""Where the computing process waits: for gathered weights, and for the reduction before its own."""
+LAST_WAIT = "finalize_backward"
+"""The root's waits for its own reduction, which stands behind all others in their stream."""
+
+Mark = Callable[[str], None]
+
+
+@contextmanager
+def waiting(mark: Mark) -> Iterator[None]:
+    """What is done inside waits for the other processes."""
+    mark(INTERRUPTED)
+    try:
+        yield
+    finally:
+        mark(COMMUNICATION)
+
+
+def time_waits(model: nn.Module, mark: Mark) -> bool:
+    """Mark every wait of a sharded model. False, with nothing changed, if this torch waits elsewhere."""
+    device = next(model.parameters()).device.type
+    found = [
+        (_group(module), module is model) for module in model.modules() if isinstance(module, FSDPModule)
+    ]
+    methods = [
+        (group, name)
+        for group, is_root in found
+        for name in (*WAITS[device], *([LAST_WAIT] if is_root else []))
+    ]
+    if not all(callable(getattr(group, name, None)) for group, name in methods):
+        return False
+    for group, name in methods:
+        setattr(group, name, _marked(getattr(group, name), mark))
+    return True
+
+
+def _group(module: FSDPModule) -> Any:
+    """What FSDP keeps of the parameters of one module."""
+    try:
+        return module._get_fsdp_state()._fsdp_param_group
+    except AttributeError:
+        return None
+
+
+def _marked(method: Callable[..., Any], mark: Mark) -> Callable[..., Any]:
+    @wraps(method)
+    def marked(*given: Any, **named: Any) -> Any:
+        with waiting(mark):
+            return method(*given, **named)
+
+    return marked

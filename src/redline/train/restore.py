@@ -104,7 +104,7 @@ def with_shape(recipe: Recipe) -> Recipe:
     if wrong := [name for name, value in given.items() if value not in (plain[name], getattr(found, name))]:
         name = wrong[0]
         raise ConfigError(
-            f"model.{name} is {given[name]} and the weights at {start} have {getattr(found, name)}"
+            f"model.{name} is {given[name]}; the weights in {start} have {getattr(found, name)}"
         )
     return check(replace(recipe, model=found))
 
@@ -137,7 +137,7 @@ def _recipe_of(step: Path) -> Recipe:
         raise CheckpointError(f"{step} belongs to no run: {step.parent.parent / 'recipe.toml'} is missing")
     if recipe.lora is not None:
         raise CheckpointError(
-            f"{step.parent.parent} has not finished its fine-tuning: run the same command again"
+            f"{step.parent.parent} has not finished fine-tuning: run the same command again"
         )
     return recipe
 
@@ -147,7 +147,7 @@ def _base_of(folder: Path, above: tuple[Path, ...]) -> Path:
     base = adapter_base(folder)
     if folder.resolve() in above:
         raise CheckpointError(
-            f"{folder / 'adapter_config.json'} names itself as its base model: name the model below"
+            f"{folder / 'adapter_config.json'} names itself as its base: name the model below"
         )
     if base is None:
         raise CheckpointError(

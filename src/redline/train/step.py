@@ -180,9 +180,7 @@ def _change_weights(learner: Learner) -> None:
     try:
         for optimizer in learner.optimizers:
             optimizer.step()
-    except (
-        torch.OutOfMemoryError
-    ) as error:  # not to be tried again: a part of the weights would be updated twice
+    except torch.OutOfMemoryError as error:  # another try would update some weights twice
         raise TrainingError(
             "out of memory while the weights were being changed: use more processes or a smaller model; run the"
             " same command again and it resumes from the last checkpoint"

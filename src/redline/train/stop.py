@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request to stop after the step in hand."""
+"""Ctrl-C and SIGTERM as a request to stop after the current step."""
 
 import signal
 from collections.abc import Callable, Iterator

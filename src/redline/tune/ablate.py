@@ -20,9 +20,8 @@ from typing import Literal
 from redline.config.load import to_toml
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError, MachineError, StorageError
-from redline.measure.folder import TrialFolder
 from redline.measure.process import Children
-from redline.measure.trial import Measurement, Pair, Timing, trial_key
+from redline.measure.trial import Measurement, Pair, Timing, TrialFolder, trial_key
 from redline.measure.turns import Turns
 from redline.optimizations.catalogue import (
     EntryEffect,
@@ -136,9 +135,7 @@ def chosen(parts: Sequence[StudyPart], only: Sequence[str]) -> list[StudyPart]:
     for name in only:
         if not any(_switches(part, name) for part in parts):
             workloads, standing = " or ".join(part.workload for part in parts), find(name).standing
-            why = (
-                f"it is {standing}" if standing != "switch" else f"it does not switch anything in {workloads}"
-            )
+            why = f"it is {standing}" if standing != "switch" else f"it switches nothing in {workloads}"
             raise ConfigError(
                 f"--only takes a switch of this recipe's study, got {name} ({why}): `redline optimizations` lists them"
             )
@@ -163,9 +160,7 @@ def _check_list(path: Path, parts: Sequence[StudyPart]) -> None:
     try:
         known = [str(row["name"]) for row in rows if row["stage"] == "one by one"]
     except (TypeError, KeyError) as error:
-        raise StorageError(
-            f"{path} cannot be read ({error}): give another folder with --out, or delete it"
-        ) from error
+        raise StorageError(f"{path} cannot be read ({error}): use another --out, or delete it") from error
     names = [name for part in parts for name in part.names]
     if known != names[: len(known)]:
         raise StorageError(

@@ -69,18 +69,15 @@ def candidates(
 def changed(recipe: Recipe, plan: Plan, change: dict[str, Any]) -> Plan:
     """The plan with other values, same batch. MachineError if it cannot fit, ConfigError if the recipe forbids it."""
     pins = {name: getattr(plan, name) for name in PINS} | change
-    again = make_plan(
-        check(replace(recipe, plan=PlanPins(**pins))), plan.hardware, world_size=plan.world_size
-    )
+    pinned = check(replace(recipe, plan=PlanPins(**pins)))
+    again = make_plan(pinned, plan.hardware, world_size=plan.world_size)
     return replace(plan, **change, accumulation=again.accumulation, prediction=again.prediction)
 
 
 def differing(before: Plan, after: Plan) -> dict[str, Any]:
     """The second plan's values that differ from the first's, but for accumulation, which follows."""
-    names = [
-        name for name in PLANNED if name != "accumulation" and getattr(before, name) != getattr(after, name)
-    ]
-    return {name: getattr(after, name) for name in names}
+    names = [name for name in PLANNED if getattr(before, name) != getattr(after, name)]
+    return {name: getattr(after, name) for name in names if name != "accumulation"}
 
 
 def _candidate(

@@ -230,9 +230,8 @@ def _attention(case: Case) -> Check:
 
 def _cross_entropy(case: Case) -> Check:
     name, wanted = "cross entropy", case.plan.cross_entropy
-    seen = {
-        kind: n for kind, operation in LOSS_OPERATIONS.items() if (n := case.in_pass.operations[operation])
-    }
+    counts = case.in_pass.operations
+    seen = {kind: counts[name] for kind, name in LOSS_OPERATIONS.items() if counts[name]}
     if not seen:
         return unseen(name, NO_LOSS)
     ran = ", ".join(f"{kind} {count} times" for kind, count in seen.items())

@@ -21,10 +21,9 @@ from typing import Any
 from redline.config.load import to_toml
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError, MachineError, TrainingError
-from redline.measure.folder import TrialFolder
 from redline.measure.process import Children
 from redline.measure.statistics import hopeless
-from redline.measure.trial import Measurement, Pair, Timing, Trial, train_trial
+from redline.measure.trial import Measurement, Pair, Timing, Trial, TrialFolder, train_trial
 from redline.measure.turns import Turns, measure
 from redline.plan.plan import PLANNED, Plan, Why
 from redline.plan.values import VALUES, effect_of
@@ -107,7 +106,7 @@ class _Search:
             if not measured.lacked_memory or "micro_batch" in self.fixed:
                 break
             what = (
-                "was killed twice, perhaps for lack of memory" if measured.was_killed else "ran out of memory"
+                "was killed twice, maybe for lack of memory" if measured.was_killed else "ran out of memory"
             )
             failures.append(f"micro-batch {self.best.micro_batch} {what}")
             smaller = self._smaller_size(failures[-1])

@@ -118,9 +118,8 @@ class TrialTable:
 
 def pinned(plan: Plan) -> dict[str, Any]:
     """Values that the user fixed, which a search must leave alone."""
-    return {
-        name: getattr(plan, name) for name in PLANNED if plan.why[name].source not in ("rule", "measurement")
-    }
+    chosen = ("rule", "measurement")
+    return {name: getattr(plan, name) for name in PLANNED if plan.why[name].source not in chosen}
 
 
 def tuning_folder(facts: MachineFacts, rules: Plan) -> Path:
@@ -150,9 +149,7 @@ def check_folder(path: Path, recipe: Recipe, rules: Plan | None = None) -> None:
     way_out = "give another folder with --out"
     for name in ("metrics.jsonl", "checkpoints", "samples.db"):
         if (path / name).exists():
-            raise StorageError(
-                f"{path} holds a run ({name}), whose recipe and plan the trials would overwrite: {way_out}"
-            )
+            raise StorageError(f"{path} holds a run ({name}), which the trials would overwrite: {way_out}")
     try:
         kept = load(path / "plan.json")
     except ConfigError:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from redline.config.recipe import ModelConfig
 from redline.model.attention import softmax
-from redline.model.attention.rope import Rope, rotate
+from redline.model.attention.softmax import Rope, rotate
 from redline.model.attention.state import Room, Rows
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from torch import Tensor
 from redline.config.recipe import ModelConfig
 from redline.model.attention import favor_kernels
 from redline.model.attention.packed import Packing, grid_of, on_grid
-from redline.model.attention.rope import Rope, rotate
+from redline.model.attention.softmax import Rope, rotate
 from redline.model.attention.state import Room, Rows
 from redline.plan.arithmetic import FAVOR_CHUNK
 

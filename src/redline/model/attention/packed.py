@@ -18,8 +18,7 @@ from torch import Tensor
 
 from redline.config.recipe import ModelConfig
 from redline.model.attention import short
-from redline.model.attention.rope import Rope, rotate
-from redline.model.attention.softmax import causal
+from redline.model.attention.softmax import Rope, causal, rotate
 
 if TYPE_CHECKING:
     from redline.model.transformer import Attention

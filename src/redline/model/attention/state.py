@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from redline.config.recipe import ModelConfig
-from redline.model.attention.rope import Rope
+from redline.model.attention.softmax import Rope
 
 if TYPE_CHECKING:
     from redline.model.transformer import Attention

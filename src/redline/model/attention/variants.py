@@ -19,7 +19,7 @@ from redline.config.recipe import ModelConfig
 from redline.model.attention import favor, packed, softmax
 from redline.model.attention.cache import KeysAndValues
 from redline.model.attention.packed import Packing
-from redline.model.attention.rope import Rope
+from redline.model.attention.softmax import Rope
 from redline.model.attention.state import State
 
 if TYPE_CHECKING:
