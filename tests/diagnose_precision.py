@@ -50,6 +50,7 @@ TAILS = {
     " capacity of 79.19 GiB of which 683.50 MiB is free.",
     "crash": "Traceback (most recent call last):\n  File \"train.py\", line 10, in <module>\nKeyError: 'input_ids'",
     "time-limit": "slurmstepd: error: *** JOB 1 ON g1 CANCELLED AT 2026-03-01T10:00:00 DUE TO TIME LIMIT ***",
+    "host-memory": "slurmstepd: error: Detected 1 oom_kill event in StepId=123.0. Some of the step tasks have been OOM Killed.",
     "collective-timeout": "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)",
 }
 ALSO = {"low-mfu", "tiny-batch", "small-passes", "padding", "mfu-mismatch", "nanogpt-mfu", "slow-updates"}

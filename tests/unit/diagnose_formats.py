@@ -463,6 +463,13 @@ FORMATS: dict[str, Format] = {
         tokens=False,
         exact=0.1,
     ),
+    "w&b chart": Format(
+        lambda r, n: f'"{n}","{r.loss(n):.6f}"',
+        head='"Step","lively-tree-3 - train/loss"',
+        name="chart.csv",
+        tokens=False,
+        times=False,
+    ),
     "coqui": Format(
         lambda r, n: (
             f"   --> TIME: {r.at(n):%Y-%m-%d %H:%M:%S} -- STEP: {n}/11864 -- GLOBAL_STEP: {n}\n     | > loss: {r.loss(n):.6f}  (5.1)\n     | > step_time: {r.took_s(n):.3f}  (0.5001)\n     | > loader_time: 0.005  (0.0059)"

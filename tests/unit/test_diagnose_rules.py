@@ -442,6 +442,8 @@ def test_how_a_run_ended() -> None:
     assert (crashed.cause, shown(crashed)["error"]) == ("crash", "KeyError: 'input_ids'")
     slurm = "slurmstepd: error: *** JOB 1 ON g084 CANCELLED AT 2024-10-10T02:20:29 DUE TO TIME LIMIT ***"
     assert first(log_of([1.0] * 20, text=f"step 1\n{slurm}\n")).cause == "time-limit"
+    killed = "slurmstepd: error: Detected 1 oom_kill event in StepId=123.0. Some of the step tasks have been OOM Killed."
+    assert first(log_of([1.0] * 20, text=f"step 1\n{killed}\n")).cause == "host-memory"
 
 
 def losses(values: list[float]) -> list[str]:

@@ -49,10 +49,10 @@ class Column:
 @lru_cache(maxsize=4096)
 def plain(label: str) -> tuple[str, str]:
     """A label in plain words, and the unit that stands in it."""
-    unit, name = "", label
-    if bracket := re.search(r"\s*[(\[]([^()\[\]]{1,24})[)\]]\s*$", label):
+    unit, name = "", label.rpartition(" - ")[2]  # W&B: lively-tree-3 - train/loss
+    if bracket := re.search(r"\s*[(\[]([^()\[\]]{1,24})[)\]]\s*$", name):
         inside = bracket[1].strip().lower()
-        unit, name = (inside, label[: bracket.start()]) if inside in _UNITS else ("", label)
+        unit, name = (inside, name[: bracket.start()]) if inside in _UNITS else ("", name)
     timing = name.lower().startswith(("timing_s", "timing s"))
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name).lower().replace("_", " ")
     name = re.sub(r"/\s*(?:seconds?|secs?|s)(?![a-z])|(?<=\bper) se?c(?:ond)?s?(?![a-z])", " per s ", name)

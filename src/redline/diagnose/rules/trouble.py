@@ -31,6 +31,7 @@ _LAUNCHER = re.compile(r"ChildFailedError|CalledProcessError|ProcessRaisedExcept
 """The launcher's own error, which only says that a process had one."""
 ENDINGS = {
     "time-limit": re.compile(r"DUE TO TIME LIMIT"),
+    "host-memory": re.compile(r"Detected \d+ oom[-_ ]kill event|\boom-kill:|OOM Killed"),
     "collective-timeout": re.compile(r"Watchdog caught collective operation timeout|NCCL timeout"),
     "ray-timeout": re.compile(
         r"Failed to get register_center_actor|register_center\w* .{0,80}timed ?out", re.IGNORECASE
