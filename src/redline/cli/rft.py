@@ -12,9 +12,10 @@ redline rft export runs/units-smollm2 rft.json           or .jsonl, .parquet
 
 import argparse
 import shlex
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from redline.cli.arguments import DEVICE, JSON, PLAN, RECIPE
 from redline.cli.live import make_view
@@ -30,6 +31,9 @@ from redline.rft.stats import export, stats
 from redline.tasks.registry import load_task
 from redline.train.open_run import changes
 from redline.train.places import find
+
+if TYPE_CHECKING:
+    from redline.rft.session import Session
 
 STAGE = f"""
 {RECIPE}
@@ -69,7 +73,8 @@ OUT                a name that ends in .json, .jsonl or .parquet
 
 def run(options: argparse.Namespace) -> None:
     if options.verb == "stats":
-        _stats(options)
+        found = stats(options.run)
+        answer(options, found, lambda: print_stats(found))
     elif options.verb == "export":
         _export(options)
     else:
@@ -95,7 +100,7 @@ def _stage(options: argparse.Namespace) -> None:
             from redline.rft.session import open_session
 
             with open_session(recipe, plan, folder, outside, observers=[view]) as session:
-                found = _STAGE_CALLS[options.verb](session, options)
+                found = _one_stage(session, options)
     if options.json:
         print_json(found[0] if options.verb == "run" and options.rounds == 1 else found)
     elif options.verb != "run":
@@ -126,31 +131,18 @@ def _rows(options: argparse.Namespace) -> list[str]:
     return [f"test.rows={0 if rows == 'all' else int(rows)}"]
 
 
-def _run_sample(session: Any, options: argparse.Namespace) -> Any:
+def _one_stage(session: "Session", options: argparse.Namespace) -> Any:
     from redline.rft.sample import sample
-
-    return {"run": str(session.folder.path), **vars(sample(session))}
-
-
-def _run_train(session: Any, options: argparse.Namespace) -> Any:
+    from redline.rft.test import run_test, trained
     from redline.rft.train import train
 
-    return {"run": str(session.folder.path), **train(session, options.on)}
-
-
-def _run_test(session: Any, options: argparse.Namespace) -> Any:
-    from redline.rft.test import run_test, trained
-
-    chosen = [options.weights] if options.weights else trained(session.folder.path)
+    path = session.folder.path
+    if options.verb == "sample":
+        return {"run": str(path), **vars(sample(session))}
+    if options.verb == "train":
+        return {"run": str(path), **train(session, options.on)}
+    chosen = [options.weights] if options.weights else trained(path)
     return [run_test(session, weights) for weights in chosen]
-
-
-_STAGE_CALLS = {"sample": _run_sample, "train": _run_train, "test": _run_test}
-
-
-def _stats(options: argparse.Namespace) -> None:
-    found = stats(options.run)
-    answer(options, found, lambda: print_stats(found))
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -178,14 +170,13 @@ def describe(recipe: Recipe, folder: Path) -> str:
 
 def print_stage(verb: str, found: Any, folder: Path) -> None:
     """The outcome of one stage, or of all."""
-    if verb == "test":
-        print_accuracies(found)
-    elif verb == "run":
-        _print_run(found)
-    elif verb == "sample":
-        _print_sampled(found)
-    else:
-        _print_trained(found)
+    tables: dict[str, Callable[[Any], None]] = {
+        "run": _print_run,
+        "sample": _print_sampled,
+        "train": _print_trained,
+        "test": print_accuracies,
+    }
+    tables[verb](found)
     if isinstance(found, dict) and found["why"] != "finished":
         print(f"{found['why']}; to resume, run the same command again")
     name = visible(shlex.quote(str(folder)))
