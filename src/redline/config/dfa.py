@@ -1,4 +1,4 @@
-"""How direct feedback alignment learns: the `[dfa]` table of a recipe. It counts where train.rule is "dfa"."""
+"""The table `[dfa]` of a recipe: how direct feedback alignment learns. It counts if train.rule is "dfa"."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -28,4 +28,4 @@ class DfaConfig:
     """`block`: back-propagation inside a block, feedback between blocks (the hybrid). `layer`: feedback to each of
     a block's four matrices, and back-propagation through a nonlinearity at most."""
     top_blocks: int = 0
-    """The last blocks, which learn by back-propagation from the loss."""
+    """How many of the last blocks learn by back-propagation from the loss."""

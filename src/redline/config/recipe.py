@@ -1,11 +1,11 @@
-"""The Recipe: what a run computes. Frozen tables, every field with its meaning, unit and default.
+"""The Recipe: what a run computes. Frozen tables; every field has its meaning, unit and default.
 
-`workload` says which tables count: pre-training reads `model`, `data` and `train`; fine-tuning adds `lora` and
-`prompt`; rejection-sampling fine-tuning (RFT) adds `task`, `sample` and `test`; reinforcement learning (`rl`) reads
-`rl`, `prompt` and `test` beside the model and its training. A recipe is read from TOML by
-`redline.config.load` and checked by `redline.config.rules`. Everything that defines the training makes up the fingerprint. What only sets a cadence
-(CADENCE), what is tested (`test`) and how it is executed (`plan`) stay outside it.
-Left out on purpose: anything that a plan derives, and anything that a run measures.
+`workload` decides which tables count (TABLES): pre-training reads `model`, `data` and `train`; fine-tuning adds `lora` and
+`prompt`; rejection-sampling fine-tuning (RFT) adds `task`, `sample` and `test`; reinforcement learning (`rl`) reads `rl`,
+`prompt` and `test` beside the model and its training. `redline.config.load` reads a recipe from TOML,
+`redline.config.rules` checks it. The fingerprint is the hash of everything that defines the training. Not part of it: how
+often something is evaluated or saved (CADENCE), what is tested (`test`) and how it is executed (`plan`).
+Left out on purpose: what a plan derives and what a run measures.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ class ModelConfig:
     ffn_size: int = 0
     """Inner width of the feed-forward part (each of the two halves, for SwiGLU)."""
     context_length: int = 0
-    """Longest sequence the model accepts; the size of the table when positions are learned."""
+    """Longest sequence that the model accepts; for learned positions, the size of their table."""
     num_kv_heads: int | None = None
     """Key/value heads; fewer than `num_heads` is grouped-query attention. Not given: `num_heads`."""
     head_dim: int | None = None
@@ -62,7 +62,7 @@ class ModelConfig:
     bias: bool = False
     """Biases in every linear layer and in LayerNorm (GPT-2)."""
     qkv_bias: bool = False
-    """Biases in the query/key/value projection alone (Qwen2)."""
+    """Biases in the query/key/value projection only (Qwen2)."""
     qk_norm: bool = False
     """RMSNorm over each query and key head before the rotation (Qwen3)."""
     tie_embeddings: bool = True
@@ -70,13 +70,13 @@ class ModelConfig:
     attention: Mixing = "softmax"
     """`favor`: kernel attention, which estimates softmax attention from random features at linear cost."""
     features: int = 256
-    """Random features of each key/value head, for `favor`: the estimate's error falls with their square root."""
+    """Random features per key/value head, for `favor`: the error falls with their square root."""
     redraw_every: int = 0
-    """Updates after which the features are drawn anew; 0: never."""
+    """Updates between two draws of the features; 0: drawn once."""
     init_std: float = 0.02
     init_from: str | None = None
-    """The weights that the run starts from: a run folder, a checkpoint, a Hugging Face or PEFT folder, a .gguf
-    file, a shipped model (`demo`), or a name on the Hugging Face Hub (org/name, org/name@revision)."""
+    """The weights to start from: a run folder, a checkpoint, a Hugging Face or PEFT folder, a .gguf file, a shipped
+    model (`demo`), or a name on the Hugging Face Hub (org/name, org/name@revision)."""
 
     @property
     def kv_heads(self) -> int:
@@ -97,15 +97,15 @@ class DataConfig:
     """Where the tokens come from."""
 
     source: str = ""
-    """Pre-training: `tinyshakespeare` (ships with the package), a folder made by `redline data build`, text / JSONL /
+    """Pre-training: `tinyshakespeare` (shipped), a folder made by `redline data build`, text, JSONL or
     Parquet files or a folder of them; from the Hugging Face Hub `wikitext-2`, `wikitext-103`, `wikipedia`, or
     hf://datasets/org/name/folder. Files named train* and valid* are the splits. Fine-tuning: a JSON, JSONL or Parquet
     file of examples (docs/finetune.md)."""
     seq_len: int = 0
     """Tokens in a sequence. Fine-tuning: longer examples are left out; 0: the model's context."""
     tokenizer: str = "bpe"
-    """`bpe` trains a byte-level BPE of `model.vocab_size` on the source; otherwise a `tokenizer.json` or a folder
-    with one. Fine-tuning uses the model's own."""
+    """`bpe` trains a byte-level BPE of `model.vocab_size` on the source; else a `tokenizer.json` or a folder with one.
+    Fine-tuning uses the model's own tokenizer."""
     text_field: str = "text"
     """The field of a JSONL or Parquet row that holds the text."""
     valid_fraction: float = 0.01
@@ -125,11 +125,11 @@ class TrainConfig:
     steps: int = 0
     """Updates in the run; fine-tuning may give `epochs` instead."""
     epochs: int = 0
-    """Times that fine-tuning goes through its examples."""
+    """Passes of fine-tuning over its examples."""
     max_hours: float | None = None
     """Limit in hours of training; the schedule follows whichever of steps and hours ends first."""
     rule: Rule = "backprop"
-    """Where gradients come from: back-propagation, or direct feedback alignment (the `dfa` table)."""
+    """Source of the gradients: back-propagation, or direct feedback alignment (table `dfa`)."""
     optimizer: Optimizer = "adamw"
     muon_lr: float = 0.02
     """Peak learning rate of the hidden matrices under Muon."""
@@ -140,7 +140,7 @@ class TrainConfig:
     schedule: Schedule = "cosine"
     warmup_steps: int = 0
     warmup_fraction: float = 0.0
-    """Share of the updates in which the learning rate rises; give this or `warmup_steps`."""
+    """Share of the updates spent warming up; give this or `warmup_steps`."""
     decay_fraction: float = 0.2
     """Share of the run after its warm-up that is spent decaying, for the schedule `wsd`."""
     min_lr_ratio: float = 0.1
@@ -148,39 +148,39 @@ class TrainConfig:
     orthogonality: float = 0.0
     """Weight of a penalty that keeps the query and key maps of each head orthonormal; 0: none."""
     orthogonality_warmup_steps: int = 0
-    """Updates in which that weight rises from 0."""
+    """Updates over which that weight rises from 0."""
     orthogonality_values: bool = False
-    """Whether it keeps the value maps orthonormal too."""
+    """Whether the penalty covers the value maps too."""
     clip_norm: float = 1.0
-    """Gradients are scaled down to this global norm; 0: no clipping."""
+    """Largest global norm of the gradient; 0: no clipping."""
     seed: int = 0
     """Seeds the weights or adapters, the order of the data, and what is sampled."""
     eval_every: int = 0
     """Updates between validations; 0: only at the end."""
     eval_sequences: int = 64
-    """Validation sequences read each time."""
+    """Sequences in one validation."""
     early_stop_evals: int = 0
     """Stop after this many validations in a row without a better loss; 0: never."""
     target_loss: float | None = None
     """Stop once the validation loss is this low; the schedule does not know of it. Needs `eval_every`."""
     diagnose_every: int | None = None
-    """Updates between comparisons of feedback alignment with back-propagation and of kernel attention with exact
-    attention; not given: as often as costs 2 %; 0: never."""
+    """Updates between comparisons of feedback alignment with back-propagation, and of kernel attention with exact
+    attention; not given: as often as 2 % of the time allows; 0: never."""
     checkpoint_every: int = 0
     """Updates between checkpoints; 0: only at the end (and on Ctrl-C)."""
     keep_checkpoints: int = 2
-    """Newest checkpoints kept, beside the best one."""
+    """Checkpoints to keep: the newest ones, and always the best."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters: only they learn. A recipe without this table trains all weights."""
+    """Low-rank adapters, which alone are trained. A recipe without this table trains all weights."""
 
     rank: int = 16
     alpha: float = 64.0
     """The adapter's output is multiplied by alpha / rank."""
     targets: tuple[str, ...] = LORA_TARGETS
-    """Of q, k, v, o, gate, up, down; `gate` is passed over in a model that has none."""
+    """Any of q, k, v, o, gate, up, down; `gate` is ignored by a model without one."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -208,7 +208,7 @@ class TaskConfig:
     """The questions that are sampled."""
 
     name: str
-    """A task's name (`redline tasks`), or a file of your own and its function: my_task.py:make."""
+    """A task's name (`redline tasks`), or your own file and its function: my_task.py:make."""
     data: str | None = None
     """Folder with the split's file; not given: the task generates its questions."""
     split: str = "train"
@@ -223,7 +223,7 @@ class PromptConfig:
     shots: int | None = None
     """Examples before the question, when sampling and in the test before training; not given: all."""
     trained_shots: int | None = None
-    """The same in what is trained on, and in the test of what was trained; not given: as `shots`."""
+    """The same when training and in the test after it; not given: as `shots`."""
 
     def shots_of(self, *, trained: bool) -> int | None:
         return self.trained_shots if trained and self.trained_shots is not None else self.shots
@@ -236,30 +236,30 @@ class SampleConfig:
     sampler: str | None = None
     """Another model that writes the samples; not given: the model itself."""
     server: str | None = None
-    """URL of an OpenAI-compatible server that writes the samples: http://host:port, or one that ends in
-    /chat/completions to ask with messages."""
+    """URL of an OpenAI-compatible server that writes the samples: http://host:port, or a URL that ends in
+    /chat/completions to send messages."""
     server_model: str | None = None
     """The model's name on that server."""
     samples_per_question: int = 30
     temperature: float = 0.7
     later_temperature: float = 1.0
-    """Of rounds after the first, whose sampler has been trained and would repeat itself."""
+    """Temperature after the first round: a trained sampler would otherwise repeat itself."""
     top_p: float = 1.0
     top_k: int | None = None
     max_new_tokens: int = 128
     distinct_correct: int | None = None
     """Stop asking a question once it has this many different correct answers; not given: never."""
     spend_rest: bool = True
-    """Samples saved by `distinct_correct` go to the questions that have no correct answer yet."""
+    """Whether samples saved by `distinct_correct` go to questions without a correct answer."""
     max_factor: float = 4.0
-    """Samples that a hard question may get in all, as a multiple of `samples_per_question`."""
+    """Most samples for a hard question, as a multiple of `samples_per_question`."""
     keep_per_question: int = 4
-    """Different correct answers of a question that are trained on, the first ones drawn; 0: all."""
+    """Correct, different answers per question to train on, the first ones drawn; 0: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TestConfig:
-    """The questions that are answered greedily, before and after."""
+    """The questions answered greedily before and after training."""
 
     __test__: ClassVar[bool] = False  # pytest: this is no test
     split: str = "valid"
@@ -269,7 +269,7 @@ class TestConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanPins:
-    """Execution values that the planner must take as given. Not given: the planner decides and says why."""
+    """Execution values fixed by the user. Not given: the planner decides and says why."""
 
     precision: Precision | None = None
     micro_batch: int | None = None
@@ -284,7 +284,7 @@ class PlanPins:
     update: UpdateKernels | None = None
     """How AdamW runs: one kernel for many tensors, one operation at a time over a list, or tensor by tensor."""
     loss_chunks: int | None = None
-    """Pieces in which the output head and the loss are computed; more pieces, less memory."""
+    """Pieces in which output head and loss are computed; more pieces need less memory."""
     loader_threads: int | None = None
     prefetch: int | None = None
     """Batches prepared ahead of the step."""
@@ -313,7 +313,7 @@ class Recipe:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of pre-training, whose sequences all have one length."""
+        """For pre-training, whose sequences all have the same length."""
         return self.train.batch_size * self.data.seq_len
 
     @property
@@ -328,7 +328,7 @@ class Recipe:
 
     @property
     def identity(self) -> str:
-        """Hash of what a run may not change when it is resumed: the fingerprint but for when the run ends."""
+        """Hash of what a resumed run may not change: the fingerprint without when the run ends."""
         tables = self.defining()
         tables["train"] = {name: value for name, value in tables["train"].items() if name not in ENDS}
         return fingerprint_of(tables)
@@ -356,7 +356,7 @@ class Recipe:
 
     @property
     def rows_per_update(self) -> int:
-        """The same of one update: a rollout may be cut into several."""
+        """The same for one update: a rollout may be split into several."""
         return self.rows_per_step // (self.rl.updates_per_rollout if self.rl else 1)
 
     def with_rows(self, rows: int) -> Self:
@@ -400,7 +400,7 @@ CADENCE = (
 """Fields of `train` that say how often something is looked at or kept, or at which loss to stop: they do not change
 what an update computes, and may change when a run is resumed."""
 ENDS = ("steps", "epochs", "max_hours", "early_stop_evals")
-"""Fields of `train` that say when a run ends: a run that is resumed with others is extended, and says so."""
+"""Fields of `train` that say when a run ends: a run resumed with other values is extended, and says so."""
 FINETUNING: dict[str, Any] = {
     "batch_size": 32, "lr": 2e-4, "epochs": 3, "warmup_fraction": 0.1, "min_lr_ratio": 0.0, "weight_decay": 0.0,
     "beta2": 0.999, "checkpoint_every": 50, "keep_checkpoints": 1,
@@ -416,7 +416,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "balanced": {"samples_per_question": 30, "temperature": 0.7},
     "speed": {"samples_per_question": 20, "temperature": 0.9},
 }
-"""Named values of the sample table, as the systems Redline grew out of shipped them."""
+"""Named settings of the sample table, as the systems that Redline grew out of shipped them."""
 
 
 def fingerprint_of(what: Any) -> str:

@@ -11,12 +11,12 @@ PcGrad = Literal["off", "watch", "global", "tensor"]
 
 @dataclass(frozen=True, kw_only=True)
 class RlConfig:
-    """Reinforcement learning: what is asked, what counts, and how the weights follow. A step of the run is one
-    rollout: `train.batch_size` questions, `group_size` answers each, drawn at temperature 1 from all tokens (anything
-    else would make the sampled policy another one than the trained one)."""
+    """What is asked, what is rewarded and how the weights learn. A step is one rollout: `train.batch_size` questions with
+    `group_size` answers each, sampled at temperature 1 from all tokens (anything else would sample another policy than
+    the one that is trained)."""
 
     domains: tuple[str, ...]
-    """Tasks (`redline tasks`) whose questions are asked; every one of them has a part in each step."""
+    """Tasks (`redline tasks`) whose questions are asked; every step asks some of each."""
     weights: tuple[float, ...] = ()
     """Shares of the domains in a step, in their order; not given: equal ones."""
     data: str | None = None
@@ -24,32 +24,32 @@ class RlConfig:
     rows: int | None = None
     """The first rows of each domain's training split; not given: all."""
     algorithm: RlAlgorithm = "grpo"
-    """`grpo`: an answer is as good as it is better than its group. `ppo`: a critic says what to expect. `imitation`:
-    cross entropy on the correct answers, the baseline that the other two must beat."""
+    """`grpo` compares an answer with its group, `ppo` with what a critic expects. `imitation` is cross entropy on the
+    correct answers, the baseline that the other two must beat."""
     group_size: int = 8
     """Answers to each question."""
     max_prompt_tokens: int = 256
     """Questions with longer prompts are left out."""
     max_new_tokens: int = 256
     updates_per_rollout: int = 1
-    """Parts of a rollout that each get an update. With 1 the answers come from the very weights that learn."""
+    """Updates per rollout, each on a part of it. With 1, the answers come from the very weights that learn."""
     clip_low: float = 0.2
     clip_high: float = 0.28
     """A token whose probability falls below 1 - clip_low or rises above 1 + clip_high times its old value has no gradient."""
     kl: float = 0.0
-    """Weight of the divergence from the model that the run began with; 0: off, and no reference model is held."""
+    """Weight of the divergence from the initial model; 0: off, and no reference model is held."""
     overlong: Overlong = "penalty"
-    """Answers cut off at max_new_tokens: `penalty` takes up to 1 off the reward over the last fifth of the tokens,
-    `mask` does not learn from those that were cut, `none` takes the reward as it is."""
+    """Long answers: `penalty` takes up to 1 off the reward over the last fifth of max_new_tokens, `mask` does not learn
+    from answers that were cut off, `none` changes nothing."""
     importance_cap: float = 2.0
     """Highest factor that corrects a token for the difference between engine and trainer; 0: no correction."""
     refills: int = 2
-    """Times that questions without a lesson (all answers equally good) are replaced by others in a step."""
+    """Times per step that questions whose answers all earned the same reward are replaced by others."""
     critic_lr: float = 1e-5
     """Peak learning rate of the critic (ppo)."""
     pcgrad: PcGrad = "off"
-    """What becomes of domains whose gradients point against each other: `watch` reports them, `global` and `tensor`
-    project them (PCGrad) over all weights or for each tensor. All three keep the domains' gradients apart, which takes
+    """What happens if the gradients of domains point against each other: `watch` reports it; `global` and `tensor`
+    project them (PCGrad), over all weights or tensor by tensor. All three keep the domains' gradients apart, which takes
     memory for each domain but one."""
 
     @property
