@@ -32,7 +32,7 @@ from redline.errors import ConfigError, nearest
 from redline.machine.nvml import GpuTelemetry, process_rss_bytes
 from redline.observe.clock import Clock
 from redline.observe.facts import Described, Told
-from redline.observe.generation import Calls, CallTimes
+from redline.observe.generation import Calls
 from redline.observe.update import PAUSED, Lines, Number, SyncWatch, Update, taken
 from redline.record.files import write_atomic
 from redline.record.observe import Observer, Observers
@@ -56,19 +56,6 @@ MEASURED = {
 SHOWN = 3
 """Findings printed at the end; the report has the rest."""
 Batch = TypeVar("Batch")
-
-
-class _Span:
-    """Times a part of the current update, under a metric's name."""
-
-    def __init__(self, run: "WatchedRun", metric: str) -> None:
-        self._run, self._metric = run, metric
-
-    def __enter__(self) -> None:
-        self._begin = self._run.clock.now()
-
-    def __exit__(self, *_: object) -> None:
-        self._run.update.spans.append((self._metric, self._begin, self._run.clock.now()))
 
 
 class WatchedRun:
@@ -110,8 +97,8 @@ class WatchedRun:
         self._lines = Lines(self.clock, world_size, tokens_per_step)
         self._writer: LineWriter | None = None
         self._waits: SyncWatch | None = None
-        self._call_times, self._generations = CallTimes(self.clock), 0
-        """Times of the model's calls, and the number of updates that generated text."""
+        self._generations = 0
+        """Updates that generated text."""
         self._inside: str | None = None
         """The open phase `generate` or pause, in the user's words: no update may end in it."""
 
@@ -180,7 +167,7 @@ class WatchedRun:
         source: Iterator[Batch] | None = None
         while True:
             waiting_at = time.perf_counter()
-            with _Span(self, "data_wait_s"):
+            with self._span("data_wait_s"):
                 source = iter(loader) if source is None else source  # starting workers is part of the wait
                 try:
                     batch = next(source)
@@ -190,11 +177,20 @@ class WatchedRun:
             self.update.seen.add(batch)
             yield batch
 
+    @contextmanager
+    def _span(self, metric: str) -> Iterator[None]:
+        """Times a part of the current update, under a metric's name."""
+        begin = self.clock.now()
+        try:
+            yield
+        finally:
+            self.update.spans.append((metric, begin, self.clock.now()))
+
     def phase(self, name: Phase) -> AbstractContextManager[None]:
         """A part of the update, as a context manager; parts of one name add up."""
         if name not in PHASES:
             raise ConfigError(f"a phase is one of {', '.join(PHASES)}, got {name!r}{nearest(name, PHASES)}")
-        return self._generate() if name == "generate" else _Span(self, f"{name}_s")
+        return self._generate() if name == "generate" else self._span(f"{name}_s")
 
     @contextmanager
     def _generate(self) -> Iterator[None]:
@@ -204,7 +200,7 @@ class WatchedRun:
         noted = 2 <= number <= 8 or (number > 8 and number.bit_count() == 1)
         if update.calls is None and self._writer is not None and noted:
             update.calls = Calls(self._model, self.clock)
-        with self._within(GENERATING), _Span(self, "generate_s"), update.calls or nullcontext():
+        with self._within(GENERATING), self._span("generate_s"), update.calls or nullcontext():
             yield
 
     @contextmanager
@@ -333,7 +329,7 @@ class WatchedRun:
             update = self._flying.popleft()
             line = self._lines.line(update) | gauges
             if update.calls is not None and update.calls.made:
-                made = update.calls.facts(line["generate_s"], self._call_times)
+                made = update.calls.facts(line["generate_s"])
                 self.event("generation", **{"step": update.step, **made})
             self._writer.append(line)
             self._observers.metrics(line)
