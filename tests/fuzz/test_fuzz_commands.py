@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import rft_model
+import rl_model
 
 from redline.cli.main import main
 
@@ -38,6 +39,15 @@ RFT = [
     "adapter/adapter_config.json",
     "adapter/adapter_model.safetensors",
 ]
+RL = [
+    "recipe.toml",
+    "plan.json",
+    "metrics.jsonl",
+    "events.jsonl",
+    "checkpoints/best.json",
+    "checkpoints/step-00000006/state.json",
+    "samples/step-00000006.jsonl",
+]
 ON_TRAIN = [
     ["generate", "RUN", "--max-new-tokens", "2"],
     ["generate", "RUN", "--checkpoint", "best", "--max-new-tokens", "2"],
@@ -54,6 +64,13 @@ ON_RFT = [
     ["report", "RUN", "--out", "OUT.html"],
     ["diagnose", "RUN"],
     ["generate", "RUN", "--max-new-tokens", "2"],
+]
+ON_RL = [
+    ["report", "RUN", "--out", "OUT.html"],
+    ["diagnose", "RUN"],
+    ["rl", "compare", "RUN", "RUN"],
+    ["generate", "RUN", "--max-new-tokens", "2"],
+    ["export", "RUN", "OUT"],
 ]
 NANO = [
     "--set",
@@ -81,6 +98,14 @@ def fine_tuned(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("fine_tuned")
     recipe = rft_model.letters_recipe(place, rft_model.tiny_model(place / "model"))
     assert main(["rft", "run", str(recipe), "--run", str(place / "run")]) == 0
+    return place / "run"
+
+
+@pytest.fixture(scope="module")
+def reinforced(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("reinforced")
+    recipe = rl_model.letters_rl(place, rft_model.tiny_model(place / "model"))
+    assert main(["rl", "run", str(recipe), "--run", str(place / "run")]) == 0
     return place / "run"
 
 
@@ -123,6 +148,13 @@ def test_a_training_run(trained, tmp_path, capsys, data):
 def test_a_run_of_rejection_sampling(fine_tuned, tmp_path, capsys, data):
     file, command = data.draw(st.sampled_from(RFT)), data.draw(st.sampled_from(ON_RFT))
     attack(fine_tuned, tmp_path, capsys, file, drawn(fine_tuned, file, data), command)
+
+
+@few
+@given(data=st.data())
+def test_a_run_of_reinforcement_learning(reinforced, tmp_path, capsys, data):
+    file, command = data.draw(st.sampled_from(RL)), data.draw(st.sampled_from(ON_RL))
+    attack(reinforced, tmp_path, capsys, file, drawn(reinforced, file, data), command)
 
 
 @few

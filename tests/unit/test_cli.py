@@ -143,6 +143,12 @@ REFUSED = {
     "an arm": ["bench", "train", "--arm", "lop"],
     "an arm of generation": ["bench", "generate", "--arm", "lop"],
     "an arm of fine-tuning": ["bench", "finetune", "--arm", "lop"],
+    "the verb": ["train", "rl/demo"],
+    "a group": ["rl", "run", "rl/demo", "--set", "rl.group_size=0"],
+    "a recipe to look at": ["rl", "doctor", "nano"],
+    "a run to compare": ["rl", "compare", "nowhere", "nowhere"],
+    "learning rates": ["okadfa", "ablate", "okadfa/nano", "--lrs", "1e-3,nan"],
+    "a folder to write": ["okadfa", "ablate", "okadfa/nano", "--out", "/dev/null/study"],
 }
 """Each with one thing that is not there or cannot be."""
 WITHOUT_TORCH = """

@@ -143,7 +143,7 @@ def test_unknown_spec_names_the_nearest_and_the_list():
 
 @pytest.mark.parametrize(
     ("text", "name"),
-    [("RTX 4090", "rtx-4090-24g"), ("3090", "rtx-3090-24g"), ("NVIDIA GeForce RTX 5090", "rtx-5090-32g"),
+    [("RTX 4090", "rtx-4090-24g"), ("rtx4090", "rtx-4090-24g"), ("3090", "rtx-3090-24g"), ("NVIDIA GeForce RTX 5090", "rtx-5090-32g"),
      ("L4", "l4-24g"), ("l40s", "l40s-48g"), ("T4", "t4-16g"), ("A10G", "a10g-24g"), ("H20", "h20-96g"),
      ("B200", "b200-192g"), ("a100 80g", "a100-80g"), ("H100 PCIe", "h100-pcie-80g")],
 )  # fmt: skip

@@ -3,7 +3,6 @@ what is tried again."""
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -342,8 +341,10 @@ def test_an_idle_connection_that_the_server_closed_is_no_fault(fake: Fake) -> No
 
 
 def test_a_slow_server_is_given_up_with_the_limit_named(fake: Fake) -> None:
-    fake.answer = lambda body, call: (time.sleep(0.5), (200, completion("x")))[1]
+    given_up = threading.Event()
+    fake.answer = lambda body, call: (given_up.wait(), (200, completion("x")))[1]
     error = refused(lambda: fake.engine(timeout_s=0.1))
+    given_up.set()
     assert isinstance(error, MachineError)
     assert "within 0.1 s" in str(error)
     assert len(fake.bodies) <= 1, "it is not asked again"

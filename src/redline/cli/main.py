@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 
 from redline import __version__
 from redline.cli.arguments import declare
-from redline.errors import ConfigError, RedlineError, nearest
+from redline.errors import ConfigError, RedlineError, StorageError, nearest
 from redline.machine.cpu import avoid_broken_amx
+from redline.record.files import REFUSALS
 from redline.record.units import visible
 
 GROUPS = {
@@ -134,10 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # here, where a pipe that broke can still be handled
     except RedlineError as error:
-        # a message may quote what stood in a file
-        line = visible(str(error).replace("\n", " "))
-        print(f"redline: {line[:LONGEST_MESSAGE]}", file=sys.stderr)
-        return error.exit_code
+        return _say(error)
     except KeyboardInterrupt:
         print("redline: interrupted", file=sys.stderr)
         return 130
@@ -145,6 +143,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # the reader (head, less) has gone; what is left must not be written when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a path that the user gave, where nothing more can be said about it
+        if error.errno not in REFUSALS or error.filename is None:
+            raise
+        return _say(StorageError(f"{error.filename}: {error.strerror}; choose another path"))
+
+
+def _say(error: RedlineError) -> int:
+    """Print the message on one line, though it may quote what stood in a file."""
+    line = visible(str(error).replace("\n", " "))
+    print(f"redline: {line[:LONGEST_MESSAGE]}", file=sys.stderr)
+    return error.exit_code
 
 
 def _interrupt(number: int, _frame: object) -> None:

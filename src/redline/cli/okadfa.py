@@ -7,6 +7,7 @@ If it is killed, run the same command again: finished runs are kept. `redline re
 """
 
 import argparse
+import math
 from dataclasses import asdict
 from pathlib import Path
 
@@ -38,8 +39,8 @@ def run(options: argparse.Namespace) -> None:
         lrs = [float(text) for text in (options.lrs or "1e-3,3e-3,1e-2").split(",")]
     except ValueError as error:
         raise ConfigError(f"--lrs takes numbers with commas between them, got {options.lrs!r}") from error
-    if not lrs or min(lrs) <= 0:
-        raise ConfigError(f"--lrs must be above 0, got {options.lrs!r}")
+    if not all(0 < lr < math.inf for lr in lrs):
+        raise ConfigError(f"--lrs must be finite and above 0, got {options.lrs!r}")
     recipe, facts = recipe_of(options), read_facts()
     name = options.recipe if options.recipe in shipped() else recipe.name
     folder = options.out or Path("runs") / f"{name.replace('/', '-')}-ablation"

@@ -222,8 +222,7 @@ def print_accuracies(lines: list[dict[str, Any]]) -> None:
     for line in lines:
         rows.append((_NAMES[line["weights"]], *_shares(line)))
         rows += [(f"  {text}", *_shares(line[name])) for name, text in _APART.items() if name in line]
-    columns = ("greedy", "n", "accuracy", "95 %", "answer rate", "95 %")
-    show(columns, rows, right=range(1, 6))
+    show(("greedy", "n", "accuracy (95 %)", "answer rate (95 %)"), rows, right=(1, 2, 3))
     for line in lines:
         name, cut, failed = _NAMES[line["weights"]], line["cut"], line["scorer_failures"]
         if cut:
@@ -233,10 +232,9 @@ def print_accuracies(lines: list[dict[str, Any]]) -> None:
 
 
 def _shares(line: dict[str, Any]) -> list[str]:
-    cells = [f"{line['n']:,}"]
-    for name in ("accuracy", "answer_rate"):
-        cells += [f"{line[name]:.3f}", f"{line[f'{name}_low']:.3f} to {line[f'{name}_high']:.3f}"]
-    return cells
+    names = ("accuracy", "answer_rate")
+    spans = [f"{line[n]:.3f} ({line[f'{n}_low']:.3f} to {line[f'{n}_high']:.3f})" for n in names]
+    return [f"{line['n']:,}", *spans]
 
 
 def print_stats(found: dict[str, Any]) -> None:

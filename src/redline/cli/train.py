@@ -66,11 +66,14 @@ def run(options: argparse.Namespace) -> int:
     startup.begin()
     check_options(options)
     check_least("--steps", options.steps)
-    recipe = recipe_of(options, *([f"train.steps={options.steps}"] if options.steps else []))
+    steps = [f"train.steps={options.steps}"] if options.steps else []
+    return train(options, recipe_of(options, *steps, check=partial(_check_workload, options)))
+
+
+def _check_workload(options: argparse.Namespace, recipe: Recipe) -> None:
     if recipe.workload in ("rft", "rl"):
         verb = f"redline {recipe.workload} run {options.recipe}"
         raise ConfigError(f"{options.recipe} is a recipe of workload {recipe.workload}: use `{verb}`")
-    return train(options, recipe)
 
 
 def check_options(options: argparse.Namespace) -> None:
