@@ -4,6 +4,7 @@ alive at a time; and it learns."""
 
 import math
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from precision import assert_close
 from torch import Tensor
 
 from redline.config.dfa import DfaConfig
-from redline.config.recipe import IGNORED, ModelConfig, TrainConfig
+from redline.config.recipe import IGNORED, LoraConfig, ModelConfig, TrainConfig
 from redline.model.attention.packed import Packing
+from redline.model.lora import add_lora
 from redline.model.transformer import Block, Transformer, build_model
+from redline.train.execution import COMPUTE_DTYPE, _convert_to_fp8
 from redline.train.feedback import FeedbackAlignment, RandomFeedback
 from redline.train.optimizer import make_optimizers
 from redline.train.packed import Example, exact, pack, unpack
@@ -51,6 +54,10 @@ def packed_row() -> tuple[Tensor, Tensor, Packing]:
     examples = [Example((1, 2, 3), (4, 5)), Example((6,), (7, 8, 9)), Example((10, 11), (12,))]
     shape = exact(examples)
     return unpack(torch.from_numpy(pack(examples, shape)), shape)
+
+
+def some_normal(shape: torch.Size, name: str) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(name))) / 10
 
 
 def random_feedback(config: ModelConfig, dfa: DfaConfig) -> RandomFeedback:
@@ -161,12 +168,14 @@ def test_the_gradients_are_those_of_a_slow_computation(config, depth, error, top
     )
 
 
-def true_signals(model: Transformer, tokens: Tensor, targets: Tensor, weight: float = WEIGHT) -> list[Tensor]:
+def true_signals(
+    model: Transformer, tokens: Tensor, targets: Tensor, weight: float = WEIGHT, *, frozen: bool = False
+) -> list[Tensor]:
     """The loss's gradient at the embedding's output and at every block's, by back-propagation."""
     seen: list[Tensor] = []
 
     def through(x: Tensor, attend: Any) -> Tensor:
-        seen.append(x)
+        seen.append(x.requires_grad_() if frozen else x)
         for block in model.blocks:
             seen.append(block(seen[-1], attend))
         return model.norm(seen[-1])
@@ -216,6 +225,44 @@ def test_past_a_block_that_does_nothing_the_residual_error_is_back_propagation()
     embedding = found.pop("embed.weight"), true.pop("embed.weight")
     assert_same(found, true)
     assert not torch.equal(*embedding), "which lies below the first block"
+
+
+@pytest.mark.numerics
+@pytest.mark.usefixtures("double")
+def test_adapters_learn_from_feedback_too():
+    """With true gradients as feedback, adapters get those of back-propagation, and what is frozen gets none."""
+    model = build_model(LLAMA, device="cpu", seed=0)
+    add_lora(model, LoraConfig(rank=2, alpha=4), seed=0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.requires_grad:  # B begins at 0, and A would have no gradient
+                p.copy_(some_normal(p.shape, name))
+    # The embedding is frozen, so its output has to be asked for a gradient.
+    signals = true_signals(model, *batch(), frozen=True)
+    found = learned(model, FeedbackAlignment(DfaConfig(), Told(signals)), *batch())[1]
+    assert_same(found, learned(model, BackPropagation(), *batch())[1])
+    assert all("lora" in name for name in found)
+
+
+@pytest.mark.parametrize(("precision", "unit"), [("bf16", 2**-8), ("fp16", 2**-11), ("fp8", 2**-4)])
+@pytest.mark.parametrize("error", ["hidden", "logits", "residual"])
+def test_in_few_bits_it_is_the_same_rule(precision, unit, error):
+    """Numbers are rounded fewer than 16 times, one after the other, on the way to a gradient; off by 16 units all in
+    one direction, its cosine with that of fp32 is 1 - (16 units)^2 / 2. The loss scale of fp16 divides out."""
+    if precision == "fp8":
+        pytest.importorskip("torchao")
+    config = ModelConfig(**{**SHAPE, "ffn_size": 32})
+    dfa, scale = DfaConfig(error=error), 1024.0 if precision == "fp16" else 1.0
+    rule = FeedbackAlignment(dfa, random_feedback(config, dfa))
+    model = build_model(config, device="cpu", seed=0)
+    expected = learned(model, rule, *batch())[1]
+    if precision == "fp8":
+        _convert_to_fp8(model, SimpleNamespace(hardware=SimpleNamespace(kind="cpu")))
+    model.compute_dtype = COMPUTE_DTYPE[precision]
+    found = learned(model, rule, *batch(), weight=WEIGHT * scale)[1]
+    ours, theirs = (torch.cat([g[name].flatten() for name in expected]) for g in (found, expected))
+    assert float(ours.norm() / scale / theirs.norm()) == pytest.approx(1, rel=16 * unit)
+    assert float(F.cosine_similarity(ours, theirs, dim=0)) > 1 - (16 * unit) ** 2 / 2
 
 
 @pytest.mark.numerics

@@ -330,3 +330,13 @@ def test_mistakes_are_one_line(arguments: list[str], said: str, capsys: pytest.C
 def test_an_unknown_name_gets_the_nearest() -> None:
     with pytest.raises(Exception, match="did you mean 'bf16'"):
         find("bf61")
+
+
+def test_what_kernel_attention_and_feedback_alignment_leave_nothing_to_is_not_tried() -> None:
+    recipe, here = load_recipe("okadfa/nano"), H200
+    assert find("sdpa").why_not(recipe, here) == "the model's attention is favor"
+    assert (
+        find("no-recompute").why_not(recipe, here)
+        == "feedback alignment keeps the activations of one block anyway"
+    )
+    assert find("sdpa").why_not(GPT2, here) is None

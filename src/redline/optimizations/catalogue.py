@@ -22,7 +22,7 @@ from redline.config.load import build
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError, nearest
 from redline.plan.plan import Hardware
-from redline.plan.values import NEEDED_CAPABILITY, VALUES, Beside, Need, needs_cuda, why_not
+from redline.plan.values import NEEDED_CAPABILITY, VALUES, Beside, Need, needs_cuda, needs_softmax, why_not
 
 WorkloadName = Literal["train", "generate", "finetune"]
 EntryEffect = Literal["exact", "rounding", "changes-training"]
@@ -139,7 +139,13 @@ def _batch_to_cut(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str |
     return None if batch > 1 else f"the batch is {batch} sequence: it cannot be cut"
 
 
+def _back_propagation(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
+    return "feedback alignment keeps the activations of one block anyway" if recipe.feedback else None
+
+
 CONDITIONS: dict[str, Need] = {
+    "softmax attention": needs_softmax,
+    "back-propagation": _back_propagation,
     "cuda": needs_cuda,
     "no bf16": _no_bf16,
     "a second core": _second_core,

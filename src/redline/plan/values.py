@@ -64,7 +64,7 @@ def _unscaled(_recipe: Recipe, _hardware: Hardware, beside: Beside) -> str | Non
     )
 
 
-def _softmax(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
+def needs_softmax(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
     kind = recipe.model.attention
     return None if kind == "softmax" else f"the model's attention is {kind}"
 
@@ -141,10 +141,10 @@ VALUES: dict[str, PlanValue] = {
         effect="rounding", choices=get_args(Attention), proof=("attention kernel",), shapes_memory=True,
         lasting=True,
         needs={
-            "efficient": (_softmax,),
-            "math": (_softmax,),
-            "flash": (_softmax, _half, _capability((8, 0), "flash attention")),
-            "cudnn": (_softmax, _half, _head_width, _capability((8, 0), "cuDNN attention")),
+            "efficient": (needs_softmax,),
+            "math": (needs_softmax,),
+            "flash": (needs_softmax, _half, _capability((8, 0), "flash attention")),
+            "cudnn": (needs_softmax, _half, _head_width, _capability((8, 0), "cuDNN attention")),
         },
     ),
     "cross_entropy": PlanValue(
