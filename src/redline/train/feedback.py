@@ -60,6 +60,9 @@ class Project(Protocol):
 
 CHUNK = FEEDBACK_PIECE_BYTES // 4
 """Numbers of a random matrix that are drawn together."""
+ALIGNED = 8
+"""Errors of the logits are padded to a multiple of this: a product over GPT-2's 50,257 numbers in half precision has
+rows that start at odd addresses, for which there are only slow kernels."""
 
 
 def rule_of(recipe: Recipe, model: Transformer) -> Rule:
@@ -77,6 +80,7 @@ class RandomFeedback:
     def __init__(self, config: ModelConfig, dfa: DfaConfig, *, seed: int) -> None:
         self.config, self.dfa, self.seed = config, dfa, seed
         self.error_size = feedback_error_size(config, dfa)
+        self.padding = -self.error_size % ALIGNED if dfa.error == "logits" else 0
         self._kept: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def source(self, place: int) -> int:
@@ -88,7 +92,7 @@ class RandomFeedback:
         return torch.cat([F.linear(error, piece) for piece in self._pieces(place, error)], dim=-1)
 
     def matrix(self, place: int, like: Tensor) -> Tensor:
-        """Signals x error, kept from its first use on."""
+        """Signals x error (with its padding), kept from its first use on."""
         key = place, like.dtype
         if key not in self._kept:
             self._kept[key] = torch.cat(list(self._pieces(place, like)))
@@ -100,7 +104,8 @@ class RandomFeedback:
             name = zlib.crc32(f"{self.seed}/feedback/{place}/{start}".encode())
             generator = torch.Generator(like.device).manual_seed(name)
             piece = torch.empty(min(many, rows - start), self.error_size, device=like.device)
-            yield piece.normal_(0.0, self.error_size**-0.5, generator=generator).to(like.dtype)
+            piece.normal_(0.0, self.error_size**-0.5, generator=generator)
+            yield F.pad(piece.to(like.dtype), (0, self.padding))
 
 
 class FeedbackAlignment:
@@ -147,6 +152,7 @@ class _Sweep:
         self.targets_N, self.read_A = targets.flatten(), packing.read_A if packing is not None else None
         self.below = rule.below(model)
         self.rows_at_a_time = max(1, FEEDBACK_LOGITS // model.config.vocab_size)
+        self.padding = -model.config.vocab_size % ALIGNED
         self.hidden_BTD: Tensor | None = None
         self.error: Tensor | None = None
         """At the read positions alone where it is that of the logits."""
@@ -207,7 +213,7 @@ class _Sweep:
         if dfa.shared:  # the only use of the error, which then need not be kept
             return self._spread(torch.cat([project(place, piece) for piece in self._logits_errors()]), x_BTD)
         if self.error is None:
-            self.error = x_BTD.new_empty(len(self.targets_N), self.model.config.vocab_size)
+            self.error = x_BTD.new_empty(len(self.targets_N), self.model.config.vocab_size + self.padding)
             for part_NV, piece_NV in zip(
                 self.error.split(self.rows_at_a_time), self._logits_errors(), strict=True
             ):
@@ -229,10 +235,13 @@ class _Sweep:
         assert hidden_BTD is not None
         if self.read_A is not None:
             hidden_BTD = hidden_BTD.index_select(1, self.read_A)
-        head_VD = self.model.head.weight.to(hidden_BTD.dtype)
+        vocab_size = self.model.config.vocab_size
+        head_VD = F.pad(self.model.head.weight.to(hidden_BTD.dtype), (0, 0, 0, self.padding))
         rows = (t.split(self.rows_at_a_time) for t in (hidden_BTD.flatten(0, 1), self.targets_N))
         for hidden_ND, targets_N in zip(*rows, strict=True):
-            softmax_NV = F.linear(hidden_ND, head_VD).float().softmax(-1)
+            softmax_NV = F.linear(hidden_ND, head_VD).float()
+            softmax_NV[:, vocab_size:] = -torch.inf
+            softmax_NV = softmax_NV.softmax(-1)
             counted_N1, targets_N1 = (targets_N != IGNORED)[:, None], targets_N.clamp(min=0)[:, None]
             softmax_NV.scatter_add_(1, targets_N1, -torch.ones_like(softmax_NV[:, :1]))
             yield softmax_NV.mul_(counted_N1 * self.weight).to(hidden_ND.dtype)
