@@ -19,7 +19,7 @@ from redline.diagnose.rules import diagnose
 from redline.errors import ConfigError
 from redline.observe import facts
 from redline.observe.clock import Clock
-from redline.observe.generation import LEAST_CALLS, Call, Calls, cached_call_s, hookable, repeats
+from redline.observe.generation import LEAST_CALLS, Call, Calls, CallTimes, hookable, repeats
 from redline.plan.hardware import hardware_as
 from redline.record.metrics import METRICS
 
@@ -267,20 +267,36 @@ def test_passes_that_score_texts_sorted_by_length_are_left_alone(tmp_path: Path)
 # ---- what a cached call would take ----
 
 
-def took(seconds: dict[tuple[int, int], float]) -> float:
-    return cached_call_s([Call(rows, t, 0.0, 0.0, host_s) for (rows, t), host_s in seconds.items()])
+def times_of(seconds: dict[tuple[int, int], float]) -> CallTimes:
+    times = CallTimes(Clock(torch.device("cpu")))
+    times.add([Call(rows, positions, 0.0, 0.0, host_s) for (rows, positions), host_s in seconds.items()])
+    return times
 
 
-def test_a_cached_call_takes_what_calls_take_without_their_positions() -> None:
-    """A constant and the work on each position of each row, for rows that differ; one call of a hundred was held up."""
-    for rows in ((8,), (3, 8)):
-        calls = {(r, t): 2e-3 + 3e-6 * r * t for r in rows for t in range(10, 110)}
-        calls[8, 60] = 1.0
-        assert took(calls) == pytest.approx(2e-3 + 3e-6 * sum(rows) / len(rows), rel=0.01)
+def test_the_fit_gives_back_what_calls_are_made_of() -> None:
+    """a + b R T + c R T² in, a + b R + c R T out; three times as slow where the last calls were."""
+    once_s, each_s, pair_s = 2e-3, 3e-6, 1e-8
+    fastest = {(8, t): once_s + each_s * 8 * t + pair_s * 8 * t * t for t in range(10, 110)}
+    expected_s = once_s + each_s * 8 + pair_s * 8 * 59.5
+    times = times_of(fastest)
+    assert times.cached_call_s() == pytest.approx(expected_s, rel=0.01)
+    slowed = [Call(rows, t, 0.0, 0.0, 3 * seconds) for (rows, t), seconds in fastest.items()]
+    times.add(slowed)
+    assert times.cached_call_s() == pytest.approx(3 * expected_s, rel=0.01)
+    times._clock.is_gpu = True  # there the host has waited for a place in the queue
+    assert times.cached_call_s() == pytest.approx(expected_s, rel=0.01)
+
+
+def test_rows_that_differ_do_not_spoil_the_fit() -> None:
+    """Neighbours in the table may be 24 positions of 3 rows and 10 of 8: a point is one call, and no mean of
+    two."""
+    calls = {(rows, t): 1e-3 + 2e-6 * rows * t for rows in (3, 8) for t in range(10, 25)}
+    mean_rows = 5.5
+    assert times_of(calls).cached_call_s() == pytest.approx(1e-3 + 2e-6 * mean_rows, rel=0.001)
 
 
 def test_launches_that_take_as_long_whatever_they_compute() -> None:
-    assert took({(128, t): 4e-3 for t in range(256, 300)}) == pytest.approx(4e-3)
+    assert times_of({(128, t): 4e-3 for t in range(256, 300)}).cached_call_s() == pytest.approx(4e-3)
 
 
 # ---- on paper: a GPU that is not here ----

@@ -1,9 +1,9 @@
 """What generation computes inside a watched loop: the model's calls in the phase `generate`, with positions and times.
 
-    calls = Calls(model, clock)
+    calls, times = Calls(model, clock), CallTimes(clock)
     with calls:                             # hooks the model inside the block
         model.generate(...)
-    calls.facts(generate_s)                 # once the device is done; for the event `generation`
+    calls.facts(generate_s, times)          # once the device is done; for the event `generation`
 
 With a key/value cache a call computes one position a row. Without one it computes all of them again: one more than
 the call before. The time of a cached call is not measured but inferred from how the host's time grows with positions:
@@ -13,10 +13,10 @@ recompile; texts padded to one length from the start, whose calls look like pass
 
 import time
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from statistics import fmean, median
+from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -25,8 +25,10 @@ from redline.observe.clock import Clock, Moment
 WRAPPED = ("module", "pretrained_model", "model", "base_model")
 """Where wrappers (DDP, TRL, PEFT, a Hugging Face model around its body) keep the model."""
 INPUTS = ("decoder_input_ids", "input_ids", "inputs_embeds")
-LEAST_CALLS = 12
-"""Calls, each one position longer than the last. Fewer may be chance, and say little about their times."""
+NEIGHBOURS = 4
+"""Shapes that make one point of the fit; the fastest counts."""
+LEAST_CALLS = 3 * NEIGHBOURS
+"""Calls, each one position longer than the last. Fewer may be chance, and too few points for the fit."""
 
 
 class Call(NamedTuple):
@@ -70,7 +72,7 @@ class Calls:
             self.made.append(Call(rows, positions, begin, self._clock.now(), time.perf_counter() - began_at))
             self._open = None
 
-    def facts(self, generate_s: float) -> dict[str, float]:
+    def facts(self, generate_s: float, times: "CallTimes") -> dict[str, float]:
         """Plain numbers for the diagnosis. Waits until the device has passed the last call."""
         repeated = repeats(self.made)
         found = {
@@ -82,24 +84,66 @@ class Calls:
         }
         if not repeated:
             return found
+        times.add(repeated)
         seconds = [self._clock.seconds(call.begin, call.end) for call in repeated]
         return found | {
             "repeated_s": sum(seconds),
             "first_call_s": seconds[0],
             "last_call_s": seconds[-1],
-            "cached_call_s": cached_call_s(repeated),
+            "cached_call_s": times.cached_call_s(),
         }
 
 
-def cached_call_s(calls: Sequence[Call]) -> float:
-    """Seconds of a call that computes one position a row: the straight line through the shortest and the longest quarter
-    of the calls, by the medians of their work and their host's time."""
-    ordered = sorted((call.rows * call.positions, call.host_s) for call in calls)
-    quarter = len(ordered) // 4
-    short, short_s = (median(values) for values in zip(*ordered[:quarter], strict=True))
-    long, long_s = (median(values) for values in zip(*ordered[-quarter:], strict=True))
-    each_s = max(0.0, (long_s - short_s) / (long - short)) if long > short else 0.0
-    return max(0.0, short_s - each_s * (short - fmean(call.rows for call in calls)))
+class CallTimes:
+    """Host seconds of the fastest call of each shape so far: another program can only slow a call down."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._fastest: dict[tuple[int, int], float] = {}
+        self._last: Sequence[Call] = ()
+
+    def add(self, calls: Sequence[Call]) -> None:
+        """Add the calls of one update that computed the prefix again."""
+        self._last = calls
+        for rows, positions, _, _, host_s in calls:
+            self._fastest[rows, positions] = min(host_s, self._fastest.get((rows, positions), host_s))
+
+    def cached_call_s(self) -> float:
+        """Seconds of a cached call, which computes one position a row, in place of the calls added last.
+
+        R rows of T positions take a + b R T + c R T²: a constant, the work on each position, and each attending to
+        the others. One position a row takes a + b R + c R T. The fit uses the fastest calls; the last calls were
+        slower by some factor, and so would a cached one be. On a GPU the host may have waited for a place in the
+        queue, so there the fastest calls stand for them.
+        """
+        terms = fitted([(*shape, seconds) for shape, seconds in sorted(self._fastest.items())])
+        shapes = [(call.rows, call.positions) for call in self._last]
+        took_s = sum(call.host_s for call in self._last)
+        if self._clock.is_gpu:
+            took_s = sum(self._fastest[shape] for shape in shapes)
+        rows, positions = np.array(shapes, dtype=float).T
+        slower = took_s / (_terms(rows, positions) @ terms).sum()
+        return float(slower * terms @ [1.0, rows.mean(), (rows * positions).mean()])
+
+
+def fitted(times: Sequence[tuple[int, int, float]]) -> np.ndarray:
+    """a, b and c, none negative, of sorted (rows, positions, seconds), by least squares of the relative errors."""
+    groups = [times[start : start + NEIGHBOURS] for start in range(0, len(times), NEIGHBOURS)]
+    points = [min(group, key=lambda time: time[2]) for group in groups]
+    rows, positions, seconds = np.array(points, dtype=float).T
+    relative = _terms(rows, positions) / seconds[:, None]
+    best, least = np.zeros(3), np.inf
+    for chosen in (list(some) for number in (1, 2, 3) for some in combinations(range(3), number)):
+        found = np.linalg.lstsq(relative[:, chosen], np.ones(len(points)), rcond=None)[0]
+        error = float(np.square(relative[:, chosen] @ found - 1).sum())
+        if (found >= 0).all() and error < least:
+            best, least = np.zeros(3), error
+            best[chosen] = found
+    return best
+
+
+def _terms(rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    return np.stack([np.ones_like(rows), rows * positions, rows * positions**2], axis=1)
 
 
 # ---- which calls ----

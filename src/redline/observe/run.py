@@ -32,7 +32,7 @@ from redline.errors import ConfigError, nearest
 from redline.machine.nvml import GpuTelemetry, process_rss_bytes
 from redline.observe.clock import Clock
 from redline.observe.facts import Described, Told
-from redline.observe.generation import Calls
+from redline.observe.generation import Calls, CallTimes
 from redline.observe.update import PAUSED, Lines, Number, SyncWatch, Update, taken
 from redline.record.files import write_atomic
 from redline.record.observe import Observer, Observers
@@ -97,8 +97,8 @@ class WatchedRun:
         self._lines = Lines(self.clock, world_size, tokens_per_step)
         self._writer: LineWriter | None = None
         self._waits: SyncWatch | None = None
-        self._generations = 0
-        """Updates that generated text."""
+        self._call_times, self._generations = CallTimes(self.clock), 0
+        """Times of the model's calls, and the number of updates that generated text."""
         self._inside: str | None = None
         """The open phase `generate` or pause, in the user's words: no update may end in it."""
 
@@ -329,7 +329,7 @@ class WatchedRun:
             update = self._flying.popleft()
             line = self._lines.line(update) | gauges
             if update.calls is not None and update.calls.made:
-                made = update.calls.facts(line["generate_s"])
+                made = update.calls.facts(line["generate_s"], self._call_times)
                 self.event("generation", **{"step": update.step, **made})
             self._writer.append(line)
             self._observers.metrics(line)
