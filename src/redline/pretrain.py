@@ -199,7 +199,13 @@ def _initial_weights(config: ModelConfig) -> Callable[[Transformer], None] | Non
             # given, or their default
             name = {"num_kv_heads": "kv_heads", "head_dim": "head_size"}.get(field.name, field.name)
             ours, theirs = getattr(config, name), getattr(opened.config, name)
-            if ours != theirs and name not in ("init_from", "init_std", "context_length", "redraw_every"):
+            if ours != theirs and name not in (
+                "init_from",
+                "init_std",
+                "zero_init",
+                "context_length",
+                "redraw_every",
+            ):
                 raise ConfigError(
                     f"model.{field.name} is {ours} and the weights at {path} have {theirs}: correct the"
                     " recipe"

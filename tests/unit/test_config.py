@@ -431,11 +431,11 @@ OPTIONS = {
     ModelConfig: (
         "vocab_size num_layers hidden_size num_heads ffn_size context_length num_kv_heads head_dim norm"
         " norm_eps positions rope_theta activation bias qkv_bias qk_norm tie_embeddings attention features"
-        " redraw_every init_std init_from"
+        " redraw_every init_std zero_init init_from"
     ),
     DataConfig: "source seq_len tokenizer text_field valid_fraction stream",
     TrainConfig: (
-        "batch_size lr steps epochs max_hours rule optimizer muon_lr weight_decay beta1 beta2 eps schedule warmup_steps"
+        "batch_size lr steps epochs max_hours rule optimizer muon_lr muon_warmup_steps muon_iteration embed_lr head_lr weight_decay beta1 beta2 eps schedule warmup_steps"
         " warmup_fraction decay_fraction min_lr_ratio orthogonality"
         " orthogonality_warmup_steps orthogonality_values clip_norm seed eval_every eval_sequences early_stop_evals"
         " target_loss diagnose_every checkpoint_every keep_checkpoints"

@@ -23,6 +23,7 @@ Positions = Literal["rope", "learned"]
 Activation = Literal["swiglu", "gelu", "relu2"]
 Mixing = Literal["softmax", "favor"]
 Optimizer = Literal["adamw", "muon"]
+MuonIteration = Literal["quintic", "polar"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 Compile = Literal["off", "default", "max-autotune-no-cudagraphs"]
@@ -74,6 +75,8 @@ class ModelConfig:
     redraw_every: int = 0
     """Updates between two draws of the features; 0: drawn once."""
     init_std: float = 0.02
+    zero_init: bool = False
+    """What blocks add to the residual stream starts at 0: at first the model passes its embeddings on."""
     init_from: str | None = None
     """The weights to start from: a run folder, a checkpoint, a Hugging Face or PEFT folder, a .gguf file, a shipped
     model (`demo`), or a name on the Hugging Face Hub (org/name, org/name@revision)."""
@@ -133,6 +136,14 @@ class TrainConfig:
     optimizer: Optimizer = "adamw"
     muon_lr: float = 0.02
     """Peak learning rate of the hidden matrices under Muon."""
+    muon_warmup_steps: int = 0
+    """Updates in which Muon's momentum rises from 0.85 to 0.95."""
+    muon_iteration: MuonIteration = "quintic"
+    """Muon's Newton-Schulz rounds: the same coefficients in each, or the best for each (Polar Express)."""
+    embed_lr: float | None = None
+    """Peak learning rate of the embeddings, and of a head tied to them; not given: `lr`."""
+    head_lr: float | None = None
+    """The same of an output head that is not tied."""
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
@@ -337,7 +348,9 @@ class Recipe:
     def work(self) -> str:
         """Hash of what decides the work of one update: if it is equal, speeds compare and a tuned plan holds."""
         model = {
-            k: v for k, v in asdict(self.model).items() if k not in ("init_from", "init_std", "norm_eps")
+            k: v
+            for k, v in asdict(self.model).items()
+            if k not in ("init_from", "init_std", "zero_init", "norm_eps")
         }
         update = {name: getattr(self.train, name) for name in ("batch_size", "optimizer", "rule")}
         update |= asdict(self.feedback) if self.feedback else {}

@@ -25,7 +25,7 @@ def check(recipe: Recipe) -> Recipe:
 _SHAPE = ("vocab_size", "num_layers", "hidden_size", "num_heads", "ffn_size", "context_length")
 _POSITIVE = {
     "model": (*_SHAPE, "num_kv_heads", "head_dim", "norm_eps", "rope_theta", "init_std", "features"),
-    "train": ("batch_size", "lr", "muon_lr", "eps", "max_hours", "eval_sequences", "keep_checkpoints", "target_loss"),
+    "train": ("batch_size", "lr", "muon_lr", "embed_lr", "head_lr", "eps", "max_hours", "eval_sequences", "keep_checkpoints", "target_loss"),
     "task": ("rows",),
     "sample": (
         "samples_per_question", "temperature", "later_temperature", "top_k", "max_new_tokens",
@@ -38,7 +38,7 @@ _NOT_NEGATIVE = {
     "model": ("redraw_every",),
     "data": ("seq_len",),
     "train": (
-        "steps", "epochs", "weight_decay", "clip_norm", "orthogonality", "orthogonality_warmup_steps", "warmup_steps", "eval_every", "early_stop_evals",
+        "steps", "epochs", "muon_warmup_steps", "weight_decay", "clip_norm", "orthogonality", "orthogonality_warmup_steps", "warmup_steps", "eval_every", "early_stop_evals",
         "diagnose_every", "checkpoint_every", "seed",
     ),
     "dfa": ("top_blocks",),
@@ -116,6 +116,10 @@ def _relations(recipe: Recipe) -> Iterator[Rule]:
         f"train.target_loss ({t.target_loss}) is a validation loss: it needs train.eval_every greater than 0, and"
         " workload pretrain or finetune",
     )
+    own = t.embed_lr is not None or t.head_lr is not None
+    yield not own or workload == "pretrain", "train.embed_lr and train.head_lr are for workload pretrain"
+    untied = t.head_lr is None or not m.tie_embeddings
+    yield untied, "train.head_lr needs a head that is not tied: give model.tie_embeddings=false"
     held_out = t.eval_every == 0 or d.valid_fraction > 0
     yield held_out, "train.eval_every needs a validation split: give data.valid_fraction greater than 0"
     tokens = t.batch_size * d.seq_len

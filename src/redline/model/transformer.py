@@ -312,8 +312,9 @@ def write_part(parameter: Tensor, value: Tensor) -> None:
 
 def _std(name: str, config: ModelConfig) -> float:
     """GPT-2's rule: what is added to the residual stream shrinks with the number of additions."""
-    residual = name.endswith(("attn.out.weight", "ffn.down.weight"))
-    return config.init_std / math.sqrt(2 * config.num_layers) if residual else config.init_std
+    if not name.endswith(("attn.out.weight", "ffn.down.weight")):
+        return config.init_std
+    return 0.0 if config.zero_init else config.init_std / math.sqrt(2 * config.num_layers)
 
 
 def _context(recompute: Recompute) -> dict[str, Any]:

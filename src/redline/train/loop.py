@@ -32,7 +32,7 @@ from redline.train.feedback import rule_of
 from redline.train.graph import Captured
 from redline.train.instruments import Instruments, Work, start_up_s, training_rates
 from redline.train.objective import Batch, Executor, Job, Position
-from redline.train.optimizer import fixed, lr_factor, make_optimizers, state_tensors
+from redline.train.optimizer import fixed, lr_factor, make_optimizers, state_tensors, warm_momentum
 from redline.train.orthogonality import penalty
 from redline.train.packed import Packed
 from redline.train.places import step_name
@@ -169,6 +169,7 @@ class Trainer:
         counts = (float(batch.targets), float(batch.tokens), float(batch.rows))
         targets, tokens, rows, self.clock_s = self.process.sums(*counts, clock_s)
         factor = lr_factor(self.train, done.step + 1, self.clock_s)
+        warm_momentum(self.learner.optimizers, self.train, done.step + 1)
         redraw_when_due(self.learner.model, self.train.seed, done.step, self.learner.before_update)
         while True:
             try:

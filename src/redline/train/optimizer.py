@@ -21,10 +21,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from redline.config.recipe import TrainConfig, UpdateKernels
+from redline.config.recipe import MuonIteration, TrainConfig, UpdateKernels
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration, chosen by Muon's author for a steep slope at zero."""
+ROUNDS = 5
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+"""Of five rounds in turn: the best for singular values from 0.001 to 1, with a margin for bf16 (arXiv 2505.16932)."""
+POLAR_MARGIN = 1.02
+"""By which its input stays below norm 1."""
+MOMENTUM = (0.85, 0.95)
+"""Muon's at the first update and after its warm-up."""
 STACK_ELEMENTS = 2**27
 """Matrices orthogonalised together: 256 MiB in bf16, so that the stack stays small beside the model."""
 
@@ -38,12 +51,11 @@ class Muon(torch.optim.Optimizer):
         *,
         lr: float,
         weight_decay: float,
-        momentum: float = 0.95,
-        steps: int = 5,
+        momentum: float = MOMENTUM[1],
+        iteration: MuonIteration = "quintic",
     ) -> None:
-        super().__init__(
-            params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "steps": steps}
-        )
+        given = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "iteration": iteration}
+        super().__init__(params, given)
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -64,18 +76,18 @@ class Muon(torch.optim.Optimizer):
             updates.append(whole_of(p.grad.lerp(buffer, group["momentum"]).bfloat16()))
         rows, columns = stack[0].shape
         lr = group["lr"] * max(1.0, rows / columns) ** 0.5
-        for p, update in zip(stack, orthogonalize(torch.stack(updates), group["steps"]), strict=True):
+        for p, update in zip(stack, orthogonalize(torch.stack(updates), group["iteration"]), strict=True):
             p.mul_(1 - group["lr"] * group["weight_decay"])
             p.add_(part_of(update, p).to(p.dtype), alpha=-lr)
 
 
-def orthogonalize(x: Tensor, steps: int) -> Tensor:
+def orthogonalize(x: Tensor, iteration: MuonIteration = "quintic") -> Tensor:
     """Push the singular values of each matrix of a stack towards one."""
-    a, b, c = NEWTON_SCHULZ
+    polar = iteration == "polar"
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    for _ in range(steps):
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) * (POLAR_MARGIN if polar else 1.0)).clamp(min=1e-7)
+    for a, b, c in POLAR_EXPRESS if polar else (NEWTON_SCHULZ,) * ROUNDS:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
@@ -111,6 +123,8 @@ def make_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """AdamW, or Muon for the blocks' matrices and AdamW for the rest. Norms and biases do not decay."""
     hidden, matrices, vectors = [], [], []
+    rates = {"embed.weight": train.embed_lr, "head.weight": train.head_lr}
+    own: dict[str, list[Tensor]] = {name: [] for name in rates}
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
@@ -118,16 +132,19 @@ def make_optimizers(
             vectors.append(p)
         elif train.optimizer == "muon" and name.startswith("blocks."):
             hidden.append(p)
+        elif rates.get(name) is not None:
+            own[name].append(p)
         else:
             matrices.append(p)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": train.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
+        *({"params": own[name], "weight_decay": train.weight_decay, "lr": rates[name]} for name in own),
     ]
     groups = [group for group in groups if group["params"]]
     chosen: dict[str, Any] = {"fused": kernels == "fused", "foreach": kernels == "foreach"}
     adamw = torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, **chosen)
-    for p in matrices + vectors:
+    for p in [p for group in groups for p in group["params"]]:
         adamw.state[p] = {
             # Only the fused kernel counts on the device; the others would wait for the GPU to read the count,
             # tensor by tensor.
@@ -137,11 +154,21 @@ def make_optimizers(
         }
     optimizers: list[torch.optim.Optimizer] = [adamw]
     if hidden:
-        optimizers.append(Muon(hidden, lr=train.muon_lr, weight_decay=train.weight_decay))
+        decay, iteration = train.weight_decay, train.muon_iteration
+        optimizers.append(Muon(hidden, lr=train.muon_lr, weight_decay=decay, iteration=iteration))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
     return optimizers
+
+
+def warm_momentum(optimizers: Sequence[torch.optim.Optimizer], train: TrainConfig, step: int) -> None:
+    """Muon's momentum for update `step` (1 is the first)."""
+    if train.optimizer == "muon" and train.muon_warmup_steps:
+        low, high = MOMENTUM
+        share = min(1.0, step / train.muon_warmup_steps)
+        for group in optimizers[-1].param_groups:
+            group["momentum"] = low + share * (high - low)
 
 
 def set_lr(optimizers: Sequence[torch.optim.Optimizer], factor: float) -> None:
