@@ -25,6 +25,8 @@ def test_our_side_and_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     theirs = {"rows": 8, "tokens": 112.0, "first_step_s": 2.0, "seconds": [56.0, 56.0], "memory_bytes": None}
 
     def rows_of(function: str, setting: dict[str, Any]) -> Any:
+        if function.endswith(":trl_continuous"):
+            return [{"failed": "no such engine", "outcome": "error"}]
         return [theirs] if function.endswith(":trl") else named(function)(setting)
 
     monkeypatch.setattr(rl, "rows_of", rows_of)
@@ -40,14 +42,15 @@ def test_our_side_and_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     text = path.read_text()
     assert f"| redline | 8 | {ours['tokens_per_s']:,.0f} |" in text
     assert f"{ours['tokens_per_s'] / 2:.1f}x" in text, "against the two tokens a second above"
+    assert "| TRL, transformers' continuous batching |  | failed | no such engine |" in text
     assert "A step of redline with 8 answers: generate " in text
     assert "Update alone: " in text
-    assert len(told) == 3
+    assert len(told) == 4
 
 
 def test_trl_does_the_same_work() -> None:
     pytest.importorskip("trl", reason="TRL is not installed: pip install 'redline[bench]'")
-    for row in rl.trl({"name": "quick"}):
+    for row in (*rl.trl({"name": "quick"}), *rl.trl_continuous({"name": "quick"})):
         assert row["rows"] == QUICK.questions[0] * QUICK.group_size
         # an answer that hits the end token by chance is shorter
         whole = row["rows"] * (QUICK.prompt_tokens + QUICK.new_tokens)

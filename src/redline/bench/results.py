@@ -92,7 +92,7 @@ def write(
 
 # ---- the gate ----
 
-THEIRS = ("plain", "hf", "hf-seeds", "hf-best", "generate", "continuous", "trl")
+THEIRS = ("plain", "hf", "hf-seeds", "hf-best", "generate", "continuous", "trl", "trl_continuous")
 """Arms that are not our code: a slower alternative is no failure."""
 NAMING = ("row", "prompts", "samples", "sequences", "rows")
 """What tells the rows of one benchmark apart."""

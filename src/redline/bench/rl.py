@@ -57,7 +57,12 @@ from redline.train.loop import Trainer
 from redline.train.process import Process
 from redline.train.restore import Opened, open_weights
 
-LABELS = {"trl": "TRL", "redline": "redline", "actor": "redline, update alone"}
+LABELS = {
+    "trl": "TRL, `generate`",
+    "trl_continuous": "TRL, transformers' continuous batching",
+    "redline": "redline",
+    "actor": "redline, update alone",
+}
 PHASES = {
     "generate_s": "generate",
     "reward_s": "reward",
@@ -227,12 +232,19 @@ def trl(setting: dict[str, str]) -> Iterator[BenchRow]:
         yield _trl(work, questions)
 
 
-def _trl(work: RlWork, questions: int) -> BenchRow:
+def trl_continuous(setting: dict[str, str]) -> Iterator[BenchRow]:
+    """The smallest rollout, timed once: 20 s a step on an H200."""
+    work = replace(WORKS[setting["name"]], steps=1)
+    yield _trl(work, work.questions[0], continuous=True)
+
+
+def _trl(work: RlWork, questions: int, *, continuous: bool = False) -> BenchRow:
     hf, its, datasets = (need(name, extra="bench") for name in ("transformers", "trl", "datasets"))
     empty()
     vocabulary = tokenizers.Tokenizer.from_str(words_tokenizer(work.model.vocab_size).text)
     ends = {"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT, "padding_side": "left"}
     cuda, rows = device().type == "cuda", questions * work.group_size
+    small = {} if cuda else {"num_blocks": 64, "max_batch_tokens": 64}  # its defaults fill a CPU's memory
     ended_s: list[float] = []
     counted: list[float] = []
 
@@ -253,7 +265,8 @@ def _trl(work: RlWork, questions: int) -> BenchRow:
                 per_device_train_batch_size=min(work.pass_rows, rows),
                 gradient_accumulation_steps=max(1, rows // work.pass_rows), max_completion_length=work.new_tokens,
                 gradient_checkpointing=False, bf16=cuda, use_cpu=not cuda, logging_steps=1, save_strategy="no",
-                report_to=[], disable_tqdm=True,
+                report_to=[], disable_tqdm=True, use_transformers_continuous_batching=continuous,
+                transformers_continuous_batching_config=small if continuous else None,
             ),
             train_dataset=datasets.Dataset.from_dict(
                 {"prompt": [" ".join(f"w{i}" for i in ids) for ids in prompts_of(work, questions)] * (1 + work.steps)}

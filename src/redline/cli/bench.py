@@ -33,7 +33,7 @@ ARMS = {
     "train": ("loop", "plain", "hf"),
     "generate": ("transformers", "redline"),
     "finetune": ("hf-seeds", "hf-best", "graph", "fp32"),
-    "rl": ("trl", "redline", "actor"),
+    "rl": ("trl", "trl_continuous", "redline", "actor"),
     "attention": ("flash", "cudnn", "favor"),
 }
 OUT = "--out DIR   folder of the results (default benchmarks)"
