@@ -258,6 +258,22 @@ def test_the_program_dies_with_the_process_that_scores(layer):
         os.close(fd)
 
 
+def test_what_a_killed_wrapper_leaves_behind_is_killed(monkeypatch):
+    """A stand-in for bubblewrap, killed before it has tied its child to itself."""
+    mark = f"600.{secrets.randbelow(10**9):09}"
+    made = sandbox._spec("limits", PATIENT)
+    walls = ["/bin/sh", "-c", f"setsid sleep {mark} & exec yes"]
+    monkeypatch.setattr(
+        sandbox, "_spec", lambda layer, limits: made | {"layer": "bubblewrap", "bubblewrap": walls}
+    )
+    assert (
+        run("", layer="bubblewrap", limits=Limits(wall_s=600)).reason == "it wrote more than 1,048,576 bytes"
+    )
+    assert not [
+        process for process in psutil.process_iter(["cmdline"]) if mark in (process.info["cmdline"] or [])
+    ]
+
+
 def test_the_layer_in_force_is_named_with_what_it_leaves_open(monkeypatch):
     assert [layer.name for layer in sandbox.layers()] == list(LAYERS)
     strongest = sandbox.in_force()

@@ -82,6 +82,9 @@ def main() -> None:
             )  # by the scoring process: it has the right to, and this one lost it
             if not os.read(control, 1):
                 return
+        _call(
+            "prctl", 36, 1, 0, 0, 0
+        )  # PR_SET_CHILD_SUBREAPER: what loses its parent becomes a child of this process
         if (child := os.fork()) == 0:
             _become(spec, program, report)
         ended = _supervise(child, control, spec["wall_s"])
@@ -105,11 +108,24 @@ def _supervise(child: int, control: int, wall_s: float) -> dict[str, Any]:
     if watched not in ended:
         os.kill(child, signal.SIGKILL)  # the first process of a pid namespace takes all others with it
     _, status, used = os.wait4(child, 0)
+    _end_orphans()
     return {
         "code": os.waitstatus_to_exitcode(status),
         "cpu_s": used.ru_utime + used.ru_stime,
         "late": not ended,
     }
+
+
+def _end_orphans() -> None:
+    """Kill what bubblewrap leaves behind if it is killed before it has tied the program's life to its own."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            left = [int(number) for number in file.read().split()]
+    except OSError:  # a kernel without this file
+        return
+    for orphan in left:
+        os.kill(orphan, signal.SIGKILL)
+        os.waitpid(orphan, 0)
 
 
 def _become(spec: dict[str, Any], program: int, report: int) -> NoReturn:
