@@ -115,6 +115,14 @@ def test_prompts_held_once_give_the_loss_and_gradients_of_prompts_held_by_every_
         assert_close(found[name], gradient, what=name)
 
 
+def test_a_bound_that_no_sequence_reaches_changes_nothing() -> None:
+    """Compiled blocks take one bound for all rows."""
+    model, batch = build_model(LLAMA, device="cpu", seed=0), examples(3)
+    own = packed_loss(model, batch, exact(batch))
+    model.longest = 2 * exact(batch).longest
+    assert_close(packed_loss(model, batch, exact(batch)), own)
+
+
 def test_sequences_of_a_row_do_not_see_each_other() -> None:
     model, batch = build_model(LLAMA, device="cpu", seed=0), examples(3)
     other = [batch[0], Example(batch[1].prompt[::-1], batch[1].answer[::-1]), batch[2]]

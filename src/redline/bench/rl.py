@@ -35,7 +35,7 @@ from redline.bench.results import (
     table,
     write,
 )
-from redline.config.recipe import DEFAULTS, ModelConfig, Recipe, TrainConfig
+from redline.config.recipe import DEFAULTS, ModelConfig, PlanPins, Recipe, TrainConfig
 from redline.config.rl import RlConfig
 from redline.data.tokenizer import END_OF_TEXT
 from redline.errors import need
@@ -47,6 +47,7 @@ from redline.model.transformer import build_model
 from redline.plan.hardware import hardware_here
 from redline.plan.plan import Plan
 from redline.plan.planner import make_plan
+from redline.plan.predict import longest_row
 from redline.record.units import format_bytes, format_duration, format_share
 from redline.rl import rehearsal
 from redline.rl.domains import Asked, Domain, Domains
@@ -312,6 +313,8 @@ def _recipe(
             domains=("coin",), group_size=work.group_size, max_prompt_tokens=work.prompt_tokens,
             max_new_tokens=new_tokens, overlong="none", refills=0,
         ),
+        # as for a run of minutes; this one is too short for the plan to compile
+        plan=PlanPins(compile="default" if torch.cuda.is_available() else None),
     )  # fmt: skip
 
 
@@ -369,7 +372,7 @@ def actor(setting: dict[str, str]) -> Iterator[BenchRow]:
     recipe = _recipe(work.actor, work, count // work.group_size, work.actor_tokens)
     plan, process = _plan(recipe), Process(0, 1, device())
     model = build_model(work.actor, device=process.device, seed=0)
-    equip(model, plan)
+    equip(model, plan, longest=longest_row(recipe))
     job = rehearsal.job_of(recipe, plan, model, rehearsal.random_rows(recipe, shortest=1), process)
     line, seconds = _steps(Trainer(job, process), work)
     row = _row(work, count // work.group_size, line, seconds)

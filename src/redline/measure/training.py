@@ -114,7 +114,7 @@ def _reinforcing(recipe: Recipe, plan: Plan, process: Process, run: Path, opened
         process.device, COMPUTE_DTYPE[plan.precision]
     )
     finetune.prepare(model, recipe, process)
-    equip(model, plan)
+    equip(model, plan, longest=longest_row(recipe))
     rows = rehearsal.random_rows(recipe)
     job = rehearsal.job_of(recipe, plan, model, rows, process)
     watched = replace(job, run=run, folder=opened.folder, observers=opened.observers)

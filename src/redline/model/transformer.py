@@ -158,6 +158,8 @@ class Transformer(nn.Module):
         self.compute_dtype = torch.float32
         self.cross_entropy: CrossEntropy = "torch"
         self.loss_chunks = 1
+        self.longest = 0
+        """If given, the longest sequence that any packed row holds: compiled code must not depend on each row's own."""
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         learned = config.positions == "learned"
         self.positions = nn.Embedding(config.context_length, config.hidden_size) if learned else None
@@ -204,6 +206,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """What the head reads at every position: B x T x hidden size, normalised."""
         assert packing is None or len(tokens_BT) == 1, "a packed batch is one row"
+        if packing is not None and self.longest:
+            packing = packing._replace(longest=self.longest)
         at = slice(tokens_BT.shape[1]) if packing is None else packing.positions_T
         x = self.embedded(tokens_BT, at)
         rope = None if self.positions is not None else (self.rope_cos[at], self.rope_sin[at])

@@ -107,6 +107,11 @@ def feedback_weights(model: ModelConfig, dfa: DfaConfig) -> int:
     return feedback_error_size(model, dfa) * sum(sum(feedback_widths(model, dfa, p)) for p in places)
 
 
+SHORT_ROW = 128
+"""Tokens of the longest packed sequence that our own attention kernel takes: the scores of a head, 128 x 128 in fp32,
+are what a program's registers hold."""
+
+
 def favor_fits(head_size: int, features: int) -> bool:
     """Whether the Triton kernels of kernel attention take these sizes (in bf16 on a GPU)."""
     return head_size in (16, 32, 64, 128) and features % 32 == 0

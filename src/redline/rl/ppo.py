@@ -24,6 +24,7 @@ from torch import Tensor
 from redline.config.recipe import Recipe
 from redline.model.transformer import Linear, Transformer
 from redline.plan.plan import Plan
+from redline.plan.predict import longest_row
 from redline.rl.algorithm import Algorithm, Columns, Row, by_row, columns_of, packed
 from redline.rl.grpo import policy_loss
 from redline.train.execution import COMPUTE_DTYPE, equip
@@ -128,6 +129,6 @@ def make_critic(base: Opened, recipe: Recipe, plan: Plan, process: Process) -> C
     model.train()
     if process.world_size > 1:
         shard(model, process, model.compute_dtype)
-    equip(model, plan)
+    equip(model, plan, longest=longest_row(recipe))
     train = replace(recipe.train, lr=recipe.rl.critic_lr, optimizer="adamw")
     return Critic(Learner(model, make_optimizers(model, train, plan.update), process, train.clip_norm))

@@ -21,7 +21,7 @@ from redline.errors import TrainingError
 from redline.finetune import check_result, prepare, write_result
 from redline.plan.plan import Plan
 from redline.plan.planner import MEMORY_SHARE
-from redline.plan.predict import pcgrad_place
+from redline.plan.predict import longest_row, pcgrad_place
 from redline.rl.algorithm import Algorithm
 from redline.rl.domains import Domains, open_domains
 from redline.rl.grpo import GRPO
@@ -96,7 +96,7 @@ def job_of(
     algorithm, dtype = ALGORITHMS[rl.algorithm], COMPUTE_DTYPE[plan.precision]
     model = base.build(process.device, dtype)
     prepare(model, recipe, process)
-    equip(model, plan)
+    equip(model, plan, longest=longest_row(recipe))
     critic = make_critic(base, recipe, plan, process) if rl.algorithm == "ppo" else None
     reference = None
     if rl.kl > 0 and recipe.lora is None:

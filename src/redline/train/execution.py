@@ -79,19 +79,21 @@ def keep_kernels() -> None:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
-def equip(model: Transformer, plan: Plan) -> None:
-    """Have the model compute as the plan says."""
+def equip(model: Transformer, plan: Plan, *, longest: int = 0) -> None:
+    """Have the model compute as the plan says. `longest`: passes are packed rows, each of another number of tokens, in
+    sequences of no more than these."""
     if plan.compile != "off":
         keep_kernels()
     model.compute_dtype, model.cross_entropy = COMPUTE_DTYPE[plan.precision], plan.cross_entropy
     model.loss_chunks = plan.loss_chunks
+    model.longest = longest if plan.compile != "off" else 0
     for block in model.blocks:
         block.recompute = plan.recompute
         if plan.compile != "off":
             # One graph for all blocks, compiled once: as fast as the whole model in one graph, in half the
             # time to the first step, and it leaves FSDP's hooks, which stand between the blocks, alone.
             mode = None if plan.compile == "default" else plan.compile
-            block.compile(mode=mode, fullgraph=True, dynamic=False)
+            block.compile(mode=mode, fullgraph=True, dynamic=longest > 0)
 
 
 def strip_compiled(model: Transformer) -> None:

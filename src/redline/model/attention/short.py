@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from redline.plan.arithmetic import SHORT_ROW
+
 try:
     import triton
     import triton.language as tl
 except ImportError:  # torch for CPUs comes without it
     triton = None
 
-LONGEST = 128
-"""Tokens in a sequence: the scores of a head, 128 x 128 in fp32, are what a program's registers hold."""
 WIDTHS = (32, 64, 128)
 BYTES = 16
 """Shared memory for each number of a sequence's head that the backward takes, as compiled for sm_90."""
@@ -34,7 +34,7 @@ BYTES = 16
 
 def fits(device: torch.device, *, longest: int, head_size: int) -> bool:
     """Whether the kernel takes sequences of this length on this GPU."""
-    if triton is None or longest > LONGEST or head_size not in WIDTHS:
+    if triton is None or longest > SHORT_ROW or head_size not in WIDTHS:
         return False
     shared_bytes: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
     return BYTES * _block(longest) * head_size <= shared_bytes
