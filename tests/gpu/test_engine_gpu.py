@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from redline.config.recipe import ModelConfig
 from redline.engine import reference
+from redline.engine.forward import Forward
 from redline.engine.local import LocalEngine
 from redline.engine.request import Request, Sampling
 from redline.engine.state import Slots, make_slots
@@ -150,6 +151,21 @@ def test_norm_and_activation(dtype):
         assert close(got[1], want[1], dtype)
     gate, up = x.double().chunk(2, dim=-1)
     assert close(model_kernels.swiglu(x), F.silu(gate) * up, dtype)
+
+
+def test_a_step_of_one_row_gives_the_logits_of_a_batch():
+    """In bf16, whose products round differently: the band of two roundings in each of two layers."""
+    model = build_model(SMOL, device=DEVICE, seed=0).eval()
+    model.compute_dtype = torch.bfloat16
+    slots = make_slots(SMOL, ROOM, DEVICE)
+    forward = Forward(model, slots, ROOM)
+    prompt = torch.randint(0, SMOL.vocab_size, (1, 50), device=DEVICE)
+    at = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    forward.prefill(prompt, at, at + 50)
+    slots.prompt_len.fill_(50)
+    assert forward.one_row is not None
+    alone, together = forward.decode(at), forward.decode(at.repeat(8))[:1]
+    assert float((alone - together).norm() / together.norm()) < 8 * BANDS[torch.bfloat16]
 
 
 class Count:

@@ -9,7 +9,8 @@ A decode step is one CUDA graph for each batch size in use, captured the first t
 operation. Only `wait` waits for the device.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -29,6 +30,10 @@ from redline.model.transformer import Transformer
 _INTEGERS = ("prompt", "prompt_len", "count", "limit", "last", "open", "top_k")
 SMALLEST_BATCH = 8
 """cuBLAS multiplies 8 rows faster than 1 (on an H200, 1.08 against 1.18 ms for a step of a 360M model)."""
+
+GRAPH_TOKENS, GRAPH_STEP, READ_GRAPHS = 4096, 16, 16
+"""Prompts of up to so many tokens are read by a CUDA graph when their shape, rounded up, comes again, for so many
+shapes. The host takes 14 ms to launch what the GPU does in less."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,9 @@ class Decoder:
         """`whole_batch`: every step computes all slots, so that a row's bits do not depend on how many are in
         use."""
         self.device, self.vocab_size = model.embed.weight.device, model.config.vocab_size
-        self.capacity, self.max_new_tokens, self.whole_batch = room.slots, room.max_new_tokens, whole_batch
+        self.capacity, self.whole_batch = room.slots, whole_batch
+        self.max_prompt_tokens = min(room.max_prompt_tokens, model.config.context_length)
+        self.max_new_tokens = room.max_new_tokens
         self.slots = make_slots(model.config, room, self.device)
         self.forward = Forward(model, self.slots, room)
         self.ops = _operations(self.device)
@@ -74,15 +81,41 @@ class Decoder:
         """Whether a decode step is a CUDA graph; off only to measure what it is worth."""
         self._rows = torch.full((room.slots,), self.slots.spare, dtype=torch.int32, device=self.device)
         self._captured: dict[tuple[int, bool], Any] = {}
+        self._reads: dict[torch.Size, Any] = {}
+        """Shapes of prompts read so far, each with its graph and its input if it has one."""
         self._graph_pool: Any = None
 
     def read(self, ids: Sequence[Sequence[int]], places: Sequence[int]) -> None:
         """Prompts into their places in the pool, in one pass."""
-        tokens = np.zeros((len(ids), max(map(len, ids))), dtype=np.int64)
+        longest = max(map(len, ids))
+        few = self.graphs and not self.whole_batch and len(ids) * longest <= GRAPH_TOKENS
+        if few:
+            longest = min(-(-longest // GRAPH_STEP) * GRAPH_STEP, self.max_prompt_tokens)
+        tokens = np.zeros((len(ids), longest), dtype=np.int64)
         for row, prompt in enumerate(ids):
             tokens[row, : len(prompt)] = prompt
         at, lengths = np.array(places, np.int32), np.array([len(prompt) for prompt in ids], np.int32)
-        self.forward.prefill(self._tensor(tokens), self._tensor(at), self._tensor(lengths))
+        given = self._tensor(tokens), self._tensor(at), self._tensor(lengths)
+        if few and self._read_again(given):
+            return
+        self.forward.prefill(*given)
+
+    def _read_again(self, given: tuple[Tensor, ...]) -> bool:
+        """Read by a CUDA graph, if prompts of this shape were read before."""
+        shape = given[0].shape
+        if shape not in self._reads:
+            self._reads[shape] = None
+            return False
+        if self._reads[shape] is None:
+            if sum(one is not None for one in self._reads.values()) == READ_GRAPHS:
+                return False
+            own = tuple(part.clone() for part in given)
+            self._reads[shape] = self._capture(functools.partial(self.forward.prefill, *own)), own
+        graph, own = self._reads[shape]
+        for mine, part in zip(own, given, strict=True):
+            mine.copy_(part)
+        graph.replay()
+        return True
 
     def describe(
         self, *, prompt: int, prompt_len: int, limit: int, sampling: Sampling, stop_ids: Sequence[int]
@@ -148,6 +181,8 @@ class Decoder:
             return self.capacity
         if not self.cuda:
             return rows
+        if rows == 1 and self.forward.one_row is not None:
+            return 1
         return min(self.capacity, max(SMALLEST_BATCH, 1 << (rows - 1).bit_length()))
 
     def _step(self, batch: int, filtered: bool) -> None:
@@ -155,7 +190,10 @@ class Decoder:
             self._decode(batch, filtered)
             return
         if (batch, filtered) not in self._captured:
-            self._captured[batch, filtered] = self._capture(batch, filtered)
+            kept = self._rows.clone()
+            self._rows.fill_(self.slots.spare)  # the rehearsal is no sample's
+            self._captured[batch, filtered] = self._capture(functools.partial(self._decode, batch, filtered))
+            self._rows.copy_(kept)
         self._captured[batch, filtered].replay()
 
     def _decode(self, batch: int, filtered: bool) -> None:
@@ -166,21 +204,18 @@ class Decoder:
         cutoff = self.ops.cutoff(logits_BV, self.slots, rows) if filtered else None
         self.ops.pick(logits_BV, self.slots, rows, cutoff)
 
-    def _capture(self, batch: int, filtered: bool) -> Any:
-        """Record a step. The rehearsal, which compiles kernels, runs on the spare slot."""
-        kept = self._rows.clone()
-        self._rows.fill_(self.slots.spare)
+    def _capture(self, run: Callable[[], None]) -> Any:
+        """Record what runs, after a rehearsal, which compiles kernels."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self._decode(batch, filtered)
+            run()
         torch.cuda.current_stream().wait_stream(side)
         if self._graph_pool is None:
             self._graph_pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._graph_pool):
-            self._decode(batch, filtered)
-        self._rows.copy_(kept)
+            run()
         return graph
 
     def _tensor(self, array: np.ndarray) -> Tensor:

@@ -14,6 +14,7 @@ Shapes: M prompts, T tokens, B rows, D hidden, V vocabulary.
 """
 
 import functools
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,7 @@ class Forward:
     def __init__(self, model: Transformer, slots: Slots, room: Room) -> None:
         self.slots, self.device = slots, slots.count.device
         self.model, self._weights = _for_generation(model)
+        self.one_row = _one_row(self.model)
         rope = (model.rope_cos, model.rope_sin) if model.positions is None else None
         self.state = model.variant.state(
             model.config, rope, room, device=self.device, dtype=model.compute_dtype
@@ -66,6 +68,9 @@ class Forward:
     def decode(self, rows_B: Tensor) -> Tensor:
         at, slots = rows_B.long(), self.slots
         rows = Rows(rows_B, slots.prompt, slots.prompt_len, slots.count)
+        if self.one_row is not None and len(rows_B) == 1:
+            logits_1V: Tensor = self.one_row.decode(self.model, self.state, slots.last, rows)
+            return logits_1V
         learned = self.model.positions is not None
         position = (slots.prompt_len[at] + slots.count[at] - 1).long() if learned else None
         x, y = self.model.embedded(slots.last[at].long(), position), None
@@ -79,6 +84,15 @@ class Forward:
         if weight.is_cuda and weight.dtype != torch.float32:
             return torch.mm(h_BD, weight.t(), out_dtype=torch.float32)
         return F.linear(h_BD, weight).float()
+
+
+def _one_row(model: Transformer) -> ModuleType | None:
+    """The kernels for a step of one row, if they compute this model."""
+    if not model.embed.weight.is_cuda:
+        return None
+    from redline.engine import one_row  # Triton exists only where CUDA does
+
+    return one_row if one_row.computes(model) else None
 
 
 def _for_generation(model: Transformer) -> tuple[Transformer, list[tuple[Tensor, Tensor]]]:

@@ -10,14 +10,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from redline.engine.state import STOP_IDS, Slots
+from redline.model.kernels import overlap
 
 PASSES = 13
 """Looks at the logits in the search for a cut-off, each of which quarters the range: 40 nats over 4^13 is as
 fine as fp32 logits are."""
 RANGE_NATS = 40.0
 """Tokens this much less likely than the best have no weight in fp32 sums."""
+BLOCK = 2048
+"""Of the vocabulary, for the choice: first a block, then a token in it."""
 
 
 def cutoff(logits_BV: Tensor, slots: Slots, rows_B: Tensor) -> Tensor:
@@ -94,24 +98,55 @@ def _cutoff(
 
 
 def pick(logits_BV: Tensor, slots: Slots, rows_B: Tensor, cutoff_B: Tensor | None) -> None:
+    """In two kernels, because one program for each row would take the longer the fewer rows there are."""
     rows, vocab = logits_BV.shape
-    block = 2048
-    _pick[(rows,)](
-        logits_BV, logits_BV if cutoff_B is None else cutoff_B, rows_B,
-        slots.temperature, slots.uniform, slots.stop_ids, slots.limit, slots.count, slots.open, slots.last,
-        slots.tokens, slots.logprobs, vocab, slots.tokens.shape[1],
-        CUT=cutoff_B is not None, STOPS=STOP_IDS, BLOCK=block,
-        BLOCKS=triton.next_power_of_2(triton.cdiv(vocab, block)), num_warps=8,
+    blocks = triton.cdiv(vocab, BLOCK)
+    seen = torch.empty((3, rows, blocks), dtype=torch.float32, device=logits_BV.device)
+    sizes = {"vocab": vocab, "blocks": blocks, "CUT": cutoff_B is not None, "BLOCK": BLOCK}
+    given = logits_BV, logits_BV if cutoff_B is None else cutoff_B, rows_B, slots.temperature
+    _survey[(rows, blocks)](*given, *seen, **sizes, **overlap(logits_BV.device), num_warps=8)
+    _choose[(rows,)](
+        *given, *seen, slots.uniform, slots.stop_ids, slots.limit, slots.count, slots.open, slots.last,
+        slots.tokens, slots.logprobs, slots.tokens.shape[1],
+        **sizes, **overlap(logits_BV.device), STOPS=STOP_IDS, BLOCKS=triton.next_power_of_2(blocks), num_warps=8,
     )  # fmt: skip
 
 
 @triton.jit
-def _pick(
-    logits_ptr, cutoff_ptr, rows_ptr, temperature_ptr, uniform_ptr, stop_ids_ptr, limit_ptr, count_ptr, open_ptr,
-    last_ptr, tokens_ptr, logprobs_ptr, vocab, places,
-    CUT: tl.constexpr, STOPS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+def _survey(
+    logits_ptr, cutoff_ptr, rows_ptr, temperature_ptr, peaks_ptr, sums_ptr, spreads_ptr, vocab, blocks,
+    CUT: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Of each block of the vocabulary: the best logit, its weight in the choice and in the log-probability."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    temperature = tl.load(temperature_ptr + tl.load(rows_ptr + row))
+    inverse = 1.0 / tl.where(temperature > 0, temperature, 1.0)
+    cut = -float("inf")
+    if CUT:
+        cut = tl.load(cutoff_ptr + row)
+    place = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row * vocab + place, mask=place < vocab, other=-float("inf"))
+    peak = tl.max(x)
+    tl.store(peaks_ptr + row * blocks + block, peak)
+    weight = tl.sum(tl.where(x >= cut, tl.exp((x - peak) * inverse), 0.0))
+    tl.store(sums_ptr + row * blocks + block, weight)
+    tl.store(spreads_ptr + row * blocks + block, tl.sum(tl.exp(x - peak)))
+
+
+@triton.jit
+def _choose(
+    logits_ptr, cutoff_ptr, rows_ptr, temperature_ptr, peaks_ptr, sums_ptr, spreads_ptr,
+    uniform_ptr, stop_ids_ptr, limit_ptr, count_ptr, open_ptr, last_ptr, tokens_ptr, logprobs_ptr, places,
+    vocab, blocks, CUT: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr, STOPS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     slot = tl.load(rows_ptr + row).to(tl.int64)
     temperature = tl.load(temperature_ptr + slot)
     count = tl.load(count_ptr + slot)
@@ -119,37 +154,29 @@ def _pick(
     cut = -float("inf")
     if CUT:
         cut = tl.load(cutoff_ptr + row)
-    base = logits_ptr + row * vocab
-    at, blocks = tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
-    # One pass: the sum for the log-probability, the best token, and the weight of each block for the choice.
-    highest, greedy = -float("inf"), 0
-    spread = 0.0
-    peaks = tl.full((BLOCKS,), -float("inf"), tl.float32)
-    sums = tl.zeros((BLOCKS,), tl.float32)
-    for block in range((vocab + BLOCK - 1) // BLOCK):
-        place = block * BLOCK + at
-        x = tl.load(base + place, mask=place < vocab, other=-float("inf"))
-        peak = tl.max(x)
-        weight = tl.sum(tl.where(x >= cut, tl.exp((x - peak) * inverse), 0.0))
-        peaks, sums = tl.where(blocks == block, peak, peaks), tl.where(blocks == block, weight, sums)
-        above = tl.maximum(highest, peak)
-        spread = spread * tl.exp(highest - above) + tl.sum(tl.exp(x - above))
-        greedy = tl.where(peak > highest, block * BLOCK + tl.argmax(x, axis=0), greedy)
-        highest = above
+    at, block = tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
+    known = block < blocks
+    peaks = tl.load(peaks_ptr + row * blocks + block, mask=known, other=-float("inf"))
+    sums = tl.load(sums_ptr + row * blocks + block, mask=known, other=0.0)
+    spreads = tl.load(spreads_ptr + row * blocks + block, mask=known, other=0.0)
+    highest = tl.max(peaks)
+    spread = tl.sum(spreads * tl.exp(peaks - highest))
     weights = tl.where(sums > 0, sums * tl.exp((peaks - highest) * inverse), 0.0)
     reached = tl.cumsum(weights, axis=0)
     place_in = tl.minimum(count, places - 1)  # a closed slot computes on, and its number is not used
     target = tl.load(uniform_ptr + slot * places + place_in) * tl.sum(weights)
-    last_block = tl.max(tl.where(weights > 0, blocks, 0))
-    chosen = tl.minimum(tl.min(tl.where((reached > target) & (weights > 0), blocks, BLOCKS)), last_block)
-    before = tl.sum(tl.where(blocks < chosen, weights, 0.0))
+    last_block = tl.max(tl.where(weights > 0, block, 0))
+    chosen = tl.minimum(tl.min(tl.where((reached > target) & (weights > 0), block, BLOCKS)), last_block)
+    chosen = tl.where(temperature > 0, chosen, tl.min(tl.where(peaks == highest, block, BLOCKS - 1)))
+    before = tl.sum(tl.where(block < chosen, weights, 0.0))
+    base = logits_ptr + row * vocab
     place = chosen * BLOCK + at
     x = tl.load(base + place, mask=place < vocab, other=-float("inf"))
     p = tl.where(x >= cut, tl.exp((x - highest) * inverse), 0.0)
     passed = (before + tl.cumsum(p, axis=0) > target) & (p > 0)
     last_place = tl.max(tl.where(p > 0, at, 0))
-    sampled = chosen * BLOCK + tl.minimum(tl.min(tl.where(passed, at, BLOCK)), last_place)
-    token = tl.where(temperature > 0, sampled, greedy)
+    sampled = tl.minimum(tl.min(tl.where(passed, at, BLOCK)), last_place)
+    token = chosen * BLOCK + tl.where(temperature > 0, sampled, tl.argmax(x, axis=0))
     logprob = tl.load(base + token) - highest - tl.log(spread)
     if tl.load(open_ptr + slot) != 0:
         tl.store(tokens_ptr + slot * places + count, token)

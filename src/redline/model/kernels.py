@@ -9,6 +9,7 @@ kernels. CUDA only.
 
 # mypy: disable-error-code="no-untyped-def"
 
+import functools
 from typing import Any
 
 import torch
@@ -19,6 +20,14 @@ try:
     import triton.language as tl
 except ImportError:  # torch for CPUs comes without it
     triton = None
+
+
+@functools.cache
+def overlap(device: torch.device) -> dict[str, bool]:
+    """How to launch kernels that call `gdc_wait` before they touch what others write: with programmatic dependent
+    launch, which Hopper brought, they begin while the kernel before still runs."""
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False}
 
 
 def add_rms_norm(x: Tensor, y: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
