@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from redline.config.load import load_recipe, shipped
-from redline.config.recipe import LoraConfig, PlanPins, Recipe
+from redline.config.recipe import PlanPins, Recipe
 from redline.config.rl import RlConfig
 from redline.errors import ConfigError, MachineError
 from redline.machine.specs import SPECS
@@ -160,13 +160,10 @@ def test_a_short_run_is_not_compiled():
     assert "s; compiling takes" in plan.why["compile"].reason
 
 
-def test_reinforcement_learning_is_compiled_where_all_weights_learn():
-    adapted = replace(shaped("rl/units-smollm2"), lora=LoraConfig())
-    whole = replace(adapted, lora=None)
-    plans = [make_plan(recipe, gpu("h100-80g")) for recipe in (adapted, whole)]
-    assert [plan.compile for plan in plans] == ["off", "default"]
-    short = replace(whole, train=replace(whole.train, steps=1))
-    assert make_plan(short, gpu("h100-80g")).compile == "off"
+def test_reinforcement_learning_is_compiled_only_where_somebody_asks():
+    recipe = replace(shaped("rl/units-smollm2"), lora=None)
+    assert make_plan(recipe, gpu("h100-80g")).compile == "off"
+    assert make_plan(replace(recipe, plan=PlanPins(compile="default")), gpu("h100-80g")).compile == "default"
 
 
 def test_fp8_is_taken_where_the_gpu_has_it_and_refused_where_not():

@@ -35,7 +35,7 @@ from redline.bench.results import (
     table,
     write,
 )
-from redline.config.recipe import DEFAULTS, ModelConfig, PlanPins, Recipe, TrainConfig
+from redline.config.recipe import DEFAULTS, ModelConfig, Recipe, TrainConfig
 from redline.config.rl import RlConfig
 from redline.data.tokenizer import END_OF_TEXT
 from redline.errors import need
@@ -313,8 +313,6 @@ def _recipe(
             domains=("coin",), group_size=work.group_size, max_prompt_tokens=work.prompt_tokens,
             max_new_tokens=new_tokens, overlong="none", refills=0,
         ),
-        # as for a run of minutes; this one is too short for the plan to compile
-        plan=PlanPins(compile="default" if torch.cuda.is_available() else None),
     )  # fmt: skip
 
 

@@ -77,7 +77,8 @@ def attend(cache: "KeysAndValues", layer: int, qkv_BHC: Tensor, rows: Rows) -> T
     q_heads = heads - 2 * kv_heads
     out = torch.empty((B, q_heads * width), dtype=qkv_BHC.dtype, device=qkv_BHC.device)
     cos, sin = cache.rope or (qkv_BHC, qkv_BHC)
-    few = B * kv_heads <= FEW_PROGRAMS
+    overlapping = overlap(qkv_BHC.device)
+    few = overlapping["OVERLAP"] and B * kv_heads <= FEW_PROGRAMS
     block, warps, stages = (128, 4, 2) if few else (16, 1, 3)
     _attend[(B, kv_heads)](
         qkv_BHC, out, *cache.prompt_kv[layer], *cache.kv[layer], *rows, cos, sin,
@@ -86,14 +87,15 @@ def attend(cache: "KeysAndValues", layer: int, qkv_BHC: Tensor, rows: Rows) -> T
         Q_HEADS=q_heads, KV_HEADS=kv_heads, C=width, CP=max(16, triton.next_power_of_2(width)),
         GROUP=max(16, triton.next_power_of_2(q_heads // kv_heads)), BLOCK=block,
         ROPE=cache.rope is not None, num_warps=warps, num_stages=stages,
-        **(overlap(qkv_BHC.device) if few else {"OVERLAP": False}),
+        **(overlapping if few else {"OVERLAP": False}),
     )  # fmt: skip
     return out
 
 
 FEW_PROGRAMS = 160
 """A program is a row and a key/value head. On an H200, 96 + 128 positions: 1 row of 5 heads 3.6 us with blocks of 128,
-four warps and overlap, 6.7 with blocks of 16 and one warp; 32 rows 6.7 and 9.0; 128 rows 14.3 and 11.9."""
+four warps and overlap, 6.7 with blocks of 16 and one warp; 32 rows 6.7 and 9.0; 128 rows 14.3 and 11.9. GPUs before
+Hopper keep the small blocks: some have not the shared memory for large ones."""
 
 
 @triton.jit
