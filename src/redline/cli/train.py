@@ -63,11 +63,11 @@ ARGUMENTS = f"""
 
 
 def run(options: argparse.Namespace) -> int:
-    startup.begin()
-    check_options(options)
-    check_least("--steps", options.steps)
-    steps = [f"train.steps={options.steps}"] if options.steps else []
-    return train(options, recipe_of(options, *steps, check=partial(_check_workload, options)))
+    with startup.watched():
+        check_options(options)
+        check_least("--steps", options.steps)
+        steps = [f"train.steps={options.steps}"] if options.steps else []
+        return train(options, recipe_of(options, *steps, check=partial(_check_workload, options)))
 
 
 def _check_workload(options: argparse.Namespace, recipe: Recipe) -> None:

@@ -1,24 +1,31 @@
 """Where the time from the command to the first update goes. No torch.
 
-    begin()                 # the command runs: Python and its own imports are behind
-    mark("plan")            # the plan was made
-    parts = taken()         # once, after the first update: {"python_s": 0.4, "plan_s": 0.1, ..., "total_s": 6.2}
+    with watched():             # the command runs: Python and its own imports are behind
+        mark("plan")            # the plan was made
+        parts = taken()         # once, after the first update: {"python_s": 0.4, "plan_s": 0.1, ..., "total_s": 6.2}
 
-It is about the process, so its state belongs to the process. Without `begin` (a library call, the second run of one
-process) there is nothing to tell, and marks cost nothing.
+It is about the process, so its state belongs to the process. Outside of a command (a library call) there is nothing to
+tell, and marks cost nothing.
 """
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
 _MARKS: list[tuple[str, float]] = []
 
 
-def begin() -> None:
+@contextmanager
+def watched() -> Iterator[None]:
     now_s = time.monotonic()
     _MARKS[:] = [("", now_s - _age_s()), ("python", now_s)]
+    try:
+        yield
+    finally:
+        _MARKS.clear()
 
 
 def mark(part: str) -> None:
