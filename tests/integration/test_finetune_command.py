@@ -255,6 +255,7 @@ def hub(model: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
         "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
         "HF_HUB_CACHE": str(tmp_path / "cache"),
         "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "0",  # a benchmark's test may have set it for this process
     }
     server.shutdown()
     (model / "pytorch_model.bin").unlink()
