@@ -184,8 +184,10 @@ def kill_after(update: int, calls: int) -> None:
 
 
 def kill_in_sampling(samples: int, calls: int) -> None:
-    """The same, since this many samples were stored."""
+    """The same, since this many samples were stored; at the latest when the next ones are, because the thread whose calls
+    are counted may have little left to do."""
     _when_stored(samples, lambda: _kill_in(calls))
+    _when_stored(samples, lambda: os.kill(os.getpid(), signal.SIGKILL), later=True)
 
 
 def signalled_in_sampling(samples: int, number: int) -> None:
@@ -193,7 +195,8 @@ def signalled_in_sampling(samples: int, number: int) -> None:
     _when_stored(samples, lambda: os.kill(os.getpid(), number))
 
 
-def _when_stored(samples: int, act: Callable[[], None]) -> None:
+def _when_stored(samples: int, act: Callable[[], None], *, later: bool = False) -> None:
+    """Act when this many samples are stored; `later`: when samples are stored after that."""
     from redline.rft.store import Store
 
     add, stored = Store.add, 0
@@ -202,7 +205,7 @@ def _when_stored(samples: int, act: Callable[[], None]) -> None:
         nonlocal stored
         add(store, source, rows)
         before, stored = stored, stored + len(rows)
-        if before < samples <= stored:
+        if samples <= before if later else before < samples <= stored:
             act()
 
     Store.add = counted  # type: ignore[method-assign]
