@@ -89,11 +89,7 @@ def _sides(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
 
 
 def _steady_shapes(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
-    return (
-        None
-        if recipe.rl is None
-        else "every rollout has rows of other lengths, so nothing made for one is used again"
-    )
+    return None if recipe.rl is None else "the rows of every rollout have other lengths"
 
 
 @dataclass(frozen=True, kw_only=True)
