@@ -43,6 +43,10 @@ class Fake:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.server.daemon_threads = True
         self.server.handle_error = lambda *_: None  # clients that hang up are part of the test
+        self.hung_up = threading.Semaphore(0)
+        """Released once for every connection that the server has closed."""
+        closing = self.server.shutdown_request
+        self.server.shutdown_request = lambda request: (closing(request), self.hung_up.release())[0]
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
         self.thread.start()
@@ -69,8 +73,9 @@ class Fake:
                     fake.paths.add(self.path)
                     call = len(fake.bodies)
                 if (answer := fake.answer(body, call)) is not None:
+                    closes = fake.closes  # read first: with the answer, the client is at its next call
                     self.send(*answer)
-                    self.close_connection |= fake.closes
+                    self.close_connection |= closes
                     return
                 self.send_response(200)
                 self.send_header("Content-Length", "1000")
@@ -336,6 +341,8 @@ def test_an_idle_connection_that_the_server_closed_is_no_fault(fake: Fake) -> No
             fake.closes = number < 2
             [found] = engine.run([Request(prompt="a", sampling=GREEDY)])
             assert found.text
+            if fake.closes:
+                assert fake.hung_up.acquire(timeout=60)
     assert told == []
     assert len(fake.connections) == 3
 
