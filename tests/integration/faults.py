@@ -75,20 +75,25 @@ def forked_members(fault: str = "", **given: Any) -> None:
     one is named."""
     from warm import leave
 
-    from redline import launch
     from redline.cli.main import main
+    from redline.launch import processes as launch
 
     class Fork:
         """What the launcher uses of a Popen."""
 
-        def __init__(self, command: Sequence[str], *, env: Mapping[str, str], **_: Any) -> None:
+        def __init__(
+            self, command: Sequence[str], *, env: Mapping[str, str], stdout: int | None = None, **_: Any
+        ) -> None:
             reading, writing = os.pipe()
             self.returncode: int | None = None
             self.pid = os.fork()
             if self.pid == 0:
                 os.setsid()
+                if stdout is not None:
+                    os.dup2(stdout, 1)
                 os.dup2(writing, 2)
                 sys.stderr = os.fdopen(2, "w", buffering=1)  # that of the launcher is a file
+                os.environ.clear()
                 os.environ |= env
                 if fault:
                     globals()[fault](**given)

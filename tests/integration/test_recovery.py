@@ -28,7 +28,7 @@ from pipeline import (
 from precision import CLOSE
 from warm import Done, Fault
 
-from redline.launch import out_of_memory_override, with_recovery
+from redline.launch.processes import out_of_memory_override, with_recovery
 from redline.train.checkpoint import verify
 from redline.train.places import step_folders
 

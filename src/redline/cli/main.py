@@ -35,6 +35,7 @@ GROUPS = {
         "finetune": "fine-tune a model on your own examples",
         "rft": "rejection-sampling fine-tuning: sample, train, test",
         "rl": "reinforcement learning: GRPO, PPO, several domains",
+        "launch": "one or more runs of a recipe, here or on a cluster",
     },
     "Look at a run": {
         "watch": "watch a run in the terminal or on a local page",

@@ -23,7 +23,13 @@ from redline.cli.plan import chosen, make
 from redline.config.recipe import Recipe
 from redline.data.read import find_source
 from redline.errors import ConfigError
-from redline.launch import LAUNCHER, out_of_memory_override, start_processes, under_torchrun, with_recovery
+from redline.launch.processes import (
+    LAUNCHER,
+    out_of_memory_override,
+    start_processes,
+    under_torchrun,
+    with_recovery,
+)
 from redline.machine.facts import read_facts
 from redline.machine.store import cached, forget_if_beaten
 from redline.plan.plan import Plan

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request to stop after the current step."""
+"""Ctrl-C, SIGTERM and SIGUSR1 (SLURM's, before the time limit) as a request to stop after the current step."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ def stop_on_signal(request: Callable[[], None]) -> Iterator[None]:
 
     before = {}
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             before[number] = signal.signal(number, handle)
     except ValueError:  # not the main thread: whoever runs the loop there handles signals
         pass

@@ -30,7 +30,7 @@ from redline.config.differences import data_of, unlike_data
 from redline.config.load import to_toml
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError, MachineError, StorageError
-from redline.launch import ERROR, LAUNCHER
+from redline.launch.processes import ERROR, LAUNCHER
 from redline.machine.facts import MachineFacts, same_kind
 from redline.measure.statistics import APART_SPREAD, difference
 from redline.record.files import read_json, write_atomic

@@ -2,8 +2,7 @@
 
 Every process gets the variables that torchrun would set. All end with the launcher; if one fails the others are
 stopped and the reason is printed once. Processes that run out of memory start again with half the micro-batch and
-resume from the last checkpoint, so no update is lost and the batch stays the recipe's. Left out: several machines,
-SLURM and Ray.
+resume from the last checkpoint, so no update is lost and the batch stays the recipe's. Several machines: agent.py.
 """
 
 import contextlib
@@ -49,35 +48,53 @@ def under_torchrun() -> bool:
 def start_processes(nproc: int, arguments: Sequence[str]) -> int:
     """Run `redline ARGUMENTS` on `nproc` processes; 0 if all succeeded. A user's error is raised here; any other is
     printed."""
-    environment = {
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)),
-        **os.environ,
-        LAUNCHER: str(os.getpid()),
-        "WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-    }
-    members = [_Member(rank, arguments, environment) for rank in range(nproc)]
+    place = {"WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    return _watched([
+        Member(rank, arguments, environment_of(nproc, RANK=rank, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=nproc, **place))
+        for rank in range(nproc)
+    ])  # fmt: skip
+
+
+def run_alone(arguments: Sequence[str]) -> int:
+    """Run `redline ARGUMENTS` as a process that ends with this one and prints to standard error; it fails as above."""
+    return _watched([Member(0, arguments, environment_of(1), stdout=2)])
+
+
+def environment_of(nproc: int, **place: object) -> dict[str, str]:
+    """Of one of so many processes on this machine: the variables that torchrun would set."""
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc))} if nproc > 1 else {}
+    return {**threads, **os.environ, LAUNCHER: str(os.getpid())} | {n: str(v) for n, v in place.items()}
+
+
+def _watched(members: Sequence["Member"]) -> int:
     with _handing_on(members):
         while any(member.process.poll() is None for member in members):
             if any(member.process.returncode for member in members):
-                _stop(members)
+                stop(members)
             time.sleep(LOOK_EVERY_S)
-    for member in members:
-        member.reader.join()
-    failed = sorted((member for member in members if member.process.returncode), key=_Member.blame)
+    failed = failures(members)
     return failed[0].tell() if failed else 0
 
 
-class _Member:
+def failures(members: Sequence["Member"]) -> list["Member"]:
+    """Those of ended processes that failed, first the one whose failure explains the others'."""
+    for member in members:
+        member.reader.join()
+    return sorted((member for member in members if member.process.returncode), key=Member.blame)
+
+
+class Member:
     """One of the processes. Its standard error is passed on, but how it failed is printed once for all of them."""
 
-    def __init__(self, rank: int, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, rank: int, arguments: Sequence[str], environment: Mapping[str, str], stdout: int | None = None
+    ) -> None:
         self.rank = rank
         # In its own session, so that Ctrl-C reaches only the launcher, which asks all to stop.
         self.process = subprocess.Popen(
             [sys.executable, "-m", "redline.cli.main", *arguments],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=environment,
+            stdout=stdout,
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
@@ -119,7 +136,7 @@ class _Member:
                 sys.stderr.flush()
 
 
-def _stop(members: Sequence[_Member]) -> None:
+def stop(members: Sequence[Member]) -> None:
     """After a failure: the others notice and end, or wait in a collective and are killed."""
     until_s = time.monotonic() + PATIENCE_S
     while any(member.process.poll() is None for member in members) and time.monotonic() < until_s:
@@ -140,7 +157,7 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def _handing_on(members: Sequence[_Member]) -> Iterator[None]:
+def _handing_on(members: Sequence[Member]) -> Iterator[None]:
     """Pass requests to stop on to the processes, which save and leave."""
 
     def handle(_number: int, _frame: Any) -> None:
@@ -148,7 +165,7 @@ def _handing_on(members: Sequence[_Member]) -> Iterator[None]:
             if member.process.poll() is None:
                 member.process.terminate()
 
-    stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     before = {number: signal.signal(number, handle) for number in stops}
     try:
         yield

@@ -1,0 +1,102 @@
+"""Start one or more runs of a recipe, here or on a cluster. If a run is preempted or reaches its time limit, it saves a
+checkpoint, goes back into the queue and resumes.
+
+redline launch nano --set train.lr=1e-3,3e-3                     two runs here, one after the other, and a page that
+                                                                 compares them
+redline launch gpt2-124m --on slurm --set train.seed=1,2,3       submit an array of three seeds, on 8 GPUs each
+redline launch gpt2-124m --on slurm --gpus 4 --dry-run           print the script
+
+Values separated by commas give a run each (a list in brackets is one value), and several such options every combination.
+"""
+
+import argparse
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from redline.cli.arguments import JSON
+from redline.cli.options import answer, check_least, status
+from redline.config.load import load_recipe
+from redline.errors import ConfigError
+from redline.launch.experiments import Job
+from redline.record.read import read_runs
+from redline.report.grid import Output
+from redline.report.page import write_page
+from redline.report.terminal import print_report
+from redline.report.view import view
+
+PLACES = {"local": "redline.launch.local", "slurm": "redline.launch.slurm"}
+"""Where experiments run: the file that starts them."""
+VERBS = {"rft": ("rft", "run"), "rl": ("rl", "run")}
+ARGUMENTS = f"""
+RECIPE                     a shipped recipe (see `redline recipes`) or a .toml file
+--on {{{",".join(PLACES)}}}        where to run (default local)
+--set TABLE.KEY=VALUE...   override a value; values separated by commas give a run each: train.lr=1e-3,3e-3
+--run DIR                  the run folder; of several runs, how their names begin (default: runs/RECIPE)
+--gpus N                   GPUs of a node, a process each; 0: CPUs (default: 8 on a cluster, 1 process here)
+--cpus N                   CPU cores of a node (default 48)
+--memory SIZE              memory of a node (default 256G)
+--time LIMIT               time limit: minutes, HH:MM:SS or D-HH:MM (default 1-00, a day)
+--dry-run                  print what would be started and start nothing
+{JSON}
+"""
+SIZE, LIMIT = r"[1-9]\d*[KMGT]?", r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}"
+
+
+def run(options: argparse.Namespace) -> int:
+    place, job = import_module(PLACES[options.on]), job_of(options)
+    if options.dry_run:
+        text = place.script(job)
+        answer(options, {"script": text}, lambda: print(text, end=""))
+        return 0
+    done = place.submit(job)
+    failed = next((entry["exit_code"] for entry in done if entry.get("exit_code")), 0)
+    if options.on == "local" and len(done) > 1 and not failed:
+        views = [
+            view(run, number) for number, run in enumerate(read_runs([Path(entry["run"]) for entry in done]))
+        ]
+        done.append({"report": job.report[-1]})
+        write_page(views, Path(job.report[-1]))
+        if not options.json:
+            print_report(views, Output())
+    answer(options, done, lambda: _told(done))
+    return failed
+
+
+def job_of(options: argparse.Namespace) -> Job:
+    """What the options ask for; refused before anything is started."""
+    for name, least in (("gpus", 0), ("cpus", 1)):
+        check_least(f"--{name}", getattr(options, name), least)
+    for name, value, form, example in (
+        ("memory", options.memory, SIZE, "256G"),
+        ("time", options.time, LIMIT, "24:00:00 or 1-00"),
+    ):
+        if not re.fullmatch(form, value):
+            raise ConfigError(f"--{name} is written like {example}, got {value!r}")
+    recipe = load_recipe(options.recipe)
+    workload = recipe.workload
+    gpus = options.gpus if options.gpus is not None else (8 if options.on != "local" else 1)
+    job = Job(
+        recipe=options.recipe,
+        verb=VERBS.get(workload, ("train",)),
+        overrides=tuple(options.set),
+        run=options.run or Path("runs") / recipe.name,
+        nodes=1,
+        gpus=min(gpus, 1) if workload == "rft" else gpus,
+        cpus=options.cpus,
+        memory=options.memory,
+        time_limit=options.time,
+    )
+    for experiment in job.experiments:
+        load_recipe(options.recipe, experiment.overrides)
+    return job
+
+
+def _told(done: list[dict[str, Any]]) -> None:
+    for entry in done:
+        if entry.get("error"):
+            status(f"{entry['run']}: {entry['error']}")
+        elif "job" in entry or "report" in entry:
+            what = f"run {entry['run']}" if "run" in entry else f"page {entry['report']}"
+            status(f"job {entry['job']}: {what}" if "job" in entry else what)

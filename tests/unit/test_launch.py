@@ -1,0 +1,125 @@
+"""`redline launch`: which runs a grid gives, and the SLURM script, which shellcheck reads."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.cli.main import main
+from redline.errors import ConfigError, MachineError
+from redline.launch.experiments import Job
+from redline.launch.slurm import script
+
+
+def job(*overrides: str, **given: Any) -> Job:
+    values: dict[str, Any] = {
+        "recipe": "nano",
+        "verb": ("train",),
+        "run": Path("runs/nano"),
+        "nodes": 1,
+        "gpus": 8,
+    }
+    values |= {"cpus": 48, "memory": "256G", "time_limit": "1-00", "overrides": overrides}
+    return Job(**{**values, **given})
+
+
+def test_every_combination_of_the_values_is_a_run() -> None:
+    found = job("train.lr=1e-3,3e-3", "train.steps=7", "train.seed=1,2").experiments
+    assert [str(experiment.run) for experiment in found] == [
+        "runs/nano-lr-1e-3-seed-1",
+        "runs/nano-lr-1e-3-seed-2",
+        "runs/nano-lr-3e-3-seed-1",
+        "runs/nano-lr-3e-3-seed-2",
+    ]
+    assert found[1].overrides == ("train.lr=1e-3", "train.steps=7", "train.seed=2")
+    assert found[1].arguments[-4:] == ("--run", "runs/nano-lr-1e-3-seed-2", "--nproc", "8")
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["lora.targets=['q','v']", 'data.source="a,b"', "rl.domains=[a, b]", "train.steps=7", "x={a=1,b=2}"],
+)
+def test_a_list_or_a_quoted_text_is_one_value(override: str) -> None:
+    (only,) = job(override).experiments
+    assert only.overrides == (override,)
+    assert only.run == Path("runs/nano")
+
+
+def test_lists_are_values_of_a_grid_too() -> None:
+    found = job("lora.targets=['q'],['q','v']").experiments
+    assert [experiment.overrides for experiment in found] == [
+        ("lora.targets=['q']",),
+        ("lora.targets=['q','v']",),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("train.lr=1e-3,",), "empty value between commas"),
+        (("train.lr=1e-3,1e-3",), "give each value once"),
+        (("train.lr",), "table.key=value"),
+    ],
+)
+def test_what_is_no_grid_is_refused(overrides: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        _ = job(*overrides).experiments
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        job("train.lr=1e-3,3e-3", "data.source='a b \"c\" $(d)'"),
+        job(nodes=4, run=Path("runs/a+b=c")),
+        job(gpus=0, verb=("rl", "run")),
+    ],
+)
+def test_shellcheck_finds_nothing_in_the_script(given: Job, tmp_path: Path) -> None:
+    (path := tmp_path / "job.sbatch").write_text(script(given))
+    done = subprocess.run([Path(sys.executable).with_name("shellcheck"), path], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_the_script_asks_for_what_the_options_say(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["launch", "nano", "--on", "slurm", "--set", "train.seed=1,2,3", "--dry-run"]
+    assert main([*options, "--gpus", "4", "--time", "90", "--memory", "64G", "--cpus", "12"]) == 0
+    asked = [
+        line.removeprefix("#SBATCH --") for line in capsys.readouterr().out.splitlines() if "#SBATCH" in line
+    ]
+    assert {"gpus-per-node=4", "time=90", "mem=64G", "cpus-per-task=12", "array=0-2", "requeue"} <= set(asked)
+    assert any(line.startswith("signal=B:USR1@") for line in asked)
+    assert main([*options, "--json"]) == 0
+    text = json.loads(capsys.readouterr().out)["script"]
+    assert (
+        "#SBATCH --gpus-per-node=8\n#SBATCH --cpus-per-task=48\n#SBATCH --mem=256G\n#SBATCH --time=1-00\n"
+        in text
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--time", "soon"], "--time is written like 24:00:00 or 1-00, got 'soon'"),
+        (["--memory", "lots"], "--memory is written like 256G, got 'lots'"),
+        (["--gpus", "-1"], "--gpus must be at least 0, got -1"),
+        (["--set", "train.lr=1e-3,high"], "train: lr must be a number"),
+        (["--run", "my runs/a"], "takes no blanks or quotes in --run"),
+    ],
+)
+def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], options: list[str], said: str) -> None:
+    assert main(["launch", "nano", "--on", "slurm", "--dry-run", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert said in error
+
+
+def test_without_slurm_one_line_says_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert main(["launch", "nano", "--on", "slurm", "--run", str(tmp_path / "nano")]) == MachineError.exit_code
+    assert capsys.readouterr().err.startswith("redline: there is no sbatch here: ")
