@@ -2,6 +2,7 @@
 before it starts."""
 
 import importlib
+import itertools
 import json
 import os
 import resource
@@ -27,13 +28,11 @@ def instead(place: str, **given: Any) -> None:
 def kill_at(call: int) -> None:
     """SIGKILL at the n-th call that makes something durable (fsync, rename, replace): in the middle of a
     commit, at every place."""
-    calls = 0
+    calls = itertools.count(1)  # a save's thread counts too
 
     def counting(real: Any) -> Any:
         def counted(*given: Any, **named: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == call:
+            if next(calls) == call:
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(*given, **named)
 
@@ -167,8 +166,10 @@ def waits_elsewhere() -> None:
     communication.LAST_WAIT = "a method of another version"
 
 
-def signalled_at(update: int, number: int = signal.SIGTERM) -> None:
+def signalled_at(update: int, number: int = signal.SIGTERM, only_rank: int | None = None) -> None:
     """A signal to this process during its n-th update."""
+    if only_rank is not None and os.environ["RANK"] != str(only_rank):
+        return
 
     def hook(at: int, _learner: Any) -> None:
         if at == update:

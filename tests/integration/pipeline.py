@@ -8,7 +8,6 @@ assert_same_training(run, reference)       # to the last bit
 """
 
 import json
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from warm import Command, Done, Fault, Warm
 
 from redline.config.load import load_recipe, to_toml
 from redline.data.read import SHIPPED
+from redline.launch.processes import reserved_port
 from redline.record.run import read_lines
 from redline.train.checkpoint import read_tensors
 from redline.train.places import resolve
@@ -89,25 +89,34 @@ class Nano:
     ) -> list[Done]:
         """`redline train` as torchrun starts it, on two processes; without torchrun, which would import torch
         anew."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         arguments = ("train", recipe, "--run", run, "--json", *options)
-        ranks = [
-            self.warm.start(
-                *arguments,
-                fault=fault,
-                environment={**self.environment, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            )
-            for rank, fault in enumerate(faults)
-        ]
-        return [rank.wait() for rank in ranks]
+        return on_two(self.warm, *arguments, environment=self.environment, faults=faults)
 
     def outcome(self, recipe: Path, run: Path, *options: str, fault: Fault | None = None) -> dict[str, Any]:
         """Train to the end, which must be a good one; what `--json` printed."""
         done = self.train(recipe, run, *options, fault=fault)
         assert done.code == 0, done.err
         return json.loads(done.out)
+
+
+def on_two(
+    warm: Warm,
+    *arguments: str | Path,
+    environment: Mapping[str, str],
+    faults: Sequence[Fault | None] = (None, None),
+) -> list[Done]:
+    """A command on two processes, with the variables that torchrun sets."""
+    with reserved_port() as port:
+        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks = [
+            warm.start(
+                *arguments,
+                fault=fault,
+                environment={**environment, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank, fault in enumerate(faults)
+        ]
+        return [rank.wait() for rank in ranks]
 
 
 def steps(run: Path) -> list[dict[str, Any]]:

@@ -30,8 +30,9 @@ from pipeline import (
     weights,
 )
 from precision import CLOSE, CLOSE_FP32
+from processes import wait_until_gone
 from warm import LIMIT_S as HUNG_S
-from warm import Command, Fault
+from warm import Fault
 
 from redline.errors import MachineError
 
@@ -222,9 +223,7 @@ def real(nano: Nano, *command: str | Path) -> subprocess.Popen[str]:
 def test_through_torchrun(nano: Nano, tmp_path: Path) -> None:
     """`--nproc 2` stopped by Ctrl-C, then resumed by a torchrun from outside: every line once, and the first
     loss is that of one process."""
-    recipe = nano.recipe(
-        tmp_path, "train.steps=1000000", "train.lr=2e-3", "train.eval_every=0", "train.checkpoint_every=0"
-    )
+    recipe = nano.recipe(tmp_path, "train.lr=2e-3", *ENDLESS)
     run = tmp_path / "run"
     arguments = ("-m", "redline.cli.main", "train", recipe, "--run", run, "--json")
     stopped_at = stopped(
@@ -269,20 +268,12 @@ def test_a_worker_that_fails_fails_the_command(nano: Nano, tmp_path: Path) -> No
     assert done.err.splitlines()[-1].startswith("redline: no such corpus: nowhere")
 
 
-def running(nano: Nano, tmp_path: Path) -> tuple[Command, list[psutil.Process]]:
-    """A run on two processes that has written a line, and its processes."""
-    recipe = nano.recipe(tmp_path, "train.steps=1000000", "train.eval_every=0", "train.checkpoint_every=0")
-    command = nano.start(recipe, tmp_path / "run", "--nproc", "2", fault=Fault("forked_members"))
-    while command.alive() and lines_written(tmp_path / "run") == 0:
-        time.sleep(0.01)
-    assert command.alive(), command.wait().err
-    return command, psutil.Process(command.pid).children()
+ENDLESS = ("train.steps=1000000", "train.eval_every=0", "train.checkpoint_every=0")
 
 
 def test_a_process_that_is_killed_is_one_line(nano: Nano, tmp_path: Path) -> None:
-    command, processes = running(nano, tmp_path)
-    processes[1].kill()
-    done = command.wait()
+    fault = Fault("forked_members", fault="signalled_at", update=3, number=int(signal.SIGKILL), only_rank=1)
+    done = nano.train(nano.recipe(tmp_path, *ENDLESS), tmp_path / "run", "--nproc", "2", fault=fault)
     assert done.code == MachineError.exit_code
     assert "Traceback" not in done.err
     assert [line for line in done.err.splitlines() if line.startswith("redline: ")] == [
@@ -292,8 +283,13 @@ def test_a_process_that_is_killed_is_one_line(nano: Nano, tmp_path: Path) -> Non
 
 
 def test_a_launcher_that_is_killed_takes_its_processes_with_it(nano: Nano, tmp_path: Path) -> None:
-    command, processes = running(nano, tmp_path)
+    recipe, run = nano.recipe(tmp_path, *ENDLESS), tmp_path / "run"
+    command = nano.start(recipe, run, "--nproc", "2", fault=Fault("forked_members"))
+    while command.alive() and lines_written(run) == 0:
+        time.sleep(0.01)
+    assert command.alive(), command.wait().err
+    processes = psutil.Process(command.pid).children()
     assert len(processes) == 2
     command.kill()
-    _, left = psutil.wait_procs(processes, timeout=HUNG_S)
-    assert left == []
+    for process in processes:
+        wait_until_gone(process.pid)

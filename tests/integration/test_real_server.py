@@ -2,14 +2,12 @@
 export. Truth: its own generate."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
@@ -23,6 +21,7 @@ from redline.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from redline.engine.request import Completion, Request, Sampling
 from redline.engine.server import TRANSFORMERS, ServerEngine
 from redline.errors import ConfigError
+from redline.launch.processes import reserved_port
 from redline.model.huggingface_out import write_folder
 from redline.model.transformer import build_model
 
@@ -62,9 +61,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     weights = build_model(CONFIG, device="cpu", seed=0).state_dict()
     text = (folder / "tokenizer.json").read_text()
     write_folder(folder / "tiny", CONFIG, weights, text, torch.float32, eos_ids=(tokenizer.eot_id,))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     # A Hugging Face home of its own: without a cache in it, the server's list of models fails, as on a fresh
     # machine.
     environment = {
@@ -73,36 +69,25 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    command = [
-        sys.executable,
-        "-c",
-        SERVE,
-        "serve",
-        str(folder / "tiny"),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--device",
-        "cpu",
-    ]
-    with (folder / "log").open("wb") as log:
+    with reserved_port() as port, (folder / "log").open("wb") as log:
+        where = ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
+        command = [sys.executable, "-c", SERVE, "serve", str(folder / "tiny"), *where]
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-    try:
-        _wait(server, f"http://127.0.0.1:{port}/health", folder / "log")
-        yield Served(f"http://127.0.0.1:{port}", folder / "tiny", load_tokenizer(folder))
-    finally:
-        server.kill()
-        server.wait()
+        try:
+            _wait(server, f"http://127.0.0.1:{port}/health", folder / "log")
+            yield Served(f"http://127.0.0.1:{port}", folder / "tiny", load_tokenizer(folder))
+        finally:
+            server.kill()
+            server.wait()
 
 
 def _wait(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
     started_s = time.monotonic()
     while server.poll() is None and time.monotonic() - started_s < START_LIMIT_S:
         try:
-            with urlopen(url, timeout=5):
+            with urlopen(url, timeout=60):
                 return
-        except URLError:
+        except OSError:  # nobody listens yet, or hangs up, or takes long
             time.sleep(0.1)
     pytest.fail(f"transformers serve did not start: {log.read_text()[-2000:]}")
 

@@ -1,15 +1,14 @@
 """RL on two processes: the same answers, losses and weights as on one, but for the order of additions."""
 
 import json
-import socket
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
+from pipeline import on_two
 from precision import CLOSE
-from warm import Done, Warm
+from warm import Warm
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from rft_model import tiny_model
@@ -33,17 +32,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {name: tensor.double() for name, tensor in safetensors.torch.load_file(file).items()}, file
     )
     return letters_rl(folder, folder / "model")
-
-
-def on_two(warm: Warm, *arguments: Any) -> list[Done]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    ranks = [
-        warm.start(*arguments, environment={**DOUBLE, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(2)
-    ]
-    return [rank.wait() for rank in ranks]
 
 
 @pytest.mark.numerics
@@ -74,7 +62,7 @@ def test_two_processes_do_what_one_does(
     ]
     alone = warm.start(*arguments, "--run", tmp_path / "one", environment=DOUBLE).wait()
     assert alone.code == 0, alone.err
-    first, second = on_two(warm, *arguments, "--run", tmp_path / "two")
+    first, second = on_two(warm, *arguments, "--run", tmp_path / "two", environment=DOUBLE)
     assert (first.code, second.code) == (0, 0), first.err + second.err
     assert json.loads(first.out)["why"] == "finished"
     assert second.out == ""

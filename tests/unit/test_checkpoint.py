@@ -9,6 +9,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -133,27 +134,36 @@ def test_loading_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert set(read_tensors(resolve(tmp_path), "model.")) == {"a", "c"}
 
 
-def test_a_save_returns_before_it_is_written_and_later_changes_do_not_reach_it(tmp_path: Path) -> None:
+def test_a_save_returns_before_it_is_written_and_later_changes_do_not_reach_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that advances while a save is held back; it is held back until the next one has begun."""
     checkpoints = saved(tmp_path, 1)
-    release = threading.Event()
+    next_begun, now_s = threading.Event(), 0.0
+
+    def hold() -> None:
+        nonlocal now_s
+        assert next_begun.wait(60)
+        now_s = 5.0
+
+    def clock() -> float:
+        read_s = now_s
+        next_begun.set()
+        return read_s
+
     tensors, state = numbered(2), {"step": 2}
-    checkpoints.save(2, tensors, state, before_commit=lambda: assert_true(release.wait(30)))
+    checkpoints.save(2, tensors, state, before_commit=hold)
     for tensor in tensors.values():
         tensor.fill_(99)
     state["step"] = 99
     assert checkpoints.steps() == [1]
-    threading.Timer(0.2, release.set).start()
-    # it waited for the one in flight, and says so
-    assert checkpoints.save(3, numbered(3), {"step": 3}) >= 0.15
+    monkeypatch.setattr(time, "perf_counter", clock)
+    assert checkpoints.save(3, numbered(3), {"step": 3}) == 5.0, "it waited for the one in flight"
     checkpoints.wait()
     assert checkpoints.steps() == [1, 2, 3]
     targets = numbered(0)
     assert load(resolve(tmp_path, "step-2"), targets) == {"step": 2}
     assert all(bits(targets[name]) == bits(tensor) for name, tensor in numbered(2).items())
-
-
-def assert_true(value: bool) -> None:
-    assert value
 
 
 def test_before_commit_can_refuse(tmp_path: Path) -> None:

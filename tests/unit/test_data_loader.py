@@ -200,11 +200,13 @@ def test_an_error_in_the_thread_is_raised_by_next_after_the_good_batches() -> No
 def test_waiting_is_counted_and_close_ends_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that advances while the first batch is read; reading begins when somebody waits for it."""
     dataset, now_s, asked = counting(1_000), 0.0, threading.Event()
+    before = set(threading.enumerate())
     read = dataset.read_windows
 
     def clock() -> float:
+        read_s = now_s  # first: then the batch is read, and the clock advances
         asked.set()
-        return now_s
+        return read_s
 
     def slow(indices: np.ndarray, seq_len: int) -> np.ndarray:
         nonlocal now_s
@@ -220,7 +222,7 @@ def test_waiting_is_counted_and_close_ends_the_threads(monkeypatch: pytest.Monke
     loader.next()
     assert loader.waited_s == 5.0, "what is there is not waited for"
     loader.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
+    assert not [thread for thread in {*threading.enumerate()} - before if thread.name.startswith("loader")]
 
 
 def test_a_program_that_forgets_to_close_ends() -> None:

@@ -80,7 +80,9 @@ def test_what_is_no_grid_is_refused(overrides: tuple[str, ...], said: str) -> No
 )
 def test_shellcheck_finds_nothing_in_the_script(given: Job, tmp_path: Path) -> None:
     (path := tmp_path / "job.sbatch").write_text(script(given))
-    done = subprocess.run([Path(sys.executable).with_name("shellcheck"), path], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [Path(sys.executable).with_name("shellcheck"), path], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "")
 
 
@@ -121,5 +123,7 @@ def test_without_slurm_one_line_says_so(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert main(["launch", "nano", "--on", "slurm", "--run", str(tmp_path / "nano")]) == MachineError.exit_code
+    assert (
+        main(["launch", "nano", "--on", "slurm", "--run", str(tmp_path / "nano")]) == MachineError.exit_code
+    )
     assert capsys.readouterr().err.startswith("redline: there is no sbatch here: ")

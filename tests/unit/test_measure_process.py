@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from processes import wait_until_gone
 
 from redline.config.load import build, load_recipe
 from redline.errors import ConfigError
@@ -40,6 +41,12 @@ for line in sys.stdin:
         blocks = 0
         if behaviour["kind"] == "dies in start":
             raise RuntimeError(behaviour.get("words", "no kernel image is available"))
+        if behaviour["kind"] == "hangs":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            if (below := os.fork()) == 0:
+                time.sleep(600)
+            with open(behaviour["pid_file"], "w") as file:
+                file.write(str(below))
         if behaviour["kind"] == "says":
             reply(failed=behaviour["failed"], error="said so")
             continue
@@ -54,10 +61,6 @@ for line in sys.stdin:
             if behaviour["kind"] == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if behaviour["kind"] == "hangs":
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                if os.fork() == 0:
-                    open(behaviour["pid_file"], "w").write(str(os.getpid()))
-                    time.sleep(600)
                 time.sleep(600)
         with open(behaviour["log"], "a") as log:
             log.write(behaviour["name"])
@@ -78,7 +81,7 @@ def _no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "COMMAND", (sys.executable, "-c", SCRIPT))
 
 
-def trial(tmp_path: Path, kind: str = "well", name: str = "a", limit_s: float = 20.0, **more: Any) -> Trial:
+def trial(tmp_path: Path, kind: str = "well", name: str = "a", limit_s: float = 300.0, **more: Any) -> Trial:
     setting = {"kind": kind, "name": name, "log": str(tmp_path / "log"), **more}
     return Trial(subject="", setting=setting, timing=Timing(blocks=6, limit_s=limit_s))
 
@@ -131,7 +134,7 @@ def test_a_hang_is_killed_with_everything_it_started(tmp_path: Path) -> None:
         with pytest.raises(ChildFailed, match="no answer within 2 s; killed") as caught:
             child.block(limit_s=2)
         assert caught.value.outcome == "timed_out"
-    _wait_until_gone(int(pid_file.read_text()))
+    wait_until_gone(int(pid_file.read_text()))
 
 
 def test_one_child_measures_several_settings_and_dies_with_its_parent_block(tmp_path: Path) -> None:
@@ -181,21 +184,15 @@ def test_the_allocator_is_set_before_the_child_starts_and_a_users_own_wins(
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     with Child("expandable_segments:True") as child:
-        assert child.ask({}, 20)["conf"] == "expandable_segments:True"
+        assert child.ask({}, 300)["conf"] == "expandable_segments:True"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
     with Child("expandable_segments:True") as child:
-        assert child.ask({}, 20)["conf"] == "backend:native"
+        assert child.ask({}, 300)["conf"] == "backend:native"
 
 
 IDLE = "child = room.Child(); print(child._process.pid, flush=True); time.sleep(600)"
 BUSY = """room.Child().ask({"do": "start", "subject": "builtins:exec", "setting": sys.argv[2]}, 600)"""
 AT_WORK = "import os; open({path!r}, 'w').write(str(os.getpid()))\nwhile True: pass"
-
-
-def _wait_until_gone(pid: int) -> None:
-    """For as long as the test may take."""
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.02)
 
 
 def _wait_for(path: Path) -> str:
@@ -217,7 +214,7 @@ def test_a_child_that_waits_ends_when_its_parent_is_killed() -> None:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
         process.kill()
-    _wait_until_gone(pid)
+    wait_until_gone(pid)
 
 
 def test_a_child_at_work_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
@@ -227,7 +224,7 @@ def test_a_child_at_work_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     ) as process:
         pid = int(_wait_for(pid_file))
         process.kill()
-    _wait_until_gone(pid)
+    wait_until_gone(pid)
 
 
 def test_a_child_ends_with_its_parent_also_while_it_imports_torch(tmp_path: Path) -> None:
@@ -242,7 +239,7 @@ def test_a_child_ends_with_its_parent_also_while_it_imports_torch(tmp_path: Path
     ) as process:
         pid = int(_wait_for(pid_file))
         process.kill()
-    _wait_until_gone(pid)
+    wait_until_gone(pid)
 
 
 def test_a_child_whose_parent_was_killed_before_it_could_look_does_not_begin(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ resume from the last checkpoint, so no update is lost and the batch stays the re
 
 import contextlib
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -48,11 +47,17 @@ def under_torchrun() -> bool:
 def start_processes(nproc: int, arguments: Sequence[str]) -> int:
     """Run `redline ARGUMENTS` on `nproc` processes; 0 if all succeeded. A user's error is raised here; any other is
     printed."""
-    place = {"WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
-    return _watched([
-        Member(rank, arguments, environment_of(nproc, RANK=rank, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=nproc, **place))
-        for rank in range(nproc)
-    ])  # fmt: skip
+    with reserved_port() as port:
+        place = {
+            "WORLD_SIZE": nproc,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "LOCAL_WORLD_SIZE": nproc,
+        }
+        return _watched([
+            Member(rank, arguments, environment_of(nproc, RANK=rank, LOCAL_RANK=rank, **place))
+            for rank in range(nproc)
+        ])  # fmt: skip
 
 
 def run_alone(arguments: Sequence[str]) -> int:
@@ -147,13 +152,14 @@ def stop(members: Sequence[Member]) -> None:
             member.process.kill()
 
 
-def _free_port() -> int:
-    """A port for the first process to listen on, below the range of outgoing connections, which might take it
-    first."""
-    while True:
-        with socket.socket() as tried, contextlib.suppress(OSError):
-            tried.bind(("127.0.0.1", random.randrange(20_000, 32_000)))
-            return int(tried.getsockname()[1])
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port for the first process to listen on. It stays bound here: nobody else gets it before that process does, and
+    no connection leaves from it. That process can share it because it sets SO_REUSEADDR too, as servers do."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        yield held.getsockname()[1]
 
 
 @contextlib.contextmanager
