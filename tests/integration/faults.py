@@ -119,24 +119,26 @@ def forked_members(fault: str = "", **given: Any) -> None:
     launch.subprocess = SimpleNamespace(Popen=Fork, PIPE=None)
 
 
-def slow_network(delay_s: float, block: int, tally: str) -> None:
-    """Every gather and reduction takes this much longer in every second block of updates, so that both meet
-    the same load. What the first process receives in each update goes into a file, in bytes."""
+def slow_network(block: int, tally: str, delay_s: float = 0.0, bytes_per_s: float = float("inf")) -> None:
+    """Every gather and reduction takes this much longer, and its bytes over this bandwidth, in every second block of
+    updates, so that both meet the same load. What the first process receives in each update goes into a file: bytes and
+    number of gathers, then of reductions."""
     from torch import distributed as dist
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
     from redline.train import execution
 
-    shard, received, updates = execution.shard, 0, []
+    shard, received, updates = execution.shard, [0, 0, 0, 0], []
 
-    def slowed(base: type, parts_of_input: int) -> Any:
+    def slowed(base: type, place: int, parts_of_input: int) -> Any:
         class Slow(base):  # type: ignore[misc]
             def __call__(self, *given: Any, **named: Any) -> Any:
-                nonlocal received
-                received += (dist.get_world_size() - 1) * named["input_tensor"].nbytes // parts_of_input
+                size = (dist.get_world_size() - 1) * named["input_tensor"].nbytes // parts_of_input
+                received[place] += size
+                received[place + 1] += 1
                 if len(updates) // block % 2:
-                    time.sleep(delay_s)
+                    time.sleep(delay_s + size / bytes_per_s)
                 return super().__call__(*given, **named)
 
         return Slow()
@@ -145,13 +147,13 @@ def slow_network(delay_s: float, block: int, tally: str) -> None:
         shard(model, process, dtype)
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(slowed(collectives.DefaultAllGather, 1))
-                module.set_custom_reduce_scatter(slowed(collectives.DefaultReduceScatter, process.world_size))
+                module.set_custom_all_gather(slowed(collectives.DefaultAllGather, 0, 1))
+                scatter = slowed(collectives.DefaultReduceScatter, 2, process.world_size)
+                module.set_custom_reduce_scatter(scatter)
 
     def hook(_number: int, _learner: Any) -> None:
-        nonlocal received
-        updates.append(received)
-        received = 0
+        updates.append(list(received))
+        received[:] = [0] * len(received)
         if os.environ["RANK"] == "0":
             Path(tally).write_text(json.dumps(updates))
 

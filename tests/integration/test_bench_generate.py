@@ -12,12 +12,13 @@ import torch
 from precision import CLOSE_FP32
 
 from redline.bench import generate, generate_arms
-from redline.bench.generate import WORKS, Asked, floor_s
+from redline.bench.generate import WORKS
 from redline.cli.main import main
 from redline.config.recipe import ModelConfig
 from redline.machine.facts import read_facts
 from redline.machine.store import cached
 from redline.measure.child import named
+from redline.plan.roofline import Asked, generation_floor_s
 
 QUICK = WORKS["quick"]
 
@@ -103,7 +104,7 @@ def test_the_floor_counted_by_hand() -> None:
     work = Asked(prompts=2, prompt_tokens=3, new_tokens=[3, 3, 3, 3], slots=4)
 
     def seconds(*, bytes_per_s: float = 1e30, flops_per_s: float = 1e30, shared: bool = False) -> float:
-        return floor_s(
+        return generation_floor_s(
             model, work, bytes_per_value=2, bytes_per_s=bytes_per_s, flops_per_s=flops_per_s, shared=shared
         )
 
@@ -125,5 +126,7 @@ def test_the_floor_of_mixed_lengths_fills_every_slot() -> None:
     options = {"bytes_per_value": 4, "bytes_per_s": 1.0, "flops_per_s": 1e30, "shared": False}
     weights = generate.parameters(model).matmul * 4
     kv = 4 * 2 * model.num_layers * model.kv_heads * model.head_size
-    assert floor_s(model, even, **options) == pytest.approx(8 * weights + kv * (32 * 4 + 8 * 10))
-    assert floor_s(model, uneven, **options) == pytest.approx(8 * weights + kv * (32 * 4 + 4 * (1 + 28)))
+    assert generation_floor_s(model, even, **options) == pytest.approx(8 * weights + kv * (32 * 4 + 8 * 10))
+    assert generation_floor_s(model, uneven, **options) == pytest.approx(
+        8 * weights + kv * (32 * 4 + 4 * (1 + 28))
+    )

@@ -2,7 +2,9 @@
 without it the parts add up."""
 
 import json
+import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -15,7 +17,10 @@ from redline.config.load import load_recipe
 from redline.diagnose.observed import PHASES
 from redline.diagnose.readers.own import read_run
 from redline.diagnose.rules import diagnose
-from redline.plan.arithmetic import received_bytes
+from redline.plan.arithmetic import traffic
+from redline.plan.capacity import LINK_SHARE, on
+from redline.plan.plan import Hardware
+from redline.plan.planner import make_plan
 
 COLLECTIVES = 2 + 3 * 2
 """Of a pass: one gather and one reduction of the embedding and head, two gathers and one reduction of each of
@@ -23,6 +28,10 @@ two blocks."""
 SLOWER = 1.5
 """What the network is made to cost, in updates without it."""
 BLOCK = 5
+CPU = Hardware(
+    title="two cores", kind="cpu", memory_bytes=16 * 2**30, compute_capability=(), cores=2, peak_tflops={},
+    measured_tflops={"fp32": 0.05}, bandwidth_bytes_per_s=10e9, source="by hand",
+)  # fmt: skip
 ENOUGH = (
     "model.hidden_size=64",
     "model.ffn_size=256",
@@ -33,9 +42,12 @@ ENOUGH = (
 """To compute that two processes do not only wait for each other."""
 
 
-def run_on_two(nano: Nano, recipe: Path, run: Path, delay_s: float) -> list[dict[str, Any]]:
+def run_on_two(
+    nano: Nano, recipe: Path, run: Path, delay_s: float, bytes_per_s: float = math.inf
+) -> list[dict[str, Any]]:
     """The lines of a run on two processes whose network is slow in every second block of updates."""
-    fault = Fault("slow_network", delay_s=delay_s, block=BLOCK, tally=str(run.with_suffix(".json")))
+    slow = {"delay_s": delay_s, "bytes_per_s": bytes_per_s}
+    fault = Fault("slow_network", block=BLOCK, tally=str(run.with_suffix(".json")), **slow)
     for done in nano.train_on_two(recipe, run, faults=(fault, fault)):
         assert done.code == 0, done.err
     return steps(run)
@@ -72,6 +84,31 @@ def test_a_slow_network_is_seen_named_and_predicted(nano: Nano, tmp_path: Path) 
         assert median(sum(line.get(phase, 0.0) for phase in PHASES) / line["issue_s"] for line in of) > 0.9
 
 
+@pytest.mark.timing
+def test_a_link_of_a_known_bandwidth_takes_the_time_that_the_plan_predicts(
+    nano: Nano, tmp_path: Path
+) -> None:
+    """gloo hides nothing, so the upper bound holds: compute, and the whole of the communication."""
+    recipe = nano.recipe(tmp_path, *ENOUGH, "train.steps=15")
+    usual = run_on_two(nano, recipe, tmp_path / "usual", 0.0)
+    loaded = load_recipe(str(recipe))
+    received = traffic(loaded.model, precision="fp32", accumulation=1, shards=2).total
+    bytes_per_s = received / (SLOWER * mean(line["step_s"] for line in usual[BLOCK:]))
+    hardware = replace(
+        CPU, link_bytes_per_s=bytes_per_s / LINK_SHARE, network_bytes_per_s=bytes_per_s / LINK_SHARE
+    )
+    predicted = on(loaded, make_plan(loaded, hardware, world_size=2))
+    recipe = nano.recipe(tmp_path, *ENOUGH, "train.steps=70")
+    lines = run_on_two(nano, recipe, tmp_path / "slow", 0.0, bytes_per_s)[2 * BLOCK :]
+    clean, slow = ([line for line in lines if (line["step"] - 1) // BLOCK % 2 == odd] for odd in (0, 1))
+    seen_s = mean(line["step_s"] for line in slow) - mean(line["step_s"] for line in clean)
+    print(
+        f"{received:,} bytes an update over {bytes_per_s / 1e6:.2f} MB/s: predicted {predicted.communication_s:.4f} s, seen {seen_s:.4f} s"
+    )
+    assert predicted.received_bytes == received
+    assert seen_s == pytest.approx(predicted.communication_s, rel=0.25)
+
+
 def test_waits_are_a_part_of_every_update_and_a_slow_network_makes_them_longer(
     nano: Nano, tmp_path: Path
 ) -> None:
@@ -91,8 +128,8 @@ def test_what_a_process_receives_is_what_the_arithmetic_says(nano: Nano, tmp_pat
     recipe = nano.recipe(tmp_path, *overrides)
     run_on_two(nano, recipe, tmp_path / "run", 0.0)
     counted = json.loads((tmp_path / "run.json").read_text())
-    expected = received_bytes(load_recipe(str(recipe)).model, precision="bf16", accumulation=2, world_size=2)
-    assert counted == [expected] * 6
+    t = traffic(load_recipe(str(recipe)).model, precision="bf16", accumulation=2, shards=2)
+    assert counted == [[t.gathered, t.gathers, t.scattered, t.scatters]] * 6
 
 
 def test_one_process_has_no_such_part(nano: Nano, tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ from redline.bench.results import (
 from redline.config.recipe import ModelConfig
 from redline.machine.facts import MachineFacts
 from redline.machine.store import Ceilings
-from redline.plan.arithmetic import BYTES, parameters
+from redline.plan.arithmetic import BYTES
+from redline.plan.roofline import Asked, generation_floor_s
 from redline.record.units import format_bytes, format_duration
 
 TEMPERATURE = 0.8
@@ -120,47 +121,6 @@ def bench_generate(
 # ---- the floor ----
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a row generates: sequences of `prompt_tokens` and their new tokens, at most `slots` at a time."""
-
-    prompts: int
-    prompt_tokens: int
-    new_tokens: Sequence[int]
-    """Of each sequence."""
-    slots: int
-
-
-def floor_s(
-    model: ModelConfig,
-    work: Asked,
-    *,
-    bytes_per_value: int,
-    bytes_per_s: float,
-    flops_per_s: float,
-    shared: bool,
-) -> float:
-    """Least time. `shared`: a prompt's keys and values are read once a step for all of its samples."""
-    count, samples = parameters(model), len(work.new_tokens) / work.prompts
-    # the first new token comes from the prompt's pass, the others from steps that read all tokens before theirs
-    decoded = [length - 1 for length in work.new_tokens]
-    steps = max(max(decoded), -(-sum(decoded) // work.slots))
-    prompt_reads = sum(decoded) * work.prompt_tokens
-    own_reads = sum(length * (length + 1) // 2 for length in decoded)
-    kv_bytes = 2 * model.num_layers * model.kv_heads * model.head_size * bytes_per_value
-    read_bytes = steps * count.matmul * bytes_per_value + kv_bytes * (
-        own_reads + prompt_reads / (samples if shared else 1)
-    )
-    head = model.vocab_size * model.hidden_size
-    prefill = work.prompts * (count.hidden * work.prompt_tokens + head)
-    attended = prompt_reads + own_reads + work.prompts * work.prompt_tokens * (work.prompt_tokens + 1) // 2
-    flops = (
-        2 * (prefill + count.matmul * sum(decoded))
-        + 4 * model.num_layers * model.num_heads * model.head_size * attended
-    )
-    return read_bytes / bytes_per_s + flops / flops_per_s
-
-
 def _floors(row: BenchRow, work: GenerationWork, ceilings: Ceilings) -> dict[str, float]:
     cuda = ceilings.device != "cpu"
     dtype = "bf16" if cuda else "fp32"
@@ -174,7 +134,7 @@ def _floors(row: BenchRow, work: GenerationWork, ceilings: Ceilings) -> dict[str
     )
     found: dict[str, float] = {}
     for name, shared in (("floor", False), ("floor_shared", True)):
-        seconds = floor_s(
+        seconds = generation_floor_s(
             work.model, asked, bytes_per_value=BYTES[dtype], bytes_per_s=bandwidth, flops_per_s=rate,
             shared=shared,
         )  # fmt: skip

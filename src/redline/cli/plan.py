@@ -3,6 +3,8 @@ Needs no GPU and no torch.
 
 redline plan gpt2-124m --as a100-40g        for a GPU that is not here; for one that is not in the table, its figures:
             --as "memory=24GB,bf16=165,bandwidth=1008GB/s" (dense TFLOP/s; also fp16, tf32, fp32, fp8)
+redline plan gpt-1.3b --as 64xh100-80g      for many: communication, tokens/s, GPU-hours and where more GPUs stop paying, for 1,
+            8, 16, 32 and 64 of them; "64xh100-80g,network=25GB/s,node=4" for other links (GB/s of one GPU, each way)
 redline plan gpt2-124m --save plan.json     then: redline train gpt2-124m --plan plan.json, with the same
                                             --set values
 
@@ -13,21 +15,23 @@ The environment is honoured and shown: A100_BATCH_SIZE and A100_GRAD_ACCUM set m
 import argparse
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.markup import escape
 
 from redline.cli.arguments import JSON, PREFER, RECIPE
-from redline.cli.options import answer, recipe_of, status, typed_pins
+from redline.cli.capacity import print_capacity
+from redline.cli.options import answer, check_positive, recipe_of, status, typed_pins
 from redline.config.recipe import Recipe
-from redline.errors import MachineError
+from redline.errors import ConfigError, MachineError
 from redline.machine.facts import read_facts
-from redline.machine.specs import SPECS
+from redline.machine.specs import SPECS, spec_of
 from redline.machine.store import cached
 from redline.plan.bounds import Outside, find_profile
+from redline.plan.capacity import Capacity, capacity
 from redline.plan.hardware import hardware_as, hardware_here
-from redline.plan.plan import PLANNED, Plan, load_for, save, to_json
+from redline.plan.plan import PLANNED, Hardware, Plan, load_for, save, to_json
 from redline.plan.planner import make_plan
 from redline.plan.roofline import launch_bound
 from redline.record.units import format_bytes, format_count, format_duration, format_rate
@@ -36,8 +40,9 @@ from redline.tune.store import tuned_plan, tuning_folder
 
 ARGUMENTS = f"""
 {RECIPE}
---as GPU         plan for this GPU: {", ".join(SPECS)}, or its figures
---nproc N        processes, one a GPU (default 1)
+--as GPU         plan for this GPU: {", ".join(SPECS)}, or its figures; 8xGPU for eight
+--nproc N        processes, one a GPU (default: as many as --as says, else 1)
+--price NUMBER   price of one GPU-hour: what the run costs on many GPUs
 --profile NAME   upper bounds of a named profile: a100-80g, a100-40g, v100-32g, conservative
 {PREFER}
 --save FILE      write the plan as JSON
@@ -47,11 +52,38 @@ ARGUMENTS = f"""
 
 def run(options: argparse.Namespace) -> None:
     recipe = recipe_of(options)
-    plan = make(options, recipe, nproc=options.nproc)
+    if options.price is not None:
+        check_positive("--price", options.price)
+    named = spec_of(options.as_).count if options.as_ else 1
+    nproc = named if options.nproc is None else options.nproc
+    if nproc != named > 1:
+        raise ConfigError(f"--as {options.as_} has {named} GPUs, one for each process; got --nproc {nproc}")
+    rows = _capacity(options, recipe, nproc)
+    try:
+        plan = make(options, recipe, nproc=nproc)
+    except ConfigError:
+        if rows and named > 1 and not options.json:  # on how many it could run
+            print_capacity(rows, recipe, _hardware(options), price=options.price)
+        raise
     if options.save:
         save(plan, options.save)
         status(f"plan written to {options.save}")
-    answer(options, to_json(plan), lambda: print_plan(plan, recipe))
+    found = {"capacity": [asdict(row) for row in rows]} if rows else {}
+    answer(options, to_json(plan) | found, lambda: _print(plan, recipe, rows, options.price))
+
+
+def _print(plan: Plan, recipe: Recipe, rows: list[Capacity], price: float | None) -> None:
+    print_plan(plan, recipe)
+    if rows:
+        print_capacity(rows, recipe, plan.hardware, plan=plan, price=price)
+
+
+def _capacity(options: argparse.Namespace, recipe: Recipe, nproc: int) -> list[Capacity]:
+    """Nothing for one GPU, for links that nobody knows, and for examples whose lengths nobody knows."""
+    hardware = _hardware(options)
+    if (nproc == 1 and options.price is None) or recipe.workload not in ("pretrain", "rl"):
+        return []
+    return capacity(recipe, hardware, nproc, outside_of(options)) if hardware.link_bytes_per_s else []
 
 
 def outside_of(options: argparse.Namespace) -> Outside:
@@ -67,15 +99,17 @@ def outside_of(options: argparse.Namespace) -> Outside:
 
 def make(options: argparse.Namespace, recipe: Recipe, *, nproc: int) -> Plan:
     """The plan for this machine, or for the one named."""
+    return make_plan(recipe, _hardware(options), world_size=nproc, outside=outside_of(options))
+
+
+def _hardware(options: argparse.Namespace) -> Hardware:
     facts, as_gpu, device = read_facts(), getattr(options, "as_", None), getattr(options, "device", None)
     if device == "cuda" and not facts.gpus:
         raise MachineError("--device cuda: this machine shows no GPU; use --device cpu, or check the driver")
     if as_gpu:
-        hardware = hardware_as(as_gpu, facts.cpu_cores)
-    else:
-        here = replace(facts, gpus=()) if device == "cpu" else facts
-        hardware = hardware_here(here, cached(facts, progress=status))
-    return make_plan(recipe, hardware, world_size=nproc, outside=outside_of(options))
+        return hardware_as(as_gpu, facts.cpu_cores)
+    here = replace(facts, gpus=()) if device == "cpu" else facts
+    return hardware_here(here, cached(facts, progress=status))
 
 
 def chosen(

@@ -3,6 +3,7 @@ cannot be true.
 
     spec = find_spec("rtx 4090")                                # a name as people write it
     spec = spec_of("memory=24GB,bf16=165,bandwidth=1008GB/s")   # what `--as` takes: a name, or the figures
+    spec = spec_of("64xh100-80g,network=25GB/s")                # many of them, with a slower network
     spec = match_spec("NVIDIA H200", gpu.memory_bytes)          # the name that NVML reports; None: not in the table
 
 Peaks are dense, with fp32 accumulation as torch computes by default (GeForce cards run that at half their
@@ -11,7 +12,8 @@ advertised rate). Left out: sparsity doubles, int8, fp4, and any board whose fig
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from redline.errors import ConfigError, nearest
 
@@ -37,6 +39,13 @@ class GpuSpec:
     fp32_tflops: float | None
     fp8_tflops: float | None
     memory_bandwidth_bytes_per_s: float
+    link_bytes_per_s: float
+    """Of one GPU to the others in its node, each direction."""
+    network_bytes_per_s: float
+    """The same out of the node: its network cards shared among its GPUs."""
+    node_gpus: int = 8
+    count: int = 1
+    """How many of them the user asked about."""
     source: str
 
     def peak_tflops(self, dtype: str) -> float | None:
@@ -47,14 +56,22 @@ class GpuSpec:
 
 def _board(
     name: str, title: str, match: str, memory_mib: int, capability: tuple[int, int],
-    bf16: float | None, fp16: float, tf32: float | None, fp32: float, fp8: float | None, gb_per_s: float, source: str,
+    bf16: float | None, fp16: float, tf32: float | None, fp32: float | None, fp8: float | None, gb_per_s: float,
+    links: tuple[float, float], source: str,
 ) -> GpuSpec:  # fmt: skip
     return GpuSpec(
         name=name, title=title, match=match, memory_bytes=memory_mib * _MIB, compute_capability=capability,
         bf16_tflops=bf16, fp16_tflops=fp16, tf32_tflops=tf32, fp32_tflops=fp32, fp8_tflops=fp8,
-        memory_bandwidth_bytes_per_s=gb_per_s * 1e9, source=source,
+        memory_bandwidth_bytes_per_s=gb_per_s * 1e9, link_bytes_per_s=links[0] * 1e9,
+        network_bytes_per_s=links[1] * 1e9, source=source,
     )  # fmt: skip
 
+
+# GB/s of a GPU in each direction, inside and out of a node of eight: half of what NVLink's datasheets add up for both
+# directions, and the network cards of NVIDIA's own systems (DGX-1V: 4 x 100 Gbit/s; DGX A100: 8 x 200; DGX H100, H200
+# and B200: 8 x 400). Boards without NVLink: 16 lanes of PCIe, and 100 Gbit/s a node.
+_DGX_V100, _DGX_A100, _DGX_H100, _DGX_B200 = (150, 6.25), (300, 25), (450, 50), (900, 50)
+_PCIE3, _PCIE4, _PCIE5 = (16, 1.5625), (32, 1.5625), (64, 1.5625)
 
 # Memory is what `nvidia-smi` shows under drivers from 510 on; earlier ones show 32510 MiB (V100), 40536 (A100
 # 40 GB), 81251 (A100 80 GB, and torch there today) and 15109 (T4). Of the 192 GB on a B200, 180 are enabled.
@@ -63,73 +80,86 @@ def _board(
 # pass (half of it with full fp32 accumulation). Columns behind the capability: bf16, fp16, tf32, fp32, fp8, GB/s.
 _BOARDS = (
     _board("t4-16g", "T4 16 GB", "T4", 15360, (7, 5),
-           None, 65, None, 8.1, None, 320, "NVIDIA T4 datasheet"),
+           None, 65, None, 8.1, None, 320, _PCIE3, "NVIDIA T4 datasheet"),
     _board("v100-32g", "V100 SXM2 32 GB", "V100-SXM2-32GB", 32768, (7, 0),
-           None, 125, None, 15.7, None, 900, "NVIDIA V100 datasheet"),
+           None, 125, None, 15.7, None, 900, _DGX_V100, "NVIDIA V100 datasheet"),
     _board("a10g-24g", "A10G 24 GB", "A10G", 23028, (8, 6),
-           70, 70, 35, 35, None, 600, "NVIDIA A10G datasheet"),
+           70, 70, 35, 35, None, 600, _PCIE4, "NVIDIA A10G datasheet"),
     _board("a100-40g", "A100 40 GB", "A100-(SXM4|PCIE)-40GB", 40960, (8, 0),
-           312, 312, 156, 19.5, None, 1555, "NVIDIA A100 datasheet"),
+           312, 312, 156, 19.5, None, 1555, _DGX_A100, "NVIDIA A100 datasheet"),
     _board("a100-80g", "A100 80 GB", "A100(-SXM4-80GB| 80GB PCIe)", 81920, (8, 0),
-           312, 312, 156, 19.5, None, 2039, "NVIDIA A100 datasheet"),
+           312, 312, 156, 19.5, None, 2039, _DGX_A100, "NVIDIA A100 datasheet"),
     _board("rtx-3090-24g", "RTX 3090 24 GB", "GeForce RTX 3090", 24576, (8, 6),
-           71, 71, 35.6, 35.6, None, 936, "NVIDIA Ampere GA102 whitepaper"),
+           71, 71, 35.6, 35.6, None, 936, _PCIE4, "NVIDIA Ampere GA102 whitepaper"),
     _board("rtx-4090-24g", "RTX 4090 24 GB", "GeForce RTX 4090", 24564, (8, 9),
-           165.2, 165.2, 82.6, 82.6, 660.6, 1008, "NVIDIA Ada architecture whitepaper"),
+           165.2, 165.2, 82.6, 82.6, 660.6, 1008, _PCIE4, "NVIDIA Ada architecture whitepaper"),
     _board("rtx-5090-32g", "RTX 5090 32 GB", "GeForce RTX 5090", 32607, (12, 0),
-           209.5, 209.5, 104.8, 104.8, 838, 1792, "NVIDIA RTX Blackwell architecture whitepaper"),
+           209.5, 209.5, 104.8, 104.8, 838, 1792, _PCIE5, "NVIDIA RTX Blackwell architecture whitepaper"),
     _board("l4-24g", "L4 24 GB", "L4", 23034, (8, 9),
-           121, 121, 60, 30.3, 242.5, 300, "NVIDIA L4 datasheet"),
+           121, 121, 60, 30.3, 242.5, 300, _PCIE4, "NVIDIA L4 datasheet"),
     _board("l40s-48g", "L40S 48 GB", "L40S", 46068, (8, 9),
-           362, 362, 183, 91.6, 733, 864, "NVIDIA L40S datasheet"),
+           362, 362, 183, 91.6, 733, 864, _PCIE4, "NVIDIA L40S datasheet"),
     _board("h20-96g", "H20 96 GB", "H20", 97871, (9, 0),
-           148, 148, 74, 44, 296, 4000, "NVIDIA H20 datasheet"),
+           148, 148, 74, 44, 296, 4000, _DGX_H100, "NVIDIA H20 datasheet"),
     _board("h100-pcie-80g", "H100 PCIe 80 GB", "H100 PCIe", 81559, (9, 0),
-           756, 756, 378, 51, 1513, 2039, "NVIDIA Hopper architecture whitepaper"),
+           756, 756, 378, 51, 1513, 2039, _PCIE5, "NVIDIA Hopper architecture whitepaper"),
     _board("h100-80g", "H100 SXM 80 GB", "H100 80GB HBM3", 81559, (9, 0),
-           989, 989, 494, 67, 1979, 3350, "NVIDIA H100 datasheet"),
+           989, 989, 494, 67, 1979, 3350, _DGX_H100, "NVIDIA H100 datasheet"),
     _board("h200-141g", "H200 SXM 141 GB", "H200", 143771, (9, 0),
-           989, 989, 494, 67, 1979, 4800, "NVIDIA H200 datasheet"),
+           989, 989, 494, 67, 1979, 4800, _DGX_H100, "NVIDIA H200 datasheet"),
     _board("b200-192g", "B200 192 GB", "B200", 183359, (10, 0),
-           2250, 2250, 1125, 75, 4500, 8000, "NVIDIA HGX B200 datasheet"),
+           2250, 2250, 1125, 75, 4500, 8000, _DGX_B200, "NVIDIA HGX B200 datasheet"),
 )  # fmt: skip
 SPECS: dict[str, GpuSpec] = {spec.name: spec for spec in _BOARDS}
 PEAKS = ("bf16", "fp16", "tf32", "fp32", "fp8")
 _UNITS: dict[str, dict[str, float]] = {
     "memory": {"gb": 2**30, "gib": 2**30},
-    "bandwidth": {"gb/s": 1e9, "tb/s": 1e12},
+    **{name: {"gb/s": 1e9, "tb/s": 1e12, "gbit/s": 1e9 / 8} for name in ("bandwidth", "link", "network")},
+    "node": {"": 1.0},
     **{name: {"": 1.0, "tflop/s": 1.0, "tflops": 1.0} for name in PEAKS},
 }
 """GB of memory are binary on every datasheet, GB/s are not."""
 
+_FIELDS = {
+    "memory": "memory_bytes", "bandwidth": "memory_bandwidth_bytes_per_s", "link": "link_bytes_per_s",
+    "network": "network_bytes_per_s", "node": "node_gpus", **{name: f"{name}_tflops" for name in PEAKS},
+}  # fmt: skip
 _SPECIFICATION = (
     "a GPU is given by a name or by memory, bandwidth and dense TFLOP/s in bf16 or fp16 (more: tf32, fp32, fp8),"
-    ' such as "memory=24GB,bf16=165,bandwidth=1008GB/s"'
+    ' such as "memory=24GB,bf16=165,bandwidth=1008GB/s"; many by their number and an x before it, with the GB/s of'
+    ' link and network and the GPUs of a node where they differ, such as "64xh100-80g,network=25GB/s,node=4"'
 )
 
 
 def spec_of(text: str) -> GpuSpec:
-    """A board by its name, or by figures: memory, bandwidth and dense TFLOP/s."""
-    if "=" not in text:
-        return find_spec(text)
+    """A board by its name, by figures (memory, bandwidth and dense TFLOP/s), or both; before it their number."""
+    many = re.match(r"\s*(\d+)\s*x\s*(?=\S)", text)
+    name, *pairs = (part.strip() for part in text[many.end() if many else 0 :].split(","))
     given: dict[str, float] = {}
-    for pair in text.split(","):
-        name, _, raw = (part.strip().lower() for part in pair.partition("="))
+    if "=" in name:
+        name, pairs = "", [name, *pairs]
+    for pair in pairs:
+        key, _, raw = (part.strip().lower() for part in pair.partition("="))
         found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z/]*)", raw)
-        unit = _UNITS.get(name, {}).get(found[2]) if found else None
+        unit = _UNITS.get(key, {}).get(found[2]) if found else None
         if found is None or unit is None or not float(found[1]):
-            raise ConfigError(f"{_SPECIFICATION}; got {pair.strip()!r}")
-        given[name] = float(found[1]) * unit
+            raise ConfigError(f"{_SPECIFICATION}; got {pair!r}")
+        given[key] = float(found[1]) * unit
+    count = int(many[1]) if many else 1
+    if not count or not float(given.get("node", 1)).is_integer():
+        raise ConfigError(f"{_SPECIFICATION}; got {text!r}")
+    figures: dict[str, Any] = {_FIELDS[key]: value for key, value in given.items()} | {"count": count}
+    figures |= {key: int(figures[key]) for key in ("memory_bytes", "node_gpus") if key in figures}
+    if name:
+        spec = find_spec(name)
+        source = f"{spec.source}; {', '.join(pairs)} as given" if pairs else spec.source
+        return replace(spec, source=source, **figures)
     if not {"memory", "bandwidth"} <= set(given) or not {"bf16", "fp16"} & set(given):
         raise ConfigError(f"{_SPECIFICATION}; got {text!r}")
     capability = (8, 9) if "fp8" in given else (8, 0) if "bf16" in given else (7, 0)
-    return GpuSpec(
-        name="given", title=f"a GPU with {text}", match="", compute_capability=capability,
-        memory_bytes=int(given["memory"]), memory_bandwidth_bytes_per_s=given["bandwidth"],
-        bf16_tflops=given.get("bf16"), fp16_tflops=given.get("fp16") or given["bf16"],
-        tf32_tflops=given.get("tf32"), fp32_tflops=given.get("fp32"), fp8_tflops=given.get("fp8"),
-        source="as given with --as",
-    )  # fmt: skip
+    blank = _board("given", f"a GPU with {', '.join(pairs)}", "", 0, capability, None, given.get("bf16", 0.0), None,
+                   None, None, 0, _PCIE4, "as given with --as")  # fmt: skip
+    return replace(blank, **figures)
 
 
 def find_spec(name: str) -> GpuSpec:

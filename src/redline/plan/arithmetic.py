@@ -133,12 +133,50 @@ def recomputed_weights(model: ModelConfig) -> int:
     return parameters(model).hidden - model.num_layers * model.ffn_size * model.hidden_size
 
 
-def received_bytes(model: ModelConfig, *, precision: str, accumulation: int, world_size: int) -> int:
-    """Bytes that a process receives in an update. In every pass FSDP gathers the blocks' weights twice in the compute
-    dtype and the others once in fp32, and reduces all gradients in fp32."""
-    count = parameters(model)
-    whole = 2 * BYTES[precision] * count.blocks + 4 * (count.total - count.blocks) + 4 * count.total
-    return accumulation * whole * (world_size - 1) // world_size
+@dataclass(frozen=True)
+class Traffic:
+    """What one process receives in an update, in bytes, and in how many collectives."""
+
+    gathered: int
+    scattered: int
+    """By reduce-scatter."""
+    reduced: int
+    """By all-reduce."""
+    gathers: int
+    scatters: int
+    reductions: int
+
+    @property
+    def total(self) -> int:
+        return self.gathered + self.scattered + self.reduced
+
+
+def traffic(
+    model: ModelConfig,
+    lora: LoraConfig | None = None,
+    *,
+    precision: str,
+    accumulation: int,
+    shards: int,
+    replicas: int = 1,
+) -> Traffic:
+    """Weights spread over `shards` processes, `replicas` times; one shard is plain data parallelism. In every pass FSDP
+    gathers the blocks' weights twice in the compute dtype and the others once in fp32, reduces all gradients in fp32 to
+    their shards, and then those of a shard over its replicas. Left out: the rows that FSDP pads a tensor with if `shards`
+    does not divide them."""
+    count, units = parameters(model), model.num_layers + 1
+    learning = count.total if lora is None else adapter_parameters(model, lora)
+    blocks, rest = count.blocks + (learning if lora else 0), count.total - count.blocks
+    spread, copied = shards > 1, replicas > 1
+    whole = 2 * BYTES[precision] * blocks + 4 * rest
+    return Traffic(
+        gathered=accumulation * whole * (shards - 1) // shards,
+        scattered=accumulation * 4 * learning * (shards - 1) // shards,
+        reduced=accumulation * 2 * 4 * learning * (replicas - 1) // (replicas * shards),
+        gathers=accumulation * (2 * units - 1) * spread,
+        scatters=accumulation * (units - (lora is not None)) * spread,
+        reductions=accumulation * (units - (lora is not None)) * copied,
+    )
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,9 @@ def _gpu(
         measured_tflops=_measured(ceilings),
         bandwidth_bytes_per_s=spec.memory_bandwidth_bytes_per_s if spec else bandwidth,
         launch_latency_s=ceilings.launch_latency_s if ceilings else None,
+        link_bytes_per_s=spec.link_bytes_per_s if spec else None,
+        network_bytes_per_s=spec.network_bytes_per_s if spec else None,
+        node_gpus=spec.node_gpus if spec else 8,
         source=source,
     )
 

@@ -49,6 +49,11 @@ class Hardware:
     bandwidth_bytes_per_s: float | None
     launch_latency_s: float | None = None
     """Host time to launch one tiny kernel; None for a CPU, or if nothing was measured."""
+    link_bytes_per_s: float | None = None
+    """To the other GPUs of the node, each direction; None for a CPU or a GPU without a datasheet entry."""
+    network_bytes_per_s: float | None = None
+    """Out of the node, each direction."""
+    node_gpus: int = 8
     source: str
     """Where the figures come from, in words."""
 

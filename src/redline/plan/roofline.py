@@ -3,15 +3,18 @@ what the host needs to launch it. No torch.
 
 Each term is a floor of one kind of work at the rate this hardware gives it; they add up because a GPU does
 them one after another. The host launches while the GPU computes, so the slower of the two decides: full
-passes are bound by the GPU, passes of one or two sequences by the host. Left out: communication that is not
-hidden, and anything a compiler does worse than it could.
+passes are bound by the GPU, passes of one or two sequences by the host. Left out: communication (capacity.py), and
+anything a compiler does worse than it could.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from redline.config.recipe import ModelConfig, Recipe
 from redline.plan import arithmetic
 from redline.plan.plan import Hardware, Plan
+from redline.plan.predict import longest_row
 
 ATTENTION_SHARE = {"cuda": (0.28, 0.32), "cpu": (1.0, 1.0)}
 """Rate of causal attention against the best matrix product, for heads below 128 and the others (H200, cuDNN; a guess
@@ -40,7 +43,7 @@ def attainable_tokens_per_s(
     full = roofline_tokens_per_s(recipe, hardware, world_size, values)
     if full is None:
         return None
-    tokens = values["micro_batch"] * recipe.data.seq_len
+    tokens = values["micro_batch"] * longest_row(recipe)
     work_s, layers = tokens * world_size / full, recipe.model.num_layers
     if hardware.kind == "cpu":
         return world_size * tokens / (work_s + CPU_PASS_S[0] + CPU_PASS_S[1] * layers)
@@ -69,7 +72,7 @@ def roofline_tokens_per_s(
     dense = hardware.rate_tflops("bf16" if values["precision"] == "fp8" else values["precision"])
     if rate is None or dense is None or bandwidth is None:
         return None
-    model, T = recipe.model, recipe.data.seq_len
+    model, T = recipe.model, longest_row(recipe)
     count = arithmetic.parameters(model)
     again = {"none": 3, "selective": 3, "full": 4}[values["recompute"]] / 3
     once_more: float = 2 * arithmetic.recomputed_weights(model) if values["recompute"] == "full" else 0
@@ -80,7 +83,14 @@ def roofline_tokens_per_s(
             (1 - below) * once_more + 2 * below * count.hidden,
         )
         once_more += 2 * arithmetic.feedback_weights(model, dfa)
-    products = ((6 * count.hidden + once_more) / rate + 6 * (count.matmul - count.hidden) / dense) / 1e12
+    # Of the weights that adapters leave as they are no gradients are computed.
+    learning, each = count.total, 6
+    if recipe.lora is not None:
+        learning, each = arithmetic.adapter_parameters(model, recipe.lora), 4
+        once_more += 6 * learning
+    products = (
+        (each * count.hidden + once_more) / rate + each * (count.matmul - count.hidden) / dense
+    ) / 1e12
     if model.attention == "favor":
         pairs, share = arithmetic.attention_flops(model, T), FAVOR_SHARE[hardware.kind]
     else:  # half of the square: causal
@@ -88,7 +98,7 @@ def roofline_tokens_per_s(
         share = ATTENTION_SHARE[hardware.kind][model.head_size >= 128]
     attention = again * pairs / (share * dense * 1e12)
     moved = again * _moved_bytes(model, values["precision"])
-    update = 40 * count.total / recipe.tokens_per_step  # clip, AdamW: 10 passes of 4 bytes
+    update = 40 * learning / (recipe.rows_per_update * T)  # clip, AdamW: 10 passes of 4 bytes
     traffic = (moved + update) / (COPY_SHARE[hardware.kind] * bandwidth)
     return world_size / (products + attention + traffic)
 
@@ -105,3 +115,47 @@ def _moved_bytes(model: ModelConfig, precision: str) -> float:
     if precision == "fp8":
         block += 7 * ((2 * D + width + model.ffn_size) + (width + 2 * kv_width + 2 * D + inner))
     return float(model.num_layers * block + a * 3 * model.vocab_size)
+
+
+# ---- generation ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is generated: sequences of `prompt_tokens` and their new tokens, at most `slots` at a time."""
+
+    prompts: int
+    prompt_tokens: int
+    new_tokens: Sequence[int]
+    """Of each sequence."""
+    slots: int
+
+
+def generation_floor_s(
+    model: ModelConfig,
+    work: Asked,
+    *,
+    bytes_per_value: int,
+    bytes_per_s: float,
+    flops_per_s: float,
+    shared: bool,
+) -> float:
+    """Least time. `shared`: a prompt's keys and values are read once a step for all of its samples."""
+    count, samples = arithmetic.parameters(model), len(work.new_tokens) / work.prompts
+    # the first new token comes from the prompt's pass, the others from steps that read all tokens before theirs
+    decoded = [length - 1 for length in work.new_tokens]
+    steps = max(max(decoded), -(-sum(decoded) // work.slots))
+    prompt_reads = sum(decoded) * work.prompt_tokens
+    own_reads = sum(length * (length + 1) // 2 for length in decoded)
+    kv_bytes = 2 * model.num_layers * model.kv_heads * model.head_size * bytes_per_value
+    read_bytes = steps * count.matmul * bytes_per_value + kv_bytes * (
+        own_reads + prompt_reads / (samples if shared else 1)
+    )
+    head = model.vocab_size * model.hidden_size
+    prefill = work.prompts * (count.hidden * work.prompt_tokens + head)
+    attended = prompt_reads + own_reads + work.prompts * work.prompt_tokens * (work.prompt_tokens + 1) // 2
+    flops = (
+        2 * (prefill + count.matmul * sum(decoded))
+        + 4 * model.num_layers * model.num_heads * model.head_size * attended
+    )
+    return read_bytes / bytes_per_s + flops / flops_per_s

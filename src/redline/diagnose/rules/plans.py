@@ -184,8 +184,13 @@ def communication(observed: Observed) -> list[Finding]:
     low, mend, hidden = _mended(observed)
     saves = low * share, share
     if observed.recipe and plan:
-        sizes = {"accumulation": plan.accumulation, "world_size": plan.world_size}
-        received_bytes = arithmetic.received_bytes(observed.recipe.model, precision=plan.precision, **sizes)
+        sent = arithmetic.traffic(
+            observed.recipe.model,
+            precision=plan.precision,
+            accumulation=plan.accumulation,
+            shards=plan.world_size,
+        )
+        received_bytes = sent.total
         received_mib, bandwidth = received_bytes / 2**20, received_bytes / wait_s / 1e9
         passes = f"{plan.accumulation} passes" if plan.accumulation > 1 else "one pass"
     return found("communication", locals())

@@ -1,0 +1,150 @@
+"""What `redline plan` prints of a recipe on many GPUs. The arithmetic is in plan/capacity.py."""
+
+from math import ceil
+
+from redline.config.recipe import Recipe
+from redline.plan.arithmetic import Traffic
+from redline.plan.capacity import (
+    LINK_SHARE,
+    Capacity,
+    Layout,
+    efficiency,
+    exchanged,
+    layout_of,
+    where_it_stops,
+)
+from redline.plan.plan import Hardware, Plan
+from redline.record.units import DASH, exact, format_bytes, format_count, format_duration, format_share
+from redline.report.grid import Output, show
+
+GUIDE_001, GUIDE_001_GPUS = ("guru-8gpu", "guru-8gpu-before"), 8
+"""The recipes of tuning guide 001's set-up (docs/many-machines.md)."""
+
+
+def print_capacity(
+    rows: list[Capacity],
+    recipe: Recipe,
+    hardware: Hardware,
+    *,
+    plan: Plan | None = None,
+    price: float | None = None,
+) -> None:
+    """The table over the numbers of GPUs, where it stops, and the assumptions; for a plan also the layouts."""
+    console, steps, shares = Output(), recipe.train.steps, efficiency(rows)
+    columns = [
+        "GPUs",
+        "layout",
+        "memory",
+        "compute",
+        "comm.",
+        "step",
+        "all to none hidden",
+        "tokens/s/GPU",
+        "tokens/s",
+    ]
+    columns += ["efficiency", f"{steps:,} steps", "GPU-hours", *(["cost"] if price else [])]
+    cells: list[tuple[str, ...]] = []
+    for row in rows:
+        if row.problem:
+            cells.append((f"on {row.gpus:,}: {row.problem}",))
+            continue
+        hours = row.gpu_hours(steps)
+        low, high = row.bounds_s
+        cells.append((
+            f"{row.gpus:,}", row.layout, format_bytes(row.memory_bytes), format_duration(row.compute_s),
+            format_duration(row.communication_s), format_duration(row.step_s),
+            f"{format_duration(low)} to {format_duration(high)}", exact(row.tokens_per_s / row.gpus),
+            format_count(row.tokens_per_s), f"{shares[row.gpus]:.0%}", format_duration(row.step_s * steps),
+            f"{hours:,.1f}", *([f"{hours * price:,.2f}"] if price else []),
+        ))  # fmt: skip
+    show(
+        columns, cells, title="\nOn many GPUs (arithmetic, not measured)", right=(0, *range(2, len(columns)))
+    )
+    console.print(where_it_stops(recipe, rows))
+    assert hardware.link_bytes_per_s is not None
+    assert hardware.network_bytes_per_s is not None
+    console.print(
+        f"Assumed: {LINK_SHARE:.0%} of {hardware.link_bytes_per_s / 1e9:g} GB/s between the GPUs of a node of"
+        f" {hardware.node_gpus} and of {hardware.network_bytes_per_s / 1e9:g} GB/s for each out of it; communication"
+        " hides behind compute, but for the first gather and the last reduction of a pass. Time for validations and"
+        " checkpoints comes on top."
+    )
+    if plan is not None and plan.world_size > 1:
+        _print_layouts(recipe, plan)
+    if recipe.rl is not None and not rows[-1].problem:
+        _print_step(rows[-1])
+        if recipe.name in GUIDE_001 and rows[-1].gpus == GUIDE_001_GPUS:
+            _print_guide(rows[-1])
+
+
+def _print_layouts(recipe: Recipe, plan: Plan) -> None:
+    """What each GPU receives in an update if the weights lie one way or another."""
+    node, own = plan.hardware.node_gpus, layout_of(plan)
+    ways = {
+        1: Layout(shards=1, replicas=plan.world_size),
+        plan.world_size: Layout(shards=plan.world_size, replicas=1),
+    }
+    if plan.world_size > node and plan.world_size % node == 0:
+        ways[node] = Layout(shards=node, replicas=plan.world_size // node)
+    cells = []
+    for shards, way in sorted(ways.items()):
+        found = exchanged(recipe, plan, way)
+        kept = [plan.prediction.memory_parts_bytes[part] for part in ("weights", "gradients", "optimizer")]
+        whole = sum(kept) * own.shards
+        memory = plan.prediction.memory_bytes - sum(kept) + whole // shards
+        fits = "" if memory <= plan.hardware.memory_bytes else "does not fit"
+        cells.append(
+            (
+                way.name,
+                format_bytes(memory),
+                *_received(found.traffic),
+                format_duration(found.elapsed_s),
+                "planned" if way == own else fits,
+            )
+        )
+    columns = ("layout", "memory", "gathered", "reduce-scattered", "all-reduced", "comm.", "")
+    show(
+        columns,
+        cells,
+        title=f"\nWhat each of {plan.world_size:,} GPUs receives in an update",
+        right=range(1, 6),
+    )
+
+
+def _received(traffic: Traffic) -> list[str]:
+    return [
+        format_bytes(size) if size else DASH
+        for size in (traffic.gathered, traffic.scattered, traffic.reduced)
+    ]
+
+
+def _print_step(row: Capacity) -> None:
+    """The waterfall of an RL step."""
+    cells, began_s = [], 0.0
+    for name, part_s in row.parts_s.items():
+        bar = (
+            " " * round(40 * began_s / row.step_s) + "█" * max(1, ceil(40 * part_s / row.step_s))
+            if part_s
+            else ""
+        )
+        note = "beside generation; the time of a scorer is not known" if name == "reward" else bar
+        cells.append((name, format_duration(part_s), format_share(part_s / row.step_s), note))
+        began_s += part_s
+    show(
+        ("", "", "", ""),
+        cells,
+        title=f"\nA step on {row.gpus:,} GPUs, all prompts and answers at full length",
+        right=(1, 2),
+    )
+
+
+def _print_guide(row: Capacity) -> None:
+    """Tuning guide 001 saw 67 to 83 tokens/s, which verl counts per GPU."""
+    cells = [
+        ("tokens/s per GPU", "67 to 83", "1,000 (perf/throughput)", exact(row.tokens_per_s / row.gpus)),
+        ("tokens/s in total", "536 to 664", "2,000 on 8 GPUs", exact(row.tokens_per_s)),
+        ("MFU of the actor", "1.7 to 4.3 %", "40 %", format_share(row.actor_mfu)),
+        ("memory per GPU", "72 GB", "60 GB", format_bytes(row.memory_bytes)),
+    ]
+    columns = ("tuning guide 001, 8 GPUs", "it saw", "it aims at", "here by arithmetic")
+    show(columns, cells, title="\nBeside the guide's targets (docs/many-machines.md)", right=(1, 2, 3))
