@@ -18,6 +18,7 @@ from redline.config.recipe import ModelConfig
 from redline.machine.facts import read_facts
 from redline.machine.store import cached
 from redline.measure.child import named
+from redline.plan.arithmetic import parameters
 from redline.plan.roofline import Asked, generation_floor_s
 
 QUICK = WORKS["quick"]
@@ -124,7 +125,7 @@ def test_the_floor_of_mixed_lengths_fills_every_slot() -> None:
     even = Asked(prompts=8, prompt_tokens=4, new_tokens=[5] * 8, slots=4)
     uneven = Asked(prompts=8, prompt_tokens=4, new_tokens=[2, 8] * 4, slots=4)
     options = {"bytes_per_value": 4, "bytes_per_s": 1.0, "flops_per_s": 1e30, "shared": False}
-    weights = generate.parameters(model).matmul * 4
+    weights = parameters(model).matmul * 4
     kv = 4 * 2 * model.num_layers * model.kv_heads * model.head_size
     assert generation_floor_s(model, even, **options) == pytest.approx(8 * weights + kv * (32 * 4 + 8 * 10))
     assert generation_floor_s(model, uneven, **options) == pytest.approx(
