@@ -21,6 +21,7 @@ from redline.model.huggingface_out import write_folder
 from redline.model.lora import LoraLinear
 from redline.model.transformer import build_model
 from redline.record.observe import Observers
+from redline.record.read import read_run
 from redline.record.run import read_lines
 from redline.rft.run import run_all, run_rounds
 from redline.rft.sample import sample
@@ -30,6 +31,7 @@ from redline.rft.test import run_test, trained
 from redline.rft.train import _examples, train
 from redline.tasks.task import prompt_text
 from redline.train.restore import open_on, open_weights
+from redline.tune.quality import final
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,7 @@ def test_accuracy_goes_up_on_held_out_questions_and_everything_is_recorded(finis
     run, report = finished
     assert report["why"] == "finished"
     assert report["after"]["accuracy"] > report["before"]["accuracy_high"], "not by chance"
+    assert final(read_run(run)) == report["after"]["accuracy"], "what `ablate --quality` compares"
     assert [line["weights"] for line in read_lines(run / "evaluations.jsonl")] == ["base", "samples"]
     assert {path.name for path in run.iterdir()} >= {
         "samples.db",

@@ -6,6 +6,7 @@ redline ablate seeds/003                         the list of a public tuning gui
                                                  from the state it starts in, on a recipe of its shape
 redline ablate nano --only sdpa,fused-optimizer --minutes 5
 redline ablate seeds/002 --markdown > table.md   the table as Markdown, with who claimed what
+redline ablate rft/demo --quality --seeds 4      and whether what is kept trains as well (docs/tune.md)
 
 If it is killed or runs out of time, run the same command again: finished trials are kept in the folder. `redline
 report FOLDER` draws it.
@@ -17,8 +18,9 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from redline.cli.arguments import JSON, RECIPE
+from redline.cli.arguments import JSON, QUALITY, RECIPE
 from redline.cli.options import check_positive, print_json, recipe_of, status, tokenise
+from redline.cli.tune import judge_of
 from redline.config.load import shipped
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError
@@ -31,7 +33,7 @@ from redline.plan.plan import Hardware
 from redline.report.ablation import ablation
 from redline.report.grid import Output
 from redline.report.terminal import print_ablation
-from redline.tune.ablate import ablate, chosen
+from redline.tune.ablate import ablate, chosen, judged
 from redline.tune.store import check_folder
 from redline.tune.waterfall_table import markdown
 
@@ -40,6 +42,7 @@ ARGUMENTS = f"""
 --only NAME,NAME          only these entries of `redline optimizations`; all else as the study starts
 --minutes MINUTES         time for all of it (default 30)
 --block-seconds SECONDS   length of a timed block (default 0.5); shorter is quicker and less sure
+{QUALITY}
 --out DIR                 the folder (default: runs/ablate-RECIPE, followed by the names of --only)
 --markdown                print the table as Markdown
 {JSON}
@@ -57,6 +60,12 @@ def run(options: argparse.Namespace) -> None:
     folder = options.out or Path("runs") / "-".join(["ablate", name.replace("/", "-"), *only])
     parts = chosen(study(options.recipe, recipe.workload), only)
     check_folder(folder, recipe)
+    if options.quality and not any(judged(recipe, part) for part in parts):
+        raise ConfigError(
+            f"--quality needs a training to compare, and the list of {name} measures generation or random rows only:"
+            " leave it out, or give a recipe that trains on data"
+        )
+    judge = judge_of(options, folder / "quality", facts)
     hardware = hardware_here(facts, cached(facts, progress=status))
     if any(part.workload == "train" for part in parts):
         tokenise(recipe)
@@ -70,6 +79,7 @@ def run(options: argparse.Namespace) -> None:
         progress=status,
         timing=Timing(block_s=options.block_seconds),
         machine=software_key(facts),
+        judge=judge,
     )
     if options.json:
         print_json([asdict(row) for row in rows])
@@ -91,6 +101,11 @@ def _where(options: argparse.Namespace, hardware: Hardware, facts: MachineFacts,
     given = [options.recipe, *(part for override in options.set for part in ("--set", override))]
     given += ["--only", options.only] if options.only else []
     given += ["--minutes", f"{options.minutes:g}", "--block-seconds", f"{options.block_seconds:g}"]
+    given += (
+        ["--quality", "--seeds", str(options.seeds), "--seconds", f"{options.seconds:g}"]
+        if options.quality
+        else []
+    )
     return (
         f"Made by `redline ablate {shlex.join(given)}` on {time.strftime('%Y-%m-%d')}: {hardware.title};"
         f" {versions}; fingerprint {recipe.fingerprint}. Speed with the change over speed without it, on top"

@@ -33,6 +33,12 @@ MODEL                a run folder, a checkpoint, a Hugging Face folder, a .gguf 
 --checkpoint WHICH   of a run: last, best or step-N (default last)
 """
 DEVICE = "--device {cuda,cpu}   where to compute (default: cuda where there is one)"
+QUALITY = """
+--quality           keep only what also trains as well: validation loss (RFT and RL: accuracy) at the end of short runs
+--seeds N           runs of each arm, for --quality (default 3)
+--seconds SECONDS   length of a pre-training run before the change (default 60); other workloads train to their end
+--margin NUMBER     how much worse it may be (default: 0.01 of a loss, 0.05 of an accuracy)
+"""
 JSON = "--json   print JSON for programs instead of text for people"
 
 

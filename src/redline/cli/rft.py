@@ -21,6 +21,7 @@ from redline.cli.arguments import DEVICE, JSON, PLAN, RECIPE
 from redline.cli.live import make_view
 from redline.cli.options import answer, check_least, print_json, recipe_of, status
 from redline.cli.plan import chosen, outside_of
+from redline.cli.train import end_with_launcher
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError
 from redline.plan.bounds import fewer_samples
@@ -82,6 +83,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _stage(options: argparse.Namespace) -> None:
+    end_with_launcher()
     check_least("--rounds", getattr(options, "rounds", None))
     outside = outside_of(options)
     recipe = recipe_of(options, *_rows(options), check=_check)

@@ -94,10 +94,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 def train(options: argparse.Namespace, recipe: Recipe) -> int:
     """Train the recipe here, or on several processes."""
-    if LAUNCHER in os.environ:
-        from redline.measure.process import end_with
-
-        end_with(int(os.environ[LAUNCHER]))
+    end_with_launcher()
     folder = options.run or Path("runs") / recipe.name
     changes(RunFolder(folder), recipe)
     if recipe.workload == "pretrain":
@@ -109,6 +106,14 @@ def train(options: argparse.Namespace, recipe: Recipe) -> int:
         lambda overrides: start_processes(options.nproc, [*options.arguments, *overrides]),
         lambda: out_of_memory_override(folder / "events.jsonl"),
     )
+
+
+def end_with_launcher() -> None:
+    """A process that another one started (`--nproc`, `redline race`) does not outlive it."""
+    if LAUNCHER in os.environ:
+        from redline.measure.process import end_with
+
+        end_with(int(os.environ[LAUNCHER]))
 
 
 def _plan(options: argparse.Namespace, recipe: Recipe, world_size: int) -> Plan:

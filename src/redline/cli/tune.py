@@ -5,6 +5,7 @@ killed, run the same command again: finished trials are not repeated.
 redline tune nano --minutes 2
 redline tune gpt2-124m --set data.source=data/wiki
 redline tune rft/demo                                  the update of a fine-tuning
+redline tune nano --quality --seconds 30               the winner must train as well, over three seeds
 """
 
 import argparse
@@ -13,22 +14,25 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from redline.cli.arguments import JSON, RECIPE
-from redline.cli.options import check_positive, print_json, recipe_of, status, tokenise
+from redline.cli.arguments import JSON, QUALITY, RECIPE
+from redline.cli.options import check_least, check_positive, print_json, recipe_of, status, tokenise
 from redline.cli.plan import make
-from redline.machine.facts import read_facts, software_key
+from redline.machine.facts import MachineFacts, read_facts, software_key
 from redline.machine.store import cached
 from redline.measure.statistics import FEWEST_BLOCKS
 from redline.measure.trial import TrialFolder
 from redline.plan.plan import PLANNED, Plan, to_json
 from redline.record.units import DASH, format_bytes, format_duration, format_rate
 from redline.report.grid import Grid, Output
+from redline.tune.quality import Judge
+from redline.tune.race import train_in_process
 from redline.tune.search import FINAL, tune
 from redline.tune.store import TrialRow, TuningResult, check_folder, tuning_folder
 
 ARGUMENTS = f"""
 {RECIPE}
 --minutes MINUTES   time for all trials together (default 6)
+{QUALITY}
 --out DIR           the folder of the tuning (default: in the cache, where --plan auto looks)
 {JSON}
 """
@@ -49,7 +53,8 @@ def run(options: argparse.Namespace) -> None:
     if options.out:  # the folder in the cache is named after the work and the pins
         check_folder(options.out, recipe, rules)
     with TrialFolder(options.out or tuning_folder(facts, rules), software_key(facts)) as folder:
-        plan, found = tune(recipe, rules, folder, minutes=options.minutes, progress=status)
+        judge = judge_of(options, folder.path / "quality", facts)
+        plan, found = tune(recipe, rules, folder, minutes=options.minutes, progress=status, judge=judge)
     if options.json:
         result = asdict(found)
         rows = result.pop("rows")
@@ -57,6 +62,20 @@ def run(options: argparse.Namespace) -> None:
         return
     print_result(plan, found, folder.path)
     print(f"use it: {train_command(options, recipe.workload)}")
+
+
+def judge_of(options: argparse.Namespace, folder: Path, facts: MachineFacts) -> Judge | None:
+    """Who trains both arms to the end, if --quality asks for it."""
+    check_least("--seeds", options.seeds)
+    check_positive("--seconds", options.seconds)
+    if options.margin is not None:
+        check_positive("--margin", options.margin)
+    if not options.quality:
+        return None
+    return Judge(
+        folder=folder, facts=facts, seeds=options.seeds, seconds=options.seconds, margin=options.margin,
+        train=train_in_process, progress=status,
+    )  # fmt: skip
 
 
 def train_command(options: argparse.Namespace, workload: str = "pretrain") -> str:
@@ -82,6 +101,9 @@ def print_result(plan: Plan, result: TuningResult, folder: Path) -> None:
     if any(_brief(row) for row in result.rows):
         console.print("* given up after fewer rounds, each of them 3 % slower or more: 87.5 %")
     console.print(f"\n{gain(result)}", style="bold")
+    if (quality := result.quality) is not None:
+        stays = "" if quality.passed else f"; {result.against} stays"
+        console.print(f"{quality.figure} at the end, {result.against} → the fastest plan: {quality}{stays}")
     for name in PLANNED:
         if (why := plan.why[name]).source == "measurement":
             console.print(f"  {name} {getattr(plan, name)}: {why.reason}")

@@ -6,7 +6,7 @@
 An interval lies between two order statistics of the blocks, so outliers widen it but do not move it. Blocks of arms that
 took turns are compared round by round, which cancels drifting clocks. Two processes of the same code differ by a little
 that no block shows (memory layout, clocks): that spread is added to every interval. Of whole runs there are only a few: they have
-`difference`.
+`difference` and, if the seeds of both arms are the same, `paired` with a verdict that allows for a margin.
 """
 
 import math
@@ -33,6 +33,7 @@ PLAIN = 1.2
 """Arms whose blocks differ by this factor need no more of them."""
 
 SpeedVerdict = Literal["faster", "slower", "not resolved"]
+MarginVerdict = Literal["not worse", "worse", "cannot tell"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,33 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
     freedom = sum(parts) ** 2 / sum(part**2 / (len(side) - 1) for part, side in pairs)
     half = T_95[min(max(1, math.floor(freedom + 1e-9)), len(T_95)) - 1] * error
     return Difference(mean, mean - half, mean + half)
+
+
+def paired(differences: Sequence[float]) -> Difference:
+    """The mean of differences between runs of the same seed (Student), in which what the seed does to both cancels."""
+    mean, n = fmean(differences), len(differences)
+    if n < 2:
+        return Difference(mean, -math.inf, math.inf)
+    half = _t_95(n) * math.sqrt(variance(differences) / n)
+    return Difference(mean, mean - half, mean + half)
+
+
+def within(worse_by: Difference, margin: float) -> MarginVerdict:
+    """Whether something is worse by more than a margin: two one-sided tests, each wrong once in 20 times at most."""
+    return "not worse" if worse_by.high <= margin else "worse" if worse_by.low > margin else "cannot tell"
+
+
+def pairs_to_tell(differences: Sequence[float], margin: float) -> int | None:
+    """How many pairs would tell, if mean and spread stay as they are; None if no number would, or nothing is known."""
+    if len(differences) < 2 or not (gap := abs(margin - fmean(differences))):
+        return None
+    spread = math.sqrt(variance(differences))
+    few = (n for n in range(2, len(T_95) + 2) if _t_95(n) * spread <= gap * math.sqrt(n))
+    return next(few, math.ceil((T_95[-1] * spread / gap) ** 2))
+
+
+def _t_95(n: int) -> float:
+    return T_95[min(n - 1, len(T_95)) - 1]
 
 
 def interval(values: Sequence[float]) -> Interval:

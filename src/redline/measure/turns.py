@@ -16,13 +16,15 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 from redline.config.load import build
 from redline.measure.process import Child, ChildFailed, Children
 from redline.measure.statistics import NOISY_ROUNDS, noisy, plain
 from redline.measure.trial import Measurement, Pair, PeakMemory, Trial, TrialFolder, trial_key
 from redline.record.units import format_duration
+
+T = TypeVar("T")
 
 UNMOVED_S = 2.0
 """A step longer than this does not depend on what its process did before."""
@@ -169,6 +171,14 @@ class Turns:
     def close(self) -> None:
         """End the arms: what comes next needs their memory."""
         self._make_room()
+
+    def aside(self, work: Callable[[], T]) -> T:
+        """Something long that needs the machine to itself and is not part of the time given."""
+        self.close()
+        began_s = self.clock()
+        found = work()
+        self.deadline_s += self.clock() - began_s
+        return found
 
     def say(self, text: str) -> None:
         elapsed_s = float(round(self.clock() - self.began_s))

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from redline.config.load import build
+from redline.errors import ConfigError
 from redline.record.read import Line, number
 from redline.record.units import DASH, exact, factor, format_bytes
+from redline.tune.quality import Quality
 
 TICKS = (0.1, 0.25, 0.5, 0.8, 1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100)
 _STAGES = dict.fromkeys(
@@ -36,6 +39,8 @@ class Row:
     speed: str
     memory: str
     numerics: str
+    quality: tuple[str, str]
+    """`loss` or `accuracy`, and what both states train to; empty if that was not asked for."""
     at: float | None
     interval_at: tuple[float, float] | None
     """Left edge and width."""
@@ -51,7 +56,8 @@ class Row:
         claim = f"claimed {self.claimed}{by}" if self.claimed != DASH else ""
         interval = f"interval {self.interval}" if self.interval else ""
         numerics = f"numerics: {self.numerics}" if self.numerics else ""
-        return [part for part in (claim, interval, self.speed, self.memory, numerics) if part]
+        quality = " ".join(self.quality).strip()
+        return [part for part in (claim, interval, self.speed, self.memory, quality, numerics) if part]
 
 
 @dataclass(frozen=True)
@@ -135,10 +141,21 @@ def _row(row: Line, place: Callable[[float], float]) -> Row:
         speed=f"{f'{exact(before)} to ' if before else ''}{exact(speed)} tokens/s" if speed else "",
         memory=format_bytes(size) if size else "",
         numerics=str(row.get("numerics") or ""),
+        quality=_quality(row.get("quality")),
         at=place(value) if value and value > 0 else None,
         interval_at=(place(interval[0]), place(interval[1]) - place(interval[0])) if interval else None,
         claimed_at=(place(claim[0]), place(claim[1]) - place(claim[0])) if claim else None,
     )
+
+
+def _quality(value: Any) -> tuple[str, str]:
+    if not isinstance(value, dict):
+        return "", ""
+    try:
+        found = build(Quality, value, where="quality")
+    except ConfigError:  # written by another version
+        return "", ""
+    return found.figure, str(found)
 
 
 def _range(pair: tuple[float, float]) -> str:

@@ -145,12 +145,26 @@ def _findings(out: Printer, run: RunView) -> None:
 def print_ablation(charts: list[Ablation], console: Console) -> None:
     """A table for each workload and stage of an ablation."""
     out = Printer(console)
-    columns = ("change", "claimed", "measured", "interval", "verdict", "speed", "memory", "numerics", "note")
     for chart in charts:
+        figures = " or ".join(dict.fromkeys(r.quality[0] for r in chart.rows if r.quality[0]))
+        columns = [
+            "change",
+            "claimed",
+            "measured",
+            "interval",
+            "verdict",
+            "speed",
+            "memory",
+            "numerics",
+            "note",
+        ]
         rows = [
-            (r.name, r.claimed, r.measured, r.interval, r.judged, r.speed, r.memory, r.numerics, r.note)
+            [r.name, r.claimed, r.measured, r.interval, r.judged, r.speed, r.memory, r.numerics, r.note]
             for r in chart.rows
         ]
+        told = [figures, *(r.quality[1] for r in chart.rows)] if figures else []
+        for row, quality in zip([columns, *rows], told, strict=False):
+            row.insert(5, quality)
         title = f"Ablation: {chart.title}" if chart.title else "Ablation"
         grid = Grid(columns, rows, right=(1, 2, 3)) if rows else None
         out.part(title, grid, "measured is speed with the change over speed without it")

@@ -6,6 +6,8 @@ one by one from the best. No torch.
 
 A change is kept if it is faster and the numerics guard passes it; one that is slower, not resolved, or another
 training leaves the state as it was. So every row says what its change is worth on top of those kept before it.
+With a judge (quality.py) a change that would be kept must also train as well as the first state, and one that is another
+training is kept if it reaches the loss sooner.
 What was slower, or not possible, is tried once more at the end, because changes kept later may help it: bf16
 costs time while attention is not one kernel. A change and the state before it take turns (measure/turns.py).
 Left out: interactions of more than two changes.
@@ -39,8 +41,10 @@ from redline.plan.arithmetic import flops_per_token
 from redline.plan.plan import Hardware
 from redline.plan.predict import longest_row
 from redline.record.files import read_json, write_atomic
-from redline.tune.arms import Arms, Switches, arms_for, naive, samples_of
+from redline.tune.arms import CHANGES, Arms, Switches, arms_for, naive, samples_of
+from redline.tune.candidates import differing
 from redline.tune.guard import guard, guard_logprobs
+from redline.tune.quality import Judge, Quality
 
 Stage = Literal["baseline", "one by one", "second try", "all", "leave one out"]
 OUT_OF_TIME = "the time was up; run the same command again to continue"
@@ -80,6 +84,8 @@ class AblationRow:
     memory_bytes: int | None = None
     """Peak of the allocated bytes with the change; on a CPU resident bytes."""
     numerics: str = ""
+    quality: Quality | None = None
+    """What both states train to, if that was asked for and decides whether the change is kept."""
     outcome: str = "ok"
     """ok, out_of_memory, crashed, timed_out, not applicable, no change, not run; or the standing of what is no
     switch."""
@@ -101,6 +107,7 @@ def ablate(
     samples: Samples | None = None,
     machine: str = "",
     children: Children | None = None,
+    judge: Judge | None = None,
 ) -> list[AblationRow]:
     """Run the study of the recipe `name`, or only the entries in `only`; this `machine` repeats no finished trial."""
     parts = chosen(study(name, recipe.workload), only)
@@ -121,13 +128,19 @@ def ablate(
             for part in parts:
                 work, timed = samples or part.samples or samples_of(recipe), timing or Timing()
                 arms = arms_for(part.workload, recipe, hardware, samples=work, timing=timed)
-                waterfalls.append(_Waterfall(name, part, arms, recipe, hardware, turns, write))
+                judges = judge if judged(recipe, part) else None
+                waterfalls.append(_Waterfall(name, part, arms, recipe, hardware, turns, write, judges))
             # all lists before anything is left out: there may not be time for everything
             for waterfall in waterfalls:
                 waterfall.apply()
             for waterfall in waterfalls:
                 waterfall.leave_out()
     return rows
+
+
+def judged(recipe: Recipe, part: StudyPart) -> bool:
+    """Whether a part trains what the recipe trains: not samples alone, and not the random rows of a rehearsal."""
+    return part.workload == ("train" if recipe.workload == "pretrain" else "finetune")
 
 
 def chosen(parts: Sequence[StudyPart], only: Sequence[str]) -> list[StudyPart]:
@@ -185,8 +198,9 @@ class _Waterfall:
         hardware: Hardware,
         turns: Turns,
         write: Callable[[AblationRow], None],
+        judge: Judge | None,
     ) -> None:
-        self.name, self.part, self.workload = name, part, part.workload
+        self.name, self.part, self.workload, self.judge = name, part, part.workload, judge
         self.arms, self.recipe, self.hardware = arms, recipe, hardware
         self.turns, self.write = turns, write
         self.entries = [find(name) for name in part.names]
@@ -195,6 +209,8 @@ class _Waterfall:
         self.state = self.first = arms.held(start)
         self.reference: Measurement | None = None
         """What numbers with other roundings are compared with: the first state that ran."""
+        self.sound: tuple[Switches, float] | None = None
+        """What a change must train as well as, and its tokens/s: the first state that ran, or with another training."""
         self.runs = self.naive_runs = False
         """Whether the present state, and the naive one, ever ran."""
         self.kept: list[tuple[Optimization, Switches]] = []
@@ -239,6 +255,7 @@ class _Waterfall:
         if measured.outcome != "ok":
             return replace(row, outcome=measured.outcome, note=measured.error or "")
         self.reference, self.runs, self.naive_runs = measured, True, True
+        self.sound = self.state, measured.tokens_per_s
         return _with_speed(row, measured)
 
     def _one(self, entry: Optimization, stage: Stage) -> AblationRow:
@@ -248,9 +265,9 @@ class _Waterfall:
             return replace(row, outcome=entry.standing, note=entry.note)
         if (why_not := entry.why_not(self.recipe, self.hardware)) is not None:
             return replace(row, outcome="not applicable", note=why_not)
-        candidate = {**self.state, **entry.on}
+        candidate = {**self.state, **self._on(entry)}
         try:
-            trials = self.arms.trial(self.state), self.arms.trial(candidate, entry.change)
+            trials = self.arms.trial(self.state), self.arms.trial(candidate)
         except (ConfigError, MachineError) as error:
             self.refused.append((entry, self.state))
             return replace(row, outcome="not applicable", note=str(error))
@@ -262,21 +279,50 @@ class _Waterfall:
         if pair.before.outcome == "ok":
             self.reference, self.runs = self.reference or pair.before, True
             self.naive_runs = self.naive_runs or not self.kept
+            self.sound = self.sound or (self.state, pair.before.tokens_per_s)
         passed, numerics = self._numerics(entry.effect, candidate, pair)
         row = replace(_compared_row(row, pair, runs=self.runs), numerics=numerics)
-        if row.verdict == "slower" or row.outcome != "ok":
-            self.refused.append((entry, self.state))
-        if not passed or row.verdict not in ("faster", RUNS):
+        wins = passed and row.verdict in ("faster", RUNS)
+        if self.judge and row.outcome == "ok" and (wins or entry.change):
+            row = replace(row, quality=self._quality(self.judge, entry, candidate))
+            wins = row.quality.passed if row.quality else wins
+        if not wins:
+            if row.verdict == "slower" or row.outcome != "ok":
+                self.refused.append((entry, self.state))
             return row
-        self.kept.append((entry, {name: self.state[name] for name in entry.on}))
+        self.kept.append((entry, {name: self.state.get(name) for name in self._on(entry)}))
         self.state, self.reference, self.runs = candidate, self.reference or pair.after, True
+        if entry.change or self.sound is None:  # later changes are compared with this training
+            self.reference, self.sound = pair.after, (candidate, pair.after.tokens_per_s)
         return replace(row, kept=True)
+
+    def _on(self, entry: Optimization) -> Switches:
+        if entry.change is None:
+            return dict(entry.on)
+        return {CHANGES: (*self.state.get(CHANGES, ()), entry.name)}
+
+    def _quality(self, judge: Judge, entry: Optimization, candidate: Switches) -> Quality | None:
+        """What the state before and the candidate train to; None if no plan value differs, as with padding."""
+        if self.sound is None:
+            return None
+        state, tokens_per_s = (self.state, self.sound[1]) if entry.change else self.sound
+        before, after = self.arms.plan(state), self.arms.plan(candidate)
+        try:
+            if entry.change:
+                return self.turns.aside(lambda: judge.other_training(before, after, tokens_per_s))
+            if differing(before[1], after[1]):
+                return self.turns.aside(lambda: judge.same_training(before, after, tokens_per_s))
+        except ConfigError as error:
+            return Quality(figure="loss", verdict="cannot tell", note=str(error))
+        return None
 
     def _without(self, entry: Optimization, before: Switches) -> AblationRow:
         """The best state against the same without one entry."""
         row = self._row(entry, "leave one out")
         if any(self.state[name] != value for name, value in entry.on.items()):
             return replace(row, outcome="no change", note="a later change took its place")
+        if entry.change:
+            before = {CHANGES: tuple(name for name in self.state[CHANGES] if name != entry.name)}
         try:
             best, without = self.arms.trial(self.state), self.arms.trial({**self.state, **before})
         except (ConfigError, MachineError) as error:
@@ -304,7 +350,8 @@ class _Waterfall:
         pair = self.turns.pair(f"{self.workload} all", *trials)
         if pair is None:
             return replace(row, outcome="not run", note=OUT_OF_TIME)
-        numerics = self._numerics("rounding", self.state, pair)[1]
+        effect: EntryEffect = "changes-training" if self.state.get(CHANGES) else "rounding"
+        numerics = self._numerics(effect, self.state, pair)[1]
         return replace(_compared_row(row, pair, runs=self.naive_runs), numerics=numerics)
 
     def _row(self, entry: Optimization, stage: Stage) -> AblationRow:
@@ -369,7 +416,8 @@ def brief(row: AblationRow) -> str:
     if row.measured_ratio is None:
         said = f"{row.tokens_per_s:,.0f} tokens/s" if row.tokens_per_s else f"{row.outcome}: {row.note}"
         return f"{row.stage}, {row.name}: {said}"
+    quality = f"; {row.quality.figure} {row.quality}" if row.quality else ""
     return (
         f"{row.stage}, {row.name}: {row.measured_ratio:.2f}x [{row.low:.2f}, {row.high:.2f}]"
-        f" {row.verdict}{', kept' if row.kept else ''}"
+        f" {row.verdict}{quality}{', kept' if row.kept else ''}"
     )

@@ -3,9 +3,8 @@
     arms = arms_for("train", recipe, hardware, samples=samples_of(recipe), timing=Timing())
     state = naive(entries, hardware)           # every switch off
     arms.trial(state)                          # what to measure
-    arms.trial(state, entry.change)            # the same on a changed recipe
 
-A state maps names of values (plan/values.py) to values. One that does not work with the others (fused loss in
+A state maps names of values (plan/values.py) to values, and CHANGES to the entries that change the recipe. One that does not work with the others (fused loss in
 fp32) falls back to the planner's choice, so that each switch can be turned alone.
 """
 
@@ -15,15 +14,18 @@ from typing import Any, Protocol
 
 from redline.config.load import to_toml
 from redline.config.recipe import LoraConfig, PlanPins, Recipe
+from redline.config.rules import check
 from redline.errors import MachineError
 from redline.measure.trial import RANDOM_WEIGHTS, GenerationSwitches, Timing, Trial, train_trial
-from redline.optimizations.catalogue import Change, Optimization, Samples, WorkloadName
+from redline.optimizations.catalogue import Optimization, Samples, WorkloadName, find
 from redline.plan.plan import Hardware, Plan, Why
 from redline.plan.planner import make_plan
 from redline.plan.values import why_not
 from redline.tune.candidates import PINS
 
 Switches = dict[str, Any]
+CHANGES = "changes"
+"""Names of the catalogue's entries that make the recipe another one."""
 GENERATION = "redline.measure.generation:GenerationSubject"
 
 
@@ -31,7 +33,10 @@ class Arms(Protocol):
     def held(self, state: Switches) -> Switches:
         """The state with every value fixed that it leaves to a rule, so that one thing changes at a time."""
 
-    def trial(self, state: Switches, change: Change | None = None) -> Trial: ...
+    def plan(self, state: Switches) -> tuple[Recipe, Plan]:
+        """What `redline train` would be given."""
+
+    def trial(self, state: Switches) -> Trial: ...
     def precision(self, state: Switches) -> str:
         """The precision a state computes in, which sets the guard's band."""
 
@@ -44,9 +49,9 @@ class UpdateArms:
     hardware: Hardware
     timing: Timing
 
-    def plan(self, state: Switches, change: Change | None = None) -> tuple[Recipe, Plan]:
+    def plan(self, state: Switches) -> tuple[Recipe, Plan]:
         """The recipe with the state's pins over its own, and the plan that follows."""
-        recipe = change(self.recipe) if change else self.recipe
+        recipe = changed(self.recipe, state)
         pins = {**asdict(recipe.plan), **{name: value for name, value in state.items() if name in PINS}}
         if pins["micro_batch"] is not None:
             pins["micro_batch"] = _divisor(recipe.rows_per_update, pins["micro_batch"])
@@ -70,8 +75,8 @@ class UpdateArms:
         held = {name: getattr(plan, name) for name in PINS}
         return held | {name: value for name, value in state.items() if value is not None}
 
-    def trial(self, state: Switches, change: Change | None = None) -> Trial:
-        return train_trial(*self.plan(state, change), self.timing, padded=state.get("padded", False))
+    def trial(self, state: Switches) -> Trial:
+        return train_trial(*self.plan(state), self.timing, padded=state.get("padded", False))
 
     def precision(self, state: Switches) -> str:
         return self.plan(state)[1].precision
@@ -87,10 +92,17 @@ class GenerationArms:
     def held(self, state: Switches) -> Switches:
         return state  # nothing here is left to a rule
 
-    def trial(self, state: Switches, change: Change | None = None) -> Trial:
-        recipe = change(self.recipe) if change else self.recipe
+    def plan(self, state: Switches) -> tuple[Recipe, Plan]:
+        raise NotImplementedError("generation is no training")
+
+    def trial(self, state: Switches) -> Trial:
         how, samples = asdict(GenerationSwitches(**state).in_force()), asdict(self.samples)
-        setting = {"recipe": to_toml(recipe), "device": self.hardware.kind, "samples": samples, "how": how}
+        setting = {
+            "recipe": to_toml(self.recipe),
+            "device": self.hardware.kind,
+            "samples": samples,
+            "how": how,
+        }
         return Trial(subject=GENERATION, setting=setting, timing=self.timing)
 
     def precision(self, state: Switches) -> str:
@@ -121,6 +133,13 @@ def samples_of(recipe: Recipe) -> Samples:
     tokens = min(recipe.sample.max_new_tokens, max(1, recipe.model.context_length // 2))
     samples = recipe.sample.samples_per_question
     return Samples(prompts=32, samples=samples, prompt_tokens=tokens, new_tokens=tokens)
+
+
+def changed(recipe: Recipe, state: Switches) -> Recipe:
+    """The recipe with the state's changes, which must keep the rules."""
+    for change in (find(name).change for name in state.get(CHANGES, ())):
+        recipe = change(recipe) if change else recipe
+    return check(recipe)
 
 
 def rehearsed(recipe: Recipe) -> Recipe:

@@ -27,7 +27,7 @@ from statistics import median
 from typing import Any
 
 from redline.config.differences import data_of, unlike_data
-from redline.config.load import to_toml
+from redline.config.load import from_toml, to_toml
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError, MachineError, StorageError
 from redline.launch.processes import ERROR, LAUNCHER
@@ -108,7 +108,7 @@ def race(
     todo = [(arm, seed) for seed in range(seeds) for arm in arms]
     for place, (arm, seed) in enumerate(todo, 1):
         progress(f"{arm.name}, seed {seed} ({place} of {len(todo)})")
-        found = _run(arm, folder / f"{arm.name}-seed-{seed}", seed, train)
+        found = trained(arm, folder / f"{arm.name}-seed-{seed}", seed, train)
         if isinstance(found, str):
             failed[arm.name].append(found)
             progress(f"  failed: {found}")
@@ -151,14 +151,15 @@ def check(arms: Sequence[Arm]) -> None:
         raise ConfigError(f"two recipes of the race are the same: {', '.join(arm.name for arm in arms)}")
 
 
-def _run(arm: Arm, folder: Path, seed: int, train: Train) -> Run | str:
-    """The finished run of an arm and a seed; or why it failed."""
+def trained(arm: Arm, folder: Path, seed: int, train: Train, *, resume: bool = False) -> Run | str:
+    """The finished run of an arm and a seed; or why it failed. `resume`: its time does not count."""
     recipe = replace(arm.recipe, train=replace(arm.recipe.train, seed=seed))
     wanted, given = folder.with_name(f"{folder.name}.toml"), to_toml(recipe)
     if folder.exists() and not (wanted.exists() and wanted.read_text(encoding="utf-8") == given):
         raise StorageError(f"{folder} holds a run of another recipe: give the race another folder with --out")
     if not (folder.exists() and read_run(folder).state.ending == "finished"):
-        shutil.rmtree(folder, ignore_errors=True)
+        if not resume:
+            shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(wanted, given)
         if (why := train(wanted, folder, arm.plan)) is not None:
@@ -167,14 +168,18 @@ def _run(arm: Arm, folder: Path, seed: int, train: Train) -> Run | str:
 
 
 def train_in_process(recipe: Path, run: Path, plan: Path | None) -> str | None:
-    """`redline train` in a process that ends with this one."""
-    command = [sys.executable, "-m", "redline.cli.main", "train", str(recipe), "--run", str(run), "--quiet"]
+    """`redline train` (for RFT and RL their `run`) in a process that ends with this one."""
+    workload = from_toml(recipe.read_text(encoding="utf-8"), str(recipe)).workload
+    verb = [workload, "run"] if workload in ("rft", "rl") else ["train"]
+    command = [sys.executable, "-m", "redline.cli.main", *verb, str(recipe), "--run", str(run), "--quiet"]
     command += ["--plan", str(plan)] if plan is not None else []
     environment = {**os.environ, LAUNCHER: str(os.getpid())}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
     last = (done.stderr.strip().splitlines() or [""])[-1]
     if done.returncode and not last.startswith(ERROR):
-        raise MachineError(f"`redline train {recipe}` ended with exit code {done.returncode}: {last}")
+        raise MachineError(
+            f"`redline {' '.join(verb)} {recipe}` ended with exit code {done.returncode}: {last}"
+        )
     return last.removeprefix(ERROR) if done.returncode else None
 
 

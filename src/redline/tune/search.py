@@ -32,6 +32,7 @@ from redline.record.units import format_duration
 from redline.tune.candidates import WORTH, Candidate, candidates, changed, differing
 from redline.tune.guard import guard
 from redline.tune.memory import Probe, divisors, fit_memory, pick_micro_batch
+from redline.tune.quality import Judge, Quality
 from redline.tune.store import TrialTable, TuningResult, keep, pinned
 
 RULES = "the rules' plan"
@@ -52,8 +53,10 @@ def tune(
     progress: Callable[[str], None],
     timing: Timing | None = None,
     children: Children | None = None,
+    judge: Judge | None = None,
 ) -> tuple[Plan, TuningResult]:
-    """Find the fastest plan within the time, write it into the folder, and return it with the table of trials."""
+    """Find the fastest plan within the time, write it into the folder, and return it with the table of trials. A judge
+    also trains it to the end (quality.py): the rules' plan stays unless that is shown to be as good."""
     if rules.world_size != 1:
         raise ConfigError(
             f"tuning works on one process, and this plan has {rules.world_size}: tune the same recipe with --nproc 1"
@@ -68,7 +71,7 @@ def tune(
         search.try_candidates()
         if differing(walked, search.best):
             search.walk_micro_batch()
-        return search.finish()
+        return search.finish(judge)
 
 
 class _Search:
@@ -143,9 +146,10 @@ class _Search:
             done.add(todo[0].name)
             self._try(todo[0])
 
-    def finish(self) -> tuple[Plan, TuningResult]:
+    def finish(self, judge: Judge | None) -> tuple[Plan, TuningResult]:
         """The winner against the rules' plan once more: a choice among many flatters the chosen one."""
         gain, paired, unconfirmed = NO_GAIN, True, ""
+        quality: Quality | None = None
         if differing(self.rules, self.best):
             pair = self._last_pair()
             if pair is None or (comparison := pair.comparison) is None:
@@ -164,6 +168,11 @@ class _Search:
                 else:
                     self.turns.say(f"{self.against} stays")
                     self.best, self.best_measured, self.why = self.rules, pair.before, {}
+        if judge is not None and differing(self.rules, self.best):
+            quality = self._trained(judge)
+            if not quality.passed:
+                gain, paired, unconfirmed = NO_GAIN, True, ""
+                self.best, self.best_measured, self.why = self.rules, self.rules_measured, {}
         plan = self._explained()
         result = TuningResult(
             tuned_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -177,10 +186,16 @@ class _Search:
             elapsed_s=self.turns.clock() - self.turns.began_s,
             untried=tuple(dict.fromkeys(self.untried)),
             unconfirmed=unconfirmed,
+            quality=quality,
             rows=tuple(self.table.rows),
         )
         keep(self.turns.folder.path, plan, result)
         return plan, result
+
+    def _trained(self, judge: Judge) -> Quality:
+        before, after = (self.recipe, self.rules), (self.recipe, self.best)
+        tokens_per_s = self.rules_measured.tokens_per_s
+        return self.turns.aside(lambda: judge.same_training(before, after, tokens_per_s))
 
     # ---- one candidate ----
 

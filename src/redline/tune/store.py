@@ -27,6 +27,7 @@ from redline.measure.trial import Measurement, Pair, TrialOutcome
 from redline.plan.plan import PLANNED, Plan, check_fit, load, save
 from redline.record.files import cache_folder, read_json, read_text, write_atomic
 from redline.record.units import format_rate
+from redline.tune.quality import Quality
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,8 @@ class TuningResult:
     """Candidates for which there was no time left."""
     unconfirmed: str = ""
     """Why the last comparison failed; the ratio is then the product of the comparisons that chose the winner."""
+    quality: Quality | None = None
+    """What the rules' plan and the fastest one train to, if that was asked for; the rules' plan stays unless it passed."""
     rows: tuple[TrialRow, ...]
 
 

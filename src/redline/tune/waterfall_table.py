@@ -13,7 +13,8 @@ COLUMNS = (
 WORKLOADS = {"train": "pre-training", "generate": "generation", "finetune": "LoRA fine-tuning"}
 
 
-def cells(row: AblationRow) -> tuple[str, ...]:
+def cells(row: AblationRow, figures: str = "") -> tuple[str, ...]:
+    """A row's cells; `figures`: what the training reached, if any row says it."""
     measured = f"{row.measured_ratio:.2f}x" if row.measured_ratio is not None else ""
     brief = "*" if row.rounds is not None and row.rounds < FEWEST_BLOCKS else ""
     interval = f"{row.low:.2f}-{row.high:.2f}x{brief}" if row.low is not None and row.high is not None else ""
@@ -25,7 +26,8 @@ def cells(row: AblationRow) -> tuple[str, ...]:
     tokens = f"{before}{row.tokens_per_s:,.0f}{share}" if row.tokens_per_s is not None else ""
     memory = format_bytes(row.memory_bytes) if row.memory_bytes else ""
     claimed = ratio(row.claimed) if row.claimed else ""
-    return name, claimed, row.source, measured, interval, verdict, tokens, memory, row.numerics
+    quality = (str(row.quality or ""),) if figures else ()
+    return name, claimed, row.source, measured, interval, verdict, tokens, memory, *quality, row.numerics
 
 
 def markdown(rows: Sequence[AblationRow], title: str, where: str) -> str:
@@ -40,8 +42,12 @@ def markdown(rows: Sequence[AblationRow], title: str, where: str) -> str:
         lines += [f"### {WORKLOADS[workload]}, {stage}", ""]
         lines += [line for row in shown if row.stage == "baseline" for line in (f"Start: {row.title}.", "")]
         if ran := [row for row in shown if row.outcome != "not run"]:
-            lines += [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
-            lines += [f"| {' | '.join(cell.replace('|', '/') for cell in cells(row))} |" for row in ran]
+            figures = " or ".join(dict.fromkeys(row.quality.figure for row in ran if row.quality))
+            columns = [*COLUMNS[:-1], *([figures] if figures else []), COLUMNS[-1]]
+            lines += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+            lines += [
+                f"| {' | '.join(cell.replace('|', '/') for cell in cells(row, figures))} |" for row in ran
+            ]
             lines.append("")
         if left := [cells(row)[0] for row in shown if row.outcome == "not run"]:
             lines += [f"Not run, because the time was up: {', '.join(left)}.", ""]

@@ -1,0 +1,228 @@
+"""The quality guard: does a change leave what the training reaches as good as it was? No torch.
+
+    judge = Judge(folder, facts, seeds=3, seconds=60, margin=None, train=train_in_process, progress=print)
+    judge.same_training((recipe, rules), (recipe, plan), tokens_per_s)     # another plan: the same updates
+    judge.other_training((recipe, plan), (muon, plan), tokens_per_s)       # another recipe: the same time
+
+Both arms train to the end of a short budget with the same seeds, as `redline race` does, in folders that a second call
+finds again. Another plan must not be worse at the end by more than a margin: the validation loss, for RFT and RL the
+accuracy. Another training has to win on time: to the loss that all seeds of the arm before it reached at the end. The
+interval over the paired seeds has 90 %, so each verdict is wrong once in 20 times at most. Left out: generation, whose
+guard compares log-probabilities.
+"""
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Literal
+
+from redline.config.load import to_toml
+from redline.config.recipe import PlanPins, Recipe
+from redline.errors import ConfigError
+from redline.machine.facts import MachineFacts
+from redline.measure.statistics import MarginVerdict, paired, pairs_to_tell, within
+from redline.plan.plan import PLANNED, Plan, save
+from redline.record.read import Run, values
+from redline.tune.race import Arm, Train, race, trained
+
+LOSS_MARGIN, ACCURACY_MARGIN = 0.01, 0.05
+"""1 % of the perplexity; about what a test of 300 questions cannot tell from chance."""
+VALIDATIONS = 20
+"""In a run that is timed, if its recipe asks for none: a time to a loss lies between two of them."""
+Figure = Literal["loss", "accuracy", "seconds to the loss"]
+Trained = tuple[Recipe, Plan]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quality:
+    """What training two arms to the end says."""
+
+    figure: Figure
+    verdict: MarginVerdict
+    before: tuple[float, ...] = ()
+    """Of every seed that both arms finished."""
+    after: tuple[float, ...] = ()
+    worse_by: float | None = None
+    """Mean over the seeds, positive if worse; of seconds, of their logarithm."""
+    low: float | None = None
+    high: float | None = None
+    margin: float = 0.0
+    seeds_to_tell: int | None = None
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.verdict == "not worse"
+
+    def __str__(self) -> str:
+        """`3.412 → 3.415, +0.003 [-0.002, 0.008], not worse by more than 0.01`, with what would tell if this cannot."""
+        if self.worse_by is None:
+            return f"{self.verdict}: {self.note}"
+        a, b, digits = fmean(self.before), fmean(self.after), 1 if self.figure == "seconds to the loss" else 4
+        parts = [f"{a:.{digits}f} → {b:.{digits}f}"]
+        if self.low is not None and self.high is not None:
+            parts.append(self._interval(self.worse_by, self.low, self.high))
+        timed = {"not worse": "sooner", "worse": "later"}.get(self.verdict, self.verdict)
+        by = (
+            f" by more than {self.margin:g}"
+            if self.verdict != "cannot tell"
+            else f" (margin {self.margin:g})"
+        )
+        parts.append(timed if self.figure == "seconds to the loss" else self.verdict + by)
+        if self.verdict == "cannot tell":
+            seeds = self.seeds_to_tell
+            parts.append(f"about {seeds} seeds would tell" if seeds else "more seeds may tell")
+        return ", ".join([*parts, self.note] if self.note else parts)
+
+    def _interval(self, worse_by: float, low: float, high: float) -> str:
+        if self.figure == "seconds to the loss":
+            faster = [math.exp(-value) for value in (worse_by, high, low)]
+            return f"{faster[0]:.2f}x [{faster[1]:.2f}, {faster[2]:.2f}]"
+        sign = 1 if self.figure == "loss" else -1  # more accuracy is better
+        low, high = sorted((sign * low, sign * high))
+        return f"{sign * worse_by:+.4f} [{low:+.4f}, {high:+.4f}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judge:
+    folder: Path
+    facts: MachineFacts
+    seeds: int
+    seconds: float
+    """What a run of pre-training may take in the state before the change; other workloads train to their end."""
+    margin: float | None
+    """None: LOSS_MARGIN or ACCURACY_MARGIN."""
+    train: Train
+    progress: Callable[[str], None]
+
+    def same_training(self, before: Trained, after: Trained, tokens_per_s: float) -> Quality:
+        """The same updates under both plans. `tokens_per_s`: of the first, which says how many fit the time."""
+        arms = [
+            self._arm(_cut(recipe, self._updates(recipe, tokens_per_s)), plan)
+            for recipe, plan in (before, after)
+        ]
+        figure: Figure = "accuracy" if before[0].workload in ("rft", "rl") else "loss"
+        margin = self.margin or (ACCURACY_MARGIN if figure == "accuracy" else LOSS_MARGIN)
+        pairs: list[tuple[float, float]] = []
+        for seed in range(self.seeds):
+            found = [
+                self._final(arm, seed, which) for arm, which in zip(arms, ("before", "after"), strict=True)
+            ]
+            if isinstance(found[0], str):
+                return Quality(
+                    figure=figure,
+                    verdict="cannot tell",
+                    margin=margin,
+                    note=f"seed {seed} before the change: {found[0]}",
+                )
+            if isinstance(found[1], str):
+                return Quality(
+                    figure=figure, verdict="worse", margin=margin, note=f"seed {seed} failed: {found[1]}"
+                )
+            pairs.append((found[0], found[1]))
+        return _judged(figure, pairs, margin)
+
+    def other_training(self, before: Trained, after: Trained, tokens_per_s: float) -> Quality:
+        """The same time for both recipes; refuses those whose losses do not compare."""
+        timed = [
+            _timed(recipe, self.seconds, self._updates(recipe, tokens_per_s)) for recipe, _ in (before, after)
+        ]
+        arms = [self._arm(recipe, plan) for recipe, (_, plan) in zip(timed, (before, after), strict=True)]
+        lanes = race(
+            arms, self.folder, self.facts, seeds=self.seeds, train=self.train, progress=self.progress
+        ).lanes
+        for arm in arms:
+            self._forget_weights(arm)
+        failed = lanes[0].failed + lanes[1].failed
+        figure: Figure = "seconds to the loss"
+        if failed:
+            verdict: MarginVerdict = "worse" if lanes[1].failed else "cannot tell"
+            return Quality(figure=figure, verdict=verdict, note=f"a run failed: {failed[-1]}")
+        loss = max(lanes[0].final)
+        there = [lane.at(loss) for lane in lanes]
+        if len(there[1]) < self.seeds:
+            note = f"{len(there[1])} of {self.seeds} seeds reached {loss:.4f}"
+            return Quality(figure=figure, verdict="worse", note=note)
+        pairs = [(a.seconds, b.seconds) for a, b in zip(*there, strict=True)]
+        return replace(_judged(figure, pairs, 0.0), note=f"to {loss:.4f}")
+
+    def _updates(self, recipe: Recipe, tokens_per_s: float) -> int:
+        if recipe.workload != "pretrain":
+            return 0
+        return max(1, min(recipe.train.steps, int(self.seconds * tokens_per_s / recipe.tokens_per_step)))
+
+    def _arm(self, recipe: Recipe, plan: Plan) -> Arm:
+        """Named by what it computes and how, so that no arm trains twice; the plan holds the pins."""
+        recipe = replace(recipe, plan=PlanPins())
+        what = [to_toml(recipe), {name: getattr(plan, name) for name in PLANNED}]
+        arm = Arm(hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12], recipe)
+        path = self.folder / f"{arm.name}.plan.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save(plan, path)
+        return replace(arm, plan=path)
+
+    def _final(self, arm: Arm, seed: int, which: str) -> float | str:
+        self.progress(f"quality, {which} the change, seed {seed + 1} of {self.seeds}")
+        found = trained(arm, self.folder / f"{arm.name}-seed-{seed}", seed, self.train, resume=True)
+        if isinstance(found, str):
+            return found
+        self._forget_weights(arm)
+        if (value := final(found)) is None:
+            raise ConfigError(
+                f"{arm.recipe.name} holds nothing out, so there is no quality to compare: give it validation data"
+                " (data.valid_fraction, for RFT test.rows, for RL train.eval_every)"
+            )
+        return value
+
+    def _forget_weights(self, arm: Arm) -> None:
+        """Gigabytes that nobody asks for once a run has its figure."""
+        for seed in range(self.seeds):
+            for path in (self.folder / f"{arm.name}-seed-{seed}").rglob("checkpoints"):
+                shutil.rmtree(path)
+
+
+def final(run: Run) -> float | None:
+    """The last validation loss of a run; for RFT and RL the accuracy at the end."""
+    if run.workload == "rft":
+        tested = [line for line in run.evaluations if line.get("weights") == "samples"]
+        return next(iter(values(tested[-1:], "accuracy")), None)
+    name = "valid_accuracy" if run.workload == "rl" else "valid_loss"
+    return next(reversed(values(run.metrics, name)), None)
+
+
+def _judged(figure: Figure, pairs: Sequence[tuple[float, float]], margin: float) -> Quality:
+    worse_by = {
+        "loss": [b - a for a, b in pairs],
+        "accuracy": [a - b for a, b in pairs],
+        "seconds to the loss": [math.log(b / a) for a, b in pairs],
+    }[figure]
+    found = paired(worse_by)
+    ends = (found.low, found.high) if len(pairs) > 1 else (None, None)
+    return Quality(
+        figure=figure, verdict=within(found, margin), before=tuple(a for a, _ in pairs),
+        after=tuple(b for _, b in pairs), worse_by=found.mean, low=ends[0], high=ends[1], margin=margin,
+        seeds_to_tell=pairs_to_tell(worse_by, margin),
+    )  # fmt: skip
+
+
+def _cut(recipe: Recipe, updates: int) -> Recipe:
+    """A shorter run with a schedule of the same form, its warm-up included."""
+    if not updates or updates == recipe.train.steps:
+        return recipe
+    warmup = math.ceil(recipe.train.warmup_steps * updates / recipe.train.steps)
+    return replace(recipe, train=replace(recipe.train, steps=updates, warmup_steps=warmup))
+
+
+def _timed(recipe: Recipe, seconds: float, updates: int) -> Recipe:
+    """A run that ends after this time, and validates often enough to say when it reached a loss."""
+    short, every = _cut(recipe, updates).train, recipe.train.eval_every
+    train = replace(
+        recipe.train, max_hours=seconds / 3600, warmup_steps=short.warmup_steps,
+        eval_every=min(every or updates, max(1, updates // VALIDATIONS)),
+    )  # fmt: skip
+    return replace(recipe, train=train)
