@@ -133,9 +133,13 @@ class Judge:
             _timed(recipe, self.seconds, self._updates(recipe, tokens_per_s)) for recipe, _ in (before, after)
         ]
         arms = [self._arm(recipe, plan) for recipe, (_, plan) in zip(timed, (before, after), strict=True)]
-        lanes = race(
-            arms, self.folder, self.facts, seeds=self.seeds, train=self.train, progress=self.progress
-        ).lanes
+
+        def say(text: str) -> None:
+            self.progress(
+                text.replace(arms[0].name, "before the change").replace(arms[1].name, "with the change")
+            )
+
+        lanes = race(arms, self.folder, self.facts, seeds=self.seeds, train=self.train, progress=say).lanes
         for arm in arms:
             self._forget_weights(arm)
         failed = lanes[0].failed + lanes[1].failed
