@@ -16,6 +16,7 @@ import torch
 from redline.config.recipe import IGNORED, DataConfig
 from redline.data.build import prepare
 from redline.data.loader import valid_batches
+from redline.data.remote import folder_at, is_remote
 from redline.data.shards import Manifest, TokenDataset
 from redline.data.stream import TokenStream
 from redline.data.tokenizer import Tokenizer
@@ -123,8 +124,8 @@ def _held_out(opened: Opened, source: str | None, text_field: str, *, tokens: in
         if data.stream:
             return TokenStream(data, opened.tokenizer).head("valid", tokens=tokens)
         folder = prepare(data, opened.config.vocab_size)
-    elif (Path(source) / "manifest.json").exists():
-        folder = Path(source)
+    elif is_remote(source) or (Path(source) / "manifest.json").exists():
+        folder = folder_at(source)
     else:
         data = DataConfig(source=source, seq_len=1, text_field=text_field, valid_fraction=0.0)
         return TokenStream(data, opened.tokenizer).head("train", tokens=tokens)

@@ -16,6 +16,7 @@ from pathlib import Path
 from redline.config.recipe import ModelConfig, Recipe
 from redline.data.build import Progress, prepare, tokenizer_for
 from redline.data.loader import Loader
+from redline.data.remote import is_mirror
 from redline.data.shards import Manifest, TokenDataset, check_vocab
 from redline.data.stream import TokenStream
 from redline.data.tokenizer import Tokenizer, load_tokenizer
@@ -137,11 +138,11 @@ def _shards(recipe: Recipe, process: Process, progress: Progress | None) -> Corp
     process.barrier()
     if not process.is_first:
         folder = prepare(data, vocab_size)
-    size_bytes = sum(path.stat().st_size for path in folder.glob("*.bin"))
+    remote = is_mirror(folder)  # its shards are hashed when they are fetched
+    size_bytes = 0 if remote else sum(path.stat().st_size for path in folder.glob("*.bin"))
     hashed = size_bytes <= HASHED_BYTES
-    train, valid = (
-        TokenDataset.open(folder, split, verify=hashed and process.is_first) for split in ("train", "valid")
-    )
+    verify = hashed and process.is_first and not remote
+    train, valid = (TokenDataset.open(folder, split, verify=verify) for split in ("train", "valid"))
     train.need_window(data.seq_len)
     return Corpus(
         train=train,

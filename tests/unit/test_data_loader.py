@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redline.config.recipe import IGNORED, DataConfig
+from redline.data import shards as shards_module
 from redline.data.build import build
 from redline.data.loader import Loader, valid_batches
 from redline.data.read import SHIPPED
@@ -106,6 +107,50 @@ def test_ranks_join_to_the_batch_and_any_position_resumes(
         assert all(rank[step][1] == position for rank in ranks)
     position = unbroken[resumed_at - 1][1] if resumed_at else None
     assert take(dataset, 8 - resumed_at, position=position, **options) == unbroken[resumed_at:]
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.integers(1, 40), min_size=4, max_size=9),
+    st.integers(1, 3),
+    st.integers(1, 7),
+    st.integers(0, 99),
+)
+def test_many_shards_are_mixed_a_group_at_a_time(
+    lengths: list[int], mixed: int, batch_size: int, seed: int
+) -> None:
+    """Every window that lies in one shard once an epoch, those of `mixed` shards before those of the next."""
+    seq_len, starts = 4, np.cumsum([0, *lengths])
+    whole = np.arange(starts[-1])
+    dataset = TokenDataset("t", np.split(whole, starts[1:-1]), vocab_size=len(whole), bytes_of_text=1)
+    inside = {
+        start: shard
+        for start in range(0, len(whole), seq_len)
+        for shard in [int(np.searchsorted(starts, start, side="right")) - 1]
+        if start + seq_len < starts[shard + 1]
+    }
+    options = {"batch_size": batch_size, "seq_len": seq_len, "seed": seed}
+    steps = -(-2 * len(inside) // batch_size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards_module, "MIXED_SHARDS", mixed)
+        if not inside:
+            refused = (
+                "no shard of t holds a whole sequence" if len(whole) > seq_len else "one sequence needs 5"
+            )
+            with pytest.raises(DataError, match=refused):
+                take(dataset, 1, **options)
+            return
+        batches = take(dataset, steps, **options)
+        resumed = take(dataset, steps - 1, position=batches[0][1], **options) if steps > 1 else []
+    assert resumed == batches[1:]
+    rows = [row for batch, _ in batches for row in batch]
+    assert all(row == list(range(row[0], row[0] + seq_len + 1)) for row in rows)
+    for epoch in range(2):
+        seen = [row[0] for row in rows[epoch * len(inside) : (epoch + 1) * len(inside)]]
+        assert sorted(seen) == sorted(inside)
+        order = np.argsort(np.random.PCG64([seed, epoch]).random_raw(len(lengths)), kind="stable").tolist()
+        groups = [order.index(inside[start]) // mixed for start in seen]
+        assert groups == sorted(groups)
 
 
 @pytest.fixture(scope="module")

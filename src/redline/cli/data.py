@@ -4,6 +4,7 @@ built.
 redline data build corpus.jsonl.gz --out data/corpus --tokenizer gpt2/tokenizer.json
 redline data build wikitext-2 --out data/wikitext            from the Hugging Face Hub, with its own validation split
 redline data info data/corpus --verify
+redline data build corpus.jsonl.gz --out s3://bucket/corpus  built here and uploaded; gs:// too
 """
 
 import argparse
@@ -13,13 +14,14 @@ from pathlib import Path
 from redline.cli.arguments import JSON
 from redline.cli.options import byte_progress, check_least, print_json, status
 from redline.data.build import build
+from redline.data.remote import folder_at
 from redline.data.shards import Manifest, TokenDataset, check_tokenizer
 from redline.record.units import format_bytes
 
 ARGUMENTS = {
     "build": f"""tokenise a corpus into memory-mapped shards; after a kill, run it again and it resumes
 SOURCE...                a file, a folder, tinyshakespeare, wikitext-2, wikipedia or hf://datasets/org/name; several make one corpus
---out DIR                the data folder to write (required)
+--out PLACE              the data folder to write, on disk or as s3://bucket/corpus (required)
 --tokenizer TOKENIZER    a tokenizer.json or a folder with one (default bpe: a byte-level BPE trained on the source)
 --vocab-size N           vocabulary of the trained BPE (default: 32768)
 --text-field FIELD       field of a JSONL or Parquet row that holds the text (default text)
@@ -27,7 +29,7 @@ SOURCE...                a file, a folder, tinyshakespeare, wikitext-2, wikipedi
 --workers N              threads (default: all cores)
 {JSON}""",
     "info": f"""what a data folder holds
-DIR        the data folder
+PLACE      the data folder, on disk or as s3://bucket/corpus
 --verify   read every shard and compare its hash and the tokenizer's
 {JSON}""",
 }
@@ -37,7 +39,8 @@ def run(options: argparse.Namespace) -> None:
     if options.verb == "build":
         _print(options.out, _build(options), options.json)
     else:
-        _print(options.dir, _inspect(options.dir, options.verify), options.json, verified=options.verify)
+        manifest = _inspect(folder_at(options.place), options.verify)
+        _print(options.place, manifest, options.json, verified=options.verify)
 
 
 def _build(options: argparse.Namespace) -> Manifest:
@@ -71,7 +74,7 @@ def _inspect(folder: Path, verify: bool) -> Manifest:
     return manifest
 
 
-def _print(folder: Path, manifest: Manifest, as_json: bool, *, verified: bool = False) -> None:
+def _print(folder: str, manifest: Manifest, as_json: bool, *, verified: bool = False) -> None:
     if as_json:
         print_json(asdict(manifest) | {"verified": verified})
         return

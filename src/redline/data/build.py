@@ -25,6 +25,7 @@ import numpy as np
 
 from redline.config.recipe import DataConfig
 from redline.data.read import SPLITS, Corpus, Document, documents, encoded, find_sources, split_of, splits_of
+from redline.data.remote import folder_at, is_remote, stored_manifest, upload
 from redline.data.shards import (
     FORMAT,
     Inputs,
@@ -54,7 +55,7 @@ SKIPPED_EARLY = 10
 
 def build(
     source: str | Sequence[str],
-    out: Path,
+    out: str | Path,
     *,
     tokenizer: str = "bpe",
     vocab_size: int | None = None,
@@ -65,14 +66,20 @@ def build(
     progress: Progress | None = None,
 ) -> Manifest:
     """Build the data folder `out` from one or several sources, or finish or return the one there. `vocab_size`: of
-    the BPE, or the most ids that a given tokenizer may have."""
+    the BPE, or the most ids that a given tokenizer may have. For an object store, build in the cache and upload."""
     inputs, given = _inputs(source, tokenizer, vocab_size, text_field, valid_fraction, shard_tokens)
-    return _build_into(out, inputs, given, workers, progress)
+    if isinstance(out, str) and is_remote(out):
+        stored_manifest(out)  # fails now, not after the work, if the store cannot be reached
+        folder = cache_folder() / "data" / inputs.key
+        manifest = _build_into(folder, inputs, given, workers, progress)
+        upload(folder, out)
+        return manifest
+    return _build_into(Path(out), inputs, given, workers, progress)
 
 
 def prepare(data: DataConfig, vocab_size: int, *, progress: Progress | None = None) -> Path:
     """The data folder of a recipe: the one it names, or one built once into the cache, keyed by all its inputs."""
-    folder = Path(os.path.expanduser(data.source))
+    folder = folder_at(data.source)
     if os.path.isfile(folder / "manifest.json"):  # unlike Path.is_file, it takes names that are too long
         manifest = Manifest.load(folder)
         check_tokenizer(folder, manifest)

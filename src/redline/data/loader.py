@@ -93,7 +93,8 @@ class Loader:
         return batch
 
     def close(self) -> None:
-        """Stop preparing batches and wait for the threads."""
+        """Stop preparing and fetching, and wait for the threads."""
+        self._order.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _submit(self) -> None:

@@ -25,6 +25,7 @@ from typing import BinaryIO, Literal, cast
 import numpy as np
 
 from redline.data.hub import CORPORA, CORPUS, fetch_corpus
+from redline.data.remote import fetch_folder, is_remote
 from redline.data.tokenizer import Tokenizer
 from redline.errors import DataError, need
 from redline.record.files import cache_folder, write_atomic
@@ -67,6 +68,10 @@ def find_sources(*sources: str) -> list[Path]:
 
 
 def _files(source: str) -> list[Path]:
+    if is_remote(source):
+        raise DataError(
+            f"{source} is not on disk: text is read from disk, only built shards from an object store"
+        )
     if (path := find_source(source)).is_dir():
         return files_under(path, tuple(_FORMATS), "file that can be read as a corpus")
     if not path.name.endswith(tuple(_FORMATS)):
@@ -77,7 +82,9 @@ def _files(source: str) -> list[Path]:
 
 def find_source(source: str) -> Path:
     """The path of the source, which may also be a data folder; an error if it does not exist. A corpus on the Hugging
-    Face Hub is fetched."""
+    Face Hub is fetched, and the manifest of a data folder in an object store."""
+    if is_remote(source):
+        return fetch_folder(source)
     if (address := CORPORA.get(source, source)).startswith(CORPUS):
         folder = fetch_corpus(address)
         return _joined(source, folder) if "/Salesforce/wikitext" in address else folder

@@ -1,4 +1,4 @@
-"""Token shards: what `redline data build` leaves on disk, and how training reads it.
+"""Token shards: what `redline data build` leaves on disk or in an object store, and how training reads it.
 
 A data folder holds `manifest.json`, `tokenizer.json` and per split `train-00000.bin`, `valid-00000.bin`, ...: bare
 little-endian token ids, whole documents, each followed by the end-of-text token. A split is the concatenation of its
@@ -11,7 +11,8 @@ shards; training reads windows of `seq_len` tokens and one more (the last target
 import hashlib
 import json
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ import numpy as np
 
 from redline.config.load import build
 from redline.data.read import Split
+from redline.data.remote import FetchedShards, is_mirror
 from redline.data.tokenizer import load_tokenizer
 from redline.errors import ConfigError, DataError
 from redline.record.files import read_json
@@ -28,6 +30,9 @@ from redline.record.files import read_json
 T = TypeVar("T")
 
 FORMAT = 1
+MIXED_SHARDS = 32
+"""Shards whose windows training mixes: 1.6 billion tokens, or all of a smaller data set. Mixing more would make a node
+keep, or fetch again and again, a data set that does not fit on its disk."""
 
 Position = dict[str, int]
 """Where the next batch starts; goes into a checkpoint as JSON."""
@@ -140,21 +145,31 @@ def read_table(kind: type[T], path: Path) -> T:
 class TokenDataset:
     """One split, as the concatenation of memory-mapped shards (or of arrays in memory)."""
 
-    def __init__(self, name: str, arrays: list[np.ndarray], *, vocab_size: int, bytes_of_text: int) -> None:
+    def __init__(
+        self, name: str, arrays: Sequence[np.ndarray], *, vocab_size: int, bytes_of_text: int
+    ) -> None:
         self.name = name
         self.vocab_size = vocab_size
         self.bytes_of_text = bytes_of_text
         self._arrays = arrays
-        self._starts = np.cumsum([0, *(len(array) for array in arrays)])
+        lengths = arrays.lengths if isinstance(arrays, FetchedShards) else map(len, arrays)
+        self._starts = np.cumsum([0, *lengths])
         self.tokens = int(self._starts[-1])
 
     @classmethod
     def open(cls, folder: str | Path, split: Split, *, verify: bool = False) -> Self:
-        """Map the shards of a data folder. Sizes and ids are always checked, hashes (a full read) if `verify`."""
+        """Map the shards of a data folder; those of a mirror are fetched and hashed as they are needed. Sizes and ids
+        are always checked, hashes (a full read) if `verify`."""
         folder = Path(folder)
         manifest = Manifest.load(folder)
         shards = manifest.shards(split)
-        arrays = [_map(folder / shard.name, shard, manifest, verify) for shard in shards]
+        arrays: Sequence[np.ndarray]
+        if is_mirror(folder):
+            arrays = FetchedShards(folder, shards, np.dtype(manifest.dtype).newbyteorder("<"))
+            if verify:
+                arrays.verify()
+        else:
+            arrays = [_map(folder / shard.name, shard, manifest, verify) for shard in shards]
         size, name = sum(shard.bytes_of_text for shard in shards), f"{split} split of {folder}"
         return cls(name, arrays, vocab_size=manifest.vocab_size, bytes_of_text=size)
 
@@ -169,6 +184,16 @@ class TokenDataset:
     def windows(self, seq_len: int) -> int:
         """How many non-overlapping windows there are; each needs one token more for its last target."""
         return max(0, self.tokens - 1) // seq_len
+
+    def windows_inside(self, seq_len: int) -> np.ndarray:
+        """For each shard, the first window that lies wholly in it, and the first after those: (shards, 2)."""
+        first = -(-self._starts[:-1] // seq_len)
+        return np.stack([first, np.maximum(first, (self._starts[1:] - 1) // seq_len)], axis=1)
+
+    def want(self, now: set[int], ahead: set[int]) -> None:
+        """Fetch shards before they are read, and let go of all others; shards on disk need neither."""
+        if isinstance(self._arrays, FetchedShards):
+            self._arrays.want(sorted(now), sorted(ahead))
 
     def need_window(self, seq_len: int, or_else: str = "give more text, or a smaller data.seq_len") -> None:
         """Refuse a split too short for a single sequence; call it at the start, not at the first validation."""
@@ -224,39 +249,105 @@ def _map(path: Path, shard: Shard, manifest: Manifest, verify: bool) -> np.ndarr
 class ShuffledWindows:
     """The order of training: in each epoch a seeded permutation of all windows, each exactly once.
 
-    The n-th sequence of a run depends only on n and the seed, so the position is one number and a batch is the same
-    on any number of processes. A batch may span epochs."""
+    A split of more than MIXED_SHARDS is read in groups: each epoch shuffles the shards, deals them into groups of that
+    size and permutes the windows of one group after the other. Windows that cross from one shard into the next, one
+    in tens of thousands, are left out then. The n-th sequence of a run depends only on n and the seed, so the position
+    is one number and a batch is the same on any number of processes. A batch may span groups and epochs."""
 
     def __init__(self, dataset: TokenDataset, *, seq_len: int, seed: int, position: Position | None) -> None:
         dataset.need_window(seq_len)
         self._dataset = dataset
         self._seq_len = seq_len
         self._seed = seed
-        self._windows = dataset.windows(seq_len)
+        self._inside = dataset.windows_inside(seq_len)
+        self._grouped = len(self._inside) > MIXED_SHARDS
+        self._windows = int(np.diff(self._inside).sum()) if self._grouped else dataset.windows(seq_len)
+        if not self._windows:
+            raise DataError(f"no shard of {dataset.name} holds a whole sequence: use a smaller data.seq_len")
         self._next = position["sequence"] if position else 0
-        self._epochs: dict[int, np.ndarray] = {}
+        self._epochs: dict[int, tuple[list[np.ndarray], np.ndarray]] = {}
+        self._permutations: dict[tuple[int, int], np.ndarray] = {}
+        self._unread: Counter[tuple[int, int]] = Counter()
+        self._wanted: tuple[set[int], set[int]] | None = None
         self._lock = threading.Lock()
 
     def claim(self, count: int, rows: slice) -> Job:
         """Move past the next `count` sequences; the job reads those that `rows` selects."""
         sequences = np.arange(self._next, self._next + count)[rows]
         self._next += count
-        return partial(self._read, sequences, {"sequence": self._next})
-
-    def _read(self, sequences: np.ndarray, position_after: Position) -> tuple[np.ndarray, Position]:
-        epochs, places = np.divmod(sequences, self._windows)
-        indices = np.empty_like(sequences)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            indices[here] = self._permutation(int(epoch))[places[here]]
-        return self._dataset.read_windows(indices, self._seq_len), position_after
-
-    def _permutation(self, epoch: int) -> np.ndarray:
-        """Sorts raw draws, which numpy keeps stable; `Generator.permutation` may change with a version."""
         with self._lock:
-            if epoch not in self._epochs:
-                draws = np.random.PCG64([self._seed, epoch]).random_raw(self._windows)
-                dtype = np.uint32 if self._windows < 2**32 else np.uint64
-                self._epochs = {e: p for e, p in self._epochs.items() if e == epoch - 1}
-                self._epochs[epoch] = np.argsort(draws, kind="stable").astype(dtype)
-            return self._epochs[epoch]
+            groups = Counter(list(self._places(sequences)))
+            self._unread += groups
+            self._want()
+        return partial(self._read, sequences, groups, {"sequence": self._next})
+
+    def close(self) -> None:
+        """Let go of shards that were fetched."""
+        self._dataset.want(set(), set())
+
+    def _want(self) -> None:
+        """Hold the shards of all batches that are not read yet, and fetch those of the group that comes next; at the
+        border of two groups both are held, and the third waits until the first is done."""
+        epoch, group = max(self._unread)
+        following = (epoch, group + 1) if group + 1 < len(self._groups(epoch)[0]) else (epoch + 1, 0)
+        now = {int(shard) for e, g in self._unread for shard in self._groups(e)[0][g]}
+        ahead = self._groups(following[0])[0][following[1]].tolist() if len(self._unread) == 1 else []
+        wanted = now, set(ahead) - now
+        if wanted != self._wanted:
+            self._dataset.want(*wanted)
+            self._wanted = wanted
+
+    def _read(
+        self, sequences: np.ndarray, groups: Counter[tuple[int, int]], position_after: Position
+    ) -> tuple[np.ndarray, Position]:
+        indices = np.empty_like(sequences)
+        with self._lock:
+            for (epoch, group), (here, places) in self._places(sequences).items():
+                indices[here] = self._permutation(epoch, group)[places]
+        rows = self._dataset.read_windows(indices, self._seq_len)
+        with self._lock:
+            self._unread -= groups
+        return rows, position_after
+
+    def _places(self, sequences: np.ndarray) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]:
+        """For each epoch and group that they fall into: which sequences, and their places in the group."""
+        found = {}
+        epochs, places = np.divmod(sequences, self._windows)
+        for epoch in np.unique(epochs).tolist():
+            _, ends = self._groups(epoch)
+            groups = np.searchsorted(ends, places, side="right")
+            for group in np.unique(groups[epochs == epoch]).tolist():
+                here = (epochs == epoch) & (groups == group)
+                found[epoch, group] = here, places[here] - (ends[group - 1] if group else 0)
+        return found
+
+    def _groups(self, epoch: int) -> tuple[list[np.ndarray], np.ndarray]:
+        """The shards of each group, and the number of windows up to its end."""
+        if epoch not in self._epochs:
+            shards = len(self._inside)
+            order = _shuffled(shards, self._seed, epoch) if self._grouped else np.arange(shards)
+            groups = np.split(order, range(MIXED_SHARDS, shards, MIXED_SHARDS))
+            sizes = (
+                [np.diff(self._inside[group]).sum() for group in groups] if self._grouped else [self._windows]
+            )
+            self._epochs = {e: found for e, found in self._epochs.items() if abs(e - epoch) == 1}
+            self._epochs[epoch] = groups, np.cumsum(sizes)
+        return self._epochs[epoch]
+
+    def _permutation(self, epoch: int, group: int) -> np.ndarray:
+        if (epoch, group) not in self._permutations:
+            if self._grouped:
+                inside = self._inside[self._groups(epoch)[0][group]]
+                windows = np.concatenate([np.arange(first, end) for first, end in inside])
+                windows = windows[_shuffled(len(windows), self._seed, epoch, group)]
+            else:
+                windows = _shuffled(self._windows, self._seed, epoch)
+            kept = list(self._permutations.items())[-1:]
+            dtype = np.uint32 if self._dataset.tokens < 2**32 else np.uint64
+            self._permutations = dict(kept) | {(epoch, group): windows.astype(dtype)}
+        return self._permutations[epoch, group]
+
+
+def _shuffled(count: int, *seed: int) -> np.ndarray:
+    """Sorts raw draws, which numpy keeps stable; `Generator.permutation` may change with a version."""
+    return np.argsort(np.random.PCG64(list(seed)).random_raw(count), kind="stable")

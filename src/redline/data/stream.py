@@ -70,6 +70,9 @@ class StreamedWindows:
         """A job that reads the next `count` windows and keeps those that `rows` selects."""
         return partial(self._read, count, rows)
 
+    def close(self) -> None:
+        """Nothing to let go of."""
+
     def _read(self, count: int, rows: slice) -> tuple[np.ndarray, Position]:
         windows = np.stack([self._window() for _ in range(count)])
         return windows[rows], self._position()

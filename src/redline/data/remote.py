@@ -1,0 +1,338 @@
+"""Data folders in an object store: `s3://bucket/corpus`, `gs://bucket/corpus`, or any other address that fsspec knows.
+
+    folder = fetch_folder("s3://bucket/corpus")      # a local mirror: manifest.json and tokenizer.json, no shards yet
+    shards = FetchedShards(folder, manifest.train)   # used like a list of arrays; each is fetched when it is needed
+
+The mirrors lie under $REDLINE_CACHE/remote, and all processes of a node share them. Together their shards take at most
+$REDLINE_SHARDS_GB (default 32); those that were used longest ago leave first. A shard is fetched under a temporary
+name, compared with the manifest's hash and renamed, so a fetch that is killed leaves nothing that looks like a shard.
+
+Beside each shard lies a lock, which the kernel frees when its holder dies. Those who read the shard share it; the one
+that fetches or removes it holds it alone. A lock for the whole cache guards what is counted against the bound.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import importlib
+import json
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+
+from redline.errors import ConfigError, DataError, need
+from redline.record.files import cache_folder, read_json, storage_errors, write_atomic
+from redline.record.units import format_bytes
+
+BOUND = "REDLINE_SHARDS_GB"
+BOUND_GB = 32.0
+"""Eight times what training holds at a time: see MIXED_SHARDS in `shards`."""
+ORIGIN = "origin.json"
+BLOCK_BYTES = 16 * 2**20
+FETCHES = 4
+"""Shards that a process fetches at a time: one stream does not fill a fast link."""
+
+# the package that reads an address, the extra that brings it, and what it takes its credentials from
+_STORES = {
+    "s3": ("s3fs", "s3", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"),
+    "gs": ("gcsfs", "gs", "GOOGLE_APPLICATION_CREDENTIALS"),
+}
+# what those packages raise beside OSError
+_RAISED = {
+    "s3": (("botocore.exceptions", "BotoCoreError"), ("aiohttp", "ClientError")),
+    "gs": (("gcsfs.retry", "HttpError"), ("google.auth.exceptions", "GoogleAuthError")),
+}
+
+
+class ShardFacts(Protocol):
+    """What is needed of a manifest's shard."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def sha256(self) -> str: ...
+
+
+def is_remote(place: str) -> bool:
+    return "://" in place and not place.startswith("hf://")
+
+
+def folder_at(place: str) -> Path:
+    """The data folder on disk, or the mirror of one that is in a store."""
+    return fetch_folder(place) if is_remote(place) else Path(os.path.expanduser(place))
+
+
+def fetch_folder(url: str) -> Path:
+    """The mirror of a data folder, with its manifest and its tokenizer as they are there now. Another manifest makes
+    another mirror, so the shards of a folder that was built again are never mixed."""
+    manifest = _read(url, "manifest.json")
+    folder = _mirrors() / hashlib.sha256(url.encode() + b"\n" + manifest).hexdigest()[:16]
+    with storage_errors("the mirror of a data folder", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / ORIGIN).exists():
+            with _text_of(url):
+                write_atomic(folder / "tokenizer.json", _read(url, "tokenizer.json").decode())
+                write_atomic(folder / "manifest.json", manifest.decode())
+            write_atomic(folder / ORIGIN, json.dumps({"url": url}))
+    return folder
+
+
+def is_mirror(folder: Path) -> bool:
+    return (folder / ORIGIN).is_file()
+
+
+def stored_manifest(url: str) -> bytes | None:
+    store, root = _open_store(url)
+    with _store_errors(url):
+        path = f"{root}/manifest.json"
+        return store.cat_file(path) if store.exists(path) else None
+
+
+def upload(folder: Path, url: str) -> None:
+    """Copy a finished data folder to an address, the manifest last: without one it is unfinished."""
+    if (there := stored_manifest(url)) == (folder / "manifest.json").read_bytes():
+        return
+    if there is not None:
+        raise DataError(f"{url} holds another data folder: remove it, or choose another address")
+    store, root = _open_store(url)
+    with _store_errors(url):
+        store.makedirs(root, exist_ok=True)
+        for path in (*sorted(folder.glob("*.bin")), folder / "tokenizer.json", folder / "manifest.json"):
+            store.put_file(str(path), f"{root}/{path.name}")
+
+
+class FetchedShards(Sequence[np.ndarray]):
+    """The shards of one split, memory-mapped from the mirror. Threads may share it."""
+
+    def __init__(self, folder: Path, shards: Sequence[ShardFacts], dtype: np.dtype) -> None:
+        self.lengths = [shard.tokens for shard in shards]
+        self._folder = folder
+        self._url = str(read_json(folder / ORIGIN, dict)["url"])
+        self._shards = shards
+        self._dtype = dtype
+        self._bound_bytes = _bound_bytes()
+        self._lock = threading.Lock()
+        self._wanted: frozenset[int] = frozenset()
+        self._fetching: dict[int, Future[None]] = {}
+        self._open: dict[int, tuple[np.ndarray, IO[bytes]]] = {}
+        self._pool = ThreadPoolExecutor(FETCHES, thread_name_prefix="fetch")
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def __getitem__(self, index: Any) -> Any:
+        """The tokens of a shard, which is fetched if it is not in the mirror."""
+        with self._lock:
+            if (held := self._open.get(index)) is not None:
+                return held[0]
+            self._wanted |= {index}
+            self._fetch_later(index)
+            future = self._fetching[index]
+        with contextlib.suppress(CancelledError):  # an earlier `want` gave it up
+            future.result()
+        lock = self._hold(index)
+        with self._lock:
+            if index in self._open:  # another thread was faster
+                lock.close()
+            else:
+                self._open[index] = np.memmap(self._folder / self._shards[index].name, self._dtype, "r"), lock
+            return self._open[index][0]
+
+    def want(self, now: Iterable[int], ahead: Iterable[int]) -> None:
+        """Fetch `now`, then `ahead`, in the background; stop fetching other shards, and let go of them."""
+        now, ahead = list(now), list(ahead)
+        sizes = sorted(self._size_bytes(index) for index in range(len(self)))
+        if (needed := sum(sizes[len(sizes) - len({*now, *ahead}) :])) > self._bound_bytes:
+            raise DataError(
+                f"training holds up to {format_bytes(needed)} of {self._url} in the cache at a time, and {BOUND}"
+                f" allows {format_bytes(self._bound_bytes)}: set it to at least {needed / 1e9:.3g}"
+            )
+        with self._lock:
+            self._wanted = frozenset((*now, *ahead))
+            for index in self._open.keys() - set(now):
+                self._open.pop(index)[1].close()
+            for index in self._fetching.keys() - self._wanted:
+                self._fetching.pop(index).cancel()
+            for group in (now, ahead):
+                turn = (
+                    os.getpid() % len(group) if group else 0
+                )  # the processes of a node begin at different shards
+                for index in (*group[turn:], *group[:turn]):
+                    if index not in self._open:
+                        self._fetch_later(index)
+
+    def verify(self) -> None:
+        """Fetch every shard, and hash those that were here already."""
+        for index, shard in enumerate(self._shards):
+            self._wanted |= {index}
+            with self._hold(index), open(self._folder / shard.name, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
+                    raise DataError(f"{file.name} was altered: remove it, and it is fetched again")
+
+    def _size_bytes(self, index: int) -> int:
+        return self.lengths[index] * self._dtype.itemsize
+
+    def _fetch_later(self, index: int) -> None:
+        """A fetch that failed ahead of time is tried again when the shard is needed."""
+        before = self._fetching.get(index)
+        if before is None or (before.done() and (before.cancelled() or before.exception() is not None)):
+            self._fetching[index] = self._pool.submit(lambda: self._hold(index).close())
+
+    def _hold(self, index: int) -> IO[bytes]:
+        """The lock of a shard that is in the mirror, shared with other readers: nobody removes it meanwhile."""
+        path = self._folder / self._shards[index].name
+        with contextlib.ExitStack() as on_error:
+            lock = on_error.enter_context(_lock_of(path))
+            while True:
+                fcntl.flock(lock, fcntl.LOCK_SH)
+                if self._is_there(index):
+                    os.utime(path)
+                    on_error.pop_all()
+                    return lock
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not self._is_there(index):  # another process may have fetched it while we waited
+                    self._fetch(index, path)
+
+    def _is_there(self, index: int) -> bool:
+        path = self._folder / self._shards[index].name
+        return path.exists() and path.stat().st_size == self._size_bytes(index)
+
+    def _fetch(self, index: int, path: Path) -> None:
+        shard, size_bytes, digest = self._shards[index], self._size_bytes(index), hashlib.sha256()
+        temporary = path.with_name(f"{path.name}.tmp")
+        with storage_errors("a shard", path.parent):
+            try:
+                self._reserve(temporary, size_bytes)
+                with open(temporary, "r+b") as file:
+                    for block in _blocks(self._url, shard.name):
+                        if index not in self._wanted:
+                            raise CancelledError
+                        digest.update(block)
+                        file.write(block)
+                        if file.tell() > size_bytes:
+                            break
+                    file.flush()
+                    os.fsync(file.fileno())
+                    if (found := file.tell()) != size_bytes:
+                        raise self._wrong(shard, f"has {found} bytes and should have {size_bytes}")
+                if digest.hexdigest() != shard.sha256:
+                    raise self._wrong(shard, "was altered: its sha256 is not the manifest's")
+                with _room():
+                    os.replace(temporary, path)
+            finally:
+                with _room():
+                    temporary.unlink(missing_ok=True)
+
+    def _wrong(self, shard: ShardFacts, what: str) -> DataError:
+        return DataError(f"shard {self._url}/{shard.name} {what}; upload it again, or build the folder again")
+
+    def _reserve(self, temporary: Path, size_bytes: int) -> None:
+        """Remove shards that nobody reads, and what killed fetches left, until a file of this size fits; make it."""
+        with _room():
+            files = [*_mirrors().glob("*/*.bin"), *_mirrors().glob("*/*.tmp")]
+            found = sorted((file.stat().st_mtime_ns, str(file), file.stat().st_size) for file in files)
+            free_bytes = self._bound_bytes - sum(size for _, _, size in found)
+            for _, name, size in found:
+                if free_bytes >= size_bytes:
+                    break
+                with _lock_of(Path(name.removesuffix(".tmp"))) as lock, contextlib.suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(name)
+                    free_bytes += size
+            if free_bytes < size_bytes:
+                raise DataError(
+                    f"the cache of shards is full: those that are being read leave {format_bytes(max(0, free_bytes))} of"
+                    f" {format_bytes(self._bound_bytes)}, and a shard takes {format_bytes(size_bytes)}: raise {BOUND}"
+                )
+            with open(temporary, "wb") as file:
+                file.truncate(size_bytes)
+
+
+def _mirrors() -> Path:
+    return cache_folder() / "remote"
+
+
+def _bound_bytes() -> int:
+    value = os.environ.get(BOUND) or str(BOUND_GB)
+    try:
+        if (bound := float(value)) > 0:
+            return int(bound * 1e9)
+    except (ValueError, OverflowError):
+        pass
+    raise ConfigError(f"{BOUND} must be a number of gigabytes above 0, got {value!r:.40}")
+
+
+def _lock_of(path: Path) -> IO[bytes]:
+    return open(path.with_name(f".{path.name}.lock"), "wb")
+
+
+@contextlib.contextmanager
+def _room() -> Iterator[None]:
+    """Whoever adds, renames or removes a file that counts against the bound is alone."""
+    with _lock_of(_mirrors() / "room") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+# ---- the store ----
+
+
+def _open_store(url: str) -> tuple[Any, str]:
+    """fsspec's file system and the path on it."""
+    protocol = url.partition("://")[0]
+    if protocol in _STORES:
+        need(_STORES[protocol][0], extra=_STORES[protocol][1])
+    core: Any = importlib.import_module("fsspec.core")  # comes with torch
+    try:
+        return core.url_to_fs(url)
+    except (ValueError, ImportError) as error:
+        raise DataError(f"{url} cannot be read: {error}; s3:// and gs:// can") from error
+
+
+def _read(url: str, name: str) -> bytes:
+    store, root = _open_store(url)
+    with _store_errors(f"{url}/{name}"):
+        return store.cat_file(f"{root}/{name}")
+
+
+def _blocks(url: str, name: str) -> Iterator[bytes]:
+    store, root = _open_store(url)
+    with _store_errors(f"{url}/{name}"), store.open(f"{root}/{name}", "rb", block_size=BLOCK_BYTES) as file:
+        while block := file.read(BLOCK_BYTES):
+            yield block
+
+
+@contextlib.contextmanager
+def _text_of(url: str) -> Iterator[None]:
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{url} is damaged: its JSON is not UTF-8 text ({error.reason}); upload it again"
+        ) from error
+
+
+@contextlib.contextmanager
+def _store_errors(address: str) -> Iterator[None]:
+    """Turn what the store refuses, after the retries of its package, into one line."""
+    protocol = address.partition("://")[0]
+    raised = tuple(getattr(importlib.import_module(where), name) for where, name in _RAISED.get(protocol, ()))
+    _, _, credentials = _STORES.get(protocol, ("", "", "its settings in fsspec"))
+    try:
+        yield
+    except FileNotFoundError as error:
+        made = "the data folder must have been made by `redline data build`"
+        raise DataError(f"{address} does not exist: check the address; {made}") from error
+    except (OSError, *raised) as error:
+        why = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+        if isinstance(error, PermissionError) or "credentials" in why.lower():
+            raise DataError(f"{address} cannot be opened ({why}): check {credentials}") from error
+        way_out = "run the same command again when the store can be reached, and it resumes"
+        raise DataError(f"{address} cannot be reached ({why}): {way_out}") from error
