@@ -100,8 +100,8 @@ class DataConfig:
     """Where the tokens come from."""
 
     source: str = ""
-    """Pre-training: `tinyshakespeare` (shipped), a folder made by `redline data build`, text, JSONL or
-    Parquet files or a folder of them; from the Hugging Face Hub `wikitext-2`, `wikitext-103`, `wikipedia`, or
+    """Pre-training: `tinyshakespeare` (shipped), a folder made by `redline data build`, on disk or in an object store
+    (s3://bucket/corpus, gs://bucket/corpus), text, JSONL or Parquet files or a folder of them; from the Hugging Face Hub `wikitext-2`, `wikitext-103`, `wikipedia`, or
     hf://datasets/org/name/folder. Files named train* and valid* are the splits. Fine-tuning: a JSON, JSONL or Parquet
     file of examples (docs/finetune.md)."""
     seq_len: int = 0
