@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 from pipeline import Nano
 from warm import LIMIT_S as HUNG_S
+from warm import Fault
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from run_folders import EVALUATIONS, EVENTS, jsonl, lines, write_rft, write_run
@@ -226,6 +227,13 @@ class TestTerminal:
         events = [EVENTS[0], {"event": "failed", "error": "the disk is full"}]
         assert main(["watch", str(write_run(tmp_path / "run", metrics=lines(), events=events))]) == 0
         assert "failed: the disk is full" in capsys.readouterr().out
+
+    def test_a_killed_run_is_followed_no_further(self, nano: Nano, tmp_path: Path) -> None:
+        recipe, run = nano.recipe(tmp_path), tmp_path / "run"
+        nano.train(recipe, run, fault=Fault("kill_after", update=5, calls=0))
+        watching = nano.warm.run("watch", run)
+        assert watching.code == 0, watching.err
+        assert "killed, or crashed; run its command again to resume it" in watching.out
 
     def test_an_rft_run_is_followed_round_by_round(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

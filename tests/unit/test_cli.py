@@ -208,11 +208,22 @@ def test_importing_the_package_warns_of_nothing_and_loads_nothing():
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(command, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main([command, "--help"])
-    assert ended.value.code == 0
-    assert module_of(command).__doc__.splitlines()[0] in capsys.readouterr().out
+def test_every_help_says_it_all_in_80_columns_and_breaks_no_word(command, capsys):
+    module = module_of(command)
+    verbs = module.ARGUMENTS if isinstance(module.ARGUMENTS, dict) else {}
+    for verb, text in (("", module.__doc__), *verbs.items()):
+        with pytest.raises(SystemExit) as ended:
+            main([command, *([verb] if verb else []), "--help"])
+        assert ended.value.code == 0
+        shown = capsys.readouterr().out
+        assert max(map(len, shown.splitlines())) <= 80
+        about, _, listed = text.partition("\n")
+        told = " ".join(line.partition("  ")[2] for line in listed.splitlines()) if verb else listed
+        assert words(f"{about} {told}") <= words(shown)
+
+
+def words(text: str) -> set[str]:
+    return {word.rstrip(".;").lower() for word in text.split()}
 
 
 def test_arguments_are_what_their_help_says():

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from run_folders import ABLATION, EVALUATIONS, EVENTS, jsonl, lines, plan, write
 from redline.cli.main import main
 from redline.record.follow import Tail
 from redline.record.read import read_run, read_runs
+from redline.record.run import RunFolder
 from redline.record.units import fact
 from redline.report.ablation import ablation
 from redline.report.compare import comparable, ratio
@@ -176,6 +178,28 @@ class TestFigures:
         for name in ("metrics.jsonl", "events.jsonl", "recipe.toml"):
             os.utime(path / name, (1_700_000_000, 1_700_000_000))
         assert read_run(path).state.ending == "no end recorded"
+
+    def test_a_run_whose_process_was_killed_is_not_called_running(self, tmp_path: Path) -> None:
+        path = write_run(tmp_path / "a", events=EVENTS[:1])
+        owner = os.fork()
+        if owner == 0:
+            try:
+                RunFolder(path).__enter__()
+            finally:
+                os.kill(os.getpid(), signal.SIGKILL)
+        told = ("killed", f"process {owner} is gone without recording an end: killed, or crashed", True)
+        for flags in (os.WEXITED | os.WNOWAIT, os.WEXITED):  # its parent takes note late
+            os.waitid(os.P_PID, owner, flags)
+            state = read_run(path).state
+            assert (state.ending, state.text, state.over) == told
+        for changed, ending in (
+            ({"events": [*EVENTS[:1], {"event": "out_of_memory", "micro_batch": 2}]}, "running"),
+            ({"events": EVENTS}, "finished"),
+        ):
+            assert dataclasses.replace(read_run(path), **changed).state.ending == ending
+        with RunFolder(path):
+            assert read_run(path).state.ending == "running", "the process that resumes it lives"
+        assert read_run(path).state.ending == "running", "it left the folder in order"
 
     @pytest.mark.parametrize(
         ("events", "evaluations", "silent", "ending"),

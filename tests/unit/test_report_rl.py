@@ -11,7 +11,7 @@ from run_folders import EVENTS, HOSTILE, jsonl, lines, write_run
 
 from redline.cli.watch import _Notes
 from redline.config.rl import domain_name
-from redline.errors import ConfigError
+from redline.errors import ConfigError, DataError
 from redline.record.read import read_run
 from redline.report.page import page
 from redline.report.reinforcement import Share, compared, reinforcement
@@ -121,6 +121,9 @@ def test_other_runs_have_none_of_it(tmp_path: Path) -> None:
     assert reinforcement(run) is None
     with pytest.raises(ConfigError, match=r"a is a run of pretrain: .* needs two runs of `redline rl run`"):
         compared(run, run)
+    (tmp_path / "a" / "recipe.toml").write_text("")
+    with pytest.raises(DataError, match=r"a/recipe\.toml is empty, so what the run is cannot be told"):
+        read_run(tmp_path / "a")
 
 
 def test_a_run_without_updates_shows_its_domains(tmp_path: Path) -> None:

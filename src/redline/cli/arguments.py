@@ -13,6 +13,8 @@ The name of a value decides its type (TYPES; any other is text). `(default 6)` i
 import argparse
 import keyword
 import re
+import textwrap
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,43 @@ QUALITY = """
 --margin NUMBER     how much worse it may be (default: 0.01 of a loss, 0.05 of an accuracy)
 """
 JSON = "--json   print JSON for programs instead of text for people"
+
+
+WIDTH = 80
+wrap = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Whole words within the width, whatever the terminal's is."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=WIDTH)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrap(text, width)
+
+
+def folded(text: str) -> str:
+    """A command's docstring within the width: prose is filled, and where an example with what it does is too long, the
+    second goes under the first."""
+    return "\n\n".join(
+        _examples(part) if re.match(r"\s*redline ", part) else "\n".join(wrap(part, WIDTH))
+        for part in re.split(r"\n\s*\n", textwrap.dedent(text).strip("\n"))
+    )
+
+
+def _examples(part: str) -> str:
+    part = textwrap.dedent(part)
+    if max(map(len, part.splitlines())) <= WIDTH:
+        return part
+    shown = list[str]()
+    for line in re.sub(
+        r"\n +", " ", part
+    ).splitlines():  # an indented line goes on with what the one before does
+        command, _, about = line.partition("  ")
+        shown.append(" \\\n        ".join(wrap(command, WIDTH - 10)))
+        shown += wrap(about.strip(), WIDTH, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(shown)
 
 
 def declare(command: argparse.ArgumentParser, text: str) -> None:

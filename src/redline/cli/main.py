@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from redline import __version__
-from redline.cli.arguments import declare
+from redline.cli.arguments import Help, declare, folded
 from redline.errors import ConfigError, RedlineError, StorageError, nearest
 from redline.machine.cpu import avoid_broken_amx
 from redline.record.files import REFUSALS
@@ -81,26 +81,27 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
         usage="redline COMMAND ...",
         description="\n\n".join(["Train language models at the limit of the GPU, and prove it.", *listed]),
         epilog="`redline COMMAND --help` explains a command. Start with: redline train nano",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     root.add_argument("--version", action="version", version=f"redline {__version__}")
     commands = root.add_subparsers(dest="command", metavar="COMMAND", prog="redline", help=argparse.SUPPRESS)
     for name in COMMANDS:
-        command = commands.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter)
+        command = commands.add_parser(name, formatter_class=Help)
         if only in (None, name):
             _fill(command, module_of(name))
     return root
 
 
 def _fill(command: argparse.ArgumentParser, module: Any) -> None:
-    command.description = module.__doc__
+    command.description = folded(module.__doc__)
     if isinstance(module.ARGUMENTS, str):
         declare(command, module.ARGUMENTS)
         return
     verbs = command.add_subparsers(dest="verb", metavar="VERB", required=True)
     for verb, text in module.ARGUMENTS.items():
         about, _, arguments = text.partition("\n")
-        declare(verbs.add_parser(verb, help=about, description=f"{about[0].upper()}{about[1:]}."), arguments)
+        description = folded(f"{about[0].upper()}{about[1:]}.")
+        declare(verbs.add_parser(verb, help=about, description=description, formatter_class=Help), arguments)
 
 
 SPIN_COUNT = "3000"

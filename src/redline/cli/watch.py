@@ -1,7 +1,7 @@
 """Watch a run from its folder: the live view that its own terminal shows, with what `redline diagnose` finds, or the
 report's page as it grows. Needs no torch.
 
-redline watch runs/nano                  ends when the run does
+redline watch runs/nano                  ends when the run does, or is killed
 redline watch runs/nano --web            the page, on 127.0.0.1 only; Ctrl-C ends it
 """
 
@@ -78,9 +78,11 @@ def _follow(folder: Path, place: Path, view: Observer) -> Path | None:
                 view.metrics(record | ({"loss": math.nan} if record.get("loss", 0.0) is None else {}))
         seen, told = len(found.metrics), len(found.events)
         notes.tell(watched.shown(found))
-        # A killed run may be resumed by its own command, so keep watching.
+        # On another machine only silence tells, and the run may go on.
         if not found.state.over and found.state.ending != "running":
             notes.once(f"{found.state.ending} (Ctrl-C to stop watching)")
+        if found.state.ending == "killed":
+            notes.once(f"{found.state.text}; run its command again to resume it, and watch again")
         if (following := latest_round(folder)) != place:
             return following
         if found.state.over and (place == folder or found.silent_s > NEXT_ROUND_S):

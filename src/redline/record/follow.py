@@ -17,7 +17,7 @@ from pathlib import Path
 from redline.errors import DataError
 from redline.record.files import WAY_OUT
 from redline.record.read import Line, Run, metrics_path, read_run, silent_s
-from redline.record.run import RunFolder, parse_lines
+from redline.record.run import RunFolder, lost_owner, parse_lines
 
 SMALL = ("recipe.toml", "plan.json", "evaluations.jsonl", "ablation.json")
 
@@ -75,13 +75,16 @@ class Followed:
                 if (place := metrics_path(self.path)) != self._metrics.path:
                     self._metrics, self._lines = Tail(place), []
                     self._generation += 1
+            lost = lost_owner(self.path)  # before what it wrote is read
             before = self._metrics.generation
             new = self._metrics.read()
             if self._metrics.generation != before:
                 self._lines, self._generation = [], self._generation + 1
             self._lines = [*self._lines, *new]  # a new list: others may still read the old one
             self._told = [*self._told, *self._events.read()]
-            run = replace(self._run, metrics=self._lines, events=self._told, silent_s=silent_s(self.path))
+            run = replace(
+                self._run, metrics=self._lines, events=self._told, silent_s=silent_s(self.path), lost=lost
+            )
             return run, self._generation
 
     def _stamp(self) -> list[int]:

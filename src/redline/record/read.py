@@ -31,7 +31,7 @@ from redline.config.load import from_toml, parse
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError, DataError
 from redline.record.files import parse_json, read_text
-from redline.record.run import RunFolder, read_lines
+from redline.record.run import RunFolder, lost_owner, read_lines
 from redline.record.units import format_duration
 
 WARM_UP = 5
@@ -45,7 +45,7 @@ GROWING = ("metrics.jsonl", "events.jsonl", "samples.db", "samples.db-wal", "rec
 
 Line = dict[str, Any]
 Ending = Literal[
-    "finished", "stopped", "failed", "between stages", "running", "no end recorded", "no training"
+    "finished", "stopped", "failed", "killed", "between stages", "running", "no end recorded", "no training"
 ]
 
 
@@ -56,8 +56,8 @@ class State:
 
     @property
     def over(self) -> bool:
-        """Whether the record says that the run has ended."""
-        return self.ending in ("finished", "stopped", "failed")
+        """Whether the run has ended."""
+        return self.ending in ("finished", "stopped", "failed", "killed")
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,8 @@ class Run:
     ablation: list[Line]
     silent_s: float
     """Time since the last line, when the folder was read."""
+    lost: int | None = None
+    """The process that wrote the run, if it was gone before the folder was read and did not leave it."""
 
     @property
     def workload(self) -> str:
@@ -129,9 +131,14 @@ class Run:
 
     @cached_property
     def state(self) -> State:
+        known = _rft_state(self.events, self.evaluations) if self.workload == "rft" else _state(self.events)
+        # After running out of memory the launcher starts the next process.
+        if known is None and self.lost and [e["event"] for e in self.events[-1:]] != ["out_of_memory"]:
+            return State(
+                "killed", f"process {self.lost} is gone without recording an end: killed, or crashed"
+            )
         if not self.metrics and not self.events and self.workload == "pretrain":
             return State("no training", "no update and no event is recorded in this folder")
-        known = _rft_state(self.events, self.evaluations) if self.workload == "rft" else _state(self.events)
         if known is not None and (known.ending != "between stages" or self.silent_s > SILENT_AFTER_S):
             return known
         told = f"{known.text}; " if known is not None else ""
@@ -190,11 +197,17 @@ class Run:
 
 def read_run(path: Path) -> Run:
     """Everything in the folder; refuses a folder that is not a run's."""
+    lost = lost_owner(path)  # first: what it had to say is then there
     recipe = read_text(path / "recipe.toml", missing="")
     if not any(exists(path / name) for name in RECORDS):
         missing = "it has no recipe.toml and no metrics.jsonl"
         raise DataError(
             f"{path} is not a run folder ({missing}): give the folder of a `redline train` or `rft run`"
+        )
+    metrics, events = read_lines(metrics_path(path)), read_lines(RunFolder(path).events_path)
+    if exists(path / "recipe.toml") and not recipe.strip() and (metrics or events):
+        raise DataError(
+            f"{path / 'recipe.toml'} is empty, so what the run is cannot be told: put its recipe back"
         )
     return Run(
         path=path,
@@ -202,11 +215,12 @@ def read_run(path: Path) -> Run:
         recipe=parse(recipe, where=str(path / "recipe.toml")),
         recipe_text=recipe,
         plan=_json(path / "plan.json", dict) or {},
-        metrics=read_lines(metrics_path(path)),
-        events=read_lines(RunFolder(path).events_path),
+        metrics=metrics,
+        events=events,
         evaluations=read_lines(path / "evaluations.jsonl"),
         ablation=_rows(_json(path / "ablation.json", list)),
         silent_s=silent_s(path),
+        lost=lost,
     )
 
 

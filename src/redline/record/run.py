@@ -16,6 +16,8 @@ import contextlib
 import fcntl
 import json
 import os
+import platform
+import re
 import time
 from collections.abc import Iterator
 from itertools import chain, count
@@ -98,6 +100,21 @@ def failures_recorded(path: Path, kind: str = "failed") -> Iterator[None]:
         raise
 
 
+def lost_owner(path: Path) -> int | None:
+    """The process that owned the run folder and ended without leaving it, if it ran on this machine."""
+    found = re.fullmatch(r"(\d{1,9}) (.*)\n", read_text(path / ".lock", missing=""))
+    if found is None or found[2] != platform.node():
+        return None
+    import psutil  # here: few commands look
+
+    pid = int(found[1])
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        reused = process.create_time() > (path / ".lock").stat().st_mtime + 1
+        return pid if reused or process.status() == psutil.STATUS_ZOMBIE else None
+    return pid
+
+
 class FolderInUse(StorageError):
     """Another run owns the folder."""
 
@@ -124,7 +141,7 @@ class RunFolder:
             )
         with storage_errors("the run folder", self.path):
             self.checkpoints_path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / ".lock", "w")
+            self._lock = open(self.path / ".lock", "a")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -132,6 +149,8 @@ class RunFolder:
             wait = f"wait for it, or give another folder{named}"
             raise FolderInUse(f"{self.path} is in use by another process: {wait}") from None
         with storage_errors("the run folder", self.path):
+            self._lock.truncate(0)
+            print(os.getpid(), platform.node(), file=self._lock, flush=True)
             self._tidy()
         return self
 
@@ -164,6 +183,8 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is None:
+            self._lock.truncate(0)
         self._lock.close()
 
     def _tidy(self) -> None:
