@@ -192,19 +192,29 @@ def kill_after(update: int, calls: int) -> None:
 
 
 def kill_in_sampling(samples: int, calls: int) -> None:
-    """The same, since this many samples were stored; at the latest when the next ones are, because the thread whose calls
-    are counted may have little left to do."""
-    _when_stored(samples, lambda: _kill_in(calls))
-    _when_stored(samples, lambda: os.kill(os.getpid(), signal.SIGKILL), later=True)
+    """The same, since this many samples were stored; at the latest when the next one is, because the thread whose calls
+    are counted may have little left to do. On a slow machine many samples are ready together: the batch is split, so
+    that enough are left for the next kill."""
+    from redline.rft.store import Store
+
+    add, left = Store.add, samples
+
+    def counted(store: Store, source: Any, rows: Sequence[Any]) -> None:
+        nonlocal left
+        if left:
+            add(store, source, rows[:left])
+            left, rows = left - len(rows[:left]), rows[left:]
+            if not left:
+                _kill_in(calls)
+        if rows:
+            add(store, source, rows[:1])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Store.add = counted  # type: ignore[method-assign]
 
 
 def signalled_in_sampling(samples: int, number: int) -> None:
     """A signal to this process when it has stored this many samples."""
-    _when_stored(samples, lambda: os.kill(os.getpid(), number))
-
-
-def _when_stored(samples: int, act: Callable[[], None], *, later: bool = False) -> None:
-    """Act when this many samples are stored; `later`: when samples are stored after that."""
     from redline.rft.store import Store
 
     add, stored = Store.add, 0
@@ -213,8 +223,8 @@ def _when_stored(samples: int, act: Callable[[], None], *, later: bool = False) 
         nonlocal stored
         add(store, source, rows)
         before, stored = stored, stored + len(rows)
-        if samples <= before if later else before < samples <= stored:
-            act()
+        if before < samples <= stored:
+            os.kill(os.getpid(), number)
 
     Store.add = counted  # type: ignore[method-assign]
 
