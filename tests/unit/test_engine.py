@@ -204,6 +204,16 @@ def test_the_same_request_gives_the_same_text_whatever_shares_the_batch(model):
     assert len({c.tokens for c in together.values()}) > 30, "samples, prompts and seeds differ"
 
 
+def test_reproducible_samples_have_the_same_bits_beside_any_others(model):
+    """Beside longer and shorter ones too: a request that comes late joins rows that are further along."""
+    asked = [Request(prompt=p, samples=2, seed=5, sampling=WARM, tag=i) for i, p in enumerate(PROMPTS)]
+    late = [each for request in asked for each in (None, request)]
+    with make(model, 4, reproducible=True) as engine:
+        together, apart = by_sample(engine.run(asked)), by_sample(engine.run(late))
+        assert together == apart
+        assert by_sample(engine.run(asked[3:4])) == {(3, s): together[3, s] for s in range(2)}
+
+
 def test_a_later_request_for_more_samples_goes_on_where_the_first_ended(model):
     with make(model) as engine:
         many = by_sample(engine.run([Request(prompt=(3, 1, 4), samples=7, sampling=WARM, seed=5)]))

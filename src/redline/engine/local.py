@@ -132,7 +132,7 @@ class LocalEngine:
         capacity = slots or fitting_slots(model, **longest)
         self._ahead = max(1, capacity // AHEAD)
         """Samples whose prompts are read before there is a slot for them."""
-        self.room = Room(slots=capacity, prompts=capacity + self._ahead, **longest)
+        self.room = Room(slots=capacity, prompts=capacity + self._ahead, whole=reproducible, **longest)
         self.decoder = Decoder(model, self.room, whole_batch=reproducible)
         self.stats = Stats()
         self._free: list[int] = []

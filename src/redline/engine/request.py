@@ -94,6 +94,8 @@ class Completion:
     finish: Finish
     told_tokens: int = 0
     """How many new tokens a server reports without returning them."""
+    version: int = 0
+    """Of the weights that wrote it, for an engine to which weights are published (engine/ray.py)."""
 
     @property
     def new_tokens(self) -> int:

@@ -31,7 +31,7 @@ class KeysAndValues:
             shape = (config.num_layers, 2, number, config.kv_heads, positions, config.head_size)
             return torch.zeros(shape, device=device, dtype=dtype)
 
-        self.rope = rope
+        self.rope, self.whole = rope, room.whole
         self.prompt_kv = empty(room.prompts, room.max_prompt_tokens)
         """(L, 2, P, K, S, C)"""
         self.kv = empty(room.slots + 1, room.max_new_tokens)
@@ -94,7 +94,9 @@ def attend(cache: KeysAndValues, layer: int, qkv_BHC: Tensor, rows: Rows) -> Ten
         q, k = rotate(q, at), rotate(k, at)
     for part, value in ((0, k), (1, v)):
         cache.kv[layer, part, slots, :, count - 1] = value
-    prompts, own = int(prompt_len.max()), int(count.max())
+    prompts, own = cache.prompt_kv.shape[-2], cache.kv.shape[-2]
+    if not cache.whole:
+        prompts, own = int(prompt_len.max()), int(count.max())
     # Two parts, whose scores alone are put together: a copy of all keys and values would take longer than the
     # attention.
     caches = (

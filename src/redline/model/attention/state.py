@@ -35,6 +35,8 @@ class Room:
     prompts: int
     max_prompt_tokens: int
     max_new_tokens: int
+    whole: bool = False
+    """A step reads all positions, so that a row's bits do not depend on how long the other rows are."""
 
 
 class Rows(NamedTuple):

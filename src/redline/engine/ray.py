@@ -1,0 +1,493 @@
+"""Generation by workers on any number of machines, through Ray, as an `Engine`: they generate for the one process that
+asks, which owns the samples.
+
+    with RayEngine(model, tokenizer, place=OnRay(workers=8), slots=1024, max_prompt_tokens=96, max_new_tokens=128,
+                   eos_ids=eos) as engine:
+        for completion in engine.run(requests): ...      # completion.version: the weights that wrote it
+        version = engine.publish(model)                  # new weights; also from another thread, during a run
+
+**Workers.** Each is a Ray actor with a `LocalEngine` and one GPU of the cluster; without GPUs, one CPU and one thread. A
+worker that dies is replaced under its name, one for which the cluster has no room yet joins when it has, and its
+share of the work is whatever it has slots for. The driver keeps a list of what each worker holds. If a worker dies, or
+is silent for `timeout_s` and therefore killed, the samples it has not delivered go back to the head of the queue; what
+it delivers afterwards is never read. So no sample is lost or comes twice. A sample's seed and number fix its random
+numbers, and workers on CPUs compute reproducibly (engine/local.py): the same requests give the same texts from any
+number of workers. On GPUs that holds with `reproducible` only, as in the local engine.
+
+**Weights.** `publish` puts them into Ray's object store once, and every worker fetches them from there: a model's
+adapters alone if it has any that are not merged, else all weights. A request is drawn from the version that was newest
+when it was taken from `requests` (or from `run(requests, version=...)`), in every worker that works on it; a worker
+finishes one version before it begins another. Versions that nothing asks for any more are dropped.
+
+**Events.** `event("worker", name=, state=, samples=, seconds=, why=)`, with the state joined, died, hung or ended, the
+samples it has delivered since it joined, and the seconds since then.
+
+Ray moves calls between its processes with pickle. These belong to one user on one cluster, whose members have to show
+its token; no file is read that way. What we pass is plain: numbers, texts, arrays. Left out: streams, and splitting a
+model over several GPUs.
+"""
+
+import itertools
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from redline.config.recipe import ModelConfig
+from redline.data.tokenizer import Tokenizer
+from redline.engine.calls import shown
+from redline.engine.local import AHEAD, LocalEngine, Stats
+from redline.engine.request import Completion, Request, Sampling
+from redline.errors import ConfigError, MachineError, RedlineError, need
+from redline.model.lora import lora_layers
+from redline.model.transformer import Transformer, build_model
+
+SILENCE_S = 600.0
+"""A worker that has work and makes no progress for so long is killed; opening the model counts as none."""
+WAIT_S = 0.2
+"""How long a worker without a finished sample keeps a call open."""
+IDLE_S = 0.01
+MOST_LOSSES = 8
+"""Workers that may die over the same samples before these are blamed."""
+_END: Any = object()
+_OF_ADAPTERS = ("lora_a", "lora_b", "scale_b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnRay:
+    """How many workers, and on which cluster."""
+
+    workers: int | None = None
+    """None: one for each GPU of the cluster, or for each CPU if it has no GPU."""
+    address: str | None = None
+    """None: RAY_ADDRESS, a cluster that was started on this machine, or else a local one for as long as it is used."""
+
+
+def connect(address: str | None, **how: Any) -> bool:
+    """Make this process a driver; True if it was not one, so that `ray.shutdown` is the caller's to call."""
+    ray = need("ray", extra="ray")
+    if ray.is_initialized():
+        return False
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray.init(address, include_dashboard=False, log_to_driver=False, logging_level="ERROR", **how)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = address or os.environ.get("RAY_ADDRESS") or "this machine"
+        raise MachineError(f"no Ray cluster at {where}: {shown(str(error))}; check --ray-address") from error
+    return True
+
+
+@dataclass(eq=False)
+class _Piece:
+    """Samples of one request, on their way through one worker."""
+
+    number: int
+    request: Request
+    version: int
+    missing: list[int]
+    losses: int = 0
+
+
+@dataclass(eq=False)
+class _Member:
+    """A worker as the driver sees it; all but the name is new when it comes back."""
+
+    name: str
+    actor: Any = None
+    call: Any = None
+    joined: bool = False
+    held: dict[int, _Piece] = field(default_factory=dict)
+    fresh: list[_Piece] = field(default_factory=list)
+    """Held, and not yet sent."""
+    samples: int = 0
+    joined_s: float = 0.0
+    heard_s: float = 0.0
+    stats: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def load(self) -> int:
+        return sum(len(piece.missing) for piece in self.held.values())
+
+
+class RayEngine:
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        *,
+        max_prompt_tokens: int,
+        max_new_tokens: int,
+        slots: int,
+        eos_ids: Sequence[int] = (),
+        reproducible: bool = False,
+        place: OnRay | None = None,
+        timeout_s: float = SILENCE_S,
+        event: Callable[..., None] = lambda kind, **facts: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`slots` are each worker's; the weights of `model` are version 0."""
+        place = place or OnRay()
+        if place.workers is not None and place.workers < 1:
+            raise ConfigError(f"workers must be at least 1, got {place.workers}")
+        self._started = connect(place.address)
+        self._ray = need("ray", extra="ray")
+        self._timeout_s, self._event, self._clock = timeout_s, event, clock
+        self._most = slots + 2 * max(
+            1, slots // AHEAD
+        )  # what fills the slots again while a call is under way
+        has = self._ray.cluster_resources()
+        gpus, cpus = int(has.get("GPU", 0)), int(has.get("CPU", 1))
+        self._share = {"num_cpus": 1, "num_gpus": 1 if gpus else 0, "max_restarts": 0}
+        longest = {"max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens}
+        engine = {**longest, "slots": slots, "eos_ids": tuple(eos_ids), "reproducible": reproducible}
+        dtype = str(model.compute_dtype).removeprefix("torch.")
+        self._how = self._ray.put(
+            {"model": asdict(model.config), "dtype": dtype, "tokenizer": tokenizer.text, "engine": engine}
+        )
+        self.version = -1
+        """The newest weights."""
+        self._weights: dict[int, tuple[Any, Any]] = {}
+        """By version: references to the weights and to adapters on them, or None."""
+        self._base: Any = None
+        self.publish(model)
+        count = place.workers or gpus or max(1, cpus)
+        self._members = [_Member(f"worker-{number}") for number in range(1, count + 1)]
+        self._queue: deque[_Piece] = deque()
+        self._numbers = itertools.count()
+        self._losses, self._alone_s = 0, clock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers, and Ray if it was started for them."""
+        for member in self._members:
+            self._end(member, "ended")
+        if self._started:
+            self._started = False
+            self._ray.shutdown()
+
+    def publish(self, model: Transformer) -> int:
+        """Make the model's weights, as they are now, the newest version; returns its number."""
+        apart = {name: layer for name, layer in lora_layers(model).items() if layer.original is None}
+        if not apart:
+            self._base = None
+        if self._base is None:
+            self._base = self._ray.put({name: _packed(tensor) for name, tensor in _plain(model)})
+        adapters = {
+            f"{name}.weight": (_packed(layer.lora_a), _packed(layer.lora_b), layer.config.scale)
+            for name, layer in apart.items()
+        }
+        # The version counts once its weights are there, because a run in another thread may ask for it.
+        self._weights[self.version + 1] = self._base, self._ray.put(adapters) if adapters else None
+        self.version += 1
+        return self.version
+
+    @property
+    def stats(self) -> Stats:
+        """What the workers that are there have done."""
+        told = [member.stats for member in self._members if member.stats]
+        return Stats(**{one.name: sum(stats[one.name] for stats in told) for one in fields(Stats)})  # type: ignore[arg-type]
+
+    def rates(self) -> dict[str, float]:
+        """Samples a second of each worker that is there, since it joined."""
+        now_s = self._clock()
+        return {m.name: m.samples / max(1e-9, now_s - m.joined_s) for m in self._members if m.joined}
+
+    def run(self, requests: Iterable[Request | None], *, version: int | None = None) -> Iterator[Completion]:
+        """Completions as they come in; one run at a time. Ending the iteration early drops what is in progress."""
+        if version is not None and version not in self._weights:
+            raise ConfigError(f"weights {version} are not there (any more); the newest are {self.version}")
+        feed, more = iter(requests), True
+        self._alone_s = self._clock()
+        try:
+            while True:
+                more = more and self._take(feed, version)
+                busy = [member for member in self._members if member.held]
+                if not (more or self._queue or busy):
+                    return
+                self._forget({self.version if version is None else version})
+                self._hand_out()
+                yield from self._collect()
+        finally:
+            self._queue.clear()
+            for member in self._members:
+                if member.held:  # its slots are full of what nobody wants any more
+                    self._end(member, "ended")
+
+    # ---- from the requests to the workers ----
+
+    def _take(self, feed: Iterator[Request | None], version: int | None) -> bool:
+        """Take requests as far as there is room for them. False once there are no more."""
+        room = max(1, sum(self._most - member.load for member in self._members if member.joined))
+        room -= sum(len(piece.missing) for piece in self._queue)
+        while room > 0:
+            request = next(feed, _END)
+            if request is None or request is _END:
+                return request is None
+            numbers = list(range(request.first_sample, request.first_sample + request.samples))
+            drawn_from = self.version if version is None else version
+            self._queue.append(_Piece(next(self._numbers), request, drawn_from, numbers))
+            room -= request.samples
+        return True
+
+    def _hand_out(self) -> None:
+        """Start workers that are missing, and give the next samples to whoever has the least to do."""
+        for member in self._members:
+            if member.actor is None:
+                member.actor = self._ray.remote(_Worker).options(**self._share).remote(self._how)
+                member.call = member.actor.step.remote([], {}, 0.0)
+        while self._queue:
+            there = [member for member in self._members if member.joined]
+            if not there or (room := self._most - (least := min(there, key=lambda m: m.load)).load) <= 0:
+                break
+            piece = self._queue.popleft()
+            if piece.missing[room:]:
+                self._queue.appendleft(
+                    replace(piece, number=next(self._numbers), missing=piece.missing[room:])
+                )
+                piece.missing = piece.missing[:room]
+            if not least.held:
+                least.heard_s = self._clock()
+            least.held[piece.number] = piece
+            least.fresh.append(piece)
+        for member in self._members:
+            if member.held and member.call is None:
+                work = [one for piece in member.fresh for one in _work_of(piece)]
+                weights = {piece.version: self._weights[piece.version] for piece in member.fresh}
+                member.call, member.fresh = member.actor.step.remote(work, weights, WAIT_S), []
+
+    def _forget(self, needed: set[int]) -> None:
+        """Drop the versions that nothing will ask for."""
+        pieces = itertools.chain(self._queue, *(member.held.values() for member in self._members))
+        needed |= {piece.version for piece in pieces}
+        for version in list(self._weights):
+            if version not in needed and version < self.version:
+                del self._weights[version]
+
+    # ---- from the workers to the completions ----
+
+    def _collect(self) -> list[Completion]:
+        """Wait for news, and look for workers that are gone or silent."""
+        calls = {member.call: member for member in self._members if member.call is not None}
+        if not calls:
+            time.sleep(IDLE_S)  # everybody waits for the next request
+            return []
+        found: list[Completion] = []
+        if self._ray.wait(list(calls), timeout=1.0)[0]:
+            for call in self._ray.wait(list(calls), num_returns=len(calls), timeout=0)[0]:
+                member, calls[call].call = calls[call], None
+                try:
+                    found += self._heard(member, self._ray.get(call))
+                except self._ray.exceptions.RayError as error:
+                    self._lose(member, "died", shown(str(error)))
+        now_s = self._clock()
+        for member in self._members:
+            if member.held and now_s - member.heard_s > self._timeout_s:
+                self._lose(member, "hung", f"no progress for {self._timeout_s:g} s")
+        if any(member.joined for member in self._members):
+            self._alone_s = now_s
+        elif now_s - self._alone_s > self._timeout_s:
+            has = ", ".join(f"{n:g} {name}" for name, n in self._ray.cluster_resources().items())
+            raise MachineError(
+                f"no worker has joined in {self._timeout_s:g} s: each needs {self._share}, and the cluster has {has}"
+            )
+        return found
+
+    def _heard(self, member: _Member, told: Mapping[str, Any]) -> list[Completion]:
+        """A worker's answer to a call."""
+        now_s = self._clock()
+        if not member.joined:
+            member.joined, member.joined_s = True, now_s
+            self._tell(member, "joined")
+        if told["ready"] or told["stats"] != member.stats:
+            member.heard_s, member.stats = now_s, told["stats"]
+        found = []
+        for number, sample, text, tokens, logprobs, finish in told["ready"]:
+            piece = member.held[number]
+            piece.missing.remove(sample)
+            if not piece.missing:
+                del member.held[number]
+            found.append(
+                Completion(
+                    request=piece.request, sample=sample, text=text, tokens=tokens, logprobs=logprobs,
+                    finish=finish, version=piece.version,
+                )
+            )  # fmt: skip
+        member.samples += len(found)
+        self._losses = 0 if found else self._losses
+        if told["failed"] is not None:
+            kind, why = told["failed"]
+            known: dict[str, type[Exception]] = {one.__name__: one for one in RedlineError.__subclasses__()}
+            known["OutOfMemoryError"] = torch.OutOfMemoryError
+            if kind in known:
+                raise known[kind](why)
+            self._lose(member, "died", f"{kind}: {shown(why)}")
+        return found
+
+    def _lose(self, member: _Member, state: str, why: str) -> None:
+        """A worker is gone, or is to go: what it still owes goes back to the head of the queue."""
+        owed = list(member.held.values())
+        for piece in reversed(owed):
+            again = replace(piece, number=next(self._numbers), losses=piece.losses + 1)
+            self._queue.appendleft(again)
+            if again.losses >= MOST_LOSSES:
+                prompt = shown(str(again.request.prompt))
+                raise MachineError(f"{MOST_LOSSES} workers were lost over the same prompt ({why}): {prompt}")
+        self._end(member, state, why)
+        self._losses, self._alone_s = self._losses + 1, self._clock()
+        if self._losses > 3 * len(self._members):
+            raise MachineError(
+                f"{self._losses} workers in a row were lost before a sample came from any; the last one: {why}"
+            )
+
+    def _end(self, member: _Member, state: str, why: str = "") -> None:
+        """Kill a worker's process; what it held is forgotten."""
+        if member.actor is None:
+            return
+        self._ray.kill(member.actor)
+        if member.joined or why:
+            self._tell(member, state, **({"why": why} if why else {}))
+        self._members[self._members.index(member)] = _Member(member.name)
+
+    def _tell(self, member: _Member, state: str, **why: str) -> None:
+        seconds = round(self._clock() - member.joined_s, 3) if member.joined else 0.0
+        self._event("worker", name=member.name, state=state, samples=member.samples, seconds=seconds, **why)
+
+
+def _work_of(piece: _Piece) -> Iterator[dict[str, Any]]:
+    """What a worker is told of a piece: its samples without gaps, which a worker that died may have left."""
+    request = piece.request
+    for _, run in itertools.groupby(enumerate(piece.missing), key=lambda place: place[1] - place[0]):
+        numbers = [number for _, number in run]
+        yield {
+            "prompt": request.prompt,
+            "sampling": asdict(request.sampling),
+            "samples": len(numbers),
+            "first_sample": numbers[0],
+            "seed": request.seed,
+            "tag": (piece.number, piece.version),
+        }
+
+
+def _plain(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers of the model without its adapters."""
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if name.rpartition(".")[2] not in _OF_ADAPTERS:
+            yield name, tensor
+
+
+def _packed(tensor: Tensor) -> tuple[str, tuple[int, ...], np.ndarray]:
+    """A tensor as bytes, which every process of a machine reads in place; NumPy knows no bf16."""
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.numpy()
+
+
+def _unpacked(packed: tuple[str, tuple[int, ...], np.ndarray], device: torch.device) -> Tensor:
+    dtype, shape, array = packed
+    return torch.from_numpy(array.copy()).view(getattr(torch, dtype)).view(shape).to(device)
+
+
+class _Worker:
+    """A worker's process: an engine in a thread. The driver calls `step` again and again; it gives work and takes what
+    is finished."""
+
+    def __init__(self, how: Mapping[str, Any]) -> None:
+        self._how = how
+        self._changed = threading.Condition()
+        self._inbox: deque[Request] = deque()
+        self._ready: list[tuple[Any, ...]] = []
+        self._held = 0
+        self._weights: dict[int, tuple[Any, Any]] = {}
+        self._failed: tuple[str, str] | None = None
+        self._engine: LocalEngine | None = None
+        self._model: Transformer | None = None
+        threading.Thread(target=self._work, name="redline-engine", daemon=True).start()
+
+    def step(self, work: Sequence[dict[str, Any]], weights: dict[int, Any], wait_s: float) -> dict[str, Any]:
+        """Take work and the weights it is for; answer with what is finished, as soon as something is."""
+        with self._changed:
+            for one in work:
+                self._inbox.append(Request(**{**one, "sampling": Sampling(**one["sampling"])}))
+                self._held += one["samples"]
+            self._weights |= weights
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._ready or self._failed, wait_s)
+            ready, self._ready = self._ready, []
+            stats = asdict(self._engine.stats) if self._engine else {}
+            return {"ready": ready, "failed": self._failed, "stats": stats}
+
+    def _work(self) -> None:
+        """The thread: one version of the weights after the other."""
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._inbox)
+                    _, version = self._inbox[0].tag
+                    weights = self._weights[version]
+                    asked = {request.tag[1] for request in self._inbox}
+                    self._weights = {
+                        number: refs for number, refs in self._weights.items() if number in asked
+                    }
+                for completion in self._load(*weights).run(self._feed(version)):
+                    number, _ = completion.request.tag
+                    told = completion.text, completion.tokens, completion.logprobs, completion.finish
+                    with self._changed:
+                        self._ready.append((number, completion.sample, *told))
+                        self._held -= 1
+                        self._changed.notify_all()
+        except Exception as error:  # noqa: BLE001 - the driver decides what becomes of it
+            with self._changed:
+                self._failed = type(error).__name__, str(error)
+                self._changed.notify_all()
+
+    def _feed(self, version: int) -> Iterator[Request | None]:
+        """Requests of this version, until there is one of another; waits only if nothing is in progress."""
+        while True:
+            with self._changed:
+                if not self._held:
+                    self._changed.wait_for(lambda: self._inbox)
+                if self._inbox and self._inbox[0].tag[1] != version:
+                    return
+                request = self._inbox.popleft() if self._inbox else None
+            yield request
+
+    @torch.no_grad()
+    def _load(self, base: Any, adapters: Any) -> LocalEngine:
+        """The engine with these weights."""
+        ray = need("ray", extra="ray")
+        on_gpu = bool(ray.get_gpu_ids())
+        device = torch.device("cuda" if on_gpu else "cpu")
+        if self._model is None:
+            if not on_gpu:
+                torch.set_num_threads(1)  # its share; and sums must not depend on the machine's size
+            self._model = build_model(ModelConfig(**self._how["model"]), device=device, seed=0)
+            self._model.compute_dtype = getattr(torch, self._how["dtype"])
+            self._model.requires_grad_(False).eval()
+        own = dict(_plain(self._model))
+        for name, packed in ray.get(base).items():
+            value = _unpacked(packed, device)
+            if own[name].dtype != value.dtype:
+                own[name].data = own[name].data.to(value.dtype)
+            own[name].copy_(value)
+        for name, (a, b, scale) in (ray.get(adapters) if adapters else {}).items():
+            delta = (_unpacked(b, device) @ _unpacked(a, device)) * scale
+            own[name].copy_(own[name].float() + delta)
+        if self._engine is None:
+            tokenizer = Tokenizer(self._how["tokenizer"], "the driver's tokenizer")
+            settings = dict(self._how["engine"])
+            settings["reproducible"] |= not on_gpu
+            self._engine = LocalEngine(self._model, tokenizer, **settings)
+        else:
+            self._engine.refresh()
+        return self._engine

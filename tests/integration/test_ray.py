@@ -1,0 +1,226 @@
+"""Workers on a real Ray on this machine: killed, stopped, late and given new weights while they generate. What they
+write is what the local engine writes, sample by sample. A fault comes when the driver has received so many samples,
+never after some time."""
+
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+from rft_model import tiny_model
+
+from redline.config.recipe import LoraConfig
+from redline.data.tokenizer import Tokenizer
+from redline.engine.local import LocalEngine
+from redline.engine.ray import OnRay, RayEngine, _Piece
+from redline.engine.request import Completion, Request, Sampling
+from redline.errors import ConfigError, MachineError, MissingExtra
+from redline.model.lora import adapters, add_lora, merged
+from redline.model.transformer import Transformer
+from redline.train.restore import open_weights
+
+ray = pytest.importorskip("ray")
+ROOM: dict[str, Any] = {"slots": 4, "max_prompt_tokens": 8, "max_new_tokens": 24}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.init(
+        "local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20
+    )
+    yield
+    ray.shutdown()
+
+
+@dataclass
+class Lab:
+    model: Transformer
+    tokenizer: Tokenizer
+    told: list[dict[str, Any]] = field(default_factory=list)
+
+    def engine(self, workers: int, **how: Any) -> RayEngine:
+        self.told.clear()
+        place = OnRay(workers=workers)
+        return RayEngine(self.model, self.tokenizer, place=place, event=self.event, **ROOM, **how)
+
+    def event(self, kind: str, **facts: Any) -> None:
+        assert kind == "worker"
+        self.told.append(facts)
+
+    def local(self, requests: list[Request]) -> dict[tuple[int, int], Any]:
+        with LocalEngine(self.model, self.tokenizer, reproducible=True, **ROOM) as engine:
+            return named(engine.run(requests))
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Lab:
+    opened = open_weights(tiny_model(tmp_path / "model"))
+    return Lab(opened.build("cpu"), opened.tokenizer)
+
+
+def requests(count: int, samples: int = 3) -> list[Request]:
+    warm = Sampling(max_new_tokens=24, temperature=1.0)
+    return [
+        Request(prompt=(5 + n, 6, 7), sampling=warm, samples=samples, seed=n, tag=n) for n in range(count)
+    ]
+
+
+def named(completions: Iterator[Completion]) -> dict[tuple[int, int], Any]:
+    """Every sample by its name; none may come twice."""
+    found: dict[tuple[int, int], Any] = {}
+    for one in completions:
+        name = (one.request.tag, one.sample)
+        assert name not in found
+        found[name] = one.text, one.tokens, one.logprobs, one.finish
+    return found
+
+
+def pid_of(actor: Any) -> int:
+    return ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
+
+
+def after(completions: Iterator[Completion], faults: dict[int, Callable[[], None]]) -> Iterator[Completion]:
+    """The completions, with a fault once so many of them have come."""
+    for count, completion in enumerate(completions, start=1):
+        yield completion
+        if count in faults:
+            faults[count]()
+
+
+@pytest.mark.numerics
+def test_workers_killed_at_random_lose_nothing_and_change_nothing(lab):
+    chance, asked = random.Random(7), requests(16)
+
+    def kill() -> None:
+        os.kill(pid_of(chance.choice([m for m in engine._members if m.joined]).actor), signal.SIGKILL)
+
+    with lab.engine(2) as engine:
+        found = named(after(engine.run(asked), dict.fromkeys(chance.sample(range(1, 40), 3), kill)))
+    assert found == lab.local(asked)
+    assert sum(facts["state"] == "died" for facts in lab.told) == 3
+    assert sum(facts["state"] == "joined" for facts in lab.told) >= 3
+    assert sum(facts["samples"] for facts in lab.told if facts["state"] != "joined") == 48
+
+
+@pytest.mark.parametrize("stopped", ["process", "engine"])
+def test_a_silent_worker_is_killed_and_its_samples_come_from_another(lab, stopped):
+    """Either nothing in the process runs any more, or the engine makes no progress while the process answers. Time
+    stands still, but from the fault until the driver notices it."""
+    asked, now_s = requests(6), [0.0]
+
+    def clock() -> float:
+        silent = frozen and not any(facts["state"] == "hung" for facts in lab.told)
+        now_s[0] += 1000.0 if silent else 0.0
+        return now_s[0]
+
+    def for_ever(*_: Any) -> None:
+        __import__("threading").Event().wait()
+
+    def stop() -> None:
+        actor = engine._members[0].actor
+        if stopped == "process":
+            os.kill(pid_of(actor), signal.SIGSTOP)
+        else:  # the next round never ends
+            ray.get(actor.__ray_call__.remote(lambda own: setattr(own._engine, "_take_out", for_ever)))
+        frozen.append(True)
+
+    frozen: list[bool] = []
+    with lab.engine(1, timeout_s=600.0, clock=clock) as engine:
+        found = named(after(engine.run(asked), {5: stop}))
+    assert found == lab.local(asked)
+    assert [facts["state"] for facts in lab.told] == ["joined", "hung", "joined", "ended"]
+
+
+def test_new_weights_in_the_middle_and_every_sample_names_its_own(lab):
+    """A request is drawn whole from the weights that were newest when it was taken, whichever worker dies."""
+    asked, versions = requests(12), dict[int, set[int]]()
+    add_lora(lab.model, LoraConfig(rank=2, alpha=8), seed=0)
+
+    def learn() -> None:
+        for adapter in adapters(lab.model).values():
+            adapter.data += 0.05
+
+    def local() -> dict[tuple[int, int], Any]:
+        with merged(lab.model):
+            return lab.local(asked)
+
+    def publish_and_kill() -> None:
+        learn()
+        assert engine.publish(lab.model) == 1
+        os.kill(pid_of(next(m for m in engine._members if m.joined).actor), signal.SIGKILL)
+
+    def noted(completions: Iterator[Completion]) -> Iterator[Completion]:
+        for one in completions:
+            versions.setdefault(one.request.tag, set()).add(one.version)
+            yield one
+
+    expected = [local()]
+    with lab.engine(2) as engine:
+        found = named(noted(after(engine.run(asked), {4: publish_and_kill})))
+        expected.append(local())
+        later = named(noted(engine.run(asked[:1])))
+        assert set(engine._weights) == {1}, "nothing asks for the first weights any more"
+        with pytest.raises(ConfigError, match="weights 0 are not there"):
+            next(engine.run(asked, version=0))
+    assert expected[0] != expected[1]
+    assert all(len(own) == 1 for tag, own in versions.items() if tag), "one request, two versions"
+    assert {version for own in versions.values() for version in own} == {0, 1}
+    for (tag, sample), one in found.items():
+        assert one == expected[min(versions[tag])][tag, sample]
+    assert later == {(0, sample): expected[1][0, sample] for sample in range(3)}
+
+
+def test_a_worker_joins_when_the_cluster_has_room(lab):
+    """One of two workers has to wait until somebody else's actor is gone."""
+    other = ray.remote(num_cpus=1)(dict).remote()
+    ray.get(other.__ray_ready__.remote())
+    asked = requests(10)
+
+    def feed() -> Iterator[Request | None]:
+        yield from asked[:2]
+        while len(engine.rates()) < 2:
+            yield None
+        yield from asked[2:]
+
+    with lab.engine(2) as engine:
+        found = named(after(engine.run(feed()), {5: lambda: ray.kill(other)}))
+    assert found == lab.local(asked)
+    assert sorted((facts["name"], facts["state"]) for facts in lab.told) == [
+        ("worker-1", "ended"), ("worker-1", "joined"), ("worker-2", "ended"), ("worker-2", "joined")
+    ]  # fmt: skip
+    assert all(facts["samples"] > 0 for facts in lab.told if facts["state"] == "ended")
+
+
+def test_what_a_request_does_wrong_is_said_here(lab):
+    with lab.engine(1) as engine:
+        assert list(engine.run([])) == []
+        with pytest.raises(ConfigError, match="a prompt has 9 tokens; the engine was made for 8"):
+            list(engine.run([Request(prompt=(5,) * 9, sampling=Sampling())]))
+
+
+def test_workers_that_die_again_and_again_end_the_run(lab):
+    piece = _Piece(0, requests(1)[0], 0, [2])
+    with lab.engine(1) as engine:
+        member = engine._members[0]
+        for _ in range(3):
+            engine._lose(member, "died", "no disk")
+        with pytest.raises(MachineError, match=r"4 workers in a row were lost .*; the last one: no disk"):
+            engine._lose(member, "died", "no disk")
+        member.held[0] = replace(piece, losses=7)
+        with pytest.raises(
+            MachineError, match=r"8 workers were lost over the same prompt \(no disk\): \(5, 6"
+        ):
+            engine._lose(member, "died", "no disk")
+
+
+def test_without_the_extra_one_line_names_it(lab, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingExtra, match=r"ray is needed .* pip install 'redline\[ray\]'"):
+        lab.engine(1)
