@@ -4,6 +4,7 @@ without it the parts add up."""
 import json
 import math
 import shutil
+import socket
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
@@ -21,6 +22,8 @@ from redline.plan.arithmetic import traffic
 from redline.plan.capacity import LINK_SHARE, on
 from redline.plan.plan import Hardware
 from redline.plan.planner import make_plan
+from redline.record.read import read_run as read_own
+from redline.report.crew import crew
 
 COLLECTIVES = 2 + 3 * 2
 """Of a pass: one gather and one reduction of the embedding and head, two gathers and one reduction of each of
@@ -147,3 +150,18 @@ def test_a_torch_that_waits_elsewhere_leaves_it_in_the_phases_and_says_so_once(
     assert not any("communication_s" in line for line in steps(run))
     (said,) = events(run, "communication_not_timed")
     assert "forward and backward" in said["why"]
+
+
+def test_a_slow_process_is_named_in_every_update_but_the_first(nano: Nano, tmp_path: Path) -> None:
+    """By a clock that counts: process 1 takes ten times as long over the same marks."""
+    recipe, run = nano.recipe(tmp_path, "train.steps=8", "train.eval_every=0"), tmp_path / "run"
+    fault = Fault("counted_time", slow_rank=1, times=10)
+    for done in nano.train_on_two(recipe, run, faults=(fault, fault)):
+        assert done.code == 0, done.err
+    first, *rest = steps(run)
+    assert "slowest_rank" not in first
+    assert [line["slowest_rank"] for line in rest] == [1] * 7
+    assert all(line["slowest_s"] > line["others_s"] > 0 for line in rest)
+    (begun,) = events(run, "start")
+    assert begun["hosts"] == {socket.gethostname(): 2}
+    assert "process 1 is slow" in " ".join(found.said if (found := crew(read_own(run))) else ())

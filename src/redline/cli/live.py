@@ -47,6 +47,7 @@ from redline.record.units import (
     visible,
 )
 from redline.record.words import told, told_validation
+from redline.report.crew import is_slow, place, waited_for
 from redline.report.grid import Output
 
 WINDOW_STEPS = 60
@@ -91,6 +92,7 @@ class Seen:
     """The last recorded one: a watched loop may not record every update's."""
     smoothed_loss: float | None = None
     validation: dict[str, Any] = field(default_factory=dict)
+    hosts: dict[str, Any] = field(default_factory=dict)
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
 
     @classmethod
@@ -116,6 +118,7 @@ class Seen:
     def begin(self, facts: dict[str, Any]) -> None:
         """An attempt at training starts; for fine-tuning, only now is the number of updates known."""
         self.total_steps = facts.get("updates") or self.total_steps
+        self.hosts = facts.get("hosts") or self.hosts
 
     def share_done(self) -> float:
         """By updates or hours, whichever is further along, or by questions."""
@@ -138,6 +141,15 @@ class Seen:
             return time_left_s(list(self.recent), self.total_steps, self.max_hours)
         left_s: float | None = self.last.get("left_s")
         return left_s
+
+    def slow(self) -> tuple[str, str]:
+        """The process that holds up the others, and how long they wait for it."""
+        for rank, (often, waited) in waited_for(list(self.recent)).items():
+            if is_slow(often, waited):
+                return place(
+                    rank, self.hosts
+                ), f"slow: the others wait for it {format_share(waited)} of the time"
+        return DASH, ""
 
     def done(self) -> str:
         """`step 502/1000  0.02/2 h`, `120/1,000 questions`."""
@@ -236,6 +248,7 @@ def figures(seen: Seen) -> list[tuple[str, str, str, str]]:
         ("ceiling", format_limit_share(line.get("ceiling_share")), "of the measured matmul rate", ""),
         ("memory", format_bytes(line.get("memory_bytes")), _memory_note(seen), "mem {}"),
         ("data wait", format_share(seen.wait_share()), "of the step", "wait {}"),
+        ("slowest", *seen.slow(), "waits for {}"),
         ("time left", format_duration(seen.left_s()), after, "left {}"),
     ]
     return [row for row in rows if row[1] != DASH]

@@ -99,6 +99,7 @@ class _Notes:
     def __init__(self, view: Observer) -> None:
         self.view, self.told = view, set[str]()
         self.samples, self.tests, self.validations = 0, 0, 0
+        self.slow: list[str] = []
 
     def once(self, text: str) -> None:
         if text not in self.told:
@@ -121,6 +122,10 @@ class _Notes:
             self.once(
                 f"{best.domain}: {shorten(best.question, 200, placeholder=' …')} It wrote: {wrote} ({best.note})"
             )
+        if shown.crew is not None and (slow := [m.name for m in shown.crew.members if m.kind]) != self.slow:
+            self.slow = slow
+            for said in shown.crew.said if slow else ():
+                self.once(said)
         for finding in shown.findings or ():
             gain = f" ({finding.gain})" if finding.gain else ""
             self.once(f"finding: {finding.title}{gain}; fix: {finding.fix}")

@@ -29,6 +29,9 @@ backward_s | s | time in backward passes, recomputation included, waits for othe
 combine_s | s | time in keeping and combining the gradients of several domains; with PCGrad
 optimizer_s | s | time in clipping and updating the weights
 communication_s | s | time in which process 0 packed gathers and reductions or waited for those that nothing hid; only with several processes
+slowest_rank | 1 | the process that took longest over the update before, waits for others excluded; only with several processes
+slowest_s | s | the time it took: data wait, copy, forward, backward, combining, reference, critic, optimiser
+others_s | s | mean time of the other processes: the difference is what they waited for the slowest
 generate_s | s | time in which text was generated; in reinforcement learning, and in a watched loop that marks it
 weights_s | s | time in which the weights were put into the engine: gathered, cast or merged; in RL, like those below
 reward_s | s | time in which the step waited for rewards that generation did not hide

@@ -16,6 +16,11 @@ WORDS: dict[str, tuple[str, ...]] = {
     "start": ("{recipe}: training begins", "training begins"),
     "start_up": ("the first update was done {total_s} after the command",),
     "resume": ("resumed at update {step}",),
+    "worker_joined": ("{name} joined",),
+    "worker": (
+        "{name} {state} after {seconds} s and {samples} samples: {why}",
+        "{name} {state}: {samples} samples in {seconds} s",
+    ),
     "extended": ("extended: {changes}",),
     "forked": ("forked from {source}: {changes}", "forked from {source}"),
     "examples_left_out": ("left out {rows} rows that cannot be read or are longer than data.seq_len",),
@@ -75,6 +80,8 @@ _VALIDATION = {
 }
 BAD = ("failed", "out_of_memory", "validation_out_of_memory", "updates_not_recorded")
 """Shown in red."""
+LOST = ("died", "hung")
+"""States of a worker that are, too."""
 _QUIET = ("at", "event", "exit_code")
 
 
@@ -90,6 +97,7 @@ def _change(pair: Any) -> str:
 
 def told(kind: str, facts: dict[str, Any]) -> str:
     """One event as a sentence."""
+    kind = "worker_joined" if kind == "worker" and facts.get("state") == "joined" else kind
     if kind == "engine" and "occupancy" in facts:
         facts = facts | {"occupancy_share": facts["occupancy"]}
     if isinstance(changed := facts.get("changed"), dict) and changed:

@@ -46,6 +46,10 @@ def print_report(runs: list[RunView], console: Console) -> None:
         _findings(out, run)
         _bars(out, "How fast", run.speed_bars if len(run.speed_bars) > 1 else [], shares=False)
         _bars(out, "Where the time went", run.time_stack, shares=True)
+        if run.crew is not None:
+            out.part("Processes and workers", Grid(("",) * 4, [member[:4] for member in run.crew.members]))
+            for said in run.crew.said:
+                out.line(said)
         _bars(out, "Memory", run.memory_bars if run.summary.memory.predicted_bytes else [], shares=False)
         print_ablation(run.ablation, console)
         if len(runs) == 1 and run.plan:

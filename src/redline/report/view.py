@@ -23,9 +23,10 @@ from redline.record.units import (
     format_limit_share,
     format_share,
 )
-from redline.record.words import BAD, told, told_validation
+from redline.record.words import BAD, LOST, told, told_validation
 from redline.report.ablation import Ablation, ablation
 from redline.report.compare import ratio
+from redline.report.crew import Crew, crew
 from redline.report.figures import Summary, summarise
 from redline.report.findings import FindingView, findings
 from redline.report.reinforcement import Reinforcement, reinforcement
@@ -107,6 +108,8 @@ class RunView:
     tests: list[Test]
     samples: dict[str, Any] | None
     rl: Reinforcement | None
+    crew: Crew | None
+    """Who did the work, if there were several."""
     recipe_text: str
 
 
@@ -144,6 +147,7 @@ def view(run: Run, place: int = 0) -> RunView:
         tests=tests,
         samples=samples,
         rl=rl,
+        crew=crew(run),
         recipe_text=run.recipe_text,
     )  # fmt: skip
 
@@ -297,7 +301,8 @@ def event_rows(run: Run) -> list[EventRow]:
     """The events; if there are many, the first and the last, so that the page of a long run stays short."""
     rows = []
     for event in (*run.events[:FIRST_EVENTS], *run.events[FIRST_EVENTS:][-LAST_EVENTS:]):
-        at, kind = when(number(event.get("at")) or math.inf), "bad" if event["event"] in BAD else ""
+        bad = event["event"] in BAD or (event["event"] == "worker" and event.get("state") in LOST)
+        at, kind = when(number(event.get("at")) or math.inf), "bad" if bad else ""
         rows.append(EventRow(at, told(event["event"], event), kind))
     if left_out := len(run.events) - len(rows):
         rows.insert(FIRST_EVENTS, EventRow("", f"{left_out:,} more in events.jsonl", ""))

@@ -16,7 +16,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -27,7 +27,7 @@ from torch import Tensor
 from redline.machine.nvml import GpuTelemetry, process_rss_bytes
 from redline.plan.plan import Plan
 from redline.record import startup
-from redline.train.process import COMMUNICATION, INTERRUPTED
+from redline.train.process import COMMUNICATION, INTERRUPTED, Process
 from redline.train.step import Update
 
 GAUGES_EVERY_S = 1.0
@@ -97,6 +97,36 @@ def _phases(flight: _InFlight) -> dict[str, float]:
         else:
             seconds[phase], before_s = seconds.get(phase, 0.0) + before_s + length_s, 0.0
     return seconds if flight.issue_s is None else {**seconds, "issue_s": flight.issue_s}
+
+
+OWN = (
+    "data_wait_s",
+    "copy_s",
+    "forward_s",
+    "backward_s",
+    "combine_s",
+    "reference_s",
+    "critic_s",
+    "optimizer_s",
+)
+"""What a process spends on an update without waiting for the others."""
+
+
+def own_time(process: Process, line: dict[str, Any]) -> list[float]:
+    """A place for every process, with this one's time of its last update filled in: their sum tells all times to all."""
+    if process.world_size == 1:
+        return []
+    own_s = sum(line.get(name, 0.0) for name in OWN)
+    return [own_s if rank == process.rank else 0.0 for rank in range(process.world_size)]
+
+
+def slowest(own_s: Sequence[float]) -> dict[str, float]:
+    """Who was slowest of all processes, its time and the mean of the others'; nothing before the first update."""
+    if not any(own_s):
+        return {}
+    most_s = max(own_s)
+    others_s = (sum(own_s) - most_s) / (len(own_s) - 1)
+    return {"slowest_rank": own_s.index(most_s), "slowest_s": most_s, "others_s": others_s}
 
 
 def start_up_s(device: torch.device) -> dict[str, float]:

@@ -30,7 +30,7 @@ from redline.train.alignment import Diagnosis
 from redline.train.checkpoint import Checkpoints, load
 from redline.train.feedback import rule_of
 from redline.train.graph import Captured
-from redline.train.instruments import Instruments, Work, start_up_s, training_rates
+from redline.train.instruments import Instruments, Work, own_time, slowest, start_up_s, training_rates
 from redline.train.objective import Batch, Executor, Job, Position
 from redline.train.optimizer import fixed, lr_factor, make_optimizers, state_tensors, warm_momentum
 from redline.train.orthogonality import penalty
@@ -167,7 +167,8 @@ class Trainer:
         # The first one's clock rules the schedule of all.
         clock_s = self._elapsed_s() if self.process.is_first else 0.0
         counts = (float(batch.targets), float(batch.tokens), float(batch.rows))
-        targets, tokens, rows, self.clock_s = self.process.sums(*counts, clock_s)
+        exchanged = self.process.sums(*counts, clock_s, *own_time(self.process, self.last_line))
+        targets, tokens, rows, self.clock_s, *busy_s = exchanged
         factor = lr_factor(self.train, done.step + 1, self.clock_s)
         warm_momentum(self.learner.optimizers, self.train, done.step + 1)
         redraw_when_due(self.learner.model, self.train.seed, done.step, self.learner.before_update)
@@ -187,6 +188,7 @@ class Trainer:
             "tokens": done.tokens,
             "data_wait_s": self.source.waited_s - self.waited_s,
             **self.objective.facts(batch),
+            **slowest(busy_s),
             "elapsed_s": self._elapsed_s(),
         }
         if self.learner.scale is not None:
@@ -349,6 +351,7 @@ class Trainer:
             data=self.job.data_fingerprint,
             updates=self.train.steps,
             world_size=self.process.world_size,
+            hosts=self.process.hosts(),
             micro_batch=self.objective.pass_size,
             metrics_dropped=dropped,
         )

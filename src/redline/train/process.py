@@ -15,6 +15,8 @@ model's objects alone (docs/decisions.md).
 """
 
 import os
+import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +32,9 @@ from torch.distributed.tensor import DTensor
 
 from redline.errors import MachineError
 from redline.model.transformer import Transformer
+
+HOST_BYTES = 64
+"""Linux has no longer host names."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,16 @@ class Process:
     def any(self, flag: bool) -> bool:
         """True on every process if it is true on one: processes stop at the same step or hang."""
         return self.sum(float(flag)) > 0
+
+    def hosts(self) -> dict[str, int]:
+        """The machines in the order of their processes, and how many each has."""
+        name = socket.gethostname()
+        if self.world_size == 1:
+            return {name: 1}
+        own = torch.tensor(list(name.encode().ljust(HOST_BYTES)[:HOST_BYTES]), dtype=torch.uint8)
+        found = [torch.zeros_like(own) for _ in range(self.world_size)]
+        dist.all_gather(found, own)
+        return dict(Counter(bytes(text.tolist()).decode().strip() for text in found))
 
     def barrier(self) -> None:
         if self.world_size > 1:

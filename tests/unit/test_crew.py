@@ -1,0 +1,153 @@
+"""Who does the work: the slow process and the slow worker are named, and those that died."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from run_folders import lines, write_run
+
+from redline.cli.live import Seen, figures
+from redline.cli.watch import _Notes
+from redline.record.read import read_run
+from redline.record.words import told
+from redline.report.crew import Crew, crew, place, waited_for
+from redline.report.page import page
+from redline.report.terminal import print_report
+from redline.report.view import event_rows, view
+from redline.train.instruments import own_time, slowest
+from redline.train.process import Process
+
+HOSTS = {"node-a": 2, "node-b": 2}
+
+
+def test_every_process_learns_the_time_of_all_from_one_sum() -> None:
+    taken = (
+        {"forward_s": 1.0, "communication_s": 9.0},
+        {"forward_s": 2.0, "data_wait_s": 4.0},
+        {"backward_s": 2.0},
+    )
+    places = [own_time(Process(rank, 3, torch.device("cpu")), line) for rank, line in enumerate(taken)]
+    together = [sum(column) for column in zip(*places, strict=True)]
+    assert together == [1.0, 6.0, 2.0]
+    assert slowest(together) == {"slowest_rank": 1, "slowest_s": 6.0, "others_s": 1.5}
+
+
+def test_one_process_and_a_first_update_have_no_slowest() -> None:
+    assert own_time(Process(0, 1, torch.device("cpu")), {"forward_s": 1.0}) == []
+    assert slowest([]) == {}
+    assert slowest([0.0, 0.0]) == {}
+
+
+def test_a_process_is_placed_on_its_host() -> None:
+    assert [place(rank, HOSTS) for rank in (1, 2)] == ["process 1 on node-a", "process 2 on node-b"]
+    assert place(1, {"here": 2}) == place(1, {}) == "process 1"
+
+
+def of_four(parent: Path, slow_s: float, *, workers: tuple[dict[str, Any], ...] = ()) -> Path:
+    """Updates of half a second; process 2 takes slow_s of it in every update but each fourth, the others 0.3 s."""
+    found = lines()
+    for line in found:
+        rank = 0 if line["step"] % 4 == 0 else 2
+        line |= {"slowest_rank": rank, "slowest_s": slow_s if rank else 0.301, "others_s": 0.3}
+    begun = {"at": 1.0, "event": "start", "step": 0, "world_size": 4, "hosts": HOSTS}
+    told_ = [{"at": 2.0, "event": "worker", **one} for one in workers]
+    return write_run(parent / "run", metrics=found, events=[begun, *told_])
+
+
+def crew_of(folder: Path) -> Crew:
+    found = crew(read_run(folder))
+    assert found is not None
+    return found
+
+
+def test_a_slow_process_is_named_with_the_time_that_the_others_waited(tmp_path: Path) -> None:
+    """35 warm updates of 0.5 s: 26 or 27 of them wait 0.1 s for process 2."""
+    run = read_run(of_four(tmp_path, 0.4))
+    found, shares = crew_of(run.path), waited_for(run.warm)
+    assert list(shares) == [2, 0]
+    waits = sum(line["slowest_rank"] == 2 for line in run.warm)
+    assert shares[2] == pytest.approx((waits / 35, waits * 0.1 / (35 * 0.5)))
+    assert found.said == [
+        f"process 2 on node-b is slow: the others waited for it {100 * shares[2][1]:.1f} % of the time"
+    ]
+    assert [(one.name, one.state, one.kind) for one in found.members] == [
+        ("process 2 on node-b", "slow", "bad"),
+        ("process 0 on node-a", "working", ""),
+    ]
+
+
+def test_processes_that_are_equally_fast_are_not_called_slow(tmp_path: Path) -> None:
+    found = crew_of(of_four(tmp_path, 0.301))
+    assert found.said == ["4 processes on 2 machines, none of them slow"]
+    assert not any(one.kind for one in found.members)
+
+
+WORKERS = (
+    {"name": "worker-1", "state": "joined", "samples": 0, "seconds": 0.0},
+    {"name": "worker-2", "state": "joined", "samples": 0, "seconds": 0.0},
+    {"name": "worker-3", "state": "joined", "samples": 0, "seconds": 0.0},
+    {"name": "worker-2", "state": "died", "samples": 40, "seconds": 10.0, "why": "it was killed"},
+    {"name": "worker-2", "state": "joined", "samples": 0, "seconds": 0.0},
+    {"name": "worker-1", "state": "ended", "samples": 200, "seconds": 50.0},
+    {"name": "worker-2", "state": "ended", "samples": 160, "seconds": 40.0},
+    {"name": "worker-3", "state": "ended", "samples": 50, "seconds": 50.0},
+)
+
+
+def test_workers_have_their_samples_a_second_and_their_deaths(tmp_path: Path) -> None:
+    found = {one.name: one for one in crew_of(of_four(tmp_path, 0.301, workers=WORKERS)).members}
+    assert found["worker-1"][1:] == ("ended", "200 samples, 4 samples/s", "", "")
+    assert found["worker-2"].work == "200 samples, 4 samples/s"
+    assert (found["worker-2"].note, found["worker-2"].kind) == ("died once", "bad")
+    assert found["worker-3"].note == "slow: the middle worker delivers 4 samples/s"
+
+
+def test_the_events_of_workers_are_told_and_the_lost_ones_in_red(tmp_path: Path) -> None:
+    assert told("worker", dict(WORKERS[0])) == "worker-1 joined"
+    assert told("worker", dict(WORKERS[3])) == "worker-2 died after 10 s and 40 samples: it was killed"
+    assert told("worker", dict(WORKERS[5])) == "worker-1 ended: 200 samples in 50 s"
+    rows = event_rows(read_run(of_four(tmp_path, 0.4, workers=WORKERS)))
+    assert [row.text for row in rows if row.kind] == [
+        "worker-2 died after 10 s and 40 samples: it was killed"
+    ]
+
+
+def test_page_terminal_and_watch_show_them(tmp_path: Path) -> None:
+    shown = view(read_run(of_four(tmp_path, 0.4, workers=WORKERS)))
+    console = Console(record=True, width=160, file=io.StringIO())
+    print_report([shown], console)
+    for text in (page([shown]), console.export_text()):
+        for part in (
+            "Processes and workers",
+            "process 2 on node-b is slow",
+            "worker-3",
+            "4 samples/s",
+            "died once",
+        ):
+            assert part in text
+    notes: list[str] = []
+
+    class View:
+        def event(self, kind: str, facts: dict[str, Any]) -> None:
+            notes.append(facts["text"]) if kind == "note" else None
+
+        def metrics(self, line: dict[str, Any]) -> None: ...
+        def close(self) -> None: ...
+
+    told_ = _Notes(View())
+    told_.tell(shown)
+    told_.tell(shown)
+    assert sum("process 2 on node-b is slow" in note for note in notes) == 1
+
+
+def test_the_live_view_names_the_slow_process(tmp_path: Path) -> None:
+    run, seen = read_run(of_four(tmp_path, 0.4)), Seen()
+    seen.begin(run.events[0])
+    for line in run.metrics:
+        seen.add(line)
+    (row,) = [row for row in figures(seen) if row[0] == "slowest"]
+    assert row[1] == "process 2 on node-b"
+    assert row[2].startswith("slow: the others wait for it")
