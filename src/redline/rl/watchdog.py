@@ -25,6 +25,8 @@ from redline.train.stop import StopTraining
 FACTOR = 10.0
 LEAST_S = 300.0
 FIRST_S = 3600.0
+BREAK_IN = signal.SIGUSR2
+"""SIGUSR1 is SLURM's, and stops a run after the step that hangs here."""
 DRAWING = ("generate", "reward")
 """Phases of the source, which leave the weights alone."""
 
@@ -42,19 +44,21 @@ class Watchdog:
         self._took_s: dict[str, list[float]] = defaultdict(list)
         self._now: tuple[str, float] | None = None
         self._lock, self._closed = threading.Lock(), threading.Event()
-        self._hung: tuple[str, str] | None = None
+        self._hung: tuple[tuple[str, float], str] | None = None
         self._before: Any = None
+        self._thread = threading.Thread(target=self._watch, name="redline-watchdog", daemon=True)
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # only there a signal can break in
-            self._before = signal.signal(signal.SIGUSR1, self._break_in)
-            threading.Thread(target=self._watch, name="redline-watchdog", daemon=True).start()
+            self._before = signal.signal(BREAK_IN, self._break_in)
+            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
         if self._before is not None:
-            signal.signal(signal.SIGUSR1, self._before)
+            self._thread.join()  # the signal without its handler would end the process
+            signal.signal(BREAK_IN, self._before)
 
     def phase(self, name: str | None) -> None:
         """The phase before ends, and this one begins."""
@@ -73,19 +77,22 @@ class Watchdog:
             if spent_s < (FIRST_S if usual_s is None else max(LEAST_S, FACTOR * usual_s)):
                 return None
             usually = "the first time" if usual_s is None else f"usually {format_duration(usual_s)}"
-            self._hung = name, f"the phase {name} hung: {format_duration(spent_s)}, {usually}"
+            self._hung = self._now, f"the phase {name} hung: {format_duration(spent_s)}, {usually}"
         self._event("phase_hung", phase=name, spent_s=round(spent_s, 1), usual_s=usual_s)
         return name
 
     def _watch(self) -> None:
         while not self._closed.wait(self._poll_s):
-            if self.check() is not None:
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            self.check()
+            # At every look: a signal that comes just before the main thread begins to wait does not wake it.
+            if self._hung is not None and self._hung[0] is self._now:
+                signal.pthread_kill(threading.main_thread().ident or 0, BREAK_IN)
 
     def _break_in(self, _number: int, _frame: FrameType | None) -> None:
-        name, said = self._hung or ("", "")
-        if self._now is None or self._now[0] != name or self._closed.is_set():
+        if self._now is None or self._hung is None or self._hung[0] is not self._now or self._closed.is_set():
             return  # it ended while the signal was on its way
+        (name, _), said = self._hung
+        self._now = None  # once: what follows must not be broken into
         if self._alone and name in DRAWING:
             raise StopTraining(said)
         raise TrainingError(f"{said}; run the same command again and it resumes from the last checkpoint")
