@@ -102,7 +102,7 @@ def test_workers_have_their_samples_a_second_and_their_deaths(tmp_path: Path) ->
     assert found["worker-1"][1:] == ("ended", "200 samples, 4 samples/s", "", "")
     assert found["worker-2"].work == "200 samples, 4 samples/s"
     assert (found["worker-2"].note, found["worker-2"].kind) == ("died once", "bad")
-    assert found["worker-3"].note == "slow: the middle worker delivers 4 samples/s"
+    assert found["worker-3"].note == "is slow: the middle worker delivers 4 samples/s"
 
 
 def test_the_events_of_workers_are_told_and_the_lost_ones_in_red(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from math import ceil
 
 from redline.config.recipe import Recipe
-from redline.plan.arithmetic import Traffic
 from redline.plan.capacity import (
     LINK_SHARE,
     Capacity,
@@ -31,18 +30,8 @@ def print_capacity(
 ) -> None:
     """The table over the numbers of GPUs, where it stops, and the assumptions; for a plan also the layouts."""
     console, steps, shares = Output(), recipe.train.steps, efficiency(rows)
-    columns = [
-        "GPUs",
-        "layout",
-        "memory",
-        "compute",
-        "comm.",
-        "step",
-        "all to none hidden",
-        "tokens/s/GPU",
-        "tokens/s",
-    ]
-    columns += ["efficiency", f"{steps:,} steps", "GPU-hours", *(["cost"] if price else [])]
+    columns = ["GPUs", "layout", "memory", "compute", "comm.", "step", "hidden: all to none", "tokens/s/GPU"]
+    columns += ["tokens/s", "efficiency", f"{steps:,} steps", "GPU-hours", *(["cost"] if price else [])]
     cells: list[tuple[str, ...]] = []
     for row in rows:
         if row.problem:
@@ -57,9 +46,8 @@ def print_capacity(
             format_count(row.tokens_per_s), f"{shares[row.gpus]:.0%}", format_duration(row.step_s * steps),
             f"{hours:,.1f}", *([f"{hours * price:,.2f}"] if price else []),
         ))  # fmt: skip
-    show(
-        columns, cells, title="\nOn many GPUs (arithmetic, not measured)", right=(0, *range(2, len(columns)))
-    )
+    title, numbers = "\nOn many GPUs (arithmetic, not measured)", (0, *range(2, len(columns)))
+    show(columns, cells, title=title, right=numbers)
     console.print(where_it_stops(recipe, rows))
     assert hardware.link_bytes_per_s is not None
     assert hardware.network_bytes_per_s is not None
@@ -79,70 +67,42 @@ def print_capacity(
 
 def _print_layouts(recipe: Recipe, plan: Plan) -> None:
     """What each GPU receives in an update if the weights lie one way or another."""
-    node, own = plan.hardware.node_gpus, layout_of(plan)
-    ways = {
-        1: Layout(shards=1, replicas=plan.world_size),
-        plan.world_size: Layout(shards=plan.world_size, replicas=1),
-    }
-    if plan.world_size > node and plan.world_size % node == 0:
-        ways[node] = Layout(shards=node, replicas=plan.world_size // node)
+    own, gpus = layout_of(plan), plan.world_size
     cells = []
-    for shards, way in sorted(ways.items()):
+    for shards in sorted(
+        {1, own.shards, gpus, *([node] if gpus % (node := plan.hardware.node_gpus) == 0 else [])}
+    ):
+        way = Layout(shards=shards, replicas=gpus // shards)
         found = exchanged(recipe, plan, way)
-        kept = [plan.prediction.memory_parts_bytes[part] for part in ("weights", "gradients", "optimizer")]
-        whole = sum(kept) * own.shards
-        memory = plan.prediction.memory_bytes - sum(kept) + whole // shards
+        kept = sum(plan.prediction.memory_parts_bytes[part] for part in ("weights", "gradients", "optimizer"))
+        memory = plan.prediction.memory_bytes - kept + kept * own.shards // shards
+        sizes = (found.traffic.gathered, found.traffic.scattered, found.traffic.reduced)
+        received = [format_bytes(size) if size else DASH for size in sizes]
         fits = "" if memory <= plan.hardware.memory_bytes else "does not fit"
-        cells.append(
-            (
-                way.name,
-                format_bytes(memory),
-                *_received(found.traffic),
-                format_duration(found.elapsed_s),
-                "planned" if way == own else fits,
-            )
-        )
+        note = "planned" if way == own else fits
+        cells.append((way.name, format_bytes(memory), *received, format_duration(found.elapsed_s), note))
     columns = ("layout", "memory", "gathered", "reduce-scattered", "all-reduced", "comm.", "")
-    show(
-        columns,
-        cells,
-        title=f"\nWhat each of {plan.world_size:,} GPUs receives in an update",
-        right=range(1, 6),
-    )
-
-
-def _received(traffic: Traffic) -> list[str]:
-    return [
-        format_bytes(size) if size else DASH
-        for size in (traffic.gathered, traffic.scattered, traffic.reduced)
-    ]
+    show(columns, cells, title=f"\nWhat each of {gpus:,} GPUs receives in an update", right=range(1, 6))
 
 
 def _print_step(row: Capacity) -> None:
     """The waterfall of an RL step."""
     cells, began_s = [], 0.0
     for name, part_s in row.parts_s.items():
-        bar = (
-            " " * round(40 * began_s / row.step_s) + "█" * max(1, ceil(40 * part_s / row.step_s))
-            if part_s
-            else ""
-        )
-        note = "beside generation; the time of a scorer is not known" if name == "reward" else bar
+        before, long = (40 * seconds / row.step_s for seconds in (began_s, part_s))
+        bar = " " * round(before) + "█" * max(1, ceil(long))
+        note = bar if part_s else "beside generation; the time of a scorer is not known"
         cells.append((name, format_duration(part_s), format_share(part_s / row.step_s), note))
         began_s += part_s
-    show(
-        ("", "", "", ""),
-        cells,
-        title=f"\nA step on {row.gpus:,} GPUs, all prompts and answers at full length",
-        right=(1, 2),
-    )
+    title = f"\nA step on {row.gpus:,} GPUs, all prompts and answers at full length"
+    show(("",) * 4, cells, title=title, right=(1, 2))
 
 
 def _print_guide(row: Capacity) -> None:
     """Tuning guide 001 saw 67 to 83 tokens/s, which verl counts per GPU."""
     cells = [
         ("tokens/s per GPU", "67 to 83", "1,000 (perf/throughput)", exact(row.tokens_per_s / row.gpus)),
-        ("tokens/s in total", "536 to 664", "2,000 on 8 GPUs", exact(row.tokens_per_s)),
+        ("tokens/s in total", "536 to 664", "2,000", exact(row.tokens_per_s)),
         ("MFU of the actor", "1.7 to 4.3 %", "40 %", format_share(row.actor_mfu)),
         ("memory per GPU", "72 GB", "60 GB", format_bytes(row.memory_bytes)),
     ]

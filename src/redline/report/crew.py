@@ -109,7 +109,7 @@ def _workers(events: list[Line]) -> Crew | None:
         lost = Counter(str(event["state"]) for event in own if event.get("state") in LOST)
         slow = rate is not None and rate < SLOW_RATE * middle
         notes = [f"{state} {n} times" if n > 1 else f"{state} once" for state, n in lost.items()]
-        notes += [f"slow: the middle worker delivers {exact(middle)} samples/s"] if slow else []
+        notes += [f"is slow: the middle worker delivers {exact(middle)} samples/s"] if slow else []
         notes += [str(own[-1]["why"])] if own[-1].get("why") else []
         work = f"{sum(number(e.get('samples')) or 0 for e in own):,.0f} samples"
         speed = f"{work}, {exact(rate)} samples/s" if rate is not None else ""
