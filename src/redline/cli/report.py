@@ -66,5 +66,6 @@ def _figures(shown: RunView) -> dict[str, Any]:
         "evaluations": run.evaluations,
         "samples": shown.samples,
         "rl": asdict(shown.rl) if shown.rl else None,
+        "crew": [member._asdict() for member in shown.crew.members] if shown.crew else None,
         "ablation": run.ablation,
     }
