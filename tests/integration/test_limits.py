@@ -38,6 +38,7 @@ def test_a_run_that_beats_its_ceiling_says_so(
     assert "that rate was measured too low: it will be measured again" in " ".join(said.split())
     assert cached(facts) is None
     assert main(["report", run]) == 0
-    assert " ".join(capsys.readouterr().out.split()).count(WRONG) == 2
-    # wherever the page shows a share: at least the tile of the ceiling, and the roofline
+    # wherever a share of the limit is shown: two places always, and in a finding that only a busy machine gives
+    assert " ".join(capsys.readouterr().out.split()).count(WRONG) >= 2
+    # at least the tile of the ceiling, and the roofline
     assert (Path(run) / "report.html").read_text().count(WRONG) >= 2
