@@ -21,7 +21,8 @@ from redline.engine.local import LocalEngine
 from redline.errors import TrainingError
 from redline.record.metrics import METRICS
 from redline.record.run import read_lines
-from redline.rl.algorithm import Columns, columns_of, share_of, shared_tokens
+from redline.rl.algorithm import Columns, Part, columns_of, shared_tokens, shares_of
+from redline.rl.domains import Domains
 from redline.rl.grpo import GRPO, advantages, divergence, policy_loss
 from redline.rl.imitation import IMITATION
 from redline.rl.ppo import PPO, generalised_advantages, make_critic, value_loss
@@ -57,11 +58,9 @@ def test_answers_to_a_question_share_its_prompt_where_that_saves_enough() -> Non
 def test_answers_to_a_question_stay_on_one_process() -> None:
     rows = GRPO.rows(group(1.0, 0.0), (1.0, 0.0))
     both = [replace(row, example=Example((n,), row.example.answer)) for row in rows for n in (1, 2)]
-    first, second = (share_of(both, Process(rank, 2, torch.device("cpu"))) for rank in (0, 1))
+    first, second = shares_of(both, 2)
     assert [row.example.prompt for row in first + second] == [(1,), (1,), (2,), (2,)]
-    assert [len(share_of(rows, Process(rank, 2, torch.device("cpu")))) for rank in (0, 1)] == [1, 1], (
-        "one question"
-    )
+    assert list(map(len, shares_of(rows, 2))) == [1, 1], "one question"
 
 
 # ---- advantages and losses ----
@@ -207,17 +206,18 @@ def test_the_same_seed_gives_the_same_run_and_another_another(place, unbroken, t
 def test_a_run_that_was_killed_loses_and_repeats_no_answer(place, unbroken, tmp_path, monkeypatch, drawn):
     """Broken off after so many groups were drawn; the groups that are in the files are not drawn again."""
     generated: list[tuple[int, tuple[str, int]]] = []
-    scored = Rollouts._scored
+    answers = Domains.answers
 
-    def counting(self: Rollouts, step: int, keys: Any) -> Any:
-        for found in scored(self, step, keys):
-            if len(generated) == drawn and not (tmp_path / "killed").exists():
-                (tmp_path / "killed").touch()
-                raise KeyboardInterrupt
-            generated.append((step, found.key))
-            yield found
+    def counting(self: Domains, engine: Any, asked: Any, **how: Any) -> Any:
+        for key, samples in answers(self, engine, asked, **how):
+            if "seed" in how:  # not a validation
+                if len(generated) == drawn and not (tmp_path / "killed").exists():
+                    (tmp_path / "killed").touch()
+                    raise KeyboardInterrupt
+                generated.append((how["seed"].args[0], key))
+            yield key, samples
 
-    monkeypatch.setattr(Rollouts, "_scored", counting)
+    monkeypatch.setattr(Domains, "answers", counting)
     with pytest.raises(KeyboardInterrupt):
         run_rl(place, tmp_path / "run")
     run_rl(place, tmp_path / "run")
@@ -261,7 +261,7 @@ def test_the_critic_learns_what_answers_earn(place):
     rows = PPO.rows(asked, [1.0, 0.0])
     for _ in range(60):
         critic.expect([rows])
-        critic.improve([rows], 6.0)
+        critic.improve(Part([("", rows)], 6.0, 0))
     critic.expect([rows])
     assert rows[0].columns["value"][-1] > 0.8
     assert rows[1].columns["value"][-1] < 0.2
@@ -446,16 +446,16 @@ def test_a_run_whose_generation_hangs_ends_with_a_checkpoint_and_resumes(
 ):
     clock = Hands()
     monkeypatch.setattr("redline.rl.run.Watchdog", partial(Watchdog, clock=clock, poll_s=0.01))
-    scored = Rollouts._scored
+    generate = Rollouts._generate
 
     def hanging(self: Rollouts, step: int, keys: Any) -> Any:
         if step == 4:
             clock.now_s += 1e6
             threading.Event().wait()
-        return scored(self, step, keys)
+        return generate(self, step, keys)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Rollouts, "_scored", hanging)
+        patched.setattr(Rollouts, "_generate", hanging)
         with pytest.raises(TrainingError, match=r"the phase generate hung.*a checkpoint was saved"):
             run_rl(place, tmp_path / "run")
     assert resolve(tmp_path / "run").name == "step-00000003"

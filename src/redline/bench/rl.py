@@ -13,6 +13,7 @@ import importlib.util
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -288,8 +289,10 @@ def _trl(work: RlWork, questions: int, *, continuous: bool = False) -> BenchRow:
 class _Coin:
     """Scores without a process: rewards must cost nothing on both sides."""
 
-    def score(self, items: Sequence[tuple[Question, str]]) -> list[Verdict]:
-        return [Verdict(bool(reward(text)), True, reward(text), None) for _, text in items]
+    def submit(self, _question: Question, text: str) -> Future[Verdict]:
+        verdict = Future[Verdict]()
+        verdict.set_result(Verdict(bool(reward(text)), True, reward(text), None))
+        return verdict
 
 
 class _Whole(Task):

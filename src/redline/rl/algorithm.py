@@ -18,7 +18,6 @@ from redline.config.rl import RlConfig
 from redline.model.attention.packed import Packing
 from redline.rl.samples import Group, Sample
 from redline.train.packed import EMPTY, Example, exact, pack, pack_once, unpack
-from redline.train.process import Process
 from redline.train.step import Numbers
 
 COPIES_PAY = 0.3
@@ -53,6 +52,18 @@ class Columns:
     """Log-probabilities under the model that the run began with."""
 
 
+@dataclass(frozen=True)
+class Part:
+    """One update of a rollout."""
+
+    passes: list[tuple[str, list[Row]]]
+    """Of this process: whose gradients they are, and the rows."""
+    targets: float
+    """Of all processes."""
+    shared_tokens: int
+    """Of all processes: prompts read with another row's."""
+
+
 class Algorithm(NamedTuple):
     advantages: Callable[[Group, Sequence[float]], Sequence[float | None]]
     """Of a group's answers, from their rewards; None for an answer that teaches nothing."""
@@ -67,23 +78,22 @@ class Algorithm(NamedTuple):
 
 def row_of(group: Group, sample: Sample, reward: float, advantage: float) -> Row:
     """A row whose tokens were all as good."""
-    example = Example(group.prompt, sample.tokens)
     columns = {
         "sampled": np.array(sample.logprobs, np.float32),
         "advantage": np.full(len(sample.tokens), advantage, np.float32),
     }
-    return Row(group.domain, example, sample.cut, reward, columns)
+    return Row(group.domain, Example(group.prompt, sample.tokens), sample.cut, reward, columns)
 
 
-def share_of(rows: Sequence[Row], process: Process) -> list[Row]:
-    """The rows of this process. Answers to one question stay together, because they share its prompt; the longest
+def shares_of(rows: Sequence[Row], processes: int) -> list[list[Row]]:
+    """The rows of each process. Answers to one question stay together, because they share its prompt; the longest
     questions go first and in turn, so that all processes have about as many tokens."""
     groups = defaultdict[tuple[int, ...], list[Row]](list)
     for row in rows:
         groups[row.example.prompt].append(row)
-    together = list(groups.values()) if len(groups) >= process.world_size else [[row] for row in rows]
+    together = list(groups.values()) if len(groups) >= processes else [[row] for row in rows]
     together.sort(key=lambda own: -sum(row.example.length for row in own))
-    return [row for own in together[process.rank :: process.world_size] for row in own]
+    return [[row for own in together[rank::processes] for row in own] for rank in range(processes)]
 
 
 def shared_tokens(rows: Sequence[Row]) -> int:

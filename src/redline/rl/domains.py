@@ -1,23 +1,26 @@
 """The questions of every domain, chosen by (seed, step), as the model reads them; and who scores the answers.
 
 with open_domains(recipe, opened) as domains:
-    asked = domains.ask(step=12, domain="units", number=3)     # the fourth question of units in step 12
-    verdicts = domains.score("units", [(question, text), ...])
+    asked = domains.ask(12, ("units", 3))                      # the fourth question of units in step 12
+    for key, samples in domains.answers(engine, {("units", 3): asked}): ...
 """
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from redline.config.recipe import Recipe
 from redline.engine.prompt import render
-from redline.engine.request import Completion, Sampling
+from redline.engine.request import Completion, Engine, Request, Sampling
 from redline.errors import ConfigError, DataError
-from redline.rl.samples import Sample
+from redline.rl.samples import Key, Sample
 from redline.tasks.pool import Pool
 from redline.tasks.registry import load_task
 from redline.tasks.task import Question, Task, Verdict
@@ -66,8 +69,9 @@ class Domains:
             found[place] += 1
         return dict(zip(self.rl.names, found, strict=True))
 
-    def ask(self, *, step: int, domain: str, number: int) -> Asked:
-        """The question with this number among those of its domain in a step; the same for the same seed."""
+    def ask(self, step: int, key: Key) -> Asked:
+        """That question of a step; the same for the same seed."""
+        domain, number = key
         if self._step != step:
             self._step, self._drawn = step, {name: ([], self._shuffled(name, step)) for name in self.by_name}
         drawn, following = self._drawn[domain]
@@ -75,9 +79,9 @@ class Domains:
             drawn.append(next(following))
         return drawn[number]
 
-    def seed(self, *, step: int, domain: str, number: int) -> int:
+    def seed(self, step: int, key: Key) -> int:
         """Seeds the answers to that question."""
-        text = f"{self.recipe.train.seed}/{step}/{domain}/{number}"
+        text = "/".join(map(str, (self.recipe.train.seed, step, *key)))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
     def held_out(self, domain: str) -> list[Asked]:
@@ -89,16 +93,48 @@ class Domains:
         most, temperature = self.rl.max_new_tokens, 0.0 if greedy else 1.0
         return Sampling(max_new_tokens=most, temperature=temperature, stop_strings=stops)
 
-    def scored(self, domain: str, question: Question, completions: Sequence[Completion]) -> list[Sample]:
-        """The answers to one question with their rewards. A scorer that hangs or dies costs its own answer: 0, with
-        the reason."""
-        task, pool = self.by_name[domain].task, self.by_name[domain].pool
-        texts = [self._text(task, completion) for completion in completions]
-        verdicts = pool.score([(question, task.answer_of(text)) for text in texts])
-        return [
-            _sample(completion, text, verdict, whole=task.finished(text, completion.finish))
-            for completion, text, verdict in zip(completions, texts, verdicts, strict=True)
+    def answers(
+        self,
+        engine: Engine,
+        asked: Mapping[Key, Asked],
+        *,
+        samples: int = 1,
+        seed: Callable[[Key], int] | None = None,
+        generated: Callable[[], None] = lambda: None,
+    ) -> Iterator[tuple[Key, tuple[Sample, ...]]]:
+        """So many answers to each question with their rewards, in the order in which their last answers came; greedy
+        ones without seeds. Each is scored in another process while the rest is generated. `generated` is called when
+        only scores are missing. A scorer that hangs or dies costs its own answer: 0, with the reason."""
+        requests = [
+            Request(
+                prompt=one.prompt,
+                sampling=self.sampling(one.stops, greedy=seed is None),
+                samples=samples,
+                seed=seed(key) if seed is not None else 0,
+                tag=key,
+            )
+            for key, one in asked.items()
         ]
+        heard = defaultdict[Key, list[_Heard]](list)
+        whole: deque[Key] = deque()
+
+        def scored() -> tuple[Key, tuple[Sample, ...]]:
+            key = whole.popleft()
+            own = sorted(heard.pop(key), key=lambda one: one.completion.sample)
+            return key, tuple(_sample(self.by_name[key[0]].task, one) for one in own)
+
+        for completion in engine.run(requests):
+            key: Key = completion.request.tag
+            domain = self.by_name[key[0]]
+            text = self._text(domain.task, completion)
+            verdict = domain.pool.submit(asked[key].question, domain.task.answer_of(text))
+            heard[key].append(_Heard(completion, text, verdict))
+            whole.extend([key] if len(heard[key]) == samples else [])
+            while whole and all(one.verdict.done() for one in heard[whole[0]]):
+                yield scored()
+        generated()
+        while whole:
+            yield scored()
 
     def _text(self, task: Task, completion: Completion) -> str:
         """What was said; a stop string is cut off a completion, and the end of an answer belongs to it."""
@@ -109,7 +145,7 @@ class Domains:
     def _shuffled(self, domain: str, step: int) -> Iterator[Asked]:
         """The domain's questions in the order of this step, over and over."""
         own, longest, fitting = self.by_name[domain], self.rl.max_prompt_tokens, True
-        number = self.seed(step=step, domain=domain, number=-1) % 2**63
+        number = self.seed(step, (domain, -1)) % 2**63
         order = np.random.default_rng(number).permutation(len(own.questions)).tolist()
         while fitting:
             fitting = False
@@ -132,10 +168,18 @@ class Domains:
         return domain._read.setdefault(question.id, asked)
 
 
-def _sample(completion: Completion, text: str, verdict: Verdict, *, whole: bool) -> Sample:
+class _Heard(NamedTuple):
+    completion: Completion
+    text: str
+    verdict: Future[Verdict]
+
+
+def _sample(task: Task, heard: _Heard) -> Sample:
     """An answer that was cut may read as a correct one; it is none."""
+    completion, verdict = heard.completion, heard.verdict.result()
+    whole = task.finished(heard.text, completion.finish)
     return Sample(
-        text=text,
+        text=heard.text,
         reward=verdict.reward if whole else 0.0,
         correct=verdict.correct and whole,
         parsed=verdict.parsed,

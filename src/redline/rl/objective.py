@@ -20,7 +20,7 @@ from redline.config.recipe import Recipe
 from redline.model.lora import lora_layers, without_adapters
 from redline.model.transformer import Transformer
 from redline.plan.predict import longest_row
-from redline.rl.algorithm import Algorithm, Row, by_row, columns_of, packed, share_of, shared_tokens
+from redline.rl.algorithm import Algorithm, Part, Row, by_row, columns_of, packed, shared_tokens, shares_of
 from redline.rl.ppo import Critic
 from redline.rl.rollout import Rollout
 from redline.rl.speed import work_of
@@ -30,7 +30,8 @@ from redline.train.step import Learner, Numbers, Pass, Update, backpropagated, u
 
 
 class Policies:
-    """The objective: what the rows of an update cost the policy."""
+    """The objective: what the rows of an update cost the policy. `reference`: the model that the run began with, where
+    it is needed and is not the model without its adapters."""
 
     def __init__(
         self,
@@ -41,49 +42,38 @@ class Policies:
         pass_size: int,
         reference: Transformer | None = None,
     ) -> None:
-        """`reference`: the model that the run began with, where it is needed and is not the model without its
-        adapters."""
         assert recipe.rl is not None
         self.algorithm, self.recipe, self.process = algorithm, recipe, process
         self.pass_size, self.reference, self.rl = pass_size, reference, recipe.rl
 
-    def passes(self, learner: Learner, rows: Sequence[Row]) -> Iterable[Pass]:
-        """Domains are kept apart only where somebody compares their gradients: together they fill passes better."""
-        for group, own in self._groups(rows):
-            for part in self.split(own):
-                yield backpropagated(partial(self._forward, learner, part), group)
-
-    def split(self, rows: Sequence[Row]) -> list[list[Row]]:
-        """The passes of this process for the rows of all processes."""
-        shares = self._shares(rows)
-        own = shares[self.process.rank]
-        return own + [[]] * (max(map(len, shares)) - len(own))
-
-    def parts(self, batch: Rollout) -> list[list[Row]]:
-        """The rows of each update, over all processes."""
+    def parts(self, batch: Rollout) -> list[Part]:
+        """The updates of a rollout. Domains are kept apart only where somebody compares their gradients: together they
+        fill passes better."""
         count = min(self.rl.updates_per_rollout, len(batch.all_rows))
-        return [batch.all_rows[part::count] for part in range(count)]
+        names = self.rl.names if self.rl.pcgrad != "off" else ("",)
+        budget, found = self.pass_size * longest_row(self.recipe), list[Part]()
+        for number in range(count):
+            rows, passes, shared = batch.all_rows[number::count], list[tuple[str, list[Row]]](), 0
+            for name in names:
+                own = [row for row in rows if name in ("", row.domain)]
+                split = [_within(share, budget) for share in shares_of(own, self.process.world_size)]
+                mine, most = split[self.process.rank], max(map(len, split))
+                passes += [(name, part) for part in mine + [[]] * (most - len(mine))]
+                shared += sum(shared_tokens(part) for parts in split for part in parts)
+            targets = float(sum(len(row.example.answer) for row in rows))
+            found.append(Part(passes, targets, shared))
+        return found
+
+    def passes(self, learner: Learner, part: Part) -> Iterable[Pass]:
+        return (backpropagated(partial(self._forward, learner, rows), name) for name, rows in part.passes)
 
     def shrink(self) -> bool:
         before, self.pass_size = self.pass_size, max(1, self.pass_size // 2)
         return self.pass_size < before
 
     def facts(self, batch: Rollout) -> dict[str, float]:
-        groups = (own for rows in self.parts(batch) for _, own in self._groups(rows))
-        passes = (part for rows in groups for parts in self._shares(rows) for part in parts)
-        return {**batch.facts, **work_of(self.recipe, batch.all_rows, shared=sum(map(shared_tokens, passes)))}
-
-    def _groups(self, rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-        names = self.rl.names if self.rl.pcgrad != "off" else ("",)
-        return [(name, [row for row in rows if name in ("", row.domain)]) for name in names]
-
-    def _shares(self, rows: Sequence[Row]) -> list[list[list[Row]]]:
-        """The passes of every process."""
-        budget = self.pass_size * longest_row(self.recipe)
-        return [
-            _within(share_of(rows, replace(self.process, rank=rank)), budget)
-            for rank in range(self.process.world_size)
-        ]
+        shared = sum(part.shared_tokens for part in batch.parts)
+        return {**batch.facts, **work_of(self.recipe, batch.all_rows, shared=shared)}
 
     def _forward(self, learner: Learner, rows: Sequence[Row]) -> Numbers:
         model, device = learner.model, learner.process.device
@@ -128,37 +118,34 @@ class Updates:
             nothing = torch.zeros((), device=self.learner.process.device)
             return Update({"loss": nothing, "grad_norm": nothing})
         set_lr(self.learner.optimizers, lr_factor)
-        parts = self.objective.parts(batch)
+        batch.parts = self.objective.parts(batch)
         if not batch.prepared:
-            self._prepare(parts)
+            self._prepare(batch.parts)
             batch.prepared = True
         # What was done before memory ran out is not done again.
-        for rows in parts[len(batch.updates) :]:
-            passes = self.objective.passes(self.learner, rows)
-            batch.updates.append(update(self.learner, passes, targets=_targets(rows)))
+        for part in batch.parts[len(batch.updates) :]:
+            passes = self.objective.passes(self.learner, part)
+            batch.updates.append(update(self.learner, passes, targets=part.targets))
         numbers = _mean(batch.updates)
         if self.critic is not None:
             set_lr(self.critic.learner.optimizers, lr_factor)
-            for rows in parts[len(batch.critic_updates) :]:
-                batch.critic_updates.append(self.critic.improve(self.objective.split(rows), _targets(rows)))
+            for part in batch.parts[len(batch.critic_updates) :]:
+                batch.critic_updates.append(self.critic.improve(part))
             numbers |= {f"critic_{name}": value for name, value in _mean(batch.critic_updates).items()}
         return Update(numbers)
 
-    def _prepare(self, parts: Sequence[Sequence[Row]]) -> None:
+    def _prepare(self, parts: Sequence[Part]) -> None:
         """Note what this process's rows are before the first update: what the critic expects of them, and where
         several updates follow their log-probabilities."""
+        passes = [rows for part in parts for _, rows in part.passes]
         if self.critic is not None:
-            self.critic.expect(part for rows in parts for part in self.objective.split(rows))
+            self.critic.expect(passes)
         if len(parts) > 1:
             with torch.no_grad():
-                for part in (part for rows in parts for part in self.objective.split(rows)):
-                    for row, own in by_row(part, logprobs(self.learner.model, part)):
+                for rows in passes:
+                    for row, own in by_row(rows, logprobs(self.learner.model, rows)):
                         row.columns["old"] = own
             self.learner.mark("forward_s")
-
-
-def _targets(rows: Sequence[Row]) -> float:
-    return float(sum(len(row.example.answer) for row in rows))
 
 
 def _mean(updates: Sequence[Update]) -> Numbers:

@@ -12,11 +12,11 @@ the steps: its slots and CUDA graphs are made once.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from redline.config.rl import RlConfig
 from redline.engine.local import LocalEngine
 from redline.engine.prompt import stop_ids
 from redline.errors import MachineError
@@ -32,18 +32,13 @@ class Policy:
         model: Transformer,
         opened: Opened,
         process: Process,
+        rl: RlConfig,
         *,
-        max_prompt_tokens: int,
-        max_new_tokens: int,
         slots: int,
         event: Callable[..., None] = lambda kind, **facts: None,
     ) -> None:
-        self.model, self.process, self.slots, self.event = model, process, slots, event
+        self.model, self.process, self.rl, self.slots, self.event = model, process, rl, slots, event
         self.tokenizer, self.stop_ids = opened.tokenizer, stop_ids(opened.loaded, opened.tokenizer)
-        self.lengths: dict[str, Any] = {
-            "max_prompt_tokens": max_prompt_tokens,
-            "max_new_tokens": max_new_tokens,
-        }
         self.whole = model if process.world_size == 1 else self._copy()
         self.weights_s = 0.0
         """Spent on putting the weights into the engine, over its life."""
@@ -67,10 +62,16 @@ class Policy:
     @property
     def engine(self) -> LocalEngine:
         if self._engine is None:
-            # On a CPU the same seed gives the same run, so an answer may not depend on what is generated beside it.
-            same = self.process.device.type == "cpu"
-            how: dict[str, Any] = {"slots": self.slots, "eos_ids": self.stop_ids, "reproducible": same}
-            self._engine = LocalEngine(self.whole, self.tokenizer, **how, **self.lengths)
+            self._engine = LocalEngine(
+                self.whole,
+                self.tokenizer,
+                slots=self.slots,
+                max_prompt_tokens=self.rl.max_prompt_tokens,
+                max_new_tokens=self.rl.max_new_tokens,
+                eos_ids=self.stop_ids,
+                # On a CPU the same seed gives the same run: an answer may not depend on what is generated beside it.
+                reproducible=self.process.device.type == "cpu",
+            )
         return self._engine
 
     def fewer_slots(self, error: torch.OutOfMemoryError) -> None:

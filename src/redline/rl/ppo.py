@@ -2,8 +2,8 @@
 the answer will earn; what it earns more is the token's advantage (GAE).
 
     critic = make_critic(base, recipe, plan, process)
-    critic.expect(parts)             # values, advantages and returns into the rows' columns
-    critic.improve(rows, targets)    # the critic's own update
+    critic.expect(passes)            # values, advantages and returns into the rows' columns
+    critic.improve(part)             # the critic's own update
 
 Discount 1 and lambda 0.95, the value loss clipped at 0.2 around the old value: TRL's defaults. The reward stands at
 the last token. Advantages are whitened over the rollout, on all processes together.
@@ -25,13 +25,13 @@ from redline.config.recipe import Recipe
 from redline.model.transformer import Linear, Transformer
 from redline.plan.plan import Plan
 from redline.plan.predict import longest_row
-from redline.rl.algorithm import Algorithm, Columns, Row, by_row, columns_of, packed
+from redline.rl.algorithm import Algorithm, Columns, Part, Row, by_row, columns_of, packed
 from redline.rl.grpo import policy_loss
 from redline.train.execution import COMPUTE_DTYPE, equip
 from redline.train.optimizer import make_optimizers, state_tensors
 from redline.train.process import Process, shard
 from redline.train.restore import Opened
-from redline.train.step import Learner, Pass, Update, backpropagated, update
+from redline.train.step import Learner, Update, backpropagated, update
 
 LAMBDA = 0.95
 VALUE_CLIP = 0.2
@@ -79,10 +79,10 @@ class Critic:
         self.learner.waiting, self.learner.before_update = actor.waiting, actor.before_update
 
     @torch.no_grad()
-    def expect(self, parts: Iterable[Sequence[Row]]) -> None:
+    def expect(self, passes: Iterable[Sequence[Row]]) -> None:
         """Say what every token of this process's rows should earn, and from that how good it was."""
         own = []
-        for rows in parts:
+        for rows in passes:
             for row, value in by_row(rows, self._values(rows)):
                 advantage, returned = generalised_advantages(row.reward, value)
                 row.columns |= {"value": value, "advantage": advantage, "returned": returned}
@@ -90,15 +90,15 @@ class Critic:
         self._whiten(own)
         self.learner.mark("")
 
-    def improve(self, parts: Sequence[Sequence[Row]], targets: float) -> Update:
+    def improve(self, part: Part) -> Update:
         """The critic's update on the passes of this process."""
 
         def forward(rows: Sequence[Row]) -> Tensor:
             given = columns_of(rows, self.learner.process.device)
             return value_loss(self._values(rows), given) if rows else 0.0 * self._values(rows).sum()
 
-        passes: list[Pass] = [backpropagated(partial(forward, rows)) for rows in parts]
-        return update(self.learner, passes, targets=targets)
+        passes = [backpropagated(partial(forward, rows)) for _, rows in part.passes]
+        return update(self.learner, passes, targets=part.targets)
 
     def _values(self, rows: Sequence[Row]) -> Tensor:
         tokens_1T, _, packing = packed(rows, self.learner.process.device)

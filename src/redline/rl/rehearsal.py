@@ -30,7 +30,7 @@ class Again:
 
     def next(self) -> Rollout:
         self.done += 1
-        return Rollout(self.done, self.rows, self.rows, {})
+        return Rollout(self.done, self.rows, {})
 
     def close(self) -> None:
         pass

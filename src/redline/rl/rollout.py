@@ -5,46 +5,45 @@
 
 Questions and random numbers are functions of (seed, step), and groups are kept as soon as they are scored, so an
 attempt that was killed neither loses nor repeats an answer: what stands in the file of the step is not drawn again.
-Answers are scored in other processes while the rest is generated. Questions that teach nothing (to GRPO: all answers
-equally good) are replaced, `rl.refills` times. Several processes share the questions and exchange the answers, so that
-all of them hold the whole rollout.
+Questions that teach nothing (to GRPO: all answers equally good) are replaced, `rl.refills` times. Several processes
+share the questions and exchange the answers, so that all of them hold the whole rollout.
 """
 
 import json
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
 
 import torch
 import torch.distributed as dist
 
 from redline.config.rl import RlConfig
-from redline.engine.request import Completion, Request
-from redline.rl.algorithm import Algorithm, Row, share_of
+from redline.rl.algorithm import Algorithm, Part, Row
 from redline.rl.domains import Domains
 from redline.rl.policy import Policy
-from redline.rl.samples import Group, Sample, Samples, read_group, write_group
+from redline.rl.samples import Group, Key, Sample, Samples, read_group, write_group
 from redline.train.process import Process
 from redline.train.step import Update
 
 PENALISED = 0.2
 """Share of the longest answer over which the penalty for length rises from 0 to 1 (DAPO: 4,096 of 20,480)."""
 
-Key = tuple[str, int]
-
 
 @dataclass
 class Rollout:
-    """What is learnt from in a step: on every process all of it, and this process's part."""
+    """What is learnt from in a step: all of it, on every process."""
 
     position: int
     """Steps done when this one is."""
     all_rows: list[Row]
-    own: list[Row]
     facts: dict[str, float]
+    groups: Sequence[Group] = ()
+    counted: bool = True
+    """On the first process, which counts rows and tokens for all."""
+    parts: list[Part] = field(default_factory=list)
     prepared: bool = False
     updates: list[Update] = field(default_factory=list)
     critic_updates: list[Update] = field(default_factory=list)
@@ -52,15 +51,15 @@ class Rollout:
 
     @property
     def rows(self) -> int:
-        return len(self.own)
+        return self.counted * len(self.all_rows)
 
     @property
     def tokens(self) -> int:
-        return sum(row.example.length for row in self.own)
+        return self.counted * sum(row.example.length for row in self.all_rows)
 
     @property
     def targets(self) -> int:
-        return sum(len(row.example.answer) for row in self.own)
+        return self.counted * sum(len(row.example.answer) for row in self.all_rows)
 
 
 class Rollouts:
@@ -81,7 +80,6 @@ class Rollouts:
         self.process, self.done, self.event, self.phase = process, done, event, phase
         self.rl: RlConfig = domains.rl
         self.waited_s, self._reward_s = 0.0, 0.0
-        self._threads = ThreadPoolExecutor(4, thread_name_prefix="redline-reward")
 
     def next(self) -> Rollout:
         if self.process.device.type == "cuda":
@@ -115,7 +113,6 @@ class Rollouts:
 
     def close(self) -> None:
         self.phase(None)
-        self._threads.shutdown(cancel_futures=True)
         self.policy.close()
 
     def _draw(self, step: int, wanted: Sequence[Key], kept: dict[Key, Group]) -> list[Group]:
@@ -133,51 +130,30 @@ class Rollouts:
     def _generate(self, step: int, keys: Sequence[Key]) -> list[Group]:
         """Answers and rewards of these groups; running out of memory keeps what is done and goes on with fewer
         slots."""
-        groups: dict[Key, Group] = {}
-        while left := [key for key in keys if key not in groups]:
+        asked, groups = {key: self.domains.ask(step, key) for key in keys}, dict[Key, Group]()
+        while left := {key: one for key, one in asked.items() if key not in groups}:
+            answers = self.domains.answers(
+                self.policy.engine,
+                left,
+                samples=self.rl.group_size,
+                seed=partial(self.domains.seed, step),
+                generated=self._rewarding,
+            )
             try:
-                for group in self._scored(step, left):
-                    groups[group.key] = group
+                for key, samples in answers:
+                    one = left[key]
+                    groups[key] = Group(step, *key, one.question.id, one.question.text, one.prompt, samples)
                     if self.process.is_first:
-                        self.samples.add([group])
+                        self.samples.add([groups[key]])
             except torch.OutOfMemoryError as error:
                 self.policy.fewer_slots(error)
+            else:
+                self._reward_s += time.perf_counter() - self._generated_s
         return list(groups.values())
 
-    def _scored(self, step: int, keys: Sequence[Key]) -> Iterator[Group]:
-        """Groups as they are scored, in the order in which their last answers came."""
-        asked = {key: self.domains.ask(step=step, domain=key[0], number=key[1]) for key in keys}
-        requests = [
-            Request(
-                prompt=one.prompt,
-                sampling=self.domains.sampling(one.stops),
-                samples=self.rl.group_size,
-                seed=self.domains.seed(step=step, domain=key[0], number=key[1]),
-                tag=key,
-            )
-            for key, one in asked.items()
-        ]
-        answers: dict[Key, list[Completion]] = {key: [] for key in keys}
-        scoring: deque[tuple[Key, Future[list[Sample]]]] = deque()
-
-        def finished(key: Key, found: Future[list[Sample]]) -> Group:
-            question, prompt = asked[key].question, asked[key].prompt
-            return Group(step, *key, question.id, question.text, prompt, tuple(found.result()))
-
-        for completion in self.policy.engine.run(requests):
-            key: Key = completion.request.tag
-            answers[key].append(completion)
-            if len(answers[key]) == self.rl.group_size:
-                ordered = sorted(answers.pop(key), key=lambda one: one.sample)
-                job = self._threads.submit(self.domains.scored, key[0], asked[key].question, ordered)
-                scoring.append((key, job))
-            while scoring and scoring[0][1].done():
-                yield finished(*scoring.popleft())
+    def _rewarding(self) -> None:
         self.phase("reward")
-        began_s = time.perf_counter()
-        while scoring:
-            yield finished(*scoring.popleft())
-        self._reward_s += time.perf_counter() - began_s
+        self._generated_s = time.perf_counter()
 
     def _rows(self, group: Group) -> list[Row]:
         return self.algorithm.rows(group, [shaped_reward(sample, self.rl) for sample in group.answers])
@@ -190,7 +166,7 @@ class Rollouts:
         if not rows:
             self.event("nothing_to_learn", step=self.done, groups=len(groups))
         facts = {**rollout_facts(groups), "skipped_groups": sum(not own for own in found.values()), **times}
-        return Rollout(self.done, rows, share_of(rows, self.process), facts)
+        return Rollout(self.done, rows, facts, groups, counted=self.process.is_first)
 
 
 def rollout_facts(groups: Sequence[Group]) -> dict[str, float]:

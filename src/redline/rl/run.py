@@ -103,8 +103,7 @@ def job_of(
         reference = base.build(process.device, dtype).requires_grad_(False)
         if process.world_size > 1:
             shard(reference, process, dtype)
-    lengths = {"max_prompt_tokens": rl.max_prompt_tokens, "max_new_tokens": rl.max_new_tokens}
-    policy = Policy(model, base, process, **lengths, slots=plan.slots, event=event)
+    policy = Policy(model, base, process, rl, slots=plan.slots, event=event)
     return Job(
         recipe=recipe,
         plan=plan,

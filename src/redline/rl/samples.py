@@ -12,7 +12,7 @@ int32 and float32, some 11 bytes a token) for a run that resumes before the next
 import base64
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ import numpy as np
 from redline.record.files import storage_errors, sync_path
 from redline.record.run import LineWriter, cut_torn_line, read_lines
 from redline.train.places import step_name
+
+Key = tuple[str, int]
+"""A question of a step: its domain, and its number there."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Group:
     answers: tuple[Sample, ...]
 
     @property
-    def key(self) -> tuple[str, int]:
+    def key(self) -> Key:
         return self.domain, self.number
 
 
@@ -95,26 +98,27 @@ class Samples:
 
 
 def write_group(group: Group) -> dict[str, Any]:
-    return asdict(group) | {
-        "prompt": _packed(group.prompt, np.int32),
-        "answers": [
-            asdict(sample)
-            | {"tokens": _packed(sample.tokens, np.int32), "logprobs": _packed(sample.logprobs, np.float32)}
-            for sample in group.answers
-        ],
-    }
+    """As JSON. Not `asdict`, which copies every number: it took 3 ms a group of 16 answers."""
+    answers = [
+        vars(sample)
+        | {"tokens": _packed(sample.tokens, np.int32), "logprobs": _packed(sample.logprobs, np.float32)}
+        for sample in group.answers
+    ]
+    return vars(group) | {"prompt": _packed(group.prompt, np.int32), "answers": answers}
 
 
 def read_group(line: dict[str, Any]) -> Group:
-    answers = (
-        replace(
-            Sample(**sample),
-            tokens=_unpacked(sample["tokens"], np.int32),
-            logprobs=_unpacked(sample["logprobs"], np.float32),
+    answers = tuple(
+        Sample(
+            **sample
+            | {
+                "tokens": _unpacked(sample["tokens"], np.int32),
+                "logprobs": _unpacked(sample["logprobs"], np.float32),
+            }
         )
         for sample in line["answers"]
     )
-    return Group(**line | {"prompt": _unpacked(line["prompt"], np.int32), "answers": tuple(answers)})
+    return Group(**line | {"prompt": _unpacked(line["prompt"], np.int32), "answers": answers})
 
 
 def _packed(numbers: Sequence[float], kind: type) -> str:

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 from statistics import fmean
 
-from redline.engine.request import Request
 from redline.evaluate import interval_95
 from redline.model.transformer import Transformer
 from redline.rl.domains import Domains
@@ -24,19 +23,16 @@ def make_validation(
 ) -> Callable[[Transformer, int], dict[str, float]]:
     def validate(_model: Transformer, _pass_size: int) -> dict[str, float]:
         phase("validate")
-        asked = [(name, one) for name in domains.by_name for one in domains.held_out(name)]
-        mine = asked[process.rank :: process.world_size]
-        requests = [
-            Request(prompt=one.prompt, sampling=domains.sampling(one.stops, greedy=True), tag=place)
-            for place, (_, one) in enumerate(mine)
+        asked = [
+            ((name, place), one)
+            for name in domains.by_name
+            for place, one in enumerate(domains.held_out(name))
         ]
-        right, counts = dict.fromkeys(domains.by_name, 0.0), Counter(name for name, _ in asked)
+        right, counts = dict.fromkeys(domains.by_name, 0.0), Counter(name for (name, _), _ in asked)
         with policy.speaking():
-            completions = list(policy.engine.run(requests))
-        for completion in completions:
-            name, one = mine[completion.request.tag]
-            (sample,) = domains.scored(name, one.question, [completion])
-            right[name] += sample.correct
+            mine = dict(asked[process.rank :: process.world_size])
+            for (name, _), (sample,) in domains.answers(policy.engine, mine):
+                right[name] += sample.correct
         correct = dict(zip(right, process.sums(*right.values()), strict=True))
         phase(None)
         shares = {name: correct[name] / n for name, n in counts.items()}

@@ -95,17 +95,10 @@ def _verify_rl(recipe: Recipe, plan: Plan, progress: Callable[[str], None]) -> l
     assert rl is not None
     base = open_weights(Path(recipe.model.init_from or ""))
     model = base.build(process.device, COMPUTE_DTYPE[plan.precision])
-    policy = Policy(
-        model,
-        base,
-        process,
-        max_prompt_tokens=rl.max_prompt_tokens,
-        max_new_tokens=rl.max_new_tokens,
-        slots=min(plan.slots, QUESTIONS),
-    )
+    policy = Policy(model, base, process, rl, slots=min(plan.slots, QUESTIONS))
     with open_domains(recipe, base) as domains, closing(policy):
         names = itertools.cycle(domains.by_name)
-        asked = [domains.ask(step=1, domain=next(names), number=number) for number in range(QUESTIONS)]
+        asked = [domains.ask(1, (next(names), number)) for number in range(QUESTIONS)]
         requests = [
             Request(prompt=one.prompt, sampling=domains.sampling(one.stops), seed=number)
             for number, one in enumerate(asked)
