@@ -234,20 +234,12 @@ def test_nothing_is_left_when_the_pool_closes_in_the_middle(odd, tmp_path):
     gc.collect()  # or what other tests have left is closed meanwhile
     before, files = workers(), len(os.listdir("/proc/self/fd"))
     pool = Pool(odd, workers=2, budget_s=60)
-    failures = []
-
-    def score() -> None:
-        try:
-            pool.score([(question("x", str(tmp_path / "begun")), "loop")] * 4)
-        except ConfigError as error:
-            failures.append(str(error))
-
-    thread = threading.Thread(target=score)
-    thread.start()
+    verdicts = [pool.submit(question("x", str(tmp_path / "begun")), "loop") for _ in range(8)]
     wait_until((tmp_path / "begun").exists)
     pool.close()
-    thread.join()
-    assert failures == ["the scoring pool was closed while it scored"]
+    assert [str(verdict.exception()) for verdict in verdicts] == [
+        "the scoring pool was closed while it scored"
+    ] * 8
     assert workers() == before
     assert len(os.listdir("/proc/self/fd")) == files
     with pytest.raises(ConfigError, match="is closed"):

@@ -18,7 +18,7 @@ from redline.plan.bounds import Decision, Outside, bounded_slots, positive
 from redline.plan.plan import Hardware, Plan, Prediction, Why
 from redline.plan.predict import RL_GENERATION_SHARE, longest_row, predicted_memory
 from redline.plan.roofline import attainable_tokens_per_s
-from redline.plan.values import NEEDED_CAPABILITY, why_not
+from redline.plan.values import COMPILED_RL, NEEDED_CAPABILITY, why_not
 
 MEMORY_SHARE = 0.92
 """Share of a device's memory that a plan may fill; the rest is for context, workspaces and fragmentation."""
@@ -189,10 +189,7 @@ class _Decider:
         if self.recipe.feedback is not None and self.recipe.feedback.depth == "layer":
             return _rule("off", "feedback to single layers cuts into blocks, which compiled ones cannot take")
         if self.recipe.rl is not None:
-            return _rule(
-                "off",
-                "not tried on a GPU with rollouts of changing lengths; with one length it measured 1.27x (LOG.md)",
-            )
+            return _rule("off", COMPILED_RL)
         if not self.pretraining:
             return _rule("off", "inside a captured update compiled blocks measured 0.59x (docs/claims.md)")
         rate = self.hardware.rate_tflops(self.chosen["precision"])

@@ -7,25 +7,26 @@ It draws through the loop's own path (prompts, engine, scorers), so what fails i
 time of a step is what was seen here for the tokens of a whole step, and for the update what the plan predicts.
 """
 
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 
 from redline.config.recipe import Recipe
 from redline.config.rl import RlConfig
 from redline.errors import ConfigError, MachineError
+from redline.model.transformer import Transformer
 from redline.plan.plan import Plan
 from redline.rl.algorithm import row_of
 from redline.rl.domains import Domains, open_domains
 from redline.rl.objective import logprobs
+from redline.rl.rollout import Rollout
 from redline.rl.run import job_of
-from redline.rl.samples import Group, Sample, Samples
+from redline.rl.samples import Group
 from redline.tasks.sandbox import in_force as in_force_sandbox
 from redline.tasks.sandbox import weakness
 from redline.train.execution import in_force
@@ -104,26 +105,22 @@ def examine(recipe: Recipe, plan: Plan, process: Process, *, questions: int) -> 
     asked = replace(recipe.train, batch_size=questions * len(rl.domains))
     little = replace(recipe, train=asked, rl=replace(rl, refills=0, weights=(), updates_per_rollout=1))
     base = open_weights(Path(recipe.model.init_from or ""))
-    with tempfile.TemporaryDirectory() as place, in_force(plan), open_domains(little, base) as domains:
-        job = job_of(little, plan, base, domains, process, run=Path(place))
-        source = job.source(None)
-        try:
-            facts = source.next().facts
-            groups = Samples(Path(place)).of(1)
-            gap = _gap(job.model, groups, domains)
-            found = [_domain(name, groups, domains) for name in rl.names]
-        finally:
-            source.close()
-    rate = facts["new_tokens"] / facts["generate_s"]
-    answers = recipe.rows_per_step
+    with in_force(plan), open_domains(little, base) as domains:
+        job = job_of(little, plan, base, domains, process)
+        with closing(job.source(None)) as source:
+            drawn: Rollout = source.next()
+            gap = _gap(job.model, drawn.groups, domains)
+            found = [_domain(name, drawn.groups, domains) for name in rl.names]
+    rate = drawn.facts["new_tokens"] / drawn.facts["generate_s"]
+    answers, prediction = recipe.rows_per_step, plan.prediction
     new_tokens = answers * fmean(domain.tokens for domain in found)
-    read = new_tokens + answers * fmean(len(group.prompt) for group in groups)
-    attainable = plan.prediction.attainable_tokens_per_s
+    read = new_tokens + answers * fmean(len(group.prompt) for group in drawn.groups)
+    attainable = prediction.attainable_tokens_per_s
     report = Report(
         domains=found,
         gap=gap,
-        memory_parts_bytes=plan.prediction.memory_parts_bytes,
-        memory_bytes=plan.prediction.memory_bytes,
+        memory_parts_bytes=prediction.memory_parts_bytes,
+        memory_bytes=prediction.memory_bytes,
         generate_tokens_per_s=rate,
         generate_s=new_tokens / rate,
         scoring_s=answers * fmean(domain.scoring_s for domain in found),
@@ -143,14 +140,13 @@ def _sandbox() -> str:
 
 
 def _domain(name: str, groups: Sequence[Group], domains: Domains) -> DomainReport:
-    own = [group for group in groups if group.domain == name]
+    own, domain = [group for group in groups if group.domain == name], domains.by_name[name]
     answers = [sample for group in own for sample in group.answers]
     unread = [sample.text for sample in answers if not sample.parsed]
-    domain = domains.by_name[name]
-    questions = {question.id: question for question in domain.questions}
-    items = [(questions[g.id], domain.task.answer_of(sample.text)) for g in own for sample in g.answers]
+    questions = [domains.ask(group.step, group.key).question for group in own for _ in group.answers]
+    said = [domain.task.answer_of(sample.text) for sample in answers]
     began_s = time.perf_counter()
-    domain.pool.score(items)  # again, with nothing beside it
+    domain.pool.score(list(zip(questions, said, strict=True)))  # again, with nothing beside it
     return DomainReport(
         name=name,
         answers=len(answers),
@@ -161,25 +157,21 @@ def _domain(name: str, groups: Sequence[Group], domains: Domains) -> DomainRepor
         cut=fmean(sample.cut for sample in answers),
         tokens=fmean(len(sample.tokens) for sample in answers),
         failed=sum(sample.reason is not None for sample in answers),
-        scoring_s=(time.perf_counter() - began_s) / len(items),
+        scoring_s=(time.perf_counter() - began_s) / len(answers),
         unread_texts=unread[:2],
     )
 
 
 @torch.no_grad()
-def _gap(model: Any, groups: Sequence[Group], domains: Domains) -> Gap | None:
+def _gap(model: Transformer, groups: Sequence[Group], domains: Domains) -> Gap | None:
     chosen = [(group, sample) for group in groups for sample in group.answers if sample.tokens][:COMPARED]
     if not chosen:
         return None
-    rows = [row_of(group, sample, 0.0, 0.0) for group, sample in chosen]
-    trained = logprobs(model, rows).float().cpu()
-    sampled = torch.tensor([value for _, sample in chosen for value in sample.logprobs])
-    away = (trained - sampled).abs()
-    first: Sample = chosen[0][1]
-    beside = [
-        (domains.tokenizer.decode([token]), engine, float(trainer))
-        for token, engine, trainer in zip(first.tokens[:BESIDE], first.logprobs, trained, strict=False)
-    ]
+    trained = logprobs(model, [row_of(group, sample, 0.0, 0.0) for group, sample in chosen]).float().cpu()
+    away = (trained - torch.tensor([value for _, sample in chosen for value in sample.logprobs])).abs()
+    _, first = chosen[0]
+    texts = domains.tokenizer.decode_batch([[token] for token in first.tokens[:BESIDE]])
+    beside = list(zip(texts, first.logprobs, trained.tolist(), strict=False))
     return Gap(float(away.mean()), float(away.max()), len(away), beside)
 
 

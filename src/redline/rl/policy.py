@@ -36,8 +36,11 @@ class Policy:
         *,
         slots: int,
         event: Callable[..., None] = lambda kind, **facts: None,
+        phase: Callable[[str | None], None] = lambda name: None,
     ) -> None:
-        self.model, self.process, self.rl, self.slots, self.event = model, process, rl, slots, event
+        """`event` and `phase` are told what happens and which part of a step begins, here and by who draws from it."""
+        self.model, self.process, self.rl, self.slots = model, process, rl, slots
+        self.event, self.phase = event, phase
         self.tokenizer, self.stop_ids = opened.tokenizer, stop_ids(opened.loaded, opened.tokenizer)
         self.whole = model if process.world_size == 1 else self._copy()
         self.weights_s = 0.0

@@ -70,5 +70,5 @@ def job_of(recipe: Recipe, plan: Plan, model: Transformer, rows: list[Row], proc
         objective=Policies(GRPO, recipe, process, pass_size=plan.micro_batch),
         executor=Updates,  # type: ignore[arg-type]  # as in rl.run
         data_fingerprint="",
-        derived=make_derived(recipe, plan),
+        derived=make_derived(plan),
     )

@@ -1,6 +1,6 @@
 """The source of an RL run: a batch is a rollout, drawn from the weights as they are.
 
-    source = Rollouts(domains, policy, algorithm, samples, process, done=0)
+    source = Rollouts(domains, policy, algorithm, samples, done=0)
     rollout = source.next()      # questions of every domain, answers, rewards
 
 Questions and random numbers are functions of (seed, step), and groups are kept as soon as they are scored, so an
@@ -12,7 +12,7 @@ share the questions and exchange the answers, so that all of them hold the whole
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
@@ -64,21 +64,10 @@ class Rollout:
 
 class Rollouts:
     def __init__(
-        self,
-        domains: Domains,
-        policy: Policy,
-        algorithm: Algorithm,
-        samples: Samples,
-        process: Process,
-        *,
-        done: int,
-        event: Callable[..., None] = lambda kind, **facts: None,
-        phase: Callable[[str | None], None] = lambda name: None,
+        self, domains: Domains, policy: Policy, algorithm: Algorithm, samples: Samples, *, done: int
     ) -> None:
-        """`phase` is told what begins: generate, reward, update."""
         self.domains, self.policy, self.algorithm, self.samples = domains, policy, algorithm, samples
-        self.process, self.done, self.event, self.phase = process, done, event, phase
-        self.rl: RlConfig = domains.rl
+        self.process, self.rl, self.phase, self.done = policy.process, policy.rl, policy.phase, done
         self.waited_s, self._reward_s = 0.0, 0.0
 
     def next(self) -> Rollout:
@@ -162,9 +151,9 @@ class Rollouts:
         rows = [row for own in found.values() for row in own if not (self.rl.overlong == "mask" and row.cut)]
         failed = [sample.reason for group in groups for sample in group.answers if sample.reason is not None]
         if failed:
-            self.event("scorer_failed", step=self.done, answers=len(failed), why=failed[0])
+            self.policy.event("scorer_failed", step=self.done, answers=len(failed), why=failed[0])
         if not rows:
-            self.event("nothing_to_learn", step=self.done, groups=len(groups))
+            self.policy.event("nothing_to_learn", step=self.done, groups=len(groups))
         facts = {**rollout_facts(groups), "skipped_groups": sum(not own for own in found.values()), **times}
         return Rollout(self.done, rows, facts, groups, counted=self.process.is_first)
 

@@ -103,15 +103,13 @@ def job_of(
         reference = base.build(process.device, dtype).requires_grad_(False)
         if process.world_size > 1:
             shard(reference, process, dtype)
-    policy = Policy(model, base, process, rl, slots=plan.slots, event=event)
+    policy = Policy(model, base, process, rl, slots=plan.slots, event=event, phase=phase)
     return Job(
         recipe=recipe,
         plan=plan,
         steps=recipe.train.steps,
         model=model,
-        source=lambda position: Rollouts(
-            domains, policy, algorithm, Samples(run), process, done=position or 0, event=event, phase=phase
-        ),
+        source=lambda position: Rollouts(domains, policy, algorithm, Samples(run), done=position or 0),
         objective=Policies(algorithm, recipe, process, pass_size=plan.micro_batch, reference=reference),
         executor=partial(Updates, critic=critic),
         state=critic.state if critic is not None else {},
@@ -120,9 +118,9 @@ def job_of(
         ),
         run=run,
         folder=opened.folder if opened else None,
-        validate=make_validation(domains, policy, process, phase),
+        validate=make_validation(domains, policy),
         combine=_combination(recipe, plan, event) if rl.pcgrad != "off" else None,
-        derived=make_derived(recipe, plan),
+        derived=make_derived(plan),
         fork=opened.fork if opened else None,
         observers=opened.observers if opened else (),
     )

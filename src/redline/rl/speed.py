@@ -2,7 +2,7 @@
 that follow from it once the times are known.
 
     facts = work_of(recipe, rows, shared=0)            # TFLOP of the rows, counted with their own lengths
-    derived = make_derived(recipe, plan)               # line -> update_s, actor_mfu, perf/throughput, ...
+    derived = make_derived(plan)               # line -> update_s, actor_mfu, perf/throughput, ...
 
 verl counts as its current version does: the embedding as a matrix product beside the head, attention causal
 (6 s^2), adapters as if all weights learnt. So its MFU is higher than ours for small models and with LoRA.
@@ -41,7 +41,7 @@ def verl_flops(model: ModelConfig, length: int) -> int:
     return 6 * weights * length + 6 * length**2 * head * model.num_heads * model.num_layers
 
 
-def make_derived(recipe: Recipe, plan: Plan) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def make_derived(plan: Plan) -> Callable[[dict[str, Any]], dict[str, Any]]:
     peak_tflops = plan.hardware.peak_tflops.get(plan.precision)
 
     def share(tflop: float | None, seconds: float | None) -> float | None:

@@ -1,6 +1,6 @@
 """Greedy accuracy on held-out questions of every domain, with Wilson's intervals.
 
-validate = make_validation(domains, policy, process)
+validate = make_validation(domains, policy)
 validate(model, pass_size)      # {"valid_accuracy": 0.41, "valid_accuracy.units": 0.52, ..._low.units, ..._high.units}
 """
 
@@ -12,17 +12,13 @@ from redline.evaluate import interval_95
 from redline.model.transformer import Transformer
 from redline.rl.domains import Domains
 from redline.rl.policy import Policy
-from redline.train.process import Process
 
 
-def make_validation(
-    domains: Domains,
-    policy: Policy,
-    process: Process,
-    phase: Callable[[str | None], None] = lambda name: None,
-) -> Callable[[Transformer, int], dict[str, float]]:
+def make_validation(domains: Domains, policy: Policy) -> Callable[[Transformer, int], dict[str, float]]:
+    process = policy.process
+
     def validate(_model: Transformer, _pass_size: int) -> dict[str, float]:
-        phase("validate")
+        policy.phase("validate")
         asked = [
             ((name, place), one)
             for name in domains.by_name
@@ -34,7 +30,7 @@ def make_validation(
             for (name, _), (sample,) in domains.answers(policy.engine, mine):
                 right[name] += sample.correct
         correct = dict(zip(right, process.sums(*right.values()), strict=True))
-        phase(None)
+        policy.phase(None)
         shares = {name: correct[name] / n for name, n in counts.items()}
         found = {"valid_accuracy": fmean(shares.values())}  # each domain counts alike
         for name, share in shares.items():
