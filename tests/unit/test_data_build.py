@@ -19,7 +19,7 @@ from redline.cli.main import main
 from redline.config.recipe import DataConfig
 from redline.data import build as build_module
 from redline.data import read as encode_module
-from redline.data.build import build, prepare, tokenizer_for
+from redline.data.build import build, build_part, prepare, segments, tokenizer_for
 from redline.data.read import SHIPPED, documents, split_of
 from redline.data.shards import Manifest, TokenDataset
 from redline.data.tokenizer import load_tokenizer, train_bpe
@@ -143,7 +143,7 @@ from pathlib import Path
 from redline.data.build import build
 
 def die_in_the_unit_after_the_next(*_):
-    state = out / "building.json"
+    state = out / ".parts" / "00000.json"
     if state.exists() and json.loads(state.read_text())["units"] > known:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -155,7 +155,7 @@ build(source, out, progress=die_in_the_unit_after_the_next, **json.loads(sys.arg
         given = [str(corpus), str(out), str(units[-1]), json.dumps(options)]
         child = subprocess.run([sys.executable, "-c", code, *given], check=False)
         assert child.returncode == -signal.SIGKILL
-        units.append(json.loads((out / "building.json").read_text())["units"])
+        units.append(json.loads((out / ".parts" / "00000.json").read_text())["units"])
         assert not (out / "manifest.json").exists()
         with pytest.raises(DataError, match="unfinished build"):
             prepare(DataConfig(source=str(out), seq_len=8), 400)
@@ -335,3 +335,106 @@ def test_prepare_builds_once_and_checks_the_tokenizer(
     with pytest.raises(DataError, match=r"has 400 ids and model\.vocab_size is 320"):
         prepare(DataConfig(source=str(folder), seq_len=32), 320)
     assert prepare(DataConfig(source=str(corpus), seq_len=32, tokenizer="bpe"), 300) != folder
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    """Two sources of five files, each of a size that makes it a segment with shards of 800 tokens."""
+    for number in range(5):
+        folder = tmp_path / ("first" if number < 3 else "second")
+        folder.mkdir(exist_ok=True)
+        rows = [TEXTS[number][start : start + 500] for start in range(0, 9_000, 500)]
+        (folder / f"{number}.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return str(tmp_path / "first"), str(tmp_path / "second")
+
+
+IN_PARTS = {"tokenizer": "bpe", "vocab_size": 400, "valid_fraction": 0.2, "shard_tokens": 800}
+
+
+def test_parts_in_any_order_and_killed_make_the_same_bytes(tmp_path: Path, files: tuple[str, str]) -> None:
+    whole = build(files, tmp_path / "whole", **IN_PARTS)
+    assert len(segments(whole.inputs)) == 5
+    assert len(whole.train) > 10
+    out, read_from = tmp_path / "parts", []
+    for part in (3, 1, 2):
+        left = iter(range(12))  # documents of 500 characters: at least 125 tokens each, of the 800 of a unit
+        with pytest.raises(StopIteration):
+            build_part(part, 3, files, out, progress=lambda *_, left=left: next(left), **IN_PARTS)
+        assert not (out / "manifest.json").exists()
+    for part in (2, 3):
+        told: list[int] = []
+        assert (
+            build_part(part, 3, files, out, progress=lambda n, *_, told=told: told.append(n), **IN_PARTS)
+            is None
+        )
+        read_from.append(told[0])
+    assert min(read_from) > 12 * 500 - 800 / 125 * 500  # each went on from its last finished unit
+    with pytest.raises(DataError, match=r"other inputs \(valid_fraction differ\)"):
+        build_part(1, 3, files, out, **IN_PARTS | {"valid_fraction": 0.3})
+    with pytest.raises(DataError, match="unfinished build"):
+        prepare(DataConfig(source=str(out), seq_len=8), 400)
+    assert build_part(1, 3, files, out, **IN_PARTS) == whole
+    assert digests(out) == digests(tmp_path / "whole")
+    assert sorted(path.name for path in out.iterdir() if path.name.startswith(".")) == [".lock"]
+    assert build_part(2, 3, files, out, **IN_PARTS) == whole  # it is there
+
+
+def test_a_join_that_was_killed_is_done_again(
+    tmp_path: Path, files: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(files, tmp_path / "whole", **IN_PARTS)
+    moves = iter(range(4))  # shards that get their final name
+
+    def replace(*names: object, real: object = os.replace) -> None:
+        if ".parts" in str(names[0]) and ".parts" not in str(names[1]):
+            next(moves)
+        real(*names)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build_module.os, "replace", replace)
+        with pytest.raises(StopIteration):
+            build(files, tmp_path / "out", **IN_PARTS)
+    build(files, tmp_path / "out", **IN_PARTS)
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+
+
+PART = "import json, sys\nfrom redline.data.build import build_part\nfrom pathlib import Path\nn, out, files, how ="
+PART += (
+    " sys.argv[1:]\nprint(build_part(int(n), 3, json.loads(files), Path(out), **json.loads(how)) is not None)"
+)
+
+
+def test_parts_side_by_side_train_one_tokenizer_and_exactly_the_last_joins(
+    tmp_path: Path, files: tuple[str, str]
+) -> None:
+    build(files, tmp_path / "whole", **IN_PARTS)
+    given = [str(tmp_path / "out"), json.dumps(files), json.dumps(IN_PARTS)]
+    parts = [
+        subprocess.Popen([sys.executable, "-c", PART, str(n), *given], stdout=subprocess.PIPE, text=True)
+        for n in (1, 2, 3)
+    ]
+    assert "True\n" in [part.communicate(timeout=120)[0] for part in parts]
+    assert [part.returncode for part in parts] == [0, 0, 0]
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+
+
+def test_a_slurm_array_says_which_part_it_builds(
+    tmp_path: Path,
+    files: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    build(files, tmp_path / "whole", vocab_size=400)
+    arguments = ["data", "build", *files, "--vocab-size", "400", "--out"]
+    for name, value in {"COUNT": "2", "MIN": "4", "MAX": "7", "STEP": "3"}.items():
+        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
+    for task, part in (("4", "1/2"), ("7", "2/2")):
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", task)
+        assert main([*arguments, str(tmp_path / "out")]) == 0
+        assert f"task {task} of a SLURM array of 2: building --part {part}" in capsys.readouterr().err
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    for wrong in ("0/2", "3/2", "2", "a/b"):
+        assert main([*arguments, str(tmp_path / "x"), "--part", wrong]) == 2
+        assert f"--part must be K/N with K from 1 to N, got {wrong}" in capsys.readouterr().err
+    assert main([*arguments, "s3://bucket/x", "--part", "1/2"]) == 2
+    assert "share a folder" in capsys.readouterr().err

@@ -5,17 +5,22 @@ redline data build corpus.jsonl.gz --out data/corpus --tokenizer gpt2/tokenizer.
 redline data build wikitext-2 --out data/wikitext            from the Hugging Face Hub, with its own validation split
 redline data info data/corpus --verify
 redline data build corpus.jsonl.gz --out s3://bucket/corpus  built here and uploaded; gs:// too
+redline data build corpus/ --out data/corpus --part 3/8      one of eight, on any machine; the last to finish joins them
 """
 
 import argparse
+import os
+import re
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from redline.cli.arguments import JSON
 from redline.cli.options import byte_progress, check_least, print_json, status
-from redline.data.build import build
-from redline.data.remote import folder_at
+from redline.data.build import build, build_part
+from redline.data.remote import folder_at, is_remote
 from redline.data.shards import Manifest, TokenDataset, check_tokenizer
+from redline.errors import ConfigError, MachineError, RedlineError, need
 from redline.record.units import format_bytes
 
 ARGUMENTS = {
@@ -26,7 +31,9 @@ SOURCE...                a file, a folder, tinyshakespeare, wikitext-2, wikipedi
 --vocab-size N           vocabulary of the trained BPE (default: 32768)
 --text-field FIELD       field of a JSONL or Parquet row that holds the text (default text)
 --valid-fraction SHARE   share of the documents held out (default 0.01)
---workers N              threads (default: all cores)
+--workers N              threads (default: all cores); with --on ray, tasks (default: one for each CPU)
+--part K/N               build the K-th of N parts (default: in a SLURM array, the task's)
+--on {{ray}}               build as tasks of a Ray cluster whose machines share --out (default: in this process)
 {JSON}""",
     "info": f"""what a data folder holds
 PLACE      the data folder, on disk or as s3://bucket/corpus
@@ -37,32 +44,87 @@ PLACE      the data folder, on disk or as s3://bucket/corpus
 
 def run(options: argparse.Namespace) -> None:
     if options.verb == "build":
-        _print(options.out, _build(options), options.json)
+        if (manifest := _build(options)) is not None:
+            _print(options.out, manifest, options.json)
     else:
         manifest = _inspect(folder_at(options.place), options.verify)
         _print(options.place, manifest, options.json, verified=options.verify)
 
 
-def _build(options: argparse.Namespace) -> Manifest:
+def _build(options: argparse.Namespace) -> Manifest | None:
     if options.tokenizer == "bpe":
         status("training a byte-level BPE on the source first, at most 64 MiB of it")
     check_least("--workers", options.workers)
-    manifest = build(
-        options.source,
-        options.out,
-        tokenizer=options.tokenizer,
-        vocab_size=options.vocab_size or (32768 if options.tokenizer == "bpe" else None),
-        text_field=options.text_field,
-        valid_fraction=options.valid_fraction,
-        workers=options.workers,
-        progress=byte_progress("tokenising"),
-    )
+    how = {
+        "tokenizer": options.tokenizer,
+        "vocab_size": options.vocab_size or (32768 if options.tokenizer == "bpe" else None),
+        "text_field": options.text_field,
+        "valid_fraction": options.valid_fraction,
+    }
+    part, manifest = _part(options), None
+    if (part or options.on == "ray") and is_remote(options.out):
+        raise ConfigError(
+            f"the parts of a build share a folder, and {options.out} is none: build into one, then upload"
+        )
+    if options.on == "ray":
+        manifest = _build_on_ray(options, how)
+    else:
+        how |= {"workers": options.workers, "progress": byte_progress("tokenising")}
+        if part is None:
+            manifest = build(options.source, options.out, **how)
+        elif (manifest := build_part(*part, options.source, Path(options.out), **how)) is None:
+            status(f"part {part[0]}/{part[1]} is done; the part that finishes last joins them")
+            return None
     if options.valid_fraction > 0 and not manifest.valid:
         status(
             "note: no document fell into the validation split; for one, build into a new folder with a"
             " larger --valid-fraction"
         )
     return manifest
+
+
+def _part(options: argparse.Namespace) -> tuple[int, int] | None:
+    if options.part is not None:
+        numbers = re.fullmatch(r"(\d{1,6})/(\d{1,6})", options.part)
+        if numbers is None or not 1 <= int(numbers[1]) <= int(numbers[2]):
+            raise ConfigError(f"--part must be K/N with K from 1 to N, got {options.part}")
+        return int(numbers[1]), int(numbers[2])
+    task, parts, first, step = (
+        int(os.environ.get(f"SLURM_ARRAY_TASK_{name}", 0)) for name in ("ID", "COUNT", "MIN", "STEP")
+    )
+    if parts < 2 or options.on == "ray":
+        return None
+    part = (task - first) // max(1, step) + 1
+    if part > parts:
+        raise ConfigError(f"task {task} of a SLURM array of {parts} with gaps: give --part K/N")
+    status(f"task {task} of a SLURM array of {parts}: building --part {part}/{parts}")
+    return part, parts
+
+
+def _build_on_ray(options: argparse.Namespace, how: dict[str, Any]) -> Manifest:
+    """The parts as tasks. Ray runs the task of a lost worker again, and it resumes."""
+    ray = need("ray", extra="ray")
+    if ours := not ray.is_initialized():
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:  # RAY_ADDRESS, a cluster that runs here, or else one for this build
+            ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise MachineError(f"no Ray cluster can be reached ({error}): check RAY_ADDRESS") from error
+    parts = options.workers or int(ray.cluster_resources()["CPU"])
+    status(f"building {parts} parts on Ray")
+    # a worker may run in another folder
+    sources = [str(Path(source).resolve()) if Path(source).exists() else source for source in options.source]
+    task, out = ray.remote(num_cpus=1)(build_part), Path(options.out).resolve()
+    try:
+        ray.get([task.remote(k + 1, parts, sources, out, workers=1, **how) for k in range(parts)])
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, RedlineError):
+            raise error.cause from error
+        raise
+    finally:
+        if ours:
+            ray.shutdown()
+    return build(sources, out, **how)  # the last task joined the parts; if it died, this does
 
 
 def _inspect(folder: Path, verify: bool) -> Manifest:

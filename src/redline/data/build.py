@@ -1,10 +1,12 @@
 """`redline data build`: documents -> tokenizer -> token shards with a manifest. And `prepare`: the data folder of a
 recipe.
 
-The output depends on the inputs alone, not on the number of workers or on how often the build was killed. Work
-proceeds in units of about `shard_tokens` tokens: one train and one valid shard of whole documents, written under
-temporary names and renamed. `building.json` then records the unit and where the next one starts, so the same command
-resumes there. `manifest.json` comes last: a folder without it is unfinished.
+The output depends on the inputs alone, not on the number of workers, parts or machines, or on how often the build was
+killed. The files of the corpus form segments: runs of whole files of some eight shards' text, which are built apart
+from each other in `.parts`. In a segment, work proceeds in units of about `shard_tokens` tokens: one train and one
+valid shard of whole documents, written under temporary names and renamed. The segment's JSON then records the unit
+and where the next one starts, so the same command resumes there. When all segments are done, whoever finished last
+joins them: shards get their final names, and `manifest.json` comes last. A folder without it is unfinished.
 
 Workers are threads: the tokenizer's Rust code releases the GIL. On two shared cores two threads, two processes and
 the library's own thread pool were equally fast (3 to 5 MB/s); threads copy nothing between processes, and unlike the
@@ -16,15 +18,27 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from redline.config.recipe import DataConfig
-from redline.data.read import SPLITS, Corpus, Document, documents, encoded, find_sources, split_of, splits_of
+from redline.data.read import (
+    SPLITS,
+    Corpus,
+    Document,
+    Split,
+    documents,
+    encoded,
+    find_sources,
+    split_of,
+    splits_of,
+)
 from redline.data.remote import folder_at, is_remote, stored_manifest, upload
 from redline.data.shards import (
     FORMAT,
@@ -46,7 +60,10 @@ Progress = Callable[[int, int, int], None]
 BPE_SAMPLE_BYTES = 64 * 2**20
 """Text to train a BPE on; more changes few merges and costs minutes."""
 SHARD_TOKENS = 50_000_000
+SEGMENT_BYTES_A_TOKEN = 8
+"""Bytes of the (perhaps compressed) files of a segment, for each token of a shard."""
 STATE = "building.json"
+PARTS = ".parts"
 SKIPPED_SHARE = 0.01
 """Share of rows without text (no JSON, no such field) that may be left out; more are an error."""
 SKIPPED_EARLY = 10
@@ -68,13 +85,29 @@ def build(
     """Build the data folder `out` from one or several sources, or finish or return the one there. `vocab_size`: of
     the BPE, or the most ids that a given tokenizer may have. For an object store, build in the cache and upload."""
     inputs, given = _inputs(source, tokenizer, vocab_size, text_field, valid_fraction, shard_tokens)
-    if isinstance(out, str) and is_remote(out):
-        stored_manifest(out)  # fails now, not after the work, if the store cannot be reached
-        folder = cache_folder() / "data" / inputs.key
-        manifest = _build_into(folder, inputs, given, workers, progress)
-        upload(folder, out)
-        return manifest
-    return _build_into(Path(out), inputs, given, workers, progress)
+    if not (isinstance(out, str) and is_remote(out)):
+        return _build_all(Path(out), inputs, given, workers, progress)
+    stored_manifest(out)  # fails now, not after the work, if the store cannot be reached
+    folder = cache_folder() / "data" / inputs.key
+    manifest = _build_all(folder, inputs, given, workers, progress)
+    upload(folder, out)
+    return manifest
+
+
+def build_part(
+    part: int,
+    parts: int,
+    source: str | Sequence[str],
+    out: Path,
+    *,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    **how: Any,
+) -> Manifest | None:
+    """Do one part of what `build` does with the same arguments, beside processes on this and other machines that share
+    the folder. The part that finishes last joins all of them and returns the manifest."""
+    inputs, given = _inputs(source, **how)
+    return _build_into(out, inputs, given, workers, progress, part, parts)
 
 
 def prepare(data: DataConfig, vocab_size: int, *, progress: Progress | None = None) -> Path:
@@ -88,11 +121,9 @@ def prepare(data: DataConfig, vocab_size: int, *, progress: Progress | None = No
     elif os.path.isfile(folder / STATE):
         raise DataError(f"{folder} is an unfinished build: run the same `redline data build` again")
     else:
-        inputs, given = _inputs(
-            data.source, data.tokenizer, vocab_size, data.text_field, data.valid_fraction, SHARD_TOKENS
-        )
+        inputs, given = _inputs(data.source, data.tokenizer, vocab_size, data.text_field, data.valid_fraction)
         folder = cache_folder() / "data" / inputs.key
-        manifest = _build_into(folder, inputs, given, None, progress)
+        manifest = _build_all(folder, inputs, given, None, progress)
     check_vocab(manifest.vocab_size, vocab_size)
     return folder
 
@@ -107,11 +138,11 @@ def tokenizer_for(data: DataConfig, vocab_size: int) -> Tokenizer:
 
 def _inputs(
     source: str | Sequence[str],
-    tokenizer: str,
-    vocab_size: int | None,
-    text_field: str,
-    valid_fraction: float,
-    shard_tokens: int,
+    tokenizer: str = "bpe",
+    vocab_size: int | None = None,
+    text_field: str = "text",
+    valid_fraction: float = 0.01,
+    shard_tokens: int = SHARD_TOKENS,
 ) -> tuple[Inputs, Tokenizer | None]:
     given = None if tokenizer == "bpe" else load_tokenizer(tokenizer)
     if given is None and vocab_size is None:
@@ -135,16 +166,52 @@ def _inputs(
     return inputs, given
 
 
+def _build_all(*how: Any) -> Manifest:
+    manifest = _build_into(*how)
+    assert manifest is not None, "who builds all segments joins them"
+    return manifest
+
+
 def _build_into(
-    out: Path, inputs: Inputs, given: Tokenizer | None, workers: int | None, progress: Progress | None
-) -> Manifest:
+    out: Path,
+    inputs: Inputs,
+    given: Tokenizer | None,
+    workers: int | None,
+    progress: Progress | None,
+    part: int = 1,
+    parts: int = 1,
+) -> Manifest | None:
+    """Builders share the folder's lock; the one that joins holds it alone, so nothing is moved under a builder."""
     if finished := _finished(out, inputs):
         return finished
     with storage_errors("the data folder", out):
         out.mkdir(parents=True, exist_ok=True)
-        with _only_builder(out):
-            # another process may have built it meanwhile
-            return _finished(out, inputs) or _build(out, inputs, given, workers or _cores(), progress)
+        with open(out / ".lock", "w", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if finished := _finished(out, inputs):  # another process built it meanwhile
+                return finished
+            tokenizer = _claim(out, inputs, given)
+            _build_segments(
+                out, inputs, tokenizer, range(part - 1, len(segments(inputs)), parts), workers, progress
+            )
+            # Let go before asking, so that of several that finish together the last one gets it.
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX if parts == 1 else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return None  # others are still at work
+            return _finished(out, inputs) or _join(out, inputs, tokenizer)
+
+
+def segments(inputs: Inputs) -> list[range]:
+    """The numbers of the files of each segment."""
+    found, first, size_bytes = [], 0, 0
+    for number, source in enumerate(inputs.sources, start=1):
+        size_bytes += source.bytes
+        if size_bytes >= SEGMENT_BYTES_A_TOKEN * inputs.shard_tokens or number == len(inputs.sources):
+            found.append(range(first, number))
+            first, size_bytes = number, 0
+    return found
 
 
 def _cores() -> int:
@@ -168,57 +235,56 @@ def _same_inputs(out: Path, there: Inputs, asked: Inputs) -> None:
 
 
 @contextlib.contextmanager
-def _only_builder(out: Path) -> Iterator[None]:
-    """Wait until no other process builds into the folder. The kernel frees the lock of a dead process."""
-    with open(out / ".lock", "w", encoding="utf-8") as file:
+def _alone(path: Path) -> Iterator[None]:
+    """Wait until no other process holds the lock. The kernel frees the lock of a dead process."""
+    with open(path, "w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _build(
-    out: Path, inputs: Inputs, given: Tokenizer | None, workers: int, progress: Progress | None
-) -> Manifest:
+@dataclass(frozen=True)
+class _Claim:
+    """`building.json`: what is being built here."""
+
+    inputs: Inputs
+
+
+def _claim(out: Path, inputs: Inputs, given: Tokenizer | None) -> Tokenizer:
+    """Make the folder ours, and train or copy the tokenizer once for all parts."""
+    (out / PARTS).mkdir(exist_ok=True)
+    with _alone(out / PARTS / ".lock"):
+        claimed = read_table(_Claim, out / STATE).inputs if (out / STATE).exists() else None
+        if claimed is None and (foreign := [p.name for p in out.iterdir() if not p.name.startswith(".")]):
+            raise DataError(f"{out} holds other files ({foreign[0]}): choose a new or empty folder")
+        if claimed != inputs:
+            states = [read_table(_State, path) for path in (out / PARTS).glob("*.json")]
+            if claimed is not None and any(state.tokens for state in states):
+                _same_inputs(out, claimed, inputs)
+            for path in (*(out / PARTS).glob("[0-9]*"), out / "tokenizer.json"):  # nothing to lose
+                path.unlink(missing_ok=True)
+            write_atomic(out / STATE, json.dumps(asdict(_Claim(inputs))))
+        if not (out / "tokenizer.json").exists():
+            (given or train_bpe(_sample(_corpus(inputs)), inputs.vocab_size or 0)).save(
+                out / "tokenizer.json"
+            )
+    return load_tokenizer(out)
+
+
+def _corpus(inputs: Inputs) -> Corpus:
     paths = tuple(Path(source.path) for source in inputs.sources)
-    corpus = Corpus(paths, inputs.text_field, inputs.valid_fraction)
-    state = _load_state(out, inputs)
-    state.save(out)  # claims the folder: from now on a tokenizer.json in it is ours
-    if state.units:
-        tokenizer = load_tokenizer(out)
-    else:
-        tokenizer = given or train_bpe(_sample(corpus), inputs.vocab_size or 0)
-        tokenizer.save(out / "tokenizer.json")
-    state = _write_shards(out, state, corpus, tokenizer, workers, progress)
-    if not any(shard.bytes_of_text for shard in (*state.train, *state.valid)):
-        raise DataError(f"the corpus is empty: there is no text in {', '.join(map(str, paths[:3]))}")
-    manifest = Manifest(
-        format=FORMAT,
-        inputs=inputs,
-        tokenizer=tokenizer.fingerprint,
-        vocab_size=tokenizer.vocab_size,
-        dtype="uint16" if tokenizer.dtype == np.uint16 else "uint32",
-        train=state.train,
-        valid=state.valid,
-        skipped=state.skipped,
-    )
-    write_atomic(out / "manifest.json", manifest.to_json())
-    (out / STATE).unlink()
-    return manifest
+    return Corpus(paths, inputs.text_field, inputs.valid_fraction)
 
 
 @dataclass(frozen=True)
 class _State:
-    """`building.json`: the finished units, and the file and document where the next one starts."""
+    """The JSON of a segment: its finished units, and the file and document where the next one starts."""
 
-    inputs: Inputs
-    file: int = 0
+    file: int
     document: int = 0
     units: int = 0
     train: tuple[Shard, ...] = ()
     valid: tuple[Shard, ...] = ()
     skipped: int = 0
-
-    def save(self, out: Path) -> None:
-        write_atomic(out / STATE, json.dumps(asdict(self)))
 
     @property
     def tokens(self) -> int:
@@ -229,17 +295,50 @@ class _State:
         return sum(shard.documents for shard in (*self.train, *self.valid))
 
 
-def _load_state(out: Path, inputs: Inputs) -> _State:
-    path = out / STATE
-    if not path.exists():
-        if foreign := [p.name for p in out.iterdir() if not p.name.startswith(".")]:
-            raise DataError(f"{out} holds other files ({foreign[0]}): choose a new or empty folder")
-        return _State(inputs)
-    state: _State = read_table(_State, path)
-    if not state.tokens:
-        return _State(inputs)  # nothing to lose, so other inputs are fine
-    _same_inputs(out, state.inputs, inputs)
-    return state
+def _state_of(out: Path, number: int, files: range) -> _State:
+    path = _place(out, number).with_suffix(".json")
+    return read_table(_State, path) if path.exists() else _State(files.start)
+
+
+def _place(out: Path, number: int) -> Path:
+    """How the names of a segment's files begin."""
+    return out / PARTS / f"{number:05d}"
+
+
+def _join(out: Path, inputs: Inputs, tokenizer: Tokenizer) -> Manifest | None:
+    """Name the shards and write the manifest; nothing if a segment is missing. After a kill it is done again."""
+    files = segments(inputs)
+    states = [_state_of(out, number, each) for number, each in enumerate(files)]
+    if any(state.file < each.stop for state, each in zip(states, files, strict=True)):
+        return None
+    if not any(shard.bytes_of_text for state in states for shard in (*state.train, *state.valid)):
+        paths = [source.path for source in inputs.sources[:3]]
+        raise DataError(f"the corpus is empty: there is no text in {', '.join(paths)}")
+    named: dict[Split, list[Shard]] = {"train": [], "valid": []}
+    units_before = accumulate((state.units for state in states), initial=0)
+    for state, before in zip(states, units_before, strict=False):
+        for split in SPLITS:
+            for shard in state.train if split == "train" else state.valid:
+                unit = int(shard.name.removesuffix(".bin").rpartition("-")[2])
+                name = f"{split}-{before + unit:05d}.bin"
+                if (out / PARTS / shard.name).exists():
+                    os.replace(out / PARTS / shard.name, out / name)
+                named[split].append(replace(shard, name=name))
+    sync_path(out)
+    manifest = Manifest(
+        format=FORMAT,
+        inputs=inputs,
+        tokenizer=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        dtype="uint16" if tokenizer.dtype == np.uint16 else "uint32",
+        train=tuple(named["train"]),
+        valid=tuple(named["valid"]),
+        skipped=sum(state.skipped for state in states),
+    )
+    write_atomic(out / "manifest.json", manifest.to_json())
+    (out / STATE).unlink()
+    shutil.rmtree(out / PARTS)
+    return manifest
 
 
 def _sample(corpus: Corpus) -> Iterator[str]:
@@ -257,14 +356,48 @@ def _sample(corpus: Corpus) -> Iterator[str]:
                 yield text
 
 
+def _build_segments(
+    out: Path,
+    inputs: Inputs,
+    tokenizer: Tokenizer,
+    numbers: range,
+    workers: int | None,
+    progress: Progress | None,
+) -> None:
+    files = segments(inputs)
+    own = [file for number in numbers for file in files[number]]
+    bytes_before = list(accumulate((inputs.sources[file].bytes for file in own), initial=0))
+    tokens = 0
+
+    def tell(document: Document, tokens_of_segment: int) -> None:
+        if progress:
+            read_bytes = bytes_before[own.index(document.file)] + document.offset_bytes
+            progress(read_bytes, bytes_before[-1], tokens + tokens_of_segment)
+
+    for number in numbers:
+        with _alone(_place(out, number).with_suffix(".lock")):  # another process may be at it
+            state = _state_of(out, number, files[number])
+            if state.file < files[number].stop:
+                state = _write_shards(
+                    out, number, files[number].stop, state, inputs, tokenizer, workers, tell
+                )
+        tokens += state.tokens
+
+
 def _write_shards(
-    out: Path, state: _State, corpus: Corpus, tokenizer: Tokenizer, workers: int, progress: Progress | None
+    out: Path,
+    number: int,
+    end_file: int,
+    state: _State,
+    inputs: Inputs,
+    tokenizer: Tokenizer,
+    workers: int | None,
+    tell: Callable[[Document, int], None],
 ) -> _State:
-    inputs, sizes = state.inputs, [source.bytes for source in state.inputs.sources]
-    bytes_before = list(accumulate(sizes, initial=0))
-    unit, tokens_before = _Unit(out, tokenizer.dtype), state.tokens
-    start = {"file": state.file, "document": state.document}
-    reading = encoded(corpus, tokenizer, splits=SPLITS, workers=workers, **start)
+    """The rest of a segment."""
+    unit = _Unit(_place(out, number), tokenizer.dtype)
+    span = {"file": state.file, "document": state.document, "end_file": end_file}
+    reading = encoded(_corpus(inputs), tokenizer, splits=SPLITS, workers=workers or _cores(), **span)
     with _one_thread_a_call(), contextlib.closing(reading):
         for document in reading:
             unit.add(document)
@@ -272,12 +405,10 @@ def _write_shards(
                 _check_skipped(state, unit, SKIPPED_EARLY)
             if unit.tokens >= inputs.shard_tokens:
                 state = unit.finish(state, document.file, document.number + 1)
-                unit, tokens_before = _Unit(out, tokenizer.dtype), state.tokens
-            if progress:
-                read_bytes = bytes_before[document.file] + document.offset_bytes
-                progress(read_bytes, bytes_before[-1], tokens_before + unit.tokens)
+                unit = _Unit(_place(out, number), tokenizer.dtype)
+            tell(document, state.tokens + unit.tokens)
     _check_skipped(state, unit, 1 if state.documents + unit.documents else 0)
-    return unit.finish(state, len(corpus.paths), 0)
+    return unit.finish(state, end_file, 0)
 
 
 def _check_skipped(state: _State, unit: "_Unit", most: int) -> None:
@@ -294,9 +425,11 @@ def _check_skipped(state: _State, unit: "_Unit", most: int) -> None:
 class _Unit:
     """One shard of each split, being written."""
 
-    def __init__(self, out: Path, dtype: np.dtype) -> None:
-        self._out = out
-        self._writers = {split: _ShardWriter(out / f".{split}.tmp", dtype) for split in SPLITS}
+    def __init__(self, place: Path, dtype: np.dtype) -> None:
+        self._place = place
+        self._writers = {
+            split: _ShardWriter(place.with_name(f"{place.name}-{split}.tmp"), dtype) for split in SPLITS
+        }
         self.tokens = self.documents = self.skipped = 0
         self.wrong = ""
 
@@ -310,18 +443,20 @@ class _Unit:
 
     def finish(self, state: _State, file: int, document: int) -> _State:
         """Give the shards their names and record them; only then are they part of the folder."""
-        new = {s: writer.finish(f"{s}-{state.units:05d}.bin") for s, writer in self._writers.items()}
-        sync_path(self._out)
-        state = replace(
-            state,
+        new = {
+            split: writer.finish(f"{self._place.name}-{split}-{state.units:05d}.bin")
+            for split, writer in self._writers.items()
+        }
+        sync_path(self._place.parent)
+        state = _State(
             file=file,
             document=document,
-            units=state.units + 1,
+            units=state.units + bool(self.documents),
             train=state.train + new["train"],
             valid=state.valid + new["valid"],
             skipped=state.skipped + self.skipped,
         )
-        state.save(self._out)
+        write_atomic(self._place.with_suffix(".json"), json.dumps(asdict(state)))
         return state
 
 

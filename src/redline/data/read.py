@@ -311,13 +311,15 @@ def encoded(
     splits: tuple[Split, ...],
     file: int = 0,
     document: int = 0,
+    end_file: int | None = None,
     workers: int = 1,
 ) -> Generator[Document, None, None]:
-    """The documents of the splits, and rows without text, from a position on. Close it to stop its threads."""
+    """The documents of the splits, and rows without text, from a position up to a file. Close it to stop its
+    threads."""
     in_flight: deque[Future[list[Document]]] = deque()
     with ThreadPoolExecutor(workers, thread_name_prefix="encode") as pool:
         try:
-            for batch in _batches(_texts(corpus, splits, file, document)):
+            for batch in _batches(_texts(corpus, splits, file, document, end_file)):
                 in_flight.append(pool.submit(_encode, batch, tokenizer))
                 if len(in_flight) > 2 * workers:
                     yield from in_flight.popleft().result()
@@ -328,10 +330,10 @@ def encoded(
 
 
 def _texts(
-    corpus: Corpus, splits: tuple[Split, ...], first_file: int, first_document: int
+    corpus: Corpus, splits: tuple[Split, ...], first_file: int, first_document: int, end_file: int | None
 ) -> Iterator[Document]:
     named = splits_of(corpus.paths)
-    for file in range(first_file, len(corpus.paths)):
+    for file in range(first_file, len(corpus.paths) if end_file is None else end_file):
         skip = first_document if file == first_file else 0
         for number, row in enumerate(scan(corpus.paths[file], corpus.text_field, skip), start=skip):
             utf8 = row.text.encode()
