@@ -34,8 +34,8 @@ def test_a_build_on_ray_makes_the_bytes_of_one_process(
         Path(sources[-1]).write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     how = {"vocab_size": 300, "valid_fraction": 0.2, "shard_tokens": 800}
     whole = build(sources, tmp_path / "here", **how)
-    assert len(segments(whole.inputs)) == 4
-    asked = argparse.Namespace(source=sources, out=str(tmp_path / "ray"), workers=3)
+    assert len(segments(tmp_path, whole.inputs)) == 4
+    asked = argparse.Namespace(source=sources, out=str(tmp_path / "ray"), workers=3, ray_address=None)
     assert _build_on_ray(asked, how) == whole
     names = {path.name for path in (tmp_path / "here").iterdir()}
     assert names == {path.name for path in (tmp_path / "ray").iterdir()}

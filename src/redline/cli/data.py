@@ -20,7 +20,7 @@ from redline.cli.options import byte_progress, check_least, print_json, status
 from redline.data.build import build, build_part
 from redline.data.remote import folder_at, is_remote
 from redline.data.shards import Manifest, TokenDataset, check_tokenizer
-from redline.errors import ConfigError, MachineError, RedlineError, need
+from redline.errors import ConfigError, RedlineError, need
 from redline.record.units import format_bytes
 
 ARGUMENTS = {
@@ -34,6 +34,7 @@ SOURCE...                a file, a folder, tinyshakespeare, wikitext-2, wikipedi
 --workers N              threads (default: all cores); with --on ray, tasks (default: one for each CPU)
 --part K/N               build the K-th of N parts (default: in a SLURM array, the task's)
 --on {{ray}}               build as tasks of a Ray cluster whose machines share --out (default: in this process)
+--ray-address ADDRESS    the cluster (default: RAY_ADDRESS, one that was started on this machine, or a local one)
 {JSON}""",
     "info": f"""what a data folder holds
 PLACE      the data folder, on disk or as s3://bucket/corpus
@@ -104,12 +105,9 @@ def _part(options: argparse.Namespace) -> tuple[int, int] | None:
 def _build_on_ray(options: argparse.Namespace, how: dict[str, Any]) -> Manifest:
     """The parts as tasks. Ray runs the task of a lost worker again, and it resumes."""
     ray = need("ray", extra="ray")
-    if ours := not ray.is_initialized():
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        try:  # RAY_ADDRESS, a cluster that runs here, or else one for this build
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise MachineError(f"no Ray cluster can be reached ({error}): check RAY_ADDRESS") from error
+    from redline.engine.ray import connect
+
+    ours = connect(options.ray_address)
     parts = options.workers or int(ray.cluster_resources()["CPU"])
     status(f"building {parts} parts on Ray")
     # a worker may run in another folder

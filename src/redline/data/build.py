@@ -2,11 +2,9 @@
 recipe.
 
 The output depends on the inputs alone, not on the number of workers, parts or machines, or on how often the build was
-killed. The files of the corpus form segments: runs of whole files of some eight shards' text, which are built apart
-from each other in `.parts`. In a segment, work proceeds in units of about `shard_tokens` tokens: one train and one
-valid shard of whole documents, written under temporary names and renamed. The segment's JSON then records the unit
-and where the next one starts, so the same command resumes there. When all segments are done, whoever finished last
-joins them: shards get their final names, and `manifest.json` comes last. A folder without it is unfinished.
+killed. The files of the corpus form segments, runs of whole files of at least 400 MB, which are built apart from each
+other in the folder `.parts` (see `segment`), by one process or by many. When all are done, whoever finished last joins
+them: the shards get their final names, and `manifest.json` comes last. A folder without it is unfinished.
 
 Workers are threads: the tokenizer's Rust code releases the GIL. On two shared cores two threads, two processes and
 the library's own thread pool were equally fast (3 to 5 MB/s); threads copy nothing between processes, and unlike the
@@ -15,7 +13,6 @@ pool their number can be set.
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -28,18 +25,9 @@ from typing import Any
 import numpy as np
 
 from redline.config.recipe import DataConfig
-from redline.data.read import (
-    SPLITS,
-    Corpus,
-    Document,
-    Split,
-    documents,
-    encoded,
-    find_sources,
-    split_of,
-    splits_of,
-)
+from redline.data.read import SPLITS, Corpus, Document, Split, documents, find_sources, split_of, splits_of
 from redline.data.remote import folder_at, is_remote, stored_manifest, upload
+from redline.data.segment import Segment, State
 from redline.data.shards import (
     FORMAT,
     Inputs,
@@ -64,10 +52,6 @@ SEGMENT_BYTES_A_TOKEN = 8
 """Bytes of the (perhaps compressed) files of a segment, for each token of a shard."""
 STATE = "building.json"
 PARTS = ".parts"
-SKIPPED_SHARE = 0.01
-"""Share of rows without text (no JSON, no such field) that may be left out; more are an error."""
-SKIPPED_EARLY = 10
-"""Rows without text before the share is checked."""
 
 
 def build(
@@ -191,9 +175,8 @@ def _build_into(
             if finished := _finished(out, inputs):  # another process built it meanwhile
                 return finished
             tokenizer = _claim(out, inputs, given)
-            _build_segments(
-                out, inputs, tokenizer, range(part - 1, len(segments(inputs)), parts), workers, progress
-            )
+            own = segments(out, inputs)[part - 1 :: parts]
+            _write(own, inputs, tokenizer, workers or _cores(), progress)
             # Let go before asking, so that of several that finish together the last one gets it.
             fcntl.flock(lock, fcntl.LOCK_UN)
             try:
@@ -203,13 +186,13 @@ def _build_into(
             return _finished(out, inputs) or _join(out, inputs, tokenizer)
 
 
-def segments(inputs: Inputs) -> list[range]:
-    """The numbers of the files of each segment."""
-    found, first, size_bytes = [], 0, 0
+def segments(out: Path, inputs: Inputs) -> list[Segment]:
+    found: list[Segment] = []
+    first = size_bytes = 0
     for number, source in enumerate(inputs.sources, start=1):
         size_bytes += source.bytes
         if size_bytes >= SEGMENT_BYTES_A_TOKEN * inputs.shard_tokens or number == len(inputs.sources):
-            found.append(range(first, number))
+            found.append(Segment(out / PARTS / f"{len(found):05d}", range(first, number)))
             first, size_bytes = number, 0
     return found
 
@@ -257,7 +240,7 @@ def _claim(out: Path, inputs: Inputs, given: Tokenizer | None) -> Tokenizer:
         if claimed is None and (foreign := [p.name for p in out.iterdir() if not p.name.startswith(".")]):
             raise DataError(f"{out} holds other files ({foreign[0]}): choose a new or empty folder")
         if claimed != inputs:
-            states = [read_table(_State, path) for path in (out / PARTS).glob("*.json")]
+            states = [read_table(State, path) for path in (out / PARTS).glob("*.json")]
             if claimed is not None and any(state.tokens for state in states):
                 _same_inputs(out, claimed, inputs)
             for path in (*(out / PARTS).glob("[0-9]*"), out / "tokenizer.json"):  # nothing to lose
@@ -275,41 +258,11 @@ def _corpus(inputs: Inputs) -> Corpus:
     return Corpus(paths, inputs.text_field, inputs.valid_fraction)
 
 
-@dataclass(frozen=True)
-class _State:
-    """The JSON of a segment: its finished units, and the file and document where the next one starts."""
-
-    file: int
-    document: int = 0
-    units: int = 0
-    train: tuple[Shard, ...] = ()
-    valid: tuple[Shard, ...] = ()
-    skipped: int = 0
-
-    @property
-    def tokens(self) -> int:
-        return sum(shard.tokens for shard in (*self.train, *self.valid))
-
-    @property
-    def documents(self) -> int:
-        return sum(shard.documents for shard in (*self.train, *self.valid))
-
-
-def _state_of(out: Path, number: int, files: range) -> _State:
-    path = _place(out, number).with_suffix(".json")
-    return read_table(_State, path) if path.exists() else _State(files.start)
-
-
-def _place(out: Path, number: int) -> Path:
-    """How the names of a segment's files begin."""
-    return out / PARTS / f"{number:05d}"
-
-
 def _join(out: Path, inputs: Inputs, tokenizer: Tokenizer) -> Manifest | None:
     """Name the shards and write the manifest; nothing if a segment is missing. After a kill it is done again."""
-    files = segments(inputs)
-    states = [_state_of(out, number, each) for number, each in enumerate(files)]
-    if any(state.file < each.stop for state, each in zip(states, files, strict=True)):
+    found = segments(out, inputs)
+    states = [segment.state for segment in found]
+    if any(state.file < segment.files.stop for state, segment in zip(states, found, strict=True)):
         return None
     if not any(shard.bytes_of_text for state in states for shard in (*state.train, *state.valid)):
         paths = [source.path for source in inputs.sources[:3]]
@@ -356,150 +309,22 @@ def _sample(corpus: Corpus) -> Iterator[str]:
                 yield text
 
 
-def _build_segments(
-    out: Path,
-    inputs: Inputs,
-    tokenizer: Tokenizer,
-    numbers: range,
-    workers: int | None,
-    progress: Progress | None,
+def _write(
+    own: list[Segment], inputs: Inputs, tokenizer: Tokenizer, workers: int, progress: Progress | None
 ) -> None:
-    files = segments(inputs)
-    own = [file for number in numbers for file in files[number]]
-    bytes_before = list(accumulate((inputs.sources[file].bytes for file in own), initial=0))
+    """Write these segments; another process may be at one of them."""
+    files = [file for segment in own for file in segment.files]
+    bytes_before = list(accumulate((inputs.sources[file].bytes for file in files), initial=0))
     tokens = 0
 
     def tell(document: Document, tokens_of_segment: int) -> None:
         if progress:
-            read_bytes = bytes_before[own.index(document.file)] + document.offset_bytes
+            read_bytes = bytes_before[files.index(document.file)] + document.offset_bytes
             progress(read_bytes, bytes_before[-1], tokens + tokens_of_segment)
 
-    for number in numbers:
-        with _alone(_place(out, number).with_suffix(".lock")):  # another process may be at it
-            state = _state_of(out, number, files[number])
-            if state.file < files[number].stop:
-                state = _write_shards(
-                    out, number, files[number].stop, state, inputs, tokenizer, workers, tell
-                )
+    for segment in own:
+        with _alone(segment.place.with_suffix(".lock")):
+            state = segment.write(
+                _corpus(inputs), tokenizer, shard_tokens=inputs.shard_tokens, workers=workers, tell=tell
+            )
         tokens += state.tokens
-
-
-def _write_shards(
-    out: Path,
-    number: int,
-    end_file: int,
-    state: _State,
-    inputs: Inputs,
-    tokenizer: Tokenizer,
-    workers: int | None,
-    tell: Callable[[Document, int], None],
-) -> _State:
-    """The rest of a segment."""
-    unit = _Unit(_place(out, number), tokenizer.dtype)
-    span = {"file": state.file, "document": state.document, "end_file": end_file}
-    reading = encoded(_corpus(inputs), tokenizer, splits=SPLITS, workers=workers or _cores(), **span)
-    with _one_thread_a_call(), contextlib.closing(reading):
-        for document in reading:
-            unit.add(document)
-            if document.wrong:
-                _check_skipped(state, unit, SKIPPED_EARLY)
-            if unit.tokens >= inputs.shard_tokens:
-                state = unit.finish(state, document.file, document.number + 1)
-                unit = _Unit(_place(out, number), tokenizer.dtype)
-            tell(document, state.tokens + unit.tokens)
-    _check_skipped(state, unit, 1 if state.documents + unit.documents else 0)
-    return unit.finish(state, end_file, 0)
-
-
-def _check_skipped(state: _State, unit: "_Unit", most: int) -> None:
-    """Refuse more rows without text than `most` and SKIPPED_SHARE of all so far."""
-    skipped = state.skipped + unit.skipped
-    rows = skipped + state.documents + unit.documents
-    if unit.wrong and skipped > max(most, SKIPPED_SHARE * rows):
-        most_share = f"at most {SKIPPED_SHARE:.0%} may be left out"
-        raise DataError(
-            f"{skipped:,} of the first {rows:,} rows hold no text, {most_share}; the last: {unit.wrong}"
-        )
-
-
-class _Unit:
-    """One shard of each split, being written."""
-
-    def __init__(self, place: Path, dtype: np.dtype) -> None:
-        self._place = place
-        self._writers = {
-            split: _ShardWriter(place.with_name(f"{place.name}-{split}.tmp"), dtype) for split in SPLITS
-        }
-        self.tokens = self.documents = self.skipped = 0
-        self.wrong = ""
-
-    def add(self, document: Document) -> None:
-        if document.wrong:
-            self.skipped, self.wrong = self.skipped + 1, document.wrong
-            return
-        self.documents += 1
-        self._writers[document.split].add(document)
-        self.tokens += len(document.tokens)
-
-    def finish(self, state: _State, file: int, document: int) -> _State:
-        """Give the shards their names and record them; only then are they part of the folder."""
-        new = {
-            split: writer.finish(f"{self._place.name}-{split}-{state.units:05d}.bin")
-            for split, writer in self._writers.items()
-        }
-        sync_path(self._place.parent)
-        state = _State(
-            file=file,
-            document=document,
-            units=state.units + bool(self.documents),
-            train=state.train + new["train"],
-            valid=state.valid + new["valid"],
-            skipped=state.skipped + self.skipped,
-        )
-        write_atomic(self._place.with_suffix(".json"), json.dumps(asdict(state)))
-        return state
-
-
-class _ShardWriter:
-    def __init__(self, path: Path, dtype: np.dtype) -> None:
-        self._path = path
-        self._dtype = dtype.newbyteorder("<")
-        self._file = open(path, "wb")  # noqa: SIM115  closed in finish; a build that fails leaves a temporary name
-        self._hash = hashlib.sha256()
-        self._tokens = self._documents = self._bytes_of_text = self._max_id = 0
-
-    def add(self, document: Document) -> None:
-        data = document.tokens.astype(self._dtype, copy=False).tobytes()
-        self._file.write(data)
-        self._hash.update(data)
-        self._tokens += len(document.tokens)
-        self._documents += 1
-        self._bytes_of_text += document.bytes_of_text
-        self._max_id = max(self._max_id, int(document.tokens.max()))
-
-    def finish(self, name: str) -> tuple[Shard, ...]:
-        """The shard, durable and under its name; none if the unit had no document of this split."""
-        with self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        if not self._tokens:
-            self._path.unlink()
-            return ()
-        os.replace(self._path, self._path.with_name(name))
-        counts = (self._tokens, self._documents, self._bytes_of_text, self._max_id)
-        return (Shard(name, *counts, self._hash.hexdigest()),)
-
-
-@contextlib.contextmanager
-def _one_thread_a_call() -> Iterator[None]:
-    """Switch off the tokenizer's own thread pool: the workers are the parallelism."""
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
