@@ -4,18 +4,22 @@ never after some time."""
 
 import os
 import random
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-from rft_model import tiny_model
+from rft_model import letters_recipe, tiny_model
+from test_rft_sample import stored
 
+from redline.cli.main import main
 from redline.config.recipe import LoraConfig
 from redline.data.tokenizer import Tokenizer
 from redline.engine.local import LocalEngine
@@ -24,6 +28,7 @@ from redline.engine.request import Completion, Request, Sampling
 from redline.errors import ConfigError, MachineError, MissingExtra
 from redline.model.lora import adapters, add_lora, merged
 from redline.model.transformer import Transformer
+from redline.record.run import read_lines
 from redline.train.restore import open_weights
 
 ray = pytest.importorskip("ray")
@@ -96,16 +101,19 @@ def after(completions: Iterator[Completion], faults: dict[int, Callable[[], None
 
 @pytest.mark.numerics
 def test_workers_killed_at_random_lose_nothing_and_change_nothing(lab):
-    chance, asked = random.Random(7), requests(16)
+    chance, asked, killed = random.Random(7), requests(16), list[Any]()
 
     def kill() -> None:
-        os.kill(pid_of(chance.choice([m for m in engine._members if m.joined]).actor), signal.SIGKILL)
+        there = [m.actor for m in engine._members if m.joined and m.actor not in killed]
+        if there:  # the driver may not have noticed yet that all of them are dead
+            killed.append(chance.choice(there))
+            os.kill(pid_of(killed[-1]), signal.SIGKILL)
 
+    # 48 samples, of which at most 12 are with the workers: none of them is killed when all work is done
     with lab.engine(2) as engine:
-        found = named(after(engine.run(asked), dict.fromkeys(chance.sample(range(1, 40), 3), kill)))
+        found = named(after(engine.run(asked), dict.fromkeys(chance.sample(range(1, 30), 3), kill)))
     assert found == lab.local(asked)
-    assert sum(facts["state"] == "died" for facts in lab.told) == 3
-    assert sum(facts["state"] == "joined" for facts in lab.told) >= 3
+    assert sum(facts["state"] == "died" for facts in lab.told) == len(killed) > 0
     assert sum(facts["samples"] for facts in lab.told if facts["state"] != "joined") == 48
 
 
@@ -220,7 +228,36 @@ def test_workers_that_die_again_and_again_end_the_run(lab):
             engine._lose(member, "died", "no disk")
 
 
-def test_without_the_extra_one_line_names_it(lab, monkeypatch):
+def test_samples_of_rft_are_those_of_the_local_engine_row_by_row(tmp_path, monkeypatch, capsys):
+    recipe = letters_recipe(tmp_path, tiny_model(tmp_path / "model"))
+    command = ["rft", "sample", str(recipe), "--device", "cpu", "--set", "sample.samples_per_question=8"]
+    # the same bits need a local engine that promises them
+    monkeypatch.setattr("redline.rft.session.LocalEngine", partial(LocalEngine, reproducible=True))
+    assert main([*command, "--run", str(tmp_path / "here")]) == 0
+    assert main([*command, "--run", str(tmp_path / "there"), "--on", "ray", "--workers", "2"]) == 0
+    assert stored(tmp_path / "there") == stored(tmp_path / "here") != {}
+    said = capsys.readouterr().out
+    assert re.search(r"worker-[12] joined, 0 samples in 0 s", said)
+    assert re.search(r"[12] workers, [\d.e+]+ samples/s each", said)
+    events = read_lines(tmp_path / "there" / "events.jsonl")
+    ended = [event for event in events if event["event"] == "worker" and event["state"] == "ended"]
+    assert sum(event["samples"] for event in ended) == len(stored(tmp_path / "there"))
+    assert {"engine", "logprob_gap"} <= {event["event"] for event in events}
+    assert ray.is_initialized(), "it was not this command that started Ray"
+
+
+def test_options_that_do_not_go_together_are_refused(tmp_path, capsys, monkeypatch):
+    recipe = str(letters_recipe(tmp_path, tiny_model(tmp_path / "model")))
+    for options, rule in (
+        (["--workers", "2"], "are for samples drawn on Ray: add --on ray"),
+        (["--on", "ray", "--workers", "0"], "--workers"),
+        (
+            ["--on", "ray", "--set", "sample.server=http://127.0.0.1:1"],
+            "remove sample.server from the recipe",
+        ),
+    ):
+        assert main(["rft", "sample", recipe, *options]) == 2
+        assert rule in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingExtra, match=r"ray is needed .* pip install 'redline\[ray\]'"):
-        lab.engine(1)
+    assert main(["rft", "run", recipe, "--on", "ray"]) == MissingExtra.exit_code
+    assert "pip install 'redline[ray]'" in capsys.readouterr().err

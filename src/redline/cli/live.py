@@ -244,6 +244,7 @@ def figures(seen: Seen) -> list[tuple[str, str, str, str]]:
         ),
         ("lr", _fixed(line.get("lr"), ".1e"), "", "lr {}"),
         ("speed", format_rate(line.get("tokens_per_s"), "tok"), "new tokens" if sampled else typical, "{}"),
+        ("workers", *_workers(line.get("workers"))),
         ("MFU", format_limit_share(line.get("mfu")), f"({seen.mfu_note})" if seen.mfu_note else "", "MFU {}"),
         ("ceiling", format_limit_share(line.get("ceiling_share")), "of the measured matmul rate", ""),
         ("memory", format_bytes(line.get("memory_bytes")), _memory_note(seen), "mem {}"),
@@ -252,6 +253,17 @@ def figures(seen: Seen) -> list[tuple[str, str, str, str]]:
         ("time left", format_duration(seen.left_s()), after, "left {}"),
     ]
     return [row for row in rows if row[1] != DASH]
+
+
+def _workers(rates: dict[str, float] | None) -> tuple[str, str, str]:
+    """How many there are, and their samples a second: in the panel the slowest and the fastest by name, in a line the
+    mean."""
+    if not rates:
+        return DASH, "", ""
+    slow, fast = min(rates, key=rates.__getitem__), max(rates, key=rates.__getitem__)
+    note = f"{slow} {rates[slow]:.3g} to {fast} {rates[fast]:.3g} samples/s"
+    mean = sum(rates.values()) / len(rates)
+    return f"{len(rates):,}", note, f"{{}} workers, {mean:.3g} samples/s each"
 
 
 def _fixed(value: float | None, form: str) -> str:

@@ -3,6 +3,7 @@ before and after.
 
 redline rft run rft/units-smollm2 --set model.init_from=SmolLM2.gguf --set task.data=units/
 redline rft run rft/units-smollm2 --rounds 4             repeat the loop; each round samples from the last one's model
+redline rft run rft/units-smollm2 --on ray --workers 8   samples are drawn by workers on a Ray cluster
 redline rft sample rft/units-smollm2 --preset quality    one stage; if it is killed, run it again and it resumes
 redline rft train rft/units-smollm2 --on answers         plain fine-tuning on the reference solutions, to compare
 redline rft test rft/units-smollm2 --rows all            all weights of the run that have not been tested yet
@@ -23,7 +24,7 @@ from redline.cli.options import answer, check_least, print_json, recipe_of, stat
 from redline.cli.plan import chosen, outside_of
 from redline.cli.train import end_with_launcher
 from redline.config.recipe import Recipe
-from redline.errors import ConfigError
+from redline.errors import ConfigError, need
 from redline.plan.bounds import fewer_samples
 from redline.record.run import RunFolder
 from redline.record.units import format_count, format_duration, format_rate, format_share, visible
@@ -34,6 +35,7 @@ from redline.train.open_run import changes
 from redline.train.places import find
 
 if TYPE_CHECKING:
+    from redline.engine.ray import OnRay
     from redline.rft.session import Session
 
 STAGE = f"""
@@ -46,14 +48,21 @@ STAGE = f"""
 --quiet          no live view
 {JSON}
 """
+ON_RAY = """
+--on {ray}            draw the samples on a Ray cluster (default: in this process)
+--workers N           of that cluster (default: one for each GPU, or for each CPU without one)
+--ray-address PLACE   of that cluster (default: RAY_ADDRESS, or one on this machine, started if there is none)
+"""
 ROWS = "--rows N|all   the first N questions of the test split, or all (default: the recipe's)"
 ARGUMENTS = {
     "run": f"""test, sample, train and test again; finished stages are not repeated
 {STAGE}
+{ON_RAY}
 {ROWS}
 --rounds N   repeat the loop; each round samples from the last one's model (default 1)""",
     "sample": f"""sample answers to the training questions into the run's store
-{STAGE}""",
+{STAGE}
+{ON_RAY}""",
     "train": f"""fine-tune on the correct samples, or on the reference solutions
 {STAGE}
 --on {{samples,answers}}   what to train on (default samples)""",
@@ -88,6 +97,7 @@ def _stage(options: argparse.Namespace) -> None:
     outside = outside_of(options)
     recipe = recipe_of(options, *_rows(options), check=_check)
     recipe = fewer_samples(recipe, outside.profile, say=status)
+    on_ray = _on_ray(options, recipe)
     plan = chosen(options, recipe, 1, say=status)
     folder = options.run or Path("runs") / recipe.name
     if getattr(options, "rounds", 1) == 1:
@@ -97,11 +107,13 @@ def _stage(options: argparse.Namespace) -> None:
         if options.verb == "run":
             from redline.rft.run import run_rounds
 
-            found: Any = run_rounds(recipe, plan, folder, outside, options.rounds, observers=[view])
+            found: Any = run_rounds(
+                recipe, plan, folder, outside, options.rounds, observers=[view], on_ray=on_ray
+            )
         else:
             from redline.rft.session import open_session
 
-            with open_session(recipe, plan, folder, outside, observers=[view]) as session:
+            with open_session(recipe, plan, folder, outside, observers=[view], on_ray=on_ray) as session:
                 found = _one_stage(session, options)
     if options.json:
         print_json(found[0] if options.verb == "run" and options.rounds == 1 else found)
@@ -123,6 +135,24 @@ def _check(recipe: Recipe) -> None:
     load_task(recipe.task.name, recipe.task.data)
     if recipe.sample.sampler is not None:
         find(Path(recipe.sample.sampler))
+
+
+def _on_ray(options: argparse.Namespace, recipe: Recipe) -> "OnRay | None":
+    """Where samples are drawn, if not here."""
+    workers, address = getattr(options, "workers", None), getattr(options, "ray_address", None)
+    check_least("--workers", workers)
+    if getattr(options, "on", None) != "ray":
+        if workers is not None or address is not None:
+            raise ConfigError("--workers and --ray-address are for samples drawn on Ray: add --on ray")
+        return None
+    if recipe.sample.server is not None:
+        raise ConfigError(
+            "--on ray draws samples with the model itself: remove sample.server from the recipe"
+        )
+    need("ray", extra="ray")
+    from redline.engine.ray import OnRay
+
+    return OnRay(workers=workers, address=address)
 
 
 def _rows(options: argparse.Namespace) -> list[str]:

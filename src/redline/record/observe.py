@@ -22,9 +22,10 @@ from typing import Any, Protocol
 
 SAMPLING = (
     "questions", "questions_done", "samples", "samples_left", "correct", "cut", "tokens_per_s", "elapsed_s", "left_s",
-    "memory_bytes",
+    "memory_bytes", "workers",
 )  # fmt: skip
-"""Keys of a line about the progress of sampling; None for what is not known yet."""
+"""Keys of a line about the progress of sampling; None for what is not known yet. `workers`: the samples a second of each,
+by name, if they are drawn on several machines."""
 
 
 class Observer(Protocol):

@@ -15,6 +15,7 @@ from typing import Any
 
 from redline.config.load import load_recipe
 from redline.config.recipe import Recipe, later_round
+from redline.engine.ray import OnRay
 from redline.engine.server import ServerEngine
 from redline.errors import ConfigError
 from redline.finetune import check_result
@@ -42,6 +43,7 @@ def run_rounds(
     rounds: int,
     *,
     observers: Sequence[Observer] = (),
+    on_ray: OnRay | None = None,
 ) -> list[dict[str, Any]]:
     """The loop several times, in RUN/round-1 and so on. Every round trains the base model on a better sampler's samples."""
     if rounds > 1 and (run / "samples.db").exists():
@@ -54,7 +56,7 @@ def run_rounds(
     for number in range(1, rounds + 1):
         folder = run / f"round-{number}" if rounds > 1 else run
         own = recipe if number == 1 else later_round(recipe, str((run / f"round-{number - 1}").resolve()))
-        with open_session(own, plan, folder, outside, observers=observers) as session:
+        with open_session(own, plan, folder, outside, observers=observers, on_ray=on_ray) as session:
             reports.append(run_all(session, test_base=number == 1))
         if reports[-1]["why"] != "finished":
             break

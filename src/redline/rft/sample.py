@@ -24,6 +24,7 @@ import torch
 from redline.config.recipe import fingerprint_of
 from redline.data.tokenizer import Tokenizer
 from redline.engine.local import LocalEngine
+from redline.engine.ray import RayEngine
 from redline.engine.request import Completion, Engine
 from redline.model.transformer import Transformer
 from redline.rft.budget import Asked, Budget
@@ -93,6 +94,7 @@ class _Drawing:
         self.drawn = self.tokens = self.failures = 0
         self.spent_s = 0.0
         self.samples = self.correct = self.cut = 0
+        self.engine: Engine | None = None
         self.budget = self._budget()
 
     def run(self) -> str:
@@ -109,7 +111,7 @@ class _Drawing:
                 engine = self.session.sampling_engine(
                     longest=self.prompts.longest, sequences=self.budget.samples_left()
                 )
-                stack.enter_context(engine)
+                self.engine = stack.enter_context(engine)
                 compared = self._draw(engine, lambda completions: self._keep(completions, pool, began_s))
             if not self.budget.stopped:
                 self._compare(engine, compared)  # the engine is closed: the forward has its memory
@@ -183,11 +185,12 @@ class _Drawing:
             "elapsed_s": elapsed_s,
             "left_s": left * elapsed_s / self.drawn,
             "memory_bytes": self.session.memory_bytes(),
+            "workers": self.engine.rates() if isinstance(self.engine, RayEngine) else None,
         }
 
     def _compare(self, engine: Engine, compared: Sequence[Completion]) -> None:
-        """Record how full a local engine's slots were and how far it is from the training forward."""
-        if isinstance(engine, LocalEngine):
+        """Record how full our engine's slots were and how far it is from the training forward."""
+        if isinstance(engine, LocalEngine | RayEngine):
             self.session.folder.event(
                 "engine", **asdict(engine.stats), occupancy=engine.stats.occupancy, slots=self.session.slots
             )

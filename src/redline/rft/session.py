@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from redline.config.recipe import Recipe, TaskConfig, fingerprint_of
 from redline.data.tokenizer import Tokenizer
 from redline.engine.local import LocalEngine, fitting_slots
 from redline.engine.prompt import render, stop_ids
+from redline.engine.ray import OnRay, RayEngine
 from redline.engine.request import Engine, Sampling
 from redline.engine.server import ServerEngine
 from redline.errors import ConfigError, DataError, MachineError
@@ -110,6 +111,8 @@ class Session:
     outside: Outside
     """What limits the plan's values from outside the recipe."""
     observers: Observers = field(default_factory=Observers)
+    on_ray: OnRay | None = None
+    """Where samples are drawn; None: here."""
     opening_s: float = 0.0
     """Spent on opening models."""
     slots: int = 0
@@ -237,18 +240,25 @@ class Session:
             stop_strings=stops,
         )
 
-    def engine(self, speaker: Speaker, *, longest: int, sequences: int) -> Engine:
-        """An engine on this machine for that many sequences; its slots go into the plan."""
+    def engine(
+        self, speaker: Speaker, *, longest: int, sequences: int, on_ray: OnRay | None = None
+    ) -> Engine:
+        """An engine on this machine, or workers on Ray, for that many sequences; the slots go into the plan."""
         new = self.recipe.sample.max_new_tokens
         fitting = fitting_slots(speaker.model, max_prompt_tokens=longest, max_new_tokens=new)
         slots, why = self._slots(fitting, sequences)
         self.plan = replace(self.plan, slots=slots, why={**self.plan.why, "slots": why})
         save(self.plan, self.folder.plan_path)
         self.slots = slots
-        return LocalEngine(
-            speaker.model, speaker.tokenizer, max_prompt_tokens=longest, max_new_tokens=new, slots=slots,
-            eos_ids=speaker.stop_ids,
-        )  # fmt: skip
+        how: dict[str, Any] = {"max_prompt_tokens": longest, "max_new_tokens": new, "slots": slots}
+        how |= {"eos_ids": speaker.stop_ids}
+        if on_ray is not None:
+            return RayEngine(speaker.model, speaker.tokenizer, place=on_ray, event=self._worker, **how)
+        return LocalEngine(speaker.model, speaker.tokenizer, **how)
+
+    def _worker(self, kind: str, **facts: Any) -> None:
+        self.folder.event(kind, **facts)
+        self.observers.event(kind, facts)
 
     def _slots(self, fitting: int, sequences: int) -> tuple[int, Why]:
         """As many as fit and pay here, at most one for each sequence, within the bounds."""
@@ -264,10 +274,10 @@ class Session:
         return slots, why
 
     def sampling_engine(self, *, longest: int, sequences: int) -> Engine:
-        """What writes the samples: the server that the recipe names, or an engine here."""
+        """What writes the samples: the server that the recipe names, workers on Ray, or an engine here."""
         place = self.recipe.sample
         if place.server is None:
-            return self.engine(self.sampler, longest=longest, sequences=sequences)
+            return self.engine(self.sampler, longest=longest, sequences=sequences, on_ray=self.on_ray)
         return ServerEngine(
             place.server, place.server_model, tokenizer=self.sampler.tokenizer, progress=self.note
         )
@@ -295,10 +305,16 @@ class Session:
 
 @contextlib.contextmanager
 def open_session(
-    recipe: Recipe, plan: Plan, run: Path, outside: Outside, *, observers: Sequence[Observer] = ()
+    recipe: Recipe,
+    plan: Plan,
+    run: Path,
+    outside: Outside,
+    *,
+    observers: Sequence[Observer] = (),
+    on_ray: OnRay | None = None,
 ) -> Iterator[Session]:
     """Own the run folder for this recipe; one that another recipe has begun is refused."""
     process = Process(0, 1, torch.device(plan.hardware.kind))
     with open_run(recipe, plan, run, process) as opened:
         assert opened.folder is not None
-        yield Session(recipe, plan, opened.folder, outside, Observers(observers))
+        yield Session(recipe, plan, opened.folder, outside, Observers(observers), on_ray)
