@@ -237,7 +237,7 @@ def test_samples_of_rft_are_those_of_the_local_engine_row_by_row(tmp_path, monke
     assert main([*command, "--run", str(tmp_path / "there"), "--on", "ray", "--workers", "2"]) == 0
     assert stored(tmp_path / "there") == stored(tmp_path / "here") != {}
     said = capsys.readouterr().out
-    assert re.search(r"worker-[12] joined, 0 samples in 0 s", said)
+    assert re.search(r"worker-[12] joined", said)
     assert re.search(r"[12] workers, [\d.e+]+ samples/s each", said)
     events = read_lines(tmp_path / "there" / "events.jsonl")
     ended = [event for event in events if event["event"] == "worker" and event["state"] == "ended"]

@@ -61,10 +61,6 @@ WORDS: dict[str, tuple[str, ...]] = {
         "sampling {why}: {correct} of {samples} samples correct ({cut} cut off at sample.max_new_tokens),"
         " {solved} of {questions} questions solved, {elapsed_s}",
     ),
-    "worker": (
-        "{name} {state}, {samples} samples in {seconds} s: {why}",
-        "{name} {state}, {samples} samples in {seconds} s",
-    ),
     "engine": ("the engine kept {occupancy_share} of its {slots} slots busy",),
     "logprob_gap": (
         "log-probabilities of sampling and training differ by {mean} on average, {max} at most ({tokens} tokens)",
