@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from redline.config.recipe import SampleConfig
+from redline.config.rft import SampleConfig
 from redline.engine.request import Request, Sampling
 from redline.rft.budget import Asked, Budget
 

@@ -431,7 +431,7 @@ OPTIONS = {
     ModelConfig: (
         "vocab_size num_layers hidden_size num_heads ffn_size context_length num_kv_heads head_dim norm"
         " norm_eps positions rope_theta activation bias qkv_bias qk_norm tie_embeddings attention features"
-        " redraw_every init_std zero_init init_from"
+        " redraw_every init_std logit_cap value_embeddings zero_init init_from"
     ),
     DataConfig: "source seq_len tokenizer text_field valid_fraction stream",
     TrainConfig: (

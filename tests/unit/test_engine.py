@@ -4,6 +4,7 @@ streams."""
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,6 +32,9 @@ LEARNED = ModelConfig(
     vocab_size=37, num_layers=2, hidden_size=24, num_heads=4, ffn_size=32, context_length=60, init_std=0.3,
     positions="learned", norm="layernorm", activation="gelu", bias=True, tie_embeddings=False,
 )  # fmt: skip
+
+CHOICES = replace(CONFIG, logit_cap=5.0, value_embeddings=True)
+"""What a recipe may choose to reach a loss sooner."""
 
 
 class Words:
@@ -79,7 +83,7 @@ PROMPTS = [tuple(int(t) for t in np.random.default_rng(i).integers(0, 37, 1 + 5 
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("config", [CONFIG, LEARNED], ids=["rope", "learned"])
+@pytest.mark.parametrize("config", [CONFIG, LEARNED, CHOICES], ids=["rope", "learned", "choices"])
 @pytest.mark.parametrize("slots", [3, 32])
 def test_greedy_tokens_and_log_probabilities_are_those_of_the_training_forward(config, slots):
     model = build_model(config, device="cpu", seed=0)

@@ -7,7 +7,8 @@ import pytest
 
 from redline.config.differences import differences
 from redline.config.load import load_recipe
-from redline.config.recipe import PRESETS, Recipe
+from redline.config.recipe import Recipe
+from redline.config.rft import PRESETS
 from redline.errors import ConfigError
 from redline.machine.facts import read_facts
 from redline.plan.bounds import Outside, bounded_slots, fewer_samples, find_profile

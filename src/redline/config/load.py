@@ -17,7 +17,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-from redline.config.recipe import DEFAULTS, PRESETS, TABLES, Recipe
+from redline.config.recipe import DEFAULTS, TABLES, Recipe
+from redline.config.rft import PRESETS
 from redline.config.rules import check
 from redline.errors import ConfigError, nearest
 

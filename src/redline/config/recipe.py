@@ -11,9 +11,10 @@ Left out on purpose: what a plan derives and what a run measures.
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from redline.config.dfa import DfaConfig, Rule
+from redline.config.rft import SampleConfig, TaskConfig, TestConfig
 from redline.config.rl import REINFORCING, RlConfig
 from redline.errors import ConfigError, nearest
 
@@ -75,6 +76,10 @@ class ModelConfig:
     redraw_every: int = 0
     """Updates between two draws of the features; 0: drawn once."""
     init_std: float = 0.02
+    logit_cap: float = 0.0
+    """Logits are bent to stay within plus and minus this: cap x tanh(logit / cap); 0: not."""
+    value_embeddings: bool = False
+    """A second table of embeddings, whose rows every block adds to its values, each head with a learned weight."""
     zero_init: bool = False
     """What blocks add to the residual stream starts at 0: at first the model passes its embeddings on."""
     init_from: str | None = None
@@ -88,6 +93,13 @@ class ModelConfig:
     @property
     def head_size(self) -> int:
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def own(self) -> str | None:
+        """What no format but ours can hold, as `name value`."""
+        plain = {"attention": "softmax", "logit_cap": 0.0, "value_embeddings": False}
+        differs = (name for name, value in plain.items() if getattr(self, name) != value)
+        return next((f"model.{name} {getattr(self, name)}" for name in differs), None)
 
     @property
     def is_shaped(self) -> bool:
@@ -215,19 +227,6 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskConfig:
-    """The questions that are sampled."""
-
-    name: str
-    """A task's name (`redline tasks`), or your own file and its function: my_task.py:make."""
-    data: str | None = None
-    """Folder with the split's file; not given: the task generates its questions."""
-    split: str = "train"
-    rows: int | None = None
-    """The first rows of the split; not given: all."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class PromptConfig:
     mode: PromptMode = "text"
     """`chat`: through the model's chat template; `text`: for models that continue text."""
@@ -238,44 +237,6 @@ class PromptConfig:
 
     def shots_of(self, *, trained: bool) -> int | None:
         return self.trained_shots if trained and self.trained_shots is not None else self.shots
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleConfig:
-    """Who writes the samples, how, and how many are kept."""
-
-    sampler: str | None = None
-    """Another model that writes the samples; not given: the model itself."""
-    server: str | None = None
-    """URL of an OpenAI-compatible server that writes the samples: http://host:port, or a URL that ends in
-    /chat/completions to send messages."""
-    server_model: str | None = None
-    """The model's name on that server."""
-    samples_per_question: int = 30
-    temperature: float = 0.7
-    later_temperature: float = 1.0
-    """Temperature after the first round: a trained sampler would otherwise repeat itself."""
-    top_p: float = 1.0
-    top_k: int | None = None
-    max_new_tokens: int = 128
-    distinct_correct: int | None = None
-    """Stop asking a question once it has this many different correct answers; not given: never."""
-    spend_rest: bool = True
-    """Whether samples saved by `distinct_correct` go to questions without a correct answer."""
-    max_factor: float = 4.0
-    """Most samples for a hard question, as a multiple of `samples_per_question`."""
-    keep_per_question: int = 4
-    """Correct, different answers per question to train on, the first ones drawn; 0: all."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TestConfig:
-    """The questions answered greedily before and after training."""
-
-    __test__: ClassVar[bool] = False  # pytest: this is no test
-    split: str = "valid"
-    rows: int = 100
-    """The first rows of the split; 0: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -424,12 +385,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "rl": {"train": REINFORCING},
 }
 """Where a workload's defaults differ from those written above."""
-PRESETS: dict[str, dict[str, Any]] = {
-    "quality": {"samples_per_question": 50, "temperature": 0.5},
-    "balanced": {"samples_per_question": 30, "temperature": 0.7},
-    "speed": {"samples_per_question": 20, "temperature": 0.9},
-}
-"""Named settings of the sample table, as the systems that Redline grew out of shipped them."""
 
 
 def fingerprint_of(what: Any) -> str:

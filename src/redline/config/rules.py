@@ -35,7 +35,7 @@ _POSITIVE = {
     "plan": ("micro_batch", "loss_chunks", "loader_threads", "prefetch", "slots"),
 }  # fmt: skip
 _NOT_NEGATIVE = {
-    "model": ("redraw_every",),
+    "model": ("redraw_every", "logit_cap"),
     "data": ("seq_len",),
     "train": (
         "steps", "epochs", "muon_warmup_steps", "weight_decay", "clip_norm", "orthogonality", "orthogonality_warmup_steps", "warmup_steps", "eval_every", "early_stop_evals",
@@ -138,9 +138,13 @@ def _shape(recipe: Recipe) -> Iterator[Rule]:
         f" ({m.hidden_size}): leave it out",
     )
     yield (
-        m.attention == "softmax" or recipe.workload == "pretrain",
-        f"workload {recipe.workload} writes a Hugging Face folder or an adapter, which cannot hold model.attention"
-        f" {m.attention}: train it further with workload pretrain and model.init_from",
+        m.own is None or recipe.workload == "pretrain",
+        f"workload {recipe.workload} writes a Hugging Face folder or an adapter, which cannot hold {m.own}: train it"
+        " further with workload pretrain and model.init_from",
+    )
+    yield (
+        recipe.train.rule == "backprop" or not (m.logit_cap or m.value_embeddings),
+        f"train.rule {recipe.train.rule} sends its signals past model.logit_cap and model.value_embeddings: leave them out",
     )
     for name in _SHAPE:
         yield getattr(m, name) > 0, f"model.{name} must be greater than 0, got 0"

@@ -254,10 +254,10 @@ def from_huggingface(config: ModelConfig, tensors: Mapping[str, Tensor], *, wher
 
 def architecture(config: ModelConfig) -> str:
     """The class of transformers that computes this model; an unknown combination is refused by name."""
-    if config.attention != "softmax":
+    if config.own is not None:
         raise ConfigError(
-            f"model.attention = {config.attention} has no equivalent in transformers, nor in GGUF files: use the run"
-            " folder itself (redline generate, redline chat, model.init_from)"
+            f"{config.own} has no equivalent in transformers, nor in GGUF files: use the run folder itself (redline"
+            " generate, redline chat, model.init_from)"
         )
     if config.positions == "learned":
         name = "GPT2LMHeadModel"

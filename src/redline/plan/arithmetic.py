@@ -21,7 +21,7 @@ chunk and its output fit a program's registers."""
 class Parameters:
     total: int
     matmul: int
-    """Weights that multiply activations: all but norms, biases, positions and an untied input embedding."""
+    """Weights that multiply activations: all but norms, biases, positions, values and an untied input embedding."""
     hidden: int
     """Weights of the matrices inside the blocks: those that Muon updates and FP8 multiplies."""
     blocks: int
@@ -36,10 +36,12 @@ def parameters(model: ModelConfig) -> Parameters:
     biases = (qkv + D + inner + D) if model.bias else (qkv if model.qkv_bias else 0)
     norm = D * (2 if model.norm == "layernorm" and model.bias else 1)
     block = matrices + biases + 2 * norm + (2 * C if model.qk_norm else 0)
+    block += model.kv_heads if model.value_embeddings else 0
     embedding = model.vocab_size * D
     positions = model.context_length * D if model.positions == "learned" else 0
+    values = model.vocab_size * kv_width if model.value_embeddings else 0
     blocks, hidden = model.num_layers * block, model.num_layers * matrices
-    total = blocks + embedding * (1 if model.tie_embeddings else 2) + positions + norm
+    total = blocks + embedding * (1 if model.tie_embeddings else 2) + positions + values + norm
     return Parameters(total=total, matmul=hidden + embedding, hidden=hidden, blocks=blocks)
 
 
@@ -236,6 +238,8 @@ def memory(
     block = tokens * _block_temporaries(model, precision, recompute, fused)
     below = feedback_blocks(model, dfa) if dfa else 0
     activations = tokens * (model.num_layers - below) * kept_bytes(model, precision, recompute, fused)
+    if model.value_embeddings:  # one row a token, for all blocks
+        activations += tokens * model.kv_heads * model.head_size * BYTES[precision]
     gradients = 4 * learning // world_size
     fixed = _workspace_bytes(model, precision, recompute, world_size, model.num_layers - below)
     counted = gradients if accumulation > 1 else max(0, gradients - activations - head)
@@ -330,10 +334,10 @@ def _block_temporaries(model: ModelConfig, precision: str, recompute: Recompute,
 
 
 def _head_bytes(model: ModelConfig, tokens: int, precision: str, chunks: int, fused: bool) -> int:
-    """Logits and gradient (one copy if fused, else three, two in fp32), the last hidden states with gradients, and
-    the head's weight with its own."""
+    """Logits and gradient (one copy if fused, else three, two in fp32, and a third where they are capped), the last
+    hidden states with gradients, and the head's weight with its own."""
     a, V, D = BYTES[precision], model.vocab_size, model.hidden_size
-    logits = -(-tokens // chunks) * V * (a if fused else a + 8)
+    logits = -(-tokens // chunks) * V * (a if fused else a + (12 if model.logit_cap else 8))
     return logits + tokens * D * 4 * a + (2 * a * V * D if a == 2 else 4 * V * D)
 
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from redline.config.recipe import SampleConfig
+from redline.config.rft import SampleConfig
 from redline.engine.request import Request, Sampling
 
 ROUNDS = 4

@@ -25,7 +25,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from redline.config.recipe import Recipe, TaskConfig, fingerprint_of
+from redline.config.recipe import Recipe, fingerprint_of
+from redline.config.rft import TaskConfig
 from redline.data.tokenizer import Tokenizer
 from redline.engine.local import LocalEngine, fitting_slots
 from redline.engine.prompt import render, stop_ids

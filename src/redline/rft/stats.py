@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.config.load import from_toml
-from redline.config.recipe import SampleConfig
+from redline.config.rft import SampleConfig
 from redline.errors import ConfigError, need
 from redline.record.files import read_text, replacing, write_atomic
 from redline.record.read import total

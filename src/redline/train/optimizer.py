@@ -123,7 +123,7 @@ def make_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """AdamW, or Muon for the blocks' matrices and AdamW for the rest. Norms and biases do not decay."""
     hidden, matrices, vectors = [], [], []
-    rates = {"embed.weight": train.embed_lr, "head.weight": train.head_lr}
+    rates = {"embed.weight": train.embed_lr, "values.weight": train.embed_lr, "head.weight": train.head_lr}
     own: dict[str, list[Tensor]] = {name: [] for name in rates}
     for name, p in model.named_parameters():
         if not p.requires_grad:
