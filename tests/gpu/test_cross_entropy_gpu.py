@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from redline.config.recipe import IGNORED
-from redline.model.cross_entropy import linear_cross_entropy
+from redline.model.cross_entropy import Reduction, linear_cross_entropy
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -14,8 +14,9 @@ from redline.model.cross_entropy import linear_cross_entropy
     ("tokens", "hidden", "vocab"), [(64, 128, 1000), (257, 64, 50257), (33, 256, 4096), (5, 64, 7)]
 )
 @pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("cap", [0.0, 2.0])
 def test_values_and_gradients_equal_the_reference(
-    dtype: torch.dtype, tokens: int, hidden: int, vocab: int, weighted: bool
+    dtype: torch.dtype, tokens: int, hidden: int, vocab: int, weighted: bool, cap: float
 ) -> None:
     torch.manual_seed(tokens)
     x = torch.randn(tokens, hidden, device="cuda", dtype=dtype).requires_grad_()
@@ -23,12 +24,15 @@ def test_values_and_gradients_equal_the_reference(
     targets = torch.randint(0, vocab, (tokens,), device="cuda")
     targets[::7] = IGNORED
     weights = torch.randn(tokens, device="cuda") if weighted else None
-    losses = linear_cross_entropy(x, weight, targets, fused=True, reduction="none" if weighted else "sum")
+    reduction: Reduction = "none" if weighted else "sum"
+    losses = linear_cross_entropy(x, weight, targets, fused=True, reduction=reduction, cap=cap)
     loss = losses if weights is None else (losses * weights).sum()
     (loss * 0.37).backward()
 
     x64, w64 = x.detach().double().requires_grad_(), weight.detach().to(dtype).double().requires_grad_()
-    each = F.cross_entropy(x64 @ w64.T, targets, ignore_index=IGNORED, reduction="none")
+    logits = x64 @ w64.T
+    logits = cap * torch.tanh(logits / cap) if cap else logits
+    each = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
     reference = (each if weights is None else each * weights).sum()
     (reference * 0.37).backward()
     assert loss.dtype == torch.float32
@@ -36,7 +40,7 @@ def test_values_and_gradients_equal_the_reference(
     assert abs(loss.item() - reference.item()) < 2e-3 * float(
         (each * (1 if weights is None else weights)).abs().sum()
     )
-    found = linear_cross_entropy(x, weight, targets, fused=True, reduction="none")
+    found = linear_cross_entropy(x, weight, targets, fused=True, reduction="none", cap=cap)
     torch.testing.assert_close(found.double(), each, rtol=2e-2, atol=2e-2)
     assert not found[::7].any()
     for ours, theirs in ((x.grad, x64.grad), (weight.grad, w64.grad)):

@@ -15,6 +15,7 @@ from redline.plan.hardware import hardware_here
 from redline.plan.planner import make_plan
 from redline.pretrain import pretrain
 from redline.record.run import read_lines
+from redline.train.execution import build
 from redline.train.process import join
 
 SMALL = [
@@ -157,3 +158,17 @@ def peak_bytes(run: Path, name: str, *overrides: str) -> tuple[int, int]:
         )
     )
     return plan.prediction.memory_bytes, seen
+
+
+def test_no_position_of_the_compiled_speedrun_sees_a_later_one() -> None:
+    """With every choice on, as it is trained: half precision, compiled blocks."""
+    overrides = ("model.zero_init=false", "plan.precision=bf16", "plan.compile=default")
+    recipe = load_recipe("speedrun/nano", overrides)
+    with join("cuda") as process:
+        model = build(recipe, make_plan(recipe, hardware_here(read_facts(), None)), process)
+        tokens = torch.arange(128, device="cuda").view(1, 128)
+        changed = tokens.clone()
+        changed[:, 64:] += 100
+        before, after = model(tokens).detach(), model(changed).detach()
+    assert torch.equal(before[:, :64], after[:, :64])
+    assert not torch.equal(before[:, 64:], after[:, 64:])

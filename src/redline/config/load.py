@@ -153,6 +153,8 @@ def build(kind: type[T], table: Any, where: str) -> T:
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
+    if hint is Any:
+        return value
     if dataclasses.is_dataclass(hint):
         return build(typing.cast(type, hint), value, where)
     origin, args = typing.get_origin(hint), typing.get_args(hint)

@@ -71,7 +71,7 @@ class Change:
 
     field: str
     """As `table.key`."""
-    value: str | None = None
+    value: Any = None
     times: int | None = None
     multiple_of: int | None = None
 
@@ -143,7 +143,14 @@ def _back_propagation(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> s
     return "feedback alignment keeps the activations of one block anyway" if recipe.feedback else None
 
 
+def _muon(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
+    return (
+        None if recipe.train.optimizer == "muon" else "it is a choice of Muon, and train.optimizer is adamw"
+    )
+
+
 CONDITIONS: dict[str, Need] = {
+    "muon": _muon,
     "softmax attention": needs_softmax,
     "back-propagation": _back_propagation,
     "cuda": needs_cuda,
