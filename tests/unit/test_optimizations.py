@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from redline.cli.main import main
-from redline.config.load import load_recipe, shipped
+from redline.config.load import from_toml, load_recipe, shipped, to_toml
 from redline.config.recipe import ModelConfig, Recipe
 from redline.config.rules import check
 from redline.measure.trial import GenerationSwitches
@@ -340,3 +340,24 @@ def test_what_kernel_attention_and_feedback_alignment_leave_nothing_to_is_not_tr
         == "feedback alignment keeps the activations of one block anyway"
     )
     assert find("sdpa").why_not(GPT2, here) is None
+
+
+def test_every_change_of_the_training_makes_another_recipe_that_keeps_the_rules() -> None:
+    """`ablate` applies them to a recipe that is not theirs: a value of the wrong type, or one that breaks a rule, would
+    show only then."""
+    recipe = load_recipe("speedrun/3min")
+    changes = {name: entry.change for name, entry in catalogue().items() if entry.change is not None}
+    assert {
+        "muon",
+        "polar-express",
+        "zero-init",
+        "logit-cap",
+        "value-embeddings",
+        "untied-head",
+    } <= changes.keys()
+    for name, change in changes.items():
+        if find(name).why_not(recipe, H200) is None:
+            changed = change(recipe)
+            assert from_toml(to_toml(changed), where=name) == changed
+            assert changed.fingerprint != recipe.fingerprint, name
+    assert "train.optimizer is adamw" in (find("polar-express").why_not(load_recipe("nano"), H200) or "")
