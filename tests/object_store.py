@@ -60,6 +60,8 @@ class ObjectStore:
         for name, value in self.environment.items():
             patch.setenv(name, value)
         s3fs.S3FileSystem.clear_instance_cache()
+        if not s3fs.S3FileSystem().exists(BUCKET):
+            s3fs.S3FileSystem().mkdir(BUCKET)
 
     def fetched(self, name: str) -> int:
         return sum(method == "GET" and path.endswith(f"/{name}") for method, path in self.requests)

@@ -188,8 +188,10 @@ def test_a_connection_that_breaks_is_tried_again_and_then_one_line(store: Object
 def test_what_a_store_refuses_is_one_line(
     store: ObjectStore, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(DataError, match=r"s3://nowhere/x/manifest\.json does not exist: check the address"):
-        fetch_folder("s3://nowhere/x")
+    with pytest.raises(DataError, match=r"s3://nowhere/x/manifest\.json does not exist: check the bucket"):
+        fetch_folder("s3://nowhere/x/")
+    with pytest.raises(DataError, match=r"s3://nowhere/x does not exist: check the bucket"):
+        upload(built, "s3://nowhere/x")
     with pytest.raises(DataError, match=r"s3://bucket/text is not on disk: text is read from disk"):
         build("s3://bucket/text", tmp_path / "out", vocab_size=300)
     with pytest.raises(DataError, match="abc://x cannot be read: Protocol not known"):

@@ -98,7 +98,7 @@ def _part(options: argparse.Namespace) -> tuple[int, int] | None:
     part = (task - first) // max(1, step) + 1
     if part > parts:
         raise ConfigError(f"task {task} of a SLURM array of {parts} with gaps: give --part K/N")
-    status(f"task {task} of a SLURM array of {parts}: building --part {part}/{parts}")
+    status(f"task {task} of a SLURM array of {parts}: building --part {part}/{parts} (--part 1/1: all of it)")
     return part, parts
 
 

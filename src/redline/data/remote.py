@@ -21,13 +21,16 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
 from redline.errors import ConfigError, DataError, need
 from redline.record.files import cache_folder, read_json, storage_errors, write_atomic
 from redline.record.units import format_bytes
+
+if TYPE_CHECKING:
+    from redline.data.shards import Shard
 
 BOUND = "REDLINE_SHARDS_GB"
 BOUND_GB = 32.0
@@ -44,20 +47,9 @@ _STORES = {
 }
 # what those packages raise beside OSError
 _RAISED = {
-    "s3": (("botocore.exceptions", "BotoCoreError"), ("aiohttp", "ClientError")),
-    "gs": (("gcsfs.retry", "HttpError"), ("google.auth.exceptions", "GoogleAuthError")),
+    "s3": ("botocore.exceptions.BotoCoreError", "aiohttp.ClientError", "http.client.HTTPException"),
+    "gs": ("gcsfs.retry.HttpError", "google.auth.exceptions.GoogleAuthError", "aiohttp.ClientError"),
 }
-
-
-class ShardFacts(Protocol):
-    """What is needed of a manifest's shard."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def sha256(self) -> str: ...
 
 
 def is_remote(place: str) -> bool:
@@ -72,7 +64,7 @@ def folder_at(place: str) -> Path:
 def fetch_folder(url: str) -> Path:
     """The mirror of a data folder, with its manifest and its tokenizer as they are there now. Another manifest makes
     another mirror, so the shards of a folder that was built again are never mixed."""
-    manifest = _read(url, "manifest.json")
+    manifest = _read(url := url.rstrip("/"), "manifest.json")
     folder = _mirrors() / hashlib.sha256(url.encode() + b"\n" + manifest).hexdigest()[:16]
     with storage_errors("the mirror of a data folder", folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -104,7 +96,8 @@ def upload(folder: Path, url: str) -> None:
         raise DataError(f"{url} holds another data folder: remove it, or choose another address")
     store, root = _open_store(url)
     with _store_errors(url):
-        store.makedirs(root, exist_ok=True)
+        if url.partition("://")[0] not in _STORES:  # there it would make a bucket
+            store.makedirs(root, exist_ok=True)
         for path in (*sorted(folder.glob("*.bin")), folder / "tokenizer.json", folder / "manifest.json"):
             store.put_file(str(path), f"{root}/{path.name}")
 
@@ -112,7 +105,7 @@ def upload(folder: Path, url: str) -> None:
 class FetchedShards(Sequence[np.ndarray]):
     """The shards of one split, memory-mapped from the mirror. Threads may share it."""
 
-    def __init__(self, folder: Path, shards: Sequence[ShardFacts], dtype: np.dtype) -> None:
+    def __init__(self, folder: Path, shards: "Sequence[Shard]", dtype: np.dtype) -> None:
         self.lengths = [shard.tokens for shard in shards]
         self._folder = folder
         self._url = str(read_json(folder / ORIGIN, dict)["url"])
@@ -231,7 +224,7 @@ class FetchedShards(Sequence[np.ndarray]):
                 with _room():
                     temporary.unlink(missing_ok=True)
 
-    def _wrong(self, shard: ShardFacts, what: str) -> DataError:
+    def _wrong(self, shard: "Shard", what: str) -> DataError:
         return DataError(f"shard {self._url}/{shard.name} {what}; upload it again, or build the folder again")
 
     def _reserve(self, temporary: Path, size_bytes: int) -> None:
@@ -314,13 +307,14 @@ def _blocks(url: str, name: str) -> Iterator[bytes]:
 def _store_errors(address: str) -> Iterator[None]:
     """Turn what the store refuses, after the retries of its package, into one line."""
     protocol = address.partition("://")[0]
-    raised = tuple(getattr(importlib.import_module(where), name) for where, name in _RAISED.get(protocol, ()))
+    names = [name.rpartition(".") for name in _RAISED.get(protocol, ())]
+    raised = tuple(getattr(importlib.import_module(where), name) for where, _, name in names)
     _, _, credentials = _STORES.get(protocol, ("", "", "its settings in fsspec"))
     try:
         yield
     except FileNotFoundError as error:
-        made = "the data folder must have been made by `redline data build`"
-        raise DataError(f"{address} does not exist: check the address; {made}") from error
+        way_out = "check the bucket and the folder, which `redline data build` makes"
+        raise DataError(f"{address} does not exist: {way_out}") from error
     except (OSError, *raised) as error:
         why = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
         if isinstance(error, PermissionError) or "credentials" in why.lower():
