@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -225,18 +225,11 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class _Claim:
-    """`building.json`: what is being built here."""
-
-    inputs: Inputs
-
-
 def _claim(out: Path, inputs: Inputs, given: Tokenizer | None) -> Tokenizer:
-    """Make the folder ours, and train or copy the tokenizer once for all parts."""
+    """Say what is built here in `building.json`, and train or copy the tokenizer once for all parts."""
     (out / PARTS).mkdir(exist_ok=True)
     with _alone(out / PARTS / ".lock"):
-        claimed = read_table(_Claim, out / STATE).inputs if (out / STATE).exists() else None
+        claimed = read_table(Inputs, out / STATE) if (out / STATE).exists() else None
         if claimed is None and (foreign := [p.name for p in out.iterdir() if not p.name.startswith(".")]):
             raise DataError(f"{out} holds other files ({foreign[0]}): choose a new or empty folder")
         if claimed != inputs:
@@ -245,11 +238,10 @@ def _claim(out: Path, inputs: Inputs, given: Tokenizer | None) -> Tokenizer:
                 _same_inputs(out, claimed, inputs)
             for path in (*(out / PARTS).glob("[0-9]*"), out / "tokenizer.json"):  # nothing to lose
                 path.unlink(missing_ok=True)
-            write_atomic(out / STATE, json.dumps(asdict(_Claim(inputs))))
+            write_atomic(out / STATE, json.dumps(asdict(inputs)))
         if not (out / "tokenizer.json").exists():
-            (given or train_bpe(_sample(_corpus(inputs)), inputs.vocab_size or 0)).save(
-                out / "tokenizer.json"
-            )
+            tokenizer = given or train_bpe(_sample(_corpus(inputs)), inputs.vocab_size or 0)
+            tokenizer.save(out / "tokenizer.json")
     return load_tokenizer(out)
 
 
@@ -313,14 +305,14 @@ def _write(
     own: list[Segment], inputs: Inputs, tokenizer: Tokenizer, workers: int, progress: Progress | None
 ) -> None:
     """Write these segments; another process may be at one of them."""
-    files = [file for segment in own for file in segment.files]
-    bytes_before = list(accumulate((inputs.sources[file].bytes for file in files), initial=0))
-    tokens = 0
+    sizes = {file: inputs.sources[file].bytes for segment in own for file in segment.files}
+    bytes_before = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+    total_bytes, tokens = sum(sizes.values()), 0
 
     def tell(document: Document, tokens_of_segment: int) -> None:
         if progress:
-            read_bytes = bytes_before[files.index(document.file)] + document.offset_bytes
-            progress(read_bytes, bytes_before[-1], tokens + tokens_of_segment)
+            read_bytes = bytes_before[document.file] + document.offset_bytes
+            progress(read_bytes, total_bytes, tokens + tokens_of_segment)
 
     for segment in own:
         with _alone(segment.place.with_suffix(".lock")):

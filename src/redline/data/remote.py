@@ -140,7 +140,7 @@ class FetchedShards(Sequence[np.ndarray]):
             return self._open[index][0]
 
     def want(self, now: Iterable[int], ahead: Iterable[int]) -> None:
-        """Fetch `now`, then `ahead`, in the background; stop fetching other shards, and let go of them."""
+        """Fetch `now`, then `ahead`, in the background, and let go of all others; nothing wanted stops fetches."""
         now, ahead = list(now), list(ahead)
         sizes = sorted(self._size_bytes(index) for index in range(len(self)))
         if (needed := sum(sizes[len(sizes) - len({*now, *ahead}) :])) > self._bound_bytes:
@@ -206,7 +206,7 @@ class FetchedShards(Sequence[np.ndarray]):
                 self._reserve(temporary, size_bytes)
                 with open(temporary, "r+b") as file:
                     for block in _blocks(self._url, shard.name):
-                        if index not in self._wanted:
+                        if not self._wanted:  # closed; else it is finished, perhaps for another process
                             raise CancelledError
                         digest.update(block)
                         file.write(block)
