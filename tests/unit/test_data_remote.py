@@ -149,6 +149,26 @@ def test_a_killed_fetch_leaves_nothing_that_is_taken_for_a_shard(
     assert fetched[0].tolist() == np.fromfile(built / name, "<u2").tolist()
 
 
+@pytest.mark.timeout(60)
+def test_a_shard_that_another_reader_fetches_meanwhile_is_shared(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not there when one looks, and then the other fetches it and keeps it open."""
+    monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "cache"))
+    folder = fetch_folder(built.as_uri())
+    one, other = (TokenDataset.open(folder, "train")._arrays for _ in range(2))
+    looked = []
+
+    def look(index: int) -> bool:
+        if not looked:
+            looked.append(other[index])
+            return False
+        return type(one)._is_there(one, index)
+
+    monkeypatch.setattr(one, "_is_there", look)
+    assert one[0].tolist() == looked[0].tolist()
+
+
 def test_a_damaged_object_is_refused_and_not_kept(store: ObjectStore, built: Path) -> None:
     url, (first, second) = f"s3://{BUCKET}/damaged", Manifest.load(built).train[:2]
     content = bytearray((built / first.name).read_bytes())

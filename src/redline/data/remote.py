@@ -7,8 +7,9 @@ The mirrors lie under $REDLINE_CACHE/remote, and all processes of a node share t
 $REDLINE_SHARDS_GB (default 32); those that were used longest ago leave first. A shard is fetched under a temporary
 name, compared with the manifest's hash and renamed, so a fetch that is killed leaves nothing that looks like a shard.
 
-Beside each shard lies a lock, which the kernel frees when its holder dies. Those who read the shard share it; the one
-that fetches or removes it holds it alone. A lock for the whole cache guards what is counted against the bound.
+Locks lie beside the shards; the kernel frees those of a dead process. Whoever reads a shard, or waits for it, shares its
+lock, and whoever removes it must get that lock alone, without waiting. The lock of its temporary name is held by the one
+that fetches. A lock for the whole cache guards what is counted against the bound.
 """
 
 import contextlib
@@ -182,25 +183,25 @@ class FetchedShards(Sequence[np.ndarray]):
     def _hold(self, index: int) -> IO[bytes]:
         """The lock of a shard that is in the mirror, shared with other readers: nobody removes it meanwhile."""
         path = self._folder / self._shards[index].name
+        temporary = path.with_name(f"{path.name}.tmp")
         with contextlib.ExitStack() as on_error:
             lock = on_error.enter_context(_lock_of(path))
-            while True:
-                fcntl.flock(lock, fcntl.LOCK_SH)
-                if self._is_there(index):
-                    os.utime(path)
-                    on_error.pop_all()
-                    return lock
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if not self._is_there(index):  # another process may have fetched it while we waited
-                    self._fetch(index, path)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if not self._is_there(index):
+                with _lock_of(temporary) as fetching:
+                    fcntl.flock(fetching, fcntl.LOCK_EX)
+                    if not self._is_there(index):  # another process may have fetched it while we waited
+                        self._fetch(index, path, temporary)
+            os.utime(path)
+            on_error.pop_all()
+            return lock
 
     def _is_there(self, index: int) -> bool:
         path = self._folder / self._shards[index].name
         return path.exists() and path.stat().st_size == self._size_bytes(index)
 
-    def _fetch(self, index: int, path: Path) -> None:
+    def _fetch(self, index: int, path: Path, temporary: Path) -> None:
         shard, size_bytes, digest = self._shards[index], self._size_bytes(index), hashlib.sha256()
-        temporary = path.with_name(f"{path.name}.tmp")
         with storage_errors("a shard", path.parent):
             try:
                 self._reserve(temporary, size_bytes)
@@ -230,13 +231,14 @@ class FetchedShards(Sequence[np.ndarray]):
     def _reserve(self, temporary: Path, size_bytes: int) -> None:
         """Remove shards that nobody reads, and what killed fetches left, until a file of this size fits; make it."""
         with _room():
+            temporary.unlink(missing_ok=True)
             files = [*_mirrors().glob("*/*.bin"), *_mirrors().glob("*/*.tmp")]
             found = sorted((file.stat().st_mtime_ns, str(file), file.stat().st_size) for file in files)
             free_bytes = self._bound_bytes - sum(size for _, _, size in found)
             for _, name, size in found:
                 if free_bytes >= size_bytes:
                     break
-                with _lock_of(Path(name.removesuffix(".tmp"))) as lock, contextlib.suppress(BlockingIOError):
+                with _lock_of(Path(name)) as lock, contextlib.suppress(BlockingIOError):
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     os.unlink(name)
                     free_bytes += size
