@@ -2,11 +2,14 @@
 write is what the local engine writes, sample by sample. A fault comes when the driver has received so many samples,
 never after some time."""
 
+import json
 import os
 import random
 import re
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pipeline import RECIPE
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from rft_model import letters_recipe, tiny_model
@@ -261,3 +265,34 @@ def test_options_that_do_not_go_together_are_refused(tmp_path, capsys, monkeypat
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(["rft", "run", recipe, "--on", "ray"]) == MissingExtra.exit_code
     assert "pip install 'redline[ray]'" in capsys.readouterr().err
+
+
+def test_a_run_is_left_with_the_cluster(tmp_path):
+    """The command ends; the run goes on in a process of the cluster, which reads a copy of the working directory."""
+    (tmp_path / "verses.txt").write_text("To be, or not to be, that is the question:\n" * 200)
+    (tmp_path / "small.toml").write_text(RECIPE.format(source="verses.txt"))
+    words = ["launch", "small.toml", "--on", "ray", "--gpus", "0", "--cpus", "1", "--memory", "1M", "--json"]
+    sets = [
+        "--set",
+        "train.steps=2",
+        "--set",
+        "train.warmup_steps=0",
+        "--set",
+        "data.valid_fraction=0",
+        "--set",
+        "train.eval_every=0",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "redline.cli.main", *words, *sets],
+        cwd=tmp_path, env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (left,) = json.loads(done.stdout)
+    assert left["run"] == str(tmp_path / "runs" / "small")
+    deadline_s = time.monotonic() + 300
+    named_so = {"name": left["job"], "namespace": "redline"}
+    while time.monotonic() < deadline_s and named_so in ray.util.list_named_actors(all_namespaces=True):
+        time.sleep(0.2)  # it is gone when the run has ended
+    ends = [line for line in read_lines(Path(left["run"]) / "events.jsonl") if line["event"] == "end"]
+    assert [line["step"] for line in ends] == [2], Path(left["log"]).read_text()

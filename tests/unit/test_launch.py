@@ -11,6 +11,7 @@ import pytest
 
 from redline.cli.main import main
 from redline.errors import ConfigError, MachineError
+from redline.launch import ray as ray_place
 from redline.launch.experiments import Job
 from redline.launch.slurm import script
 
@@ -127,3 +128,24 @@ def test_without_slurm_one_line_says_so(
         main(["launch", "nano", "--on", "slurm", "--run", str(tmp_path / "nano")]) == MachineError.exit_code
     )
     assert capsys.readouterr().err.startswith("redline: there is no sbatch here: ")
+
+
+def test_a_dry_run_on_ray_prints_what_would_be_submitted(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("constraints.txt").write_text("numpy==2.0.0\n")
+    assert (
+        main(["launch", "nano", "--on", "ray", "--set", "train.seed=1,2", "--time", "1-02", "--dry-run"]) == 0
+    )
+    told = json.loads(capsys.readouterr().out)
+    assert told["runtime_env"]["working_dir"] == str(tmp_path)
+    assert told["runtime_env"]["pip"] == "constraints.txt"
+    first, second = told["actors"]
+    assert first["options"] == {"name": "nano-seed-1", "num_cpus": 48, "num_gpus": 8, "memory": 256 * 2**30}
+    assert second["redline"][-4:] == ["--run", f"{tmp_path}/runs/nano-seed-2", "--nproc", "8"]
+    assert second["limit_s"] == 26 * 3600
+
+
+def test_limits_and_sizes_are_read_as_slurm_reads_them() -> None:
+    limits = {"90": 5400, "1:30": 90, "1:00:01": 3601, "2-00": 172_800, "1-01:30": 91_800, "0-00:00:07": 7}
+    assert {text: ray_place._seconds(text) for text in limits} == limits
+    assert [ray_place._bytes(text) for text in ("3", "3K", "2T")] == [3 * 2**20, 3 * 2**10, 2**41]

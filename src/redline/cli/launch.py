@@ -5,6 +5,7 @@ redline launch nano --set train.lr=1e-3,3e-3                     two runs here, 
                                                                  compares them
 redline launch gpt2-124m --on slurm --set train.seed=1,2,3       submit an array of three seeds, on 8 GPUs each
 redline launch gpt2-124m --on slurm --gpus 4 --dry-run           print the script
+redline launch gpt2-124m --on ray                                leave it with a Ray cluster (RAY_ADDRESS)
 
 Values separated by commas give a run each (a list in brackets is one value), and several such options every combination.
 """
@@ -26,7 +27,7 @@ from redline.report.page import write_page
 from redline.report.terminal import print_report
 from redline.report.view import view
 
-PLACES = {"local": "redline.launch.local", "slurm": "redline.launch.slurm"}
+PLACES = {"local": "redline.launch.local", "slurm": "redline.launch.slurm", "ray": "redline.launch.ray"}
 """Where experiments run: the file that starts them."""
 VERBS = {"rft": ("rft", "run"), "rl": ("rl", "run")}
 ARGUMENTS = f"""

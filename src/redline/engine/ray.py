@@ -80,7 +80,9 @@ def connect(address: str | None, **how: Any) -> bool:
         ray.init(address, include_dashboard=False, log_to_driver=False, logging_level="ERROR", **how)
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = address or os.environ.get("RAY_ADDRESS") or "this machine"
-        raise MachineError(f"no Ray cluster at {where}: {shown(str(error))}; check --ray-address") from error
+        raise MachineError(
+            f"no Ray cluster at {where} ({shown(str(error))}): start one with `ray start --head`, or set RAY_ADDRESS"
+        ) from error
     return True
 
 
