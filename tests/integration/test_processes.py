@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -35,6 +36,7 @@ from warm import LIMIT_S as HUNG_S
 from warm import Fault
 
 from redline.errors import MachineError
+from redline.launch.processes import Member, _handing_on
 
 STEPS = 20
 
@@ -280,6 +282,17 @@ def test_a_process_that_is_killed_is_one_line(nano: Nano, tmp_path: Path) -> Non
         "redline: process 1 was killed by SIGKILL (the system does that when memory runs out) and the others were"
         " stopped; run the same command again and it resumes from the last checkpoint"
     ]
+
+
+def test_ctrl_c_before_the_processes_can_save_is_called_that() -> None:
+    asked = object.__new__(Member)
+    asked.stopped, asked.failure = False, []
+    asked.process = SimpleNamespace(returncode=None, poll=lambda: asked.process.returncode)
+    asked.process.terminate = lambda: setattr(asked.process, "returncode", -signal.SIGTERM)
+    with _handing_on([asked]):
+        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        asked.tell()
 
 
 def test_a_launcher_that_is_killed_takes_its_processes_with_it(nano: Nano, tmp_path: Path) -> None:

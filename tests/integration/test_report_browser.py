@@ -158,6 +158,16 @@ def test_pointing_at_an_update_tells_the_validation_before_it_and_when_it_was(
     write_page([view(run) for run in read_runs(paths[:1])], tmp_path / "one.html")
     write_page([view(run, place) for place, run in enumerate(read_runs(paths))], tmp_path / "two.html")
 
+    long = [line | {"tokens_per_s": float(line["step"])} for line in lines(900)]  # 3 updates a point
+    long_run = write_run(tmp_path / "long", metrics=long)
+    write_page([view(run) for run in read_runs([long_run])], tmp_path / "long.html")
+    opened = Opened(chromium, (tmp_path / "long.html").as_uri())
+    over = opened.page.locator("figure[data-chart=tokens_per_s] .u-over")
+    over.hover(position={"x": over.bounding_box()["width"] - 1, "y": 40})
+    tip = opened.page.inner_text("figure[data-chart=tokens_per_s] .tip").splitlines()
+    opened.page.close()
+    assert tip == ["update 900", "speed 899 (mean of 898 to 900)"]
+
     def told(step: int, page: str) -> list[str]:
         opened = Opened(chromium, (tmp_path / page).as_uri())
         over = opened.page.locator("figure[data-chart=loss] .u-over")

@@ -116,6 +116,8 @@ class Member:
 
     def tell(self) -> int:
         code = self.process.returncode
+        if code == -signal.SIGTERM and self.stopped:
+            raise KeyboardInterrupt  # asked to stop when it could not yet, or again and again
         if code < 0:
             name = signal.Signals(-code).name
             memory = " (the system does that when memory runs out)" if code == -signal.SIGKILL else ""
@@ -169,6 +171,7 @@ def _handing_on(members: Sequence[Member]) -> Iterator[None]:
     def handle(_number: int, _frame: Any) -> None:
         for member in members:
             if member.process.poll() is None:
+                member.stopped = True
                 member.process.terminate()
 
     stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

@@ -45,7 +45,7 @@ function content(chart) {
     if (chart.smooth) {
       if (!several && !curve.low) curves.push({ xs, ys: curve.mean, label: label + chart.short, stroke: c + "66", width: 1 });
       curves.push({ xs, ys: smooth(curve.mean), label: label + "smoothed", kind: "smoothed", stroke: c, width: 2 });
-    } else curves.push({ xs, ys: curve.mean, label: label + chart.short, stroke: c, width: 1.6 });
+    } else curves.push({ xs, ys: curve.mean, label: label + chart.short, stroke: c, width: 1.6, low: curve.low, high: curve.high });
     const v = run.validation;
     if (chart.validation && v.valid_loss.length) curves.push({ xs: v[axis], ys: v.valid_loss, label: label + "validation", kind: "validation", stroke: several ? c : colour(1), width: several ? 1 : 1.6, points: true, dash: several ? [2, 3] : null });
     for (const line of run.lines[chart.name] || []) add(lines, { ...line, kind: line.label, label: label + line.label, colour: several ? c : css("--muted") });
@@ -71,7 +71,7 @@ function nearest(xs, x) {
   return xs.length && Math.abs(xs[high] - x) < Math.abs(xs[low] - x) ? high : low;
 }
 
-/* The numbers at one point of the axis. A validation holds until the next one, and says of when it is; a run that has ended says nothing. */
+/* The numbers at one point of the axis. A validation holds until the next one, and says of when it is; a point that stands for several updates says between what; a run that has ended says nothing. */
 function tooltip(state) {
   let box = null;
   return { hooks: {
@@ -88,8 +88,9 @@ function tooltip(state) {
       for (const c of named) {
         const i = c.points ? c.xs.findLastIndex(own => own <= at) : at > c.xs[c.xs.length - 1] ? -1 : nearest(c.xs, at), y = c.ys[i];
         if (y === null || y === undefined) continue;
+        const among = c.low && c.low[i] < c.high[i] ? ` (mean of ${state.form(c.low[i])} to ${state.form(c.high[i])})` : "";
         const row = document.createElement("div"), dot = document.createElement("i"), when = c.points && c.xs[i] < at ? ", " + name + " " + form(c.xs[i]) : "";
-        dot.style.background = c.stroke; row.append(dot, c.label + " " + state.form(y) + when); box.appendChild(row);
+        dot.style.background = c.stroke; row.append(dot, c.label + " " + state.form(y) + when + among); box.appendChild(row);
       }
       box.hidden = false;
       const right = left > u.over.clientWidth / 2;
