@@ -36,7 +36,6 @@ from redline.plan.planner import make_plan
 from redline.plan.roofline import launch_bound
 from redline.record.units import format_bytes, format_count, format_duration, format_rate
 from redline.report.grid import Output, show
-from redline.tune.store import tuned_plan, tuning_folder
 
 ARGUMENTS = f"""
 {RECIPE}
@@ -124,6 +123,9 @@ def chosen(
 
 def _tuned(options: argparse.Namespace, recipe: Recipe, rules: Plan, say: Callable[[str], None]) -> Plan:
     """The plan that tuning found for the same work, else the rules' plan; says which."""
+    # Only here, because it takes a tenth of what a start without it does before torch.
+    from redline.tune.store import tuned_plan, tuning_folder
+
     folder = tuning_folder(read_facts(), rules)
     if rules.world_size > 1:
         say(

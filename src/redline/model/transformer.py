@@ -44,8 +44,16 @@ VALUE_MIX = 0.5
 class Linear(nn.Linear):
     """A linear layer whose fp32 weight is cast to the dtype of its input."""
 
+    def reset_parameters(self) -> None:
+        """Nothing: `fill` draws the weights, or they are loaded."""
+
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """Nothing, as above. torch's own would import its compiler to fill tensors that hold no memory."""
 
 
 class Head(Linear):
@@ -189,16 +197,18 @@ class Transformer(nn.Module):
         self.loss_chunks = 1
         self.longest = 0
         """If given, the longest sequence that any packed row holds: compiled code must not depend on each row's own."""
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed = Embedding(config.vocab_size, config.hidden_size)
         learned = config.positions == "learned"
-        self.positions = nn.Embedding(config.context_length, config.hidden_size) if learned else None
+        self.positions = Embedding(config.context_length, config.hidden_size) if learned else None
         self.blocks: list[Block] = nn.ModuleList(Block(config) for _ in range(config.num_layers))  # type: ignore[assignment]
         self.norm = Norm(config.hidden_size, config)
         width = config.kv_heads * config.head_size
-        self.values = nn.Embedding(config.vocab_size, width) if config.value_embeddings else None
+        self.values = Embedding(config.vocab_size, width) if config.value_embeddings else None
         self.head: Linear = Head(config)
         self.tie()
-        self.rope_cos, self.rope_sin = (nn.Buffer(table, persistent=False) for table in rope_table(config))
+        table = (config.context_length, config.head_size)  # `fill` writes them, as it does the weights
+        self.rope_cos = nn.Buffer(torch.empty(table), persistent=False)
+        self.rope_sin = nn.Buffer(torch.empty(table), persistent=False)
 
     def tie(self) -> None:
         """Share the embedding with the head, if the config says so. `to_empty` undoes it."""

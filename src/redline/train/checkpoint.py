@@ -25,9 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.tensor import DTensor
 
 from redline.errors import CheckpointError, StorageError
@@ -311,6 +308,9 @@ def _said(kind: tuple[tuple[int, ...], torch.dtype]) -> str:
 
 def _saved(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of every whole tensor in the checkpoint."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     saved = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {
         name: (tuple(meta.size), meta.properties.dtype)
@@ -322,6 +322,10 @@ def _saved(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 def _fill(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     if not tensors:
         return
+    # Here and above, because a run that begins reads none: a fifth of a second of its start.
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
     with warnings.catch_warnings():
         # Every rank reads what it needs by itself; DCP warns that there are no collectives, which is the point.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
