@@ -398,26 +398,6 @@ def test_a_join_that_was_killed_is_done_again(
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
 
-PART = "import json, sys\nfrom redline.data.build import build_part\nfrom pathlib import Path\nn, out, files, how ="
-PART += (
-    " sys.argv[1:]\nprint(build_part(int(n), 3, json.loads(files), Path(out), **json.loads(how)) is not None)"
-)
-
-
-def test_parts_side_by_side_train_one_tokenizer_and_exactly_the_last_joins(
-    tmp_path: Path, files: tuple[str, str]
-) -> None:
-    build(files, tmp_path / "whole", **IN_PARTS)
-    given = [str(tmp_path / "out"), json.dumps(files), json.dumps(IN_PARTS)]
-    parts = [
-        subprocess.Popen([sys.executable, "-c", PART, str(n), *given], stdout=subprocess.PIPE, text=True)
-        for n in (1, 2, 3)
-    ]
-    assert "True\n" in [part.communicate(timeout=120)[0] for part in parts]
-    assert [part.returncode for part in parts] == [0, 0, 0]
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
-
-
 def test_a_slurm_array_says_which_part_it_builds(
     tmp_path: Path,
     files: tuple[str, str],

@@ -36,7 +36,7 @@ TORCH_FREE_MODULES = {
     "measure": ("statistics", "trial", "turns", "process"),
     "tune": ("guard", "memory", "candidates", "search", "store", "ablate", "arms"),
     "train": ("places", "open_run"),
-    "data": ("read", "tokenizer", "shards", "build", "stream", "examples"),
+    "data": ("read", "tokenizer", "shards", "remote", "segment", "build", "stream", "examples"),
 }  # fmt: skip
 
 

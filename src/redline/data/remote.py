@@ -19,7 +19,7 @@ import importlib
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -140,11 +140,10 @@ class FetchedShards(Sequence[np.ndarray]):
                 self._open[index] = np.memmap(self._folder / self._shards[index].name, self._dtype, "r"), lock
             return self._open[index][0]
 
-    def want(self, now: Iterable[int], ahead: Iterable[int]) -> None:
+    def want(self, now: list[int], ahead: list[int]) -> None:
         """Fetch `now`, then `ahead`, in the background, and let go of all others; nothing wanted stops fetches."""
-        now, ahead = list(now), list(ahead)
         sizes = sorted(self._size_bytes(index) for index in range(len(self)))
-        if (needed := sum(sizes[len(sizes) - len({*now, *ahead}) :])) > self._bound_bytes:
+        if (needed := sum(sizes[len(sizes) - len(now) - len(ahead) :])) > self._bound_bytes:
             raise DataError(
                 f"training holds up to {format_bytes(needed)} of {self._url} in the cache at a time, and {BOUND}"
                 f" allows {format_bytes(self._bound_bytes)}: set it to at least {needed / 1e9:.3g}"
@@ -156,9 +155,7 @@ class FetchedShards(Sequence[np.ndarray]):
             for index in self._fetching.keys() - self._wanted:
                 self._fetching.pop(index).cancel()
             for group in (now, ahead):
-                turn = (
-                    os.getpid() % len(group) if group else 0
-                )  # the processes of a node begin at different shards
+                turn = os.getpid() % max(1, len(group))  # the processes of a node begin at different shards
                 for index in (*group[turn:], *group[:turn]):
                     if index not in self._open:
                         self._fetch_later(index)
