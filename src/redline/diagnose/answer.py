@@ -12,7 +12,6 @@ from statistics import fmean
 from redline.diagnose.finding import Finding, worth
 from redline.diagnose.observed import FEWEST_UPDATES, PHASES, Observed
 from redline.diagnose.rules.memory import achieved
-from redline.diagnose.rules.update import felt_wait_s
 from redline.record.units import format_count, format_duration, format_limit_share, format_rate, format_share
 
 GOOD = 0.35
@@ -39,7 +38,7 @@ def split(observed: Observed) -> dict[str, float]:
     measured = [name for name in PHASES if any(getattr(s, name) for s in observed.steady)]
     known = {name.removesuffix("_s"): observed.share(name) * step_s for name in measured}
     left_s = max(0.0, step_s - sum(known.values()))
-    wait_s = min(fmean(felt_wait_s(s) for s in observed.steady), left_s)
+    wait_s = min(fmean(s.felt_wait_s for s in observed.steady), left_s)
     return known | {"data wait": wait_s, "idle": left_s - wait_s}
 
 

@@ -1,6 +1,6 @@
 """What a diagnosis says: a cause with its evidence in numbers, the fix, and what the fix should bring.
 
-    share, wait_s, saves = 0.31, 0.062, (0.28, 0.31)
+    share, wait_s = 0.31, 0.062
     return found("slow-loader", locals())
 
 A rule gives the numbers, its locals; the words stand in causes.toml. A gain is a factor on the speed of the whole step (or of the
@@ -17,11 +17,12 @@ from functools import cache, reduce
 from importlib.resources import files
 from typing import Any, Literal
 
-from redline.diagnose.observed import Observed
 from redline.diagnose.trainers import Trainer
 from redline.optimizations.catalogue import catalogue
 from redline.record.units import format_duration
 
+WORTH_SAYING = 0.05
+"""Shares of the step below this are left alone: two runs of the same thing differ by as much."""
 UNNAMED = ("slow-updates", "low-mfu")
 """Causes that say that time is lost and not to what: they stand behind all that do."""
 PRIOR = 3.0
@@ -117,20 +118,24 @@ class _Values(dict[str, Any]):
 def found(
     cause: str, shown: Shown, variant: str = "", *, strength: float = 1.0, kind: Any = None
 ) -> list[Finding]:
-    """One finding as a list, as rules return them. `shown` are the rule's locals, by which the words of the cause name
-    what they show. Among them are `observed`, and where there is something to gain `gain`, a pair of factors, or
-    `saves`, a pair of shares of the step that the fix takes away; `evidence` are rows that no template makes.
-    `strength` says how good the evidence is here, 1 at best."""
+    """One finding as a list, as rules return them; none where the `share` of the time that it is about is less than the
+    cause's `least`. `shown` are the rule's locals, by which the words of the cause name what they show. Among them are
+    `observed`, and where there is something to gain `gain`, a pair of factors, or `saves`, a pair of shares of the step
+    that the fix takes away (the cause may give both: its `saves` are parts of `share`); `evidence` are rows that no
+    template makes. `strength` says how good the evidence is here, 1 at best."""
     entry = causes()[cause] | (causes()[cause][variant] if variant else {})
-    observed: Observed = shown["observed"]
+    share, observed = shown.get("share"), shown["observed"]
+    if "saves" in entry and share is not None and share < entry.get("least", WORTH_SAYING):
+        return []
     mean_s = observed.mean("step_s")
     values = _Values(facts=observed.facts, update_s=mean_s or 0.0, speed=observed.tokens_per_s)
     values |= {name: observed.median(name) for name in ("step_s", "tokens")} | dict(shown)
     values["option"] = _Options(observed.trainer)
-    gain, saves, predicted = shown.get("gain"), shown.get("saves"), None
+    gain, predicted = shown.get("gain") or entry.get("gain"), None
+    saves = shown.get("saves") or [part * share for part in entry.get("saves", ()) if share is not None]
     if gain or saves:
-        low, high = gain or (1 / (1 - min(max(share, 0.0), 0.99)) for share in saves or ())
-        takes = f"; the update takes {format_duration(mean_s)}" if saves else ""
+        low, high = gain or (1 / (1 - min(max(part, 0.0), 0.99)) for part in saves)
+        takes = f"; the update takes {format_duration(mean_s)}" if mean_s and not gain else ""
         predicted = Gain(low, high, entry["why"].format_map(values) + takes)
     rows = shown["evidence"] if "evidence" in shown else _rows(entry.get("evidence", ()), values)
     title, fix = (entry[name].format_map(values) for name in ("title", "fix"))

@@ -56,6 +56,18 @@ class Step:
     more: Mapping[str, float] = field(default_factory=dict)
     """All other numbers of the line, under their names in plain words: `timing s gen`."""
 
+    @property
+    def idle_s(self) -> float | None:
+        """What is left of an update when its phases are taken away; None where they were not measured."""
+        phases = [value for name in PHASES if (value := getattr(self, name)) is not None]
+        return max(0.0, self.step_s - sum(phases)) if self.step_s is not None and len(phases) >= 3 else None
+
+    @property
+    def felt_wait_s(self) -> float:
+        """The wait for the loader that the step felt: on a GPU, the part that outlasted the update before it."""
+        waited, idle = self.data_wait_s or 0.0, self.idle_s
+        return waited if idle is None else min(waited, idle)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
@@ -265,6 +277,9 @@ class Observed:
         """How much of a device's memory is in use."""
         used, have = self.median("memory_bytes") or self.facts.memory_used_bytes, self.facts.memory_bytes
         return min(1.0, used / have) if used and have else None
+
+    def last_event(self, kind: str) -> dict[str, Any]:
+        return next((event for event in reversed(self.events) if event.get("event") == kind), {})
 
     def start(self, name: str) -> Range | None:
         """The first value of a quantity that a page starts from."""

@@ -23,9 +23,8 @@ _TRAINING = (
 )
 RULES = {
     "run": (
-        *_TRAINING,
-        *(update.host_gap, update.logging_pause, update.waits, trouble.halved, plans.small_passes),
-        *(plans.recomputation, plans.slow_precision, plans.host_bound, plans.not_compiled),
+        *(*_TRAINING, update.gaps, trouble.halved, plans.small_passes, plans.recomputation),
+        *(plans.slow_precision, plans.host_bound, plans.not_compiled),
         *(generation.uncached_loop, generation.lessons, generation.samples_to_spare),
     ),
     "log": (

@@ -10,9 +10,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from redline.diagnose.finding import Finding, found
+from redline.diagnose.finding import WORTH_SAYING, Finding, found
 from redline.diagnose.observed import Observed
-from redline.diagnose.rules.update import WORTH_SAYING, last_event
 
 ASSUMED_PARAMETERS = 1.5e9
 """Where a document does not state the model's size; the finding says so."""
@@ -97,8 +96,7 @@ def uncached(observed: Observed) -> list[Finding]:
         return []
     reach_s = floor_s or SLOW_STEP_S / 2
     reached = "ms, weights read once at half the bandwidth" if floor_s else "ms, what engines reach"
-    less = phase.share * (1 - min(1.0, reach_s / token_s))
-    saves = 0.6 * less, less
+    share = phase.share * (1 - min(1.0, reach_s / token_s))
     return found("uncached-generation", locals(), strength=1.0 if told else 0.65)
 
 
@@ -145,7 +143,7 @@ def eager(observed: Observed) -> list[Finding]:
 def uncached_loop(observed: Observed) -> list[Finding]:
     """A watched loop: the model's calls were noted in some updates, and those that computed the prefix again are
     counted."""
-    last, share = last_event(observed, "generation"), observed.share("generate_s")
+    last, share = observed.last_event("generation"), observed.share("generate_s")
     if "repeated_s" not in last or not observed.mean("step_s") or not share:
         return []
     cached_s = max(decode_floor_s(observed) or 0.0, last["cached_call_s"])
@@ -197,9 +195,7 @@ def real_batch(observed: Observed) -> list[Finding]:
 def rewards(observed: Observed) -> list[Finding]:
     """Scores computed on the CPU while the GPUs wait."""
     reward_s, step_s = observed.part("reward"), observed.median("step_s")
-    if not reward_s or not step_s or not observed.enough or (share := reward_s / step_s) < 2 * WORTH_SAYING:
-        return []
-    saves = 0.7 * share, share
+    share = reward_s / step_s if reward_s and step_s and observed.enough else 0.0
     return found("slow-reward", locals(), "own" if observed.kind == "run" else "")
 
 
@@ -216,13 +212,13 @@ def lessons(observed: Observed) -> list[Finding]:
 
 def samples_to_spare(observed: Observed) -> list[Finding]:
     """Rejection sampling that draws more than it needs, or hardly ever hits."""
-    last = last_event(observed, "sampling_end")
+    last = observed.last_event("sampling_end")
     samples, questions = last.get("samples"), last.get("questions")
     if any(last.get(name) is None for name in ("correct", "solved")) or not samples or not questions:
         return []
     hit, drawn, solved = last["correct"] / samples, samples / questions, last["solved"] / questions
     if hit < 0.1:
-        return found("few-correct", locals() | {"gain": (1.0, 3.0)}, strength=0.7)
+        return found("few-correct", locals(), strength=0.7)
     enough = math.log(0.05) / math.log(1 - min(hit, 0.95))
     gain = 1.0, drawn / enough
     return found("spare-samples", locals(), strength=0.7) if drawn >= 1.5 * enough else []

@@ -10,9 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from redline.config.recipe import ModelConfig
-from redline.diagnose.finding import Finding, found
+from redline.diagnose.finding import WORTH_SAYING, Finding, found
 from redline.diagnose.observed import Facts, Observed, Step
-from redline.diagnose.rules.update import WORTH_SAYING
 from redline.plan import arithmetic
 
 TWICE = "every block is computed twice: a third more arithmetic"
@@ -171,7 +170,7 @@ def offload(observed: Observed) -> list[Finding]:
         return []
     adapters = (facts.trained_parameters or math.inf) < 0.1 * (facts.parameters or 0.0)
     moved_bytes = 4 * facts.parameters / max(1.0, facts.gpus or 1.0) if facts.parameters else None
-    pcie_s, gain = (moved_bytes or 0.0) / PCIE, (1.0, 1.5)
+    pcie_s = (moved_bytes or 0.0) / PCIE
     free = f" while {1 - share:.0%} of the GPU's memory is free" if share is not None else ""
     return found("offload", locals(), strength=0.9 if (share or 1.0) < 0.5 else 0.8 if adapters else 0.7)
 
@@ -184,7 +183,7 @@ def slow_precision(observed: Observed) -> list[Finding]:
     if observed.plan is not None or spec is None or not step_s:
         return []
     if facts.precision == "bf16" and not spec.bf16_tflops:
-        return found("slow-precision", locals() | {"gain": (1.5, 4.0)}, "emulated", strength=0.9)
+        return found("slow-precision", locals(), "emulated", strength=0.9)
     flops = facts.flops_per_token or (6 * facts.parameters if facts.parameters else None)
     now, best = facts.precision, "bf16" if spec.bf16_tflops else "fp16"
     peaks = [spec.peak_tflops(name) for name in (now, best)] if now in ("fp32", "tf32") else []
@@ -198,8 +197,7 @@ def precision_found(observed: Observed, now: str, best: str, now_s: float, then_
     """What the difference of two floors brings."""
     update_s = observed.median("step_s") or math.inf
     share = min(now_s - then_s, 0.95 * update_s) / update_s
-    saves = 0.85 * share, share
-    return found("slow-precision", locals(), "own" if observed.plan else "") if share >= WORTH_SAYING else []
+    return found("slow-precision", locals(), "own" if observed.plan else "")
 
 
 def achieved(observed: Observed) -> tuple[float, str] | None:

@@ -7,7 +7,7 @@ from statistics import fmean, median, pstdev
 
 from redline.diagnose.finding import Finding, found
 from redline.diagnose.observed import Observed
-from redline.diagnose.rules.update import WORTH_SAYING, felt_wait_s, logs_of, taking_turns
+from redline.diagnose.rules.update import taking_turns
 from redline.record.units import format_duration
 
 LEAST_EXPLAINED = 0.5
@@ -47,26 +47,20 @@ def period_of(excess_s: dict[int, float], steps: list[int], stride: int = 1) -> 
     """
     best: tuple[int, int, float] | None = None
     total_s, span = sum(excess_s.values()), steps[-1] - steps[0]
-    if span <= 0:
-        return None
     most_s = list(accumulate(sorted(excess_s.values(), reverse=True)))
-    for n in range(2 * stride, max(3 * stride, span // 2 + 1), stride):
+    for n in range(2 * stride, max(3 * stride, span // 2 + 1) if span > 0 else 0, stride):
         if most_s[min(len(most_s), span // n + 1) - 1] <= LEAST_EXPLAINED * total_s:
             # not even the slowest updates, as many as fall on every Nth, would explain enough; a larger N has fewer
             break
-        hits_of: dict[int, list[int]] = {}
-        for step in excess_s:
-            hits_of.setdefault(step % n, []).append(step)
-        for rest, hits in hits_of.items():
-            share = sum(excess_s[step] for step in hits) / total_s
-            least = best[2] if best else LEAST_EXPLAINED
-            # Counting the quick ones takes a look at all updates: only where the slow ones explain enough.
-            if (
-                len(hits) >= 3
-                and share > least
-                and (score := share * len(hits) / sum(step % n == rest for step in steps)) > least
-            ):
-                best = (n, rest, score)
+        sums = dict[int, float]()
+        for step, over_s in excess_s.items():
+            sums[step % n] = sums.get(step % n, 0.0) + over_s
+        rest = max(sums, key=lambda place: sums[place])
+        share, least = sums[rest] / total_s, best[2] if best else LEAST_EXPLAINED
+        # Counting the quick ones takes a look at all updates: only where the slow ones explain enough.
+        if share > least and (hits := sum(step % n == rest for step in excess_s)) >= 3:
+            score = share * hits / sum(step % n == rest for step in steps)
+            best = (n, rest, score) if score > least else best
     return best
 
 
@@ -82,9 +76,8 @@ def chance_of(excess_s: dict[int, float], steps: list[int], period: int, rest: i
     lines, places = len(steps), sum(step % period == rest for step in steps)
     slow = sum(value >= alike_s for value in excess_s.values())
     hit = sum(excess_s[step] >= alike_s for step in hits)
-    ways = sum(
-        math.comb(places, k) * math.comb(lines - places, slow - k) for k in range(hit, min(places, slow) + 1)
-    )
+    often = range(hit, min(places, slow) + 1)
+    ways = sum(math.comb(places, k) * math.comb(lines - places, slow - k) for k in often)
     classes = 0
     for n in range(2, lines // 2 + 1):  # of a period's first places, those with as many places in these lines
         each, more = divmod(lines, n)
@@ -96,21 +89,18 @@ def _slow(observed: Observed) -> tuple[dict[int, float], dict[int, float], float
     """What each update took, what the slow ones took longer than the usual one, and the usual one. Generation is not
     counted, for texts drawn every N updates are no stall, nor is a wait for data or a log of the Trainer, which have
     their own rules. No slow ones where there are too few to tell."""
-    steady = observed.steady[-LONGEST_SEARCH:]
-    times, stalled_s = logs_of(observed)
-    logged = {after.step for now, after in pairwise(observed.steps) if times and now.loss is not None}
-    log_s = stalled_s / times if times else 0.0
-    took_s = {
-        s.step: (s.step_s or 0.0) - (s.generate_s or 0.0) - (log_s if s.step in logged else 0.0)
-        for s in steady
-    }
+    steady, logs_s = observed.steady[-LONGEST_SEARCH:], _logs_s(observed)
+    logged = {after.step for now, after in pairwise(observed.steps) if logs_s and now.loss is not None}
+    took_s = {s.step: (s.step_s or 0.0) - (s.generate_s or 0.0) for s in steady}
+    for step in logged & took_s.keys():
+        took_s[step] -= fmean(logs_s)
     if _uneven_tokens(observed):  # longer texts take longer
         usual = median(s.tokens or 1.0 for s in steady)
         took_s = {s.step: took_s[s.step] * usual / (s.tokens or usual) for s in steady}
     if len(steady) < 12 or (usual_s := median(took_s.values())) <= 0:
         return took_s, {}, 0.0
     slow = {s.step: s for s in steady if took_s[s.step] > SLOW * usual_s}
-    excess_s = {step: took_s[step] - usual_s - felt_wait_s(s) for step, s in slow.items()}
+    excess_s = {step: took_s[step] - usual_s - s.felt_wait_s for step, s in slow.items()}
     excess_s = {step: value for step, value in excess_s.items() if value > 0}
     return took_s, excess_s if len(excess_s) >= FEWEST_SLOW else {}, usual_s
 
@@ -128,22 +118,12 @@ def stalls(observed: Observed) -> list[Finding]:
     logged_s = sum(excess_s[step] for step in hits) / len(steps)
     lost_s = logged_s if observed.lines_are_means else logged_s / stride
     share = lost_s / ((observed.mean("step_s") or 0.0) - logged_s + lost_s)
-    slow_s, count, first, saves = (
-        median(took_s[step] for step in hits),
-        len(hits),
-        hits[0],
-        (0.85 * share, share),
-    )
-    times, one = (
-        slow_s / usual_s,
-        f"the mean of {stride}" if stride > 1 and observed.lines_are_means else "one",
-    )
-    often = (
-        ""
-        if stride == 1 or one != "one"
-        else f"; only every {stride}th is in the log, so it may be more often"
-    )
-    return found("stall", locals(), strength=explained) if share >= WORTH_SAYING else []
+    slow_s, count, first = median(took_s[s] for s in hits), len(hits), hits[0]
+    times, means = slow_s / usual_s, stride > 1 and observed.lines_are_means
+    one = f"the mean of {stride}" if means else "one"
+    some = f"; only every {stride}th is in the log, so it may be more often"
+    often = "" if stride == 1 or means else some
+    return found("stall", locals(), strength=explained)
 
 
 def slow_updates(observed: Observed) -> list[Finding]:
@@ -155,10 +135,8 @@ def slow_updates(observed: Observed) -> list[Finding]:
     usual_spread_s = usual_s - sorted(took_s.values())[len(took_s) // 10]
     excess_s = {step: value for step, value in excess_s.items() if value > SPREADS * usual_spread_s}
     share, count = sum(excess_s.values()) / len(took_s) / mean_s, len(excess_s)
-    if count < FEWEST_SLOW or share < WORTH_SAYING:
-        return []
-    slow_s, saves = median(took_s[step] for step in excess_s), (0.0, share)
-    return found("slow-updates", locals(), strength=0.4)
+    slow_s = median(took_s[step] for step in excess_s or took_s)
+    return found("slow-updates", locals(), strength=0.4) if count >= FEWEST_SLOW else []
 
 
 def _uneven_tokens(observed: Observed) -> bool:
@@ -170,42 +148,42 @@ def _uneven_tokens(observed: Observed) -> bool:
     return max(n for _, n in told) > 1.1 * min(n for _, n in told) and spreads[1] < spreads[0]
 
 
-def _speeds(observed: Observed) -> list[tuple[int, float]]:
-    """Time of an update, smoothed over lines; of a token where the tokens of an update differ, for longer texts are no
-    slower machine."""
+def regime_change(observed: Observed) -> list[Finding]:
+    """A run with two speeds, each for a long time: something outside the training changed. The median hides it. Times are
+    smoothed, and those of a token where the tokens of an update differ, for longer texts are no slower machine."""
     by_token, steady = _uneven_tokens(observed), observed.steady
     times = [(s.step_s or 0.0) / (s.tokens or 1.0 if by_token else 1.0) for s in steady]
-    return [(s.step, median(times[max(0, at - 4) : at + 5])) for at, s in enumerate(steady)]
-
-
-def regime_change(observed: Observed) -> list[Finding]:
-    """A run with two speeds, each for a long time: something outside the training changed. The median hides it."""
-    speeds = _speeds(observed)
-    if len(speeds) < 4 * REGIME_LINES:
+    if len(times) < 4 * REGIME_LINES:
         return []
-    values = sorted(value for _, value in speeds)
+    smooth = [median(times[max(0, at - 4) : at + 5]) for at in range(len(times))]
+    values = sorted(smooth)
     fast, slow = values[len(values) // 20], values[-len(values) // 20 - 1]
     between = sum(1.12 * fast < value < slow / 1.12 for value in values)
-    if slow < REGIME * fast or between > 0.12 * len(values):
+    pairs = zip(steady, (value > math.sqrt(fast * slow) for value in smooth), strict=True)
+    blocks = [(which, [s for s, _ in each]) for which, each in groupby(pairs, lambda pair: pair[1])]
+    long = [(which, each) for which, each in blocks if len(each) >= max(REGIME_LINES, 0.02 * len(times))]
+    parts = {
+        which: [s for is_slow, each in long if is_slow is which for s in each] for which in (True, False)
+    }
+    told = sum(map(len, parts.values()))
+    if slow < REGIME * fast or between > 0.12 * len(times) or not all(parts.values()):
         return []
-    blocks = [
-        (which, list(each)) for which, each in groupby(speeds, lambda pair: pair[1] > math.sqrt(fast * slow))
-    ]
-    long = [(which, each) for which, each in blocks if len(each) >= max(REGIME_LINES, 0.02 * len(speeds))]
-    told = sum(len(each) for _, each in long)
-    if len({which for which, _ in long}) < 2 or len(long) > 6 or told < 0.9 * len(speeds):
+    if len(long) > 6 or told < 0.9 * len(times):
         return []
-    longest = max((each for which, each in long if which), key=len)
-    share = sum(len(each) for which, each in long if which) / told
+    longest, share = max((each for which, each in long if which), key=len), len(parts[True]) / told
     total = share * slow + (1 - share) * fast
-    step_of = {step: which for which, each in long for step, _ in each}
-    first, last, ratio, lost = longest[0][0], longest[-1][0], slow / fast, 1 - fast / total
+    first, last, ratio, lost = longest[0].step, longest[-1].step, slow / fast, 1 - fast / total
     slow_took, fast_took = (
-        format_duration(median(s.step_s or 0.0 for s in observed.steady if step_of.get(s.step) is which))
-        for which in (True, False)
+        format_duration(median(s.step_s or 0.0 for s in parts[of])) for of in (True, False)
     )
     gain = max(1.0, 0.9 * total / fast), total / fast
     return found("regime-change", locals(), strength=0.8)
+
+
+def _logs_s(observed: Observed) -> list[float]:
+    """What each log took that the Trainer's callback saw (observe/trainer.py)."""
+    told = [event for event in observed.events if event.get("event") == "logging" and event.get("times")]
+    return [float(e["stalled_s"]) / int(e["times"]) for e in told for _ in range(int(e["times"]))]
 
 
 def _own_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
@@ -213,21 +191,20 @@ def _own_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
     run's time."""
     lines = observed.steps
     events = {(event.get("event"), event.get("step")): event for event in observed.events}
-    gaps_s = [
-        (now.step, (after.elapsed_s or 0.0) - (now.elapsed_s or 0.0) - (after.step_s or 0.0))
+    clocks = [
+        (now.step, now.elapsed_s or 0.0, after.elapsed_s or 0.0, after.step_s)
         for now, after in pairwise(lines)
     ]
-    last_s = lines[-1].elapsed_s or 0.0
     ended_s = events.get(("end", lines[-1].step), {}).get("elapsed_s") or 0.0
-    if ended_s > last_s:
-        gaps_s.append((lines[-1].step, ended_s - last_s))
-    lost: dict[str, list[float]] = {"validation": [], "checkpoint": []}
-    for step, gap_s in gaps_s:
+    last_s = lines[-1].elapsed_s or 0.0
+    clocks += [(lines[-1].step, last_s, ended_s, 0.0)] if ended_s > last_s else []
+    lost: dict[str, list[float]] = {"validation": [], "checkpoint": [], "logging": _logs_s(observed)}
+    for step, left_s, back_s, step_s in clocks:
         stalled_s = float(events.get(("checkpoint", step), {}).get("stalled_s") or 0.0)
         if ("checkpoint", step) in events:
             lost["checkpoint"].append(stalled_s)
         if ("validation", step) in events:
-            lost["validation"].append(max(0.0, gap_s - stalled_s))
+            lost["validation"].append(max(0.0, back_s - left_s - (step_s or 0.0) - stalled_s))
     return lost, max(last_s, ended_s)
 
 
@@ -248,18 +225,18 @@ def _told_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
 
 
 def pauses(observed: Observed) -> list[Finding]:
-    """Validations and checkpoints, as a share of the run."""
+    """Validations, checkpoints and the Trainer's logs, as a share of the run."""
+    own, findings = observed.kind == "run", list[Finding]()
     if len(observed.steps) < 3:
         return []
-    own, findings = observed.kind == "run", list[Finding]()
     lost, total_s = _own_pauses(observed) if own else _told_pauses(observed)
     whose = "watched " if observed.recipe is None else "rl " if observed.recipe.rl else ""
     for what, times_s in lost.items():
-        share, count = sum(times_s) / total_s if total_s > 0 else 0.0, len(times_s)
-        if share >= WORTH_SAYING:
-            less = f"a larger {LESS[whose + what]}" if own else observed.trainer.option(what)
-            each_s, saves = share * total_s / count, (0.5 * share, 0.9 * share)
-            findings += found(f"{what}-pause", locals())
+        count, each_s = len(times_s), sum(times_s) / max(1, len(times_s))
+        share = sum(times_s) / total_s if total_s > 0 else 0.0
+        less = f"a larger {LESS.get(whose + what)}" if own else observed.trainer.option(what)
+        cause = ("host-gap", "logging") if what == "logging" else (f"{what}-pause", "")
+        findings += found(cause[0], locals(), cause[1])
     return findings
 
 
@@ -267,25 +244,19 @@ def planned_pauses(observed: Observed) -> list[Finding]:
     """Evaluations that the settings make long, where no line tells their time: forward passes of two splits beside
     updates of three passes each."""
     facts, told = observed.facts, any("took_s" in event for event in observed.events)
-    if (
-        not facts.eval_iters
-        or not facts.eval_interval
-        or told
-        or observed.format not in ("runs", "csv", "jsonl")
-    ):
+    lines = observed.format in ("runs", "csv", "jsonl")
+    if not facts.eval_iters or not facts.eval_interval or told or not lines:
         return []
-    passes = 2 * facts.eval_iters
+    passes, less = 2 * facts.eval_iters, observed.trainer.option("validation")
     share = 1 / (1 + 1.5 * facts.eval_interval * (facts.accumulation or 1.0) / facts.eval_iters)
-    gain, less = (1 / (1 - 0.5 * share), 1 / (1 - 0.9 * share)), observed.trainer.option("validation")
-    return found("validation-pause", locals(), "settings", strength=0.6) if share >= 2 * WORTH_SAYING else []
+    return found("validation-pause", locals(), "settings", strength=0.6)
 
 
 def uneven(observed: Observed) -> list[Finding]:
     """Two speeds, or slow updates every N, or else at no fixed interval; quick and slow ones in turns are the loader's."""
     if observed.kind == "run":
         return stalls(observed) or slow_updates(observed)
-    if observed.facts.response_length and not observed.part(
-        "gen"
-    ):  # some updates generate, and it is not said which
+    # some updates generate, and it is not said which
+    if observed.facts.response_length and not observed.part("gen"):
         return regime_change(observed)
     return taking_turns(observed) or regime_change(observed) or stalls(observed) or slow_updates(observed)

@@ -8,10 +8,10 @@ import math
 from dataclasses import replace
 
 from redline.config.recipe import PlanPins, Recipe
-from redline.diagnose.finding import Finding, found
+from redline.diagnose.finding import WORTH_SAYING, Finding, found
 from redline.diagnose.observed import Observed
 from redline.diagnose.rules.memory import precision_found
-from redline.diagnose.rules.update import LAUNCH_BOUND, WORTH_SAYING
+from redline.diagnose.rules.update import LAUNCH_BOUND
 from redline.plan import arithmetic
 from redline.plan.plan import Plan
 from redline.plan.planner import THIN_PASS_TOKENS, make_plan

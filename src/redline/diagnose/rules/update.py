@@ -5,34 +5,15 @@ with the plan the planner would have made are in plans.py, those on what comes e
 """
 
 from statistics import fmean, median
-from typing import Any
 
-from redline.diagnose.finding import Finding, found
-from redline.diagnose.observed import PHASES, Observed, Step
+from redline.diagnose.finding import WORTH_SAYING, Finding, found
+from redline.diagnose.observed import PHASES, Observed
 from redline.record.read import WARM_UP
 
-WORTH_SAYING = 0.05
-"""Shares of the step below this are left alone: two runs of the same thing differ by as much."""
 FEWEST_TURNS = 60
 """The fewest updates in which turns can be told from chance."""
 LAUNCH_BOUND = 0.85
 """Where the host spends at least this share of the step issuing it, the GPU waits for the host."""
-
-
-def idle_s(step: Step) -> float | None:
-    """What is left of an update when its phases are taken away; None where they were not measured."""
-    phases = [value for name in PHASES if (value := getattr(step, name)) is not None]
-    return max(0.0, step.step_s - sum(phases)) if step.step_s is not None and len(phases) >= 3 else None
-
-
-def felt_wait_s(step: Step) -> float:
-    """The wait for the loader that the step felt: on a GPU, the part that outlasted the update before it."""
-    waited, idle = step.data_wait_s or 0.0, idle_s(step)
-    return waited if idle is None else min(waited, idle)
-
-
-def last_event(observed: Observed, kind: str) -> dict[str, Any]:
-    return next((event for event in reversed(observed.events) if event.get("event") == kind), {})
 
 
 def data_wait(observed: Observed) -> list[Finding]:
@@ -40,12 +21,12 @@ def data_wait(observed: Observed) -> list[Finding]:
     mean_s, plan = observed.mean("step_s"), observed.plan
     if not mean_s or not observed.enough or observed.mean("data_wait_s") is None:
         return []
-    wait_s = fmean(felt_wait_s(s) for s in observed.steady)
+    wait_s = fmean(s.felt_wait_s for s in observed.steady)
     share = wait_s / mean_s
-    left, saves = 1 - share, (0.9 * share, share)
+    left = 1 - share
     streams = observed.recipe is not None and observed.recipe.data.stream
     variant = "" if plan is None else "stream" if streams else "own"
-    return found("slow-loader", locals(), variant) if share >= WORTH_SAYING else []
+    return found("slow-loader", locals(), variant)
 
 
 def taking_turns(observed: Observed) -> list[Finding]:
@@ -64,54 +45,31 @@ def taking_turns(observed: Observed) -> list[Finding]:
     if turns < 2 / 3 + 5 * 0.42 / len(times) ** 0.5 or slow_s < 1.5 * quick_s:
         return []
     share = min(0.9, 1 - quick_s / fmean(times))
-    saves = 0.5 * share, share
     return found("slow-loader", locals(), "turns", strength=0.75)
 
 
-def _gap_s(observed: Observed) -> float:
-    """Time of an update that neither its phases nor the loader account for. The median, because what comes every N
-    updates is a stall and has its own rule."""
-    gaps = [idle - felt_wait_s(s) for s in observed.steady if (idle := idle_s(s)) is not None]
-    return median(gaps) if gaps else 0.0
+def gaps(observed: Observed) -> list[Finding]:
+    """Time of an update that neither its phases nor the loader account for: logging, an observer, a wait for the GPU. The
+    median, because what comes every N updates is a stall and has its own rule.
 
-
-def _hidden_s(observed: Observed, gap_s: float) -> float:
-    """How much of the gap would hide behind the GPU's work if the host did not wait for the GPU: as much as that work
-    takes, without generation, in which the host looks at every token."""
-    idle = [(s, left) for s in observed.steady if (left := idle_s(s)) is not None]
-    busy = [(s.step_s or 0.0) - left - (s.generate_s or 0.0) for s, left in idle]
-    return min(gap_s, median(busy)) if busy and last_event(observed, "waits_for_gpu") else 0.0
-
-
-def host_gap(observed: Observed) -> list[Finding]:
-    """Time between updates in which nothing is computed, and which a wait for the GPU does not explain: logging, an
-    observer."""
-    whole_s, mean_s = _gap_s(observed), observed.mean("step_s")
-    hides_s = _hidden_s(observed, whole_s)
+    Where torch's detector saw the host wait (a watched loop), that costs as much of the gap as would hide behind the
+    GPU's work, generation aside, in which the host looks at every token: the update would take the longer of the two and
+    not their sum. Where no gap shows, only a run without the wait shows what it costs."""
+    idle = [(s, left_s) for s in observed.steady if (left_s := s.idle_s) is not None]
+    event, mean_s, findings = observed.last_event("waits_for_gpu"), observed.mean("step_s"), list[Finding]()
+    whole_s = median(left_s - s.felt_wait_s for s, left_s in idle) if idle else 0.0
+    busy_s = [(s.step_s or 0.0) - left_s - (s.generate_s or 0.0) for s, left_s in idle]
+    hides_s = min(whole_s, median(busy_s)) if busy_s and event else 0.0
     gap_s = whole_s - hides_s
-    if not mean_s or not observed.enough or gap_s / mean_s < WORTH_SAYING:
-        return []
-    share = gap_s / mean_s
-    saves = 0.85 * share, share
-    hidden = f", and {hides_s * 1e3:.3g} ms that would hide behind the GPU's work" if hides_s > 0 else ""
-    return found("host-gap", locals())
-
-
-def logs_of(observed: Observed) -> tuple[int, float]:
-    """How many logs the Trainer's callback saw (observe/trainer.py), and the time of all."""
-    told = [event for event in observed.events if event.get("event") == "logging" and event.get("times")]
-    return sum(int(event["times"]) for event in told), sum(float(event["stalled_s"]) for event in told)
-
-
-def logging_pause(observed: Observed) -> list[Finding]:
-    """Logs that take a share of the run worth saying: a service that is waited for, other callbacks, printing."""
-    times, stalled_s = logs_of(observed)
-    total_s = max((float(event.get("elapsed_s") or 0.0) for event in observed.events), default=0.0)
-    share = stalled_s / total_s if total_s else 0.0
-    if not times or share < WORTH_SAYING or not observed.mean("step_s"):
-        return []
-    each_s, saves = stalled_s / times, (0.5 * share, 0.9 * share)
-    return found("host-gap", locals(), "logging")
+    if mean_s and observed.enough:
+        share = gap_s / mean_s
+        hidden = f", and {hides_s * 1e3:.3g} ms that would hide behind the GPU's work" if hides_s > 0 else ""
+        findings += found("host-gap", locals())
+    if event:
+        share = hides_s / mean_s if mean_s else 0.0
+        told = {"gap_s": whole_s, "saves": (0.85 * share, share)} if share >= WORTH_SAYING else {}
+        findings += found("sync", {"observed": observed} | event | told)
+    return findings
 
 
 def _waits_for_launches(observed: Observed) -> bool:
@@ -181,15 +139,3 @@ def padding(observed: Observed) -> list[Finding]:
     saves = least * share * part, share * part
     own = "own" if observed.kind == "run" else ""
     return found("padding", locals(), own, strength=sure) if saves[1] >= WORTH_SAYING else []
-
-
-def waits(observed: Observed) -> list[Finding]:
-    """A watched loop in which the host waits for the GPU: torch's detector saw it, and says where. It costs what the
-    host does afterwards, which would be hidden behind the GPU's work, as far as that reaches: the update would take the
-    longer of the two and not their sum. Where no gap shows, only a run without the wait shows what it costs."""
-    event, gap_s, mean_s = last_event(observed, "waits_for_gpu"), _gap_s(observed), observed.mean("step_s")
-    if not event:
-        return []
-    share = _hidden_s(observed, gap_s) / mean_s if mean_s else 0.0
-    told = {"gap_s": gap_s, "saves": (0.85 * share, share)} if share >= WORTH_SAYING else {}
-    return found("sync", {"observed": observed} | event | told)
