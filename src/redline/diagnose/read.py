@@ -16,9 +16,9 @@ from redline.config.recipe import Precision
 from redline.diagnose.observed import Facts, Observed
 from redline.diagnose.readers.cells import BYTES, COUNTS, amount
 from redline.diagnose.readers.document import is_document, read_document
+from redline.diagnose.readers.files import text_of
 from redline.diagnose.readers.log import read_log
 from redline.diagnose.readers.own import read_run
-from redline.diagnose.readers.text import text_of
 from redline.errors import ConfigError, DataError, nearest
 from redline.machine.specs import find_spec
 

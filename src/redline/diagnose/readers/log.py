@@ -12,15 +12,12 @@ from typing import Any
 from redline.diagnose.observed import Facts, Observed, Step
 from redline.diagnose.readers import physics
 from redline.diagnose.readers.cells import finite
-from redline.diagnose.readers.miner import NOT_TRAINING, STAMPED, Console, mine, seconds_of
-from redline.diagnose.readers.rows import TIMES, Log, Row, from_console, from_table, runs_of
-from redline.diagnose.readers.tables import Table, as_table, events_table, notebook_text
-from redline.diagnose.readers.text import lines_of, text_of
+from redline.diagnose.readers.files import HEAD, Source, source_of
+from redline.diagnose.readers.miner import NOT_TRAINING, STAMPED, seconds_of
+from redline.diagnose.readers.rows import TIMES, Log, Row, refuse_unknown, rows_of, runs_of
 from redline.diagnose.readers.updates import Timed, timed
 from redline.diagnose.trainers import Trainer, facts_of, recognise
 
-HEAD = 200_000
-"""Characters before the run in which facts are looked for."""
 FOLLOWS = {"forward_s", "backward_s", "optimizer_s", "communication_s", "generate_s", "data_wait_s", "mfu"}
 FOLLOWS |= {"memory_bytes", "tokens_per_s", "samples_per_s", "updates_per_s", "tokens_total", "tokens"}
 FOLLOWS |= {"tflops", "loss", "step_s"}
@@ -28,51 +25,49 @@ FOLLOWS |= {"tflops", "loss", "step_s"}
 TRAINS = re.compile(r"\b(?:torch|transformers|accelerate|deepspeed|jax|tensorflow|lightning)/", re.IGNORECASE)
 """Libraries in whose folders a traceback is one of a training."""
 FAILED = re.compile(r"OutOfMemoryError|CUDA out of memory|Traceback \(most recent call last\)")
-OF_A_RUN = {
-    "block_size": "seq_len",
-    "n_params": "parameters",
-    "n_layer": "num_layers",
-    "n_embd": "hidden_size",
-}
-OF_A_RUN |= {name: name for name in ("batch_size", "eval_iters", "eval_interval")}
+_LIST_OF_RUNS = {"Name", "State", "Runtime", "Created"}
+"""Columns of a table that W&B exports of a project: a line is a run, and not an update."""
+OF_A_RUN = {"block_size": "seq_len", "n_params": "parameters", "n_layer": "num_layers"}
+OF_A_RUN |= {"n_embd": "hidden_size"} | {name: name for name in ("batch_size", "eval_iters", "eval_interval")}
 """Columns of a table of runs that are facts."""
 STEP_VALUES = {field.name for field in fields(Step)} - {"step", "not_a_number", "bad_norm", "cold", "more"}
 
 
 def read_log(path: Path, columns: Mapping[str, str], given: Mapping[str, Any]) -> Observed | None:
     """The log at a path; None where the file holds no training. `given` are facts that the user tells."""
-    if "tfevents" in path.name:
-        return _from_table(events_table(path), str(path), columns, given, "")
-    text = text_of(path)
-    shown = notebook_text(text)
-    table = as_table(text, str(path)) if shown is None else None
-    if table is not None:
-        return _from_table(table, str(path), columns, given, text)
-    form = "console" if shown is None else "notebook"
-    lines = lines_of(shown or text)
-    mined = mine(lines, cut=shown is None and not text.endswith("\n"))
-    return _from_console(lines, mined, str(path), columns, given, form)
-
-
-def _from_table(
-    table: Table, source: str, columns: Mapping[str, str], given: Mapping[str, Any], text: str
-) -> Observed | None:
-    names = ",".join(str(key) for row in table.rows[:50] for key in row)
-    trainer = recognise(f"{text[:20_000]}\n{table.head}\n{names}")
-    if table.lists_runs:
-        return _of_runs(table, source, trainer)
-    log = from_table(table.rows, _own_columns(trainer, names.split(",")) | dict(columns), source)
-    rows, notes = [row for row in log.rows if row.step >= 0], list(table.notes)
+    source, name = source_of(path), str(path)
+    trainer = recognise(source.marks)
+    if source.format == "csv" and source.rows and source.rows[0].cells.keys() >= _LIST_OF_RUNS:
+        return _of_runs([row.cells for row in source.rows], name, trainer)
+    labels = {label for row in source.rows for label in row.cells} if trainer.entry.get("columns") else ()
+    log = rows_of(source.rows, _own_columns(trainer, labels) | dict(columns), name)
+    rows = _of_a_console(log, source) if source.lines else _of_a_table(log, source, name)
     if not rows:
-        rows = _counted(log.rows, notes)
-    elif table.format == "tensorboard" and 2 * len({row.step for row in rows}) < len(rows):
-        notes.append("the step is an epoch here: the values of an epoch are counted one by one")
+        return _failed(source, trainer, given, name)
+    facts = _facts_around(rows, source, trainer) if source.lines else facts_of(trainer, source.text)
+    return _observed(rows, log, trainer, facts | dict(given), source, name)
+
+
+def _failed(source: Source, trainer: Trainer, given: Mapping[str, Any], name: str) -> Observed | None:
+    """A run that ended before its first update; None where it was none."""
+    text = source.text
+    if not FAILED.search(text) or not (trainer.name or TRAINS.search(text)):
+        return None
+    known = facts_of(trainer, text[:HEAD]) | dict(given)
+    facts = physics.solve(known, Timed([]), trainer, one_gpu=bool(trainer.entry.get("one_gpu")), summary={})
+    return Observed(source=name, format=source.format, trainer=trainer, text=text, facts=facts)
+
+
+def _of_a_table(log: Log, source: Source, name: str) -> list[Row]:
+    refuse_unknown(log, name)
+    rows = [row for row in log.rows if row.step >= 0]
+    if not rows:
+        rows = _counted(log.rows, source.notes)
+    elif source.format == "tensorboard" and 2 * len({row.step for row in rows}) < len(rows):
+        source.notes.append("the step is an epoch here: the values of an epoch are counted one by one")
         for row, number in zip(rows, accumulate(row.trained for row in rows), strict=True):
             row.step = max(1, number)
-    if not any(row.values or row.lost for row in rows):
-        return None
-    facts = facts_of(trainer, table.head) | dict(given)
-    return _observed(rows, log, trainer, facts, notes, source=source, form=table.format, text=table.head)
+    return rows if any(row.values or row.lost for row in rows) else []
 
 
 def _own_columns(trainer: Trainer, labels: Iterable[str]) -> dict[str, str]:
@@ -82,35 +77,20 @@ def _own_columns(trainer: Trainer, labels: Iterable[str]) -> dict[str, str]:
     return {ours: f"{known[name]}:{unit}" for ours, (name, _, unit) in named.items() if name in known}
 
 
-def _of_runs(table: Table, source: str, trainer: Trainer) -> Observed:
+def _of_runs(table: Sequence[Mapping[str, Any]], source: str, trainer: Trainer) -> Observed:
     """A table with a line a run: what most of them share."""
-    cells = {name: [v for row in table.rows if (v := finite(row.get(name)))] for name in table.rows[0]}
+    cells = {name: [v for row in table if (v := finite(row.get(name)))] for name in table[0]}
     found = {ours: cells.get(name, []) for name, ours in OF_A_RUN.items()}
     counts = [v for name in ("_step", "iter", "step") for v in cells.get(name, [])]
-    note = f"each of the {len(table.rows)} lines is a whole run, not an update: give the history of one run"
+    note = f"each of the {len(table)} lines is a whole run, not an update: give the history of one run"
     facts = Facts(**{name: mode(values) for name, values in found.items() if values})  # type: ignore[arg-type]
     updates = int(mode(counts)) if counts else 0
     about: dict[str, Any] = {"source": source, "format": "runs", "trainer": trainer}
     return Observed(**about, facts=facts, updates=updates, notes=(note,))
 
 
-def _from_console(
-    lines: Sequence[str],
-    console: Console,
-    source: str,
-    columns: Mapping[str, str],
-    given: Mapping[str, Any],
-    form: str,
-) -> Observed | None:
-    text, notes = "\n".join(lines), list[str]()
-    trainer = recognise(text[:HEAD] + text[-20_000:])
-    labels = (
-        {label for line in console.rows for label in line.cells}
-        if trainer.entry.get("columns", {})
-        else set[str]()
-    )
-    own = _own_columns(trainer, labels)
-    log = from_console(console.rows, own | dict(columns), source)
+def _of_a_console(log: Log, source: Source) -> list[Row]:
+    """The lines of the training: those with a step, else the next best that shows one; none where there is none."""
     plain = [row for row in log.rows if not row.bar]
     rows = [row for row in plain if row.step >= 0]
     _attach(rows, plain)
@@ -122,37 +102,28 @@ def _from_console(
     if not _trains(rows) or not _timed(rows):
         rows = _bar(log, rows) or rows
     if not _trains(rows):
-        rows = _placed([row for row in plain if row.step < 0 and "epoch" in row.values], log, text)
+        rows = _placed([row for row in plain if row.step < 0 and "epoch" in row.values], log, source.text)
     if not _trains(rows):
-        rows = _by_checkpoints(lines)
+        rows = _by_checkpoints(source.lines)
     if not _trains(rows):
-        shown = {"loss", "updates_per_s"}
-        lost = [row for row in plain if row.step < 0 and shown & row.values.keys() and not row.evaluated]
-        rows = _counted(lost, notes)
+        lost = [row for row in plain if row.step < 0 and not row.evaluated]
+        rows = _counted([row for row in lost if {"loss", "updates_per_s"} & row.values.keys()], source.notes)
     if not _trains(rows) and log.summary.get("runtime_s") and log.summary.get("updates_per_s"):
         runtime_s = log.summary["runtime_s"]
         updates = log.summary.setdefault("updates", round(runtime_s * log.summary["updates_per_s"]))
-        rows = [Row(0, 0), Row(len(lines), int(updates), {"elapsed_s": runtime_s})]
-    if _trains(rows):
-        facts = _facts_around(rows, lines, text, trainer) | dict(given)
-        told = {"source": source, "form": form, "text": text}
-        return _observed(rows, log, trainer, facts, notes, **told, pauses=console.pauses)
-    if not FAILED.search(text) or not (trainer.name or TRAINS.search(text)):
-        return None
-    known = facts_of(trainer, text[:HEAD]) | dict(given)
-    facts_known = physics.solve(
-        known, Timed([]), trainer, one_gpu=bool(trainer.entry.get("one_gpu")), summary={}
-    )
-    return Observed(source=source, format=form, trainer=trainer, text=text, facts=facts_known)
+        rows = [Row(0, 0), Row(len(source.lines), int(updates), {"elapsed_s": runtime_s})]
+    return rows if _trains(rows) else []
 
 
-def _facts_around(rows: Sequence[Row], lines: Sequence[str], text: str, trainer: Trainer) -> dict[str, Any]:
+def _facts_around(rows: Sequence[Row], source: Source, trainer: Trainer) -> dict[str, Any]:
     """What stands before the longest run, at its beginning and at the end of the log."""
     runs, _ = runs_of([Row(row.place, row.step, dict(row.values), counter=row.counter) for row in rows])
-    start = max(reversed(runs), key=len)[0].place
+    start, lines = max(reversed(runs), key=len)[0].place, source.lines
     head = "\n".join(lines[:start])[-HEAD:], "\n".join(lines[start : start + 200]), "\n".join(lines[-200:])
     facts = facts_of(trainer, "\n".join(head))
-    ranks = {int(rank) for rank in re.findall(r"\brank[ _]?(\d{1,4})\b", text[: 10 * HEAD], re.IGNORECASE)}
+    ranks = {
+        int(rank) for rank in re.findall(r"\brank[ _]?(\d{1,4})\b", source.text[: 10 * HEAD], re.IGNORECASE)
+    }
     if len(ranks) > 1 and len(ranks) == max(ranks) + 1:
         facts.setdefault("gpus", float(len(ranks)))
     return facts
@@ -259,17 +230,9 @@ def _mark_pauses(run: Sequence[Row], pauses: Sequence[tuple[int, str]]) -> None:
 
 
 def _observed(
-    rows: list[Row],
-    log: Log,
-    trainer: Trainer,
-    facts: dict[str, Any],
-    notes: list[str],
-    *,
-    source: str,
-    form: str,
-    text: str,
-    pauses: Sequence[tuple[int, str]] = (),
+    rows: list[Row], log: Log, trainer: Trainer, facts: dict[str, Any], source: Source, name: str
 ) -> Observed:
+    notes = source.notes
     runs, counted_on = runs_of(rows)
     told = [sum(row.trained or "step_s" in row.values for row in each) for each in runs]
     run = max(zip(told, map(len, runs), range(len(runs)), runs, strict=True))[-1]
@@ -278,7 +241,7 @@ def _observed(
         notes.append(f"{len(runs)} runs in this log; the longest, {steps}, is read")
     if counted_on:
         notes.append(f"the step starts again with each epoch: counted on to {run[-1].step:,}")
-    _mark_pauses(run, pauses)
+    _mark_pauses(run, source.pauses)
     rate, batch = log.columns.get("tokens_per_s"), facts.get("batch_size")
     one_gpu = bool(trainer.entry.get("one_gpu")) or bool(rate and rate.one_gpu)
     tokens = facts.get("tokens") or (batch * facts["seq_len"] if batch and facts.get("seq_len") else None)
@@ -288,18 +251,18 @@ def _observed(
     notes += found.notes
     if found.source:
         notes.append(f"the time of an update is taken from {found.source}")
-    if log.unread and not any("step_s" in row.values for row in run):
+    if log.unread and not source.lines and not any("step_s" in row.values for row in run):
         notes.append(f"columns that are not read: {', '.join(log.unread[:20])}")
     lost = _lost(run)
     return Observed(
-        source=source,
-        format=form,
+        source=name,
+        format=source.format,
         trainer=trainer,
         steps=tuple(_step(row, lost) for row in run),
         updates=_updates(run, log),
         planned=int(next((row.total for row in reversed(run) if row.total), 0)) or None,
         facts=known,
-        text=text,
+        text=source.text,
         notes=tuple(notes),
         events=tuple(found.events),
         lines_are_means=found.means,

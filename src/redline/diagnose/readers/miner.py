@@ -11,8 +11,9 @@ printed on top of a log has no skeleton that comes again with a growing step, an
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 from redline.diagnose.readers.cells import SECONDS
 from redline.diagnose.readers.columns import assign, is_held_out
@@ -80,21 +81,14 @@ _COUNT = {"K": "e3", "k": "e3", "kit": "e3", "M": "e6", "B": "e9"}
 
 @dataclass
 class Mined:
-    """A line that holds numbers: what they are called, as text, with their units."""
+    """A line that holds numbers: what they are called, as text, with their units. The rows of tables are such lines too."""
 
     place: int
-    cells: dict[str, str]
+    cells: dict[str, Any]
     units: dict[str, str]
     stamp: str = ""
     bar: str = ""
     """Of a progress bar its name and length: rows of one bar belong together."""
-
-
-@dataclass
-class Console:
-    rows: list[Mined] = field(default_factory=list)
-    pauses: list[tuple[int, str]] = field(default_factory=list)
-    """Lines that tell of a validation or a checkpoint and hold no update."""
 
 
 @dataclass(frozen=True)
@@ -105,18 +99,19 @@ class _Skeleton:
     useful: bool
 
 
-def mine(lines: Sequence[str], *, cut: bool = False) -> Console:
-    """The rows of a console. `cut` says that its last line has no end: then its last number may be half of one."""
-    console, known = Console(), dict[str, _Skeleton]()
+def mine(lines: Sequence[str], *, cut: bool = False) -> tuple[list[Mined], list[tuple[int, str]]]:
+    """The rows of a console, and the lines that tell of a pause and hold no update. `cut` says that its last line has no
+    end: then its last number may be half of one."""
+    rows, pauses, known = list[Mined](), list[tuple[int, str]](), dict[str, _Skeleton]()
     for place, line in enumerate(lines):
         text = line
         if "%|" in line or ", Epoch" in line:
             text, bars = _bars(place, line)
-            console.rows += bars
+            rows += bars
         if not text:
             continue
         if (at := max(text.find("{'"), text.find('{"'))) >= 0 and (row := _dict(place, text, at)):
-            console.rows.append(row)
+            rows.append(row)
             continue
         stamp = STAMPED.search(text, 0, 120) or _TIME.match(text)
         if stamp:
@@ -129,15 +124,15 @@ def mine(lines: Sequence[str], *, cut: bool = False) -> Console:
             tokens = pieces[1::2]
             cells = {label: tokens[at] + _COUNT.get(unit, "") for at, label, unit in skeleton.columns}
             units = {label: "" if unit in _COUNT else unit for _, label, unit in skeleton.columns}
-            console.rows.append(Mined(place, cells, units, stamp[0].strip(" [") if stamp else ""))
+            rows.append(Mined(place, cells, units, stamp[0].strip(" [") if stamp else ""))
         elif skeleton.pause:
-            console.pauses.append((place, skeleton.pause))
-    last = console.rows[-1] if console.rows else None
+            pauses.append((place, skeleton.pause))
+    last = rows[-1] if rows else None
     if last and cut and last.place == len(lines) - 1 and not last.bar:
         last.cells.popitem()
-        if not any(tuple(row.cells)[:-1] == tuple(last.cells) for row in console.rows[-20:-1]):
-            console.rows.pop()
-    return console
+        if not any(tuple(row.cells)[:-1] == tuple(last.cells) for row in rows[-20:-1]):
+            rows.pop()
+    return rows, pauses
 
 
 def _bars(place: int, line: str) -> tuple[str, list[Mined]]:

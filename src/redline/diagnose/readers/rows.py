@@ -72,37 +72,31 @@ class Log:
     unread: list[str] = field(default_factory=list)
 
 
-def from_table(table: Sequence[Mapping[str, Any]], given: Mapping[str, str], source: str) -> Log:
-    counts = Counter(str(key) for row in table for key, cell in row.items() if cell not in (None, ""))
-    labels = {key: "" for key, _ in counts.most_common()}
-    columns = _with(assign(labels), _given(given, labels, source))
-    if not {"step", "loss", *TIMES} & columns.keys():
-        raise ConfigError(
-            f"{source}: no column is known for a step, a loss or a time. Name them with --map step=COLUMN; it has"
-            f" {_names(labels) or 'none'}"
-        )
-    shape = _shape(columns, labels)
-    log = Log([], columns=columns, unread=sorted([*shape.held_out, *shape.more]))
-    for place, cells in enumerate(table):
-        _add(log, Row(place), cells, shape, source)
-    return log
-
-
-def from_console(mined: Sequence[Mined], given: Mapping[str, str], source: str) -> Log:
-    named = _given(given, {label: "" for line in mined for label in line.cells}, source) if given else {}
+def rows_of(mined: Sequence[Mined], given: Mapping[str, str], source: str) -> Log:
+    labels = {label: "" for line in mined for label in line.cells} if given else {}
+    named = _given(given, labels, source)
     known: dict[tuple[str, ...], _Shape] = {}
     log, used = Log([]), Counter[tuple[str, ...]]()
     for line in mined:
         key = (*line.cells, *line.units.values())
         if (shape := known.get(key)) is None:
-            columns = _with(_assigned(line), named)
-            shape = known[key] = _shape(columns, line.cells)
-        row = Row(line.place, bar=line.bar, fine_s=0.0 if re.search(r"[.,]\d+$", line.stamp) else 1.0)
-        row.stamp_s = seconds_of(line.stamp) if line.stamp else None
+            shape = known[key] = _shape(_with(_assigned(line), named), line.cells)
+        row = Row(line.place, bar=line.bar, stamp_s=seconds_of(line.stamp) if line.stamp else None)
+        row.fine_s = 1.0 if line.stamp and not re.search(r"[.,]\d+$", line.stamp) else 0.0
         used[key] += _add(log, row, line.cells, shape, source)
     for key, _ in reversed(used.most_common()):
         log.columns |= known[key].columns
+        log.unread = sorted([*known[key].held_out, *known[key].more])
     return log
+
+
+def refuse_unknown(log: Log, source: str) -> None:
+    """A table in which no column is known is an error that names them all."""
+    if not {"step", "loss", *TIMES} & log.columns.keys():
+        raise ConfigError(
+            f"{source}: no column is known for a step, a loss or a time. Name them with --map step=COLUMN; it has"
+            f" {_names(log.unread) or 'none'}"
+        )
 
 
 def _assigned(line: Mined) -> dict[str, Column]:

@@ -1,51 +1,156 @@
-"""Files that are tables already: JSON, JSON lines, CSV, TensorBoard events, a notebook's outputs. All end as rows of
-names and raw cells.
+"""A file to rows of names and raw cells, whatever its form: JSON, JSON lines, CSV, TensorBoard events, the outputs of a
+notebook, or the console that a terminal would have shown, which miner.py makes rows of.
 
-    table = as_table(text, "metrics.csv")      # None where the text is no table
+    source = source_of(Path("train.log.xz"))
 
-A line that is not JSON among many that are is left out and counted; half a last line always is.
+Compressed or not, UTF-8 or UTF-16; colours go, a progress bar that rewrites its line becomes one line each time. A line
+that is not JSON among many that are is left out and counted; half a last line always is. Nothing is refused for a few
+bytes that are not text, because console logs hold them.
 """
 
+import bz2
+import codecs
 import csv
+import gzip
 import io
 import json
+import lzma
 import re
+import stat
 import struct
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from redline.diagnose.readers.cells import finite
-from redline.diagnose.readers.text import bytes_of
+from redline.diagnose.readers.miner import Mined, mine
 from redline.errors import DataError, need
 
+MOST_BYTES = 512 * 2**20
+"""A log is read whole; a larger one is refused before it fills the memory."""
+HEAD = 200_000
+"""Characters of a console in which its trainer and facts are looked for."""
+MOST_CHARACTERS = 65_536
+"""Of a line: what is longer is a dump and not a line of numbers. JSON is read whole."""
+_PACKED: dict[bytes, Any] = {b"\xfd7zXZ\0": lzma.open, b"\x1f\x8b": gzip.open, b"BZh": bz2.open}
 _COMMAS = re.compile(r"[-+]?\d{1,15}(?:[.,]\d{1,20}){1,6}(?:[eE][-+]?\d+)?")
 _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?")
-_LIST_OF_RUNS = {"Name", "State", "Runtime", "Created"}
-"""Columns of a table that W&B exports of a project: a line is a run, and not an update."""
+_ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*\x07?|[@-Z\\-_])")
+_LAUNCHER = re.compile(
+    r"\s*(?:\[(?:default|\w*rank)?[ _]?\d{1,5}\]:|\[\d+,\d+\]<std\w+>:|\((?:\w+) pid=\d+(?:, ip=[\d.]+)?\)|[\w.-]+: (?=\[?rank))\s?"
+)
+"""torchrun's [rank0]: and [default0]:, mpirun's [1,0]<stdout>:, Ray's (TaskRunner pid=1)."""
+_NUMBERED = re.compile(r" {0,5}\d{1,5}: ")
+"""`srun -l`; taken off only where most lines begin so, for a trainer may number its own lines."""
+
+
+def text_of(path: Path) -> str:
+    """The text of a file, or one line that says why there is none."""
+    raw = bytes_of(path)
+    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        encoding = "utf-16"
+    elif len(raw) > 3 and raw[1:4096:2].count(0) > 0.4 * len(raw[1:4096:2]):  # PowerShell, without a mark
+        encoding = "utf-16-le"
+    else:
+        encoding = "utf-8-sig"
+        if raw[:4096].count(0) > 0.1 * len(raw[:4096]):
+            raise DataError(f"{path} is not text: give the log, not a checkpoint or an archive")
+    text = raw.decode(encoding, errors="replace").replace("\0", "")
+    if not text.strip():
+        raise DataError(f"{path} is empty: the trainer has not written anything to it yet")
+    return text
+
+
+def bytes_of(path: Path) -> bytes:
+    """The bytes of a file, unpacked."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise DataError(f"{path} is not a plain file: give a log")
+        with open(path, "rb") as file:
+            head = file.read(6)
+            file.seek(0)
+            opened: IO[bytes] = file
+            for magic, unpacks in _PACKED.items():
+                if head.startswith(magic):
+                    opened = unpacks(file)
+            raw = opened.read(MOST_BYTES + 1)
+    except (lzma.LZMAError, EOFError, gzip.BadGzipFile) as damage:
+        raise DataError(f"{path} is compressed and damaged: {damage}") from damage
+    except (OSError, ValueError) as refusal:
+        raise DataError(
+            f"{path} cannot be read: {getattr(refusal, 'strerror', None) or refusal}"
+        ) from refusal
+    if len(raw) > MOST_BYTES:
+        raise DataError(f"{path} holds more than {MOST_BYTES >> 20} MiB: cut out a part of it")
+    return raw
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines as a terminal would have shown them, without colours and launchers' prefixes."""
+    if "\x1b" in text:
+        text = _ESCAPES.sub("", text)
+    lines = [line[:MOST_CHARACTERS] for line in io.StringIO(text, newline=None)]  # \r and \r\n end a line too
+    lines = [line.rstrip() for line in lines]
+    shown = [line for line in lines[:2000] if line]
+    if sum(_NUMBERED.match(line) is not None for line in shown) > 0.5 * len(shown):
+        lines = [_without(_NUMBERED, line) for line in lines]
+    return [_without(_LAUNCHER, _without(_LAUNCHER, line)) for line in lines]  # a launcher inside a launcher
+
+
+def _without(prefix: re.Pattern[str], line: str) -> str:
+    found = prefix.match(line)
+    return line[found.end() :] if found else line
 
 
 @dataclass
-class Table:
+class Source:
+    """All rows of a file, and the text beside them."""
+
     format: str
-    rows: Sequence[Mapping[str, Any]]
+    rows: list[Mined]
+    text: str
+    """Where facts may stand: a console, or what a table has besides its rows."""
+    marks: str
+    """By which its trainer is recognised."""
     notes: list[str] = field(default_factory=list)
-    head: str = ""
-    """Text beside the rows in which facts may stand."""
-
-    @property
-    def lists_runs(self) -> bool:
-        return self.format == "csv" and bool(self.rows) and self.rows[0].keys() >= _LIST_OF_RUNS
+    lines: list[str] = field(default_factory=list)
+    """Of a console."""
+    pauses: list[tuple[int, str]] = field(default_factory=list)
+    """Lines that tell of a validation or a checkpoint and hold no update."""
 
 
-def as_table(text: str, source: str) -> Table | None:
-    start = text.lstrip()[:1]
-    if start in "{[" and start:
-        if (whole := _json(text)) is not None:
-            return _whole(whole, text, source)
-        return _json_lines(text)
-    return _csv(text, source)
+def source_of(path: Path) -> Source:
+    if "tfevents" in path.name:
+        return _table("tensorboard", _events(path))
+    text = text_of(path)
+    if (shown := _notebook_text(text)) is None and (table := _as_table(text, str(path))) is not None:
+        return table
+    lines = lines_of(shown if shown is not None else text)
+    rows, pauses = mine(lines, cut=shown is None and not text.endswith("\n"))
+    whole = "\n".join(lines)
+    form = "console" if shown is None else "notebook"
+    marks = whole[:HEAD] + whole[-20_000:]
+    return Source(form, rows, whole, marks, lines=lines, pauses=pauses)
+
+
+def _table(
+    form: str, rows: Sequence[Mapping[str, Any]], text: str = "", head: str = "", note: str = ""
+) -> Source:
+    """All rows with all names, the most frequent first, so that each names the same columns."""
+    counts = Counter(str(key) for row in rows for key, cell in row.items() if cell not in (None, ""))
+    names = [name for name, _ in counts.most_common()]
+    mined = [Mined(place, {name: row.get(name) for name in names}, {}) for place, row in enumerate(rows)]
+    labels = ",".join(str(key) for row in rows[:50] for key in row)
+    return Source(form, mined, head, f"{text[:20_000]}\n{head}\n{labels}", [note] if note else [])
+
+
+def _as_table(text: str, source: str) -> Source | None:
+    if text.lstrip()[:1] in ("{", "["):
+        whole = _json(text)
+        return _json_lines(text) if whole is None else _whole(whole, text, source)
+    return _csv(text)
 
 
 def _json(text: str) -> Any:
@@ -55,21 +160,20 @@ def _json(text: str) -> Any:
         return None
 
 
-def _whole(value: Any, text: str, source: str) -> Table | None:
+def _whole(value: Any, text: str, source: str) -> Source | None:
     """A file that is one JSON value: the Trainer's state, a list of lines, lists beside each other, or one line."""
     if isinstance(value, dict) and isinstance(value.get("log_history"), list):
         rows = [row for row in value["log_history"] if isinstance(row, dict)]
         state = {key: item for key, item in value.items() if not isinstance(item, dict | list)}
-        return Table("trainer_state", rows, head=json.dumps(state, indent=0))
+        return _table("trainer_state", rows, text, json.dumps(state, indent=0))
     if isinstance(value, dict):
         lists = {key: item for key, item in value.items() if isinstance(item, list) and len(item) > 1}
-        lengths = {len(item) for item in lists.values()}
-        if lists and len(lengths) == 1:
+        if len({len(item) for item in lists.values()}) == 1:
             lines = zip(*lists.values(), strict=True)
-            return Table("json", [dict(zip(lists, cells, strict=True)) for cells in lines])
-        return Table("jsonl", [_flat(value)]) if "\n" not in text.strip() else None
+            return _table("json", [dict(zip(lists, cells, strict=True)) for cells in lines], text)
+        return _table("jsonl", [_flat(value)], text) if "\n" not in text.strip() else None
     if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
-        return Table("json", [_flat(row) for row in value])
+        return _table("json", [_flat(row) for row in value], text)
     raise DataError(f"{source} is JSON, but neither a table nor a list of tables: give the trainer's log")
 
 
@@ -84,7 +188,7 @@ def _flat(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return row
 
 
-def _json_lines(text: str) -> Table | None:
+def _json_lines(text: str) -> Source | None:
     rows, bad, head = [], [], ""
     lines = [(place, line) for place, line in enumerate(re.split(r"\r\n?|\n", text), start=1) if line.strip()]
     for place, line in lines:
@@ -100,12 +204,12 @@ def _json_lines(text: str) -> Table | None:
     if len(bad) > 0.2 * len(lines):
         return None
     left_out = (
-        f"lines that are not JSON and are left out: {len(bad)}, the first is line {bad[0]}" if bad else ""
+        f"lines that are not JSON and are left out: {len(bad)}, the first is line {min(bad, default=0)}"
     )
-    return Table("jsonl", rows, [left_out] if bad else [], head)
+    return _table("jsonl", rows, text, head, left_out if bad else "")
 
 
-def _csv(text: str, source: str) -> Table | None:
+def _csv(text: str) -> Source | None:
     lines = text.split("\n", 2)
     mark = max(",;\t", key=lines[0].count)
     if len(lines) < 2 or mark not in lines[0] or lines[0].lstrip().startswith(("#", "|", "-")):
@@ -127,9 +231,8 @@ def _csv(text: str, source: str) -> Table | None:
         rows.pop()  # a line that was cut
     cells = [str(row[name]) for row in rows for name in names if "," in str(row[name])]
     decimal = any(_COMMAS.fullmatch(cell) and not _THOUSANDS.fullmatch(cell) for cell in cells)
-    return Table(
-        "csv", [{name: _plain(row[name], decimal) if cells else row[name] for name in names} for row in rows]
-    )
+    plain = [{name: _plain(row[name], decimal) if cells else row[name] for name in names} for row in rows]
+    return _table("csv", plain, text)
 
 
 def _plain(cell: Any, decimal: bool) -> Any:
@@ -139,7 +242,7 @@ def _plain(cell: Any, decimal: bool) -> Any:
     return cell.replace(".", "").replace(",", ".") if decimal else cell.replace(",", "")
 
 
-def events_table(path: Path) -> Table:
+def _events(path: Path) -> list[dict[str, Any]]:
     """A TensorBoard event file: one row for the values that were written together. A record is its length, a checksum,
     the event and another checksum."""
     event_of = need("tensorboard.compat.proto.event_pb2", extra="tensorboard").Event.FromString
@@ -158,7 +261,7 @@ def events_table(path: Path) -> Table:
             rows[-1][value.tag] = number
     if not rows:
         raise DataError(f"{path} holds no scalars: give the event file of the training run")
-    return Table("tensorboard", list(rows))
+    return rows
 
 
 def _scalar(value: Any) -> float | None:
@@ -171,7 +274,7 @@ def _scalar(value: Any) -> float | None:
     return float(struct.unpack(kind, content)[0]) if kind else None
 
 
-def notebook_text(text: str) -> str | None:
+def _notebook_text(text: str) -> str | None:
     """What the cells of a notebook put out, as one console; None where the text is no notebook."""
     book = _json(text) if '"cells"' in text else None
     if not isinstance(book, dict) or not isinstance(book.get("cells"), list):
