@@ -10,13 +10,12 @@ right.
 """
 
 import math
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, reduce
-from importlib.resources import files
 from typing import Any, Literal
 
+from redline.diagnose.data import table
 from redline.diagnose.trainers import Trainer
 from redline.optimizations.catalogue import catalogue
 from redline.record.units import format_duration
@@ -73,10 +72,9 @@ class Finding:
     """The entry of the catalogue that applies the fix, or is wrongly blamed for its absence."""
 
 
-@cache
 def causes() -> dict[str, dict[str, Any]]:
     """Every cause: its kind, its words, and how often it was right."""
-    return tomllib.loads((files("redline.diagnose") / "causes.toml").read_text(encoding="utf-8"))
+    return table("causes")
 
 
 @cache

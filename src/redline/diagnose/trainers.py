@@ -7,12 +7,11 @@ there.
 
 import math
 import re
-import tomllib
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
+from redline.diagnose.data import table
 from redline.diagnose.readers.cells import COUNTS, amount, finite
 
 _NO_NUMBER = re.compile(r"\d{40,}")
@@ -51,23 +50,18 @@ class Trainer:
         """What a fix is called in this trainer's options; where it has no name for it, in general words, or nothing
         where only its `own` will do."""
         named = self.entry.get("options", {}).get(fix)
-        return str(named or ("" if own else _table()["any"]["options"].get(fix, "")))
-
-
-@cache
-def _table() -> dict[str, dict[str, Any]]:
-    return tomllib.loads((files("redline.diagnose") / "trainers.toml").read_text(encoding="utf-8"))
+        return str(named or ("" if own else table("trainers")["any"]["options"].get(fix, "")))
 
 
 def named(name: str) -> Trainer:
-    entry = _table().get(name) or _table()["any"]
-    return Trainer(name if name in _table() else "", entry["title"], entry)
+    entry = table("trainers").get(name) or table("trainers")["any"]
+    return Trainer(name if name in table("trainers") else "", entry["title"], entry)
 
 
 def recognise(text: str) -> Trainer:
     """The trainer whose marks a log bears; one without a name where it bears none."""
     text = _NO_NUMBER.sub(" ", text)
-    for name, entry in _table().items():
+    for name, entry in table("trainers").items():
         if any(_compiled(pattern).search(text) for pattern in entry["recognise"]):
             return Trainer(name, entry["title"], entry)
     return named("")
@@ -84,7 +78,7 @@ def facts_of(trainer: Trainer, head: str) -> dict[str, Any]:
     head = "\n".join(
         line for line in head.split("\n") if not line.lstrip().startswith("#")
     )  # comments of a recipe
-    for entry in (trainer.entry, _table()["any"]):
+    for entry in (trainer.entry, table("trainers")["any"]):
         for name, patterns in entry.get("facts", {}).items():
             if name in found or (name == "batch_size" and "tokens" in found):
                 continue

@@ -8,12 +8,11 @@ s`. A time without a unit has the factor None: `updates.py` settles it by what e
 """
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from importlib.resources import files
 
+from redline.diagnose.data import table
 from redline.diagnose.readers.cells import BYTES, COUNTS, SECONDS, SHARES
 
 _UNITS = SECONDS | {"%": 0.01, "percent": 0.01}
@@ -29,11 +28,10 @@ _ONE_GPU = re.compile(r"\b(gpu|device|chip|rank)\b")
 @cache
 def synonyms() -> dict[str, list[re.Pattern[str]]]:
     """Of each quantity the names that it goes by, the surest first. `--map` may name any of them."""
-    table = tomllib.loads((files("redline.diagnose") / "columns.toml").read_text(encoding="utf-8"))
-    for name, words in table["words"].items():
-        for patterns in table["quantities"].values():
-            patterns[:] = [pattern.replace(f"<{name}>", words) for pattern in patterns]
-    return {quantity: [re.compile(one) for one in names] for quantity, names in table["quantities"].items()}
+    known = dict(table("columns")["quantities"])
+    for word, stands_for in table("columns")["words"].items():
+        known = {of: [name.replace(f"<{word}>", stands_for) for name in names] for of, names in known.items()}
+    return {quantity: [re.compile(name) for name in names] for quantity, names in known.items()}
 
 
 @dataclass(frozen=True)

@@ -9,37 +9,11 @@ Every pattern is bounded: a line of 100,000 dashes takes no longer than one of l
 import re
 from dataclasses import dataclass, field
 
+from redline.diagnose.data import patterns
 from redline.diagnose.observed import Claim, Facts, Observed, Range, Setting
 
 LONGEST_LINE = 20_000
-_NUMBER = r"\d{1,3}(?:,\d{3}){1,6}(?:\.\d{1,9})?|\d{1,15}(?:\.\d{1,9})?"
-_SPEED = r"tok(?:en)?s?/s(?:ec(?:ond)?)?\b|tok(?:en)?s per second\b|tps\b"
-_QUANTITY = re.compile(
-    rf"(?<![\w.])~?({_NUMBER})\s?%?([KMBk](?![\w/]))?(?:\s{{0,3}}[-–]\s{{0,3}}({_NUMBER}))?\s{{0,2}}([KMBk](?![\w/]))?\+?\s{{0,2}}"
-    rf"(%|x\b|GB\b|TB\b|{_SPEED}|min(?:ute)?s?\b|h(?:ou)?rs?\b|days?\b)?"
-)
-_SETTING = re.compile(
-    r"(?<![-\w])--([A-Za-z][\w.-]{0,60})(?:=|\s{1,4})(\"[^\"]{0,200}\"|[\w.+/-]{1,200})"  # --name value
-    # name = value, name: type = value
-    r"|(?<![\w.\"'-])([A-Za-z_][\w.]{0,80})(?:\s{0,2}:\s{0,2}\w{1,40})?\s{0,4}=\s{0,4}(\"[^\"]{0,200}\"|'[^']{0,200}'|[\w.+-]{1,200})"
-    r"|environ\.get\(\s{0,4}[\"'](\w{1,80})[\"'],\s{0,4}[\"'](\w{1,80})[\"']"
-)
-_CALL = re.compile(r"\b(TrainingArguments|SFTConfig|GRPOConfig)\(")
-_BEFORE = re.compile(r"\b(before|original|current|previous|baseline)\b", re.IGNORECASE)
-_AFTER = re.compile(r"\b(after|optimi[sz]ed|new|with optimi[sz]ations)\b", re.IGNORECASE)
-_BULLET = re.compile(
-    r"^\s{0,12}[-*]\s{1,4}\**(Before|After|Original|Optimized)\**:?\**:?\s{0,4}(.{1,2000})$", re.IGNORECASE
-)
-_SENTENCES = {
-    "mfu": re.compile(
-        rf"(?:MFU|FLOPS? Utili[sz]ation)[^\d]{{0,12}}((?:{_NUMBER})(?:-(?:{_NUMBER}))?%)", re.IGNORECASE
-    ),
-    "tokens_per_s": re.compile(
-        rf"(?:throughput|{_SPEED})[^\d]{{0,6}}(~?(?:{_NUMBER})(?:-(?:{_NUMBER}))?K?\b)", re.IGNORECASE
-    ),
-    "memory_share": re.compile(rf"\b((?:{_NUMBER})%) of \d{{1,4}} ?GB used", re.IGNORECASE),
-    "parameters": re.compile(rf"\bParameters: ((?:{_NUMBER})[MB])\b", re.IGNORECASE),
-}
+PAGE = patterns("page")
 _NAMES = {
     "mfu": ("mfu", "flops utilization"),
     "tokens_per_s": ("tokens/s", "throughput", "tok/s", "tokens per second"),
@@ -94,9 +68,15 @@ def read_document(text: str, source: str) -> Observed:
 def _read_code(page: _Page, line: str, number: int) -> None:
     code, _, comment = line.partition("#")
     if not code.strip():
-        page.when = "before" if _BEFORE.search(comment) else "after" if _AFTER.search(comment) else page.when
+        page.when = (
+            "before"
+            if PAGE["before"].search(comment)
+            else "after"
+            if PAGE["after"].search(comment)
+            else page.when
+        )
         return
-    if found := _CALL.search(code):
+    if found := PAGE["call"].search(code):
         page.within = found[1]
     for name, value in settings_in(code):
         was = re.search(r"(?:increased?|reduced?|changed?) from (\w{1,40})", comment, re.IGNORECASE)
@@ -116,7 +96,7 @@ def _read_prose(page: _Page, line: str, number: int) -> None:
     page.header = []
     if re.search(r"\bto TrainingArguments\b", line):
         page.within = "TrainingArguments"
-    if bullet := _BULLET.match(line):
+    if bullet := PAGE["bullet"].match(line):
         _read_bullet(page, bullet[1], bullet[2], number)
     elif factor := _promise(line):
         whole = re.search(r"\b(overall|total|all optimi[sz]ations)\b", line, re.IGNORECASE)
@@ -147,7 +127,7 @@ def _read_row(page: _Page, line: str, number: int) -> None:
     columns = {
         when: index
         for index, cell in enumerate(page.header)
-        for when, word in (("before", _BEFORE), ("after", _AFTER))
+        for when, word in (("before", PAGE["before"]), ("after", PAGE["after"]))
         if index and word.search(cell)
     }
     if set("".join(cells)) <= set("-: ") or len(columns) != 2 or len(cells) != len(page.header):
@@ -176,7 +156,7 @@ def _read_bullet(page: _Page, word: str, text: str, number: int) -> None:
 def _read_quantities(page: _Page, line: str, number: int) -> None:
     """The few quantities that are read in sentences: the state that a document starts from."""
     plain = re.sub(r"[*`]", "", line)
-    for name, pattern in _SENTENCES.items():
+    for name, pattern in patterns("sentences").items():
         if (found := pattern.search(plain)) and (values := quantities(found[1])):
             page.claims.append(Claim(name=name, line=number, text=plain.strip(), before=values[0][0]))
     if found := re.search(r"(?<!\d)(\d{1,6})GB/(\d{1,6})GB", plain):
@@ -187,7 +167,7 @@ def _read_quantities(page: _Page, line: str, number: int) -> None:
 def settings_in(text: str) -> list[tuple[str, str]]:
     """Every `--name value`, `name = value` and environment variable with its default."""
     found = []
-    for flag, given, name, value, variable, default in _SETTING.findall(text):
+    for flag, given, name, value, variable, default in PAGE["setting"].findall(text):
         if flag or name:
             found.append((flag or name, (given or value).strip("\"'")))
         if variable:
@@ -199,7 +179,7 @@ def quantities(text: str) -> list[tuple[Range, str]]:
     """Every number or range in a text with its unit: `%`, `x`, `gb`, `tok/s`, or nothing; K, M and B are multiplied out
     (`50-60K` as well as `50k-60k`)."""
     found = []
-    for low, low_scale, high, scale, unit in _QUANTITY.findall(text):
+    for low, low_scale, high, scale, unit in PAGE["quantity"].findall(text):
         last = _SCALE.get((scale or low_scale).upper(), 1.0)
         first = _SCALE.get((low_scale or scale).upper(), 1.0)
         bottom = float(low.replace(",", "")) * first

@@ -13,7 +13,7 @@ from redline.diagnose.observed import Facts, Observed, Step
 from redline.diagnose.readers import physics
 from redline.diagnose.readers.cells import finite
 from redline.diagnose.readers.files import HEAD, Source, source_of
-from redline.diagnose.readers.miner import NOT_TRAINING, STAMPED, seconds_of
+from redline.diagnose.readers.miner import LINE, seconds_of
 from redline.diagnose.readers.rows import TIMES, Log, Row, refuse_unknown, rows_of, runs_of
 from redline.diagnose.readers.updates import Timed, timed
 from redline.diagnose.trainers import Trainer, facts_of, recognise
@@ -159,7 +159,7 @@ def _by_checkpoints(lines: Sequence[str]) -> list[Row]:
     found: dict[int, tuple[int, float]] = {}
     for place, line in enumerate(lines):
         named = re.search(r"checkpoint-(\d{1,9})\b", line) or re.search(r"Running (training)", line)
-        stamp = STAMPED.search(line) if named else None
+        stamp = LINE["stamp"].search(line) if named else None
         if named and stamp and (at_s := seconds_of(stamp[0])) is not None:
             found.setdefault(int(named[1]) if named[1].isdigit() else 0, (place, at_s))
     since_s = min((at_s for _, at_s in found.values()), default=0.0)
@@ -181,7 +181,7 @@ def _bar(log: Log, lines: Sequence[Row]) -> list[Row]:
     it: those come with an epoch, often far from their step, and the epoch says which step it is."""
     bars: dict[str, list[Row]] = {}
     for row in log.rows:
-        if row.bar and row.total > 2 and not NOT_TRAINING.search(row.bar):
+        if row.bar and row.total > 2 and not LINE["not_training"].search(row.bar):
             bars.setdefault(row.bar, []).append(row)
     bar = max(bars.values(), key=lambda rows: rows[-1].values.get("elapsed_s", 0.0), default=[])
     others = [row for row in log.rows if not row.bar and (row.step >= 0 or "epoch" in row.values)]

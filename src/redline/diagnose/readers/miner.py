@@ -15,66 +15,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from redline.diagnose.data import patterns
 from redline.diagnose.readers.cells import SECONDS
 from redline.diagnose.readers.columns import assign, is_held_out
 
 _MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
-STAMP = (
-    r"\d{4}[-/]\d\d[-/]\d\d[T _,]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?|[IWEF]\d{4} \d\d:\d\d:\d\d\.\d{1,9}"
-    rf"|(?:\d\d/\d\d|(?:{'|'.join(_MONTHS)}) {{1,2}}\d\d?)(?:[/ ]\d{{4}})?,? \d\d:\d\d:\d\d"
-)
-TOKEN = re.compile(
-    r"(?<![\w.])(\d{1,4} days?, \d+:\d\d:\d\d|\d+:\d\d:\d\d(?:\.\d{1,9})?|\d\d?:\d\d(?![\d:])"
-    r"|[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d++)(?:\.\d*+)?(?:[eE][-+]?\d+)?"
-    r"|[-+]?(?:nan|NaN|NAN|inf|Inf|Infinity)(?![A-Za-z]))"
-)
-STAMPED = re.compile(STAMP)
-_TIME = re.compile(r"[ \[]{0,4}\d\d:\d\d:\d\d(?:\.\d{1,9})?")
-"""A stamp without a date, where a line begins with it."""
-_UNIT = re.compile(
-    r"\s?((?:ms/step|s/step|ms|µs|us|s/it|s/iter|it/s|iter/s|tok/s|seconds|second|secs|sec|minutes|mins|min|hours|s|m|h"
-    r"|[KMGT]i?B|TFLOP/s|TFLOPS?|%|kit|[KkMBG])(?![A-Za-z/])|k?it(?=/$))"
-)
-_SPLIT = re.compile(r"[|;{}<>\t]|,\s|:\s(?=[A-Za-z])|\s-\s|\s{2,}(?=\S)|\](?=\s)")
-_FIRST = re.compile(r" [A-Za-z_]{2,20} $|\s{0,4}[|:]\s{0,4}(?:train )?loss\b| \| $", re.IGNORECASE)
-"""What comes behind a step without a name: `250 train 5.91`, `250 | loss 5.91`, `[250 | 61.03] loss=5.91`."""
-_LEVEL = re.compile(r"^(?:INFO|DEBUG|WARNING|SUCCESS|ERROR)\W{1,4}(?:[\w.]{1,40}:(?=\w))?")
-_RATE = re.compile(
-    r"\s?(?:[KkMG] ?)?((?:tok\w*|samples?|seqs?|sequences|examples?|imgs?|images|it|iters?|steps?|updates|batches)/s(?:ec|econd)?"
-    r"|(?:ms|s|secs?|seconds)/(?:step|it|iter|iteration|batch|update))(?![A-Za-z/]|\s{0,2}[:=]|\s{1,4}$)"
-)
-"""A unit that names its number."""
-_BAR = re.compile(
-    r"\d{1,3}%\|[^|]{0,200}\|\s*(?P<step>\d{1,12})/(?P<total>\d{1,12})\s*"
-    r"\[(?P<elapsed>(?:\d+ days?, )?\d[\d:]{2,12})<(?P<left>[^,\]]{1,24})(?:,\s*(?P<rate>[\d.]{1,12}|\?)\s?(?P<unit>[^\s,\]]{1,20}))?(?P<rest>[^\]]{0,2000})\]?"
-)
-"""tqdm: `33%|███▎ | 496/1524 [1:59:24<4:04:02, 14.24s/it, loss=2.1]`."""
-_POSTFIX = re.compile(r"([A-Za-z][\w/]{0,40}(?: \w{1,20}){0,3})\s{0,2}[=:]\s{0,2}([-+\w.]{1,30})")
-_IN_NAME = re.compile(r"(\b[Ll]oss)[\s:]{1,3}(\d[\w.+-]{0,20})")
-_NUMBERS = re.compile(
-    r"(\bep(?:och)?\W{0,3}\d{1,9}(?:/\d{1,9})?)|[-+]?\d[\d.]{0,20}(?:e[-+]?\d{1,3})?", re.IGNORECASE
-)
-"""What changes in the name of a bar from one time to the next; the epoch stays."""
-_NOTEBOOK_BAR = re.compile(
-    r"\[\s*(?P<step>\d{1,12})/(?P<total>\d{1,12}) (?P<elapsed>\d[\d:]{2,12})(?: < (?P<left>[\d:]+))?, [^\]]{0,60}Epoch"
-)
-NOT_TRAINING = re.compile(
-    r"eval|valid|test|load|shard|map|token|generat|download|fetch|filter|sav|pack|prepar|build|process|split|batches",
-    re.IGNORECASE,
-)
-_PAUSES = {
-    "restart": re.compile(
-        r"\b(?:Training starts at|Starting job|Resum(?:ing|ed) (?:from|training))", re.IGNORECASE
-    ),
-    "validation": re.compile(
-        r"(?<![A-Za-z])(?:val|valid|validat\w+|eval|evaluat\w+|hellaswag|perplexity)(?![A-Za-z])",
-        re.IGNORECASE,
-    ),
-    "checkpoint": re.compile(
-        r"\b(?:sav|writ)\w* .{0,20}?(?:checkpoint|model|ckpt)|checkpoint.{0,40}\bsav", re.IGNORECASE
-    ),
-}
-_PAIR = re.compile(r"""['"]([^'"]{1,80})['"]\s*:\s*('[^']{0,200}'|"[^"]{0,200}"|[^,{}\[\]'"]{1,60})""")
+LINE = patterns("console")
 _COUNT = {"K": "e3", "k": "e3", "kit": "e3", "M": "e6", "B": "e9"}
 """1.23K tokens are 1.23e3."""
 
@@ -113,10 +59,10 @@ def mine(lines: Sequence[str], *, cut: bool = False) -> tuple[list[Mined], list[
         if (at := max(text.find("{'"), text.find('{"'))) >= 0 and (row := _dict(place, text, at)):
             rows.append(row)
             continue
-        stamp = STAMPED.search(text, 0, 120) or _TIME.match(text)
+        stamp = LINE["stamp"].search(text, 0, 120) or LINE["time"].match(text)
         if stamp:
             text = text[: stamp.start()] + text[stamp.end() :]
-        pieces = TOKEN.split(text)
+        pieces = LINE["token"].split(text)
         key = "\0".join(pieces[::2])
         if (skeleton := known.get(key)) is None:
             skeleton = known[key] = _understand(key)
@@ -137,15 +83,17 @@ def mine(lines: Sequence[str], *, cut: bool = False) -> tuple[list[Mined], list[
 
 def _bars(place: int, line: str) -> tuple[str, list[Mined]]:
     """The progress bars taken off a line (several where their carriage returns were lost), and what is left of it."""
-    pattern, bars, left, at = _BAR if "%|" in line else _NOTEBOOK_BAR, list[Mined](), "", 0
+    pattern, bars, left, at = LINE["bar"] if "%|" in line else LINE["notebook_bar"], list[Mined](), "", 0
     for found in pattern.finditer(line):
         parts, between = found.groupdict(), line[at : found.start()]
         cells = {"step": parts["step"], "step total": parts["total"], "elapsed": parts["elapsed"]}
         cells["remaining"] = parts["left"] or ""
         named = "{" not in between and "=" not in between
-        pairs = _POSTFIX.findall(parts.get("rest") or "") + _IN_NAME.findall(between if named else "")
+        pairs = LINE["postfix"].findall(parts.get("rest") or "") + LINE["in_name"].findall(
+            between if named else ""
+        )
         cells |= {label: value for label, value in pairs if "step" not in assign({label: ""})}
-        name = _NUMBERS.sub(lambda one: one[1] or "", between.strip(" :")[-80:]) if named else ""
+        name = LINE["numbers"].sub(lambda one: one[1] or "", between.strip(" :")[-80:]) if named else ""
         bars.append(Mined(place, cells, {}, bar=f"{name}/{parts['total']}"))
         left, at = left if named else f"{left} {between}", found.end()
     return (f"{left} {line[at:]}".strip() if bars else line), bars
@@ -155,13 +103,13 @@ def _dict(place: int, line: str, at: int) -> Mined | None:
     """A line that ends in a table of Python's or JSON's: `{'loss': 2.1, 'elapsed_time': '1m 9s'}`."""
     if not line.rstrip().endswith("}") or "{" in line[at + 1 :]:
         return None
-    cells = {pair[1]: pair[2].strip(" '\"") for pair in _PAIR.finditer(line, at)}
+    cells = {pair[1]: pair[2].strip(" '\"") for pair in LINE["pair"].finditer(line, at)}
     if not any(
         quantity in assign(dict.fromkeys(cells, ""))
         for quantity in ("loss", "step_s", "validation_s", "elapsed_s")
     ):
         return None
-    stamp, step = STAMPED.search(line[:at]), re.search(r"\b[Ss]tep\W{1,3}(\d{1,12})\W{0,4}$", line[:at])
+    stamp, step = LINE["stamp"].search(line[:at]), re.search(r"\b[Ss]tep\W{1,3}(\d{1,12})\W{0,4}$", line[:at])
     if step:
         cells.setdefault("step", step[1])
     return Mined(place, cells, {}, stamp[0] if stamp else "")
@@ -182,7 +130,7 @@ def _understand(key: str) -> _Skeleton:
         and "step" in chosen
         and any(name.endswith(" total") and name != "fraction total" for name in names)
     )
-    pause = next((kind for kind, pattern in _PAUSES.items() if pattern.search(key[:400])), "")
+    pause = next((kind for kind, pattern in patterns("pauses").items() if pattern.search(key[:400])), "")
     return _Skeleton(columns, pause, useful)
 
 
@@ -190,7 +138,7 @@ def _columns(parts: list[str]) -> Iterator[tuple[int, str, str]]:
     last, unit, seen = "", "", set[str]()
     for at, (before, after) in enumerate(itertools.pairwise(parts)):
         label = _label(before.removeprefix(unit) if unit else before, after, last)
-        found = _UNIT.match(after)
+        found = LINE["unit"].match(after)
         unit = found[0] if found else ""
         last = label.removesuffix(" total") or last
         written = found[1] if found else ""
@@ -208,18 +156,18 @@ def _columns(parts: list[str]) -> Iterator[tuple[int, str, str]]:
 def _label(before: str, after: str, last: str) -> str:
     if before.strip() == "/":
         return f"{last or 'fraction'} total"
-    if not last and not before.strip(" [") and _FIRST.match(after):
+    if not last and not before.strip(" [") and LINE["first"].match(after):
         return "step"
     if before.strip() == "|" and after.startswith("] loss"):  # [250 | 61.03] loss=5.91
         return "elapsed (s)"
-    words = _words(_SPLIT.split(re.sub(r"\s{0,4}=>\s{0,4}", " ", before))[-1])
-    if rate := _RATE.match(after):
+    words = _words(LINE["split"].split(re.sub(r"\s{0,4}=>\s{0,4}", " ", before))[-1])
+    if rate := LINE["rate"].match(after):
         return words if "/" in words or "per" in words else f"{rate[1]} {words}".strip()
     if words:
         return words
     if before.endswith("[") and after.startswith("]") and not before.endswith("]["):
         return "bracketed"
-    found = _UNIT.match(after)
+    found = LINE["unit"].match(after)
     if "(" in before and found and found[1] == "ms":
         return "ms"
     if "(" in before or ("[" in before[-2:] and last):
@@ -227,7 +175,7 @@ def _label(before: str, after: str, last: str) -> str:
         return "fraction" if after.startswith("/") and not last.startswith("fraction") else f"{last} ()"
     if after.startswith("/\0") or after.strip() == "/":
         return "fraction"
-    behind = _SPLIT.split(after[found.end() :] if found and found[1] in _COUNT else after)[0]
+    behind = LINE["split"].split(after[found.end() :] if found and found[1] in _COUNT else after)[0]
     behind = behind.split("(")[0].strip(" .:=")
     label = behind if re.fullmatch(r"[%A-Za-zµ][\w%/ ]{0,24}", behind) else found[1] if found else ""
     return "seconds" if label == "s" else label
@@ -239,7 +187,7 @@ def _words(text: str) -> str:
     open_at = max(text.rfind("(") if text.rfind("(") > text.rfind(")") else -1, text.rfind("["))
     if open_at >= 0:
         text = text[open_at + 1 :] if re.search(r"[A-Za-z]", text[open_at + 1 :]) else text[:open_at]
-    text = _LEVEL.sub("", text.strip(" \"'`:=.,~#*>[]/-").removesuffix("("))
+    text = LINE["level"].sub("", text.strip(" \"'`:=.,~#*>[]/-").removesuffix("("))
     if re.search(r"[A-Za-z]", text) is None:
         return ""
     return (

@@ -8,36 +8,11 @@ import re
 from collections.abc import Sequence
 from statistics import median
 
+from redline.diagnose.data import patterns
 from redline.diagnose.finding import Finding, found
 from redline.diagnose.observed import Observed, Step
 
-_SIZE = r"([\d.]{1,12} [KMG]iB)"
-_MEMORY = re.compile(
-    rf"(?:CUDA|HIP) out of memory\.? Tried to allocate {_SIZE}|CUDA error: out of memory"
-    r"|RESOURCE_EXHAUSTED: Out of memory|cudaMalloc failed: out of memory"
-)
-_TOLD = {
-    "wanted": re.compile(rf"Tried to allocate {_SIZE}"),
-    "in_use": re.compile(rf"this process has {_SIZE} memory in use|{_SIZE} already allocated"),
-    "total": re.compile(rf"total capacity of {_SIZE}|{_SIZE} total capacity"),
-    "people": re.compile(rf"Process \d+ has {_SIZE} memory in use"),
-    "unused": re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated"),
-}
-"""What an allocator says when it gives up."""
-_ERROR = re.compile(
-    r"(?:\[rank\d+\]:\s?)*((?:\w{1,60}\.){0,8}\w{0,60}(?:Error|Exception|Interrupt)\b.{0,300})"
-)
-_LAUNCHER = re.compile(r"ChildFailedError|CalledProcessError|ProcessRaisedException")
-"""The launcher's own error, which only says that a process had one."""
-ENDINGS = {
-    "time-limit": re.compile(r"DUE TO TIME LIMIT"),
-    "host-memory": re.compile(r"Detected \d+ oom[-_ ]kill event|\boom-kill:|OOM Killed"),
-    "collective-timeout": re.compile(r"Watchdog caught collective operation timeout|NCCL timeout"),
-    "ray-timeout": re.compile(
-        r"Failed to get register_center_actor|register_center\w* .{0,80}timed ?out", re.IGNORECASE
-    ),
-}
-NOT_A_NUMBER = re.compile(r"(?:loss|grad_norm)[^\n]{0,12}\b(?:nan|inf)\b", re.IGNORECASE)
+LINE = patterns("trouble")
 SKIPS = 0.1
 """Share of the lines up to which gradient norms that are none are a loss scaler's skips: it looks for the largest scale
 that holds."""
@@ -63,12 +38,14 @@ def ran_out_of_memory(observed: Observed) -> list[Finding]:
         observed.trainer.option,
     )
     lines = (
-        [line for line in text.split("\n") if _MEMORY.search(line)] if "out of memory" in text.lower() else []
+        [line for line in text.split("\n") if LINE["memory"].search(line)]
+        if "out of memory" in text.lower()
+        else []
     )
     if not lines:
         return []
-    line, said = lines[-1].strip()[:160], dict.fromkeys(_TOLD)
-    for name, pattern in _TOLD.items():
+    line, said = lines[-1].strip()[:160], dict.fromkeys(patterns("allocator"))
+    for name, pattern in patterns("allocator").items():
         if match := pattern.search(lines[-1]):
             said[name] = next(filter(None, match.groups()))
     more = f"; or {option('selective')}" if facts.recompute in (None, "off") else ""
@@ -89,7 +66,7 @@ def ran_out_of_memory(observed: Observed) -> list[Finding]:
 def ended(observed: Observed) -> list[Finding]:
     """A line near the end that says why the job stopped."""
     tail, findings = observed.text[-100_000:], []
-    for cause, pattern in ENDINGS.items():
+    for cause, pattern in patterns("endings").items():
         if hit := pattern.search(tail):
             line = tail[tail.rfind("\n", 0, hit.start()) + 1 : hit.end()].strip()[-160:]
             findings += found(cause, {"observed": observed, "line": line})
@@ -102,9 +79,9 @@ def crash(observed: Observed) -> list[Finding]:
     behind = observed.text[at:] if at >= 0 else ""
     done = observed.planned is not None and observed.updates >= observed.planned
     early = bool(observed.steps) and at < 0.7 * len(observed.text)
-    lines = observed.text[-100_000:].split("\n") if _LAUNCHER.search(behind) else behind.split("\n")
-    errors = [match[1][:200] for line in lines if (match := _ERROR.match(line.strip()))]
-    errors = [error for error in errors if not _LAUNCHER.search(error)] or errors
+    lines = observed.text[-100_000:].split("\n") if LINE["launcher"].search(behind) else behind.split("\n")
+    errors = [match[1][:200] for line in lines if (match := LINE["error"].match(line.strip()))]
+    errors = [error for error in errors if not LINE["launcher"].search(error)] or errors
     if not errors or "out of memory" in behind.lower() or done or early or "KeyboardInterrupt" in errors[0]:
         return []
     error = errors[0]
@@ -122,7 +99,7 @@ def _lost(steps: Sequence[Step]) -> list[int]:
 def not_a_number(observed: Observed) -> list[Finding]:
     """Updates whose loss or gradient is none, or a failure that says so."""
     steps, lost = observed.steps, _lost(observed.steps)
-    told = [text for text in _ended_by(observed) if NOT_A_NUMBER.search(text)]
+    told = [text for text in _ended_by(observed) if LINE["not_a_number"].search(text)]
     if not lost and not told:
         return []
     at = re.search(r"at step (\d+)", told[-1]) if told else None
