@@ -75,9 +75,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 def facts_of(trainer: Trainer, head: str) -> dict[str, Any]:
     """What stands beside the numbers of a log: by the trainer's own words, then by those that many use."""
     found: dict[str, Any] = {}
-    head = "\n".join(
-        line for line in head.split("\n") if not line.lstrip().startswith("#")
-    )  # comments of a recipe
+    head = re.sub(r"(?m)^\s*#.*$", "", head)  # comments of a recipe
     for entry in (trainer.entry, table("trainers")["any"]):
         for name, patterns in entry.get("facts", {}).items():
             if name in found or (name == "batch_size" and "tokens" in found):
@@ -99,9 +97,8 @@ def facts_of(trainer: Trainer, head: str) -> dict[str, Any]:
     if "rank_parameters" in found:
         found["parameters"] = found.pop("rank_parameters") * found.get("model_parallel", 1.0)
     for name, (ours, factor) in _UNITS.items():
-        if (
-            value := found.pop(name, None)
-        ) is not None:  # Megatron prints bytes where its older versions print MiB
+        # Megatron prints bytes where its older versions print MiB
+        if (value := found.pop(name, None)) is not None:
             found.setdefault(ours, value * factor if value * factor < 2.0**50 else value)
     return found
 

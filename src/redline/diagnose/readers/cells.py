@@ -6,6 +6,7 @@ amount("454M", COUNTS) == 454e6
 """
 
 import math
+import operator
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -47,19 +48,16 @@ def finite(raw: Any) -> float | None:
 
 def duration_s(text: str) -> float | None:
     """`H:MM:SS`, `MM:SS`, `4 days, 7:04:09`, `1m 42s`, `2h 3m`: the seconds; None for anything else."""
-    text = text.strip()
+    text, parts = text.strip(), tuple[str | None, ...]()
     if found := _CLOCK.fullmatch(text):
         days, first, second, third = found.groups()
-        parts: tuple[str | None, ...] = (
-            (days, first, second, third) if third is not None else (days, None, first, second)
-        )
+        parts = (days, first, second, third) if third is not None else (days, None, first, second)
     elif text[:1].isdigit() and (found := _SPELT.fullmatch(text)):
         parts = found.groups()
     else:
         return None
-    return sum(
-        float((part or "0").replace(",", ".")) * each for part, each in zip(parts, PARTS_S, strict=True)
-    )
+    given = [float((part or "0").replace(",", ".")) for part in parts]
+    return sum(map(operator.mul, given, PARTS_S))
 
 
 def amount(text: str, units: Mapping[str, float]) -> float | None:

@@ -19,9 +19,8 @@ _UNITS = SECONDS | {"%": 0.01, "percent": 0.01}
 _UNITS |= {unit: size for unit, size in BYTES.items() if len(unit) > 1}
 _LAST_UNIT = re.compile(r"(?<!per)(?: in)? (ms|us|s|sec|secs|seconds|minutes|mins|hours)$")
 _INNER_UNIT = re.compile(r" (gib|gb|mib|mb)\b")
-HELD_OUT = re.compile(
-    r"\b(val|valid|validation|validate|eval|evaluation|test|testing|dev|predict|best|hellaswag)\b"
-)
+HELD_OUT = re.compile(r"\b(val(id(ation|ate)?)?|eval(uation)?|test(ing)?|dev|predict|best|hellaswag)\b")
+_EACH = re.compile(r"\b(ms|s|sec|seconds|time|tokens)\s*/\s*(step|iteration|iter|update|batch|it)\b")
 _ONE_GPU = re.compile(r"\b(gpu|device|chip|rank)\b")
 
 
@@ -56,11 +55,7 @@ def plain(label: str) -> tuple[str, str]:
     name = re.sub(r"/\s*(?:seconds?|secs?|s)(?![a-z])|(?<=\bper) se?c(?:ond)?s?(?![a-z])", " per s ", name)
     name = name.replace("per per s", "per s")
     if not timing:
-        name = re.sub(
-            r"\b(ms|s|sec|seconds|time|tokens)\s*/\s*(step|iteration|iter|update|batch|it)\b",
-            r"\1 per \2",
-            name,
-        )
+        name = _EACH.sub(r"\1 per \2", name)
     name = re.sub(r"[/|]\s*(gpu|device|chip)(?![a-z])", r" per \1", name)
     name = " ".join(re.sub(r"[^a-z0-9%]+", " ", name).split())
     if not unit and (found := _LAST_UNIT.search(f" {name}")) and f" {name}"[: found.start()].strip():
@@ -85,18 +80,13 @@ def units_of(quantity: str) -> Mapping[str, float]:
 def assign(labels: Mapping[str, str]) -> dict[str, Column]:
     """The columns of our quantities among labels with the units that their cells showed."""
     names = {label: plain(label) for label in labels}
-    chosen: dict[str, Column] = {}
-    taken: set[str] = set()
+    held = {label for label, (name, _) in names.items() if HELD_OUT.search(name)}
+    chosen, taken = dict[str, Column](), set[str]()
     for quantity, patterns in synonyms().items():
         exact = [label for label in labels if label == quantity and "_" in quantity]
-        fits = exact or [
-            label
-            for pattern in patterns
-            for label, (name, _) in names.items()
-            if label not in taken
-            and pattern.fullmatch(name)
-            and (quantity in ("validation_s", "checkpoint_s") or not HELD_OUT.search(name))
-        ]
+        pauses = quantity in ("validation_s", "checkpoint_s")
+        free = {n: name for n, (name, _) in names.items() if n not in taken and (pauses or n not in held)}
+        fits = exact or [n for pattern in patterns for n, name in free.items() if pattern.fullmatch(name)]
         if fits:
             label = fits[0]
             taken.add(label)

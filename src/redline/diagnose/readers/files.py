@@ -79,9 +79,8 @@ def bytes_of(path: Path) -> bytes:
     except (lzma.LZMAError, EOFError, gzip.BadGzipFile) as damage:
         raise DataError(f"{path} is compressed and damaged: {damage}") from damage
     except (OSError, ValueError) as refusal:
-        raise DataError(
-            f"{path} cannot be read: {getattr(refusal, 'strerror', None) or refusal}"
-        ) from refusal
+        why = getattr(refusal, "strerror", None) or refusal
+        raise DataError(f"{path} cannot be read: {why}") from refusal
     if len(raw) > MOST_BYTES:
         raise DataError(f"{path} holds more than {MOST_BYTES >> 20} MiB: cut out a part of it")
     return raw
@@ -204,9 +203,9 @@ def _json_lines(text: str) -> Source | None:
     if len(bad) > 0.2 * len(lines):
         return None
     left_out = (
-        f"lines that are not JSON and are left out: {len(bad)}, the first is line {min(bad, default=0)}"
+        f"lines that are not JSON and are left out: {len(bad)}, the first is line {bad[0]}" if bad else ""
     )
-    return _table("jsonl", rows, text, head, left_out if bad else "")
+    return _table("jsonl", rows, text, head, left_out)
 
 
 def _csv(text: str) -> Source | None:

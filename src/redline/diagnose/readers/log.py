@@ -95,10 +95,8 @@ def _of_a_console(log: Log, source: Source) -> list[Row]:
     rows = [row for row in plain if row.step >= 0]
     _attach(rows, plain)
     if rows and all(row.counter == "fraction" and row.step == row.total for row in rows):
-        for number, row in enumerate(
-            rows, start=1
-        ):  # 100/100 [=====]: a line an epoch, always at its last step
-            row.step *= number
+        for number, row in enumerate(rows, start=1):
+            row.step *= number  # 100/100 [=====]: a line an epoch, always at its last step
     if not _trains(rows) or not _timed(rows):
         rows = _bar(log, rows) or rows
     if not _trains(rows):
@@ -121,9 +119,8 @@ def _facts_around(rows: Sequence[Row], source: Source, trainer: Trainer) -> dict
     start, lines = max(reversed(runs), key=len)[0].place, source.lines
     head = "\n".join(lines[:start])[-HEAD:], "\n".join(lines[start : start + 200]), "\n".join(lines[-200:])
     facts = facts_of(trainer, "\n".join(head))
-    ranks = {
-        int(rank) for rank in re.findall(r"\brank[ _]?(\d{1,4})\b", source.text[: 10 * HEAD], re.IGNORECASE)
-    }
+    named = re.findall(r"(?i)\brank[ _]?(\d{1,4})\b", source.text[: 10 * HEAD])
+    ranks = {int(rank) for rank in named}
     if len(ranks) > 1 and len(ranks) == max(ranks) + 1:
         facts.setdefault("gpus", float(len(ranks)))
     return facts
@@ -131,9 +128,9 @@ def _facts_around(rows: Sequence[Row], source: Source, trainer: Trainer) -> dict
 
 def _trains(rows: Sequence[Row]) -> bool:
     """Whether rows are of a training: a step that grows, with a loss or a time."""
-    return len({row.step for row in rows}) > 1 and any(
-        row.trained or (TIMES | {"grad_norm", "tflops"}) & row.values.keys() for row in rows
-    )
+    shown = TIMES | {"grad_norm", "tflops"}
+    told = any(row.trained or shown & row.values.keys() for row in rows)
+    return told and len({row.step for row in rows}) > 1
 
 
 def _timed(rows: Sequence[Row]) -> bool:

@@ -104,10 +104,7 @@ def _dict(place: int, line: str, at: int) -> Mined | None:
     if not line.rstrip().endswith("}") or "{" in line[at + 1 :]:
         return None
     cells = {pair[1]: pair[2].strip(" '\"") for pair in LINE["pair"].finditer(line, at)}
-    if not any(
-        quantity in assign(dict.fromkeys(cells, ""))
-        for quantity in ("loss", "step_s", "validation_s", "elapsed_s")
-    ):
+    if not assign(dict.fromkeys(cells, "")).keys() & {"loss", "step_s", "validation_s", "elapsed_s"}:
         return None
     stamp, step = LINE["stamp"].search(line[:at]), re.search(r"\b[Ss]tep\W{1,3}(\d{1,12})\W{0,4}$", line[:at])
     if step:
@@ -121,15 +118,11 @@ def _understand(key: str) -> _Skeleton:
     columns = tuple(_columns(parts))
     names = {label: unit for _, label, unit in columns}
     chosen = assign(names)
-    useful = bool(chosen.keys() - {"epoch", "step", "remaining_s", "batch_size"}) or any(
-        is_held_out(label) and ("loss" in label.lower() or "step" in chosen) for label in names
-    )
+    held = [label for label in names if is_held_out(label) and ("loss" in label.lower() or "step" in chosen)]
     # [step=10/5000], and its numbers on the lines behind it
-    useful |= (
-        len(columns) <= 6
-        and "step" in chosen
-        and any(name.endswith(" total") and name != "fraction total" for name in names)
-    )
+    whole = [name for name in names if name.endswith(" total") and name != "fraction total"]
+    useful = bool(chosen.keys() - {"epoch", "step", "remaining_s", "batch_size"} or held)
+    useful |= "step" in chosen and len(columns) <= 6 and bool(whole)
     pause = next((kind for kind, pattern in patterns("pauses").items() if pattern.search(key[:400])), "")
     return _Skeleton(columns, pause, useful)
 
@@ -146,11 +139,7 @@ def _columns(parts: list[str]) -> Iterator[tuple[int, str, str]]:
             label += " time"
         if label and label not in seen and len(label) <= 80:
             seen.add(label)
-            yield (
-                at,
-                label,
-                f"{written}iB" if written in "MG" and written and "mem" in label.lower() else written,
-            )
+            yield at, label, f"{written}iB" if written in ("M", "G") and "mem" in label.lower() else written
 
 
 def _label(before: str, after: str, last: str) -> str:
@@ -190,9 +179,8 @@ def _words(text: str) -> str:
     text = LINE["level"].sub("", text.strip(" \"'`:=.,~#*>[]/-").removesuffix("("))
     if re.search(r"[A-Za-z]", text) is None:
         return ""
-    return (
-        re.split(r"[\"'`]", text)[-1].strip(" :=") if len(text) > 60 or '"' in text or "'" in text else text
-    )
+    quoted = len(text) > 60 or '"' in text or "'" in text
+    return re.split(r"[\"'`]", text)[-1].strip(" :=") if quoted else text
 
 
 def seconds_of(stamp: str) -> float | None:

@@ -67,9 +67,8 @@ def solve(known: Known, run: Timed, trainer: Trainer, *, one_gpu: bool, summary:
         row.values["tokens"] = row.values.get("tokens", 0.0) or tokens or 0.0 if tokens else 0.0
     known["mfu_peak_tflops"] = trainer.entry.get("mfu_tflops") or known.get("mfu_peak_tflops")
     known["mfu_scope"] = trainer.entry.get("mfu_scope", "the step")
-    return Facts(
-        **{field.name: known[field.name] for field in fields(Facts) if known.get(field.name) is not None}
-    )
+    told = {field.name: known.get(field.name) for field in fields(Facts)}
+    return Facts(**{name: value for name, value in told.items() if value is not None})
 
 
 def _model_and_memory(known: Known, run: Timed, trainer: Trainer, summary: dict[str, float]) -> None:
@@ -114,9 +113,8 @@ def _whose_rate(known: Known, ratio: float, rate: float, one_gpu: bool, notes: l
         known["gpus"] = known.get("gpus") or factor
     gpus = known.get("gpus")
     if factor and factor == gpus and factor > 1:
-        notes.append(
-            f"the printed {rate:,.0f} tokens/s are of one GPU; all {gpus:.0f} together make {rate * gpus:,.0f}"
-        )
+        one = f"the printed {rate:,.0f} tokens/s are of one GPU"
+        notes.append(f"{one}; all {gpus:.0f} together make {rate * gpus:,.0f}")
 
 
 def _from_rate(known: Known, tokens: float, one_gpu: bool, notes: list[str]) -> float | None:

@@ -270,9 +270,8 @@ def _of_another_run(row: Row, run: Mapping[int, Row], last: int, apart: int) -> 
     same = run.get(row.step)
     if same is None and row.step < next(iter(run)):
         return True
-    return last - row.step > LATE * apart or any(
-        same.values.get(name, value) != value for name, value in row.values.items() if same
-    )
+    other = same and any(same.values.get(name, value) != value for name, value in row.values.items())
+    return last - row.step > LATE * apart or bool(other)
 
 
 def _join(same: Row, row: Row) -> None:
@@ -298,9 +297,8 @@ def _join_others(runs: Sequence[dict[int, Row]], others: Sequence[Row]) -> None:
     for row in others if runs else ():
         at = max(0, bisect_right(starts, row.place) - 1)
         after = runs[at + 1] if at + 1 < len(runs) and row.place >= starts[at + 1] - LATE else {}
-        run = (
-            after if row.step in after else runs[at]
-        )  # a validation before the first line of a run that goes on
+        # a validation may come before the first line of a run that goes on
+        run = after if row.step in after else runs[at]
         if row.step in run:
             _join(run[row.step], row)
         elif row.step + 1 in run and row.evaluated:

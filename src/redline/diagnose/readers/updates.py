@@ -244,15 +244,10 @@ def _count_from_totals(rows: Sequence[Row]) -> None:
         steps = known[-1][0].step / max(1, known[0][0].step)
         if total == each and values[-1] < values[0] * max(2.5, steps / 4):
             continue  # rows of growing length, and no sum
-        ends = (known[0], known[-1])
-        found = [
-            (new[1] - old[1]) / max(1, new[0].step - old[0].step) for old, new in [*pairwise(known), ends]
-        ]
-        mean = found.pop()
-        whole = values[-1] / max(1, known[-1][0].step)
-        mean = (
-            whole if abs(whole / mean - 1) < SHOWS else mean
-        )  # counted from the start, so less is rounded off
+        pairs = [*pairwise(known), (known[0], known[-1])]
+        found = [(new[1] - old[1]) / max(1, new[0].step - old[0].step) for old, new in pairs]
+        mean, whole = found.pop(), values[-1] / max(1, known[-1][0].step)
+        mean = whole if abs(whole / mean - 1) < SHOWS else mean  # from the start, so less is rounded off
         if len(set(found)) > 1 and len({f"{value:.4g}" for value in found}) <= ROUNDED:
             found = [mean] * len(found)
         for (row, _), value in zip(known[1:], found, strict=True):

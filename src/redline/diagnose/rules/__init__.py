@@ -7,19 +7,13 @@ To add a rule: a function from Observed to findings, its name here, its cause an
 
 from redline.diagnose.finding import Finding, ordered
 from redline.diagnose.observed import Observed
-from redline.diagnose.rules import claims, generation, memory, pauses, plans, trouble, units, update
+from redline.diagnose.rules import claims, generation, memory, pauses, plans, trouble, update
 
 _TRAINING = (
-    *(
-        update.data_wait,
-        update.padding,
-        pauses.uneven,
-        pauses.pauses,
-        plans.communication,
-        generation.rewards,
-    ),
+    *(update.data_wait, update.padding, pauses.uneven, pauses.pauses, plans.communication),
+    *(generation.rewards, trouble.loss_spike),
     *(memory.recomputation, memory.small_passes, memory.offload, memory.slow_precision, memory.low_mfu),
-    *(trouble.ran_out_of_memory, trouble.ended, trouble.crash, trouble.not_a_number, trouble.loss_spike),
+    *(trouble.ran_out_of_memory, trouble.ended, trouble.crash, trouble.not_a_number),
 )
 RULES = {
     "run": (
@@ -30,7 +24,7 @@ RULES = {
     "log": (
         *(*_TRAINING, pauses.planned_pauses, memory.tiny_batch),
         *(generation.nested, generation.uncached, generation.slow, generation.long_tail, generation.eager),
-        *(units.wrong_throughput, units.over_the_peak, units.mfu_by_arithmetic, units.nanogpt_mfu),
+        *(memory.wrong_throughput, memory.over_the_peak, memory.mfu_by_arithmetic, memory.nanogpt_mfu),
     ),
     "page": (
         *(claims.speed_against_mfu, claims.over_the_peak, claims.per_gpu_throughput, claims.gains_multiply),

@@ -20,10 +20,8 @@ GPT2_VOCABULARY = 50_257
 
 def speed_against_mfu(observed: Observed) -> list[Finding]:
     """On one model and one GPU tokens/s and MFU are the same number in two units: they must grow by the same factor."""
-    speed, mfu = (
-        next((c for c in observed.claims if c.name == name and c.before and c.after), None)
-        for name in ("tokens_per_s", "mfu")
-    )
+    pairs = {c.name: c for c in reversed(observed.claims) if c.before and c.after}
+    speed, mfu = pairs.get("tokens_per_s"), pairs.get("mfu")
     faster, fuller = _growth(speed), _growth(mfu)
     if not faster or not fuller or (faster.low <= fuller.high and fuller.low <= faster.high):
         return []
@@ -81,9 +79,8 @@ def unknown_arguments(observed: Observed) -> list[Finding]:
     inside = [s for s in observed.settings if s.within == "TrainingArguments" and named_so.fullmatch(s.name)]
     unknown = {s.name: s for s in inside if s.name not in known | {"training_args", "args"}}
     names, wrong = " and no ".join(unknown), "not a field of transformers 5.17, a TypeError"
-    instead = "; ".join(
-        f"{name}: {better.get(name) or 'remove it' + nearest(name, known)}" for name in unknown
-    )
+    mended = {name: better.get(name) or "remove it" + nearest(name, known) for name in unknown}
+    instead = "; ".join(f"{name}: {instead}" for name, instead in mended.items())
     evidence = [(s.name, s.value, f"line {s.line}; {wrong}") for s in unknown.values()]
     return found("unknown-argument", locals()) if unknown else []
 

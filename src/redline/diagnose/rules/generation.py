@@ -32,10 +32,8 @@ GENERATED_TOGETHER = {10: 331.0, 240: 9_600.0, 1920: 24_900.0}
 """Tokens/s of transformers' `generate` by sequences in a call (H200, 360M parameters, measured for this project)."""
 GRAPHS = (1.05, 1.5)
 """What CUDA graphs bring to the decoding of small batches."""
-INSIDE = (
-    *("generate sequences", "generation timing max"),
-    *("agent loop slowest generate sequences", "agent loop generate sequences max"),
-)
+INSIDE = ["generate sequences", "generation timing max", "agent loop slowest generate sequences"]
+INSIDE += ["agent loop generate sequences max"]
 """What verl calls the engine's own time inside `gen`."""
 
 
@@ -106,12 +104,11 @@ def slow(observed: Observed) -> list[Finding]:
     length, floor_s = facts.longest_response or facts.response_length, decode_floor_s(observed, ANY_BANDWIDTH)
     if phase is None or phase.inside_s is not None or not length or not floor_s or uncached(observed):
         return []
-    token_s, floor_s, of = (
-        phase.gen_s / length,
-        floor_s / (facts.gpus or 1),
+    token_s, floor_s = phase.gen_s / length, floor_s / (facts.gpus or 1)
+    of, saves = (
         "" if observed.spec else " of a V100",
+        (0.4 * phase.share, phase.share * (1 - floor_s / token_s)),
     )
-    saves = 0.4 * phase.share, phase.share * (1 - floor_s / token_s)
     return found("slow-generation", locals(), strength=0.8) if token_s >= 3 * floor_s else []
 
 
@@ -122,11 +119,8 @@ def long_tail(observed: Observed) -> list[Finding]:
     longest, mean = timed if all(timed) else (facts.longest_response, facts.response_length)
     if phase is None or facts.rollout == "hf" or not longest or not mean or longest < LONG_TAIL * mean:
         return []
-    times, unit, saves = (
-        longest / mean,
-        "s" if all(timed) else "tokens",
-        (0.0, phase.share * (1 - mean / longest)),
-    )
+    times, unit = longest / mean, "s" if all(timed) else "tokens"
+    saves = 0.0, phase.share * (1 - mean / longest)
     return found("long-tail", locals(), strength=0.8 if all(timed) else 0.5)
 
 
@@ -149,10 +143,8 @@ def uncached_loop(observed: Observed) -> list[Finding]:
     cached_s = max(decode_floor_s(observed) or 0.0, last["cached_call_s"])
     factors = reversed(CACHED_CALL["cuda" if observed.facts.gpu else "cpu"])
     less_s = [max(0.0, last["repeated_s"] - last["repeated_calls"] * factor * cached_s) for factor in factors]
-    saves, again = (
-        [share * seconds / last["generate_s"] for seconds in less_s],
-        last["positions"] / last["tokens"],
-    )
+    saves = [share * seconds / last["generate_s"] for seconds in less_s]
+    again = last["positions"] / last["tokens"]
     return found("uncached-generation", last | locals(), "loop") if saves[1] >= WORTH_SAYING else []
 
 
@@ -179,10 +171,8 @@ def real_batch(observed: Observed) -> list[Finding]:
     """Samples drawn one question at a time in chunks: the batch on the GPU is the chunk, whatever the batch settings
     say."""
     limit = re.findall(r"num_return_sequences >= (\d{1,9})", observed.text)
-    chunk, claimed, drawn = (
-        observed.setting(name, "after") or observed.setting(name)
-        for name in ("CHUNK_SIZE", "MICRO_BATCH_SIZE", "oversample")
-    )
+    names = ("CHUNK_SIZE", "MICRO_BATCH_SIZE", "oversample")
+    chunk, claimed, drawn = (observed.setting(name, "after") or observed.setting(name) for name in names)
     if not limit or not chunk or not drawn or not (chunk.value + drawn.value).isdigit():
         return []
     many = int(drawn.value)
@@ -201,9 +191,8 @@ def rewards(observed: Observed) -> list[Finding]:
 
 def lessons(observed: Observed) -> list[Finding]:
     """Answers drawn and thrown away: all answers to their question earned the same."""
-    groups, skipped = (
-        sum(step.more.get(name, 0.0) for step in observed.steady) for name in ("groups", "skipped groups")
-    )
+    steps, names = observed.steady, ("groups", "skipped groups")
+    groups, skipped = (sum(step.more.get(name, 0.0) for step in steps) for name in names)
     if not observed.enough or not groups or (wasted := skipped / groups) < 0.3:
         return []
     saves = 0.0, wasted * observed.share("generate_s")

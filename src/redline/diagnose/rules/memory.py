@@ -2,7 +2,9 @@
 host, batches too small to fill the GPU, and a speed far below what the hardware does.
 
 There is no plan to compare with, so what a change would need is estimated with the plan's arithmetic: no advice needs
-more memory than there is.
+more memory than there is. At the end, numbers that mean something else than they seem to: tokens/s of whom, an MFU
+against which peak. None of these makes anything faster, and nothing is said where the number of GPUs is a guess. FLOPs are
+counted as 6 per parameter and token where the log does not print them, peaks are dense datasheet peaks.
 """
 
 import math
@@ -11,7 +13,7 @@ from typing import Any
 
 from redline.config.recipe import ModelConfig
 from redline.diagnose.finding import WORTH_SAYING, Finding, found
-from redline.diagnose.observed import Facts, Observed, Step
+from redline.diagnose.observed import Facts, Observed
 from redline.plan import arithmetic
 
 TWICE = "every block is computed twice: a third more arithmetic"
@@ -34,6 +36,8 @@ WELL, LOW = 0.45, 0.3
 ANY_GPU_TFLOPS = 45.0
 """Where the GPU is not named: below this even a V100 (125) is far from busy."""
 PCIE = 25e9
+ALIKE = (0.8, 1.25)
+"""Two ways to count FLOPs differ by as much."""
 
 
 def _tokens_a_pass(facts: Facts) -> float | None:
@@ -52,25 +56,23 @@ def shape_of(facts: Facts) -> ModelConfig | None:
     return ModelConfig(vocab_size=32_000, context_length=2048, ffn_size=3 * hidden, **sizes)
 
 
-def bytes_without_recomputation(observed: Observed) -> float | None:
-    """What a device would need if every activation were kept, at the pass that the run has."""
-    facts, tokens, model = observed.facts, _tokens_a_pass(observed.facts), shape_of(observed.facts)
-    used = observed.median("memory_bytes") or facts.memory_used_bytes
-    if model is None or not tokens or not used:
-        return None
-    now = "selective" if facts.recompute == "selective" else "full"
-    kept, every = (arithmetic.kept_bytes(model, "bf16", how, True) for how in (now, "none"))  # type: ignore[arg-type]
-    return used + tokens * model.num_layers * (every - kept)
-
-
 def recomputation(observed: Observed) -> list[Finding]:
-    """Recomputation on, and memory that may be enough without it."""
+    """Recomputation on, and memory that may be enough without it: what a device would need if every activation were kept,
+    at the pass that the run has."""
     facts, share, option = observed.facts, observed.memory_share, observed.trainer.option
     if observed.plan or not observed.steps or facts.recompute not in RECOMPUTING or (share or 0.0) > 0.6:
         return []
-    needed_bytes, have = bytes_without_recomputation(observed), facts.memory_bytes
     named, low, high, costs = RECOMPUTING[facts.recompute]
-    selective = option("selective", own=True)
+    model, tokens, have = shape_of(facts), _tokens_a_pass(facts), facts.memory_bytes
+    used, selective = (
+        observed.median("memory_bytes") or facts.memory_used_bytes,
+        option("selective", own=True),
+    )
+    needed_bytes = None
+    if model and tokens and used:
+        now = "selective" if facts.recompute == "selective" else "full"
+        kept, every = (arithmetic.kept_bytes(model, "bf16", how, True) for how in (now, "none"))  # type: ignore[arg-type]
+        needed_bytes = used + tokens * model.num_layers * (every - kept)
     if needed_bytes is None or have is None:
         first = f"{selective} first, then " if selective else ""
         advice = f"{first}{option('recompute')}, if the memory suffices: it is not in the log"
@@ -89,17 +91,17 @@ def recomputation(observed: Observed) -> list[Finding]:
     return found("needless-recomputation", locals(), strength=strength)
 
 
-def _trained(step: Step) -> Step:
-    """The update without the time in which it drew texts: over all of it, an MFU counts that as time in which nothing
-    was trained."""
-    if not step.generate_s or not step.step_s:
-        return step
-    trained_s = max(0.01 * step.step_s, step.step_s - step.generate_s)
-    return replace(step, step_s=trained_s, mfu=step.mfu * step.step_s / trained_s if step.mfu else step.mfu)
-
-
 def _training(observed: Observed) -> Observed:
-    return replace(observed, steps=tuple(_trained(step) for step in observed.steps))
+    """The updates without the time in which they drew texts: over all of it, an MFU counts that as time in which nothing
+    was trained."""
+    steps = []
+    for step in observed.steps:
+        whole_s, drew_s = step.step_s or 0.0, step.generate_s or 0.0
+        part = max(0.01, 1 - drew_s / whole_s) if whole_s and drew_s else 1.0
+        steps.append(
+            replace(step, step_s=whole_s * part, mfu=step.mfu and step.mfu / part) if part < 1 else step
+        )
+    return replace(observed, steps=tuple(steps))
 
 
 def _from_larger_passes(tokens: float | None) -> float:
@@ -128,23 +130,10 @@ def small_passes(observed: Observed) -> list[Finding]:
     have_bytes = facts.memory_bytes or 0.0
     used_bytes = share * have_bytes if share is not None else None
     micro, accumulation = facts.micro_batch or "not in the log", facts.accumulation if merged else None
-    double, gain = _double(observed), (1.0, high)
-    return found("small-passes", locals(), strength=0.45 if share is None else 0.75 if merged else 0.55)
-
-
-def _double(observed: Observed) -> str:
-    """How to make passes larger. Where an update is one pass already, that makes the batch larger too."""
-    facts, option = observed.facts, observed.trainer.option("micro_batch")
-    to = f" (to {2 * facts.micro_batch:.0f})" if facts.micro_batch else ""
-    largest = (facts.micro_batch or 0.0) * (facts.gpus or 0.0)
-    if facts.batch_size and facts.batch_size <= largest:
-        return (
-            f"double the micro-batch{to}: {option}. An update is already one pass, so the batch doubles with it, which is"
-            " another training; half as many GPUs keep the batch the same"
-        )
-    return (
-        f"double the micro-batch{to} and halve the accumulation, so that the batch stays the same: {option}"
-    )
+    to, gain = f" (to {2 * facts.micro_batch:.0f})" if facts.micro_batch else "", (1.0, high)
+    one_pass = 0 < (facts.batch_size or 0.0) <= (facts.micro_batch or 0.0) * (facts.gpus or 0.0)
+    strength = 0.45 if share is None else 0.75 if merged else 0.55
+    return found("small-passes", locals(), "one_pass" if one_pass else "", strength=strength)
 
 
 def tiny_batch(observed: Observed) -> list[Finding]:
@@ -237,3 +226,57 @@ def low_mfu(observed: Observed) -> list[Finding]:
     mfu = tflops / peak
     gain = 1.0, min(10.0, well / max(mfu, 1e-3))
     return found("low-mfu", locals(), strength=0.75) if 0 < mfu < LOW else []
+
+
+def wrong_throughput(observed: Observed) -> list[Finding]:
+    """Printed tokens/s that step time and batch contradict."""
+    printed, speed = observed.printed_tokens_per_s, observed.tokens_per_s
+    if not printed or not speed or not observed.enough:
+        return []
+    times = speed / printed
+    one_pass = round(times) == observed.facts.accumulation
+    whose = "one pass of an update over the time of all" if one_pass else "not those of step time and batch"
+    return found("wrong-throughput", locals())
+
+
+def over_the_peak(observed: Observed) -> list[Finding]:
+    """Tokens/s that need more FLOP/s than the GPUs have, or an MFU above one."""
+    facts, peak = observed.facts, observed.peak_tflops
+    claimed, mfu = observed.tokens_per_s, observed.median("mfu")
+    if mfu is not None and observed.trainer.entry.get("mfu_tflops"):  # nanogpt_mfu's until the GPU is known
+        mfu = mfu * (facts.mfu_peak_tflops or 0.0) / peak if peak else None
+    if mfu is not None and mfu > 1:
+        return found("over-peak", locals(), "mfu")
+    if not peak or not facts.parameters or not claimed or not facts.gpus:
+        return []
+    needed, peak = 6 * facts.parameters * claimed / 1e15, peak * facts.gpus / 1e3
+    share = needed / peak
+    return found("over-peak", locals(), "log", strength=0.9) if share > 1 else []
+
+
+def mfu_by_arithmetic(observed: Observed) -> list[Finding]:
+    """An MFU that does not follow from the log's own tokens/s: another peak, or FLOPs counted more than once."""
+    facts, claimed, speed = observed.facts, observed.median("mfu"), observed.tokens_per_s
+    peak = observed.peak_tflops or facts.mfu_peak_tflops
+    per_token = facts.flops_per_token or 6 * (facts.parameters or 0.0)
+    judged = facts.mfu_scope == "the step" and not observed.trainer.entry.get("mfu_tflops")
+    if not judged or not claimed or claimed > 1 or not speed or not peak or not per_token:
+        return []
+    right, gflop = per_token * speed / (peak * 1e12 * (facts.gpus or 1)), per_token / 1e9
+    if facts.gpus is None:  # tokens/s that one GPU cannot do, beside an MFU that it could
+        return found("mfu-mismatch", locals(), "several", strength=0.6) if right > 1 else []
+    ratio, peak = claimed / right, peak * facts.gpus
+    if ALIKE[0] <= ratio <= ALIKE[1] or right > 1:
+        return []
+    thrice = 2.6 <= ratio <= 3.4
+    return found("mfu-6n-thrice" if thrice else "mfu-mismatch", locals(), strength=1.0 if thrice else 0.6)
+
+
+def nanogpt_mfu(observed: Observed) -> list[Finding]:
+    """nanoGPT divides by an A100's peak on every GPU."""
+    claimed, spec, against = observed.median("mfu"), observed.spec, observed.trainer.entry.get("mfu_tflops")
+    peak = observed.peak_tflops
+    if not against or claimed is None or peak == against or (not peak and claimed <= 0.6):
+        return []
+    right = claimed * against / peak if peak else None
+    return found("nanogpt-mfu", locals(), "" if spec else "unknown", strength=1.0 if spec else 0.7)

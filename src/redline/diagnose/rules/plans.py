@@ -143,11 +143,8 @@ def host_bound(observed: Observed) -> list[Finding]:
     floor, measured_s = floor_s(recipe, plan), observed.median("issue_s")
     launches_s = dispatch_s(recipe, plan, plan.accumulation)
     issue_s = measured_s or launches_s
-    busy, launches, issued = (
-        issue_s / update_s,
-        launches_s / update_s,
-        "ms" if measured_s else "ms, estimated",
-    )
+    busy, launches = issue_s / update_s, launches_s / update_s
+    issued = "ms" if measured_s else "ms, estimated"
     if floor is None or update_s < 1.2 * floor or busy < LAUNCH_BOUND:
         return []
     thin, tokens, least_s = THIN_PASS_TOKENS, plan.micro_batch * recipe.data.seq_len, floor

@@ -32,35 +32,26 @@ def _ended_by(observed: Observed) -> list[str]:
 
 def ran_out_of_memory(observed: Observed) -> list[Finding]:
     """A line that says which allocation failed."""
-    text, facts, option = (
-        "\n".join([observed.text, *_ended_by(observed)]),
+    facts, option, text = (
         observed.facts,
         observed.trainer.option,
+        "\n".join([observed.text, *_ended_by(observed)]),
     )
-    lines = (
-        [line for line in text.split("\n") if LINE["memory"].search(line)]
-        if "out of memory" in text.lower()
-        else []
-    )
-    if not lines:
+    hits = text.split("\n") if "out of memory" in text.lower() else []
+    hits = [line for line in hits if LINE["memory"].search(line)]
+    if not hits:
         return []
-    line, said = lines[-1].strip()[:160], dict.fromkeys(patterns("allocator"))
-    for name, pattern in patterns("allocator").items():
-        if match := pattern.search(lines[-1]):
-            said[name] = next(filter(None, match.groups()))
+    matches = {name: pattern.search(hits[-1]) for name, pattern in patterns("allocator").items()}
+    said = {name: next(filter(None, hit.groups())) if hit else None for name, hit in matches.items()}
     more = f"; or {option('selective')}" if facts.recompute in (None, "off") else ""
-    unused = said["unused"] or ""
-    expandable = "expandable_segments:True" in text.replace(lines[-1], "")
+    unused, expandable = said["unused"] or "", "expandable_segments:True" in text.replace(hits[-1], "")
     if unused.endswith("GiB") and float(unused.split()[0]) > 2 and not expandable:
         more += f". {unused} were reserved and unused: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    went_on = observed.updates > 10 and len(lines) < 3 and text.rfind(lines[-1]) < 0.5 * len(text)
+    went_on = observed.updates > 10 and len(hits) < 3 and text.rfind(hits[-1]) < 0.5 * len(text)
     tokens = facts.micro_batch * facts.seq_len if facts.micro_batch and facts.seq_len else None
-    when, smaller = (
-        "" if observed.steps else " before the first update",
-        option("micro_batch").removeprefix("a larger "),
-    )
-    shown = locals() | said | {"line": None if said["wanted"] else line}
-    return found("out-of-memory", shown, strength=0.7 if went_on else 1.0)
+    when, smaller = "" if observed.steps else " before the first update", option("micro_batch")
+    smaller, line = smaller.removeprefix("a larger "), None if said["wanted"] else hits[-1].strip()[:160]
+    return found("out-of-memory", locals() | said, strength=0.7 if went_on else 1.0)
 
 
 def ended(observed: Observed) -> list[Finding]:
