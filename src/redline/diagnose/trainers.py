@@ -54,17 +54,20 @@ class Trainer:
 
 
 def named(name: str) -> Trainer:
-    entry = table("trainers").get(name) or table("trainers")["any"]
-    return Trainer(name if name in table("trainers") else "", entry["title"], entry)
+    known = table("trainers")
+    entry = known.get(name) or known["any"]
+    if "like" in entry:
+        base = named(entry["like"]).entry
+        entry = entry | {part: base.get(part, {}) | entry.get(part, {}) for part in ("facts", "options")}
+    return Trainer(name if name in known else "", entry["title"], entry)
 
 
 def recognise(text: str) -> Trainer:
     """The trainer whose marks a log bears; one without a name where it bears none."""
     text = _NO_NUMBER.sub(" ", text)
-    for name, entry in table("trainers").items():
-        if any(_compiled(pattern).search(text) for pattern in entry["recognise"]):
-            return Trainer(name, entry["title"], entry)
-    return named("")
+    marks = {name: entry["recognise"] for name, entry in table("trainers").items()}
+    hits = (name for name, each in marks.items() if any(_compiled(mark).search(text) for mark in each))
+    return named(next(hits, ""))
 
 
 @cache

@@ -61,6 +61,8 @@ def plain(label: str) -> tuple[str, str]:
     if not unit and (found := _LAST_UNIT.search(f" {name}")) and f" {name}"[: found.start()].strip():
         unit, name = found[1], f" {name}"[: found.start()].strip()
         name += "" if re.search(r"\b(time|timing|dt|eta)\b", name) else " time"
+    if name.endswith(" in billions"):
+        unit = "b"
     if not unit and (found := _INNER_UNIT.search(name)):
         unit, name = found[1], (name[: found.start()] + name[found.end() :]).strip()
     return name, unit

@@ -21,6 +21,7 @@ from redline.diagnose.readers.columns import assign, is_held_out
 
 _MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
 LINE = patterns("console")
+_MARKS = {"%|": "bar", "% ━": "thin_bar", "% ╸": "thin_bar", "% ─": "thin_bar", ", Epoch": "notebook_bar"}
 _COUNT = {"K": "e3", "k": "e3", "kit": "e3", "M": "e6", "B": "e9"}
 """1.23K tokens are 1.23e3."""
 
@@ -51,8 +52,8 @@ def mine(lines: Sequence[str], *, cut: bool = False) -> tuple[list[Mined], list[
     rows, pauses, known = list[Mined](), list[tuple[int, str]](), dict[str, _Skeleton]()
     for place, line in enumerate(lines):
         text = line
-        if "%|" in line or ", Epoch" in line:
-            text, bars = _bars(place, line)
+        if bar := next((name for mark, name in _MARKS.items() if mark in line), ""):
+            text, bars = _bars(place, line, LINE[bar])
             rows += bars
         if not text:
             continue
@@ -81,17 +82,18 @@ def mine(lines: Sequence[str], *, cut: bool = False) -> tuple[list[Mined], list[
     return rows, pauses
 
 
-def _bars(place: int, line: str) -> tuple[str, list[Mined]]:
+def _bars(place: int, line: str, pattern: re.Pattern[str]) -> tuple[str, list[Mined]]:
     """The progress bars taken off a line (several where their carriage returns were lost), and what is left of it."""
-    pattern, bars, left, at = LINE["bar"] if "%|" in line else LINE["notebook_bar"], list[Mined](), "", 0
+    bars, left, at = list[Mined](), "", 0
     for found in pattern.finditer(line):
         parts, between = found.groupdict(), line[at : found.start()]
         cells = {"step": parts["step"], "step total": parts["total"], "elapsed": parts["elapsed"]}
         cells["remaining"] = parts["left"] or ""
         named = "{" not in between and "=" not in between
-        pairs = LINE["postfix"].findall(parts.get("rest") or "") + LINE["in_name"].findall(
-            between if named else ""
-        )
+        pairs = LINE["postfix"].findall(parts.get("rest") or "")
+        pairs += LINE["in_name"].findall(between) if named else []
+        if epoch := re.match(r"\s{0,12}(\d{1,5})/\d{1,5}\s{2}", between):  # Ultralytics
+            cells["epoch"] = epoch[1]
         cells |= {label: value for label, value in pairs if "step" not in assign({label: ""})}
         name = LINE["numbers"].sub(lambda one: one[1] or "", between.strip(" :")[-80:]) if named else ""
         bars.append(Mined(place, cells, {}, bar=f"{name}/{parts['total']}"))

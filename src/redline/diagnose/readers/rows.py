@@ -246,7 +246,7 @@ def runs_of(rows: Sequence[Row]) -> tuple[list[list[Row]], bool]:
     for row in (row for row in rows if row.counter == main):
         now = row.values.get("epoch", math.nan)
         if row.step + offset < last and now > epoch and int(now) > int(epoch):
-            offset = last + _apart(runs[-1]) - row.step
+            offset = last if row.bar else last + _apart(runs[-1]) - row.step
         row.step += offset
         if not runs or _of_another_run(row, runs[-1], last, _apart(runs[-1])):
             row.step, offset = row.step - offset, 0

@@ -114,6 +114,8 @@ def _clock(rows: Sequence[Row]) -> Times:
         found.append(None)
         if now_s is None:
             continue
+        if since and row.bar and now_s < (_now(rows[place - 1]) or 0.0):  # that of the next epoch
+            since, took_s = (rows[place - 1].step, 0.0), now_s
         if since and took_s >= 0 and "restart" not in row.pauses:
             fine_s = 0.0 if "at_s" in row.values and "elapsed_s" not in row.values else row.fine_s
             last = place == len(rows) - 1 and not any(found)
@@ -168,7 +170,8 @@ def _settle_units(run: Timed, log: Log) -> None:
     if (raw := _middle([row.values.get("step_s") for row in rows])) and reference:
         reference = _count_updates(run, raw, reference)
     if raw := _unsettled(rows, "step_s"):
-        name, factor = log.columns["step_s"].label, 1e-3 if raw >= 100 else 1.0
+        column = log.columns.get("step_s") or log.columns["elapsed_s"]
+        name, factor = column.label, 1e-3 if raw >= 100 else 1.0
         if reference:
             ratio = raw / reference
             factor = min((1.0, 1e-3, 60.0), key=lambda unit: abs(math.log(ratio * unit)))
@@ -211,7 +214,7 @@ def _count_updates(run: Timed, step_s: float, clock_s: float) -> float:
 
 def _tell_times_from_clocks(rows: Sequence[Row]) -> None:
     """A column called `time` that only grows is a clock, and a clock that does not is a time."""
-    clocks = [row for row in rows if "elapsed_s" in row.values]
+    clocks = [row for row in rows if "elapsed_s" in row.values and not row.bar]
     backwards = sum(now.values["elapsed_s"] > after.values["elapsed_s"] for now, after in pairwise(clocks))
     if backwards > 0.2 * len(clocks) >= 1:
         for row in clocks:
