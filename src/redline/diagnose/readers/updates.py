@@ -114,7 +114,7 @@ def _clock(rows: Sequence[Row]) -> Times:
         found.append(None)
         if now_s is None:
             continue
-        if since and row.bar and now_s < (_now(rows[place - 1]) or 0.0):  # that of the next epoch
+        if since and place and row.bar and now_s < (_now(rows[place - 1]) or 0.0):  # that of the next epoch
             since, took_s = (rows[place - 1].step, 0.0), now_s
         if since and took_s >= 0 and "restart" not in row.pauses:
             fine_s = 0.0 if "at_s" in row.values and "elapsed_s" not in row.values else row.fine_s

@@ -5,7 +5,9 @@
 To add a rule: a function from Observed to findings, its name here, its cause and its words in causes.toml.
 """
 
-from redline.diagnose.finding import Finding, ordered
+import math
+
+from redline.diagnose.finding import UNNAMED, Finding, ordered
 from redline.diagnose.observed import Observed
 from redline.diagnose.rules import claims, generation, memory, pauses, plans, trouble, update
 
@@ -36,5 +38,13 @@ RULES = {
 
 
 def diagnose(observed: Observed) -> list[Finding]:
-    """Findings: failures, then the most worth (predicted gain times confidence), then those that correct numbers."""
-    return ordered(finding for rule in RULES[observed.kind] for finding in rule(observed))
+    """Findings: failures, then the most worth (predicted gain times confidence), then those that correct numbers. A low MFU
+    is a symptom: it is left out where what the named causes may bring together explains it."""
+    findings = [finding for rule in RULES[observed.kind] for finding in rule(observed)]
+    named = math.prod(f.gain.high for f in findings if f.gain and f.cause not in UNNAMED)
+    told = [
+        f
+        for f in findings
+        if f.cause != "low-mfu" or not f.gain or named * memory.WELL < f.gain.high * memory.LOW
+    ]
+    return ordered(told)
