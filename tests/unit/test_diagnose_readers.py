@@ -847,3 +847,54 @@ def test_a_loss_that_was_lost_once_is_no_failure(tmp_path: Path) -> None:
     assert finding.kind == "cause"
     assert finding.confidence < 0.8
     assert verdict(observed, [finding]).word != "failed"
+
+
+def test_deepspeeds_lines_of_2020_count_an_epoch_and_a_step(tmp_path: Path) -> None:
+    """50 steps in 15 s at 13.3 samples/s: four samples an update."""
+    lines = [
+        f"[INFO 2020-06-08 05:{step * 3 // 600:02d}:{step * 3 // 10 % 60:02d}] 0/{step}, SamplesPerSec=13.33"
+        for step in range(50, 3000, 50)
+    ]
+    observed = read(text_file(tmp_path, "\n".join(lines) + "\n"))
+    assert (observed.trainer.name, observed.updates, observed.facts.batch_size) == ("deepspeed", 2950, 4)
+    assert observed.median("step_s") == pytest.approx(0.3, rel=0.02)
+
+
+def test_megatrons_progress_file(tmp_path: Path) -> None:
+    """A line every 100 iterations of 2 s and a million tokens each, on eight GPUs."""
+    job = "Job ID: 7\t# GPUs: 8"
+    lines = [
+        f"2025-02-24 {17 + n // 18}:{n * 200 // 60 % 60:02d}:{n * 200 % 60:02d}\t{job}\tSaving async checkpoint\tIteration: {100 * n}"
+        f"\tJob throughput: 364.8 TFLOP/s/GPU\tCumulative throughput: 387.0 TFLOP/s/GPU\tTokens (in billions): {0.1 * n:.2f}"
+        for n in range(1, 18)
+    ]
+    start = f"2025-02-24 17:00:00\t{job}\tStarting job"
+    observed = read(text_file(tmp_path, "\n".join([start, *lines]) + "\n", "progress.txt"))
+    assert (observed.trainer.name, observed.updates, observed.facts.gpus) == ("megatron", 1700, 8)
+    assert observed.median("step_s") == pytest.approx(2.0, rel=0.01)
+    assert observed.tokens_per_s == pytest.approx(0.5e6, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "bars",
+    [
+        ("  2%|▏         | 1/60 [00:00<00:30, 2.0it/s]", "100%|██████████| 60/60 [00:30<00:00, 2.0it/s]"),
+        ("2% ──────────── 1/60 2.0it/s 0.5s<29.5s", "100% ━━━━━━━━━━━━ 60/60 2.0it/s 30.0s"),
+    ],
+)
+def test_bars_of_several_epochs_count_on(tmp_path: Path, bars: tuple[str, str]) -> None:
+    """Ultralytics: each epoch is 60 updates of half a second, and a validation with a bar of its own."""
+    row = "      {}/9      2.34G      1.238      2.345      1.123         45        640: {}"
+    test = f"                 Class     Images  Instances      Box(P          R      mAP50  mAP50-95): {bars[1].replace('60', '7')}"
+    each = [[*(row.format(epoch, bar) for bar in bars), test] for epoch in range(1, 10)]
+    observed = read(text_file(tmp_path, "\n".join(["Ultralytics 8.3.203", *sum(each, [])]) + "\n"))
+    assert observed.updates == 540
+    assert observed.median("step_s") == pytest.approx(0.5, rel=0.02)
+
+
+def test_a_closing_line_alone_is_of_the_whole_run(tmp_path: Path) -> None:
+    """768 updates in 5,979 s with 24,689,312 tokens."""
+    told = {"current_steps": 768, "total_steps": 768, "elapsed_time": "1:39:39", "throughput": 4129.18}
+    observed = jsonl(tmp_path, [{**told, "total_tokens": 24_689_312}])
+    assert (observed.updates, observed.median("step_s")) == (768, pytest.approx(5979 / 768))
+    assert observed.tokens_per_s == pytest.approx(24_689_312 / 5979)

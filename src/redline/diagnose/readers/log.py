@@ -303,7 +303,7 @@ def _contradicted(run: Timed, facts: Facts) -> float | None:
 def _updates(run: Sequence[Row], log: Log) -> int:
     """The last step's number where the log starts at the beginning, else how many updates it shows."""
     end, trained = run[-1].step, [row for row in run if row.trained] or run
-    if run[0].bar:
+    if run[0].bar or (len(run) == 1 and end == run[0].total):
         return end
     first, last = trained[0].step, trained[-1].step
     stride = max(1, trained[1].step - first) if len(trained) > 1 else 1

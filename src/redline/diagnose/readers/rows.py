@@ -227,7 +227,7 @@ def _total(cells: Mapping[str, Any], columns: Mapping[str, Column]) -> float:
         return 0.0
     raw = cells.get(column.label)
     behind = raw.partition("/")[2] if isinstance(raw, str) else ""
-    return finite(behind or cells.get(f"{column.label} total")) or 0.0
+    return finite(behind or cells.get(f"{column.label} total", cells.get("total_steps"))) or 0.0
 
 
 def runs_of(rows: Sequence[Row]) -> tuple[list[list[Row]], bool]:

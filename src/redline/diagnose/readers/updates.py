@@ -56,6 +56,12 @@ def timed(
     """`batch` and `tokens` are those of an update, where the log's head tells them; `share` is how many GPUs they are
     spread over where the log's rates are those of one, None where that is not known."""
     run = Timed(rows, means=means)
+    if (
+        len(rows) == 1 and rows[0].step == rows[0].total > 1
+    ):  # the closing line alone: all of it is of the whole run
+        told, updates = rows[0].values, rows[0].step
+        sums = {"step_s": told.pop("elapsed_s", None), "tokens": told.pop("tokens", told.get("tokens_total"))}
+        told |= {name: value / updates for name, value in sums.items() if value}
     _settle_units(run, log)
     _drop_running_means(rows)
     _count_from_totals(rows)
