@@ -886,8 +886,8 @@ def test_bars_of_several_epochs_count_on(tmp_path: Path, bars: tuple[str, str]) 
     """Ultralytics: each epoch is 60 updates of half a second, and a validation with a bar of its own."""
     row = "      {}/9      2.34G      1.238      2.345      1.123         45        640: {}"
     test = f"                 Class     Images  Instances      Box(P          R      mAP50  mAP50-95): {bars[1].replace('60', '7')}"
-    each = [[*(row.format(epoch, bar) for bar in bars), test] for epoch in range(1, 10)]
-    observed = read(text_file(tmp_path, "\n".join(["Ultralytics 8.3.203", *sum(each, [])]) + "\n"))
+    each = ["\n".join([*(row.format(epoch, bar) for bar in bars), test]) for epoch in range(1, 10)]
+    observed = read(text_file(tmp_path, "\n".join(["Ultralytics 8.3.203", *each]) + "\n"))
     assert observed.updates == 540
     assert observed.median("step_s") == pytest.approx(0.5, rel=0.02)
 
