@@ -68,3 +68,17 @@ def test_mistakes_are_one_line(warm: Warm, recipe: Path, overrides: list[str], m
     assert done.code == 2, done.err
     assert message in done.err
     assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--workers", "2"], "add --on ray"),
+        (["--on", "ray", "--nproc", "2"], "--on ray needs one training process"),
+    ],
+)
+def test_workers_are_asked_for_in_full(warm: Warm, recipe: Path, options: list[str], message: str) -> None:
+    done = warm.run("rl", "run", recipe, *options)
+    assert done.code == 2, done.err
+    assert message in done.err
+    assert done.err.count("\n") == 1

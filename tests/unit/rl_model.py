@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from rft_model import TASK, planned
 
+from redline.engine.ray import OnRay
+from redline.record.run import read_lines
 from redline.rl.run import reinforce
 from redline.train.loop import Outcome
 from redline.train.process import Process
@@ -43,7 +45,22 @@ def letters_rl(folder: Path, model: Path) -> Path:
     return recipe
 
 
-def run_rl(recipe: Path, run: Path, overrides: Sequence[str] = (), observers: Sequence[Any] = ()) -> Outcome:
+def run_rl(
+    recipe: Path,
+    run: Path,
+    overrides: Sequence[str] = (),
+    observers: Sequence[Any] = (),
+    on: OnRay | None = None,
+) -> Outcome:
     shaped, plan, _ = planned(recipe, overrides)
     process = Process(0, 1, torch.device("cpu"))
-    return reinforce(shaped, plan, run, process, observers=lambda step: observers)
+    return reinforce(shaped, plan, run, process, observers=lambda step: observers, on=on)
+
+
+TIMES = ("_s", "mfu", "ceiling_share", "tokens_per_s", "memory_bytes", "throughput")
+
+
+def training(run: Path) -> list[dict[str, Any]]:
+    """Of every step what does not depend on the clock."""
+    lines = read_lines(run / "metrics.jsonl")
+    return [{name: value for name, value in line.items() if not name.endswith(TIMES)} for line in lines]

@@ -451,7 +451,7 @@ OPTIONS = {
     TestConfig: "split rows",
     RlConfig: (
         "domains weights data rows algorithm group_size max_prompt_tokens max_new_tokens updates_per_rollout clip_low"
-        " clip_high kl overlong importance_cap refills critic_lr pcgrad"
+        " clip_high kl overlong importance_cap max_versions_behind refills critic_lr pcgrad"
     ),
     PlanPins: (
         "precision micro_batch compile graph recompute attention cross_entropy update loss_chunks loader_threads"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from rft_model import planned, tiny_model
-from rl_model import letters_rl, run_rl
+from rl_model import letters_rl, run_rl, training
 from trl_losses import CAP, CLIP_HIGH, CLIP_LOW, STORED, VARIANTS, record
 
 from redline.config.rl import RlConfig
@@ -43,7 +43,7 @@ def answer(reward: float, size: int = 3, *, cut: bool = False) -> Sample:
 
 
 def group(*rewards: float) -> Group:
-    return Group(1, "units", 0, "q", "How far?", (1, 2), tuple(map(answer, rewards)))
+    return Group(1, "units", 0, "q", "How far?", (1, 2), 0, tuple(map(answer, rewards)))
 
 
 def test_answers_to_a_question_share_its_prompt_where_that_saves_enough() -> None:
@@ -168,15 +168,6 @@ def unbroken(place: Path) -> Path:
     return place.parent / "unbroken"
 
 
-TIMES = ("_s", "mfu", "ceiling_share", "tokens_per_s", "memory_bytes", "throughput")
-
-
-def training(run: Path) -> list[dict[str, Any]]:
-    """Of every step what does not depend on the clock."""
-    lines = read_lines(run / "metrics.jsonl")
-    return [{name: value for name, value in line.items() if not name.endswith(TIMES)} for line in lines]
-
-
 def test_the_reward_rises(place, tmp_path):
     run_rl(place, tmp_path / "run", ["train.steps=12"])
     rewards = [line["reward"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
@@ -256,7 +247,7 @@ def test_the_critic_learns_what_answers_earn(place):
     )
     assert recipe.rl is not None
     asked = Group(
-        1, "letters", 0, "q", "Which?", (1, 2, 3), (answer(1.0), replace(answer(0.0), tokens=(5, 6, 7)))
+        1, "letters", 0, "q", "Which?", (1, 2, 3), 0, (answer(1.0), replace(answer(0.0), tokens=(5, 6, 7)))
     )
     rows = PPO.rows(asked, [1.0, 0.0])
     for _ in range(60):
@@ -448,11 +439,11 @@ def test_a_run_whose_generation_hangs_ends_with_a_checkpoint_and_resumes(
     monkeypatch.setattr("redline.rl.run.Watchdog", partial(Watchdog, clock=clock, poll_s=0.01))
     generate = Rollouts._generate
 
-    def hanging(self: Rollouts, step: int, keys: Any) -> Any:
-        if step == 4:
+    def hanging(self: Rollouts, drawing: Any, *how: Any) -> Any:
+        if drawing.step == 4:
             clock.now_s += 1e6
             threading.Event().wait()
-        return generate(self, step, keys)
+        return generate(self, drawing, *how)
 
     with monkeypatch.context() as patched:
         patched.setattr(Rollouts, "_generate", hanging)

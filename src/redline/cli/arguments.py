@@ -41,6 +41,11 @@ QUALITY = """
 --seconds SECONDS   length of a pre-training run before the change (default 60); other workloads train to their end
 --margin NUMBER     how much worse it may be (default: 0.01 of a loss, 0.05 of an accuracy)
 """
+ON_RAY = """
+--on {ray}            draw the samples on a Ray cluster (default: in this process)
+--workers N           of that cluster (default: one for each GPU, or for each CPU without one)
+--ray-address PLACE   of that cluster (default: RAY_ADDRESS, or one on this machine, started if there is none)
+"""
 JSON = "--json   print JSON for programs instead of text for people"
 
 

@@ -7,15 +7,18 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from redline.config.load import load_recipe
 from redline.config.recipe import Recipe
 from redline.data.build import prepare
-from redline.errors import ConfigError
+from redline.errors import ConfigError, need
 from redline.record.units import format_rate, visible
 from redline.report.grid import Output
 from redline.train.places import find
+
+if TYPE_CHECKING:
+    from redline.engine.ray import OnRay
 
 
 def recipe_of(
@@ -53,6 +56,19 @@ def typed_pins(options: argparse.Namespace) -> frozenset[str]:
 def check_least(option: str, value: int | None, least: int = 1) -> None:
     if value is not None and value < least:
         raise ConfigError(f"{option} must be at least {least}, got {value}")
+
+
+def on_ray(options: argparse.Namespace) -> "OnRay | None":
+    """Where samples are drawn, if not here."""
+    check_least("--workers", options.workers)
+    if options.on != "ray":
+        if options.workers is not None or options.ray_address is not None:
+            raise ConfigError("--workers and --ray-address are for samples drawn on Ray: add --on ray")
+        return None
+    need("ray", extra="ray")
+    from redline.engine.ray import OnRay
+
+    return OnRay(workers=options.workers, address=options.ray_address)
 
 
 def check_positive(option: str, value: float) -> None:

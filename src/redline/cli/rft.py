@@ -18,13 +18,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redline.cli.arguments import DEVICE, JSON, PLAN, RECIPE
+from redline.cli.arguments import DEVICE, JSON, ON_RAY, PLAN, RECIPE
 from redline.cli.live import make_view
-from redline.cli.options import answer, check_least, print_json, recipe_of, status
+from redline.cli.options import answer, check_least, on_ray, print_json, recipe_of, status
 from redline.cli.plan import chosen, outside_of
 from redline.cli.train import end_with_launcher
 from redline.config.recipe import Recipe
-from redline.errors import ConfigError, need
+from redline.errors import ConfigError
 from redline.plan.bounds import fewer_samples
 from redline.record.run import RunFolder
 from redline.record.units import format_count, format_duration, format_rate, format_share, visible
@@ -47,11 +47,6 @@ STAGE = f"""
 {PLAN}
 --quiet          no live view
 {JSON}
-"""
-ON_RAY = """
---on {ray}            draw the samples on a Ray cluster (default: in this process)
---workers N           of that cluster (default: one for each GPU, or for each CPU without one)
---ray-address PLACE   of that cluster (default: RAY_ADDRESS, or one on this machine, started if there is none)
 """
 ROWS = "--rows N|all   the first N questions of the test split, or all (default: the recipe's)"
 ARGUMENTS = {
@@ -97,7 +92,7 @@ def _stage(options: argparse.Namespace) -> None:
     outside = outside_of(options)
     recipe = recipe_of(options, *_rows(options), check=_check)
     recipe = fewer_samples(recipe, outside.profile, say=status)
-    on_ray = _on_ray(options, recipe)
+    place = _on_ray(options, recipe)
     plan = chosen(options, recipe, 1, say=status)
     folder = options.run or Path("runs") / recipe.name
     if getattr(options, "rounds", 1) == 1:
@@ -108,12 +103,12 @@ def _stage(options: argparse.Namespace) -> None:
             from redline.rft.run import run_rounds
 
             found: Any = run_rounds(
-                recipe, plan, folder, outside, options.rounds, observers=[view], on_ray=on_ray
+                recipe, plan, folder, outside, options.rounds, observers=[view], on_ray=place
             )
         else:
             from redline.rft.session import open_session
 
-            with open_session(recipe, plan, folder, outside, observers=[view], on_ray=on_ray) as session:
+            with open_session(recipe, plan, folder, outside, observers=[view], on_ray=place) as session:
                 found = _one_stage(session, options)
     if options.json:
         print_json(found[0] if options.verb == "run" and options.rounds == 1 else found)
@@ -139,20 +134,11 @@ def _check(recipe: Recipe) -> None:
 
 def _on_ray(options: argparse.Namespace, recipe: Recipe) -> "OnRay | None":
     """Where samples are drawn, if not here."""
-    workers, address = getattr(options, "workers", None), getattr(options, "ray_address", None)
-    check_least("--workers", workers)
-    if getattr(options, "on", None) != "ray":
-        if workers is not None or address is not None:
-            raise ConfigError("--workers and --ray-address are for samples drawn on Ray: add --on ray")
-        return None
-    if recipe.sample.server is not None:
+    if getattr(options, "on", None) == "ray" and recipe.sample.server is not None:
         raise ConfigError(
             "--on ray draws samples with the model itself: remove sample.server from the recipe"
         )
-    need("ray", extra="ray")
-    from redline.engine.ray import OnRay
-
-    return OnRay(workers=workers, address=address)
+    return on_ray(options) if options.verb in ("run", "sample") else None
 
 
 def _rows(options: argparse.Namespace) -> list[str]:

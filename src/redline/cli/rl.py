@@ -2,6 +2,7 @@
 
 redline rl run rl/demo                               GRPO on the shipped model, half a minute on a CPU
 redline rl run rl/guru-8gpu --nproc 8 --dry-run      the plan for eight processes, and nothing else
+redline rl run rl/demo --on ray --workers 8          workers on a Ray cluster answer while this process learns
 redline rl doctor rl/demo                            before training: solve rates, formats, lengths, times, advice
 redline rl compare runs/baseline runs/pcgrad         accuracy of every domain with intervals, conflicts, cost
 
@@ -14,8 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from redline.cli.arguments import DEVICE, JSON, PLAN, RECIPE
-from redline.cli.options import answer, check_least, recipe_of, status
+from redline.cli.arguments import DEVICE, JSON, ON_RAY, PLAN, RECIPE
+from redline.cli.options import answer, check_least, on_ray, recipe_of, status
 from redline.cli.plan import chosen, print_plan
 from redline.cli.train import RUN, check_options, train
 from redline.config.recipe import Recipe
@@ -39,6 +40,7 @@ ARGUMENTS = {
     "run": f"""train a recipe of workload rl, or resume its run
 {RECIPE}
 {RUN}
+{ON_RAY}
 --dry-run   show the plan and run nothing
 {JSON}""",
     "doctor": f"""draw a few answers of every domain and say what to change before training
@@ -61,9 +63,12 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     check_options(options)
+    workers = on_ray(options)
+    if workers is not None and options.nproc > 1:
+        raise ConfigError(f"--on ray needs one training process, and --nproc asks for {options.nproc}")
     recipe = recipe_of(options, check=_check)
     if not options.dry_run:
-        return train(options, recipe)
+        return train(options, recipe, on=workers)
     plan = chosen(options, recipe, options.nproc, say=lambda text: None)
     place, why = pcgrad_place(recipe, plan, MEMORY_SHARE)
     kept = {"pcgrad_kept_on": {"value": place, "reason": why, "source": "rule"}}

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from redline.cli.arguments import JSON, PLAN, PREFER, RECIPE
 from redline.cli.live import make_view
@@ -92,15 +93,15 @@ def check_options(options: argparse.Namespace) -> None:
         resolve(options.fork)
 
 
-def train(options: argparse.Namespace, recipe: Recipe) -> int:
-    """Train the recipe here, or on several processes."""
+def train(options: argparse.Namespace, recipe: Recipe, **how: Any) -> int:
+    """Train the recipe here, or on several processes; `how` is the workload's."""
     end_with_launcher()
     folder = options.run or Path("runs") / recipe.name
     changes(RunFolder(folder), recipe)
     if recipe.workload == "pretrain":
         find_source(recipe.data.source)
     if options.nproc == 1 or under_torchrun():
-        return _train(options, recipe, folder)
+        return _train(options, recipe, folder, **how)
     _plan(options, recipe, options.nproc)  # measures the ceilings, so that all processes plan alike
     return with_recovery(
         lambda overrides: start_processes(options.nproc, [*options.arguments, *overrides]),
@@ -130,7 +131,7 @@ def _plan(options: argparse.Namespace, recipe: Recipe, world_size: int) -> Plan:
     return chosen(options, recipe, world_size, say=status if first else lambda text: None)
 
 
-def _train(options: argparse.Namespace, recipe: Recipe, folder: Path) -> int:
+def _train(options: argparse.Namespace, recipe: Recipe, folder: Path, **how: Any) -> int:
     plan = _plan(options, recipe, int(os.environ.get("WORLD_SIZE", 1)))
     startup.mark("plan")
     from redline.pretrain import pretrain
@@ -149,7 +150,7 @@ def _train(options: argparse.Namespace, recipe: Recipe, folder: Path) -> int:
                 recipe.workload
             ]
             run = getattr(import_module(f"redline.{place}"), name)  # each imports what only it needs
-            outcome = run(recipe, plan, folder, process, observers=watching, fork=options.fork)
+            outcome = run(recipe, plan, folder, process, observers=watching, fork=options.fork, **how)
         else:
             progress = byte_progress("tokenising") if process.is_first else None
             outcome = pretrain(

@@ -43,6 +43,9 @@ class RlConfig:
     from answers that were cut off, `none` changes nothing."""
     importance_cap: float = 2.0
     """Highest factor that corrects a token for the difference between engine and trainer; 0: no correction."""
+    max_versions_behind: int = 1
+    """With workers apart from the trainer (`--on ray`): updates that the weights of an answer may lack. 1 draws the next
+    step's answers while this one is learnt from; 0 waits for the newest weights, as a run on one machine always does."""
     refills: int = 2
     """Times per step that questions whose answers all earned the same reward are replaced by others."""
     critic_lr: float = 1e-5

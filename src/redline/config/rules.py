@@ -53,7 +53,7 @@ _BETWEEN: dict[str, dict[str, tuple[float, float]]] = {
         "warmup_fraction": (0.0, 1.0),
     },
     "data": {"valid_fraction": (0.0, 0.9)},
-    "rl": {"clip_low": (0.0, 1.0)},
+    "rl": {"clip_low": (0.0, 1.0), "max_versions_behind": (0, 2)},
     "plan": {"prefetch": (1, 64)},
 }  # fmt: skip
 

@@ -153,6 +153,7 @@ class RayEngine:
         self._how = self._ray.put(
             {"model": asdict(model.config), "dtype": dtype, "tokenizer": tokenizer.text, "engine": engine}
         )
+        self._stopped = False
         self.version = -1
         """The newest weights."""
         self._weights: dict[int, tuple[Any, Any]] = {}
@@ -178,6 +179,10 @@ class RayEngine:
         if self._started:
             self._started = False
             self._ray.shutdown()
+
+    def stop(self) -> None:
+        """End a run in another thread with an error, within a second or so."""
+        self._stopped = True
 
     def publish(self, model: Transformer) -> int:
         """Make the model's weights, as they are now, the newest version; returns its number."""
@@ -214,6 +219,8 @@ class RayEngine:
         self._alone_s = self._clock()
         try:
             while True:
+                if self._stopped:
+                    raise MachineError("the workers were dismissed before they had written all samples")
                 more = more and self._take(feed, version)
                 busy = [member for member in self._members if member.held]
                 if not (more or self._queue or busy):

@@ -35,6 +35,8 @@ others_s | s | mean time of the other processes: the difference is what they wai
 generate_s | s | time in which text was generated; in reinforcement learning, and in a watched loop that marks it
 weights_s | s | time in which the weights were put into the engine: gathered, cast or merged; in RL, like those below
 reward_s | s | time in which the step waited for rewards that generation did not hide
+beside_s | s | time in which workers drew this step's answers beside the update before it; not part of step_s, whose generate_s and reward_s are what it waited for; with --on ray
+versions_behind | 1 | updates that the weights which drew this step's answers lacked, mean over the questions; with --on ray
 reference_s | s | time of this update in the forward passes of the reference model; with rl.kl
 critic_s | s | time of this update in the critic: what it expects, and its own update; with PPO
 update_s | s | time of this update in the policy: forward, backward, combining, optimiser, waits

@@ -30,6 +30,8 @@ FIGURES = {
     "kl": ("KL from the start, nats/token", "{:.4f}"),
     "clip_share": ("tokens clipped", "{:.1%}"),
     "logprob_gap": ("engine against trainer, nats/token", "{:.2g}"),
+    "versions_behind": ("versions behind", "{:.2g}"),
+    "beside_s": ("drawn beside the update, s/step", "{:.2f}"),
 }
 """Shown beside the rewards, in this order."""
 READ = 64

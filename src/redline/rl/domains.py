@@ -2,7 +2,7 @@
 
 with open_domains(recipe, opened) as domains:
     asked = domains.ask(12, ("units", 3))                      # the fourth question of units in step 12
-    for key, samples in domains.answers(engine, {("units", 3): asked}): ...
+    for key, samples in domains.answers(run, {("units", 3): asked}): ...
 """
 
 import hashlib
@@ -18,8 +18,9 @@ import numpy as np
 
 from redline.config.recipe import Recipe
 from redline.engine.prompt import render
-from redline.engine.request import Completion, Engine, Request, Sampling
+from redline.engine.request import Completion, Request, Sampling
 from redline.errors import ConfigError, DataError
+from redline.rl.policy import Run
 from redline.rl.samples import Key, Sample
 from redline.tasks.pool import Pool
 from redline.tasks.registry import load_task
@@ -95,7 +96,7 @@ class Domains:
 
     def answers(
         self,
-        engine: Engine,
+        run: Run,
         asked: Mapping[Key, Asked],
         *,
         samples: int = 1,
@@ -123,7 +124,7 @@ class Domains:
             own = sorted(heard.pop(key), key=lambda one: one.completion.sample)
             return key, tuple(_sample(self.by_name[key[0]].task, one) for one in own)
 
-        for completion in engine.run(requests):
+        for completion in run(requests):
             key: Key = completion.request.tag
             domain = self.by_name[key[0]]
             text = self._text(domain.task, completion)

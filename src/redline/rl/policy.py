@@ -1,7 +1,7 @@
 """The policy as an engine: the model that learns, asked for answers.
 
-    with policy.speaking():
-        for completion in policy.engine.run(requests): ...
+    with policy.speaking() as run:
+        for completion in run(requests): ...
 
 On one process the engine computes with the trainer's own weights: nothing is copied unless they are kept in another
 dtype, and adapters are merged in place while it speaks. Spread over several processes, the weights are gathered into
@@ -10,8 +10,9 @@ the steps: its slots and CUDA graphs are made once.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +20,23 @@ from torch import Tensor
 from redline.config.rl import RlConfig
 from redline.engine.local import LocalEngine
 from redline.engine.prompt import stop_ids
+from redline.engine.request import Completion, Request
 from redline.errors import MachineError
 from redline.model.lora import lora_layers, merged
 from redline.model.transformer import Transformer, build_model
 from redline.train.process import Process, full
 from redline.train.restore import Opened
 
+Run = Callable[[Iterable[Request | None]], Iterator[Completion]]
+"""An engine's: completions as they finish."""
+Voice = Callable[[], AbstractContextManager[Run]]
+"""The policy at some version, for as long as the context lasts."""
+
 
 class Policy:
+    behind = 0
+    """Steps that may be drawn before the updates that they follow: none, because the engine has the trainer's weights."""
+
     def __init__(
         self,
         model: Transformer,
@@ -47,8 +57,11 @@ class Policy:
         """Spent on putting the weights into the engine, over its life."""
         self._engine: LocalEngine | None = None
 
+    def voice(self) -> Voice:
+        return self.speaking
+
     @contextmanager
-    def speaking(self) -> Iterator[None]:
+    def speaking(self) -> Iterator[Run]:
         """The engine has the weights as they are now; to be entered on all processes together."""
         with ExitStack() as stack:
             began_s = time.perf_counter()
@@ -60,22 +73,24 @@ class Policy:
             if self.process.device.type == "cuda":
                 torch.cuda.synchronize()
             self.weights_s += time.perf_counter() - began_s
-            yield
+            yield lambda requests: self.engine.run(requests)  # another engine once memory has run out
 
     @property
     def engine(self) -> LocalEngine:
         if self._engine is None:
-            self._engine = LocalEngine(
-                self.whole,
-                self.tokenizer,
-                slots=self.slots,
-                max_prompt_tokens=self.rl.max_prompt_tokens,
-                max_new_tokens=self.rl.max_new_tokens,
-                eos_ids=self.stop_ids,
-                # On a CPU the same seed gives the same run: an answer may not depend on what is generated beside it.
-                reproducible=self.process.device.type == "cpu",
-            )
+            self._engine = LocalEngine(self.whole, self.tokenizer, **self.settings())
         return self._engine
+
+    def settings(self) -> dict[str, Any]:
+        """Of an engine for this policy."""
+        return {
+            "slots": self.slots,
+            "max_prompt_tokens": self.rl.max_prompt_tokens,
+            "max_new_tokens": self.rl.max_new_tokens,
+            "eos_ids": self.stop_ids,
+            # On a CPU the same seed gives the same run: an answer may not depend on what is generated beside it.
+            "reproducible": self.process.device.type == "cpu",
+        }
 
     def fewer_slots(self, error: torch.OutOfMemoryError) -> None:
         """Memory ran out while generating: go on with half of the slots."""
@@ -86,6 +101,9 @@ class Policy:
         self.close()
         self.event("out_of_memory", stage="generate", slots_before=self.slots, slots=self.slots // 2)
         self.slots //= 2
+
+    def stop(self) -> None:
+        """Nothing is drawn in another thread."""
 
     def close(self) -> None:
         if self._engine is not None:

@@ -1,10 +1,13 @@
-"""The source of an RL run: a batch is a rollout, drawn from the weights as they are.
+"""The source of an RL run: a batch is a rollout, drawn from the weights as they are, or by workers elsewhere from those
+of some steps before (`rl.max_versions_behind`), while the trainer computes an update.
 
     source = Rollouts(domains, policy, algorithm, samples, done=0)
     rollout = source.next()      # questions of every domain, answers, rewards
 
 Questions and random numbers are functions of (seed, step), and groups are kept as soon as they are scored, so an
-attempt that was killed neither loses nor repeats an answer: what stands in the file of the step is not drawn again.
+attempt that was killed neither loses nor repeats an answer: what stands in the file of the step is not drawn again. Each
+group names the version of the weights that drew it. What was in flight is drawn again, from the weights of the attempt
+that resumes.
 Questions that teach nothing (to GRPO: all answers equally good) are replaced, `rl.refills` times. Several processes
 share the questions and exchange the answers, so that all of them hold the whole rollout.
 """
@@ -12,7 +15,8 @@ share the questions and exchange the answers, so that all of them hold the whole
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
@@ -23,8 +27,9 @@ import torch.distributed as dist
 from redline.config.rl import RlConfig
 from redline.rl.algorithm import Algorithm, Part, Row
 from redline.rl.domains import Domains
-from redline.rl.policy import Policy
+from redline.rl.policy import Policy, Run, Voice
 from redline.rl.samples import Group, Key, Sample, Samples, read_group, write_group
+from redline.rl.workers import Workers
 from redline.train.process import Process
 from redline.train.step import Update
 
@@ -62,92 +67,131 @@ class Rollout:
         return self.counted * sum(len(row.example.answer) for row in self.all_rows)
 
 
+@dataclass
+class _Drawing:
+    """A step's questions, answers and rewards, as they come."""
+
+    step: int
+    version: int
+    voice: Voice
+    phase: Callable[[str | None], None]
+    groups: list[Group] = field(default_factory=list)
+    rows: dict[Key, list[Row]] = field(default_factory=dict)
+    generated_s: float = 0.0
+    """When the last token of a round was there."""
+    reward_s: float = 0.0
+    spent_s: float = 0.0
+
+    def rewarding(self) -> None:
+        self.phase("reward")
+        self.generated_s = time.perf_counter()
+
+
 class Rollouts:
     def __init__(
-        self, domains: Domains, policy: Policy, algorithm: Algorithm, samples: Samples, *, done: int
+        self, domains: Domains, policy: Policy | Workers, algorithm: Algorithm, samples: Samples, *, done: int
     ) -> None:
         self.domains, self.policy, self.algorithm, self.samples = domains, policy, algorithm, samples
         self.process, self.rl, self.phase, self.done = policy.process, policy.rl, policy.phase, done
-        self.waited_s, self._reward_s = 0.0, 0.0
+        self.waited_s = 0.0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="redline-draw")
+        self._ahead: dict[int, Future[_Drawing]] = {}
+        """Steps that are drawn beside updates."""
 
     def next(self) -> Rollout:
         if self.process.device.type == "cuda":
             torch.cuda.synchronize()  # the update before is not to be taken for generation
-        step, began_s, weights_s, self._reward_s = (
-            self.done + 1,
-            time.perf_counter(),
-            self.policy.weights_s,
-            0.0,
-        )
-        kept = {group.key: group for group in self.samples.of(step)}
+        step, began_s, weights_s = self.done + 1, time.perf_counter(), self.policy.weights_s
+        if (ahead := self._ahead.pop(step, None)) is None:
+            drawn = self._draw(_Drawing(step, self.done, self.policy.voice(), self.phase))
+        else:
+            self.phase("generate")
+            drawn = ahead.result()
+        waited_s = time.perf_counter() - began_s - (self.policy.weights_s - weights_s)
+        self.phase("update")
+        last = min(step + self.policy.behind, self.domains.recipe.train.steps)
+        for later in range(step + 1 + len(self._ahead), last + 1):
+            drawing = _Drawing(later, self.done, self.policy.voice(), lambda name: None)
+            self._ahead[later] = self._thread.submit(self._draw, drawing)
+        self.done = step
+        # Of what an update hid, the rewards come last.
+        reward_s = min(drawn.reward_s, waited_s)
+        times = {
+            "weights_s": self.policy.weights_s - weights_s,
+            "reward_s": reward_s,
+            "generate_s": waited_s - reward_s,
+        }
+        if ahead is not None:
+            times |= {"beside_s": max(0.0, drawn.spent_s - waited_s)}
+        return self._rollout(drawn, times)
+
+    def close(self) -> None:
+        self.phase(None)
+        self.policy.stop()
+        self._thread.shutdown(cancel_futures=True)
+        self.policy.close()
+
+    def _draw(self, drawing: _Drawing) -> _Drawing:
+        """All questions of a step, those that teach nothing replaced."""
+        began_s = time.perf_counter()
+        kept = {group.key: group for group in self.samples.of(drawing.step)}
         self.process.barrier()  # nobody writes before all have read
-        shares, groups = self.domains.shares(), list[Group]()
+        shares, rows = self.domains.shares(), drawing.rows
         wanted = [(name, n) for name, count in shares.items() for n in range(count)]
-        rows: dict[Key, list[Row]] = {}
         for _ in range(1 + self.rl.refills):
-            drawn = self._draw(step, wanted, kept)
-            groups += drawn
+            drawn = self._groups(drawing, wanted, kept)
+            drawing.groups += drawn
             rows |= {group.key: self._rows(group) for group in drawn}
             asked, useful = (Counter(name for name, _ in keys) for keys in (rows, filter(rows.get, rows)))
             wanted = [(name, asked[name] + n) for name in shares for n in range(shares[name] - useful[name])]
             if not wanted:
                 break
-        self.samples.sync(step)
-        self.phase("update")
-        self.done = step
-        weights_s = self.policy.weights_s - weights_s
-        generate_s = time.perf_counter() - began_s - weights_s - self._reward_s
-        times = {"weights_s": weights_s, "reward_s": self._reward_s, "generate_s": generate_s}
-        return self._rollout(groups, rows, times)
+        self.samples.sync(drawing.step)
+        drawing.spent_s = time.perf_counter() - began_s
+        return drawing
 
-    def close(self) -> None:
-        self.phase(None)
-        self.policy.close()
-
-    def _draw(self, step: int, wanted: Sequence[Key], kept: dict[Key, Group]) -> list[Group]:
+    def _groups(self, drawing: _Drawing, wanted: Sequence[Key], kept: dict[Key, Group]) -> list[Group]:
         """These groups in their order: from the file of the step, or drawn now and written there."""
         if missing := [key for key in wanted if key not in kept]:
             mine = missing[self.process.rank :: self.process.world_size]
-            self.phase("generate")
-            with self.policy.speaking():  # on all processes, even on one that has nothing to say
-                drawn = self._generate(step, mine)
+            drawing.phase("generate")
+            with drawing.voice() as run:  # on all processes, even on one that has nothing to say
+                drawn = self._generate(drawing, run, mine)
             kept |= {group.key: group for group in _exchange(drawn, self.process)}
             if self.process.is_first:
                 self.samples.add([kept[key] for key in missing if key not in mine])
         return [kept[key] for key in wanted]
 
-    def _generate(self, step: int, keys: Sequence[Key]) -> list[Group]:
+    def _generate(self, drawing: _Drawing, run: Run, keys: Sequence[Key]) -> list[Group]:
         """Answers and rewards of these groups; running out of memory keeps what is done and goes on with fewer
         slots."""
-        asked, groups = {key: self.domains.ask(step, key) for key in keys}, dict[Key, Group]()
+        step, groups = drawing.step, dict[Key, Group]()
+        asked = {key: self.domains.ask(step, key) for key in keys}
         while left := {key: one for key, one in asked.items() if key not in groups}:
             answers = self.domains.answers(
-                self.policy.engine,
+                run,
                 left,
                 samples=self.rl.group_size,
                 seed=partial(self.domains.seed, step),
-                generated=self._rewarding,
+                generated=drawing.rewarding,
             )
             try:
                 for key, samples in answers:
-                    one = left[key]
-                    groups[key] = Group(step, *key, one.question.id, one.question.text, one.prompt, samples)
+                    about, prompt = left[key].question, left[key].prompt
+                    groups[key] = Group(step, *key, about.id, about.text, prompt, drawing.version, samples)
                     if self.process.is_first:
                         self.samples.add([groups[key]])
             except torch.OutOfMemoryError as error:
                 self.policy.fewer_slots(error)
             else:
-                self._reward_s += time.perf_counter() - self._generated_s
+                drawing.reward_s += time.perf_counter() - drawing.generated_s
         return list(groups.values())
-
-    def _rewarding(self) -> None:
-        self.phase("reward")
-        self._generated_s = time.perf_counter()
 
     def _rows(self, group: Group) -> list[Row]:
         return self.algorithm.rows(group, [shaped_reward(sample, self.rl) for sample in group.answers])
 
-    def _rollout(self, groups: list[Group], found: dict[Key, list[Row]], times: dict[str, float]) -> Rollout:
+    def _rollout(self, drawn: _Drawing, times: dict[str, float]) -> Rollout:
+        groups, found = drawn.groups, drawn.rows
         rows = [row for own in found.values() for row in own if not (self.rl.overlong == "mask" and row.cut)]
         failed = [sample.reason for group in groups for sample in group.answers if sample.reason is not None]
         if failed:
@@ -155,6 +199,8 @@ class Rollouts:
         if not rows:
             self.policy.event("nothing_to_learn", step=self.done, groups=len(groups))
         facts = {**rollout_facts(groups), "skipped_groups": sum(not own for own in found.values()), **times}
+        if self.policy.behind:
+            facts["versions_behind"] = fmean(self.done - 1 - group.version for group in groups)
         return Rollout(self.done, rows, facts, groups, counted=self.process.is_first)
 
 

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from redline.config.recipe import Recipe, fingerprint_of
+from redline.engine.ray import OnRay
 from redline.errors import TrainingError
 from redline.finetune import check_result, prepare, write_result
 from redline.plan.plan import Plan
@@ -34,6 +35,7 @@ from redline.rl.samples import Samples
 from redline.rl.speed import make_derived
 from redline.rl.validation import make_validation
 from redline.rl.watchdog import Watchdog
+from redline.rl.workers import Workers
 from redline.train.execution import COMPUTE_DTYPE, check_device, equip
 from redline.train.loop import Outcome, Trainer
 from redline.train.objective import Job
@@ -54,8 +56,10 @@ def reinforce(
     *,
     observers: Watching = lambda resume_step: (),
     fork: Path | None = None,
+    on: OnRay | None = None,
 ) -> Outcome:
-    """Train the recipe's model on its domains in the run folder, and write the result there."""
+    """Train the recipe's model on its domains in the run folder, and write the result there. `on`: workers that draw the
+    answers; without any the trainer does."""
     check_device(plan)
     check_result(recipe)
     with open_run(recipe, plan, run, process, observers=observers, fork=fork) as opened:
@@ -65,7 +69,7 @@ def reinforce(
             Watchdog(opened.event, alone=process.world_size == 1) as watchdog,
         ):
             phase = watchdog.phase
-            job = job_of(recipe, plan, base, domains, process, run=run, opened=opened, phase=phase)
+            job = job_of(recipe, plan, base, domains, process, run=run, opened=opened, phase=phase, on=on)
             trainer = Trainer(job, process)
             if trainer.progress.step == 0 and recipe.train.eval_every and job.validate is not None:
                 opened.event("validation", step=0, **job.validate(job.model, plan.micro_batch))
@@ -90,6 +94,7 @@ def job_of(
     run: Path | None = None,
     opened: OpenRun | None = None,
     phase: Callable[[str | None], None] = lambda name: None,
+    on: OnRay | None = None,
 ) -> Job:
     """What the loop needs; without a run folder nothing is kept. `phase` is told which part of a step begins."""
     rl, event = domains.rl, opened.event if opened else lambda kind, **facts: None
@@ -104,12 +109,13 @@ def job_of(
         if process.world_size > 1:
             shard(reference, process, dtype)
     policy = Policy(model, base, process, rl, slots=plan.slots, event=event, phase=phase)
+    drawn_from = Workers(policy, on) if on is not None else policy
     return Job(
         recipe=recipe,
         plan=plan,
         steps=recipe.train.steps,
         model=model,
-        source=lambda position: Rollouts(domains, policy, algorithm, Samples(run), done=position or 0),
+        source=lambda position: Rollouts(domains, drawn_from, algorithm, Samples(run), done=position or 0),
         objective=Policies(algorithm, recipe, process, pass_size=plan.micro_batch, reference=reference),
         executor=partial(Updates, critic=critic),
         state=critic.state if critic is not None else {},

@@ -57,6 +57,8 @@ class Group:
     """Of the question, in its task."""
     question: str
     prompt: tuple[int, ...]
+    version: int
+    """Of the weights that drew it: how many steps they had learnt from."""
     answers: tuple[Sample, ...]
 
     @property

@@ -25,9 +25,9 @@ def make_validation(domains: Domains, policy: Policy) -> Callable[[Transformer, 
             for place, one in enumerate(domains.held_out(name))
         ]
         right, counts = dict.fromkeys(domains.by_name, 0.0), Counter(name for (name, _), _ in asked)
-        with policy.speaking():
+        with policy.speaking() as run:
             mine = dict(asked[process.rank :: process.world_size])
-            for (name, _), (sample,) in domains.answers(policy.engine, mine):
+            for (name, _), (sample,) in domains.answers(run, mine):
                 right[name] += sample.correct
         correct = dict(zip(right, process.sums(*right.values()), strict=True))
         policy.phase(None)
