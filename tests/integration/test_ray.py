@@ -103,7 +103,6 @@ def after(completions: Iterator[Completion], faults: dict[int, Callable[[], None
             faults[count]()
 
 
-@pytest.mark.numerics
 def test_workers_killed_at_random_lose_nothing_and_change_nothing(lab):
     chance, asked, killed = random.Random(7), requests(16), list[Any]()
 
@@ -121,33 +120,33 @@ def test_workers_killed_at_random_lose_nothing_and_change_nothing(lab):
     assert sum(facts["samples"] for facts in lab.told if facts["state"] != "joined") == 48
 
 
-@pytest.mark.parametrize("stopped", ["process", "engine"])
-def test_a_silent_worker_is_killed_and_its_samples_come_from_another(lab, stopped):
-    """Either nothing in the process runs any more, or the engine makes no progress while the process answers. Time
-    stands still, but from the fault until the driver notices it."""
-    asked, now_s = requests(6), [0.0]
+def test_a_silent_worker_is_killed_and_its_samples_come_from_another(lab):
+    """First nothing in the process runs any more; then the engine makes no progress while the process answers. Time
+    stands still, except from a fault until the driver notices it."""
+    asked, now_s, faults = requests(10), [0.0], list[str]()
 
     def clock() -> float:
-        silent = frozen and not any(facts["state"] == "hung" for facts in lab.told)
-        now_s[0] += 1000.0 if silent else 0.0
+        hung = sum(facts["state"] == "hung" for facts in lab.told)
+        now_s[0] += 1000.0 if len(faults) > hung else 0.0
         return now_s[0]
 
     def for_ever(*_: Any) -> None:
         __import__("threading").Event().wait()
 
-    def stop() -> None:
-        actor = engine._members[0].actor
-        if stopped == "process":
-            os.kill(pid_of(actor), signal.SIGSTOP)
-        else:  # the next round never ends
-            ray.get(actor.__ray_call__.remote(lambda own: setattr(own._engine, "_take_out", for_ever)))
-        frozen.append(True)
+    def stop_process() -> None:
+        os.kill(pid_of(engine._members[0].actor), signal.SIGSTOP)
+        faults.append("process")
 
-    frozen: list[bool] = []
+    def stop_engine() -> None:
+        actor = engine._members[0].actor
+        ray.get(actor.__ray_call__.remote(lambda own: setattr(own._engine, "_take_out", for_ever)))
+        faults.append("engine")
+
+    # at most 6 samples are with the worker, so there is work left for it at either fault
     with lab.engine(1, timeout_s=600.0, clock=clock) as engine:
-        found = named(after(engine.run(asked), {5: stop}))
+        found = named(after(engine.run(asked), {5: stop_process, 15: stop_engine}))
     assert found == lab.local(asked)
-    assert [facts["state"] for facts in lab.told] == ["joined", "hung", "joined", "ended"]
+    assert [facts["state"] for facts in lab.told] == ["joined", "hung", "joined", "hung", "joined", "ended"]
 
 
 def test_new_weights_in_the_middle_and_every_sample_names_its_own(lab):
@@ -203,18 +202,14 @@ def test_a_worker_joins_when_the_cluster_has_room(lab):
 
     with lab.engine(2) as engine:
         found = named(after(engine.run(feed()), {5: lambda: ray.kill(other)}))
-    assert found == lab.local(asked)
+        assert list(engine.run([])) == []
+        assert found == lab.local(asked)
+        with pytest.raises(ConfigError, match="a prompt has 9 tokens; the engine was made for 8"):
+            list(engine.run([Request(prompt=(5,) * 9, sampling=Sampling())]))
     assert sorted((facts["name"], facts["state"]) for facts in lab.told) == [
         ("worker-1", "ended"), ("worker-1", "joined"), ("worker-2", "ended"), ("worker-2", "joined")
     ]  # fmt: skip
     assert all(facts["samples"] > 0 for facts in lab.told if facts["state"] == "ended")
-
-
-def test_what_a_request_does_wrong_is_said_here(lab):
-    with lab.engine(1) as engine:
-        assert list(engine.run([])) == []
-        with pytest.raises(ConfigError, match="a prompt has 9 tokens; the engine was made for 8"):
-            list(engine.run([Request(prompt=(5,) * 9, sampling=Sampling())]))
 
 
 def test_workers_that_die_again_and_again_end_the_run(lab):
@@ -238,11 +233,11 @@ def test_samples_of_rft_are_those_of_the_local_engine_row_by_row(tmp_path, monke
     # the same bits need a local engine that promises them
     monkeypatch.setattr("redline.rft.session.LocalEngine", partial(LocalEngine, reproducible=True))
     assert main([*command, "--run", str(tmp_path / "here")]) == 0
-    assert main([*command, "--run", str(tmp_path / "there"), "--on", "ray", "--workers", "2"]) == 0
+    assert main([*command, "--run", str(tmp_path / "there"), "--on", "ray", "--workers", "1"]) == 0
     assert stored(tmp_path / "there") == stored(tmp_path / "here") != {}
     said = capsys.readouterr().out
-    assert re.search(r"worker-[12] joined", said)
-    assert re.search(r"[12] workers, [\d.e+]+ samples/s each", said)
+    assert re.search(r"worker-1 joined", said)
+    assert re.search(r"1 worker, [\d.e+-]+ samples/s", said)
     events = read_lines(tmp_path / "there" / "events.jsonl")
     ended = [event for event in events if event["event"] == "worker" and event["state"] == "ended"]
     assert sum(event["samples"] for event in ended) == len(stored(tmp_path / "there"))

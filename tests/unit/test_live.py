@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from redline.cli.live import LiveView, PlainView, Seen, live_panel, make_view, plain_line
+from redline.cli.live import LiveView, PlainView, Seen, figures, live_panel, make_view, plain_line
 from redline.record.words import WORDS, told
 
 NOTE = "6N+12LdT, of 989 TFLOP/s bf16 datasheet"
@@ -313,3 +313,19 @@ class TestWords:
 def test_no_torch_is_loaded() -> None:
     code = "import sys, redline.cli.live, redline.record.export; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent).returncode == 0
+
+
+def test_workers_are_counted_and_the_slowest_and_fastest_named():
+    line = {"samples": 10, "questions_done": 2, "questions": 4}
+    seen = Seen.of({"questions": 4})
+    seen.add(line | {"workers": {"worker-1": 2.0, "worker-2": 4.0}})
+    assert next(row[:3] for row in figures(seen) if row[0] == "workers") == (
+        "workers",
+        "2",
+        "worker-1 2 to worker-2 4 samples/s",
+    )
+    assert "2 workers, 3 samples/s each" in plain_line(seen)
+    seen.add(line | {"workers": {"worker-1": 2.0}})
+    assert "1 worker, 2 samples/s" in plain_line(seen)
+    seen.add(line | {"workers": None})
+    assert "worker" not in plain_line(seen)

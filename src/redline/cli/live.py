@@ -262,6 +262,8 @@ def _workers(rates: dict[str, float] | None) -> tuple[str, str, str]:
         return DASH, "", ""
     slow, fast = min(rates, key=rates.__getitem__), max(rates, key=rates.__getitem__)
     note = f"{slow} {rates[slow]:.3g} to {fast} {rates[fast]:.3g} samples/s"
+    if len(rates) == 1:
+        return "1", f"{rates[slow]:.3g} samples/s", f"{{}} worker, {rates[slow]:.3g} samples/s"
     mean = sum(rates.values()) / len(rates)
     return f"{len(rates):,}", note, f"{{}} workers, {mean:.3g} samples/s each"
 
