@@ -416,5 +416,10 @@ def test_a_slurm_array_says_which_part_it_builds(
     for wrong in ("0/2", "3/2", "2", "a/b"):
         assert main([*arguments, str(tmp_path / "x"), "--part", wrong]) == 2
         assert f"--part must be K/N with K from 1 to N, got {wrong}" in capsys.readouterr().err
-    assert main([*arguments, "s3://bucket/x", "--part", "1/2"]) == 2
-    assert "share a folder" in capsys.readouterr().err
+    for given, told in (
+        (["s3://bucket/x", "--part", "1/2"], "share a folder"),
+        (["x", "--part", "1/2", "--on", "ray"], "--on ray builds all parts: leave out --part"),
+        (["x", "--ray-address", "auto"], "--ray-address is for a build on Ray: add --on ray"),
+    ):
+        assert main([*arguments, *given]) == 2
+        assert told in capsys.readouterr().err

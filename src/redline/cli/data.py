@@ -62,6 +62,10 @@ def _build(options: argparse.Namespace) -> Manifest | None:
         "text_field": options.text_field,
         "valid_fraction": options.valid_fraction,
     }
+    if options.on is None and options.ray_address is not None:
+        raise ConfigError("--ray-address is for a build on Ray: add --on ray")
+    if options.on == "ray" and options.part is not None:
+        raise ConfigError("--on ray builds all parts: leave out --part")
     part, manifest = _part(options), None
     if (part or options.on == "ray") and is_remote(options.out):
         raise ConfigError(
