@@ -119,6 +119,36 @@ def forked_members(fault: str = "", **given: Any) -> None:
     launch.subprocess = SimpleNamespace(Popen=Fork, PIPE=None)
 
 
+def node(fault: str = "", patience_s: int = 600, later_s: float = 0.0, **given: Any) -> None:
+    """An agent whose processes are forks. It waits so long for more nodes than it needs, and `later_s` where nodes have
+    met before; a node counts as lost after three seconds of silence."""
+    from datetime import timedelta
+
+    from redline.launch import agent
+
+    agent.TIMES_S |= {"last_call_timeout": patience_s, "keep_alive_interval": 1}
+    start = agent.Agent._start_workers
+
+    def started(node: agent.Agent, group: Any) -> Any:
+        group.spec.rdzv_handler.settings.timeout._set_timeouts(last_call=timedelta(seconds=later_s))
+        return start(node, group)
+
+    if later_s:
+        agent.Agent._start_workers = started  # type: ignore[method-assign]
+    forked_members(fault, **given)
+
+
+def node_lost_at(update: int) -> None:
+    """SIGKILL to the agent and to this process of it in the n-th update."""
+
+    def hook(at: int, _learner: Any) -> None:
+        if at == update:
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _at_each_update(hook)
+
+
 def slow_network(block: int, tally: str, delay_s: float = 0.0, bytes_per_s: float = float("inf")) -> None:
     """Every gather and reduction takes this much longer, and its bytes over this bandwidth, in every second block of
     updates, so that both meet the same load. What the first process receives in each update goes into a file: bytes and

@@ -105,14 +105,15 @@ def on_two(
     environment: Mapping[str, str],
     faults: Sequence[Fault | None] = (None, None),
 ) -> list[Done]:
-    """A command on two processes, with the variables that torchrun sets."""
+    """A command on a process for every fault, with the variables that torchrun sets."""
     with reserved_port() as port:
-        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        place = {"WORLD_SIZE": str(len(faults)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        local = int(environment.get("LOCAL_WORLD_SIZE", len(faults)))
         ranks = [
             warm.start(
                 *arguments,
                 fault=fault,
-                environment={**environment, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                environment={**environment, **place, "RANK": str(rank), "LOCAL_RANK": str(rank % local)},
             )
             for rank, fault in enumerate(faults)
         ]

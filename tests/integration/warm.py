@@ -95,6 +95,10 @@ class Command:
         assert self.code is not None
         return Done(self.code, self._text("out"), self._text("err"))
 
+    def said(self) -> str:
+        """Its standard error so far."""
+        return self._text("err") if (self.folder / "err").exists() else ""
+
     def _text(self, name: str) -> str:
         return (self.folder / name).read_text(encoding="utf-8", errors="replace")
 

@@ -416,7 +416,7 @@ def test_the_fingerprint_ignores_how_a_run_is_named_and_executed(minimal):
     pins = PlanPins(
         precision="fp16", micro_batch=2, compile="off", recompute="full", attention="math",
         cross_entropy="torch", update="loop",
-        loss_chunks=2, loader_threads=3, prefetch=4, graph=True, slots=5,
+        loss_chunks=2, loader_threads=3, prefetch=4, graph=True, shards=6, slots=5,
     )  # fmt: skip
     assert None not in dataclasses.asdict(pins).values(), "a new pin belongs in this test"
     assert (
@@ -455,7 +455,7 @@ OPTIONS = {
     ),
     PlanPins: (
         "precision micro_batch compile graph recompute attention cross_entropy update loss_chunks loader_threads"
-        " prefetch slots"
+        " prefetch shards slots"
     ),
 }
 

@@ -108,6 +108,7 @@ def test_the_script_asks_for_what_the_options_say(capsys: pytest.CaptureFixture[
     [
         (["--time", "soon"], "--time is written like 24:00:00 or 1-00, got 'soon'"),
         (["--memory", "lots"], "--memory is written like 256G, got 'lots'"),
+        (["--nodes", "2", "--on", "local"], "--nodes 2: --on local takes one node; leave it out"),
         (["--gpus", "-1"], "--gpus must be at least 0, got -1"),
         (["--set", "train.lr=1e-3,high"], "train: lr must be a number"),
         (["--run", "my runs/a"], "takes no blanks or quotes in --run"),

@@ -17,6 +17,7 @@ from redline.config.recipe import PlanPins, Recipe
 from redline.config.rl import RlConfig
 from redline.errors import ConfigError, MachineError
 from redline.machine.specs import SPECS
+from redline.plan import arithmetic
 from redline.plan.bounds import PROFILES, Outside, bounded_slots, find_profile
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import PLANNED, Hardware, Plan, Why, check_fit, load, save
@@ -227,6 +228,33 @@ def test_an_absurd_batch_is_refused_and_the_largest_is_planned_in_no_time():
     assert plan.micro_batch * plan.accumulation == 2**20
 
 
+# ---- several nodes ----
+
+
+def test_every_node_has_a_copy_of_the_weights_where_half_of_its_memory_holds_it():
+    """Weights, gradients and AdamW's two moments in fp32: 16 bytes a parameter."""
+    model = load_recipe("gpt-1.3b", ["train.batch_size=512"])
+    state_bytes = 16 * arithmetic.parameters(model.model).total / 8
+    small, large = (int(f * state_bytes / 0.92 / 0.5) for f in (0.99, 1.01))
+    apart, copied = (
+        make_plan(model, replace(gpu(), memory_bytes=size), world_size=16, nodes=2) for size in (small, large)
+    )
+    assert (apart.shards, copied.shards) == (16, 8)
+    assert apart.why["shards"].reason.startswith("one copy over all nodes")
+    assert copied.why["shards"].reason.startswith("a copy in every node")
+    parts, halves = copied.prediction.memory_parts_bytes, apart.prediction.memory_parts_bytes
+    assert parts["weights"] == pytest.approx(2 * halves["weights"], abs=16)
+    assert parts["optimizer"] == pytest.approx(2 * halves["optimizer"], abs=16)
+    assert make_plan(model, gpu(), world_size=8).shards == 8
+    assert make_plan(pinned(model, shards=4), gpu(), world_size=16, nodes=2).shards == 4
+
+
+@pytest.mark.parametrize("shards", [3, 32])
+def test_shards_divide_the_processes(shards):
+    with pytest.raises(ConfigError, match=rf"plan.shards \({shards}\) must divide the 16 processes"):
+        make_plan(pinned(GPT2, shards=shards), gpu(), world_size=16, nodes=2)
+
+
 # ---- pins ----
 
 
@@ -235,6 +263,7 @@ def test_pins_keep_their_value_and_say_who_set_them():
         "precision": "tf32", "micro_batch": 4, "compile": "off", "recompute": "full", "attention": "math",
         "cross_entropy": "torch",
         "update": "foreach", "loss_chunks": 3, "loader_threads": 5, "prefetch": 7, "graph": False,
+        "shards": 1,
     }  # fmt: skip
     assert set(pins) == set(vars(PlanPins())) - {"slots"}, "a new pin belongs in this test"
     by_recipe = make_plan(pinned(GPT2, **pins), gpu())

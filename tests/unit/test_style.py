@@ -29,6 +29,7 @@ TORCH_FREE = (
     "errors",
     "tasks",
 )
+NEEDS_TORCH = ("launch/agent.py",)
 TORCH_FREE_MODULES = {
     "machine": ("facts", "specs", "store", "nvml"),
     "engine": ("request", "server", "calls"),
@@ -75,7 +76,7 @@ def torch_free() -> list[str]:
     found = [f"redline.{room}.{module}" for room, modules in TORCH_FREE_MODULES.items() for module in modules]
     for path in FILES:
         parts = path.relative_to(SOURCE).with_suffix("").parts
-        if parts[0] in TORCH_FREE:
+        if parts[0] in TORCH_FREE and name_of(path) not in NEEDS_TORCH:
             found.append(".".join(["redline", *parts]).removesuffix(".__init__"))
     return found
 

@@ -4,10 +4,11 @@ checkpoint, goes back into the queue and resumes.
 redline launch nano --set train.lr=1e-3,3e-3                     two runs here, one after the other, and a page that
                                                                  compares them
 redline launch gpt2-124m --on slurm --set train.seed=1,2,3       submit an array of three seeds, on 8 GPUs each
-redline launch gpt2-124m --on slurm --gpus 4 --dry-run           print the script
+redline launch gpt2-124m --on slurm --nodes 2 --dry-run          print the script for two nodes of 8 GPUs
 redline launch gpt2-124m --on ray                                leave it with a Ray cluster (RAY_ADDRESS)
 
 Values separated by commas give a run each (a list in brackets is one value), and several such options every combination.
+docs/many-machines.md has the details.
 """
 
 import argparse
@@ -35,6 +36,7 @@ RECIPE                     a shipped recipe (see `redline recipes`) or a .toml f
 --on {{{",".join(PLACES)}}}        where to run (default local)
 --set TABLE.KEY=VALUE...   override a value; values separated by commas give a run each: train.lr=1e-3,3e-3
 --run DIR                  the run folder; of several runs, how their names begin (default: runs/RECIPE)
+--nodes N                  nodes of a run, which share its folder (default 1)
 --gpus N                   GPUs of a node, a process each; 0: CPUs (default: 8 on a cluster, 1 process here)
 --cpus N                   CPU cores of a node (default 48)
 --memory SIZE              memory of a node (default 256G)
@@ -67,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
 
 def job_of(options: argparse.Namespace) -> Job:
     """What the options ask for; refused before anything is started."""
-    for name, least in (("gpus", 0), ("cpus", 1)):
+    for name, least in (("nodes", 1), ("gpus", 0), ("cpus", 1)):
         check_least(f"--{name}", getattr(options, name), least)
     for name, value, form, example in (
         ("memory", options.memory, SIZE, "256G"),
@@ -78,12 +80,15 @@ def job_of(options: argparse.Namespace) -> Job:
     recipe = load_recipe(options.recipe)
     workload = recipe.workload
     gpus = options.gpus if options.gpus is not None else (8 if options.on != "local" else 1)
+    if options.nodes > 1 and (options.on != "slurm" or workload == "rft"):
+        where = f"--on {options.on}" if options.on != "slurm" else "rejection sampling"
+        raise ConfigError(f"--nodes {options.nodes}: {where} takes one node; leave it out")
     job = Job(
         recipe=options.recipe,
         verb=VERBS.get(workload, ("train",)),
         overrides=tuple(options.set),
         run=options.run or Path("runs") / recipe.name,
-        nodes=1,
+        nodes=options.nodes,
         gpus=min(gpus, 1) if workload == "rft" else gpus,
         cpus=options.cpus,
         memory=options.memory,

@@ -29,7 +29,7 @@ from redline.machine.facts import read_facts
 from redline.machine.specs import SPECS, spec_of
 from redline.machine.store import cached
 from redline.plan.bounds import Outside, find_profile
-from redline.plan.capacity import Capacity, capacity
+from redline.plan.capacity import Capacity, capacity, nodes_of
 from redline.plan.hardware import hardware_as, hardware_here
 from redline.plan.plan import PLANNED, Hardware, Plan, load_for, save, to_json
 from redline.plan.planner import make_plan
@@ -96,9 +96,12 @@ def outside_of(options: argparse.Namespace) -> Outside:
     )
 
 
-def make(options: argparse.Namespace, recipe: Recipe, *, nproc: int) -> Plan:
+def make(options: argparse.Namespace, recipe: Recipe, *, nproc: int, nodes: int = 1) -> Plan:
     """The plan for this machine, or for the one named."""
-    return make_plan(recipe, _hardware(options), world_size=nproc, outside=outside_of(options))
+    hardware = _hardware(options)
+    if getattr(options, "as_", None):
+        nodes = nodes_of(nproc, hardware.node_gpus)
+    return make_plan(recipe, hardware, world_size=nproc, nodes=nodes, outside=outside_of(options))
 
 
 def _hardware(options: argparse.Namespace) -> Hardware:
@@ -112,12 +115,17 @@ def _hardware(options: argparse.Namespace) -> Hardware:
 
 
 def chosen(
-    options: argparse.Namespace, recipe: Recipe, world_size: int, *, say: Callable[[str], None]
+    options: argparse.Namespace,
+    recipe: Recipe,
+    world_size: int,
+    nodes: int = 1,
+    *,
+    say: Callable[[str], None],
 ) -> Plan:
     """The plan that --plan names: a file, `auto`, or without it the one that is made now."""
     if options.plan not in (None, "auto"):
         return load_for(Path(options.plan), recipe, world_size, typed=typed_pins(options))
-    plan = make(options, recipe, nproc=world_size)
+    plan = make(options, recipe, nproc=world_size, nodes=nodes)
     return plan if options.plan is None else _tuned(options, recipe, plan, say)
 
 

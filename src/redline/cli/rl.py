@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from redline.cli.arguments import DEVICE, JSON, ON_RAY, PLAN, RECIPE
 from redline.cli.options import answer, check_least, on_ray, recipe_of, status
 from redline.cli.plan import chosen, print_plan
-from redline.cli.train import RUN, check_options, train
+from redline.cli.train import RUN, check_options, nodes_of, train
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError
 from redline.plan.plan import to_json
@@ -64,12 +64,15 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     check_options(options)
     workers = on_ray(options)
-    if workers is not None and options.nproc > 1:
-        raise ConfigError(f"--on ray needs one training process, and --nproc asks for {options.nproc}")
+    if workers is not None and (processes := options.nproc * nodes_of(options)[1]) > 1:
+        raise ConfigError(
+            f"--on ray needs one training process, and --nproc and --nnodes ask for {processes}"
+        )
     recipe = recipe_of(options, check=_check)
     if not options.dry_run:
         return train(options, recipe, on=workers)
-    plan = chosen(options, recipe, options.nproc, say=lambda text: None)
+    nodes = nodes_of(options)[1]
+    plan = chosen(options, recipe, options.nproc * nodes, nodes, say=lambda text: None)
     place, why = pcgrad_place(recipe, plan, MEMORY_SHARE)
     kept = {"pcgrad_kept_on": {"value": place, "reason": why, "source": "rule"}}
     watched = recipe.rl is not None and recipe.rl.pcgrad != "off"

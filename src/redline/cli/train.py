@@ -5,13 +5,16 @@ finished run.
 redline train nano
 redline train gpt2-124m --set data.source=data/wiki --run runs/wiki --nproc 2
 redline train nano --fork runs/nano --run runs/rescued --set train.lr=1e-3
+redline train gpt2-124m --nproc 8 --nnodes 2 --rdzv node1:29400        on each of two machines that share the run folder
 torchrun --nproc-per-node 2 --no-python -- redline train gpt2-124m     `--` keeps torchrun from reading our options
 """
 
 import argparse
+import json
 import os
+import re
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +29,8 @@ from redline.data.read import find_source
 from redline.errors import ConfigError
 from redline.launch.processes import (
     LAUNCHER,
+    STOPPED_CODE,
+    UNDER_AGENT,
     out_of_memory_override,
     start_processes,
     under_torchrun,
@@ -33,7 +38,7 @@ from redline.launch.processes import (
 )
 from redline.machine.facts import read_facts
 from redline.machine.store import cached, forget_if_beaten
-from redline.plan.plan import Plan
+from redline.plan.plan import Plan, from_json, to_json
 from redline.record import startup
 from redline.record.export import ExportedRun, check_names, make_exporters
 from redline.record.observe import Observer
@@ -58,6 +63,8 @@ RUN = f"""
 {PREFER}
 --fork RUN         start from the last checkpoint of this run (or from this checkpoint), under other values; needs --run
 --nproc N          processes on this machine, one a GPU (default 1)
+--nnodes N|MIN:MAX   machines; MIN:MAX goes on with those that are left, down to MIN (default 1)
+--rdzv HOST:PORT   where they meet: one of them and a free port there; start the same command on each of them
 --export NAME...   also send metrics to tensorboard, wandb or mlflow
 --quiet            no live view
 """
@@ -86,6 +93,7 @@ def _check_workload(options: argparse.Namespace, recipe: Recipe) -> None:
 def check_options(options: argparse.Namespace) -> None:
     """What can be refused before torch is imported."""
     check_least("--nproc", options.nproc)
+    nodes_of(options)
     check_names(options.export)
     if options.fork is not None and options.run is None:
         raise ConfigError("--fork begins a new run: name its folder with --run")
@@ -93,16 +101,33 @@ def check_options(options: argparse.Namespace) -> None:
         resolve(options.fork)
 
 
+def nodes_of(options: argparse.Namespace) -> tuple[int, int]:
+    """The least and the most machines."""
+    least, _, most = options.nnodes.partition(":")
+    if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", options.nnodes) or int(most or least) < int(least):
+        raise ConfigError(f"--nnodes takes a number or MIN:MAX, like 2 or 1:4, got {options.nnodes!r}")
+    if int(most or least) > 1 and not re.fullmatch(r"[^\s:]+:\d+", options.rdzv or ""):
+        got = f"got {options.rdzv!r}" if options.rdzv else "it is missing"
+        raise ConfigError(f"--nnodes {options.nnodes} needs --rdzv HOST:PORT, the same on all of them; {got}")
+    return int(least), int(most or least)
+
+
 def train(options: argparse.Namespace, recipe: Recipe, **how: Any) -> int:
-    """Train the recipe here, or on several processes; `how` is the workload's."""
+    """Train the recipe here, or on several processes or machines; `how` is the workload's."""
     end_with_launcher()
     folder = options.run or Path("runs") / recipe.name
     changes(RunFolder(folder), recipe)
     if recipe.workload == "pretrain":
         find_source(recipe.data.source)
-    if options.nproc == 1 or under_torchrun():
+    least, most = nodes_of(options)
+    if under_torchrun() or (options.nproc == 1 and most == 1):
         return _train(options, recipe, folder, **how)
-    _plan(options, recipe, options.nproc)  # measures the ceilings, so that all processes plan alike
+    _plan(options, recipe, options.nproc * most, most)  # measures the ceilings, so that all plan alike
+    if most > 1:
+        from redline.launch.agent import Nodes, run_on_nodes
+
+        nodes = Nodes(least=least, most=most, endpoint=options.rdzv, job=recipe.identity)
+        return run_on_nodes(nodes, options.nproc, options.arguments, folder)
     return with_recovery(
         lambda overrides: start_processes(options.nproc, [*options.arguments, *overrides]),
         lambda: out_of_memory_override(folder / "events.jsonl"),
@@ -117,7 +142,7 @@ def end_with_launcher() -> None:
         end_with(int(os.environ[LAUNCHER]))
 
 
-def _plan(options: argparse.Namespace, recipe: Recipe, world_size: int) -> Plan:
+def _plan(options: argparse.Namespace, recipe: Recipe, world_size: int, nodes: int) -> Plan:
     """The plan, made with measured ceilings; on a new machine they are measured first."""
     facts, from_file = read_facts(), options.plan not in (None, "auto")
     if not from_file and not under_torchrun() and cached(facts) is None:
@@ -125,14 +150,17 @@ def _plan(options: argparse.Namespace, recipe: Recipe, world_size: int) -> Plan:
         from redline.train.execution import set_allocator
 
         status("measuring this machine's ceilings")
-        set_allocator(make(options, recipe, nproc=world_size))
+        set_allocator(make(options, recipe, nproc=world_size, nodes=nodes))
         load_or_measure(facts, progress=status)
-    first = os.environ.get("RANK", "0") == "0" and not (options.nproc > 1 and not under_torchrun())
-    return chosen(options, recipe, world_size, say=status if first else lambda text: None)
+    several = options.nproc > 1 or nodes_of(options)[1] > 1
+    first = os.environ.get("RANK", "0") == "0" and (under_torchrun() or not several)
+    return chosen(options, recipe, world_size, nodes, say=status if first else lambda text: None)
 
 
 def _train(options: argparse.Namespace, recipe: Recipe, folder: Path, **how: Any) -> int:
-    plan = _plan(options, recipe, int(os.environ.get("WORLD_SIZE", 1)))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    nodes = max(1, world_size // int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    plan = _plan(options, recipe, world_size, nodes if world_size % nodes == 0 else 1)
     startup.mark("plan")
     from redline.pretrain import pretrain
     from redline.train.execution import set_allocator
@@ -140,7 +168,11 @@ def _train(options: argparse.Namespace, recipe: Recipe, folder: Path, **how: Any
 
     startup.mark("import")
     set_allocator(plan)
-    with join(plan.hardware.kind) as process:
+    with join(plan.hardware.kind) as alone:
+        if nodes > 1:  # they may differ in what was measured on them
+            told = alone.of_first(json.dumps(to_json(plan)))
+            plan = from_json(json.loads(told), where="the plan of the first node")
+        process = replace(alone, replicas=plan.world_size // plan.shards)
         startup.mark("device")
         if process.is_first:
             status(describe(recipe, plan, folder))
@@ -156,8 +188,9 @@ def _train(options: argparse.Namespace, recipe: Recipe, folder: Path, **how: Any
             outcome = pretrain(
                 recipe, plan, folder, process, observers=watching, progress=progress, fork=options.fork
             )
+    code = STOPPED_CODE if UNDER_AGENT in os.environ and not outcome.complete else 0
     if not process.is_first:
-        return 0
+        return code
     share = read_run(folder).typical("ceiling_share")
     forget_if_beaten(read_facts(), share.value if share else 0.0, status)
     answer(
@@ -165,7 +198,7 @@ def _train(options: argparse.Namespace, recipe: Recipe, folder: Path, **how: Any
         {"run": str(folder), "step": outcome.step, "why": outcome.why, "metrics": outcome.metrics},
         lambda: print_outcome(outcome.why, outcome.step, folder),
     )
-    return 0
+    return code
 
 
 def describe(recipe: Recipe, plan: Plan, folder: Path) -> str:

@@ -32,7 +32,7 @@ _POSITIVE = {
         "distinct_correct",
     ),
     "rl": ("rows", "max_prompt_tokens", "max_new_tokens", "updates_per_rollout", "clip_high", "critic_lr"),
-    "plan": ("micro_batch", "loss_chunks", "loader_threads", "prefetch", "slots"),
+    "plan": ("micro_batch", "loss_chunks", "loader_threads", "prefetch", "shards", "slots"),
 }  # fmt: skip
 _NOT_NEGATIVE = {
     "model": ("redraw_every", "logit_cap"),

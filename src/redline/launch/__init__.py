@@ -1,2 +1,2 @@
-"""Where a program runs: on several processes (`processes`), and as experiments on this
+"""Where a program runs: on several processes (`processes`) or machines (`agent`), and as experiments on this
 machine or a cluster (`experiments`, `local`, `slurm`)."""

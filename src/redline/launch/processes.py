@@ -22,6 +22,10 @@ from redline.record.run import read_lines
 
 LAUNCHER = "REDLINE_LAUNCHER"
 """The process id that a process must end with."""
+UNDER_AGENT = "REDLINE_AGENT"
+"""Set where an agent (agent.py) watches: it must tell a run that was stopped from one that has finished."""
+STOPPED_CODE = 75
+"""The exit code of the first kind there: try again later, by the system's convention."""
 ERROR = "redline: "
 """How the command line begins a user's error."""
 LOOK_EVERY_S = 0.05
@@ -72,7 +76,13 @@ def environment_of(nproc: int, **place: object) -> dict[str, str]:
 
 
 def _watched(members: Sequence["Member"]) -> int:
-    with _handing_on(members):
+    def hand_on(_number: int, _frame: Any) -> None:  # the processes save and leave
+        for member in members:
+            if member.process.poll() is None:
+                member.stopped = True
+                member.process.terminate()
+
+    with on_stop(hand_on):
         while any(member.process.poll() is None for member in members):
             if any(member.process.returncode for member in members):
                 stop(members)
@@ -108,24 +118,37 @@ class Member:
         self.reader = threading.Thread(target=self._pass_on, daemon=True)
         self.reader.start()
 
+    @property
+    def has_said_why(self) -> bool:
+        """Whether it ended with a user's error."""
+        return self.process.returncode > 0 and bool(self.failure) and self.failure[0].startswith(ERROR)
+
+    @property
+    def summary(self) -> str:
+        """How it failed, in a few words."""
+        code = self.process.returncode
+        if code < 0:
+            memory = " (the system does that when memory runs out)" if code == -signal.SIGKILL else ""
+            return f"process {self.rank} was killed by {signal.Signals(-code).name}{memory}"
+        said = self.failure[-1].removeprefix(ERROR).strip() if self.failure else f"exit code {code}"
+        return f"process {self.rank} failed: {said}"
+
     def blame(self) -> int:
         """First a process killed from outside, then users' errors, then the consequences of losing a process."""
         if self.process.returncode < 0:
             return 3 if self.stopped else 0
-        return 1 if self.failure and self.failure[0].startswith(ERROR) else 2
+        return 1 if self.has_said_why else 2
 
     def tell(self) -> int:
         code = self.process.returncode
         if code == -signal.SIGTERM and self.stopped:
             raise KeyboardInterrupt  # asked to stop when it could not yet, or again and again
         if code < 0:
-            name = signal.Signals(-code).name
-            memory = " (the system does that when memory runs out)" if code == -signal.SIGKILL else ""
-            killed = f"process {self.rank} was killed by {name}{memory} and the others were stopped"
+            killed = f"{self.summary} and the others were stopped"
             raise MachineError(
                 f"{killed}; run the same command again and it resumes from the last checkpoint"
             )
-        if self.failure and self.failure[0].startswith(ERROR):
+        if self.has_said_why:
             error = RedlineError(self.failure[0].removeprefix(ERROR).rstrip("\n"))
             error.exit_code = code
             raise error
@@ -165,15 +188,8 @@ def reserved_port() -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _handing_on(members: Sequence[Member]) -> Iterator[None]:
-    """Pass requests to stop on to the processes, which save and leave."""
-
-    def handle(_number: int, _frame: Any) -> None:
-        for member in members:
-            if member.process.poll() is None:
-                member.stopped = True
-                member.process.terminate()
-
+def on_stop(handle: Callable[[int, Any], None]) -> Iterator[None]:
+    """Call this for a request to stop, in place of what would happen."""
     stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     before = {number: signal.signal(number, handle) for number in stops}
     try:

@@ -103,11 +103,19 @@ def capacity(recipe: Recipe, hardware: Hardware, gpus: int, outside: Outside | N
     doubled = (hardware.node_gpus << n for n in range(gpus.bit_length()))
     rows = []
     for count in sorted({1, gpus, *(count for count in doubled if count < gpus)}):
+        nodes = nodes_of(count, hardware.node_gpus)
         try:
-            rows.append(on(recipe, make_plan(recipe, hardware, world_size=count, outside=outside)))
+            rows.append(
+                on(recipe, make_plan(recipe, hardware, world_size=count, nodes=nodes, outside=outside))
+            )
         except (ConfigError, MachineError) as error:
             rows.append(Capacity(gpus=count, problem=str(error)))
     return rows
+
+
+def nodes_of(gpus: int, node_gpus: int) -> int:
+    """Full ones; GPUs that do not fill nodes evenly count as one, in which there is one copy of the weights."""
+    return gpus // node_gpus if gpus % node_gpus == 0 else 1
 
 
 def on(recipe: Recipe, plan: Plan) -> Capacity:
@@ -145,7 +153,7 @@ def on(recipe: Recipe, plan: Plan) -> Capacity:
 
 
 def layout_of(plan: Plan) -> Layout:
-    return Layout(shards=plan.world_size, replicas=1)
+    return Layout(shards=plan.shards, replicas=plan.world_size // plan.shards)
 
 
 # ---- communication ----

@@ -108,6 +108,9 @@ class Plan:
     loader_threads: int
     prefetch: int
     allocator: str
+    shards: int
+    """Processes that hold one copy of weights, gradients and optimiser state together; if there are more processes, each
+    such group has its own copy."""
     slots: int
     """Sequences generated together; 0 if the workload generates none."""
     prediction: Prediction

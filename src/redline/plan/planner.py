@@ -16,7 +16,7 @@ from redline.errors import ConfigError, MachineError
 from redline.plan import arithmetic
 from redline.plan.bounds import Decision, Outside, bounded_slots, positive
 from redline.plan.plan import Hardware, Plan, Prediction, Why
-from redline.plan.predict import RL_GENERATION_SHARE, longest_row, predicted_memory
+from redline.plan.predict import RL_GENERATION_SHARE, longest_row, predicted_memory, shards_of
 from redline.plan.roofline import attainable_tokens_per_s
 from redline.plan.values import COMPILED_RL, NEEDED_CAPABILITY, why_not
 
@@ -36,9 +36,10 @@ COMPILE_PAYS_S = 120.0
 
 
 def make_plan(
-    recipe: Recipe, hardware: Hardware, *, world_size: int = 1, outside: Outside | None = None
+    recipe: Recipe, hardware: Hardware, *, world_size: int = 1, nodes: int = 1, outside: Outside | None = None
 ) -> Plan:
-    """Decide every value. MachineError if the recipe cannot fit, ConfigError if pins contradict the batch."""
+    """Decide every value for processes on so many nodes. MachineError if the recipe cannot fit, ConfigError if pins
+    contradict the batch."""
     outside = outside or Outside(environment={})
     if world_size < 1:
         raise ConfigError(f"the number of processes must be at least 1, got {world_size}")
@@ -46,7 +47,7 @@ def make_plan(
         raise ConfigError(
             f"train.batch_size ({recipe.train.batch_size}) must be a multiple of {world_size} processes"
         )
-    decide = _Decider(recipe, hardware, world_size, outside)
+    decide = _Decider(recipe, hardware, world_size, nodes, outside)
     values: dict[str, Any] = {
         "precision": decide.supported(decide.pinned("precision", decide.precision)),
         "attention": decide.pinned("attention", decide.attention),
@@ -55,6 +56,7 @@ def make_plan(
         "cross_entropy": decide.pinned("cross_entropy", decide.cross_entropy),
         "update": decide.pinned("update", decide.update),
         "slots": decide.record("slots", decide.slots()),  # before the batch: in RL they share the memory
+        "shards": decide.dividing(decide.pinned("shards", decide.shards)),
         **decide.batch(),
         "loader_threads": decide.pinned("loader_threads", decide.loader_threads),
         "prefetch": decide.pinned("prefetch", decide.prefetch),
@@ -78,8 +80,11 @@ def _rule(value: Any, reason: str) -> Decision:
 class _Decider:
     """One planning session; remembers the reason for each value."""
 
-    def __init__(self, recipe: Recipe, hardware: Hardware, world_size: int, outside: Outside) -> None:
-        self.recipe, self.hardware, self.world_size, self.outside = recipe, hardware, world_size, outside
+    def __init__(
+        self, recipe: Recipe, hardware: Hardware, world_size: int, nodes: int, outside: Outside
+    ) -> None:
+        self.recipe, self.hardware, self.outside = recipe, hardware, outside
+        self.world_size, self.nodes = world_size, nodes
         self.pretraining = recipe.workload == "pretrain"
         self.why: dict[str, Why] = {}
         self.chosen: dict[str, Any] = {}
@@ -219,6 +224,15 @@ class _Decider:
         if self.recipe.feedback is not None:
             return _rule(False, "feedback alignment runs a backward inside a backward, which is not captured")
         return _rule(True, "a small update is bound by kernel launches: one instead of thousands")
+
+    def shards(self) -> Decision:
+        place = (self.world_size, self.nodes, self.chosen)
+        return _rule(*shards_of(self.recipe, self.hardware, *place, MEMORY_SHARE))
+
+    def dividing(self, shards: int) -> int:
+        if self.world_size % shards:
+            raise ConfigError(f"plan.shards ({shards}) must divide the {self.world_size} processes")
+        return shards
 
     def batch(self) -> dict[str, Any]:
         """Micro-batch, accumulation, recomputation and loss chunks together, because they share one memory."""

@@ -11,6 +11,9 @@ from redline.plan.plan import Hardware, Plan
 
 RL_GENERATION_SHARE = 0.4
 """Of the device's memory that an engine may take which stays open beside the training (RL)."""
+OWN_COPY_SHARE = 0.5
+"""Of the usable memory that weights, gradients and optimiser state may take for every node to have a copy: activations need
+the rest."""
 
 
 def longest_row(recipe: Recipe) -> int:
@@ -38,14 +41,14 @@ def predicted_memory(
         precision=precision,
         recompute=values["recompute"],
         loss_chunks=values["loss_chunks"],
-        world_size=world_size,
+        world_size=values["shards"],
         fused=fuses(compiled=values["compile"] != "off", cuda=cuda, precision=precision),
         fused_loss=values["cross_entropy"] == "fused",
     )
     if recipe.rl is None:
         return training
     generation = generation_bytes(recipe, values["slots"], precision, world_size, longest_row(recipe))
-    return replace(training, generation=generation, companions=companions_bytes(recipe, world_size))
+    return replace(training, generation=generation, companions=companions_bytes(recipe, values["shards"]))
 
 
 def generation_bytes(recipe: Recipe, slots: int, precision: str, world_size: int, tokens: int) -> int:
@@ -55,12 +58,38 @@ def generation_bytes(recipe: Recipe, slots: int, precision: str, world_size: int
     return slots * slot_bytes(recipe.model, tokens=tokens, precision=precision) + weights
 
 
-def companions_bytes(recipe: Recipe, world_size: int) -> int:
+def companions_bytes(recipe: Recipe, shards: int) -> int:
     """A frozen reference (with adapters: the model without them), and a critic with its gradients and AdamW state."""
     assert recipe.rl is not None
     reference = 4 if recipe.rl.kl > 0 and recipe.lora is None else 0
     critic = 16 if recipe.rl.algorithm == "ppo" else 0
-    return parameters(recipe.model).total * (reference + critic) // world_size
+    return parameters(recipe.model).total * (reference + critic) // shards
+
+
+def shards_of(
+    recipe: Recipe,
+    hardware: Hardware,
+    world_size: int,
+    nodes: int,
+    values: Mapping[str, Any],
+    usable_share: float,
+) -> tuple[int, str]:
+    """How many processes hold one copy of the weights, and why: those of a node if its memory allows, because then only
+    gradients cross the slower network between nodes."""
+    if world_size == 1:
+        return 1, "one process holds everything"
+    if nodes == 1:
+        return world_size, "one node: all processes hold one copy of weights and optimiser state together"
+    own = world_size // nodes
+    least = {**values, "shards": own, "micro_batch": 1, "recompute": "full", "loss_chunks": 1}
+    found = predicted_memory(recipe, hardware, world_size, least)
+    kept = found.weights + found.gradients + found.optimizer + found.companions
+    usable = usable_share * hardware.memory_bytes
+    sizes = f"{kept / 2**30:.1f} GiB of weights, gradients and optimiser state in {usable / 2**30:.1f} GiB"
+    if kept <= OWN_COPY_SHARE * usable:
+        gathers = "a copy in every node: weights are gathered inside it, and only gradients cross the network"
+        return own, f"{gathers}; {sizes}"
+    return world_size, f"one copy over all nodes: one in every node would put {sizes}"
 
 
 def pcgrad_place(recipe: Recipe, plan: Plan, usable_share: float) -> tuple[Literal["device", "host"], str]:
@@ -68,7 +97,7 @@ def pcgrad_place(recipe: Recipe, plan: Plan, usable_share: float) -> tuple[Liter
     assert recipe.rl is not None
     lora, model = recipe.lora, recipe.model
     learning = parameters(model).total if lora is None else adapter_parameters(model, lora)
-    kept = 4 * learning * (len(recipe.rl.domains) - 1) // plan.world_size
+    kept = 4 * learning * (len(recipe.rl.domains) - 1) // plan.shards
     free = int(usable_share * plan.hardware.memory_bytes) - plan.prediction.memory_bytes
     sizes = f"{kept / 2**30:.2f} GiB of gradients, {free / 2**30:.1f} GiB free by prediction"
     return ("device", f"they fit: {sizes}") if kept <= free else ("host", f"they do not fit: {sizes}")

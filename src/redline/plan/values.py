@@ -166,6 +166,7 @@ VALUES: dict[str, PlanValue] = {
         effect="exact", choices=("", "expandable_segments:True"), proof=("allocator",), lasting=True,
         needs={"expandable_segments:True": (needs_cuda,)},
     ),
+    "shards": PlanValue(effect="exact", proof=(), shapes_memory=True),
     # ---- an update of fine-tuning ----
     "tf32": PlanValue(effect="rounding", choices=_SWITCH, proof=(), lasting=True, needs={True: (_TF32,)}),
     "padded": PlanValue(effect="rounding", choices=_SWITCH, proof=("loss and gradients",)),

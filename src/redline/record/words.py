@@ -21,6 +21,9 @@ WORDS: dict[str, tuple[str, ...]] = {
         "{name} {state} after {seconds} s and {samples} samples: {why}",
         "{name} {state}: {samples} samples in {seconds} s",
     ),
+    "resized": (
+        "processes: {world_size_before} before, {world_size} from update {step} on; the batch is the same",
+    ),
     "extended": ("extended: {changes}",),
     "forked": ("forked from {source}: {changes}", "forked from {source}"),
     "examples_left_out": ("left out {rows} rows that cannot be read or are longer than data.seq_len",),

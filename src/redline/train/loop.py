@@ -23,8 +23,8 @@ from redline.errors import CheckpointError, TrainingError
 from redline.model.transformer import redraw_when_due
 from redline.record import startup
 from redline.record.observe import Observers
-from redline.record.read import lost_updates
-from redline.record.run import LineWriter, RunFolder
+from redline.record.read import attempts, lost_updates
+from redline.record.run import LineWriter, RunFolder, read_lines
 from redline.train import execution
 from redline.train.alignment import Diagnosis
 from redline.train.checkpoint import Checkpoints, load
@@ -344,6 +344,9 @@ class Trainer:
         dropped = folder.cut_metrics(step) if folder is not None else 0
         for first, last in lost_updates(folder, step) if folder is not None else ():
             self._event("updates_not_recorded", first=first, last=last)
+        begun = attempts(read_lines(folder.events_path)) if folder is not None else []
+        if begun and (before := begun[-1]["world_size"]) != self.process.world_size:
+            self._event("resized", step=step, world_size_before=before, world_size=self.process.world_size)
         self._event(
             "resume" if step else "start",
             step=step,

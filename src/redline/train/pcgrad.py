@@ -127,8 +127,8 @@ class PCGrad:
                 rows_KC[1:] -= rows_KC[:-1].clone()  # in fp64: a group that adds nothing gets exact zeros
                 rows_PKE = rows_KC.view(K, PARTS, -1).transpose(0, 1)
                 gram_KK += (rows_PKE @ rows_PKE.transpose(1, 2)).sum(dim=0)
-            if not isinstance(parameter.grad, DTensor):
-                gram_KK /= process.world_size  # every process has the whole of it
+            # every process has the whole of it, or every replica
+            gram_KK /= process.replicas if isinstance(parameter.grad, DTensor) else process.world_size
         on_host = gram_NKK.cpu()
         if process.world_size > 1:
             with self.learner.waiting():

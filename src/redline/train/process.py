@@ -42,6 +42,8 @@ class Process:
     rank: int
     world_size: int
     device: torch.device
+    replicas: int = 1
+    """Groups of processes that each hold a copy of the weights."""
 
     @property
     def is_first(self) -> bool:
@@ -72,6 +74,17 @@ class Process:
         found = [torch.zeros_like(own) for _ in range(self.world_size)]
         dist.all_gather(found, own)
         return dict(Counter(bytes(text.tolist()).decode().strip() for text in found))
+
+    def of_first(self, text: str) -> str:
+        """The text that the first process gives, on all of them."""
+        if self.world_size == 1:
+            return text
+        words = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        size = torch.tensor([len(words)])
+        dist.broadcast(size, src=0)
+        words = words if self.is_first else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(words, src=0)
+        return bytes(words.tolist()).decode()
 
     def barrier(self) -> None:
         if self.world_size > 1:
@@ -106,13 +119,18 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def shard(model: Transformer, process: Process, dtype: torch.dtype) -> None:
-    """Spread every weight of a model that has no memory yet over the processes; reduces gradients in fp32.
+    """Spread every weight of a model that has no memory yet over the processes; reduces gradients in fp32. With replicas
+    (HSDP) neighbours in rank, which torchrun puts on one node, hold a copy together, and gradients are reduced among
+    them first.
 
     Numbers are those of one process: blocks gather their weights in `dtype`, to which each layer would cast
     them anyway; embedding, last norm and head gather fp32, because one process looks tokens up in fp32; and
     no input is cast (the rotation is in fp32).
     """
-    mesh = init_device_mesh(process.device.type, (process.world_size,))
+    sizes: tuple[int, ...] = (process.world_size,)
+    if process.replicas > 1:
+        sizes = (process.replicas, process.world_size // process.replicas)
+    mesh = init_device_mesh(process.device.type, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
     in_dtype = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=in_dtype)

@@ -196,7 +196,7 @@ def clip(learner: Learner, scale: float) -> Tensor:
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
     if isinstance(norm, DTensor):  # reduced here once, where the wait is timed, and not by each of its uses
         with learner.waiting():
-            norm = norm.redistribute(placements=[Replicate()])
+            norm = norm.redistribute(placements=[Replicate()] * norm.device_mesh.ndim)
     if learner.clip_norm:
         torch.nn.utils.clip_grads_with_norm_(parameters, learner.clip_norm, norm, foreach=True)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -51,7 +51,13 @@ def _given(observed: Observed) -> tuple[Recipe, Plan, float] | None:
 
 def unpinned(recipe: Recipe, plan: Plan) -> Plan:
     """What the planner would do on the same hardware without pins, profile or environment."""
-    return make_plan(replace(recipe, plan=PlanPins()), plan.hardware, world_size=plan.world_size)
+    return again(replace(recipe, plan=PlanPins()), plan)
+
+
+def again(recipe: Recipe, plan: Plan) -> Plan:
+    """A recipe planned on the same processes."""
+    nodes = plan.world_size // plan.shards
+    return make_plan(recipe, plan.hardware, world_size=plan.world_size, nodes=nodes)
 
 
 def floor_s(recipe: Recipe, plan: Plan, **changed: str) -> float | None:
@@ -106,7 +112,7 @@ def recomputation(observed: Observed) -> list[Finding]:
         return []
     recipe, plan, step_s = given
     unbound = replace(recipe, plan=replace(recipe.plan, recompute=None))
-    free = make_plan(unbound, plan.hardware, world_size=plan.world_size)
+    free = again(unbound, plan)
     if plan.recompute == "none" or free.recompute != "none":
         return []
     forward_s = observed.median("forward_s")
@@ -185,7 +191,8 @@ def communication(observed: Observed) -> list[Finding]:
             observed.recipe.model,
             precision=plan.precision,
             accumulation=plan.accumulation,
-            shards=plan.world_size,
+            shards=plan.shards,
+            replicas=plan.world_size // plan.shards,
         )
         received_bytes = sent.total
         received_mib, bandwidth = received_bytes / 2**20, received_bytes / wait_s / 1e9

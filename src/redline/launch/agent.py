@@ -1,0 +1,243 @@
+"""Several machines: torch's elastic agent (what torchrun runs on every node) with our processes as its workers.
+
+    run_on_nodes(Nodes(least=1, most=2, endpoint="10.0.0.1:29400", job="..."), nproc, arguments, run)
+
+The agents meet at the endpoint, which one of them holds, and give every process its place. A lost node ends the step: the
+processes of the others fail, their agents meet again without it, and the run resumes from the last checkpoint. When a
+node comes, the processes save a checkpoint first. What processes.py says of failures, signals and running out of memory
+holds on every node. The nodes share the run folder. Left out: a node that holds the endpoint and is lost; the same command
+on all nodes resumes.
+"""
+
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
+
+from redline.errors import MachineError, RedlineError
+from redline.launch.processes import (
+    LOOK_EVERY_S,
+    STOPPED_CODE,
+    UNDER_AGENT,
+    Member,
+    environment_of,
+    failures,
+    on_stop,
+    out_of_memory_override,
+    stop,
+)
+from redline.train.places import step_folders
+
+RESTARTS = 3
+"""Without a new checkpoint between them."""
+TIMES_S = {
+    "join_timeout": 600,
+    "last_call_timeout": 30,
+    "keep_alive_interval": 5,
+    "keep_alive_max_attempt": 3,
+}
+"""Of the meeting, torch's defaults: how long to wait for enough nodes, then for more; a node that has not been heard of
+for the product of the last two is lost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    least: int
+    most: int
+    endpoint: str
+    job: str
+    """Nodes that give the same endpoint and job belong together."""
+
+
+class Stopped(Exception):
+    """Somebody asked this node to stop, and its processes have."""
+
+
+def run_on_nodes(nodes: Nodes, nproc: int, arguments: Sequence[str], run: Path) -> int:
+    """Be this node's agent until the job ends. A user's error is raised here; any other is printed."""
+    again = "run the same command on every node and it resumes from the last checkpoint"
+    handler = None
+    try:
+        handler = _meet(nodes)
+        agent = Agent(handler, nproc, arguments, run)
+        with on_stop(agent.request_stop):
+            agent.run()
+        handler.shutdown()
+        return agent.code
+    except Stopped:
+        if handler is not None and nodes.least == nodes.most:  # else the others go on
+            handler.shutdown()
+        return 0
+    except RedlineError:
+        assert handler is not None
+        handler.shutdown()
+        raise
+    except RendezvousClosedError:
+        raise MachineError(f"another node ended the job, and what it printed says why; {again}") from None
+    except RendezvousTimeoutError:
+        few = f"fewer than {nodes.least} nodes came to {nodes.endpoint} within {TIMES_S['join_timeout']} s"
+        raise MachineError(f"{few}: {again}") from None
+    except RendezvousConnectionError:
+        raise MachineError(
+            f"nothing answers at {nodes.endpoint}, which the node of that name holds: check that it runs; {again}"
+        ) from None
+
+
+def _meet(nodes: Nodes) -> DynamicRendezvousHandler:
+    host, _, port = nodes.endpoint.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:  # sends nothing
+        towards.connect((host, int(port) or 1))
+        own = towards.getsockname()[0]  # the address under which that node, and so the others, reach this one
+    meeting = RendezvousParameters(
+        backend="c10d",
+        endpoint=nodes.endpoint,
+        run_id=nodes.job,
+        min_nodes=nodes.least,
+        max_nodes=nodes.most,
+        local_addr=own,
+        **TIMES_S,
+    )
+    backend, store = create_backend(meeting)
+    count = str(nodes.least) if nodes.least == nodes.most else f"{nodes.least} to {nodes.most}"
+    _say(f"waiting for {count} nodes at {host}:{getattr(store, 'port', port)}")
+    return create_handler(store, backend, meeting)
+
+
+class Agent(SimpleElasticAgent):
+    """Starts, watches and stops this node's processes; the meeting and the order of things are torch's."""
+
+    def __init__(
+        self, handler: DynamicRendezvousHandler, nproc: int, arguments: Sequence[str], run: Path
+    ) -> None:
+        spec = WorkerSpec(
+            role="redline",
+            local_world_size=nproc,
+            rdzv_handler=handler,
+            entrypoint="redline",
+            max_restarts=RESTARTS,
+            monitor_interval=LOOK_EVERY_S,
+        )
+        super().__init__(spec)
+        self.arguments, self.run_folder = arguments, run
+        self.members: list[Member] = []
+        self.code = 0
+        self._stopping = False
+        self._smaller: list[str] = []
+        self._saved = -1
+
+    def request_stop(self, _number: int, _frame: Any) -> None:
+        """Ask the processes to save and leave; between two starts there is nothing to save."""
+        self._stopping = True
+        if not self._running():
+            raise Stopped
+        for member in self._running():
+            member.process.terminate()
+
+    def _running(self) -> list[Member]:
+        return [member for member in self.members if member.process.poll() is None]
+
+    def _rendezvous(self, group: WorkerGroup) -> None:
+        # torch 2.13 would give the address of the first node of the first meeting, which may be the one that was lost
+        group.spec.rdzv_handler._bootstrap_store_info = None  # type: ignore[attr-defined]
+        super()._rendezvous(group)
+
+    def _start_workers(self, group: WorkerGroup) -> dict[int, Any]:
+        step = max(step_folders(self.run_folder / "checkpoints"), default=0)
+        if step > self._saved:
+            self._saved, self._remaining_restarts = step, RESTARTS
+        if override := out_of_memory_override(self.run_folder / "events.jsonl"):
+            self._smaller = ["--set", override]
+        nproc = group.spec.local_world_size
+        place = {
+            "GROUP_RANK": group.group_rank,
+            "GROUP_WORLD_SIZE": group.group_world_size,
+            "LOCAL_WORLD_SIZE": nproc,
+            "MASTER_ADDR": group.master_addr,
+            "MASTER_PORT": group.master_port,
+            "TORCHELASTIC_USE_AGENT_STORE": True,  # the agent of the first node holds it, one for every meeting
+            "TORCHELASTIC_RESTART_COUNT": 0,
+            UNDER_AGENT: 1,
+        }
+        self.members = [
+            Member(
+                worker.global_rank,
+                [*self.arguments, *self._smaller],
+                environment_of(
+                    nproc,
+                    RANK=worker.global_rank,
+                    LOCAL_RANK=worker.local_rank,
+                    WORLD_SIZE=worker.world_size,
+                    **place,
+                ),
+            )
+            for worker in group.workers
+        ]
+        if self._stopping:
+            for member in self.members:
+                member.process.terminate()
+        return {local: member.process.pid for local, member in enumerate(self.members)}
+
+    def _monitor_workers(self, group: WorkerGroup) -> RunResult:
+        if self._running():
+            if not any(member.process.returncode for member in self.members):
+                return RunResult(state=WorkerState.HEALTHY)
+            self._wait()
+        if not (failed := failures(self.members)):
+            return RunResult(
+                state=WorkerState.SUCCEEDED, return_values={worker.global_rank: 0 for worker in group.workers}
+            )
+        if self._stopping:
+            raise Stopped
+        broken = [member for member in failed if member.process.returncode != STOPPED_CODE]
+        if not broken:  # another node asked for it, and nothing is lost
+            self._remaining_restarts += 1
+            return RunResult(state=WorkerState.FAILED)
+        smaller = out_of_memory_override(self.run_folder / "events.jsonl")
+        if self._remaining_restarts == 0 or (
+            broken[0].has_said_why and (smaller is None or smaller in self._smaller)
+        ):
+            self.code = broken[0].tell()
+        else:
+            _say(f"{broken[0].summary}; starting again from the last checkpoint with the nodes that are left")
+        return RunResult(state=WorkerState.FAILED)
+
+    def _wait(self) -> None:
+        """Until all have ended. Those that were asked to stop save a checkpoint; if one fails, the others are given up."""
+        while self._running():
+            if any((member.process.returncode or 0) not in (0, STOPPED_CODE) for member in self.members):
+                stop(self.members)
+            time.sleep(LOOK_EVERY_S)
+
+    def _stop_workers(self, *_given: Any, **_named: Any) -> None:
+        for member in self._running():
+            member.process.terminate()
+        self._wait()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_given: Any, **_named: Any) -> None:
+        for member in self._running():
+            member.process.kill()
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

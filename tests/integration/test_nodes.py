@@ -1,0 +1,149 @@
+"""Two agents on loopback, each with its processes: what two nodes train, what becomes of a job that loses one, and how a
+job on several nodes stops."""
+
+import json
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipeline import Nano, assert_close_training, events, lines_written, on_two, one_line, steps, weights
+from precision import CLOSE
+from warm import LIMIT_S, Command, Fault
+
+from redline.errors import MachineError, TrainingError
+
+
+def awaited(condition: Callable[[], Any], *commands: Command) -> Any:
+    """What the condition returns when it is true; none of the commands may have ended before."""
+    until_s = time.monotonic() + LIMIT_S
+    while not (found := condition()):
+        for command in commands:
+            assert command.alive(), command.wait().err
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    return found
+
+
+def two_nodes(
+    nano: Nano,
+    recipe: Path,
+    run: Path,
+    nnodes: str,
+    *,
+    faults: tuple[Fault, Fault] = (Fault("node"), Fault("node")),
+) -> tuple[Command, Command]:
+    """Start the second when the first says where they meet."""
+    first = nano.start(recipe, run, "--nnodes", nnodes, "--rdzv", "127.0.0.1:0", fault=faults[0])
+    return first, nano.start(recipe, run, "--nnodes", nnodes, "--rdzv", meeting(first), fault=faults[1])
+
+
+def meeting(first: Command) -> str:
+    found = awaited(lambda: re.search(r"nodes at (127\.0\.0\.1:\d+)\n", first.said()), first)
+    return str(found[1])
+
+
+@pytest.mark.numerics
+def test_a_copy_in_every_node_trains_what_one_process_trains(nano: Nano, tmp_path: Path) -> None:
+    """Two nodes of two processes, one of which is asked to stop; one process resumes from what they saved, and four end
+    the run."""
+    alone, nodes = nano.in_double(), {**nano.in_double().environment, "LOCAL_WORLD_SIZE": "2"}
+    recipe = nano.recipe(tmp_path, "train.steps=9", "train.lr=2e-3", "train.optimizer=muon")
+    run = tmp_path / "run"
+    alone.outcome(recipe, tmp_path / "single")
+    command = ("train", recipe, "--run", run, "--json")
+    stopped = (None, None, Fault("signalled_at", update=3), None)
+    for done in on_two(nano.warm, *command, environment=nodes, faults=stopped):
+        assert done.code == 0, done.err
+    plan = json.loads((run / "plan.json").read_text())
+    assert (plan["world_size"], plan["shards"]["value"]) == (4, 2)
+    assert alone.outcome(recipe, run, fault=Fault("signalled_at", update=3))["step"] == 6
+    for done in on_two(nano.warm, *command, environment=nodes, faults=(None,) * 4):
+        assert done.code == 0, done.err
+    assert [event["world_size"] for event in events(run, "start", "resume")] == [4, 1, 4]
+    assert_close_training(run, tmp_path / "single", CLOSE)
+    for name, tensor in weights(tmp_path / "single").items():
+        if not name.startswith("rng."):
+            torch.testing.assert_close(weights(run)[name], tensor, rtol=CLOSE, atol=1e-12)
+
+
+@pytest.mark.numerics
+def test_a_lost_node_ends_the_step_and_the_job_resumes_without_it(nano: Nano, tmp_path: Path) -> None:
+    """The second of two nodes is killed in update 12, after the checkpoint of update 5 is complete: that of update 10
+    waits for it. Every update is recorded once, with the numbers of a run on one process."""
+    nano, run = nano.in_double(), tmp_path / "run"
+    recipe = nano.recipe(
+        tmp_path, "train.steps=20", "train.lr=2e-3", "train.checkpoint_every=5", "train.eval_every=0"
+    )
+    nano.outcome(recipe, tmp_path / "single")
+    lost = Fault("node", fault="node_lost_at", update=12)
+    first, second = two_nodes(nano, recipe, run, "1:2", faults=(Fault("node", later_s=0.1), lost))
+    done = first.wait()
+    assert done.code == 0, done.err
+    assert second.wait().code == -signal.SIGKILL
+    assert json.loads(done.out)["why"] == "finished"
+    assert "starting again from the last checkpoint with the nodes that are left" in done.err
+    (changed,) = events(run, "resized")
+    assert (changed["world_size_before"], changed["world_size"]) == (2, 1)
+    assert changed["step"] in (5, 10)
+    assert [(event["step"], event["world_size"]) for event in events(run, "start", "resume")] == [
+        (0, 2),
+        (changed["step"], 1),
+    ]
+    assert len(steps(run)) == 20
+    assert_close_training(run, tmp_path / "single", CLOSE)
+
+
+def test_a_process_that_runs_out_of_memory_restarts_all_nodes(nano: Nano, tmp_path: Path) -> None:
+    """Four sequences a pass do not fit the second node from its third update on; all go on with two."""
+    recipe = nano.recipe(tmp_path, "train.steps=8", "train.checkpoint_every=2", "train.eval_every=0")
+    run, full = tmp_path / "run", Fault("node", fault="out_of_memory", above=2, from_pass=3)
+    for node in two_nodes(nano, recipe, run, "2", faults=(Fault("node"), full)):
+        done = node.wait()
+        assert done.code == 0, done.err
+    (short,) = events(run, "out_of_memory")
+    assert (short["micro_batch_before"], short["micro_batch"]) == (4, 2)
+    assert [(event["world_size"], event["micro_batch"]) for event in events(run, "start", "resume")] == [
+        (2, 4),
+        (2, 2),
+    ]
+    assert len(steps(run)) == 8
+
+
+def test_an_error_of_the_user_is_one_line_on_every_node(nano: Nano, tmp_path: Path) -> None:
+    """It is not tried again: the same would happen."""
+    recipe, run = nano.recipe(tmp_path, "train.steps=8"), tmp_path / "run"
+    broken = Fault("node", fault="gradient_not_a_number", update=3)
+    for node in two_nodes(nano, recipe, run, "2", faults=(broken, broken)):
+        done = node.wait()
+        assert done.code == TrainingError.exit_code
+        assert "grad_norm is nan at step 3" in one_line(done.err)
+    assert len(events(run, "start", "resume")) == 1
+
+
+@pytest.mark.slow
+def test_a_node_that_comes_costs_no_update_and_one_that_leaves_stops_the_others(
+    nano: Nano, tmp_path: Path
+) -> None:
+    """The first trains alone until the second comes, which takes a checkpoint. It then leaves, and with it the place
+    where they meet."""
+    recipe = nano.recipe(tmp_path, "train.steps=1000000", "train.eval_every=0", "train.checkpoint_every=0")
+    run, options = tmp_path / "run", ("--nnodes", "1:2", "--rdzv")
+    first = nano.start(recipe, run, *options, "127.0.0.1:0", fault=Fault("node", patience_s=5))
+    awaited(lambda: lines_written(run), first)
+    second = nano.start(recipe, run, *options, meeting(first), fault=Fault("node"))
+    came = awaited(lambda: events(run, "resized"), first, second)[0]
+    assert (came["world_size_before"], came["world_size"]) == (1, 2)
+    awaited(lambda: lines_written(run) > came["step"] + 1, first, second)
+    first.send(signal.SIGTERM)
+    assert first.wait().code == 0
+    done = second.wait()
+    assert done.code == MachineError.exit_code
+    assert "run the same command on every node" in one_line(done.err)
+    assert {event["metrics_dropped"] for event in events(run, "start", "resume")} == {0}
+    assert {event["why"] for event in events(run, "end")} == {"stopped by signal"}
+    assert events(run, "end")[-1]["step"] == len(steps(run))
