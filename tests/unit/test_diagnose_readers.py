@@ -880,12 +880,14 @@ def test_megatrons_progress_file(tmp_path: Path) -> None:
     [
         ("  2%|▏         | 1/60 [00:00<00:30, 2.0it/s]", "100%|██████████| 60/60 [00:30<00:00, 2.0it/s]"),
         ("2% ──────────── 1/60 2.0it/s 0.5s<29.5s", "100% ━━━━━━━━━━━━ 60/60 2.0it/s 30.0s"),
+        ("100% ━━━━━━━━━━━━ 60/60 2.0it/s 30.0s",),
     ],
 )
-def test_bars_of_several_epochs_count_on(tmp_path: Path, bars: tuple[str, str]) -> None:
-    """Ultralytics: each epoch is 60 updates of half a second, and a validation with a bar of its own."""
+def test_bars_of_several_epochs_count_on(tmp_path: Path, bars: tuple[str, ...]) -> None:
+    """Ultralytics: each epoch is 60 updates of half a second, and a validation with a bar of its own. A notebook keeps only
+    the end of each bar."""
     row = "      {}/9      2.34G      1.238      2.345      1.123         45        640: {}"
-    test = f"                 Class     Images  Instances      Box(P          R      mAP50  mAP50-95): {bars[1].replace('60', '7')}"
+    test = f"                 Class     Images  Instances      Box(P          R      mAP50  mAP50-95): {bars[-1].replace('60', '7')}"
     each = ["\n".join([*(row.format(epoch, bar) for bar in bars), test]) for epoch in range(1, 10)]
     observed = read(text_file(tmp_path, "\n".join(["Ultralytics 8.3.203", *each]) + "\n"))
     assert observed.updates == 540

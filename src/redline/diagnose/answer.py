@@ -14,6 +14,7 @@ from redline.diagnose.observed import FEWEST_UPDATES, PHASES, Observed
 from redline.diagnose.rules.memory import achieved
 from redline.record.units import format_count, format_duration, format_limit_share, format_rate, format_share
 
+BESIDE = ("gen", "reward", "old log prob", "ref", "values", "adv", "update critic", "update actor")
 GOOD = 0.35
 """MFU from which on a run is fast enough: what is left needs other kernels or FP8, and no setting."""
 GOOD_OWN = 0.75
@@ -31,23 +32,18 @@ class Verdict:
 
 def split(observed: Observed) -> dict[str, float]:
     """Mean seconds of each part of an update, what is left of it as `idle`; empty where its parts were not measured. Means
-    add up to the update, as medians do not."""
-    step_s = observed.mean("step_s")
-    if not step_s or observed.mean("forward_s") is None:
-        return _named_parts(observed, step_s) if step_s else {}
+    add up to the update, as medians do not. Else a trainer's own parts of the step (verl's timing_s), those that stand
+    beside each other and not inside."""
+    step_s = observed.mean("step_s") or 0.0
+    if observed.mean("forward_s") is None:
+        parts = {name: value for name in BESIDE if (value := observed.part(name))}
+        left_s = step_s - sum(parts.values())
+        return parts | {"other": max(0.0, left_s)} if parts and step_s and left_s > -0.1 * step_s else {}
     measured = [name for name in PHASES if any(getattr(s, name) for s in observed.steady)]
     known = {name.removesuffix("_s"): observed.share(name) * step_s for name in measured}
     left_s = max(0.0, step_s - sum(known.values()))
     wait_s = min(fmean(s.felt_wait_s for s in observed.steady), left_s)
     return known | {"data wait": wait_s, "idle": left_s - wait_s}
-
-
-def _named_parts(observed: Observed, step_s: float) -> dict[str, float]:
-    """A trainer's own parts of the step (verl's timing_s), those that stand beside each other and not inside."""
-    names = ("gen", "reward", "old log prob", "ref", "values", "adv", "update critic", "update actor")
-    parts = {name: value for name in names if (value := observed.part(name))}
-    left_s = step_s - sum(parts.values())
-    return parts | {"other": max(0.0, left_s)} if parts and left_s > -0.1 * step_s else {}
 
 
 def mfu(observed: Observed) -> tuple[float, str] | None:

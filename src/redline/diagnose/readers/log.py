@@ -184,6 +184,10 @@ def _bar(log: Log, lines: Sequence[Row]) -> list[Row]:
         if row.bar and row.total > 2 and not LINE["not_training"].search(row.bar):
             bars.setdefault(row.bar, []).append(row)
     bar = max(bars.values(), key=lambda rows: rows[-1].values.get("elapsed_s", 0.0), default=[])
+    if len(bar) > 1 and all(row.step == row.total and "epoch" in row.values for row in bar):
+        clock = accumulate(row.values.get("elapsed_s", 0.0) for row in bar)  # each epoch shows its end alone
+        for number, (row, elapsed_s) in enumerate(zip(bar, clock, strict=True), start=1):
+            row.step, row.values["elapsed_s"] = row.step * number, elapsed_s
     others = [row for row in log.rows if not row.bar and (row.step >= 0 or "epoch" in row.values)]
     last, end = log.summary.get("epoch"), bar[-1].total if bar else 0.0
     if not last:
