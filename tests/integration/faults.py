@@ -121,12 +121,17 @@ def forked_members(fault: str = "", **given: Any) -> None:
 
 def node(fault: str = "", patience_s: int = 600, later_s: float = 0.0, **given: Any) -> None:
     """An agent whose processes are forks. It waits so long for more nodes than it needs, and `later_s` where nodes have
-    met before; a node counts as lost after three seconds of silence."""
+    met before. There a node counts as lost after three seconds of silence; elsewhere a slow machine is no loss."""
     from datetime import timedelta
 
     from redline.launch import agent
 
-    agent.TIMES_S |= {"last_call_timeout": patience_s, "keep_alive_interval": 1}
+    attempts = 3 if later_s else 600
+    agent.TIMES_S |= {
+        "last_call_timeout": patience_s,
+        "keep_alive_interval": 1,
+        "keep_alive_max_attempt": attempts,
+    }
     start = agent.Agent._start_workers
 
     def started(node: agent.Agent, group: Any) -> Any:
