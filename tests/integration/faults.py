@@ -157,34 +157,43 @@ def node_lost_at(update: int) -> None:
 def slow_network(block: int, tally: str, delay_s: float = 0.0, bytes_per_s: float = float("inf")) -> None:
     """Every gather and reduction takes this much longer, and its bytes over this bandwidth, in every second block of
     updates, so that both meet the same load. What the first process receives in each update goes into a file: bytes and
-    number of gathers, then of reductions."""
+    number of gathers, of reductions to shards, and of reductions over replicas."""
     from torch import distributed as dist
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
     from redline.train import execution
 
-    shard, received, updates = execution.shard, [0, 0, 0, 0], []
+    shard, received, updates = execution.shard, [0] * 6, []
 
-    def slowed(base: type, place: int, parts_of_input: int) -> Any:
+    def count(place: int, size: int, members: int) -> None:
+        received[place] += size
+        received[place + 1] += members > 1
+        if len(updates) // block % 2:
+            time.sleep(delay_s + size / bytes_per_s)
+
+    def slowed(base: type, place: int) -> Any:
         class Slow(base):  # type: ignore[misc]
             def __call__(self, *given: Any, **named: Any) -> Any:
-                size = (dist.get_world_size() - 1) * named["input_tensor"].nbytes // parts_of_input
-                received[place] += size
-                received[place + 1] += 1
-                if len(updates) // block % 2:
-                    time.sleep(delay_s + size / bytes_per_s)
+                members = named["group"].size()
+                parts = members if place else 1  # what is reduced holds the parts of all
+                count(place, (members - 1) * named["input_tensor"].nbytes // parts, members)
                 return super().__call__(*given, **named)
 
         return Slow()
+
+    def all_reduce(tensor: Any, group: Any, **named: Any) -> Any:
+        members = group.size()
+        count(4, 2 * (members - 1) * tensor.nbytes // members, members)
+        return dist.all_reduce(tensor, group=group, **named)
 
     def shard_slowly(model: Any, process: Any, dtype: Any) -> None:
         shard(model, process, dtype)
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(slowed(collectives.DefaultAllGather, 0, 1))
-                scatter = slowed(collectives.DefaultReduceScatter, 2, process.world_size)
-                module.set_custom_reduce_scatter(scatter)
+                module.set_custom_all_gather(slowed(collectives.DefaultAllGather, 0))
+                module.set_custom_reduce_scatter(slowed(collectives.DefaultReduceScatter, 2))
+        collectives.dist = SimpleNamespace(**{**vars(dist), "all_reduce": all_reduce})
 
     def hook(_number: int, _learner: Any) -> None:
         updates.append(list(received))

@@ -282,6 +282,8 @@ def test_a_process_that_is_killed_is_one_line(nano: Nano, tmp_path: Path) -> Non
         "redline: process 1 was killed by SIGKILL (the system does that when memory runs out) and the others were"
         " stopped; run the same command again and it resumes from the last checkpoint"
     ]
+    (died,) = events(tmp_path / "run", "process_died")
+    assert died["error"].startswith("process 1 was killed by SIGKILL")
 
 
 def test_ctrl_c_before_the_processes_can_save_is_called_that() -> None:

@@ -125,14 +125,19 @@ def test_waits_are_a_part_of_every_update_and_a_slow_network_makes_them_longer(
     assert all(line["communication_s"] >= COLLECTIVES * delay_s for line in lines[BLOCK:])
 
 
-def test_what_a_process_receives_is_what_the_arithmetic_says(nano: Nano, tmp_path: Path) -> None:
-    """Counted in FSDP's own collectives: two passes an update, bf16 in the blocks, fp32 elsewhere."""
-    overrides = ("train.steps=6", "train.eval_every=0", "plan.precision=bf16", "plan.micro_batch=2")
-    recipe = nano.recipe(tmp_path, *overrides)
+@pytest.mark.parametrize("shards", [2, 1])
+def test_what_a_process_receives_is_what_the_arithmetic_says(nano: Nano, tmp_path: Path, shards: int) -> None:
+    """Counted in FSDP's own collectives: two passes an update, bf16 in the blocks, fp32 elsewhere. Once with the weights
+    spread over both processes, once with a copy on each."""
+    overrides = ("train.steps=4", "train.eval_every=0", "plan.precision=bf16", "plan.micro_batch=2")
+    recipe = nano.recipe(tmp_path, *overrides, f"plan.shards={shards}")
     run_on_two(nano, recipe, tmp_path / "run", 0.0)
     counted = json.loads((tmp_path / "run.json").read_text())
-    t = traffic(load_recipe(str(recipe)).model, precision="bf16", accumulation=2, shards=2)
-    assert counted == [[t.gathered, t.gathers, t.scattered, t.scatters]] * 6
+    model = load_recipe(str(recipe)).model
+    t = traffic(model, precision="bf16", accumulation=2, shards=shards, replicas=2 // shards)
+    assert t.total > 0
+    expected = [t.gathered, t.gathers, t.scattered, t.scatters, t.reduced, t.reductions]
+    assert counted == [expected] * 4
 
 
 def test_one_process_has_no_such_part(nano: Nano, tmp_path: Path) -> None:

@@ -85,6 +85,15 @@ def test_processes_that_are_equally_fast_are_not_called_slow(tmp_path: Path) -> 
     assert not any(one.kind for one in found.members)
 
 
+def test_processes_that_died_and_runs_that_shrank_are_told(tmp_path: Path) -> None:
+    begun = {"at": 1.0, "event": "start", "step": 0, "world_size": 2, "hosts": HOSTS}
+    died = {"at": 2.0, "event": "process_died", "error": "process 1 was killed by SIGKILL on node-b"}
+    shrunk = {"at": 3.0, "event": "resized", "step": 7, "world_size_before": 4, "world_size": 2}
+    found = crew_of(write_run(tmp_path / "run", events=[begun, died, shrunk]))
+    assert [(one.state, one.note) for one in found.members] == [("died", died["error"])]
+    assert found.said == [died["error"], "processes: 4 before, 2 from update 7 on; the batch is the same"]
+
+
 WORKERS = (
     {"name": "worker-1", "state": "joined", "samples": 0, "seconds": 0.0},
     {"name": "worker-2", "state": "joined", "samples": 0, "seconds": 0.0},

@@ -26,7 +26,7 @@ from redline.cli.options import answer, byte_progress, check_least, recipe_of, s
 from redline.cli.plan import chosen, make
 from redline.config.recipe import Recipe
 from redline.data.read import find_source
-from redline.errors import ConfigError
+from redline.errors import ConfigError, MachineError
 from redline.launch.processes import (
     LAUNCHER,
     STOPPED_CODE,
@@ -43,7 +43,7 @@ from redline.record import startup
 from redline.record.export import ExportedRun, check_names, make_exporters
 from redline.record.observe import Observer
 from redline.record.read import Run, number, read_run
-from redline.record.run import RunFolder
+from redline.record.run import RunFolder, failures_recorded
 from redline.record.units import (
     exact,
     format_bytes,
@@ -128,10 +128,11 @@ def train(options: argparse.Namespace, recipe: Recipe, **how: Any) -> int:
 
         nodes = Nodes(least=least, most=most, endpoint=options.rdzv, job=recipe.identity)
         return run_on_nodes(nodes, options.nproc, options.arguments, folder)
-    return with_recovery(
-        lambda overrides: start_processes(options.nproc, [*options.arguments, *overrides]),
-        lambda: out_of_memory_override(folder / "events.jsonl"),
-    )
+    with failures_recorded(folder, "process_died", MachineError):  # one that was killed cannot record it
+        return with_recovery(
+            lambda overrides: start_processes(options.nproc, [*options.arguments, *overrides]),
+            lambda: out_of_memory_override(folder / "events.jsonl"),
+        )
 
 
 def end_with_launcher() -> None:

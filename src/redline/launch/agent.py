@@ -46,6 +46,7 @@ from redline.launch.processes import (
     out_of_memory_override,
     stop,
 )
+from redline.record.run import RunFolder
 from redline.train.places import step_folders
 
 RESTARTS = 3
@@ -212,6 +213,9 @@ class Agent(SimpleElasticAgent):
         if not broken:  # another node asked for it, and nothing is lost
             self._remaining_restarts += 1
             return RunResult(state=WorkerState.FAILED)
+        if broken[0].process.returncode < 0 and self.run_folder.is_dir():
+            error = f"{broken[0].summary} on {socket.gethostname()}"
+            RunFolder(self.run_folder).event("process_died", error=error)
         smaller = out_of_memory_override(self.run_folder / "events.jsonl")
         if self._remaining_restarts == 0 or (
             broken[0].has_said_why and (smaller is None or smaller in self._smaller)

@@ -90,11 +90,13 @@ def cut_torn_line(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def failures_recorded(path: Path, kind: str = "failed") -> Iterator[None]:
+def failures_recorded(
+    path: Path, kind: str = "failed", of: type[RedlineError] = RedlineError
+) -> Iterator[None]:
     """Record a user's error that ends the run, for the launcher of several processes to find."""
     try:
         yield
-    except RedlineError as error:
+    except of as error:
         if path.is_dir():
             RunFolder(path).event(kind, error=str(error), exit_code=error.exit_code)
         raise

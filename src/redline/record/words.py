@@ -16,6 +16,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "start": ("{recipe}: training begins", "training begins"),
     "start_up": ("the first update was done {total_s} after the command",),
     "resume": ("resumed at update {step}",),
+    "process_died": ("{error}",),
     "worker_joined": ("{name} joined",),
     "worker": (
         "{name} {state} after {seconds} s and {samples} samples: {why}",
@@ -81,7 +82,7 @@ _VALIDATION = {
     "valid_word_perplexity": "{:,.1f} per word",
     "valid_bits_per_byte": "{:.4f} bits/byte",
 }
-BAD = ("failed", "out_of_memory", "validation_out_of_memory", "updates_not_recorded")
+BAD = ("failed", "process_died", "out_of_memory", "validation_out_of_memory", "updates_not_recorded")
 """Shown in red."""
 LOST = ("died", "hung")
 """States of a worker that are, too."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from redline.record.read import Line, Run, number, table, values
 from redline.record.units import DASH, exact, format_share
-from redline.record.words import LOST
+from redline.record.words import LOST, told
 
 SLOW_SHARE = 0.05
 SLOW_RATE = 0.7
@@ -89,22 +89,27 @@ def _processes(run: Run) -> Crew | None:
             said.append(
                 f"{place(rank, hosts)} is slow: the others waited for it {format_share(waited)} of the time"
             )
+    for event in run.events:
+        if event["event"] == "process_died":
+            members.append(Member("a process", "died", "", told("process_died", event), "bad"))
+        if event["event"] in ("process_died", "resized"):
+            said.append(told(event["event"], event))
     where = f"{count} processes" + (f" on {len(hosts)} machines" if len(hosts) > 1 else "")
     return Crew(members, said or ([f"{where}, none of them slow"] if found else [where]))
 
 
 def _workers(events: list[Line]) -> Crew | None:
     """From the events `worker`: what each delivered over all its lives, and how it stands."""
-    told: dict[str, list[Line]] = {}
+    found: dict[str, list[Line]] = {}
     for event in events:
         if event["event"] == "worker" and isinstance(event.get("name"), str):
-            told.setdefault(event["name"], []).append(event)
-    if not told:
+            found.setdefault(event["name"], []).append(event)
+    if not found:
         return None
-    rates = {name: rate for name, own in told.items() if (rate := _rate(own)) is not None}
+    rates = {name: rate for name, own in found.items() if (rate := _rate(own)) is not None}
     middle = median(rates.values()) if len(rates) > 1 else 0.0
     members, said = [], []
-    for name, own in told.items():
+    for name, own in found.items():
         state, rate = str(own[-1].get("state", DASH)), rates.get(name)
         lost = Counter(str(event["state"]) for event in own if event.get("state") in LOST)
         slow = rate is not None and rate < SLOW_RATE * middle
