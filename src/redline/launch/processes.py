@@ -75,14 +75,20 @@ def environment_of(nproc: int, **place: object) -> dict[str, str]:
     return {**threads, **os.environ, LAUNCHER: str(os.getpid())} | {n: str(v) for n, v in place.items()}
 
 
-def _watched(members: Sequence["Member"]) -> int:
-    def hand_on(_number: int, _frame: Any) -> None:  # the processes save and leave
+def _handing_on(members: Sequence["Member"]) -> contextlib.AbstractContextManager[None]:
+    """A request to stop goes to the processes, which save and leave."""
+
+    def hand_on(_number: int, _frame: Any) -> None:
         for member in members:
             if member.process.poll() is None:
                 member.stopped = True
                 member.process.terminate()
 
-    with on_stop(hand_on):
+    return on_stop(hand_on)
+
+
+def _watched(members: Sequence["Member"]) -> int:
+    with _handing_on(members):
         while any(member.process.poll() is None for member in members):
             if any(member.process.returncode for member in members):
                 stop(members)
