@@ -41,8 +41,8 @@ class Workers:
         """Events of a thread that draws, until the one that trains passes them on."""
 
     def voice(self) -> Voice:
+        """The weights as they are now; the first call starts the workers."""
         self._tell()
-        began_s = time.perf_counter()
         if self._engine is None:
             self._engine = RayEngine(
                 self.local.model,
@@ -52,9 +52,10 @@ class Workers:
                 **self.local.settings(),
             )
         else:
+            began_s = time.perf_counter()
             self._engine.publish(self.local.model)
+            self.weights_s += time.perf_counter() - began_s
         run = partial(self._engine.run, version=self._engine.version)
-        self.weights_s += time.perf_counter() - began_s
         return lambda: nullcontext(run)
 
     def fewer_slots(self, error: OutOfMemoryError) -> None:
