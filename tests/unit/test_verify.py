@@ -78,7 +78,7 @@ def failed(found: dict[str, Check]) -> set[str]:
         ("plan.precision=fp8",),
         ("plan.precision=fp16",),
         ("plan.recompute=selective", "plan.loss_chunks=3", "plan.micro_batch=1"),
-        ("train.optimizer=muon",),
+        ("train.optimizer=muon", "model.logit_cap=30", "model.value_embeddings=true"),
         ("model.attention=favor", "model.features=16", "plan.recompute=full"),
         pytest.param(("plan.compile=default",), marks=pytest.mark.slow),
         pytest.param(("plan.compile=default", "plan.recompute=full"), marks=pytest.mark.slow),
