@@ -193,7 +193,8 @@ def test_passes_of_another_size_are_found() -> None:
     """On paper: as many as planned, of other sequences."""
     plan = plan_for("plan.micro_batch=2")
     rows = [(torch.zeros(32), torch.zeros(32))] * 2
-    case: Any = SimpleNamespace(plan=plan, rows=rows, packed=False, trainer=SimpleNamespace(plan=plan))
+    trainer = SimpleNamespace(plan=plan)
+    case: Any = SimpleNamespace(plan=plan, rows=rows, packed=False, trainer=trainer, tables=1)
     for embedded, status in (
         ([(2, 32)] * 2, "passed"),
         ([(1, 32)] * 2, "failed"),

@@ -111,6 +111,11 @@ class Case:
         return self.trainer.learner.model
 
     @property
+    def tables(self) -> int:
+        """In which a pass looks up its tokens."""
+        return 1 + self.model.config.value_embeddings
+
+    @property
     def mixing(self) -> str:
         return self.model.config.attention
 
@@ -308,8 +313,8 @@ def _loss_chunks(case: Case) -> Check:
 
 def _passes(case: Case) -> Check:
     """Every pass looks up its tokens once in each table. Only a few passes of a long update were run."""
-    name, plan, tables = "passes of an update", case.plan, 1 + case.model.config.value_embeddings
-    seen = Counter({shape: count // tables for shape, count in Counter(case.in_update.embedded).items()})
+    name, plan = "passes of an update", case.plan
+    seen = Counter({shape: count // case.tables for shape, count in Counter(case.in_update.embedded).items()})
     if plan.graph:
         return absent(name, IN_THE_GRAPH)
     run = case.trainer.plan.accumulation
