@@ -150,3 +150,27 @@ def test_limits_and_sizes_are_read_as_slurm_reads_them() -> None:
     limits = {"90": 5400, "1:30": 90, "1:00:01": 3601, "2-00": 172_800, "1-01:30": 91_800, "0-00:00:07": 7}
     assert {text: ray_place._seconds(text) for text in limits} == limits
     assert [ray_place._bytes(text) for text in ("3", "3K", "2T")] == [3 * 2**20, 3 * 2**10, 2**41]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--nnodes", "2"], "--nnodes 2 needs --rdzv HOST:PORT, the same on all of them; it is missing"),
+        (
+            ["--nnodes", "1:2", "--rdzv", "node1"],
+            "needs --rdzv HOST:PORT, the same on all of them; got 'node1'",
+        ),
+        (
+            ["--nnodes", "4:2", "--rdzv", "node1:29400"],
+            "--nnodes takes a number or MIN:MAX, like 2 or 1:4, got '4:2'",
+        ),
+        (["--nnodes", "two"], "--nnodes takes a number or MIN:MAX, like 2 or 1:4, got 'two'"),
+    ],
+)
+def test_nodes_without_a_place_to_meet_are_refused(
+    capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    assert main(["train", "nano", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert said in error
