@@ -2,6 +2,7 @@
 a clock that nobody has to wait for."""
 
 import os
+import secrets
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,6 +20,12 @@ avoid_broken_amx(os.environ)  # as the command line does
 # What torch compiles is kept from one run of the tests to the next; its key knows nothing of ATEN_CPU_CAPABILITY.
 instructions = os.environ.get("ATEN_CPU_CAPABILITY", "")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{instructions}")
+
+# Files of tests that run side by side each start a Ray. Without a token of its own, each would write one into the home
+# folder, and replace the one that another has just read. Here, because Ray reads this when it is first imported.
+os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0")
+# It would kill workers when something else fills the machine's memory.
+os.environ.update(RAY_memory_monitor_refresh_ms="0")
 
 
 # Property-based tests: `make test` runs a few examples, always the same, in whatever time they take; `make fuzz`

@@ -1,7 +1,5 @@
 """Fixtures of the whole-pipeline tests: the warm process, the nano corpus and recipe, all made once."""
 
-import os
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,12 +7,6 @@ import pytest
 from ceilings import save_ceilings
 from pipeline import Nano
 from warm import Warm
-
-# Files of tests that run side by side each start a Ray. Without a token of its own, each would write one into the home
-# folder, and replace the one that another has just read.
-os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0")
-# It would kill workers when something else fills the machine's memory.
-os.environ.update(RAY_memory_monitor_refresh_ms="0")
 
 
 @pytest.fixture(scope="session")

@@ -30,24 +30,29 @@ def print_capacity(
 ) -> None:
     """The table over the numbers of GPUs, where it stops, and the assumptions; for a plan also the layouts."""
     console, steps, shares = Output(), recipe.train.steps, efficiency(rows)
-    columns = ["GPUs", "layout", "memory", "compute", "comm.", "step", "hidden: all to none", "tokens/s/GPU"]
-    columns += ["tokens/s", "efficiency", f"{steps:,} steps", "GPU-hours", *(["cost"] if price else [])]
-    cells: list[tuple[str, ...]] = []
+    taken: list[tuple[str, ...]] = []
+    given: list[tuple[str, ...]] = []
     for row in rows:
         if row.problem:
-            cells.append((f"on {row.gpus:,}: {row.problem}",))
+            taken.append((f"on {row.gpus:,}: {row.problem}",))
             continue
-        hours = row.gpu_hours(steps)
-        low, high = row.bounds_s
-        cells.append((
+        hours, (low, high) = row.gpu_hours(steps), row.bounds_s
+        taken.append((
             f"{row.gpus:,}", row.layout, format_bytes(row.memory_bytes), format_duration(row.compute_s),
             format_duration(row.communication_s), format_duration(row.step_s),
-            f"{format_duration(low)} to {format_duration(high)}", exact(row.tokens_per_s / row.gpus),
-            format_count(row.tokens_per_s), f"{shares[row.gpus]:.0%}", format_duration(row.step_s * steps),
-            f"{hours:,.1f}", *([f"{hours * price:,.2f}"] if price else []),
+            f"{format_duration(low)} to {format_duration(high)}",
         ))  # fmt: skip
-    title, numbers = "\nOn many GPUs (arithmetic, not measured)", (0, *range(2, len(columns)))
-    show(columns, cells, title=title, right=numbers)
+        given.append((
+            f"{row.gpus:,}", exact(row.tokens_per_s / row.gpus), format_count(row.tokens_per_s),
+            f"{shares[row.gpus]:.0%}", format_duration(row.step_s * steps), f"{hours:,.1f}",
+            *([f"{hours * price:,.2f}"] if price else []),
+        ))  # fmt: skip
+    columns: tuple[str, ...] = ("GPUs", "layout", "memory", "compute", "comm.", "step", "hidden: all to none")
+    title = "\nOn many GPUs (arithmetic, not measured): what an update takes"
+    show(columns, taken, title=title, right=(0, *range(2, len(columns))))
+    columns = ("GPUs", "tokens/s/GPU", "tokens/s", "efficiency", f"{steps:,} steps", "GPU-hours")
+    columns += ("cost",) if price else ()
+    show(columns, given, title="\nWhat it gives", right=range(len(columns)))
     console.print(where_it_stops(recipe, rows))
     assert hardware.link_bytes_per_s is not None
     assert hardware.network_bytes_per_s is not None
