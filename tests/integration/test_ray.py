@@ -53,6 +53,7 @@ class Lab:
     model: Transformer
     tokenizer: Tokenizer
     told: list[dict[str, Any]] = field(default_factory=list)
+    minutes: list[dict[str, Any]] = field(default_factory=list)
 
     def engine(self, workers: int, **how: Any) -> RayEngine:
         self.told.clear()
@@ -60,8 +61,7 @@ class Lab:
         return RayEngine(self.model, self.tokenizer, place=place, event=self.event, **ROOM, **how)
 
     def event(self, kind: str, **facts: Any) -> None:
-        assert kind == "worker"
-        self.told.append(facts)
+        {"worker": self.told, "workers": self.minutes}[kind].append(facts)
 
     def local(self, requests: list[Request]) -> dict[tuple[int, int], Any]:
         with LocalEngine(self.model, self.tokenizer, reproducible=True, **ROOM) as engine:
@@ -147,6 +147,7 @@ def test_a_silent_worker_is_killed_and_its_samples_come_from_another(lab):
         found = named(after(engine.run(asked), {5: stop_process, 15: stop_engine}))
     assert found == lab.local(asked)
     assert [facts["state"] for facts in lab.told] == ["joined", "hung", "joined", "hung", "joined", "ended"]
+    assert [set(facts["delivered"]) for facts in lab.minutes] == [{"worker-1"}, {"worker-1"}]
 
 
 def test_new_weights_in_the_middle_and_every_sample_names_its_own(lab):

@@ -206,13 +206,21 @@ def test_plan_stands_beside_the_guides_targets_read_per_gpu(
         assert part in out
 
 
-def test_plan_on_more_gpus_than_sequences_shows_the_table_and_refuses(
-    capsys: pytest.CaptureFixture[str],
+def test_plan_on_more_gpus_than_sequences_says_on_how_many_it_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(["plan", "gpt-1.3b", "--as", "1024xh100-80g"]) == 2
-    out, err = capsys.readouterr()
+    asked = ["plan", "gpt-1.3b", "--as", "1024xh100-80g"]
+    assert main(asked) == 0
+    out = capsys.readouterr().out
     assert "Scaling stops paying after" in out
-    assert "train.batch_size (512) must be a multiple of 1024" in err
+    problem = "train.batch_size (512) must be a multiple of 1024"
+    assert f"on 1,024: {problem}" in out
+    assert main([*asked, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert problem in found["problem"]
+    assert [row["gpus"] for row in found["capacity"] if not row["problem"]][-1] == 512
+    assert main([*asked, "--save", str(tmp_path / "plan.json")]) == 2
+    assert problem in capsys.readouterr().err
 
 
 def test_plan_gives_the_rows_as_json(capsys: pytest.CaptureFixture[str]) -> None:

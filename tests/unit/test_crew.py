@@ -1,6 +1,7 @@
 """Who does the work: the slow process and the slow worker are named, and those that died."""
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def test_a_process_is_placed_on_its_host() -> None:
     assert place(1, {"here": 2}) == place(1, {}) == "process 1"
 
 
-def of_four(parent: Path, slow_s: float, *, workers: tuple[dict[str, Any], ...] = ()) -> Path:
+def of_four(parent: Path, slow_s: float, *, workers: Sequence[dict[str, Any]] = ()) -> Path:
     """Updates of half a second; process 2 takes slow_s of it in every update but each fourth, the others 0.3 s."""
     found = lines()
     for line in found:
@@ -112,6 +113,20 @@ def test_workers_have_their_samples_a_second_and_their_deaths(tmp_path: Path) ->
     assert found["worker-2"].work == "200 samples, 4 samples/s"
     assert (found["worker-2"].note, found["worker-2"].kind) == ("died once", "bad")
     assert found["worker-3"].note == "is slow: the middle worker delivers 4 samples/s"
+
+
+def test_workers_that_are_there_have_the_samples_a_second_of_the_last_minute_told(tmp_path: Path) -> None:
+    minute = {"worker-1": {"samples": 240, "seconds": 60.0}, "worker-2": {"samples": 20, "seconds": 5.0}}
+    told_of = {"event": "workers", "workers": 2, "samples_per_s": 8.0, "delivered": minute}
+    later = {**told_of, "delivered": {"worker-1": {"samples": 480, "seconds": 120.0}, "worker-9": 3}}
+    joined = [{"event": "worker", **event} for event in WORKERS[:5]]
+    run = of_four(tmp_path, 0.301, workers=[*joined, told_of, later])
+    found = {one.name: one for one in crew_of(run).members if one.name.startswith("worker")}
+    assert found["worker-1"][1:3] == ("working", "480 samples, 4 samples/s")
+    assert found["worker-2"][1:3] == ("working", "60 samples, 4 samples/s")
+    assert found["worker-3"][1:3] == ("joined", "")
+    assert "worker-9" not in found
+    assert told("workers", told_of) == "2 workers, samples: 8/s"
 
 
 def test_the_events_of_workers_are_told_and_the_lost_ones_in_red(tmp_path: Path) -> None:

@@ -58,16 +58,23 @@ def run(options: argparse.Namespace) -> None:
     if nproc != named > 1:
         raise ConfigError(f"--as {options.as_} has {named} GPUs, one for each process; got --nproc {nproc}")
     rows = _capacity(options, recipe, nproc)
+    found = {"capacity": [asdict(row) for row in rows]} if rows else {}
     try:
         plan = make(options, recipe, nproc=nproc)
-    except ConfigError:
-        if rows and named > 1 and not options.json:  # on how many it could run
-            print_capacity(rows, recipe, _hardware(options), price=options.price)
-        raise
+    except ConfigError as error:
+        if options.save or named == 1 or all(row.problem for row in rows):
+            raise
+        # Not on so many: the answer is on how many it runs.
+        hardware, price = _hardware(options), options.price
+        answer(
+            options,
+            found | {"problem": str(error)},
+            lambda: print_capacity(rows, recipe, hardware, price=price),
+        )
+        return
     if options.save:
         save(plan, options.save)
         status(f"plan written to {options.save}")
-    found = {"capacity": [asdict(row) for row in rows]} if rows else {}
     answer(options, to_json(plan) | found, lambda: _print(plan, recipe, rows, options.price))
 
 

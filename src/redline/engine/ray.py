@@ -20,7 +20,8 @@ when it was taken from `requests` (or from `run(requests, version=...)`), in eve
 finishes one version before it begins another. Versions that nothing asks for any more are dropped.
 
 **Events.** `event("worker", name=, state=, samples=, seconds=, why=)`, with the state joined, died, hung or ended, the
-samples it has delivered since it joined, and the seconds since then.
+samples it has delivered since it joined, and the seconds since then. `event("workers", workers=, samples_per_s=,
+delivered=)` once a minute: the same two numbers of every worker, by name.
 
 Ray moves calls between its processes with pickle. These belong to one user on one cluster, whose members have to show
 its token; no file is read that way. What we pass is plain: numbers, texts, arrays. Left out: streams, and splitting a
@@ -51,6 +52,7 @@ SILENCE_S = 600.0
 WAIT_S = 0.2
 """How long a worker without a finished sample keeps a call open."""
 IDLE_S = 0.01
+TELL_EVERY_S = 60.0
 MOST_LOSSES = 8
 """Workers that may die over the same samples before these are blamed."""
 _END: Any = object()
@@ -160,7 +162,7 @@ class RayEngine:
         self._members = [_Member(f"worker-{number}") for number in range(1, count + 1)]
         self._queue: deque[_Piece] = deque()
         self._numbers = itertools.count()
-        self._losses, self._alone_s = 0, clock()
+        self._losses, self._alone_s, self._told_s = 0, clock(), clock()
 
     def __enter__(self) -> Self:
         return self
@@ -302,6 +304,9 @@ class RayEngine:
                 self._lose(member, "hung", f"no progress for {self._timeout_s:g} s")
         if any(member.joined for member in self._members):
             self._alone_s = now_s
+            if now_s - self._told_s >= TELL_EVERY_S:
+                self._told_s = now_s
+                self._tell_all(now_s)
         elif now_s - self._alone_s > self._timeout_s:
             has = ", ".join(f"{n:g} {name}" for name, n in self._ray.cluster_resources().items())
             raise MachineError(
@@ -368,6 +373,15 @@ class RayEngine:
     def _tell(self, member: _Member, state: str, **why: str) -> None:
         seconds = round(self._clock() - member.joined_s, 3) if member.joined else 0.0
         self._event("worker", name=member.name, state=state, samples=member.samples, seconds=seconds, **why)
+
+    def _tell_all(self, now_s: float) -> None:
+        delivered = {
+            m.name: {"samples": m.samples, "seconds": round(now_s - m.joined_s, 3)}
+            for m in self._members
+            if m.joined
+        }
+        rate = sum(self.rates().values())
+        self._event("workers", workers=len(delivered), samples_per_s=rate, delivered=delivered)
 
 
 def _work_of(piece: _Piece) -> Iterator[dict[str, Any]]:

@@ -99,11 +99,15 @@ def _processes(run: Run) -> Crew | None:
 
 
 def _workers(events: list[Line]) -> Crew | None:
-    """From the events `worker`: what each delivered over all its lives, and how it stands."""
+    """From the events `worker` and `workers`: what each delivered over all its lives, and how it stands."""
     found: dict[str, list[Line]] = {}
     for event in events:
         if event["event"] == "worker" and isinstance(event.get("name"), str):
             found.setdefault(event["name"], []).append(event)
+        elif event["event"] == "workers":  # how far those have come that are there
+            for name, done in table(event.get("delivered")).items():
+                if (own := found.get(name)) and own[-1].get("state") in ("joined", "working"):
+                    own[-1] = {**own[-1], **table(done), "state": "working"}
     if not found:
         return None
     rates = {name: rate for name, own in found.items() if (rate := _rate(own)) is not None}
@@ -124,7 +128,6 @@ def _workers(events: list[Line]) -> Crew | None:
 
 
 def _rate(own: list[Line]) -> float | None:
-    """Samples a second over the lives of a worker that have ended."""
-    ended = [event for event in own if event.get("state") != "joined"]
-    spent_s = sum(number(event.get("seconds")) or 0.0 for event in ended)
-    return sum(number(event.get("samples")) or 0.0 for event in ended) / spent_s if spent_s else None
+    """Samples a second over all lives of a worker, as far as they are told."""
+    spent_s = sum(number(event.get("seconds")) or 0.0 for event in own)
+    return sum(number(event.get("samples")) or 0.0 for event in own) / spent_s if spent_s else None
