@@ -53,7 +53,7 @@ TAILS = {
     "host-memory": "slurmstepd: error: Detected 1 oom_kill event in StepId=123.0. Some of the step tasks have been OOM Killed.",
     "collective-timeout": "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)",
 }
-ALSO = {"low-mfu", "tiny-batch", "small-passes", "padding", "mfu-mismatch", "nanogpt-mfu", "slow-updates"}
+ALSO = {"low-mfu", "tiny-batch", "small-passes", "padding", "nanogpt-mfu", "slow-updates"}
 """What the made run has besides its fault: it is a small model in a hurry. Not judged here."""
 Count = dict[str, list[int]]
 

@@ -216,7 +216,7 @@ def test_torchtitans_validations_and_checkpoints_are_no_updates(tmp_path: Path, 
     assert observed.median("step_s") == pytest.approx(2.34, rel=0.001)
     assert max(s.step_s for s in observed.steps[1:] if s.step_s) < 3
     findings = found(observed)
-    assert not {"stall", "slow-updates", "mfu-mismatch"} & findings.keys()
+    assert not {"stall", "slow-updates"} & findings.keys()
     pauses = [
         findings[f"{kind}-pause"] for kind in ("validation", "checkpoint") if f"{kind}-pause" in findings
     ]

@@ -367,14 +367,6 @@ def test_a_low_speed_is_told_where_nothing_else_is_known() -> None:
     assert unnamed.confidence < known.confidence
 
 
-def test_six_n_counted_thrice() -> None:
-    facts = Facts(parameters=124e6, gpu="a100-80g", gpus=1)
-    right = 6 * 124e6 * 99_500 / 312e12
-    finding = diagnose(log_of([1.0] * 20, facts=facts, values={"tokens": 99_500.0, "mfu": 3 * right}))[-1]
-    assert finding.cause == "mfu-6n-thrice"
-    assert finding.evidence[-1].value == pytest.approx(right)
-
-
 def test_generation_of_an_engine_ends_with_its_longest_response() -> None:
     """100 s for 8,192 tokens are 12 ms each; over the mean of 820 they would be 122, as if nothing was cached."""
 

@@ -142,19 +142,6 @@ def test_passes_of_one_sequence(tmp_path: Path) -> None:
     assert "plan.micro_batch=64" in top.fix
 
 
-def test_a_host_that_launches_and_a_host_that_waits(tmp_path: Path) -> None:
-    paper = Paper(tmp_path, "data.seq_len=128", "train.batch_size=8", "plan.compile=off")
-    launching = 0.01  # 12 layers of about 70 operations at 9 µs
-    causes = [f.cause for f in paper.found(paper.lines(launching, issue_s=0.97 * launching))]
-    assert "launch-bound" in causes
-    assert "sync" not in causes
-    # of eight passes the launches fill CUDA's queue, and the host waits for that
-    for batch_size, wanted in ((64, ["sync"]), (512, [])):
-        paper = Paper(tmp_path, f"train.batch_size={batch_size}")
-        step_s = 1.3 * paper.floor_s
-        assert [f.cause for f in paper.found(paper.lines(step_s, issue_s=0.98 * step_s))] == wanted
-
-
 def test_validations_and_checkpoints_are_told_apart(tmp_path: Path) -> None:
     paper, lines, clock = Paper(tmp_path), [], 0.0
     step_s = 1.02 * paper.floor_s
@@ -220,17 +207,16 @@ def test_running_out_of_memory_and_sampling_are_read_from_the_events(tmp_path: P
         {
             "event": "sampling_end",
             "questions": 100,
-            "solved": 99,
+            "solved": 50,
             "samples": 3000,
-            "correct": 2400,
+            "correct": 60,
             "elapsed_s": 9.0,
         },
     ]
     findings = {f.cause: f for f in paper.found(paper.lines(1.02 * paper.floor_s), events)}
     assert "plan.micro_batch=32" in findings["out-of-memory"].fix
-    # 80 % hits: two samples solve 96 % of the questions; 30 were drawn.
-    assert findings["spare-samples"].gain is not None
-    assert findings["spare-samples"].gain.high == pytest.approx(30 / 1.86, rel=0.01)
+    told = {row.name: row.value for row in findings["few-correct"].evidence}
+    assert told == {"correct": 0.02, "samples a question": 30.0, "solved": 0.5}
 
 
 def test_a_failed_run_says_what_it_failed_of(tmp_path: Path) -> None:

@@ -103,18 +103,14 @@ def test_two_runs_are_compared(tmp_path: Path, capsys: Capture) -> None:
     assert json.loads(capsys.readouterr().out)["verdict"].startswith("pcgrad is better")
 
 
-def test_the_diagnosis_of_a_run_names_what_teaches_nothing_and_slow_rewards(tmp_path: Path) -> None:
+def test_the_diagnosis_of_a_run_names_slow_rewards(tmp_path: Path) -> None:
     folder = write_rl(tmp_path / "a")
     path = folder / "metrics.jsonl"
-    more = {"groups": 10, "skipped_groups": 6, "reward_s": 0.4}
+    more = {"reward_s": 0.4}
     path.write_text(
         "".join(json.dumps(json.loads(line) | more) + "\n" for line in path.read_text().splitlines())
     )
     found = {finding.cause: finding for finding in diagnose(read_run(folder))}
-    assert found["few-lessons"].title.startswith("60% of the questions teach nothing")
-    assert found["few-lessons"].gain.high == pytest.approx(1 / (1 - 0.6 * 0.25)), (
-        "of the generation's quarter"
-    )
     assert found["slow-reward"].title == "Computing rewards takes 40% of the step"
     assert "redline rl doctor" in found["slow-reward"].fix
 

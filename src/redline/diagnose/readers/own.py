@@ -22,8 +22,6 @@ from redline.record.run import RunFolder
 
 _NAMES = {field.name for field in fields(Step)}
 _NAMES -= {"step", "tokens", "more", "not_a_number", "bad_norm", "cold"}
-_POLICY = {"reward_s": "timing s reward", "groups": "groups", "skipped_groups": "skipped groups"}
-"""Of reinforcement learning, by the names of the rules."""
 
 
 def read_run(path: Path) -> Observed:
@@ -52,7 +50,8 @@ def _step(line: dict[str, Any], *, cold: bool) -> Step:
     known = {name: value for name in _NAMES & line.keys() if (value := finite(line[name])) is not None}
     bad = any(name in line and finite(line[name]) is None for name in ("loss", "grad_norm"))
     lost = bad and not line.get("skipped")
-    more = {told: value for name, told in _POLICY.items() if (value := finite(line.get(name))) is not None}
+    reward_s = finite(line.get("reward_s"))
+    more = {} if reward_s is None else {"timing s reward": reward_s}
     speed, step_s = finite(line.get("tokens_per_s")), known.get("step_s")
     tokens = speed * step_s if speed and step_s else None
     return Step(step=line["step"], not_a_number=lost, cold=cold, tokens=tokens, more=more, **known)  # type: ignore[arg-type]

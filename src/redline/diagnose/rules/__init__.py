@@ -20,13 +20,13 @@ _TRAINING = (
 RULES = {
     "run": (
         *(*_TRAINING, update.gaps, trouble.halved, plans.small_passes, plans.recomputation),
-        *(plans.slow_precision, plans.host_bound, plans.not_compiled),
-        *(generation.uncached_loop, generation.lessons, generation.samples_to_spare),
+        *(plans.slow_precision, plans.not_compiled),
+        *(generation.uncached_loop, generation.few_correct),
     ),
     "log": (
         *(*_TRAINING, pauses.planned_pauses, memory.tiny_batch),
         *(generation.nested, generation.uncached, generation.slow, generation.long_tail, generation.eager),
-        *(memory.wrong_throughput, memory.over_the_peak, memory.mfu_by_arithmetic, memory.nanogpt_mfu),
+        *(memory.wrong_throughput, memory.over_the_peak, memory.nanogpt_mfu),
     ),
     "page": (
         *(claims.speed_against_mfu, claims.over_the_peak, claims.per_gpu_throughput, claims.gains_multiply),

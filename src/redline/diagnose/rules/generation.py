@@ -1,5 +1,5 @@
 """Generation inside training: far below what cached decoding gives, mostly something else than generating, held up by its
-longest answer, in batches smaller than they seem, or of more samples than are needed.
+longest answer, in batches smaller than they seem, or of samples that are hardly ever correct.
 
 With a cache of keys and values one decoding step reads every weight once, whatever the number of sequences: 2 bytes x
 parameters / bandwidth is its floor. Without one it computes the whole prefix again for every token. A watched loop shows
@@ -189,25 +189,11 @@ def rewards(observed: Observed) -> list[Finding]:
     return found("slow-reward", locals(), "own" if observed.kind == "run" else "")
 
 
-def lessons(observed: Observed) -> list[Finding]:
-    """Answers drawn and thrown away: all answers to their question earned the same."""
-    steps, names = observed.steady, ("groups", "skipped groups")
-    groups, skipped = (sum(step.more.get(name, 0.0) for step in steps) for name in names)
-    if not observed.enough or not groups or (wasted := skipped / groups) < 0.3:
-        return []
-    saves = 0.0, wasted * observed.share("generate_s")
-    return found("few-lessons", locals())
-
-
-def samples_to_spare(observed: Observed) -> list[Finding]:
-    """Rejection sampling that draws more than it needs, or hardly ever hits."""
+def few_correct(observed: Observed) -> list[Finding]:
+    """Rejection sampling that hardly ever hits."""
     last = observed.last_event("sampling_end")
-    samples, questions = last.get("samples"), last.get("questions")
-    if any(last.get(name) is None for name in ("correct", "solved")) or not samples or not questions:
+    samples, questions, correct = (last.get(name) for name in ("samples", "questions", "correct"))
+    if not samples or not questions or correct is None or (hit := correct / samples) >= 0.1:
         return []
-    hit, drawn, solved = last["correct"] / samples, samples / questions, last["solved"] / questions
-    if hit < 0.1:
-        return found("few-correct", locals(), strength=0.7)
-    enough = math.log(0.05) / math.log(1 - min(hit, 0.95))
-    gain = 1.0, drawn / enough
-    return found("spare-samples", locals(), strength=0.7) if drawn >= 1.5 * enough else []
+    drawn, solved = samples / questions, (last.get("solved") or 0) / questions
+    return found("few-correct", locals(), strength=0.7)

@@ -36,8 +36,6 @@ WELL, LOW = 0.45, 0.3
 ANY_GPU_TFLOPS = 45.0
 """Where the GPU is not named: below this even a V100 (125) is far from busy."""
 PCIE = 25e9
-ALIKE = (0.8, 1.25)
-"""Two ways to count FLOPs differ by as much."""
 
 
 def _tokens_a_pass(facts: Facts) -> float | None:
@@ -252,24 +250,6 @@ def over_the_peak(observed: Observed) -> list[Finding]:
     needed, peak = 6 * facts.parameters * claimed / 1e15, peak * facts.gpus / 1e3
     share = needed / peak
     return found("over-peak", locals(), "log", strength=0.9) if share > 1 else []
-
-
-def mfu_by_arithmetic(observed: Observed) -> list[Finding]:
-    """An MFU that does not follow from the log's own tokens/s: another peak, or FLOPs counted more than once."""
-    facts, claimed, speed = observed.facts, observed.median("mfu"), observed.tokens_per_s
-    peak = observed.peak_tflops or facts.mfu_peak_tflops
-    per_token = facts.flops_per_token or 6 * (facts.parameters or 0.0)
-    judged = facts.mfu_scope == "the step" and not observed.trainer.entry.get("mfu_tflops")
-    if not judged or not claimed or claimed > 1 or not speed or not peak or not per_token:
-        return []
-    right, gflop = per_token * speed / (peak * 1e12 * (facts.gpus or 1)), per_token / 1e9
-    if facts.gpus is None:  # tokens/s that one GPU cannot do, beside an MFU that it could
-        return found("mfu-mismatch", locals(), "several", strength=0.6) if right > 1 else []
-    ratio, peak = claimed / right, peak * facts.gpus
-    if ALIKE[0] <= ratio <= ALIKE[1] or right > 1:
-        return []
-    thrice = 2.6 <= ratio <= 3.4
-    return found("mfu-6n-thrice" if thrice else "mfu-mismatch", locals(), strength=1.0 if thrice else 0.6)
 
 
 def nanogpt_mfu(observed: Observed) -> list[Finding]:

@@ -1,5 +1,5 @@
 """A run of ours against the plan that the planner would have made for it, and against the roofline: small passes, needless
-recomputation, slow precision, no compiling, a GPU that waits for the host, waits for other processes.
+recomputation, slow precision, no compiling, waits for other processes.
 
 The roofline (plan/roofline.py) is the floor of a step; a fix cannot save more than what lies above it.
 """
@@ -11,10 +11,9 @@ from redline.config.recipe import PlanPins, Recipe
 from redline.diagnose.finding import WORTH_SAYING, Finding, found
 from redline.diagnose.observed import Observed
 from redline.diagnose.rules.memory import precision_found
-from redline.diagnose.rules.update import LAUNCH_BOUND
 from redline.plan import arithmetic
 from redline.plan.plan import Plan
-from redline.plan.planner import THIN_PASS_TOKENS, make_plan
+from redline.plan.planner import make_plan
 from redline.plan.roofline import roofline_tokens_per_s
 
 PASS_S = {"eager": (0.6e-3, 0.6e-3), "compiled": (0.6e-3, 0.15e-3), "cpu": (1.2e-3, 1.3e-3)}
@@ -23,8 +22,6 @@ launches. CPU: measured with one and with four layers on a Xeon. GPU: about 70 o
 of it in compiled blocks."""
 CPU_FLOPS = 50e9
 """What small products reach on one CPU core in fp32, where no ceiling was measured."""
-LAUNCH_S, LAUNCH_QUEUE = 9e-6, 1000
-"""Host seconds of one operation, and how many launches CUDA holds before the host must wait for one to finish."""
 LARGE_WAIT = 0.1
 """Share of the update from which on its waits for others are told. Some are left in every sharded run: the first gather of
 a pass and its last reduction have nothing to hide behind."""
@@ -138,30 +135,6 @@ def slow_precision(observed: Observed) -> list[Finding]:
     if plan.precision not in ("fp32", "tf32") or best not in ("bf16", "fp16") or not now_s or not then_s:
         return []
     return precision_found(observed, plan.precision, best, now_s, then_s)
-
-
-def host_bound(observed: Observed) -> list[Finding]:
-    """The host takes as long to issue the update as the GPU to run it: launches, or a wait for the GPU inside the
-    update."""
-    if (given := _given(observed)) is None or given[1].hardware.kind != "cuda":
-        return []
-    recipe, plan, update_s = given
-    floor, measured_s = floor_s(recipe, plan), observed.median("issue_s")
-    launches_s = dispatch_s(recipe, plan, plan.accumulation)
-    issue_s = measured_s or launches_s
-    busy, launches = issue_s / update_s, launches_s / update_s
-    issued = "ms" if measured_s else "ms, estimated"
-    if floor is None or update_s < 1.2 * floor or busy < LAUNCH_BOUND:
-        return []
-    thin, tokens, least_s = THIN_PASS_TOKENS, plan.micro_batch * recipe.data.seq_len, floor
-    if measured_s is not None and launches_s < 0.5 * measured_s:
-        if launches_s / LAUNCH_S > LAUNCH_QUEUE or plan.precision == "fp16":
-            return []  # the host waits for a place in the queue, or for fp16's check: not a mistake in the loop
-        saves = 0.0, min(launches_s, update_s - floor) / update_s
-        return found("sync", locals(), "inside", strength=0.8)
-    high = update_s / max(floor, 0.1 * update_s)
-    gain = max(1.0, 0.6 * high), high
-    return found("launch-bound", locals(), "eager" if plan.compile == "off" else "")
 
 
 def not_compiled(observed: Observed) -> list[Finding]:
