@@ -133,6 +133,10 @@ class Facts:
     mfu_scope: str = "the step"
     """What the log's MFU is measured over."""
 
+    @property
+    def tokens_a_pass(self) -> float | None:
+        return self.micro_batch * self.seq_len if self.micro_batch and self.seq_len else None
+
 
 @dataclass(frozen=True)
 class Range:

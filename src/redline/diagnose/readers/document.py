@@ -14,6 +14,7 @@ from redline.diagnose.observed import Claim, Facts, Observed, Range, Setting
 
 LONGEST_LINE = 20_000
 PAGE = patterns("page")
+WHEN = ("before", "after")
 _NAMES = {
     "mfu": ("mfu", "flops utilization"),
     "tokens_per_s": ("tokens/s", "throughput", "tok/s", "tokens per second"),
@@ -68,13 +69,7 @@ def read_document(text: str, source: str) -> Observed:
 def _read_code(page: _Page, line: str, number: int) -> None:
     code, _, comment = line.partition("#")
     if not code.strip():
-        page.when = (
-            "before"
-            if PAGE["before"].search(comment)
-            else "after"
-            if PAGE["after"].search(comment)
-            else page.when
-        )
+        page.when = next((when for when in WHEN if PAGE[when].search(comment)), page.when)
         return
     if found := PAGE["call"].search(code):
         page.within = found[1]
@@ -124,15 +119,11 @@ def _read_row(page: _Page, line: str, number: int) -> None:
     if not page.header:
         page.header = cells
         return
-    columns = {
-        when: index
-        for index, cell in enumerate(page.header)
-        for when, word in (("before", PAGE["before"]), ("after", PAGE["after"]))
-        if index and word.search(cell)
-    }
+    heads = list(enumerate(page.header))[1:]
+    columns = {when: index for index, head in heads for when in WHEN if PAGE[when].search(head)}
     if set("".join(cells)) <= set("-: ") or len(columns) != 2 or len(cells) != len(page.header):
         return
-    before, after = (quantities(cells[columns[when]]) for when in ("before", "after"))
+    before, after = (quantities(cells[columns[when]]) for when in WHEN)
     if before and after:
         values = {"before": before[0][0], "after": after[0][0]}
         page.claims.append(Claim(name=canonical(cells[0]), line=number, text=line.strip(), **values))
@@ -197,9 +188,8 @@ def canonical(name: str) -> str:
 def _facts(text: str, page: _Page) -> Facts:
     counts = {name: len(re.findall(rf"\b{name}", text)) for name in _BOARDS}
     named = max(counts, key=lambda name: counts[name])
-    many = re.search(r"\b(\d{1,6})\s?(?:x ?)?(?:H200|H100|A100|V100)s?\b(?! ?\d)", text) or re.search(
-        r"--num-gpus[= ](\d{1,6})\b", text
-    )
+    boards = r"\b(\d{1,6})\s?(?:x ?)?(?:H200|H100|A100|V100)s?\b(?! ?\d)"
+    many = re.search(boards, text) or re.search(r"--num-gpus[= ](\d{1,6})\b", text)
     sizes = set(re.findall(r"(?<![\w.])(\d{1,6}(?:\.\d{1,3})?[MB]) param", text))
     setting = {s.name.split(".")[-1]: s.value for s in page.settings if s.when != "after"}
     recompute = re.search(r"gradient.checkpointing\W{0,8}(?:enabled|=\s{0,3}True)", text, re.IGNORECASE)

@@ -32,8 +32,13 @@ GENERATED_TOGETHER = {10: 331.0, 240: 9_600.0, 1920: 24_900.0}
 """Tokens/s of transformers' `generate` by sequences in a call (H200, 360M parameters, measured for this project)."""
 GRAPHS = (1.05, 1.5)
 """What CUDA graphs bring to the decoding of small batches."""
-INSIDE = ["generate sequences", "generation timing max", "agent loop slowest generate sequences"]
-INSIDE += ["agent loop generate sequences max"]
+AGENTS = "agent loop generate sequences"
+INSIDE = (
+    "generate sequences",
+    "generation timing max",
+    "agent loop slowest generate sequences",
+    f"{AGENTS} max",
+)
 """What verl calls the engine's own time inside `gen`."""
 
 
@@ -105,17 +110,15 @@ def slow(observed: Observed) -> list[Finding]:
     if phase is None or phase.inside_s is not None or not length or not floor_s or uncached(observed):
         return []
     token_s, floor_s = phase.gen_s / length, floor_s / (facts.gpus or 1)
-    of, saves = (
-        "" if observed.spec else " of a V100",
-        (0.4 * phase.share, phase.share * (1 - floor_s / token_s)),
-    )
+    of = "" if observed.spec else " of a V100"
+    saves = 0.4 * phase.share, phase.share * (1 - floor_s / token_s)
     return found("slow-generation", locals(), strength=0.8) if token_s >= 3 * floor_s else []
 
 
 def long_tail(observed: Observed) -> list[Finding]:
     """Generation that ends with a few long responses, while the other rows have ended."""
     facts, phase = observed.facts, _phase(observed, 0.3)
-    timed = [observed.part(f"agent loop generate sequences {which}") for which in ("max", "mean")]
+    timed = [observed.part(f"{AGENTS} {which}") for which in ("max", "mean")]
     longest, mean = timed if all(timed) else (facts.longest_response, facts.response_length)
     if phase is None or facts.rollout == "hf" or not longest or not mean or longest < LONG_TAIL * mean:
         return []

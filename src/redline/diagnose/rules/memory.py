@@ -13,7 +13,7 @@ from typing import Any
 
 from redline.config.recipe import ModelConfig
 from redline.diagnose.finding import WORTH_SAYING, Finding, found
-from redline.diagnose.observed import Facts, Observed
+from redline.diagnose.observed import Facts, Observed, Step
 from redline.plan import arithmetic
 
 TWICE = "every block is computed twice: a third more arithmetic"
@@ -38,10 +38,6 @@ ANY_GPU_TFLOPS = 45.0
 PCIE = 25e9
 
 
-def _tokens_a_pass(facts: Facts) -> float | None:
-    return facts.micro_batch * facts.seq_len if facts.micro_batch and facts.seq_len else None
-
-
 def shape_of(facts: Facts) -> ModelConfig | None:
     """A transformer of this size: by its printed shape, else one as wide as 128 times its layers, as most are."""
     if not facts.parameters:
@@ -61,12 +57,9 @@ def recomputation(observed: Observed) -> list[Finding]:
     if observed.plan or not observed.steps or facts.recompute not in RECOMPUTING or (share or 0.0) > 0.6:
         return []
     named, low, high, costs = RECOMPUTING[facts.recompute]
-    model, tokens, have = shape_of(facts), _tokens_a_pass(facts), facts.memory_bytes
-    used, selective = (
-        observed.median("memory_bytes") or facts.memory_used_bytes,
-        option("selective", own=True),
-    )
-    needed_bytes = None
+    model, tokens, have = shape_of(facts), facts.tokens_a_pass, facts.memory_bytes
+    used = observed.median("memory_bytes") or facts.memory_used_bytes
+    selective, needed_bytes = option("selective", own=True), None
     if model and tokens and used:
         now = "selective" if facts.recompute == "selective" else "full"
         kept, every = (arithmetic.kept_bytes(model, "bf16", how, True) for how in (now, "none"))  # type: ignore[arg-type]
@@ -92,14 +85,14 @@ def recomputation(observed: Observed) -> list[Finding]:
 def _training(observed: Observed) -> Observed:
     """The updates without the time in which they drew texts: over all of it, an MFU counts that as time in which nothing
     was trained."""
-    steps = []
-    for step in observed.steps:
-        whole_s, drew_s = step.step_s or 0.0, step.generate_s or 0.0
-        part = max(0.01, 1 - drew_s / whole_s) if whole_s and drew_s else 1.0
-        steps.append(
-            replace(step, step_s=whole_s * part, mfu=step.mfu and step.mfu / part) if part < 1 else step
-        )
-    return replace(observed, steps=tuple(steps))
+
+    def without(step: Step) -> Step:
+        if not step.step_s or not step.generate_s:
+            return step
+        part = max(0.01, 1 - step.generate_s / step.step_s)
+        return replace(step, step_s=step.step_s * part, mfu=step.mfu and step.mfu / part)
+
+    return replace(observed, steps=tuple(map(without, observed.steps)))
 
 
 def _from_larger_passes(tokens: float | None) -> float:
@@ -112,7 +105,7 @@ def _from_larger_passes(tokens: float | None) -> float:
 
 def small_passes(observed: Observed) -> list[Finding]:
     """Passes that do not fill the GPU while memory is free, or passes so small that it must be."""
-    facts, share, tokens = observed.facts, observed.memory_share, _tokens_a_pass(observed.facts)
+    facts, share, tokens = observed.facts, observed.memory_share, observed.facts.tokens_a_pass
     mfu, high = _training(observed).median("mfu"), _from_larger_passes(tokens)
     merged = (facts.accumulation or 1.0) > 1
     busy = (mfu or 0.0) > 0.4 or high < 1 + WORTH_SAYING

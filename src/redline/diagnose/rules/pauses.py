@@ -6,7 +6,7 @@ from itertools import accumulate, groupby, pairwise
 from statistics import fmean, median, pstdev
 
 from redline.diagnose.finding import Finding, found
-from redline.diagnose.observed import Observed
+from redline.diagnose.observed import Observed, Step
 from redline.diagnose.rules.update import taking_turns
 from redline.record.units import format_duration
 
@@ -45,7 +45,7 @@ def period_of(excess_s: dict[int, float], steps: list[int], stride: int = 1) -> 
     slow: a busy machine makes some other updates slow too, but not by as much. A log of every tenth update shows nothing
     but multiples of ten.
     """
-    best: tuple[int, int, float] | None = None
+    best = None
     total_s, span = sum(excess_s.values()), steps[-1] - steps[0]
     most_s = list(accumulate(sorted(excess_s.values(), reverse=True)))
     for n in range(2 * stride, max(3 * stride, span // 2 + 1) if span > 0 else 0, stride):
@@ -162,20 +162,15 @@ def regime_change(observed: Observed) -> list[Finding]:
     pairs = zip(steady, (value > math.sqrt(fast * slow) for value in smooth), strict=True)
     blocks = [(which, [s for s, _ in each]) for which, each in groupby(pairs, lambda pair: pair[1])]
     long = [(which, each) for which, each in blocks if len(each) >= max(REGIME_LINES, 0.02 * len(times))]
-    parts = {
-        which: [s for is_slow, each in long if is_slow is which for s in each] for which in (True, False)
-    }
-    told = sum(map(len, parts.values()))
-    if slow < REGIME * fast or between > 0.12 * len(times) or not all(parts.values()):
+    parts = [[s for which, each in long if which is kind for s in each] for kind in (False, True)]
+    told = sum(map(len, parts))
+    apart = slow >= REGIME * fast and between <= 0.12 * len(times) and all(parts)
+    if not apart or len(long) > 6 or told < 0.9 * len(times):
         return []
-    if len(long) > 6 or told < 0.9 * len(times):
-        return []
-    longest, share = max((each for which, each in long if which), key=len), len(parts[True]) / told
+    longest, share = max((each for which, each in long if which), key=len), len(parts[1]) / told
     total = share * slow + (1 - share) * fast
     first, last, ratio, lost = longest[0].step, longest[-1].step, slow / fast, 1 - fast / total
-    slow_took, fast_took = (
-        format_duration(median(s.step_s or 0.0 for s in parts[of])) for of in (True, False)
-    )
+    fast_took, slow_took = (format_duration(median(s.step_s or 0.0 for s in each)) for each in parts)
     gain = max(1.0, 0.9 * total / fast), total / fast
     return found("regime-change", locals(), strength=0.8)
 
@@ -191,21 +186,17 @@ def _own_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
     run's time."""
     lines = observed.steps
     events = {(event.get("event"), event.get("step")): event for event in observed.events}
-    clocks = [
-        (now.step, now.elapsed_s or 0.0, after.elapsed_s or 0.0, after.step_s)
-        for now, after in pairwise(lines)
-    ]
     ended_s = events.get(("end", lines[-1].step), {}).get("elapsed_s") or 0.0
-    last_s = lines[-1].elapsed_s or 0.0
-    clocks += [(lines[-1].step, last_s, ended_s, 0.0)] if ended_s > last_s else []
+    end = [Step(step=0, step_s=0.0, elapsed_s=ended_s)] if ended_s > (lines[-1].elapsed_s or 0.0) else []
     lost: dict[str, list[float]] = {"validation": [], "checkpoint": [], "logging": _logs_s(observed)}
-    for step, left_s, back_s, step_s in clocks:
-        stalled_s = float(events.get(("checkpoint", step), {}).get("stalled_s") or 0.0)
-        if ("checkpoint", step) in events:
+    for now, after in pairwise([*lines, *end]):
+        apart_s = (after.elapsed_s or 0.0) - (now.elapsed_s or 0.0) - (after.step_s or 0.0)
+        stalled_s = float(events.get(("checkpoint", now.step), {}).get("stalled_s") or 0.0)
+        if ("checkpoint", now.step) in events:
             lost["checkpoint"].append(stalled_s)
-        if ("validation", step) in events:
-            lost["validation"].append(max(0.0, back_s - left_s - (step_s or 0.0) - stalled_s))
-    return lost, max(last_s, ended_s)
+        if ("validation", now.step) in events:
+            lost["validation"].append(max(0.0, apart_s - stalled_s))
+    return lost, max(lines[-1].elapsed_s or 0.0, ended_s)
 
 
 def _told_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:

@@ -167,8 +167,7 @@ def communication(observed: Observed) -> list[Finding]:
             shards=plan.shards,
             replicas=plan.world_size // plan.shards,
         )
-        received_bytes = sent.total
-        received_mib, bandwidth = received_bytes / 2**20, received_bytes / wait_s / 1e9
+        received_mib, bandwidth = sent.total / 2**20, sent.total / wait_s / 1e9
         passes = f"{plan.accumulation} passes" if plan.accumulation > 1 else "one pass"
     return found("communication", locals())
 

@@ -32,11 +32,8 @@ def _ended_by(observed: Observed) -> list[str]:
 
 def ran_out_of_memory(observed: Observed) -> list[Finding]:
     """A line that says which allocation failed."""
-    facts, option, text = (
-        observed.facts,
-        observed.trainer.option,
-        "\n".join([observed.text, *_ended_by(observed)]),
-    )
+    facts, option = observed.facts, observed.trainer.option
+    text = "\n".join([observed.text, *_ended_by(observed)])
     hits = text.split("\n") if "out of memory" in text.lower() else []
     hits = [line for line in hits if LINE["memory"].search(line)]
     if not hits:
@@ -48,7 +45,7 @@ def ran_out_of_memory(observed: Observed) -> list[Finding]:
     if unused.endswith("GiB") and float(unused.split()[0]) > 2 and not expandable:
         more += f". {unused} were reserved and unused: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     went_on = observed.updates > 10 and len(hits) < 3 and text.rfind(hits[-1]) < 0.5 * len(text)
-    tokens = facts.micro_batch * facts.seq_len if facts.micro_batch and facts.seq_len else None
+    tokens = facts.tokens_a_pass
     when, smaller = "" if observed.steps else " before the first update", option("micro_batch")
     smaller, line = smaller.removeprefix("a larger "), None if said["wanted"] else hits[-1].strip()[:160]
     return found("out-of-memory", locals() | said, strength=0.7 if went_on else 1.0)
