@@ -17,6 +17,7 @@ from redline.cli.diagnose import print_answer
 from redline.config.load import load_recipe
 from redline.diagnose.finding import Finding
 from redline.diagnose.observed import Facts, Observed, Step
+from redline.diagnose.read import read as read_log
 from redline.diagnose.rules.plans import communication
 from redline.plan.hardware import hardware_as
 from redline.plan.planner import make_plan
@@ -169,6 +170,21 @@ def test_passes_that_need_not_be_are_the_first_fix() -> None:
     assert "1 passes an update instead of 16" in finding.fix
     assert "plan.micro_batch=64" in finding.fix
     assert (finding.gain.low, finding.gain.high) == pytest.approx((1 / (1 - 0.5 * 15 / 16), 2.0))
+
+
+def test_a_process_that_the_others_wait_for_is_named(tmp_path: Path) -> None:
+    """They wait 0.3 s of the 0.5 s of every update for process 1, of which 0.4 s is a wait for others."""
+    late = {"slowest_rank": 1, "slowest_s": 0.4, "others_s": 0.1, "communication_s": 0.4}
+    start = {"at": 1.0, "event": "start", "step": 0, "world_size": 2, "hosts": {"a": 1, "b": 1}}
+    folder = write_run(tmp_path / "run", metrics=[line | late for line in lines()], events=[start])
+    finding = found(read_log(folder))
+    assert finding.fix.startswith("find out why process 1 on b is slow")
+    assert ("waited for", "process 1 on b") in [(item.name, item.value) for item in finding.evidence]
+    assert finding.gain is not None
+    assert (finding.gain.low, finding.gain.high) == pytest.approx((1 / (1 - 0.6), 1 / (1 - 0.8)))
+    even = folder / "metrics.jsonl"
+    even.write_text(even.read_text().replace('"slowest_s": 0.4', '"slowest_s": 0.12'))
+    assert found(read_log(folder)).fix.startswith("a faster link")
 
 
 def test_the_split_shows_it_and_says_where_it_is_when_it_was_not_measured(

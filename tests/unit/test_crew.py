@@ -13,8 +13,9 @@ from run_folders import lines, write_run
 from redline.cli.live import Seen, figures
 from redline.cli.watch import _Notes
 from redline.record.read import read_run
+from redline.record.slowest import waited_for
 from redline.record.words import told
-from redline.report.crew import Crew, crew, place, waited_for
+from redline.report.crew import Crew, crew
 from redline.report.page import page
 from redline.report.terminal import print_report
 from redline.report.view import event_rows, view
@@ -43,8 +44,10 @@ def test_one_process_and_a_first_update_have_no_slowest() -> None:
 
 
 def test_a_process_is_placed_on_its_host() -> None:
-    assert [place(rank, HOSTS) for rank in (1, 2)] == ["process 1 on node-a", "process 2 on node-b"]
-    assert place(1, {"here": 2}) == place(1, {}) == "process 1"
+    known = [{"step_s": 1.0, "slowest_rank": rank, "slowest_s": 0.5, "others_s": 0.1} for rank in (1, 2)]
+    assert [one.process for one in waited_for(known, HOSTS)] == ["process 1 on node-a", "process 2 on node-b"]
+    for hosts in ({"here": 2}, {}):
+        assert waited_for(known[:1], hosts)[0].process == "process 1"
 
 
 def of_four(parent: Path, slow_s: float, *, workers: Sequence[dict[str, Any]] = ()) -> Path:
@@ -67,12 +70,12 @@ def crew_of(folder: Path) -> Crew:
 def test_a_slow_process_is_named_with_the_time_that_the_others_waited(tmp_path: Path) -> None:
     """35 warm updates of 0.5 s: 26 or 27 of them wait 0.1 s for process 2."""
     run = read_run(of_four(tmp_path, 0.4))
-    found, shares = crew_of(run.path), waited_for(run.warm)
-    assert list(shares) == [2, 0]
+    found, (first, second) = crew_of(run.path), waited_for(run.warm, HOSTS)
+    assert (first.process, second.process) == ("process 2 on node-b", "process 0 on node-a")
     waits = sum(line["slowest_rank"] == 2 for line in run.warm)
-    assert shares[2] == pytest.approx((waits / 35, waits * 0.1 / (35 * 0.5)))
+    assert (first.often, first.waited) == pytest.approx((waits / 35, waits * 0.1 / (35 * 0.5)))
     assert found.said == [
-        f"process 2 on node-b is slow: the others waited for it {100 * shares[2][1]:.1f} % of the time"
+        f"process 2 on node-b is slow: the others waited for it {100 * first.waited:.1f} % of the time"
     ]
     assert [(one.name, one.state, one.kind) for one in found.members] == [
         ("process 2 on node-b", "slow", "bad"),

@@ -35,6 +35,7 @@ from rich.text import Text
 
 from redline.record.observe import Observer, Observers
 from redline.record.read import time_left_s
+from redline.record.slowest import waited_for
 from redline.record.units import (
     DASH,
     format_bytes,
@@ -47,7 +48,6 @@ from redline.record.units import (
     visible,
 )
 from redline.record.words import told, told_validation
-from redline.report.crew import is_slow, place, waited_for
 from redline.report.grid import Output
 
 WINDOW_STEPS = 60
@@ -144,11 +144,9 @@ class Seen:
 
     def slow(self) -> tuple[str, str]:
         """The process that holds up the others, and how long they wait for it."""
-        for rank, (often, waited) in waited_for(list(self.recent)).items():
-            if is_slow(often, waited):
-                return place(
-                    rank, self.hosts
-                ), f"slow: the others wait for it {format_share(waited)} of the time"
+        for one in waited_for(list(self.recent), self.hosts):
+            if one.slow:
+                return one.process, f"slow: the others wait for it {format_share(one.waited)} of the time"
         return DASH, ""
 
     def done(self) -> str:

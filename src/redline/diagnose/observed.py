@@ -17,6 +17,7 @@ from redline.diagnose.trainers import Trainer, named
 from redline.machine.specs import SPECS, GpuSpec
 from redline.plan.plan import Plan
 from redline.record.read import WARM_UP
+from redline.record.slowest import Slowest
 
 PHASES = ("generate_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "communication_s")
 FEWEST_UPDATES = 6
@@ -203,6 +204,8 @@ class Observed:
     notes: tuple[str, ...] = ()
     recipe: Recipe | None = None
     plan: Plan | None = None
+    late: Slowest | None = None
+    """Of several processes the one that the others wait for."""
     events: tuple[dict[str, Any], ...] = ()
     """Of our runs, their events.jsonl; of others, the validations and checkpoints that the log shows: `step`, and
     `took_s` where it can be told."""

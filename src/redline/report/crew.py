@@ -1,19 +1,18 @@
 """Who does the work of a run: its processes and its workers, which of them are slow, and which died. No torch, no HTML.
 
-A process is slow if it was the slowest in most of the warm updates and the others waited for it for SLOW_SHARE of their
-time. Workers do not wait for each other: a slow one delivers less than SLOW_RATE of the samples/s of the middle one.
+Which process is slow is told by record/slowest.py. Workers do not wait for each other: a slow one delivers less than SLOW_RATE of the samples/s of the middle one.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from redline.record.read import Line, Run, number, table, values
+from redline.record.read import Line, Run, number, table
+from redline.record.slowest import slowest
 from redline.record.units import DASH, exact, format_share
 from redline.record.words import LOST, told
 
-SLOW_SHARE = 0.05
 SLOW_RATE = 0.7
 LISTED = 8
 """Processes that are shown, those first that the others waited for longest."""
@@ -45,50 +44,22 @@ def crew(run: Run) -> Crew | None:
     )
 
 
-def place(rank: int, hosts: dict[str, Any]) -> str:
-    """`process 9 on node-b`; without the host where there is one only."""
-    first = 0
-    for host, count in hosts.items():
-        first += int(number(count) or 0)
-        if rank < first:
-            return f"process {rank} on {host}" if len(hosts) > 1 else f"process {rank}"
-    return f"process {rank}"
-
-
-def waited_for(lines: list[Line]) -> dict[int, tuple[float, float]]:
-    """Of each process that was slowest in some of the updates: the share of them, and of the time that the others waited
-    for it; the longest wait first."""
-    known = [line for line in lines if number(line.get("slowest_rank")) is not None]
-    total_s, lost_s = sum(values(known, "step_s")), dict[int, list[float]]()
-    for line in known:
-        waited = (number(line.get("slowest_s")) or 0.0) - (number(line.get("others_s")) or 0.0)
-        lost_s.setdefault(int(line["slowest_rank"]), []).append(waited)
-    longest = sorted(lost_s.items(), key=lambda one: -sum(one[1])) if total_s else []
-    return {rank: (len(waits) / len(known), sum(waits) / total_s) for rank, waits in longest}
-
-
-def is_slow(share_of_updates: float, share_waited: float) -> bool:
-    return share_of_updates > 0.5 and share_waited >= SLOW_SHARE
-
-
 def _processes(run: Run) -> Crew | None:
     last = run.attempts[-1] if run.attempts else {}
     count, hosts = int(number(last.get("world_size")) or 1), table(last.get("hosts"))
     if count < 2:
         return None
-    since = number(last.get("step")) or 0
-    found = waited_for([line for line in run.warm if line["step"] > since])
+    found = slowest(run)
     members, said = [], []
-    for rank, (often, waited) in list(found.items())[:LISTED]:
-        slow = is_slow(often, waited)
-        note = f"slowest in {often:.0%} of the updates; the others waited for it {format_share(waited)} of the time"
-        members.append(
-            Member(place(rank, hosts), "slow" if slow else "working", "", note, "bad" if slow else "")
+    for one in found[:LISTED]:
+        waited = f"the others waited for it {format_share(one.waited)} of the time"
+        note, state = (
+            f"slowest in {one.often:.0%} of the updates; {waited}",
+            "slow" if one.slow else "working",
         )
-        if slow:
-            said.append(
-                f"{place(rank, hosts)} is slow: the others waited for it {format_share(waited)} of the time"
-            )
+        members.append(Member(one.process, state, "", note, "bad" if one.slow else ""))
+        if one.slow:
+            said.append(f"{one.process} is slow: {waited}")
     for event in run.events:
         if event["event"] == "process_died":
             members.append(Member("a process", "died", "", told("process_died", event), "bad"))

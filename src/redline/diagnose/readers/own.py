@@ -13,12 +13,14 @@ from redline.config.load import from_toml
 from redline.config.recipe import Recipe
 from redline.diagnose.observed import Facts, Observed, Step
 from redline.diagnose.readers.cells import finite
+from redline.diagnose.trainers import named
 from redline.errors import ConfigError, DataError
 from redline.machine.specs import match_spec
 from redline.plan import plan as plans
 from redline.plan.plan import Plan
 from redline.record import read
 from redline.record.run import RunFolder
+from redline.record.slowest import slowest
 
 _NAMES = {field.name for field in fields(Step)}
 _NAMES -= {"step", "tokens", "more", "not_a_number", "bad_norm", "cold"}
@@ -33,9 +35,11 @@ def observed(run: read.Run) -> Observed:
     watched = any(event.get("loop") == "watched" for event in run.events)
     recipe, plan, notes = (None, None, ()) if watched else _plan_and_recipe(RunFolder(run.path))
     warm = {line["step"] for line in run.warm}
+    whose = "watched" if recipe is None else "redline-rl" if recipe.rl else "redline"
     return Observed(
         source=str(run.path),
         format="run",
+        trainer=named(whose),
         steps=tuple(_step(line, cold=line["step"] not in warm) for line in run.metrics),
         updates=run.metrics[-1]["step"] if run.metrics else 0,
         facts=_facts(run, recipe, watched),
@@ -43,6 +47,7 @@ def observed(run: read.Run) -> Observed:
         events=tuple(run.events),
         recipe=recipe,
         plan=plan,
+        late=next((one for one in slowest(run) if one.slow), None),
     )
 
 

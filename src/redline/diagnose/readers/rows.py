@@ -121,7 +121,8 @@ class _Shape:
 
 
 def _shape(columns: dict[str, Column], labels: Iterable[str]) -> _Shape:
-    others = set(labels) - {column.label for column in columns.values()}
+    taken = {column.label for column in columns.values()}
+    others = [label for label in labels if label not in taken]
     held = [label for label in others if is_held_out(label)]
     return _Shape(columns, held, {label: plain(label)[0] for label in others if label not in held})
 

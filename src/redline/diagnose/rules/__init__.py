@@ -19,8 +19,7 @@ _TRAINING = (
 )
 RULES = {
     "run": (
-        *(*_TRAINING, update.gaps, trouble.halved, plans.small_passes, plans.recomputation),
-        *(plans.slow_precision, plans.not_compiled),
+        *(*_TRAINING, update.gaps, trouble.halved, plans.against_the_plan),
         *(generation.uncached_loop, generation.few_correct),
     ),
     "log": (

@@ -27,15 +27,6 @@ REGIME = 1.3
 """How far two speeds of a run must be apart to be told as two."""
 REGIME_LINES = 10
 """The fewest lines that a speed must last."""
-LESS = {
-    "validation": "train.eval_every, or fewer rows: train.eval_sequences (test.rows where answers are scored)",
-    "rl validation": "train.eval_every, or a smaller test.rows",
-    "checkpoint": "train.checkpoint_every",
-    "rl checkpoint": "train.checkpoint_every",
-    "watched validation": "interval (Trainer: eval_steps), or on fewer rows",
-    "watched checkpoint": "interval (Trainer: save_steps)",
-}
-"""What our own runs, and loops that we watch, have to make larger."""
 
 
 def period_of(excess_s: dict[int, float], steps: list[int], stride: int = 1) -> tuple[int, int, float] | None:
@@ -217,15 +208,14 @@ def _told_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
 
 def pauses(observed: Observed) -> list[Finding]:
     """Validations, checkpoints and the Trainer's logs, as a share of the run."""
-    own, findings = observed.kind == "run", list[Finding]()
+    findings = list[Finding]()
     if len(observed.steps) < 3:
         return []
-    lost, total_s = _own_pauses(observed) if own else _told_pauses(observed)
-    whose = "watched " if observed.recipe is None else "rl " if observed.recipe.rl else ""
+    lost, total_s = _own_pauses(observed) if observed.kind == "run" else _told_pauses(observed)
     for what, times_s in lost.items():
         count, each_s = len(times_s), sum(times_s) / max(1, len(times_s))
         share = sum(times_s) / total_s if total_s > 0 else 0.0
-        less = f"a larger {LESS.get(whose + what)}" if own else observed.trainer.option(what)
+        less = observed.trainer.option(what)
         cause = ("host-gap", "logging") if what == "logging" else (f"{what}-pause", "")
         findings += found(cause[0], locals(), cause[1])
     return findings

@@ -28,22 +28,19 @@ a pass and its last reduction have nothing to hide behind."""
 COMPILING = 1.3
 """What torch.compile brings at most. Measured on an H200 at 124M parameters, behind fused loss, optimiser and norms: 1.05
 and 1.07 (LOG.md). This allows for models with less fused, and is not measured."""
-OWN_LINK = (
-    "a faster link (NCCL_DEBUG=INFO says which is used: NVLink in a machine, InfiniBand between them), or fewer processes"
-    " with larger passes; where the recipe allows it, a larger train.batch_size"
-)
 FASTER_LINK = 0.5
 """What a link of twice the speed takes off the waits at least: half of them, and more where a part is hidden, which stays
 so."""
 
 
-def _given(observed: Observed) -> tuple[Recipe, Plan, float] | None:
-    """Recipe, plan and seconds of an update. None for examples of any length (fine-tuning): the roofline
-    below counts the tokens of an update from the recipe, and such a recipe does not say them."""
-    recipe, step_s = observed.recipe, observed.median("step_s")
-    if recipe is None or observed.plan is None or not step_s or not recipe.tokens_per_step:
-        return None
-    return recipe, observed.plan, step_s
+def against_the_plan(observed: Observed) -> list[Finding]:
+    """What the planner would have done otherwise. Nothing is said of examples of any length (fine-tuning): the roofline
+    counts the tokens of an update from the recipe, and such a recipe does not say them."""
+    recipe, plan, step_s = observed.recipe, observed.plan, observed.median("step_s")
+    if recipe is None or plan is None or not step_s or not recipe.tokens_per_step:
+        return []
+    best, rules = unpinned(recipe, plan), (_small_passes, _recomputation, _slow_precision, _not_compiled)
+    return [finding for rule in rules for finding in rule(observed, recipe, plan, best, step_s)]
 
 
 def unpinned(recipe: Recipe, plan: Plan) -> Plan:
@@ -70,12 +67,9 @@ def dispatch_s(recipe: Recipe, plan: Plan, passes: int) -> float:
     return passes * (once_s + layer_s * recipe.model.num_layers)
 
 
-def small_passes(observed: Observed) -> list[Finding]:
+def _small_passes(observed: Observed, recipe: Recipe, plan: Plan, best: Plan, step_s: float) -> list[Finding]:
     """Passes smaller than memory and batch allow: the fixed cost of a pass is paid too often."""
-    if (given := _given(observed)) is None:
-        return []
-    recipe, plan, step_s = given
-    best, seq_len, have_bytes = unpinned(recipe, plan), recipe.data.seq_len, plan.hardware.memory_bytes
+    seq_len, have_bytes = recipe.data.seq_len, plan.hardware.memory_bytes
     low, high, gained = _fewer_passes(recipe, plan, best, step_s)
     if best.micro_batch <= plan.micro_batch or math.sqrt(low * high) < 1 / (1 - WORTH_SAYING):
         return []
@@ -103,13 +97,11 @@ def _fewer_passes(recipe: Recipe, plan: Plan, best: Plan, step_s: float) -> tupl
     return max(1.0, 0.85 * high), high, f"{said}, or 85 % of that speed"
 
 
-def recomputation(observed: Observed) -> list[Finding]:
+def _recomputation(
+    observed: Observed, recipe: Recipe, plan: Plan, best: Plan, step_s: float
+) -> list[Finding]:
     """Activations computed twice although they would fit."""
-    if (given := _given(observed)) is None:
-        return []
-    recipe, plan, step_s = given
-    unbound = replace(recipe, plan=replace(recipe.plan, recompute=None))
-    free = again(unbound, plan)
+    free = again(replace(recipe, plan=replace(recipe.plan, recompute=None)), plan)
     if plan.recompute == "none" or free.recompute != "none":
         return []
     forward_s = observed.median("forward_s")
@@ -125,24 +117,20 @@ def recomputation(observed: Observed) -> list[Finding]:
     return found("needless-recomputation", locals(), "own")
 
 
-def slow_precision(observed: Observed) -> list[Finding]:
+def _slow_precision(
+    observed: Observed, recipe: Recipe, plan: Plan, best: Plan, step_s: float
+) -> list[Finding]:
     """fp32 or TF32 on a GPU that has bf16."""
-    if (given := _given(observed)) is None:
+    now_s, then_s = floor_s(recipe, plan), floor_s(recipe, plan, precision=best.precision)
+    slow = plan.precision in ("fp32", "tf32") and best.precision in ("bf16", "fp16")
+    if not slow or not now_s or not then_s:
         return []
-    recipe, plan, _ = given
-    best = unpinned(recipe, plan).precision
-    now_s, then_s = floor_s(recipe, plan), floor_s(recipe, plan, precision=best)
-    if plan.precision not in ("fp32", "tf32") or best not in ("bf16", "fp16") or not now_s or not then_s:
-        return []
-    return precision_found(observed, plan.precision, best, now_s, then_s)
+    return precision_found(observed, plan.precision, best.precision, now_s, then_s)
 
 
-def not_compiled(observed: Observed) -> list[Finding]:
+def _not_compiled(observed: Observed, recipe: Recipe, plan: Plan, best: Plan, step_s: float) -> list[Finding]:
     """A long run on a GPU without torch.compile."""
-    if (given := _given(observed)) is None:
-        return []
-    recipe, plan, update_s = given
-    best, least_s = unpinned(recipe, plan), floor_s(recipe, plan)
+    least_s, update_s = floor_s(recipe, plan), step_s
     if plan.compile != "off" or best.compile == "off" or least_s is None or update_s < 1.15 * least_s:
         return []
     most, times = COMPILING, update_s / least_s
@@ -156,8 +144,8 @@ def communication(observed: Observed) -> list[Finding]:
     wait_s, mean_s, plan = observed.mean("communication_s"), observed.mean("step_s"), observed.plan
     if not wait_s or not mean_s or not observed.enough or wait_s / mean_s < LARGE_WAIT:
         return []
-    share = wait_s / mean_s
-    low, mend, hidden = _mended(observed)
+    share, late = wait_s / mean_s, observed.late
+    low, mend, hidden = _mended(observed, share)
     saves = low * share, share
     if observed.recipe and plan:
         sent = arithmetic.traffic(
@@ -172,10 +160,14 @@ def communication(observed: Observed) -> list[Finding]:
     return found("communication", locals())
 
 
-def _mended(observed: Observed) -> tuple[float, str, str]:
-    """What takes the waits away: the least share of them, how, and why. Each pass gathers and reduces everything anew, so
-    fewer and larger ones wait less, where memory and batch allow them; else a faster link."""
-    plan = observed.plan
+def _mended(observed: Observed, share: float) -> tuple[float, str, str]:
+    """What takes the waits away: the least share of them, how, and why. A process that the others wait for comes first.
+    Each pass gathers and reduces everything anew, so fewer and larger ones wait less, where memory and batch allow them;
+    else a faster link."""
+    plan, late = observed.plan, observed.late
+    if late:
+        mend = f"find out why {late.process} is slow: another program there, its clocks and heat, its disk, uneven rows"
+        return min(1.0, late.waited / share), mend, f"{late.process} as quick as the others, or nothing waits"
     best = unpinned(observed.recipe, plan) if observed.recipe and plan else None
     if plan and best and best.accumulation < plan.accumulation:
         left = best.accumulation / plan.accumulation
@@ -183,7 +175,6 @@ def _mended(observed: Observed) -> tuple[float, str, str]:
         mend = f"--set plan.micro_batch={best.micro_batch} (or no pin): {passes}, so that a gather serves more tokens"
         mend += "; then a faster link, or fewer processes"
         return 1 - left, mend, f"{left:.0%} of the passes wait as much each, or all of it is hidden"
-    cpu = plan is not None and plan.hardware.kind != "cuda"
-    mend = "gloo hides none of it: train with fewer processes and larger passes" if cpu else OWN_LINK
-    mend = mend if observed.kind == "run" else observed.trainer.option("communication")
+    gloo = plan is not None and plan.hardware.kind != "cuda"
+    mend = observed.trainer.option("gloo" if gloo else "communication")
     return FASTER_LINK, mend, "a link of twice the speed, or one that is hidden altogether"

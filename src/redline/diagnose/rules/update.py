@@ -137,5 +137,4 @@ def padding(observed: Observed) -> list[Finding]:
         return []
     part, least, known = _scales_with_positions(observed, mean_s)
     saves = least * share * part, share * part
-    own = "own" if observed.kind == "run" else ""
-    return found("padding", locals(), own, strength=sure) if saves[1] >= WORTH_SAYING else []
+    return found("padding", locals(), strength=sure) if saves[1] >= WORTH_SAYING else []
