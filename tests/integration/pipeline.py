@@ -8,6 +8,9 @@ assert_same_training(run, reference)       # to the last bit
 """
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -118,6 +121,18 @@ def on_two(
             for rank, fault in enumerate(faults)
         ]
         return [rank.wait() for rank in ranks]
+
+
+def real(nano: Nano, *command: str | Path) -> subprocess.Popen[str]:
+    """A command of Python that is not a fork, with its own import of torch."""
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        env={**os.environ, **nano.warm.environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def steps(run: Path) -> list[dict[str, Any]]:

@@ -1,21 +1,41 @@
 """Two agents on loopback, each with its processes: what two nodes train, what becomes of a job that loses one, and how a
-job on several nodes stops."""
+job on several nodes stops. The agents are ours; in one test they are torchrun's."""
 
 import json
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pipeline import Nano, assert_close_training, events, lines_written, on_two, one_line, steps, weights
-from precision import CLOSE
-from warm import LIMIT_S, Command, Fault
+from pipeline import (
+    Nano,
+    assert_close_training,
+    events,
+    lines_written,
+    on_two,
+    one_line,
+    real,
+    steps,
+    training,
+    weights,
+)
+from precision import CLOSE, CLOSE_FP32
+from warm import LIMIT_S, Command, Fault, Warm
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+from rft_model import tiny_model
+from rl_model import letters_rl
 
 from redline.errors import MachineError, TrainingError
+from redline.launch.agent import own_address
+from redline.launch.processes import reserved_port
+from redline.rl.samples import Samples
 
 
 def awaited(condition: Callable[[], Any], *commands: Command) -> Any:
@@ -30,16 +50,14 @@ def awaited(condition: Callable[[], Any], *commands: Command) -> Any:
 
 
 def two_nodes(
-    nano: Nano,
-    recipe: Path,
-    run: Path,
+    start: Callable[..., Command],
     nnodes: str,
     *,
     faults: tuple[Fault, Fault] = (Fault("node"), Fault("node")),
 ) -> tuple[Command, Command]:
     """Start the second when the first says where they meet."""
-    first = nano.start(recipe, run, "--nnodes", nnodes, "--rdzv", "127.0.0.1:0", fault=faults[0])
-    return first, nano.start(recipe, run, "--nnodes", nnodes, "--rdzv", meeting(first), fault=faults[1])
+    first = start("--nnodes", nnodes, "--rdzv", "127.0.0.1:0", fault=faults[0])
+    return first, start("--nnodes", nnodes, "--rdzv", meeting(first), fault=faults[1])
 
 
 def meeting(first: Command) -> str:
@@ -72,6 +90,73 @@ def test_a_copy_in_every_node_trains_what_one_process_trains(nano: Nano, tmp_pat
 
 
 @pytest.mark.numerics
+@pytest.mark.parametrize("workload", ["finetune", "rl"])
+def test_two_nodes_fine_tune_and_reinforce_as_two_processes_do(
+    warm: Warm, tmp_path: Path, workload: str
+) -> None:
+    """Each node holds a copy of the weights, where two processes of one node share one."""
+    model = tiny_model(tmp_path / "model", chat=True, dtype=torch.float64)
+    if workload == "rl":
+        words = ["rl", "run", letters_rl(tmp_path, model), "--set=train.steps=2", "--set=rl.importance_cap=0"]
+    else:
+        rows = [{"prompt": f"Write {n}", "completion": "a" * (1 + n % 3)} for n in range(20)]
+        (examples := tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        words = ["finetune", model, examples, "--set=train.epochs=1", "--set=train.batch_size=4"]
+    start = partial(warm.start, *words, "--json", environment={"IN_DOUBLE": "1"})
+    here, there = tmp_path / "here", tmp_path / "there"
+    done = start("--run", here, "--nproc", "2", fault=Fault("forked_members")).wait()
+    assert done.code == 0, done.err
+    for node in two_nodes(partial(start, "--run", there), "2"):
+        done = node.wait()
+        assert done.code == 0, done.err
+    plans = [json.loads((run / "plan.json").read_text()) for run in (here, there)]
+    assert [(plan["world_size"], plan["shards"]["value"]) for plan in plans] == [(2, 2), (2, 1)]
+    assert_close_training(there, here, CLOSE)
+    if workload == "rl":
+        assert answers(there) == answers(here)
+
+
+def answers(run: Path) -> list[dict[Any, list[list[int]]]]:
+    """Of every step the tokens of every sample."""
+    return [
+        {group.key: [list(answer.tokens) for answer in group.answers] for group in Samples(run).of(step)}
+        for step in range(1, len(steps(run)) + 1)
+    ]
+
+
+@pytest.mark.slow
+def test_two_torchruns_from_outside_train_as_two_processes_do(nano: Nano, tmp_path: Path) -> None:
+    recipe = nano.recipe(tmp_path, "train.steps=4", "train.warmup_steps=2", "train.eval_every=0")
+    here, there = tmp_path / "here", tmp_path / "there"
+    nano.outcome(recipe, here, "--nproc", "2", fault=Fault("forked_members"))
+    with reserved_port() as port:
+        # without an address of its own torchrun gives the others this machine's name, which need not be known
+        place = ("--nnodes=2", "--nproc-per-node=1", "--local-addr=127.0.0.1")
+        meet = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--no-python", "--")
+        train = (sys.executable, "-m", "redline.cli.main", "train", recipe, "--run", there, "--json")
+        nodes = [real(nano, "-m", "torch.distributed.run", *place, *meet, *train) for _ in range(2)]
+        ends = [node.communicate(timeout=LIMIT_S) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], ends
+    (said,) = [out for out, _ in ends if out]
+    assert json.loads(said)["why"] == "finished"
+    (start,) = events(there, "start", "resume")
+    assert start["world_size"] == 2
+    plan = json.loads((there / "plan.json").read_text())
+    assert (plan["world_size"], plan["shards"]["value"]) == (2, 1)
+    assert [line["tokens"] for line in training(there)] == [line["tokens"] for line in training(here)]
+    assert len(steps(there)) == 4
+    assert steps(there)[0]["loss"] == pytest.approx(steps(here)[0]["loss"], rel=CLOSE_FP32)
+
+
+def test_the_node_where_they_meet_is_known_by_the_name_that_the_others_use() -> None:
+    """Its own name may be a loopback address there, which would lead the others to themselves."""
+    assert own_address("localhost") == "localhost"
+    assert own_address("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(MachineError, match=r"--rdzv: there is no way to nowhere\.invalid from here: "):
+        own_address("nowhere.invalid")
+
+
+@pytest.mark.numerics
 def test_a_lost_node_ends_the_step_and_the_job_resumes_without_it(nano: Nano, tmp_path: Path) -> None:
     """The second of two nodes is killed in update 12, after the checkpoint of update 5 is complete: that of update 10
     waits for it. Every update is recorded once, with the numbers of a run on one process."""
@@ -81,7 +166,9 @@ def test_a_lost_node_ends_the_step_and_the_job_resumes_without_it(nano: Nano, tm
     )
     nano.outcome(recipe, tmp_path / "single")
     lost = Fault("node", fault="node_lost_at", update=12)
-    first, second = two_nodes(nano, recipe, run, "1:2", faults=(Fault("node", later_s=0.1), lost))
+    first, second = two_nodes(
+        partial(nano.start, recipe, run), "1:2", faults=(Fault("node", later_s=0.1), lost)
+    )
     done = first.wait()
     assert done.code == 0, done.err
     assert second.wait().code == -signal.SIGKILL
@@ -102,7 +189,7 @@ def test_a_process_that_runs_out_of_memory_restarts_all_nodes(nano: Nano, tmp_pa
     """Four sequences a pass do not fit the second node from its third update on; all go on with two."""
     recipe = nano.recipe(tmp_path, "train.steps=8", "train.checkpoint_every=2", "train.eval_every=0")
     run, full = tmp_path / "run", Fault("node", fault="out_of_memory", above=2, from_pass=3)
-    for node in two_nodes(nano, recipe, run, "2", faults=(Fault("node"), full)):
+    for node in two_nodes(partial(nano.start, recipe, run), "2", faults=(Fault("node"), full)):
         done = node.wait()
         assert done.code == 0, done.err
     (short,) = events(run, "out_of_memory")
@@ -119,7 +206,7 @@ def test_an_error_of_the_user_is_one_line_on_every_node(nano: Nano, tmp_path: Pa
     that another node ended the job."""
     recipe, run = nano.recipe(tmp_path, "train.steps=8"), tmp_path / "run"
     broken = Fault("node", fault="gradient_not_a_number", update=3)
-    ends = [node.wait() for node in two_nodes(nano, recipe, run, "2", faults=(broken, broken))]
+    ends = [node.wait() for node in two_nodes(partial(nano.start, recipe, run), "2", faults=(broken, broken))]
     said = {one_line(done.err): done.code for done in ends}
     assert TrainingError.exit_code in said.values()
     for line, code in said.items():

@@ -27,6 +27,7 @@ from pipeline import (
     assert_same_weights,
     events,
     lines_written,
+    real,
     steps,
     weights,
 )
@@ -208,17 +209,6 @@ def assert_close_tensors(run: Path, reference: Path) -> None:
             torch.testing.assert_close(
                 found[name], tensor, rtol=CLOSE, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
             )
-
-
-def real(nano: Nano, *command: str | Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        env={**os.environ, **nano.warm.environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
 
 
 @pytest.mark.slow

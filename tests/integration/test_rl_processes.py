@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import safetensors.torch
+import torch
 from pipeline import on_two
 from precision import CLOSE
 from warm import Warm
@@ -25,13 +25,8 @@ DOUBLE = {"IN_DOUBLE": "1"}
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its weights are in double precision in the file too, where fp32 cannot be read any more."""
     folder = tmp_path_factory.mktemp("rl")
-    (file,) = tiny_model(folder / "model").glob("*.safetensors")
-    safetensors.torch.save_file(
-        {name: tensor.double() for name, tensor in safetensors.torch.load_file(file).items()}, file
-    )
-    return letters_rl(folder, folder / "model")
+    return letters_rl(folder, tiny_model(folder / "model", dtype=torch.float64))
 
 
 @pytest.mark.numerics

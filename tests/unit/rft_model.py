@@ -91,8 +91,8 @@ rows = 20
 """
 
 
-def tiny_model(folder: Path, *, chat: bool = False) -> Path:
-    """Write the model; the same every time."""
+def tiny_model(folder: Path, *, chat: bool = False, dtype: torch.dtype = torch.float32) -> Path:
+    """Write the model; the same every time. In double for a command that computes in double, which reads no fp32."""
     tokenizer = train_bpe(iter(["Question: Write a\nAnswer: b c d"]), CONFIG.vocab_size)
     model = build_model(CONFIG, device="cpu", seed=5)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -101,7 +101,7 @@ def tiny_model(folder: Path, *, chat: bool = False) -> Path:
         CONFIG,
         weights,
         tokenizer.text,
-        torch.float32,
+        dtype,
         chat_template=CHAT_TEMPLATE if chat else None,
         eos_ids=[tokenizer.eot_id],
     )

@@ -160,6 +160,7 @@ def test_limits_and_sizes_are_read_as_slurm_reads_them() -> None:
             ["--nnodes", "1:2", "--rdzv", "node1"],
             "needs --rdzv HOST:PORT, the same on all of them; got 'node1'",
         ),
+        (["--nnodes", "2", "--rdzv", "node1:65536"], "needs --rdzv HOST:PORT, the same on all of them; got"),
         (
             ["--nnodes", "4:2", "--rdzv", "node1:29400"],
             "--nnodes takes a number or MIN:MAX, like 2 or 1:4, got '4:2'",

@@ -9,6 +9,7 @@ holds on every node. The nodes share the run folder. Left out: a node that holds
 on all nodes resumes.
 """
 
+import ipaddress
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -77,45 +79,58 @@ class Stopped(Exception):
 def run_on_nodes(nodes: Nodes, nproc: int, arguments: Sequence[str], run: Path) -> int:
     """Be this node's agent until the job ends. A user's error is raised here; any other is printed."""
     again = "run the same command on every node and it resumes from the last checkpoint"
-    handler = None
     try:
-        handler = _meet(nodes)
+        return _run_agent(_meet(nodes), nodes, nproc, arguments, run)
+    except RendezvousClosedError:
+        raise MachineError(f"another node ended the job, and what it printed says why; {again}") from None
+    except RendezvousTimeoutError:
+        few = f"fewer than {nodes.least} nodes came to {nodes.endpoint} within {TIMES_S['join_timeout']} s"
+        raise MachineError(f"{few}: {again}") from None
+    except (RendezvousConnectionError, DistError):  # the second where ranks are given out
+        raise MachineError(
+            f"nothing answers at {nodes.endpoint}, which the node of that name holds: check that it runs; {again}"
+        ) from None
+
+
+def _run_agent(
+    handler: DynamicRendezvousHandler, nodes: Nodes, nproc: int, arguments: Sequence[str], run: Path
+) -> int:
+    try:
         agent = Agent(handler, nproc, arguments, run)
         with on_stop(agent.request_stop):
             agent.run()
         handler.shutdown()
         return agent.code
     except Stopped:
-        if handler is not None and nodes.least == nodes.most:  # else the others go on
+        if nodes.least == nodes.most:  # else the others go on
             handler.shutdown()
         return 0
     except RedlineError:
-        assert handler is not None
         handler.shutdown()
         raise
-    except RendezvousClosedError:
-        raise MachineError(f"another node ended the job, and what it printed says why; {again}") from None
-    except RendezvousTimeoutError:
-        few = f"fewer than {nodes.least} nodes came to {nodes.endpoint} within {TIMES_S['join_timeout']} s"
-        raise MachineError(f"{few}: {again}") from None
-    except RendezvousConnectionError:
-        raise MachineError(
-            f"nothing answers at {nodes.endpoint}, which the node of that name holds: check that it runs; {again}"
-        ) from None
+
+
+def own_address(host: str) -> str:
+    """Where the other nodes reach this one: the address from which it reaches the host. The host itself may know its name
+    as a loopback address (Debian writes that into /etc/hosts); there it is the name that the others know."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:  # sends nothing
+        try:
+            towards.connect((host, 1))
+        except OSError as error:
+            raise MachineError(f"--rdzv: there is no way to {host} from here: {error.strerror}") from error
+        own = towards.getsockname()[0]
+    return host if ipaddress.ip_address(own).is_loopback else own
 
 
 def _meet(nodes: Nodes) -> DynamicRendezvousHandler:
     host, _, port = nodes.endpoint.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:  # sends nothing
-        towards.connect((host, int(port) or 1))
-        own = towards.getsockname()[0]  # the address under which that node, and so the others, reach this one
     meeting = RendezvousParameters(
         backend="c10d",
         endpoint=nodes.endpoint,
         run_id=nodes.job,
         min_nodes=nodes.least,
         max_nodes=nodes.most,
-        local_addr=own,
+        local_addr=own_address(host),
         **TIMES_S,
     )
     backend, store = create_backend(meeting)
