@@ -103,8 +103,17 @@ def after(completions: Iterator[Completion], faults: dict[int, Callable[[], None
             faults[count]()
 
 
-def test_workers_killed_at_random_lose_nothing_and_change_nothing(lab):
+def test_workers_that_come_late_or_are_killed_at_random_lose_nothing_and_change_nothing(lab):
+    """One of two workers has to wait until somebody else's actor is gone; then both work, and are killed."""
+    other = ray.remote(num_cpus=1)(dict).remote()
+    ray.get(other.__ray_ready__.remote())
     chance, asked, killed = random.Random(7), requests(16), list[Any]()
+
+    def feed() -> Iterator[Request | None]:
+        yield from asked[:2]
+        while len(engine.rates()) < 2:
+            yield None
+        yield from asked[2:]
 
     def kill() -> None:
         there = [m.actor for m in engine._members if m.joined and m.actor not in killed]
@@ -113,9 +122,15 @@ def test_workers_killed_at_random_lose_nothing_and_change_nothing(lab):
             os.kill(pid_of(killed[-1]), signal.SIGKILL)
 
     # 48 samples, of which at most 12 are with the workers: none of them is killed when all work is done
+    faults = {5: lambda: ray.kill(other), **dict.fromkeys(chance.sample(range(7, 30), 3), kill)}
     with lab.engine(2) as engine:
-        found = named(after(engine.run(asked), dict.fromkeys(chance.sample(range(1, 30), 3), kill)))
+        found = named(after(engine.run(feed()), faults))
+        there = next(m.actor for m in engine._members if m.joined)
+        modules = ray.get(there.__ray_call__.remote(lambda _: list(sys.modules)))
+    assert "torch.distributed.tensor" not in modules, "it takes seconds at the start of every worker"
     assert found == lab.local(asked)
+    joined = [facts["name"] for facts in lab.told if facts["state"] == "joined"]
+    assert sorted(joined[:2]) == ["worker-1", "worker-2"]
     assert sum(facts["state"] == "died" for facts in lab.told) == len(killed) > 0
     assert sum(facts["samples"] for facts in lab.told if facts["state"] != "joined") == 48
 
@@ -179,38 +194,17 @@ def test_new_weights_in_the_middle_and_every_sample_names_its_own(lab):
         expected.append(local())
         later = named(noted(engine.run(asked[:1])))
         assert set(engine._weights) == {1}, "nothing asks for the first weights any more"
+        assert list(engine.run([])) == []
         with pytest.raises(ConfigError, match="weights 0 are not there"):
             next(engine.run(asked, version=0))
+        with pytest.raises(ConfigError, match="a prompt has 9 tokens; the engine was made for 8"):
+            list(engine.run([Request(prompt=(5,) * 9, sampling=Sampling())]))
     assert expected[0] != expected[1]
     assert all(len(own) == 1 for tag, own in versions.items() if tag), "one request, two versions"
     assert {version for own in versions.values() for version in own} == {0, 1}
     for (tag, sample), one in found.items():
         assert one == expected[min(versions[tag])][tag, sample]
     assert later == {(0, sample): expected[1][0, sample] for sample in range(3)}
-
-
-def test_a_worker_joins_when_the_cluster_has_room(lab):
-    """One of two workers has to wait until somebody else's actor is gone."""
-    other = ray.remote(num_cpus=1)(dict).remote()
-    ray.get(other.__ray_ready__.remote())
-    asked = requests(10)
-
-    def feed() -> Iterator[Request | None]:
-        yield from asked[:2]
-        while len(engine.rates()) < 2:
-            yield None
-        yield from asked[2:]
-
-    with lab.engine(2) as engine:
-        found = named(after(engine.run(feed()), {5: lambda: ray.kill(other)}))
-        assert list(engine.run([])) == []
-        assert found == lab.local(asked)
-        with pytest.raises(ConfigError, match="a prompt has 9 tokens; the engine was made for 8"):
-            list(engine.run([Request(prompt=(5,) * 9, sampling=Sampling())]))
-    assert sorted((facts["name"], facts["state"]) for facts in lab.told) == [
-        ("worker-1", "ended"), ("worker-1", "joined"), ("worker-2", "ended"), ("worker-2", "joined")
-    ]  # fmt: skip
-    assert all(facts["samples"] > 0 for facts in lab.told if facts["state"] == "ended")
 
 
 def test_workers_that_die_again_and_again_end_the_run(lab):

@@ -58,7 +58,7 @@ def test_none_behind_is_the_run_on_one_machine_though_a_worker_is_killed(
     run_rl(recipe, tmp_path / "here", ["train.steps=3"])
     monkeypatch.setattr(workers, "RayEngine", Seen)
     monkeypatch.setattr(Domains, "answers", killing)
-    run_rl(recipe, tmp_path / "there", ["train.steps=3", "rl.max_versions_behind=0"], on=OnRay(workers=2))
+    run_rl(recipe, tmp_path / "there", ["train.steps=3", "rl.max_versions_behind=0"], on=OnRay(workers=1))
     assert training(tmp_path / "there") == training(tmp_path / "here")
     events = read_lines(tmp_path / "there" / "events.jsonl")
     assert "died" in [line["state"] for line in events if line["event"] == "worker"]

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from redline.config.recipe import CrossEntropy, ModelConfig, Recompute
@@ -361,8 +360,12 @@ def weights_of(model: Transformer) -> dict[str, Tensor]:
 
 def write_part(parameter: Tensor, value: Tensor) -> None:
     """Copy a whole value into a parameter, or the part of it that this process holds."""
-    if isinstance(parameter, DTensor):
-        value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    if torch.distributed.is_initialized():
+        # imported here: it takes torch seconds, which every engine and every worker on Ray would pay
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        if isinstance(parameter, DTensor):
+            value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.copy_(value)
 
 
