@@ -40,6 +40,7 @@ from redline.pretrain import open_corpus
 from redline.record.run import RunFolder
 from redline.train.loop import Trainer
 from redline.train.objective import Job
+from redline.train.open_run import OpenRun
 from redline.train.process import Process
 
 SMALL = (
@@ -186,9 +187,9 @@ class Bench:
                 plan=plan,
                 source=source,
                 data_fingerprint=corpus.fingerprint,
-                run=folder.path,
-                folder=folder,
-                observers=(SlowObserver(fault.observer[0] * clean_s, fault.observer[1]),),
+                opened=OpenRun(
+                    folder.path, folder, [SlowObserver(fault.observer[0] * clean_s, fault.observer[1])]
+                ),
             )
             trainer = Trainer(job, process)
             try:

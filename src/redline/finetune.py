@@ -31,13 +31,11 @@ from redline.model.huggingface_out import write_folder
 from redline.model.lora import add_lora
 from redline.model.transformer import Transformer
 from redline.plan.plan import Plan
-from redline.record.observe import Observer
-from redline.record.run import RunFolder
 from redline.train.adapter import check_family, write_adapter
 from redline.train.execution import COMPUTE_DTYPE, check_device, equip, strip_compiled
 from redline.train.loop import Outcome, Trainer
 from redline.train.objective import Job
-from redline.train.open_run import Watching, open_run
+from redline.train.open_run import OpenRun, Watching, open_run
 from redline.train.packed import (
     Example,
     Examples,
@@ -81,18 +79,7 @@ def finetune(
             opened.event("examples_left_out", rows=split.left_out)
         model = base.build(process.device, COMPUTE_DTYPE[plan.precision])
         prepare(model, recipe, process)
-        job = job_of(
-            model,
-            split.train,
-            recipe,
-            plan,
-            process,
-            valid=split.valid,
-            run=run,
-            folder=opened.folder,
-            fork=opened.fork,
-            observers=opened.observers,
-        )
+        job = job_of(model, split.train, recipe, plan, process, valid=split.valid, opened=opened)
         outcome = train(job, process)
         if outcome.complete:
             write_result(model, recipe, base, process, adapter=run / "adapter", whole=run / "model")
@@ -116,10 +103,7 @@ def job_of(
     process: Process,
     *,
     valid: Sequence[Example] = (),
-    run: Path | None = None,
-    folder: RunFolder | None = None,
-    fork: Path | None = None,
-    observers: Sequence[Observer] = (),
+    opened: OpenRun | None = None,
 ) -> Job:
     """What the loop needs to train the model on the examples; without a run folder nothing is kept."""
     config, t = model.config, recipe.train
@@ -144,11 +128,8 @@ def job_of(
         source=lambda position: Examples(mine, position or 0),
         objective=objective,
         data_fingerprint=fingerprint(examples),
-        run=run,
-        folder=folder,
+        opened=opened or OpenRun(),
         validate=_validation(valid, process) if valid else None,
-        fork=fork,
-        observers=observers,
     )
 
 

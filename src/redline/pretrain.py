@@ -73,13 +73,11 @@ def pretrain(
         if corpus.unhashed_bytes:
             facts = {"size_bytes": corpus.unhashed_bytes, "to_check": "redline data info --verify"}
             opened.event("shards_not_hashed", **facts)
-        return Trainer(job_of(recipe, plan, corpus, process, run=run, opened=opened), process).run()
+        return Trainer(job_of(recipe, plan, corpus, process, opened), process).run()
 
 
-def job_of(
-    recipe: Recipe, plan: Plan, corpus: Corpus, process: Process, *, run: Path | None, opened: OpenRun | None
-) -> Job:
-    """What the loop needs to pre-train; without a run folder nothing is kept."""
+def job_of(recipe: Recipe, plan: Plan, corpus: Corpus, process: Process, opened: OpenRun) -> Job:
+    """What the loop needs to pre-train."""
     train, seq_len = recipe.train, recipe.data.seq_len
 
     def source(position: Position | None) -> Loader:
@@ -104,12 +102,9 @@ def job_of(
         source=source,
         objective=Sequences(pass_size=plan.micro_batch, share=train.batch_size // process.world_size),
         data_fingerprint=corpus.fingerprint,
-        run=run,
-        folder=opened.folder if opened else None,
+        opened=opened,
         validate=_validation(recipe, corpus, process),
         initial_weights=_initial_weights(recipe.model),
-        fork=opened.fork if opened else None,
-        observers=opened.observers if opened else (),
     )
 
 

@@ -19,6 +19,7 @@ from redline.model.transformer import Attention, Transformer, build_model
 from redline.plan.hardware import hardware_here
 from redline.plan.planner import make_plan
 from redline.record.run import RunFolder
+from redline.train.open_run import OpenRun
 from redline.train.packed import Example, exact, pack, unpack
 from redline.train.process import Process
 
@@ -84,7 +85,8 @@ def finetune(
         plan, precision="bf16" if half else "fp32", cross_entropy="fused" if half else "torch", **how
     )
     process, run = Process(0, 1, device), folder.path if folder else None
-    train(job_of(model, data, recipe, plan, process, run=run, folder=folder, observers=observers), process)
+    opened = OpenRun(run, folder, observers)
+    train(job_of(model, data, recipe, plan, process, opened=opened), process)
 
 
 def losses(method: str, dtype: torch.dtype, **how: Any) -> tuple[list[float], Seen, Transformer]:

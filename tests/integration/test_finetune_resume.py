@@ -47,6 +47,7 @@ def tune(method: str, run: Path) -> None:
     from redline.plan.hardware import hardware_here
     from redline.plan.planner import make_plan
     from redline.record.run import RunFolder
+    from redline.train.open_run import OpenRun
     from redline.train.packed import Example
     from redline.train.process import Process
 
@@ -70,7 +71,7 @@ def tune(method: str, run: Path) -> None:
     model, process = build_model(shape, device="cpu", seed=0), Process(0, 1, torch.device("cpu"))
     prepare(model, recipe, process)
     with RunFolder(run) as folder:
-        train(job_of(model, examples, recipe, plan, process, run=run, folder=folder), process)
+        train(job_of(model, examples, recipe, plan, process, opened=OpenRun(run, folder)), process)
 
 
 class Children:

@@ -35,6 +35,7 @@ from redline.plan.planner import make_plan
 from redline.record.metrics import METRICS
 from redline.record.run import RunFolder, read_lines
 from redline.train.loop import Outcome
+from redline.train.open_run import OpenRun
 from redline.train.optimizer import fixed, lr_factor
 from redline.train.packed import Example
 from redline.train.process import Process
@@ -68,9 +69,8 @@ def finetune(
     recipe = Recipe(name="test", workload="finetune", model=CONFIG, train=config, lora=lora, plan=pins)
     plan = make_plan(recipe, hardware_here(replace(read_facts(), gpus=()), None))
     process, run = Process(0, 1, torch.device("cpu")), folder.path if folder else None
-    return train(
-        job_of(model, data, recipe, plan, process, run=run, folder=folder, observers=observers or ()), process
-    )
+    opened = OpenRun(run, folder, observers or ())
+    return train(job_of(model, data, recipe, plan, process, opened=opened), process)
 
 
 def examples(count: int = 27, seed: int = 0) -> list[Example]:

@@ -10,7 +10,6 @@ torchrun --nproc-per-node 2 --no-python -- redline train gpt2-124m     `--` keep
 """
 
 import argparse
-import json
 import os
 import re
 import shlex
@@ -172,8 +171,7 @@ def _train(options: argparse.Namespace, recipe: Recipe, folder: Path, **how: Any
     set_allocator(plan)
     with join(plan.hardware.kind) as alone:
         if nodes > 1:  # they may differ in what was measured on them
-            told = alone.of_first(json.dumps(to_json(plan)))
-            plan = from_json(json.loads(told), where="the plan of the first node")
+            plan = from_json(alone.all_of(to_json(plan))[0], where="the plan of the first node")
         process = replace(alone, replicas=plan.world_size // plan.shards)
         startup.mark("device")
         if process.is_first:

@@ -139,9 +139,8 @@ class RayEngine:
         self._started = connect(place.address)
         self._ray = need("ray", extra="ray")
         self._timeout_s, self._event, self._clock = timeout_s, event, clock
-        self._most = slots + 2 * max(
-            1, slots // AHEAD
-        )  # what fills the slots again while a call is under way
+        # what fills the slots again while a call is under way
+        self._most = slots + 2 * max(1, slots // AHEAD)
         has = self._ray.cluster_resources()
         gpus, cpus = int(has.get("GPU", 0)), int(has.get("CPU", 1))
         self._share = {"num_cpus": 1, "num_gpus": 1 if gpus else 0, "max_restarts": 0}

@@ -51,14 +51,14 @@ class TrainingSubject:
             process = stack.enter_context(join(plan.hardware.kind))
             check_device(plan)
             run = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=os.environ.get(SCRATCH))))
-            opened = OpenRun(stack.enter_context(RunFolder(run)), [self], None)
+            opened = OpenRun(run, stack.enter_context(RunFolder(run)), [self])
             endless = _endless(recipe)
             if recipe.workload == "pretrain":
-                job, self.tokens_per_step = _pretraining(endless, plan, process, run, opened)
+                job, self.tokens_per_step = _pretraining(endless, plan, process, opened)
             elif recipe.workload == "rl":
-                job, self.tokens_per_step = _reinforcing(endless, plan, process, run, opened)
+                job, self.tokens_per_step = _reinforcing(endless, plan, process, opened)
             else:
-                job, self.tokens_per_step = _finetuning(endless, plan, process, run, opened)
+                job, self.tokens_per_step = _finetuning(endless, plan, process, opened)
                 if setting.get("padded"):
                     _pad(job.objective, recipe)
             self.trainer = Trainer(replace(job, steps=ENDLESS, validate=None), process)
@@ -99,16 +99,17 @@ def _endless(recipe: Recipe) -> Recipe:
 # ---- pre-training ----
 
 
-def _pretraining(recipe: Recipe, plan: Plan, process: Process, run: Path, opened: OpenRun) -> tuple[Job, int]:
-    corpus = pretrain.open_corpus(recipe, run, process, None)
-    job = pretrain.job_of(recipe, plan, corpus, process, run=run, opened=opened)
+def _pretraining(recipe: Recipe, plan: Plan, process: Process, opened: OpenRun) -> tuple[Job, int]:
+    assert opened.run is not None
+    corpus = pretrain.open_corpus(recipe, opened.run, process, None)
+    job = pretrain.job_of(recipe, plan, corpus, process, opened)
     return replace(job, initial_weights=None), recipe.tokens_per_step
 
 
 # ---- reinforcement learning ----
 
 
-def _reinforcing(recipe: Recipe, plan: Plan, process: Process, run: Path, opened: OpenRun) -> tuple[Job, int]:
+def _reinforcing(recipe: Recipe, plan: Plan, process: Process, opened: OpenRun) -> tuple[Job, int]:
     """The update alone."""
     model = open_weights(Path(recipe.model.init_from or "")).build(
         process.device, COMPUTE_DTYPE[plan.precision]
@@ -117,8 +118,7 @@ def _reinforcing(recipe: Recipe, plan: Plan, process: Process, run: Path, opened
     equip(model, plan, longest=longest_row(recipe))
     rows = rehearsal.random_rows(recipe)
     job = rehearsal.job_of(recipe, plan, model, rows, process)
-    watched = replace(job, run=run, folder=opened.folder, observers=opened.observers)
-    return watched, sum(row.example.length for row in rows)
+    return replace(job, opened=opened), sum(row.example.length for row in rows)
 
 
 # ---- fine-tuning ----
@@ -132,13 +132,11 @@ class _RoundAndRound(Examples):
         return super().next()
 
 
-def _finetuning(recipe: Recipe, plan: Plan, process: Process, run: Path, opened: OpenRun) -> tuple[Job, int]:
+def _finetuning(recipe: Recipe, plan: Plan, process: Process, opened: OpenRun) -> tuple[Job, int]:
     model, rows = _model_and_rows(recipe, plan, process)
     rows = whole_batches(rows, recipe.train.batch_size)
     finetune.prepare(model, recipe, process)
-    job = finetune.job_of(
-        model, rows, recipe, plan, process, run=run, folder=opened.folder, observers=opened.observers
-    )
+    job = finetune.job_of(model, rows, recipe, plan, process, opened=opened)
     assert isinstance(job.objective, Packed)
     updates = job.objective.updates
     tokens = sum(exact(update).tokens for update in updates) / len(updates)

@@ -26,6 +26,7 @@ from redline.record.run import RunFolder, read_lines
 from redline.rft.session import Session
 from redline.rft.store import Source, Store
 from redline.tasks.task import Question
+from redline.train.open_run import OpenRun
 from redline.train.packed import Example
 from redline.train.packed import fingerprint as examples_fingerprint
 
@@ -84,26 +85,23 @@ def train(session: Session, on: On) -> dict[str, Any]:
     prepare(model, recipe, session.process)
     began_s = time.monotonic()
     with RunFolder(place.record) as folder:
-        job = job_of(
-            model, examples, recipe, session.plan, session.process, run=place.record, folder=folder,
-            observers=[session.observers],
-        )  # fmt: skip
+        opened = OpenRun(place.record, folder, [session.observers])
+        job = job_of(model, examples, recipe, session.plan, session.process, opened=opened)
         session.stage("train", f"fine-tuning on {len(examples):,} {on}", total_steps=job.steps)
         outcome = run_job(job, session.process)
     elapsed_s = time.monotonic() - began_s
     session.folder.event(
         f"training_on_{on}", why=outcome.why, step=outcome.step, elapsed_s=round(elapsed_s, 3)
     )
-    spent_s = total(
-        session.folder.events_path, f"training_on_{on}", "elapsed_s"
-    )  # of every attempt that ended
+    # of every attempt that ended
+    spent_s = total(session.folder.events_path, f"training_on_{on}", "elapsed_s")
     done = Done(
         on=on, why=outcome.why, fingerprint=fingerprint, examples=len(examples), updates=outcome.step,
         loss=outcome.metrics.get("loss"), rows_per_s=_rows_per_s(folder), elapsed_s=spent_s,
     )  # fmt: skip
     if outcome.why == "finished":
-        opened = session.model.opened
-        write_result(model, recipe, opened, session.process, adapter=place.adapter, whole=place.model)
+        base = session.model.opened
+        write_result(model, recipe, base, session.process, adapter=place.adapter, whole=place.model)
         done = replace(done, files=_sizes(place))
         write_atomic(place.done, json.dumps(asdict(done), indent=2) + "\n")
     if recipe.lora is None:

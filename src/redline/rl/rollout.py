@@ -12,7 +12,6 @@ Questions that teach nothing (to GRPO: all answers equally good) are replaced, `
 share the questions and exchange the answers, so that all of them hold the whole rollout.
 """
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,7 +21,6 @@ from functools import partial
 from statistics import fmean
 
 import torch
-import torch.distributed as dist
 
 from redline.config.rl import RlConfig
 from redline.rl.algorithm import Algorithm, Part, Row
@@ -234,13 +232,4 @@ def _exchange(groups: list[Group], process: Process) -> list[Group]:
     """The groups of all processes, on all of them."""
     if process.world_size == 1:
         return groups
-    own = torch.frombuffer(bytearray(json.dumps(list(map(write_group, groups))).encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(process.world_size)]
-    dist.all_gather(sizes, torch.tensor([len(own)]))
-    longest = max(int(size) for size in sizes)
-    texts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(texts, torch.cat([own, own.new_zeros(longest - len(own))]))
-    both = zip(sizes, texts, strict=True)
-    return [
-        read_group(line) for size, text in both for line in json.loads(text[: int(size)].numpy().tobytes())
-    ]
+    return [read_group(line) for lines in process.all_of(list(map(write_group, groups))) for line in lines]

@@ -69,7 +69,7 @@ def reinforce(
             Watchdog(opened.event, alone=process.world_size == 1) as watchdog,
         ):
             phase = watchdog.phase
-            job = job_of(recipe, plan, base, domains, process, run=run, opened=opened, phase=phase, on=on)
+            job = job_of(recipe, plan, base, domains, process, opened=opened, phase=phase, on=on)
             trainer = Trainer(job, process)
             if trainer.progress.step == 0 and recipe.train.eval_every and job.validate is not None:
                 opened.event("validation", step=0, **job.validate(job.model, plan.micro_batch))
@@ -91,13 +91,12 @@ def job_of(
     domains: Domains,
     process: Process,
     *,
-    run: Path | None = None,
     opened: OpenRun | None = None,
     phase: Callable[[str | None], None] = lambda name: None,
     on: OnRay | None = None,
 ) -> Job:
     """What the loop needs; without a run folder nothing is kept. `phase` is told which part of a step begins."""
-    rl, event = domains.rl, opened.event if opened else lambda kind, **facts: None
+    rl, opened = domains.rl, opened or OpenRun()
     algorithm, dtype = ALGORITHMS[rl.algorithm], COMPUTE_DTYPE[plan.precision]
     model = base.build(process.device, dtype)
     prepare(model, recipe, process)
@@ -108,27 +107,26 @@ def job_of(
         reference = base.build(process.device, dtype).requires_grad_(False)
         if process.world_size > 1:
             shard(reference, process, dtype)
-    policy = Policy(model, base, process, rl, slots=plan.slots, event=event, phase=phase)
+    policy = Policy(model, base, process, rl, slots=plan.slots, event=opened.event, phase=phase)
     drawn_from = Workers(policy, on) if on is not None else policy
     return Job(
         recipe=recipe,
         plan=plan,
         steps=recipe.train.steps,
         model=model,
-        source=lambda position: Rollouts(domains, drawn_from, algorithm, Samples(run), done=position or 0),
+        source=lambda position: Rollouts(
+            domains, drawn_from, algorithm, Samples(opened.run), done=position or 0
+        ),
         objective=Policies(algorithm, recipe, process, pass_size=plan.micro_batch, reference=reference),
         executor=partial(Updates, critic=critic),
         state=critic.state if critic is not None else {},
         data_fingerprint=fingerprint_of(
             [[name, q.id, q.text, q.answer] for name, own in domains.by_name.items() for q in own.questions]
         ),
-        run=run,
-        folder=opened.folder if opened else None,
+        opened=opened,
         validate=make_validation(domains, policy),
-        combine=_combination(recipe, plan, event) if rl.pcgrad != "off" else None,
+        combine=_combination(recipe, plan, opened.event) if rl.pcgrad != "off" else None,
         derived=make_derived(plan),
-        fork=opened.fork if opened else None,
-        observers=opened.observers if opened else (),
     )
 
 

@@ -26,9 +26,8 @@ PROGRAM_FD = 3
 DEVICES = ("/dev/null", "/dev/urandom")
 BOOT = f"exec(compile(open({PROGRAM_FD}, encoding='utf-8').read(), 'program', 'exec'), {{'__name__': '__main__'}})"
 
-_NAMESPACES = (
-    0x00020000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
-)  # mnt uts ipc user pid net
+# mnt uts ipc user pid net
+_NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 _RDONLY, _NOSUID, _NODEV, _REMOUNT, _BIND, _MOVE, _REC, _PRIVATE = 1, 2, 4, 32, 4096, 8192, 16384, 1 << 18
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -77,14 +76,12 @@ def main() -> None:
             if os.geteuid() == 0:
                 os.setgroups([])
             _call("unshare", _NAMESPACES)
-            _tell(
-                report, {"map": os.getpid()}
-            )  # by the scoring process: it has the right to, and this one lost it
+            # by the scoring process: it has the right to, and this one lost it
+            _tell(report, {"map": os.getpid()})
             if not os.read(control, 1):
                 return
-        _call(
-            "prctl", 36, 1, 0, 0, 0
-        )  # PR_SET_CHILD_SUBREAPER: what loses its parent becomes a child of this process
+        # PR_SET_CHILD_SUBREAPER: what loses its parent becomes a child of this process
+        _call("prctl", 36, 1, 0, 0, 0)
         if (child := os.fork()) == 0:
             _become(spec, program, report)
         ended = _supervise(child, control, spec["wall_s"])
@@ -198,10 +195,8 @@ def _build_root(roots: list[str]) -> None:
     try:
         with open("/proc/sys/user/max_user_namespaces", "w") as file:
             file.write("0")
-    except (
-        OSError
-    ):  # read-only in many containers; the system calls that make namespaces are filtered as well
-        pass
+    except OSError:
+        pass  # read-only in many containers; the system calls that make namespaces are filtered as well
     os.chdir(new)
     _mount(new, "/", None, _MOVE)
     os.chroot(".")
@@ -218,10 +213,8 @@ def syscall_filter() -> bytes:
     code = [(load, 0, 0, 4), (equal, 1, 0, architecture), (give, 0, 0, 0x80000000), (load, 0, 0, 0)]
     if column == 0:
         code += [(at_least, 0, 1, 0x40000000), (give, 0, 0, refuse)]  # the numbers of the x32 ABI
-    code += [
-        (equal, 0, 1, _CLONE3),
-        (give, 0, 0, unknown),
-    ]  # its flags lie in memory; libc falls back to clone
+    # its flags lie in memory; libc falls back to clone
+    code += [(equal, 0, 1, _CLONE3), (give, 0, 0, unknown)]
     for numbers in _FORBIDDEN.values():
         if (number := numbers[column]) is not None:
             code += [(equal, 0, 1, number), (give, 0, 0, refuse)]

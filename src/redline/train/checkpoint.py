@@ -40,6 +40,7 @@ from redline.train.checkpoint_files import (
     write_state,
 )
 from redline.train.places import BEST, read_best, step_folders, step_name
+from redline.train.process import exchange
 
 Piece = tuple[Entry, Tensor]
 """What one rank writes of one tensor: how it is called in the file, and the values."""
@@ -218,20 +219,7 @@ class Checkpoints:
         write_atomic(self.folder / BEST, json.dumps({"step": step, "loss": loss}))
 
     def _exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """What every rank has to say, by rank. As JSON, because torch's object collectives un-pickle."""
-        if self._group is None:
-            return [message]
-        text = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(lengths, torch.tensor([len(text)]), group=self._group)
-        padded = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8)
-        padded[: len(text)] = text
-        texts = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(texts, padded, group=self._group)
-        return [
-            json.loads(bytes(text[: int(length)].tolist()))
-            for text, length in zip(texts, lengths, strict=True)
-        ]
+        return [message] if self._group is None else exchange(message, self._group)
 
 
 def _pieces(tensors: Mapping[str, Tensor], rank: int) -> Iterator[Piece]:

@@ -69,9 +69,9 @@ class Progress:
 
 class Trainer:
     def __init__(self, job: Job, process: Process) -> None:
-        self.job, self.process, self.objective = job, process, job.objective
+        self.job, self.opened, self.process, self.objective = job, job.opened, process, job.objective
         self.plan, self.train = job.plan, fixed(job.recipe.train, job.steps)
-        self.observers = Observers(job.observers)
+        self.observers, self._event = Observers(job.opened.observers), job.opened.event
         self.progress = Progress()
         self.why: str | None = None
         """Why the run ends, once it does."""
@@ -89,8 +89,8 @@ class Trainer:
         self.learner.penalise = penalty(job.model, self.train, lambda: self.progress.step)
         self.tensors = {**state_tensors(job.model, optimizers), **job.state, "rng.cpu": torch.get_rng_state()}
         self.checkpoints: Checkpoints | None = None
-        if job.run is not None:
-            folder = RunFolder(job.run).checkpoints_path
+        if job.opened.run is not None:
+            folder = RunFolder(job.opened.run).checkpoints_path
             self.checkpoints = Checkpoints(folder, keep=self.train.keep_checkpoints)
             self.learner.before_update = self.checkpoints.copy_done
         self._resume()
@@ -219,12 +219,11 @@ class Trainer:
         facts = {"micro_batch_before": before, "micro_batch": smaller, "batch_size": self.train.batch_size}
         if self.process.is_first:
             self._event("out_of_memory", step=step, **facts)
-        elif self.job.run is not None:
+        elif self.opened.run is not None:
             # The first may have had memory enough, and the launcher must learn of it.
-            RunFolder(self.job.run).event("out_of_memory", step=step, **facts)
-        if (
-            self.process.world_size > 1
-        ):  # the others wait in a collective; the launcher starts all of them again
+            RunFolder(self.opened.run).event("out_of_memory", step=step, **facts)
+        # The others wait in a collective; the launcher starts all of them again.
+        if self.process.world_size > 1:
             raise TrainingError(
                 f"out of memory at step {step} with micro-batch {before}: start again with --set"
                 f" plan.micro_batch={smaller}"
@@ -258,7 +257,11 @@ class Trainer:
         if self.checkpoints is not None:
             self.checkpoints.wait()  # the last one may be on its way to the disk
             saved = self.checkpoints.latest()
-        way = "start again" if saved is None else f"go on from step {saved} (--fork {self.job.run} --run NEW)"
+        way = (
+            "start again"
+            if saved is None
+            else f"go on from step {saved} (--fork {self.opened.run} --run NEW)"
+        )
         return (
             f"{name} is {value} at step {step}: {way} with {' or '.join(advice)}, or look at the data of that"
             " step"
@@ -313,7 +316,7 @@ class Trainer:
         self.tensors["rng.cpu"] = torch.get_rng_state()
         self.progress.elapsed_s = self._elapsed_s()
         self.clock_started_s = time.monotonic()
-        before_commit = self.job.folder.sync if self.job.folder is not None else None
+        before_commit = self.opened.folder.sync if self.opened.folder is not None else None
         self.checkpoints.save(self.progress.step, self.tensors, self._state(), before_commit=before_commit)
         self.saving = {"step": self.progress.step, "stalled_s": round(time.perf_counter() - started_s, 6)}
         if self.better:
@@ -340,7 +343,7 @@ class Trainer:
 
     def _open_metrics(self) -> LineWriter | None:
         """The record of the steps, cut back to where the run resumes; on the first process."""
-        folder, step = self.job.folder, self.progress.step
+        folder, step = self.opened.folder, self.progress.step
         dropped = folder.cut_metrics(step) if folder is not None else 0
         for first, last in lost_updates(folder, step) if folder is not None else ():
             self._event("updates_not_recorded", first=first, last=last)
@@ -374,8 +377,8 @@ class Trainer:
         """Take up the last checkpoint; without one, that of the run to fork, or the initial weights."""
         step = self.checkpoints.latest() if self.checkpoints is not None else None
         if step is None or self.checkpoints is None:
-            if self.job.fork is not None:
-                self._take(load(self.job.fork, self.tensors))
+            if self.opened.fork is not None:
+                self._take(load(self.opened.fork, self.tensors))
             elif self.job.initial_weights is not None:
                 self.job.initial_weights(self.learner.model)
             return
@@ -442,8 +445,3 @@ class Trainer:
 
     def _request_stop(self) -> None:
         self.stop_requested = True
-
-    def _event(self, kind: str, **facts: Any) -> None:
-        if self.job.folder is not None:
-            self.job.folder.event(kind, **facts)
-        self.observers.event(kind, facts)

@@ -5,9 +5,8 @@ turns a batch into passes (`step.Pass`); running out of memory makes its passes 
 update is executed, pass by pass or as one CUDA graph, is the `Executor`'s business.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -16,8 +15,7 @@ from redline.config.recipe import Recipe
 from redline.data.loader import Batch as SequenceBatch
 from redline.model.transformer import Transformer
 from redline.plan.plan import Plan
-from redline.record.observe import Observer
-from redline.record.run import RunFolder
+from redline.train.open_run import OpenRun
 from redline.train.optimizer import set_lr
 from redline.train.step import Combination, Learner, Pass, Update, update
 
@@ -129,10 +127,7 @@ class Job:
     objective: Objective
     data_fingerprint: str
     """Changes when the tokens do; a run resumes only with the data it began with."""
-    run: Path | None = None
-    """Where the run folder is, the same on every process; None: nothing is kept."""
-    folder: RunFolder | None = None
-    """The run folder, on the first process; None on the others, which write only checkpoint shards."""
+    opened: OpenRun = field(default_factory=OpenRun)
     validate: Callable[[Transformer, int], dict[str, float]] | None = None
     """The `valid_*` metrics, from passes of so many rows; `valid_loss` or `valid_accuracy` picks the best weights."""
     combine: Callable[[Learner, Callable[[], int]], Combination] | None = None
@@ -144,6 +139,3 @@ class Job:
     derived: Callable[[dict[str, Any]], dict[str, Any]] = lambda line: {}
     """Metrics that follow from the others of a line."""
     initial_weights: Callable[[Transformer], None] | None = None
-    fork: Path | None = None
-    """A checkpoint of another run, from which this one goes on with other values."""
-    observers: Sequence[Observer] = ()

@@ -33,10 +33,15 @@ Watching = Callable[[int], Sequence[Observer]]
 
 @dataclass(frozen=True)
 class OpenRun:
-    folder: RunFolder | None
-    observers: Sequence[Observer]
-    fork: Path | None
-    """The checkpoint that the run begins with."""
+    """Where a run is kept and who watches; by default nowhere and nobody."""
+
+    run: Path | None = None
+    """The run folder, the same on every process; None: nothing is kept."""
+    folder: RunFolder | None = None
+    """The same, on the first process; None on the others, which write only checkpoint shards."""
+    observers: Sequence[Observer] = ()
+    fork: Path | None = None
+    """A checkpoint of another run, from which this one goes on with other values."""
 
     def event(self, kind: str, **facts: Any) -> None:
         if self.folder is not None:
@@ -67,7 +72,7 @@ def open_run(
         if folder is not None:
             watching = observers(max(step_folders(folder.checkpoints_path), default=0))
             stack.callback(Observers(watching).close)
-        yield OpenRun(folder, watching, begins_with)
+        yield OpenRun(run, folder, watching, begins_with)
 
 
 def adopt(folder: RunFolder, recipe: Recipe, *, fork: Path | None = None) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from redline.config.recipe import MuonIteration, TrainConfig, UpdateKernels
+from redline.train.process import full
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration, chosen by Muon's author for a steep slope at zero."""
@@ -73,7 +74,7 @@ class Muon(torch.optim.Optimizer):
             buffer = self.state[p]["momentum_buffer"]
             buffer.lerp_(p.grad, 1 - group["momentum"])
             # Nesterov; half the bytes to gather
-            updates.append(whole_of(p.grad.lerp(buffer, group["momentum"]).bfloat16()))
+            updates.append(full(p.grad.lerp(buffer, group["momentum"]).bfloat16()))
         rows, columns = stack[0].shape
         lr = group["lr"] * max(1.0, rows / columns) ** 0.5
         for p, update in zip(stack, orthogonalize(torch.stack(updates), group["iteration"]), strict=True):
@@ -104,11 +105,6 @@ def _stacks(params: Sequence[Tensor]) -> list[list[Tensor]]:
         size = max(1, STACK_ELEMENTS // shape.numel())
         stacks += [group[i : i + size] for i in range(0, len(group), size)]
     return stacks
-
-
-def whole_of(t: Tensor) -> Tensor:
-    """A tensor gathered from the processes that hold parts of it."""
-    return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from redline.config.recipe import TrainConfig
 from redline.model.transformer import Transformer
-from redline.train.optimizer import part_of, whole_of
+from redline.train.optimizer import part_of
+from redline.train.process import full
 
 TOGETHER_BYTES = 64 * 2**20
 """Of the maps that are computed together, which are copied for it."""
@@ -52,7 +53,7 @@ def penalise(model: Transformer, weight: float, *, values: bool) -> dict[str, Te
 
 def _penalise(parameters: Sequence[Tensor], rows: int, head_size: int, weight: float) -> Tensor:
     """Of some layers; returns the sum of |W W^T - I|^2."""
-    maps = torch.stack([whole_of(p.detach())[:rows] for p in parameters])
+    maps = torch.stack([full(p.detach())[:rows] for p in parameters])
     heads = maps.unflatten(1, (-1, head_size))
     gram = heads @ heads.mT
     gram.diagonal(dim1=-2, dim2=-1).sub_(1.0)

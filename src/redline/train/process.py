@@ -14,6 +14,7 @@ unpacks or packs it. FSDP has no public place for this, so a few methods of its 
 model's objects alone (docs/decisions.md).
 """
 
+import json
 import os
 import socket
 from collections import Counter
@@ -32,9 +33,6 @@ from torch.distributed.tensor import DTensor
 
 from redline.errors import MachineError
 from redline.model.transformer import Transformer
-
-HOST_BYTES = 64
-"""Linux has no longer host names."""
 
 
 @dataclass(frozen=True)
@@ -67,24 +65,11 @@ class Process:
 
     def hosts(self) -> dict[str, int]:
         """The machines in the order of their processes, and how many each has."""
-        name = socket.gethostname()
-        if self.world_size == 1:
-            return {name: 1}
-        own = torch.tensor(list(name.encode().ljust(HOST_BYTES)[:HOST_BYTES]), dtype=torch.uint8)
-        found = [torch.zeros_like(own) for _ in range(self.world_size)]
-        dist.all_gather(found, own)
-        return dict(Counter(bytes(text.tolist()).decode().strip() for text in found))
+        return dict(Counter(self.all_of(socket.gethostname())))
 
-    def of_first(self, text: str) -> str:
-        """The text that the first process gives, on all of them."""
-        if self.world_size == 1:
-            return text
-        words = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        size = torch.tensor([len(words)])
-        dist.broadcast(size, src=0)
-        words = words if self.is_first else torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(words, src=0)
-        return bytes(words.tolist()).decode()
+    def all_of(self, value: Any) -> list[Any]:
+        """What every process gives, by rank, on all of them; plain JSON."""
+        return exchange(value) if self.world_size > 1 else [value]
 
     def barrier(self) -> None:
         if self.world_size > 1:
@@ -111,6 +96,17 @@ def join(kind: str) -> Iterator[Process]:
         yield Process(rank, world_size, device)
     finally:
         dist.destroy_process_group()
+
+
+def exchange(message: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What every process of the group has to say, by rank. As JSON, because torch's object collectives un-pickle."""
+    own = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(own)]), group=group)
+    longest = max(int(size) for size in sizes)
+    texts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(texts, torch.cat([own, own.new_zeros(longest - len(own))]), group=group)
+    return [json.loads(text[: int(size)].numpy().tobytes()) for size, text in zip(sizes, texts, strict=True)]
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from redline.errors import TrainingError
 from redline.model.attention.packed import Packing
 from redline.model.transformer import Transformer
-from redline.train.process import Process
+from redline.train.process import Process, full
 
 Mark = Callable[[str], None]
 Numbers = dict[str, Tensor]
@@ -199,4 +199,4 @@ def clip(learner: Learner, scale: float) -> Tensor:
             norm = norm.redistribute(placements=[Replicate()] * norm.device_mesh.ndim)
     if learner.clip_norm:
         torch.nn.utils.clip_grads_with_norm_(parameters, learner.clip_norm, norm, foreach=True)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return full(norm)

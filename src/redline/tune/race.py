@@ -189,9 +189,8 @@ def train_in_process(recipe: Path, run: Path, plan: Path | None) -> str | None:
 def curve_of(run: Run) -> list[Point]:
     """The validations of a run that were better than all before."""
     start_up_s = _start_up_s(run)
-    before_loop_s = (
-        _to_first_update_s(run) - run.metrics[0]["elapsed_s"]
-    )  # which its own clock does not count
+    # which its own clock does not count
+    before_loop_s = _to_first_update_s(run) - run.metrics[0]["elapsed_s"]
     energy = [
         (line["elapsed_s"], joules)
         for line in run.metrics
