@@ -29,7 +29,7 @@ from redline.plan.planner import make_plan
 from redline.tune.arms import UpdateArms, rehearsed
 from redline.tune.candidates import changed
 from redline.tune.guard import guard
-from redline.tune.memory import pick_micro_batch, probe
+from redline.tune.memory import arithmetic_memory, pick_micro_batch, probe
 from redline.tune.search import shorten, tune
 
 GiB = 2**30
@@ -114,7 +114,7 @@ def pick_one(recipe: Recipe, plan: Plan, limited: Limited, gib: int) -> list[str
         return [f"{what}: pick {pick.micro_batch}: {seen.outcome} {seen.error}"]
     active = pick.fit.active_bytes(pick.micro_batch) / seen.memory.active_bytes - 1
     reserved = pick.fit.reserved_bytes(pick.micro_batch) / seen.memory.reserved_bytes - 1
-    arithmetic = pick.arithmetic_bytes / seen.memory.active_bytes - 1
+    arithmetic = arithmetic_memory(recipe, plan, pick.micro_batch).total / seen.memory.active_bytes - 1
     probes = ",".join(str(each.micro_batch) for each in pick.probes)
     print(
         f"{what}: probes {probes} -> {pick.micro_batch}, {seen.memory.reserved_bytes / limited.limit_bytes:.0%}"

@@ -9,7 +9,6 @@ captured as a graph, as the engine runs them, so that the host's launches do not
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -25,7 +24,7 @@ from redline.bench.results import BenchRow, head, machine_title, rows_of, table,
 from redline.config.load import build
 from redline.config.recipe import ModelConfig
 from redline.machine.facts import MachineFacts
-from redline.measure.child import device, half
+from redline.measure.child import device, half, timed
 from redline.model.attention import favor, softmax
 from redline.model.attention.state import Room, Rows
 from redline.model.attention.variants import VARIANTS
@@ -255,9 +254,7 @@ def _seconds(run: Callable[[], object], on: torch.device, runs: int) -> float:
             end.synchronize()
             found.append(begin.elapsed_time(end) / 1e3)
         else:
-            started_s = time.perf_counter()
-            run()
-            found.append(time.perf_counter() - started_s)
+            found.append(timed(1, run))
     return median(found)
 
 

@@ -282,10 +282,8 @@ def _huggingface(name: str, work: FinetuningWork) -> BenchRow:
             gradient_checkpointing_kwargs={"use_reentrant": False} if as_seeds else None,
             optim="adamw_torch" if as_seeds else "adamw_torch_fused",
         )
-        padded, clock = (
-            [_padded(row, work.padded_to) for row in rows],
-            theirs.clock(warm_up=WARM_UP, per_block=size),
-        )
+        padded = [_padded(row, work.padded_to) for row in rows]
+        clock = theirs.clock(warm_up=WARM_UP, per_block=size)
         trainer = _trainer_of_theirs(len(rows))(
             model=model, args=arguments, train_dataset=padded, callbacks=[clock]
         )

@@ -159,14 +159,8 @@ def page(facts: MachineFacts, work: RlWork, rows: Sequence[BenchRow]) -> list[st
 def _cells(row: BenchRow, rows: Sequence[BenchRow]) -> list[str]:
     if "failed" in row:
         return [LABELS[row["row"]], str(row.get("rows", "")), "failed", row["failed"]]
-    theirs = next(
-        (
-            r["tokens_per_s"]
-            for r in rows
-            if r["row"] == "trl" and r.get("rows") == row["rows"] and "low" in r
-        ),
-        None,
-    )
+    alike = (r for r in rows if r["row"] == "trl" and r.get("rows") == row["rows"] and "low" in r)
+    theirs = next((r["tokens_per_s"] for r in alike), None)
     return [
         LABELS[row["row"]],
         f"{row['rows']:,}",

@@ -50,10 +50,8 @@ LARGE_BYTES = 4 * 2**20
 
 
 def run(options: argparse.Namespace) -> None:
-    facts, columns = (
-        _pairs(options.fact, "--fact"),
-        _pairs(filter(None, (options.map or "").split(",")), "--map"),
-    )
+    facts = _pairs(options.fact, "--fact")
+    columns = _pairs(filter(None, (options.map or "").split(",")), "--map")
     answers = []
     for path in options.path:
         if path.is_file() and (size := path.stat().st_size) >= LARGE_BYTES:

@@ -40,7 +40,6 @@ class Chats:
     rows: list[list[Message]]
     left_out: int
     """Rows that could not be read."""
-    first_fault: str = ""
 
 
 def find_examples(path: Path) -> list[Path]:
@@ -68,7 +67,7 @@ def read_chats(path: Path) -> Chats:
     if not rows or left_out > max(1, LEFT_OUT_SHARE * (len(rows) + left_out)):
         wrong = f"{left_out} of {left_out + len(rows)} rows are not examples; the first: {fault or 'no rows'}"
         raise DataError(f"{path}: {wrong}. docs/finetune.md shows the forms")
-    return Chats(rows, left_out, fault)
+    return Chats(rows, left_out)
 
 
 def _rows(path: Path) -> Iterator[Any]:

@@ -32,6 +32,7 @@ from redline.errors import ConfigError, MachineError
 from redline.model.attention.state import Room
 from redline.model.lora import lora_layers
 from redline.model.transformer import Transformer
+from redline.plan.planner import GENERATION_SHARE, MOST_SLOTS
 
 STEPS = 8
 """Tokens between two looks at the slots. A sample that ends is idle for half of them on average; a look costs the GPU
@@ -43,11 +44,6 @@ AHEAD = 8
 launches that work."""
 PREFILL_TOKENS = 32_768
 """Most prompt tokens read in one pass: enough to fill a GPU, few enough to bound the activations."""
-MOST_SLOTS = 2048
-"""More sequences together bring few more tokens a second, because the matrix products are at their best before."""
-MOST_CPU_SLOTS = 64
-MEMORY_SHARE = 0.85
-"""Share of the free memory to use; the rest is for activations, graphs and later allocations."""
 _IDLE_S = 0.001
 _END: Any = object()
 
@@ -426,9 +422,9 @@ def fitting_slots(model: Transformer, *, max_prompt_tokens: int, max_new_tokens:
         free_bytes = torch.cuda.mem_get_info(device)[0] + cached_bytes
     else:
         free_bytes = psutil.virtual_memory().available  # includes the page cache, which makes room
-    fitting = int(free_bytes * MEMORY_SHARE) // each
+    fitting = int(free_bytes * GENERATION_SHARE) // each
     if fitting < 1:
         raise MachineError(
             f"a sequence needs {each / 2**30:.1f} GiB, and {free_bytes / 2**30:.1f} GiB are free: shorten it"
         )
-    return min(MOST_SLOTS if device.type == "cuda" else MOST_CPU_SLOTS, fitting)
+    return min(MOST_SLOTS[device.type], fitting)

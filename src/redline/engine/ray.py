@@ -42,7 +42,7 @@ from redline.data.tokenizer import Tokenizer
 from redline.engine.calls import shown
 from redline.engine.local import AHEAD, Stats
 from redline.engine.ray_worker import Worker, packed, plain
-from redline.engine.request import Completion, Request
+from redline.engine.request import Completion, Request, consecutive
 from redline.errors import ConfigError, MachineError, RedlineError, need
 from redline.model.lora import lora_layers
 from redline.model.transformer import Transformer
@@ -386,13 +386,12 @@ class RayEngine:
 def _work_of(piece: _Piece) -> Iterator[dict[str, Any]]:
     """What a worker is told of a piece: its samples without gaps, which a worker that died may have left."""
     request = piece.request
-    for _, run in itertools.groupby(enumerate(piece.missing), key=lambda place: place[1] - place[0]):
-        numbers = [number for _, number in run]
+    for first, samples in consecutive(piece.missing):
         yield {
             "prompt": request.prompt,
             "sampling": asdict(request.sampling),
-            "samples": len(numbers),
-            "first_sample": numbers[0],
+            "samples": samples,
+            "first_sample": first,
             "seed": request.seed,
             "tag": (piece.number, piece.version),
         }

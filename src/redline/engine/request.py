@@ -102,6 +102,17 @@ class Completion:
         return len(self.tokens) or self.told_tokens
 
 
+def consecutive(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Numbers of samples without gaps, as a request has them: (first, how many)."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and sum(runs[-1]) == number:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((number, 1))
+    return runs
+
+
 class Engine(Protocol):
     """Something that completes prompts. Completions come in the order they finish."""
 

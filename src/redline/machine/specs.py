@@ -164,11 +164,8 @@ def spec_of(text: str) -> GpuSpec:
 
 def find_spec(name: str) -> GpuSpec:
     """The board with this id, or the only one whose id holds all words of the name."""
-    words = set(re.findall(r"[a-z0-9]+", name.lower().replace("rtx", "rtx "))) - {
-        "nvidia",
-        "geforce",
-        "tesla",
-    }
+    words = set(re.findall(r"[a-z0-9]+", name.lower().replace("rtx", "rtx ")))
+    words -= {"nvidia", "geforce", "tesla"}
     found = [spec for spec in SPECS.values() if words and words <= set(spec.name.split("-"))]
     if name in SPECS or len(found) == 1:
         return SPECS.get(name) or found[0]

@@ -360,13 +360,18 @@ def weights_of(model: Transformer) -> dict[str, Tensor]:
 
 def write_part(parameter: Tensor, value: Tensor) -> None:
     """Copy a whole value into a parameter, or the part of it that this process holds."""
+    parameter.copy_(part_of(value, parameter))
+
+
+def part_of(whole: Tensor, like: Tensor) -> Tensor:
+    """What this process holds of a tensor that is spread like another."""
     if torch.distributed.is_initialized():
         # imported here: it takes torch seconds, which every engine and every worker on Ray would pay
         from torch.distributed.tensor import DTensor, distribute_tensor
 
-        if isinstance(parameter, DTensor):
-            value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    parameter.copy_(value)
+        if isinstance(like, DTensor):
+            return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return whole
 
 
 def _std(name: str, config: ModelConfig) -> float:

@@ -99,16 +99,7 @@ def join(
     """Our weights made of theirs; a tensor that is missing, left over or misshapen is refused by name."""
     ours = shapes(config)
     expected = _parts(config, table, ours)
-    wanted = {name for parts in expected.values() for name, _ in parts}
-    _refuse(where, "missing", wanted - tensors.keys())
-    _refuse(where, "not expected", tensors.keys() - wanted)
-    bad = []
-    for name, parts in expected.items():
-        for part, rows in parts:
-            want, got = (rows, *ours[name][1:]), tuple(tensors[part].shape)
-            if got != want:
-                bad.append(f"{part} {got} instead of {want}")
-    _refuse(where, "of another shape", bad)
+    check({p: (n, *ours[name][1:]) for name, parts in expected.items() for p, n in parts}, tensors, where)
     return {
         name: tensors[parts[0][0]] if len(parts) == 1 else torch.cat([tensors[part] for part, _ in parts])
         for name, parts in expected.items()
@@ -134,16 +125,18 @@ def load_weights(model: Transformer, weights: Mapping[str, Tensor]) -> None:
         write_part(weight, weights[name])
 
 
-def check(expected: Mapping[str, torch.Size], weights: Mapping[str, Tensor]) -> None:
+def check(
+    expected: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor], where: str = "the weights"
+) -> None:
     """Raise unless the weights have exactly the expected names and shapes."""
-    _refuse("the weights", "missing", expected.keys() - weights.keys())
-    _refuse("the weights", "not expected", weights.keys() - expected.keys())
+    _refuse(where, "missing", expected.keys() - weights.keys())
+    _refuse(where, "not expected", weights.keys() - expected.keys())
     bad = [
         f"{name} {tuple(weights[name].shape)} instead of {tuple(want)}"
         for name, want in expected.items()
         if weights[name].shape != want
     ]
-    _refuse("the weights", "of another shape", bad)
+    _refuse(where, "of another shape", bad)
 
 
 def _parts(

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from redline.config.rft import SampleConfig
-from redline.engine.request import Request, Sampling
+from redline.engine.request import Request, Sampling, consecutive
 
 ROUNDS = 4
 """Rounds in which a question gets its own samples: fewer waste samples on easy questions, more leave slots empty."""
@@ -188,7 +188,7 @@ class Budget:
                 missing.append(sample)
         state.open += len(missing)
         seed, asked = zlib.crc32(f"{self._seed}/{question}".encode()), self._questions[question]
-        for start, samples in _runs(missing):
+        for start, samples in consecutive(missing):
             self._ready.append(Request(
                 prompt=asked.prompt, messages=asked.messages, sampling=self._sampling, samples=samples,
                 first_sample=start, seed=seed, tag=question,
@@ -199,14 +199,3 @@ class Budget:
         state.correct += correct
         if correct and key is not None:
             state.keys.add(key)
-
-
-def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Consecutive numbers as (first, how many)."""
-    runs: list[tuple[int, int]] = []
-    for number in numbers:
-        if runs and sum(runs[-1]) == number:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((number, 1))
-    return runs

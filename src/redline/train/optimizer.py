@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from redline.config.recipe import MuonIteration, TrainConfig, UpdateKernels
+from redline.model.transformer import part_of
 from redline.train.process import full
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -105,13 +105,6 @@ def _stacks(params: Sequence[Tensor]) -> list[list[Tensor]]:
         size = max(1, STACK_ELEMENTS // shape.numel())
         stacks += [group[i : i + size] for i in range(0, len(group), size)]
     return stacks
-
-
-def part_of(whole: Tensor, like: Tensor) -> Tensor:
-    """What this process holds of a tensor that is spread like another."""
-    if isinstance(like, DTensor):
-        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-    return whole
 
 
 def make_optimizers(

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from redline.config.recipe import TrainConfig
-from redline.model.transformer import Transformer
-from redline.train.optimizer import part_of
+from redline.model.transformer import Transformer, part_of
 from redline.train.process import full
 
 TOGETHER_BYTES = 64 * 2**20

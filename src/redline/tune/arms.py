@@ -22,6 +22,7 @@ from redline.plan.plan import Hardware, Plan, Why
 from redline.plan.planner import make_plan
 from redline.plan.values import why_not
 from redline.tune.candidates import PINS
+from redline.tune.memory import divisors
 
 Switches = dict[str, Any]
 CHANGES = "changes"
@@ -54,7 +55,7 @@ class UpdateArms:
         recipe = changed(self.recipe, state)
         pins = {**asdict(recipe.plan), **{name: value for name, value in state.items() if name in PINS}}
         if pins["micro_batch"] is not None:
-            pins["micro_batch"] = _divisor(recipe.rows_per_update, pins["micro_batch"])
+            pins["micro_batch"] = max(d for d in divisors(recipe.rows_per_update) if d <= pins["micro_batch"])
         if pins["precision"] == "fp32" and state.get("tf32"):
             pins["precision"] = "tf32"
         for name in ("cross_entropy", "attention", "graph"):  # what is not possible is left to the planner
@@ -160,7 +161,3 @@ def naive(entries: Sequence[Optimization], hardware: Hardware) -> Switches:
         for name, value in entry.off.items():
             state.setdefault(name, value)
     return state
-
-
-def _divisor(batch: int, most: int) -> int:
-    return max(size for size in range(1, min(batch, most) + 1) if batch % size == 0)

@@ -109,8 +109,6 @@ class Pick:
     micro_batch: int
     fit: MemoryFit
     probes: tuple[Probe, ...]
-    arithmetic_bytes: int
-    """The planner's own prediction of the pick's active peak, without a probe."""
 
 
 def with_micro_batch(
@@ -154,12 +152,7 @@ def pick_micro_batch(
     reach = CLOSE * fit.largest_probe if len(probes) > 1 else fit.largest_probe
     fitting = (s for s in sizes if s <= reach and fit.fits(s, capacity_bytes))
     best = max(fitting, default=probes[0].micro_batch)
-    return Pick(
-        micro_batch=best,
-        fit=fit,
-        probes=tuple(probes),
-        arithmetic_bytes=arithmetic_memory(recipe, plan, best).total,
-    )
+    return Pick(micro_batch=best, fit=fit, probes=tuple(probes))
 
 
 def divisors(count: int) -> list[int]:

@@ -8,7 +8,6 @@ other seeds. A run is an ordinary run folder: killed, the same call goes on, and
 result is written to okadfa.json.
 """
 
-import gc
 import json
 import math
 import statistics
@@ -160,15 +159,13 @@ def _loss(recipe: Recipe, hardware: Hardware, run: Path) -> float | None:
     """The validation loss at the end of a run, which is made, resumed, or finished already."""
     import torch
 
+    from redline.measure.child import empty
     from redline.pretrain import pretrain
     from redline.train.process import join
 
     plan = make_plan(recipe, hardware)
     torch.compiler.reset()  # torch compiles a block for a few models, and refuses more
-    if hardware.kind == "cuda":
-        gc.collect()  # the run before is a circle of references, and would count
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    empty()  # the run before is a circle of references, and would count
     if not run.exists() or read_run(run).state.ending != "finished":
         try:
             with join(hardware.kind) as process:

@@ -158,14 +158,14 @@ def _watch(recipe: Recipe, plan: Plan, trainer: Trainer, progress: Callable[[str
         trainer.turn()
     trainer.drain()
     synchronize()
-    graphs = [counters["stats"]["unique_graphs"]]
+    graphs_before = counters["stats"]["unique_graphs"]
     waited_s, began_s = trainer.source.waited_s, time.perf_counter()
     for _ in range(WATCHED):
         trainer.turn()
     trainer.drain()
     synchronize()
     waited_share = (trainer.source.waited_s - waited_s) / (time.perf_counter() - began_s)
-    graphs.append(counters["stats"]["unique_graphs"])
+    graphs = graphs_before, counters["stats"]["unique_graphs"]
     progress("profiling a pass and an update")
     batch, rows, head_rows = _first_pass(trainer)
     targets = sum(int((y_T != IGNORED).sum()) for _, y_T in rows)
@@ -187,18 +187,7 @@ def _watch(recipe: Recipe, plan: Plan, trainer: Trainer, progress: Callable[[str
         trainer.turn()
         trainer.drain()
     return Case(
-        plan,
-        trainer,
-        rows,
-        head_rows,
-        in_pass,
-        in_update,
-        seen,
-        expected,
-        graphs[0],
-        graphs[1],
-        waited_share,
-        rule,
+        plan, trainer, rows, head_rows, in_pass, in_update, seen, expected, *graphs, waited_share, rule
     )
 
 
