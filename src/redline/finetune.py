@@ -145,8 +145,8 @@ def read_split(recipe: Recipe, base: Opened) -> Split:
     """The recipe's examples as token ids, held-out ones apart."""
     source = recipe.data.source
     chats = read_chats(fetch_data(source) if is_hub_name(source) else Path(source).expanduser())
-    split = Split([], [], chats.left_out)
-    longest, left_out = recipe.data.seq_len or base.config.context_length, chats.left_out
+    train, valid, left_out = list[Example](), list[Example](), chats.left_out
+    longest = recipe.data.seq_len or base.config.context_length
     made = tokenized(base.loaded, base.tokenizer, recipe.prompt.mode, chats.rows)
     for chat, (prompt, answer) in zip(chats.rows, made, strict=True):
         example = Example(prompt, answer)
@@ -154,10 +154,10 @@ def read_split(recipe: Recipe, base: Opened) -> Split:
         if example.length > longest:
             left_out += 1
         else:
-            (split.valid if held_out else split.train).append(example)
-    if not split.train:
+            (valid if held_out else train).append(example)
+    if not train:
         raise DataError(f"{source}: no example of at most {longest} tokens to train on; raise data.seq_len")
-    return Split(split.train, split.valid, left_out)
+    return Split(train, valid, left_out)
 
 
 def _validation(

@@ -39,18 +39,14 @@ class Forward:
             model.config, rope, room, device=self.device, dtype=model.compute_dtype
         )
 
-    @property
-    def copied_bytes(self) -> int:
-        """Memory of the weights that had to be cast; 0 where the trainer's own are used."""
-        return sum(own.nbytes for _, own in self._copies())
-
     @torch.no_grad()
     def refresh(self) -> None:
         """Take up the weights as they are now; the addresses stay."""
-        for trained, own in self._copies():
+        for trained, own in self.copies():
             own.copy_(trained)
 
-    def _copies(self) -> list[tuple[Tensor, Tensor]]:
+    def copies(self) -> list[tuple[Tensor, Tensor]]:
+        """Weights that had to be cast, each beside its copy; none where the trainer's own are used."""
         return [pair for pair in self._weights if pair[0].data_ptr() != pair[1].data_ptr()]
 
     @torch.no_grad()

@@ -93,7 +93,7 @@ class ServerEngine:
             got = f"got {concurrency} and {timeout_s}"
             raise ConfigError(f"concurrency must be at least 1 and timeout_s greater than 0, {got}")
         self.tokenizer, self.concurrency = tokenizer, concurrency
-        self.path = CHAT if speaks_chat(url) else "/completions"
+        self.path = CHAT if url.rstrip("/").endswith(CHAT) else "/completions"
         self._line = Line(
             url.rstrip("/").removesuffix(CHAT),
             os.environ.get(KEY_VARIABLE) if api_key is None else api_key,
@@ -258,11 +258,6 @@ class ServerEngine:
                 f"{self._line.url}/models must list models as OpenAI does, got {shown(json.dumps(answer))}"
             )
         return cards
-
-
-def speaks_chat(url: str) -> bool:
-    """Whether the server is asked with messages."""
-    return url.rstrip("/").endswith(CHAT)
 
 
 def _tokens(choice: dict[str, Any]) -> tuple[tuple[int, ...], tuple[float, ...]]:

@@ -86,15 +86,8 @@ if triton is not None:
 
     @triton.jit
     def _loss_and_gradient(  # type: ignore[no-untyped-def]
-        logits_ptr,
-        targets_ptr,
-        losses_ptr,
-        vocab_size,
-        stride,
-        ignored,
-        CAP: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
+        logits_ptr, targets_ptr, losses_ptr, vocab_size, stride, ignored, CAP: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
         """One program a row: a running maximum and sum, then softmax minus one-hot, written over the row."""
         row = tl.program_id(0).to(tl.int64)
         row_ptr = logits_ptr + row * stride

@@ -10,7 +10,6 @@ dropout, rsLoRA, DoRA, ranks by layer, trained biases.
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,17 +118,13 @@ def read_adapter(folder: Path, model: Transformer) -> LoraConfig:
 def peft_tensors(model: Transformer) -> dict[str, Tensor]:
     """The adapters under PEFT's names, as views of ours; gathered if they are sharded."""
     tensors = {}
-    for number, layer in _numbered(model):
+    for name, layer in lora_layers(model).items():
         lora_a, lora_b = full(layer.lora_a), full(layer.lora_b)
         for part, own in layer.blocks():
-            prefix = f"base_model.model.model.layers.{number}.{MODULES[part.target]}"
+            prefix = f"base_model.model.model.layers.{name.split('.')[1]}.{MODULES[part.target]}"
             tensors[f"{prefix}.lora_A.weight"] = lora_a[own]
             tensors[f"{prefix}.lora_B.weight"] = lora_b[part.start : part.end, own]
     return tensors
-
-
-def _numbered(model: Transformer) -> Iterator[tuple[int, LoraLinear]]:
-    return ((int(name.split(".")[1]), layer) for name, layer in lora_layers(model).items())
 
 
 def check_family(config: ModelConfig) -> None:

@@ -95,22 +95,8 @@ def attend_backward(
         grad_mix, grad_total, top, N=N, M=M, C=C, H=H, K=K, ROWS=SCAN_ROWS, num_warps=2
     )
     _back_keys[(N, B * K)](
-        q,
-        k,
-        v,
-        w,
-        top,
-        dy,
-        norm,
-        delta,
-        grad_mix,
-        grad_total,
-        dk,
-        dv,
-        *_strides(q, k, v),
-        **sizes,
-        num_warps=4,
-    )
+        q, k, v, w, top, dy, norm, delta, grad_mix, grad_total, dk, dv, *_strides(q, k, v), **sizes, num_warps=4
+    )  # fmt: skip
     return dq, dk, dv
 
 
