@@ -7,13 +7,11 @@ Run again with the same arguments it resumes where it stopped. The first process
 follow it.
 """
 
-import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from redline.config.recipe import ModelConfig, Recipe
+from redline.config.recipe import ModelConfig, Recipe, fingerprint_of
 from redline.data.build import Progress, prepare, tokenizer_for
 from redline.data.loader import Loader
 from redline.data.remote import is_mirror
@@ -158,7 +156,7 @@ def _stream(recipe: Recipe, run: Path, process: Process) -> Corpus:
     stream = TokenStream(recipe.data, tokenizer)
     valid = stream.head("valid", tokens=recipe.train.eval_sequences * recipe.data.seq_len + 1)
     sizes = [[path.name, path.stat().st_size] for path in stream.corpus.paths]
-    fingerprint = hashlib.sha256(json.dumps([tokenizer.fingerprint, sizes]).encode()).hexdigest()[:16]
+    fingerprint = fingerprint_of([tokenizer.fingerprint, sizes])
     return Corpus(train=stream, valid=valid, tokenizer=tokenizer, fingerprint=fingerprint)
 
 

@@ -21,6 +21,7 @@ from typing import Literal, Self, TypeVar
 import numpy as np
 
 from redline.config.load import build
+from redline.config.recipe import fingerprint_of
 from redline.data.read import Split
 from redline.data.remote import FetchedShards, is_mirror
 from redline.data.tokenizer import load_tokenizer
@@ -64,7 +65,7 @@ class Inputs:
 
     @property
     def key(self) -> str:
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        return fingerprint_of(asdict(self))
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,7 @@ Cores and memory are what this process may use (affinity and control-group limit
 out: host name, user and serial numbers, so that a record can be shared; anything that must be measured (ceilings.py).
 """
 
-import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
@@ -23,6 +21,7 @@ import psutil
 import pynvml
 
 from redline import __version__
+from redline.config.recipe import fingerprint_of
 from redline.machine.cpu import cpu_name
 from redline.machine.nvml import ask, visible_handles
 
@@ -92,7 +91,7 @@ def machine_key(facts: MachineFacts) -> str:
         "cpu": (facts.cpu_name, facts.cpu_cores),
         "torch": facts.versions["torch"],
     }
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
+    return fingerprint_of(what)[:12]
 
 
 def same_kind(first: dict[str, Any], second: dict[str, Any]) -> bool:
@@ -107,7 +106,7 @@ def same_kind(first: dict[str, Any], second: dict[str, Any]) -> bool:
 def software_key(facts: MachineFacts) -> str:
     """The machine and every package that decides how fast a program runs on it; trials with the same key compare."""
     versions = {name: version for name, version in facts.versions.items() if version}
-    return f"{machine_key(facts)}-{hashlib.sha256(json.dumps(versions, sort_keys=True).encode()).hexdigest()[:12]}"
+    return f"{machine_key(facts)}-{fingerprint_of(versions)[:12]}"
 
 
 def _read_gpus() -> tuple[tuple[GpuFacts, ...], str | None, str | None]:

@@ -13,7 +13,6 @@ stay in the file but are not found.
 """
 
 import fcntl
-import hashlib
 import json
 import signal
 from dataclasses import asdict, dataclass, field, replace
@@ -22,7 +21,7 @@ from statistics import median
 from typing import Any, Literal, Self
 
 from redline.config.load import build, to_toml
-from redline.config.recipe import Recipe
+from redline.config.recipe import Recipe, fingerprint_of
 from redline.errors import ConfigError, DataError, StorageError
 from redline.measure.statistics import FEWEST_BLOCKS, Comparison, compare
 from redline.plan.plan import PLANNED, Plan, to_json
@@ -194,7 +193,7 @@ def trial_key(trial: Trial, *beside: str) -> str:
         plan = setting["plan"]
         setting["plan"] = {name: plan[name]["value"] for name in PLANNED} | {"world_size": plan["world_size"]}
     what = [trial.subject, setting, trial.allocator, asdict(trial.timing), *beside]
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+    return fingerprint_of(what)
 
 
 # ---- those that are finished ----

@@ -10,7 +10,7 @@ fp32) falls back to the planner's choice, so that each switch can be turned alon
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from redline.config.load import to_toml
 from redline.config.recipe import LoraConfig, PlanPins, Recipe
@@ -30,18 +30,6 @@ CHANGES = "changes"
 GENERATION = "redline.measure.generation:GenerationSubject"
 
 
-class Arms(Protocol):
-    def held(self, state: Switches) -> Switches:
-        """The state with every value fixed that it leaves to a rule, so that one thing changes at a time."""
-
-    def plan(self, state: Switches) -> tuple[Recipe, Plan]:
-        """What `redline train` would be given."""
-
-    def trial(self, state: Switches) -> Trial: ...
-    def precision(self, state: Switches) -> str:
-        """The precision a state computes in, which sets the guard's band."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class UpdateArms:
     """Pre-training, fine-tuning and the update of RL: a state is a plan, and whether rows are padded."""
@@ -51,7 +39,7 @@ class UpdateArms:
     timing: Timing
 
     def plan(self, state: Switches) -> tuple[Recipe, Plan]:
-        """The recipe with the state's pins over its own, and the plan that follows."""
+        """What `redline train` would be given: the recipe with the state's pins over its own, and the plan that follows."""
         recipe = changed(self.recipe, state)
         pins = {**asdict(recipe.plan), **{name: value for name, value in state.items() if name in PINS}}
         if pins["micro_batch"] is not None:
@@ -69,6 +57,7 @@ class UpdateArms:
         return pinned, plan
 
     def held(self, state: Switches) -> Switches:
+        """The state with every value fixed that it leaves to a rule, so that one thing changes at a time."""
         try:
             plan = self.plan(state)[1]
         except MachineError:  # the first state does not fit; a later one may
@@ -80,6 +69,7 @@ class UpdateArms:
         return train_trial(*self.plan(state), self.timing, padded=state.get("padded", False))
 
     def precision(self, state: Switches) -> str:
+        """What a state computes in, which sets the guard's band."""
         return self.plan(state)[1].precision
 
 
@@ -108,6 +98,9 @@ class GenerationArms:
 
     def precision(self, state: Switches) -> str:
         return GenerationSwitches(**state).precision
+
+
+Arms = UpdateArms | GenerationArms
 
 
 def arms_for(

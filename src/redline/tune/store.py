@@ -11,7 +11,6 @@ The machine key holds GPU, driver, CPU and torch version; the work what one upda
 optimiser, adapters); the pins what the user fixed. Another of any of them is another tuning.
 """
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.config.load import build, from_toml
-from redline.config.recipe import Recipe
+from redline.config.recipe import Recipe, fingerprint_of
 from redline.errors import ConfigError, DataError, StorageError
 from redline.machine.facts import MachineFacts, machine_key
 from redline.measure.statistics import Comparison
@@ -127,7 +126,7 @@ def pinned(plan: Plan) -> dict[str, Any]:
 
 def tuning_folder(facts: MachineFacts, rules: Plan) -> Path:
     """The folder of the tuning that starts from this plan of the rules."""
-    pins = hashlib.sha256(json.dumps(pinned(rules), sort_keys=True).encode()).hexdigest()[:8]
+    pins = fingerprint_of(pinned(rules))[:8]
     return cache_folder() / "tune" / f"{machine_key(facts)}-{rules.work}-{pins}"
 
 
