@@ -17,7 +17,7 @@ from redline.config.recipe import IGNORED, DataConfig
 from redline.data.build import prepare
 from redline.data.loader import valid_batches
 from redline.data.remote import folder_at, is_remote
-from redline.data.shards import Manifest, TokenDataset
+from redline.data.shards import Manifest, TokenDataset, check_vocab
 from redline.data.stream import TokenStream
 from redline.data.tokenizer import Tokenizer
 from redline.engine.request import Completion, Engine, Request, Sampling
@@ -109,7 +109,7 @@ def evaluate_opened(
         raise ConfigError(f"the number of sequences must be at least 1, got {sequences}")
     dataset = _held_out(opened, source, text_field, tokens=sequences * seq_len + 1)
     dataset.need_window(seq_len)
-    dataset.check_vocab(model.config.vocab_size)
+    check_vocab(dataset.vocab_size, model.config.vocab_size)
     process = Process(0, 1, model.embed.weight.device)
     how = {"seq_len": seq_len, "sequences": sequences, "micro_batch": 8}
     return held_out_loss(model, dataset, **how, process=process, tokenizer=opened.tokenizer)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redline.data.build import build
-from redline.data.shards import Manifest, TokenDataset
+from redline.data.shards import Manifest, TokenDataset, check_vocab
 from redline.errors import DataError
 
 
@@ -81,9 +81,9 @@ def test_damage_is_refused(folder: Path) -> None:
 
 def test_vocabularies_are_compared(folder: Path) -> None:
     dataset = TokenDataset.open(folder, "train")
-    dataset.check_vocab(300)
+    check_vocab(dataset.vocab_size, 300)
     with pytest.raises(DataError, match=r"set model\.vocab_size to at least 300"):
-        dataset.check_vocab(299)
+        check_vocab(dataset.vocab_size, 299)
     path = folder / "manifest.json"
     value = json.loads(path.read_text())
     value["vocab_size"] = 200

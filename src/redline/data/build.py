@@ -280,7 +280,7 @@ def _join(out: Path, inputs: Inputs, tokenizer: Tokenizer) -> Manifest | None:
         valid=tuple(named["valid"]),
         skipped=sum(state.skipped for state in states),
     )
-    write_atomic(out / "manifest.json", manifest.to_json())
+    write_atomic(out / "manifest.json", json.dumps(asdict(manifest), indent=1))
     (out / STATE).unlink()
     shutil.rmtree(out / PARTS)
     return manifest

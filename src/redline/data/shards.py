@@ -9,7 +9,6 @@ shards; training reads windows of `seq_len` tokens and one more (the last target
 """
 
 import hashlib
-import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -107,9 +106,6 @@ class Manifest:
             raise DataError(f"{wrong}: remove {folder} and build it again")
         return manifest
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
-
     def shards(self, split: Split) -> tuple[Shard, ...]:
         return self.train if split == "train" else self.valid
 
@@ -173,9 +169,6 @@ class TokenDataset:
             arrays = [_map(folder / shard.name, shard, manifest, verify) for shard in shards]
         size, name = sum(shard.bytes_of_text for shard in shards), f"{split} split of {folder}"
         return cls(name, arrays, vocab_size=manifest.vocab_size, bytes_of_text=size)
-
-    def check_vocab(self, model_vocab_size: int) -> None:
-        check_vocab(self.vocab_size, model_vocab_size)
 
     @property
     def bytes_per_token(self) -> float:

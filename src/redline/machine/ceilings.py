@@ -55,11 +55,9 @@ Clock = Callable[[Work, int], tuple[float, float]]
 """Seconds that so many calls take, and how many of them went to other programs."""
 
 
-def _silent(_: str) -> None:
-    """Progress that nobody listens to."""
-
-
-def load_or_measure(facts: MachineFacts, refresh: bool = False, progress: Progress = _silent) -> Ceilings:
+def load_or_measure(
+    facts: MachineFacts, refresh: bool = False, progress: Progress = lambda _: None
+) -> Ceilings:
     """The ceilings kept for this kind of machine; measured if there are none or `refresh` asks for it."""
     unusable: list[str] = []
 
@@ -84,7 +82,7 @@ def load_or_measure(facts: MachineFacts, refresh: bool = False, progress: Progre
     return ceilings
 
 
-def measure(progress: Progress = _silent) -> Ceilings:
+def measure(progress: Progress = lambda _: None) -> Ceilings:
     """Measure the CPU and, if there is one, the current GPU. Torch's random state and precision are kept."""
     progress("measuring the CPU")
     cpu_matmul_gflops, matmul_spread = _cpu_matmul_gflops()

@@ -52,8 +52,9 @@ def stats(run: Path) -> dict[str, Any]:
         samples = len(drawn[question["id"]])
         return correct_count[question["id"]] / samples, -samples
 
-    sampling_s, sampled_tokens = _speed(run)
-    anyway = _drawn_anyway(run)
+    # Of all attempts that ended; one that was killed left no record of its time.
+    events, anyway = RunFolder(run).events_path, _drawn_anyway(run)
+    sampling_s, sampled_tokens = (total(events, "sampling_end", name) for name in ("elapsed_s", "tokens"))
     return {
         "run": str(run),
         "model": source.model,
@@ -129,12 +130,6 @@ def _families(
         }
         for name, rows in sorted(families.items())
     }
-
-
-def _speed(run: Path) -> tuple[float, int]:
-    """Seconds and tokens of all attempts that ended; one that was killed left no record of its time."""
-    events = RunFolder(run).events_path
-    return total(events, "sampling_end", "elapsed_s"), int(total(events, "sampling_end", "tokens"))
 
 
 def _share(part: float, whole: float) -> float | None:
