@@ -110,16 +110,16 @@ def too_little(observed: Observed) -> str | None:
 
 def missing(observed: Observed) -> tuple[str, ...]:
     """What the speed would have to be held against, and is not known."""
-    facts, needs = observed.facts, []
-    if not facts.gpu:
-        needs.append("the GPU (--fact gpu=h100-80g)")
-    if not facts.gpus:
-        needs.append("how many (--fact gpus=8)")
-    if not facts.parameters and not facts.flops_per_token and not facts.total_flops:
-        needs.append("the model's size (--fact parameters=7B)")
-    if not observed.tokens_per_s and not facts.total_flops:
-        needs.append("tokens an update (--fact tokens=500k)")
-    return tuple(needs)
+    facts = observed.facts
+    known = {
+        "the GPU (--fact gpu=h100-80g)": facts.gpu,
+        "how many (--fact gpus=8)": facts.gpus,
+        "the model's size (--fact parameters=7B)": facts.parameters
+        or facts.flops_per_token
+        or facts.total_flops,
+        "tokens an update (--fact tokens=500k)": observed.tokens_per_s or facts.total_flops,
+    }
+    return tuple(name for name, value in known.items() if not value)
 
 
 def verdict(observed: Observed, findings: list[Finding]) -> Verdict:
@@ -135,11 +135,10 @@ def verdict(observed: Observed, findings: list[Finding]) -> Verdict:
         text = "A table of runs: none of them is judged by its updates."
         return Verdict("found" if named else "not judged", text, ("the history of one run",))
     if observed.format == "run":
-        return _of_our_run(observed, findings, named)
-    if named and any(finding.cause != "low-mfu" for finding in named):
+        return Verdict("found", "") if named else _of_our_run(observed)
+    if any(finding.cause != "low-mfu" for finding in named):
         return Verdict("found", "")
-    share = mfu(observed)
-    facts = observed.facts
+    share, facts = mfu(observed), observed.facts
     against = facts.mfu_scope == "the step" and (facts.gpu or facts.mfu_peak_tflops or observed.median("mfu"))
     if share and against and share[0] >= GOOD:
         rest = "good for training; what is left needs other kernels, not other settings"
@@ -165,12 +164,10 @@ def _of_a_page(observed: Observed, findings: list[Finding]) -> Verdict:
     return Verdict("not judged", f"{read}; that does not make them true.")
 
 
-def _of_our_run(observed: Observed, findings: list[Finding], named: list[Finding]) -> Verdict:
+def _of_our_run(observed: Observed) -> Verdict:
     attainable = observed.plan.prediction.attainable_tokens_per_s if observed.plan else None
     share = observed.tokens_per_s / attainable if attainable and observed.tokens_per_s else None
     limit = f"of the {format_rate(attainable, 'tokens')} that the roofline allows its plan"
     reached = f" The run reaches {format_limit_share(share, limit)}." if share else ""
-    if named:
-        return Verdict("found", "")
     word = "fast enough" if share is not None and share >= GOOD_OWN else "not judged"
     return Verdict(word, f"Nothing found that would bring more than 5 %.{reached}")

@@ -120,7 +120,6 @@ class Facts:
     offload: str | None = None
     """`on` where weights or optimiser states live in host memory."""
     packing: str | None = None
-    liger: str | None = None
     rollout: str | None = None
     """What generates, e.g. `hf` or `vllm`."""
     eager_rollout: str | None = None

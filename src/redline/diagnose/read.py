@@ -67,7 +67,8 @@ def _file(path: Path) -> Path:
             return path  # a folder that may not be read says so itself
         if any((path / name).exists() for name in ("metrics.jsonl", "events.jsonl")):
             return path
-        checkpoints = sorted(path.glob(f"checkpoint-*/{LOGS[0]}"), key=_checkpoint_step, reverse=True)
+        checkpoints = list(path.glob(f"checkpoint-*/{LOGS[0]}"))
+        checkpoints.sort(key=lambda log: int(re.sub(r"\D", "", log.parent.name)[:12] or 0), reverse=True)
         others = [*(path / name for name in LOGS[1:]), *sorted(path.glob("*tfevents*"))]
         if log := next((log for log in (path / LOGS[0], *checkpoints, *others) if log.exists()), None):
             return log
@@ -78,10 +79,6 @@ def _file(path: Path) -> Path:
         raise DataError(f"{str(path)!r} cannot be read: {why}") from refusal
     known = f"metrics.jsonl, {', '.join(LOGS)} or TensorBoard file"
     raise DataError(f"{path} is no run folder: there is no {known} in it; give the log file itself")
-
-
-def _checkpoint_step(path: Path) -> int:
-    return int(re.sub(r"\D", "", path.parent.name)[:12] or 0)
 
 
 def _given(facts: Mapping[str, str]) -> dict[str, Any]:

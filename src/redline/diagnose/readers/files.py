@@ -202,10 +202,8 @@ def _json_lines(text: str) -> Source | None:
         bad.pop()
     if len(bad) > 0.2 * len(lines):
         return None
-    left_out = (
-        f"lines that are not JSON and are left out: {len(bad)}, the first is line {bad[0]}" if bad else ""
-    )
-    return _table("jsonl", rows, text, head, left_out)
+    said = f"lines that are not JSON and are left out: {len(bad)}, the first is line {bad[0]}" if bad else ""
+    return _table("jsonl", rows, text, head, said)
 
 
 def _csv(text: str) -> Source | None:

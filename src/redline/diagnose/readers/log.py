@@ -100,7 +100,7 @@ def _of_a_console(log: Log, source: Source) -> list[Row]:
     if len({row.step for row in rows}) == 1 and all(row.counter == "fraction" for row in rows):
         for row in rows:
             row.step, row.total = int(row.total), 0.0  # 0/50, SamplesPerSec=13.2: the epoch, and the step
-    if not _trains(rows) or not _timed(rows):
+    if not _trains(rows) or not any(TIMES & row.values.keys() or row.stamp_s is not None for row in rows):
         rows = _bar(log, rows) or rows
     if not _trains(rows):
         rows = _placed([row for row in plain if row.step < 0 and "epoch" in row.values], log, source.text)
@@ -134,10 +134,6 @@ def _trains(rows: Sequence[Row]) -> bool:
     shown = TIMES | {"grad_norm", "tflops"}
     told = any(row.trained or shown & row.values.keys() for row in rows)
     return told and len({row.step for row in rows}) > 1
-
-
-def _timed(rows: Sequence[Row]) -> bool:
-    return any(TIMES & row.values.keys() or row.stamp_s is not None for row in rows)
 
 
 def _placed(rows: list[Row], log: Log, text: str) -> list[Row]:

@@ -82,11 +82,9 @@ def _facts(run: read.Run, recipe: Recipe | None, watched: bool) -> Facts:
         value = {name: entry["value"] for name, entry in seen.items() if "value" in read.table(entry)}
         spec, cuda = match_spec(hardware["title"], hardware["memory_bytes"]), hardware["kind"] == "cuda"
         rows, passes = value["micro_batch"], value["accumulation"]
-        own = {
-            "flops_per_token": prediction.get("flops_per_token"),
-            "seq_len": (recipe and recipe.data.seq_len) or None,
-        }
-        told = {name: value[name] for name in ("flops_per_token", "seq_len", "compile")} if watched else own
+        told = {"flops_per_token": prediction.get("flops_per_token")}
+        told |= {"seq_len": (recipe and recipe.data.seq_len) or None}
+        told = {name: value[name] for name in ("flops_per_token", "seq_len", "compile")} if watched else told
         return Facts(
             parameters=prediction["parameters"],
             gpus=seen["world_size"] if cuda else None,

@@ -80,7 +80,7 @@ def rows_of(mined: Sequence[Mined], given: Mapping[str, str], source: str) -> Lo
     for line in mined:
         key = (*line.cells, *line.units.values())
         if (shape := known.get(key)) is None:
-            shape = known[key] = _shape(_with(_assigned(line), named), line.cells)
+            shape = known[key] = _shape(_assigned(line), named, line.cells)
         row = Row(line.place, bar=line.bar, stamp_s=seconds_of(line.stamp) if line.stamp else None)
         row.fine_s = 1.0 if line.stamp and not re.search(r"[.,]\d+$", line.stamp) else 0.0
         used[key] += _add(log, row, line.cells, shape, source)
@@ -120,7 +120,10 @@ class _Shape:
     """Other labels, with their names in plain words."""
 
 
-def _shape(columns: dict[str, Column], labels: Iterable[str]) -> _Shape:
+def _shape(assigned: dict[str, Column], named: dict[str, Column], labels: Iterable[str]) -> _Shape:
+    """What the user names goes before what the labels seem to mean."""
+    given = {column.label for column in named.values()}
+    columns = {name: column for name, column in assigned.items() if column.label not in given} | named
     taken = {column.label for column in columns.values()}
     others = [label for label in labels if label not in taken]
     held = [label for label in others if is_held_out(label)]
@@ -151,11 +154,6 @@ def _given(given: Mapping[str, str], labels: Mapping[str, str], source: str) -> 
 def _names(labels: Iterable[str]) -> str:
     """Names of columns for a message, whatever stands in them."""
     return ", ".join(name if name.isprintable() else repr(name) for name in sorted(labels))[:800]
-
-
-def _with(columns: dict[str, Column], named: Mapping[str, Column]) -> dict[str, Column]:
-    taken = {column.label for column in named.values()}
-    return {name: column for name, column in columns.items() if column.label not in taken} | dict(named)
 
 
 def _add(log: Log, row: Row, cells: Mapping[str, Any], shape: _Shape, source: str) -> bool:

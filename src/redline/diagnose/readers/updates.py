@@ -56,9 +56,7 @@ def timed(
     """`batch` and `tokens` are those of an update, where the log's head tells them; `share` is how many GPUs they are
     spread over where the log's rates are those of one, None where that is not known."""
     run = Timed(rows, means=means)
-    if (
-        len(rows) == 1 and rows[0].step == rows[0].total > 1
-    ):  # the closing line alone: all of it is of the whole run
+    if len(rows) == 1 and rows[0].step == rows[0].total > 1:  # the closing line alone, of the whole run
         told, updates = rows[0].values, rows[0].step
         sums = {"step_s": told.pop("elapsed_s", None), "tokens": told.pop("tokens", told.get("tokens_total"))}
         told |= {name: value / updates for name, value in sums.items() if value}
@@ -228,7 +226,8 @@ def _tell_times_from_clocks(rows: Sequence[Row]) -> None:
             row.unsettled.add("step_s")
     timed = [row for row in rows if "step_s" in row.values]
     values = [row.values["step_s"] for row in timed]
-    if len(values) >= 5 and _grows(values) and values[-1] > 3 * values[len(values) // 4]:
+    grows = all(before < after for before, after in pairwise(values))
+    if len(values) >= 5 and grows and values[-1] > 3 * values[len(values) // 4]:
         for row in timed:
             row.values.setdefault("elapsed_s", row.values.pop("step_s"))
             row.unsettled.discard("step_s")
@@ -325,10 +324,6 @@ def _scale(rows: Sequence[Row], quantity: str, factor: float) -> None:
         if quantity in row.unsettled and quantity in row.values:
             row.values[quantity] *= factor
             row.unsettled.discard(quantity)
-
-
-def _grows(values: Sequence[float]) -> bool:
-    return all(before < after for before, after in pairwise(values))
 
 
 def _middle(values: Sequence[float | None]) -> float | None:
