@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,9 +33,9 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from rft_model import tiny_model
 from rl_model import letters_rl
 
-from redline.errors import MachineError, TrainingError
-from redline.launch.agent import own_address
-from redline.launch.processes import reserved_port
+from redline.errors import MachineError, RedlineError, TrainingError
+from redline.launch.agent import Agent, Stopped, own_address
+from redline.launch.processes import Member, reserved_port
 from redline.rl.samples import Samples
 
 
@@ -218,6 +219,25 @@ def test_an_error_of_the_user_is_one_line_on_every_node(nano: Nano, tmp_path: Pa
         )
         assert expected in line
     assert len(events(run, "start", "resume")) == 1
+
+
+@pytest.mark.parametrize(
+    ("codes", "ends"),
+    [((75, 75), Stopped), ((-signal.SIGTERM, 1), Stopped), ((75, 4), RedlineError), ((4, 1), RedlineError)],
+)
+def test_a_node_that_cannot_save_when_it_is_asked_to_stop_says_so(
+    codes: tuple[int, int], ends: type[BaseException]
+) -> None:
+    """A process that has not begun when the signal comes is no failure."""
+    agent, full = object.__new__(Agent), "redline: cannot write the checkpoint: the disk is full\n"
+    agent._stopping, agent.members = True, [object.__new__(Member) for _ in codes]
+    for member, code in zip(agent.members, codes, strict=True):
+        member.stopped, member.failure = False, [full] * (code == 4)
+        member.reader = SimpleNamespace(join=lambda: None)
+        member.process = SimpleNamespace(returncode=code, poll=lambda code=code: code)
+    with pytest.raises(ends) as raised:
+        agent._monitor_workers(SimpleNamespace(workers=[]))
+    assert ends is Stopped or "the disk is full" in str(raised.value)
 
 
 @pytest.mark.slow

@@ -1,10 +1,12 @@
 """`redline launch`: which runs a grid gives, and the SLURM script, which shellcheck reads."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from redline.cli.main import main
 from redline.errors import ConfigError, MachineError
 from redline.launch import ray as ray_place
 from redline.launch.experiments import Job
+from redline.launch.processes import LAUNCHER
 from redline.launch.slurm import script
 
 
@@ -144,6 +147,25 @@ def test_a_dry_run_on_ray_prints_what_would_be_submitted(tmp_path, monkeypatch, 
     assert first["options"] == {"name": "nano-seed-1", "num_cpus": 48, "num_gpus": 8, "memory": 256 * 2**30}
     assert second["redline"][-4:] == ["--run", f"{tmp_path}/runs/nano-seed-2", "--nproc", "8"]
     assert second["limit_s"] == 26 * 3600
+
+
+def test_a_run_on_ray_ends_with_its_actor(tmp_path, monkeypatch) -> None:
+    """Ray starts an actor that was killed again: two processes would train in one folder."""
+    seen: list[dict[str, str]] = []
+
+    def started(command: list[str], *, env: dict[str, str], **_: Any) -> Any:
+        seen.append(env)
+        return SimpleNamespace(wait=lambda limit_s: 0)
+
+    ended: list[str] = []
+    context = SimpleNamespace(current_actor="this one")
+    fake = SimpleNamespace(kill=ended.append, get_runtime_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setattr(ray_place.subprocess, "Popen", started)
+    keeper = ray_place._keeper()
+    keeper.keep(object.__new__(keeper), ["train", "nano"], str(tmp_path / "nano.log"), 60)
+    assert seen[0][LAUNCHER] == str(os.getpid())
+    assert ended == ["this one"]
 
 
 def test_limits_and_sizes_are_read_as_slurm_reads_them() -> None:

@@ -72,8 +72,9 @@ class Nodes:
     """Nodes that give the same endpoint and job belong together."""
 
 
-class Stopped(Exception):
-    """Somebody asked this node to stop, and its processes have."""
+class Stopped(BaseException):
+    """Somebody asked this node to stop, and its processes have. Raised by a signal's handler: torch's `except Exception`
+    must not keep it."""
 
 
 def run_on_nodes(nodes: Nodes, nproc: int, arguments: Sequence[str], run: Path) -> int:
@@ -95,8 +96,8 @@ def run_on_nodes(nodes: Nodes, nproc: int, arguments: Sequence[str], run: Path) 
 def _run_agent(
     handler: DynamicRendezvousHandler, nodes: Nodes, nproc: int, arguments: Sequence[str], run: Path
 ) -> int:
+    agent = Agent(handler, nproc, arguments, run)
     try:
-        agent = Agent(handler, nproc, arguments, run)
         with on_stop(agent.request_stop):
             agent.run()
         handler.shutdown()
@@ -104,7 +105,7 @@ def _run_agent(
     except Stopped:
         if nodes.least == nodes.most:  # else the others go on
             handler.shutdown()
-        return 0
+        return agent.code
     except RedlineError:
         handler.shutdown()
         raise
@@ -222,9 +223,12 @@ class Agent(SimpleElasticAgent):
             return RunResult(
                 state=WorkerState.SUCCEEDED, return_values={worker.global_rank: 0 for worker in group.workers}
             )
-        if self._stopping:
-            raise Stopped
         broken = [member for member in failed if member.process.returncode != STOPPED_CODE]
+        if self._stopping:
+            # one that the signal killed could not save yet, and whatever failed with it had nothing to save either
+            if broken and all(member.process.returncode != -signal.SIGTERM for member in broken):
+                self.code = broken[0].tell()
+            raise Stopped
         if not broken:  # another node asked for it, and nothing is lost
             self._remaining_restarts += 1
             return RunResult(state=WorkerState.FAILED)

@@ -21,6 +21,7 @@ from typing import Any
 from redline.engine.calls import shown
 from redline.errors import ConfigError, MachineError, need
 from redline.launch.experiments import Job
+from redline.launch.processes import LAUNCHER
 
 NAMESPACE = "redline"
 
@@ -109,10 +110,12 @@ def _keeper() -> type:
             source = Path("src").resolve()
             path = [str(source)] * (source / "redline").is_dir() + [os.environ.get("PYTHONPATH", "")]
             Path(log).parent.mkdir(parents=True, exist_ok=True)
+            # The run ends with this process: Ray starts the actor again, and there must not be two of them.
+            own = {"PYTHONPATH": os.pathsep.join(filter(None, path)), LAUNCHER: str(os.getpid())}
             with open(log, "ab") as out:
                 process = subprocess.Popen(
                     [sys.executable, "-m", "redline.cli.main", *arguments],
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+                    env={**os.environ, **own},
                     stdout=out,
                     stderr=subprocess.STDOUT,
                 )
