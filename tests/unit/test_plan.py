@@ -21,7 +21,8 @@ from redline.plan import arithmetic
 from redline.plan.bounds import PROFILES, Outside, bounded_slots, find_profile
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import PLANNED, Hardware, Plan, Why, check_fit, load, save
-from redline.plan.planner import FULL_PASS_TOKENS, MEMORY_SHARE, THIN_PASS_TOKENS, make_plan
+from redline.plan.planner import FULL_PASS_TOKENS, THIN_PASS_TOKENS, make_plan
+from redline.plan.predict import MEMORY_SHARE
 
 CPU = Hardware(
     title="a laptop, 8 cores", kind="cpu", memory_bytes=16 * 2**30, compute_capability=(), cores=8,

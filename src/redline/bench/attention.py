@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from redline.bench.results import BenchRow, head, machine_title, rows_of, table, write
+from redline.bench.results import BenchRow, head, rows_of, table, write
 from redline.config.load import build
 from redline.config.recipe import ModelConfig
 from redline.machine.facts import MachineFacts
@@ -122,7 +122,7 @@ def _page(
     *,
     quick: bool,
 ) -> list[str]:
-    lines = head("attention", f"Kernel attention on {machine_title(facts)}", facts, quick=quick)
+    lines = head("attention", "Kernel attention", facts, quick=quick)
     lines += [
         "",
         f"{work.heads} heads of {work.head_size}, {work.features} features each. A layer's attention alone.",

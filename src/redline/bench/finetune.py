@@ -20,18 +20,7 @@ import torch
 from torch import Tensor
 
 from redline.bench import theirs
-from redline.bench.results import (
-    SMOLLM2_360M,
-    TINY,
-    BenchRow,
-    head,
-    machine_title,
-    rows_of,
-    shape,
-    spread,
-    table,
-    write,
-)
+from redline.bench.results import SMOLLM2_360M, TINY, BenchRow, head, rows_of, shape, spread, table, write
 from redline.config.recipe import DataConfig, LoraConfig, ModelConfig, Recipe, TrainConfig
 from redline.errors import need
 from redline.finetune import prepare
@@ -151,7 +140,7 @@ def page(facts: MachineFacts, work: FinetuningWork, rows: Sequence[BenchRow]) ->
     )
     best = next((row["rows_per_s"] for row in rows if row["row"] == "hf-best" and "rows_per_s" in row), None)
     return [
-        *head("finetune", f"LoRA fine-tuning on {machine_title(facts)}", facts, quick=work is WORKS["quick"]),
+        *head("finetune", "LoRA fine-tuning", facts, quick=work is WORKS["quick"]),
         f"{shape(work.model)}; LoRA of rank {work.lora.rank} on all linear layers, batch {work.batch_size}, loss on"
         f" the answers. {RANDOM_ROWS:,} rows of random tokens, {shortest} to {longest} long, in the same order for all"
         f" arms; Hugging Face's are padded to {work.padded_to}, ours packed.",

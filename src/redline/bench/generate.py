@@ -16,18 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from redline.bench.results import (
-    SMOLLM2_360M,
-    TINY,
-    BenchRow,
-    head,
-    machine_title,
-    rows_of,
-    shape,
-    spread,
-    table,
-    write,
-)
+from redline.bench.results import SMOLLM2_360M, TINY, BenchRow, head, rows_of, shape, spread, table, write
 from redline.config.recipe import ModelConfig
 from redline.machine.facts import MachineFacts
 from redline.machine.store import Ceilings
@@ -192,7 +181,7 @@ def page(facts: MachineFacts, work: GenerationWork, rows: Sequence[BenchRow]) ->
         "share of the floor", "peak memory", "first run",
     )  # fmt: skip
     return [
-        *head("generate", f"Generation on {machine_title(facts)}", facts, quick=work is WORKS["quick"]),
+        *head("generate", "Generation", facts, quick=work is WORKS["quick"]),
         f"{shape(work.model)}; prompts of {work.prompt_tokens} tokens, {work.new_tokens} new tokens each,"
         f" temperature {TEMPERATURE}. Median of the timed runs; interval: slowest to fastest.",
         "Floor: weights once a step, keys and values once a token, at the measured copy bandwidth, and the"

@@ -56,11 +56,11 @@ def machine_title(facts: MachineFacts) -> str:
     return facts.gpus[0].name if facts.gpus else f"{facts.cpu_name}, {facts.cpu_cores} cores"
 
 
-def head(verb: str, title: str, facts: MachineFacts, *, quick: bool = False) -> list[str]:
-    """The first lines of a page: its title, and what made it."""
+def head(verb: str, what: str, facts: MachineFacts, *, on: str = "", quick: bool = False) -> list[str]:
+    """The first lines of a page: what was measured `on` what (default: this machine), and what made it."""
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version)
     made = f"Made by `redline bench {verb}`, {time.strftime('%Y-%m-%d')}; {versions}; Python {facts.python}."
-    return [f"# {title}", "", made, *[MEANINGLESS] * quick]
+    return [f"# {what} on {on or machine_title(facts)}", "", made, *[MEANINGLESS] * quick]
 
 
 def shape(model: ModelConfig) -> str:

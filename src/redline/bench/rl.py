@@ -24,18 +24,7 @@ import tokenizers
 import torch
 
 from redline.bench import theirs
-from redline.bench.results import (
-    SMOLLM2_360M,
-    TINY,
-    BenchRow,
-    head,
-    machine_title,
-    rows_of,
-    shape,
-    spread,
-    table,
-    write,
-)
+from redline.bench.results import SMOLLM2_360M, TINY, BenchRow, head, rows_of, shape, spread, table, write
 from redline.config.recipe import DEFAULTS, ModelConfig, Recipe, TrainConfig
 from redline.config.rl import RlConfig
 from redline.data.tokenizer import END_OF_TEXT
@@ -144,7 +133,7 @@ def page(facts: MachineFacts, work: RlWork, rows: Sequence[BenchRow]) -> list[st
     )  # fmt: skip
     with_vllm = importlib.util.find_spec("vllm") is not None
     return [
-        *head("rl", f"Reinforcement learning on {machine_title(facts)}", facts, quick=work is WORKS["quick"]),
+        *head("rl", "Reinforcement learning", facts, quick=work is WORKS["quick"]),
         f"GRPO, {shape(work.model)}; prompts of {work.prompt_tokens} tokens, groups of {work.group_size} answers of up"
         f" to {work.new_tokens} tokens. Tokens of prompts and answers over the whole step: drawing, scoring, update."
         " Median; interval: slowest to fastest. vLLM is"

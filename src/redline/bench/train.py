@@ -100,7 +100,7 @@ def _brief(found: BenchRow) -> str:
 def page(hardware: Hardware, facts: MachineFacts, results: Sequence[BenchRow]) -> list[str]:
     """Markdown: a section for each recipe, a row for each arm."""
     lines = [
-        *head("train", f"Training on {hardware.title}", facts),
+        *head("train", "Training", facts, on=hardware.title),
         "MFU: 6N + 12LdT per token over the dense bf16 datasheet peak. Median of the blocks; interval: slowest to"
         " fastest block.",
         "Rows of one loop are interleaved in one process; plain PyTorch and HF Trainer run in separate processes.",

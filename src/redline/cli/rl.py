@@ -22,7 +22,6 @@ from redline.cli.train import RUN, check_options, nodes_of, train
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError
 from redline.plan.plan import to_json
-from redline.plan.planner import MEMORY_SHARE
 from redline.plan.predict import pcgrad_place
 from redline.record.read import read_runs
 from redline.record.units import DASH, format_bytes, format_duration, format_share, visible
@@ -73,7 +72,7 @@ def _run(options: argparse.Namespace) -> int:
         return train(options, recipe, on=workers)
     nodes = nodes_of(options)[1]
     plan = chosen(options, recipe, options.nproc * nodes, nodes, say=lambda text: None)
-    place, why = pcgrad_place(recipe, plan, MEMORY_SHARE)
+    place, why = pcgrad_place(recipe, plan)
     kept = {"pcgrad_kept_on": {"value": place, "reason": why, "source": "rule"}}
     watched = recipe.rl is not None and recipe.rl.pcgrad != "off"
 

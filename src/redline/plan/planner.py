@@ -16,12 +16,10 @@ from redline.errors import ConfigError, MachineError
 from redline.plan import arithmetic
 from redline.plan.bounds import Decision, Outside, bounded_slots, positive
 from redline.plan.plan import Hardware, Plan, Prediction, Why
-from redline.plan.predict import RL_GENERATION_SHARE, longest_row, predicted_memory, shards_of
+from redline.plan.predict import MEMORY_SHARE, RL_GENERATION_SHARE, longest_row, predicted_memory, shards_of
 from redline.plan.roofline import attainable_tokens_per_s
 from redline.plan.values import COMPILED_RL, NEEDED_CAPABILITY, why_not
 
-MEMORY_SHARE = 0.92
-"""Share of a device's memory that a plan may fill; the rest is for context, workspaces and fragmentation."""
 FULL_PASS_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 """Tokens in a pass where speed levels off (H200, share of the speed at 64k: at 124M 32k give 96 %, 8k 80 %, 1k 11
 %)."""
@@ -226,8 +224,7 @@ class _Decider:
         return _rule(True, "a small update is bound by kernel launches: one instead of thousands")
 
     def shards(self) -> Decision:
-        place = (self.world_size, self.nodes, self.chosen)
-        return _rule(*shards_of(self.recipe, self.hardware, *place, MEMORY_SHARE))
+        return _rule(*shards_of(self.recipe, self.hardware, self.world_size, self.nodes, self.chosen))
 
     def dividing(self, shards: int) -> int:
         if self.world_size % shards:

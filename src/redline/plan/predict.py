@@ -9,6 +9,8 @@ from redline.config.recipe import Recipe
 from redline.plan.arithmetic import BYTES, Memory, adapter_parameters, fuses, memory, parameters, slot_bytes
 from redline.plan.plan import Hardware, Plan
 
+MEMORY_SHARE = 0.92
+"""Share of a device's memory that a plan may fill; the rest is for context, workspaces and fragmentation."""
 RL_GENERATION_SHARE = 0.4
 """Of the device's memory that an engine may take which stays open beside the training (RL)."""
 OWN_COPY_SHARE = 0.5
@@ -67,12 +69,7 @@ def companions_bytes(recipe: Recipe, shards: int) -> int:
 
 
 def shards_of(
-    recipe: Recipe,
-    hardware: Hardware,
-    world_size: int,
-    nodes: int,
-    values: Mapping[str, Any],
-    usable_share: float,
+    recipe: Recipe, hardware: Hardware, world_size: int, nodes: int, values: Mapping[str, Any]
 ) -> tuple[int, str]:
     """How many processes hold one copy of the weights, and why: those of a node if its memory allows, because then only
     gradients cross the slower network between nodes."""
@@ -84,7 +81,7 @@ def shards_of(
     least = {**values, "shards": own, "micro_batch": 1, "recompute": "full", "loss_chunks": 1}
     found = predicted_memory(recipe, hardware, world_size, least)
     kept = found.weights + found.gradients + found.optimizer + found.companions
-    usable = usable_share * hardware.memory_bytes
+    usable = MEMORY_SHARE * hardware.memory_bytes
     sizes = f"{kept / 2**30:.1f} GiB of weights, gradients and optimiser state in {usable / 2**30:.1f} GiB"
     if kept <= OWN_COPY_SHARE * usable:
         gathers = "a copy in every node: weights are gathered inside it, and only gradients cross the network"
@@ -92,12 +89,12 @@ def shards_of(
     return world_size, f"one copy over all nodes: one in every node would put {sizes}"
 
 
-def pcgrad_place(recipe: Recipe, plan: Plan, usable_share: float) -> tuple[Literal["device", "host"], str]:
+def pcgrad_place(recipe: Recipe, plan: Plan) -> tuple[Literal["device", "host"], str]:
     """Where PCGrad keeps the gradients of all domains but one, and why."""
     assert recipe.rl is not None
     lora, model = recipe.lora, recipe.model
     learning = parameters(model).total if lora is None else adapter_parameters(model, lora)
     kept = 4 * learning * (len(recipe.rl.domains) - 1) // plan.shards
-    free = int(usable_share * plan.hardware.memory_bytes) - plan.prediction.memory_bytes
+    free = int(MEMORY_SHARE * plan.hardware.memory_bytes) - plan.prediction.memory_bytes
     sizes = f"{kept / 2**30:.2f} GiB of gradients, {free / 2**30:.1f} GiB free by prediction"
     return ("device", f"they fit: {sizes}") if kept <= free else ("host", f"they do not fit: {sizes}")

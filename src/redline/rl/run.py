@@ -21,7 +21,6 @@ from redline.engine.ray import OnRay
 from redline.errors import TrainingError
 from redline.finetune import check_result, prepare, write_result
 from redline.plan.plan import Plan
-from redline.plan.planner import MEMORY_SHARE
 from redline.plan.predict import longest_row, pcgrad_place
 from redline.rl.algorithm import Algorithm
 from redline.rl.domains import Domains, open_domains
@@ -138,7 +137,7 @@ def _combination(
     assert rl is not None
     assert rl.pcgrad != "off"
     mode: Mode = rl.pcgrad
-    place, why = pcgrad_place(recipe, plan, MEMORY_SHARE)
+    place, why = pcgrad_place(recipe, plan)
     event("pcgrad", mode=mode, kept_on=place, why=why)
     return lambda learner, updates_done: PCGrad(
         learner, groups=rl.names, mode=mode, seed=recipe.train.seed, updates_done=updates_done, place=place
