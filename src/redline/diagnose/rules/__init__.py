@@ -10,6 +10,7 @@ import math
 from redline.diagnose.finding import UNNAMED, Finding, ordered
 from redline.diagnose.observed import Observed
 from redline.diagnose.rules import claims, generation, memory, pauses, plans, trouble, update
+from redline.diagnose.rules.memory import LOW, WELL
 
 _TRAINING = (
     *(update.data_wait, update.padding, pauses.uneven, pauses.pauses, plans.communication),
@@ -41,9 +42,5 @@ def diagnose(observed: Observed) -> list[Finding]:
     is a symptom: it is left out where what the named causes may bring together explains it."""
     findings = [finding for rule in RULES[observed.kind] for finding in rule(observed)]
     named = math.prod(f.gain.high for f in findings if f.gain and f.cause not in UNNAMED)
-    told = [
-        f
-        for f in findings
-        if f.cause != "low-mfu" or not f.gain or named * memory.WELL < f.gain.high * memory.LOW
-    ]
-    return ordered(told)
+    explained = [f for f in findings if f.cause == "low-mfu" and f.gain and named * WELL >= f.gain.high * LOW]
+    return ordered(f for f in findings if f not in explained)

@@ -32,10 +32,8 @@ def data_wait(observed: Observed) -> list[Finding]:
 def taking_turns(observed: Observed) -> list[Finding]:
     """Quick and slow updates in turns: a few loader workers that cannot keep up deliver their batches together."""
     times = [s.step_s for s in observed.steady if s.step_s]
-    told = (
-        observed.facts.response_length or observed.mean("data_wait_s") is not None
-    )  # generates, perhaps in turns
-    if len(times) < FEWEST_TURNS or observed.stride > 1 or told:
+    waits, draws = observed.mean("data_wait_s"), observed.facts.response_length  # perhaps in turns
+    if len(times) < FEWEST_TURNS or observed.stride > 1 or draws or waits is not None:
         return []
     threes = zip(times, times[1:], times[2:], strict=False)
     turns = sum((a < b > c) or (a > b < c) for a, b, c in threes) / (len(times) - 2)
