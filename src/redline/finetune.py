@@ -36,18 +36,7 @@ from redline.train.execution import COMPUTE_DTYPE, check_device, equip, strip_co
 from redline.train.loop import Outcome, Trainer
 from redline.train.objective import Job
 from redline.train.open_run import OpenRun, Watching, open_run
-from redline.train.packed import (
-    Example,
-    Examples,
-    Packed,
-    batches_of,
-    check_examples,
-    exact,
-    fingerprint,
-    pack,
-    share_of,
-    unpack,
-)
+from redline.train.packed import Example, Examples, Packed, batches_of, check_examples, fingerprint, pack_row
 from redline.train.process import Process, full, shard
 from redline.train.restore import Opened, open_weights
 
@@ -109,7 +98,7 @@ def job_of(
     config, t = model.config, recipe.train
     check_examples(examples, context_length=config.context_length, vocab_size=config.vocab_size)
     updates = batches_of(examples, batch_size=t.batch_size, epochs=t.epochs, steps=t.steps, seed=t.seed)
-    mine = share_of(updates, process)
+    mine = [update[process.rank :: process.world_size] for update in updates]
     objective = Packed(
         mine,
         pass_size=plan.micro_batch,
@@ -173,8 +162,7 @@ def _validation(
         with torch.compiler.set_stance("force_eager"):
             for start in range(0, len(examples), pass_size):
                 part = examples[start : start + pass_size]
-                words = torch.from_numpy(pack(part, exact(part))).to(process.device)
-                tokens_1T, targets_1A, packing = unpack(words, exact(part))
+                tokens_1T, targets_1A, packing = pack_row(part, process.device)
                 total += model(tokens_1T, targets_1A, packing=packing)
         return {"valid_loss": float(total) / answers}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from redline.config.rl import RlConfig
 from redline.model.attention.packed import Packing
 from redline.rl.samples import Group, Sample
-from redline.train.packed import EMPTY, Example, exact, pack, pack_once, unpack
+from redline.train.packed import Example, pack_once, pack_row
 from redline.train.step import Numbers
 
 COPIES_PAY = 0.3
@@ -108,10 +108,7 @@ def packed(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor, P
     """Tokens, targets and where rows begin, one row after the other. Without any, a token that counts for nothing.
     Answers to one question share its prompt where that pays."""
     examples = [row.example for row in rows]
-    if shared_tokens(rows):
-        return pack_once(examples, device)
-    shape = exact(examples) if examples else EMPTY
-    return unpack(torch.from_numpy(pack(examples, shape)).to(device), shape)
+    return (pack_once if shared_tokens(rows) else pack_row)(examples, device)
 
 
 def columns_of(rows: Sequence[Row], device: torch.device) -> Columns:

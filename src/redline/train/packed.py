@@ -30,7 +30,6 @@ from torch import Tensor
 from redline.config.recipe import IGNORED
 from redline.errors import DataError
 from redline.model.attention.packed import Copies, Packing
-from redline.train.process import Process
 from redline.train.step import Learner, Pass
 
 TOKENS_STEP = 128
@@ -154,6 +153,12 @@ def unpack(words: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Packing]:
     return tokens_T[None], targets_A[None].long(), Packing(positions_T, bounds_S, shape.longest, read_A)
 
 
+def pack_row(examples: Sequence[Example], device: torch.device) -> tuple[Tensor, Tensor, Packing]:
+    """Tokens, targets and packing of a row that holds just these; without any, one token that counts for nothing."""
+    shape = exact(examples) if examples else EMPTY
+    return unpack(torch.from_numpy(pack(examples, shape)).to(device), shape)
+
+
 def pack_once(examples: Sequence[Example], device: torch.device) -> tuple[Tensor, Tensor, Packing]:
     """Tokens, targets and packing of a row that holds equal prompts once. The answers of one question to learn from are
     many, and all layers but attention read its prompt once for all of them."""
@@ -250,11 +255,6 @@ class Examples:
 
     def close(self) -> None:
         pass
-
-
-def share_of(updates: Updates, process: Process) -> Updates:
-    """This process's examples of every update."""
-    return [update[process.rank :: process.world_size] for update in updates]
 
 
 class Packed:
