@@ -36,10 +36,9 @@ from redline.observe import WatchedRun
 from redline.plan.hardware import hardware_here
 from redline.plan.plan import Hardware, save
 from redline.plan.planner import make_plan
-from redline.pretrain import open_corpus
+from redline.pretrain import job_of, open_corpus
 from redline.record.run import RunFolder
 from redline.train.loop import Trainer
-from redline.train.objective import Job
 from redline.train.open_run import OpenRun
 from redline.train.process import Process
 
@@ -182,15 +181,8 @@ class Bench:
             source = corpus.train
             assert isinstance(source, TokenDataset)
             source.__class__, source.delay_s = SlowDataset, fault.loader * clean_s  # type: ignore[attr-defined]
-            job = Job(
-                recipe=recipe,
-                plan=plan,
-                source=source,
-                data_fingerprint=corpus.fingerprint,
-                opened=OpenRun(
-                    folder.path, folder, [SlowObserver(fault.observer[0] * clean_s, fault.observer[1])]
-                ),
-            )
+            slow = SlowObserver(fault.observer[0] * clean_s, fault.observer[1])
+            job = job_of(recipe, plan, corpus, process, OpenRun(folder.path, folder, [slow]))
             trainer = Trainer(job, process)
             try:
                 yield trainer

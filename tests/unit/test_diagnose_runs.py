@@ -32,6 +32,18 @@ ROOT = Path(__file__).parents[2]
 PLANTED = [name for name, fault in FAULTS.items() if not fault.gpu_only]
 
 
+@pytest.mark.parametrize("name", ["slow loader", "padding"])
+def test_a_fault_can_be_planted(name: str) -> None:
+    """Into our own training and into a user's loop; what comes of it takes a clock."""
+    with small_bench() as bench:
+        with bench.arm(name, FAULTS[name], 0.0, faulty=True) as arm:
+            for _ in range(2):
+                arm.turn()
+            arm.drain()
+        lines = (bench.folder / name / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
 @pytest.mark.timing
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_named_and_its_gain_is_predicted(name: str) -> None:
