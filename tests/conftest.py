@@ -26,6 +26,8 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torch
 os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0")
 # It would kill workers when something else fills the machine's memory.
 os.environ.update(RAY_memory_monitor_refresh_ms="0")
+# Its workers are nice (15) to other processes: beside busy ones on few cores they would wait for minutes.
+os.environ.update(RAY_worker_niceness="0")
 
 
 # Property-based tests: `make test` runs a few examples, always the same, in whatever time they take; `make fuzz`
