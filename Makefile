@@ -1,6 +1,6 @@
 # make demo      set up .venv; pre-train a small model, then RFT and reinforcement learning on the shipped one, on this machine
 # make test      set up .venv and run every check and the tests (what CI runs)
-# make slow      the dozen tests that take longest
+# make slow      the tests that take longest
 # make check     format, lint, types, import contracts
 # make fuzz      attack every reader with random input for some minutes
 # make numerics  the tests of numerics on six instruction sets, as other CPUs would run them

@@ -18,6 +18,7 @@ from redline.plan.hardware import hardware_here
 from redline.plan.planner import make_plan
 
 
+@pytest.mark.slow
 def test_the_loop_and_the_bare_step_are_measured_on_the_same_work(nano: Nano, tmp_path: Path) -> None:
     command = [
         "bench",

@@ -257,6 +257,7 @@ def test_options_that_do_not_go_together_are_refused(tmp_path, capsys, monkeypat
     assert "pip install 'redline[ray]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_is_left_with_the_cluster(tmp_path):
     """The command ends; the run goes on in a process of the cluster, which reads a copy of the working directory."""
     (tmp_path / "verses.txt").write_text("To be, or not to be, that is the question:\n" * 200)

@@ -833,6 +833,7 @@ class TestTrainer:
             ("end", "finished"),
         ]
 
+    @pytest.mark.slow
     def test_an_error_that_ends_the_process_is_recorded_by_its_name(self, tmp_path: Path) -> None:
         program = (
             f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
