@@ -4,6 +4,7 @@ nonsense."""
 import contextlib
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -249,8 +250,10 @@ def test_nothing_is_left_when_the_pool_closes_in_the_middle(odd, tmp_path):
 def test_a_worker_that_died_while_idle_is_no_items_fault(odd):
     before = workers()
     with Pool(odd, workers=1) as pool:
-        (worker := psutil.Process(pool._children[0]._process.pid)).kill()
-        wait_until(lambda: worker.status() == psutil.STATUS_ZOMBIE)
+        os.kill(worker := pool._children[0]._process.pid, signal.SIGKILL)
+        os.waitid(
+            os.P_PID, worker, os.WEXITED | os.WNOWAIT
+        )  # all its threads have ended; the pool will see it
         assert [v.reason for v in pool.score([(question("x"), "x")])] == [None]
     assert workers() == before
 
