@@ -16,8 +16,8 @@ PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 # integration tests come first in the alphabet and take longest: so no worker is left with a long file at the end
 NUMERICS = $$(grep -rl --include='test_*.py' numerics tests)
 PIP := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --no-compile
-# --no-compile: Python compiles what it imports; compiling all of torch and transformers takes half of the set-up
-# ... and keeps it, even where the environment says otherwise: the tests import torch a hundred times
+# --no-compile: pip would compile on one core, which takes half of the set-up. Python compiles what it imports, and keeps it,
+# even where the environment says otherwise; for the tests, which import torch a hundred times, all is compiled on all cores
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test check slow numerics timing fuzz gpu-test claims format clean
@@ -31,6 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .venv/dev: .venv/core
 	@echo "installing what the tests need (a minute or two)"
 	$(PIP) --editable '.[dev]'
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true # some packages hold templates that are no Python
 	@touch $@
 
 demo: .venv/core
