@@ -129,7 +129,7 @@ def test_workers_that_are_there_have_the_samples_a_second_of_the_last_minute_tol
     assert found["worker-2"][1:3] == ("working", "60 samples, 4 samples/s")
     assert found["worker-3"][1:3] == ("joined", "")
     assert "worker-9" not in found
-    assert told("workers", told_of) == "2 workers, samples: 8/s"
+    assert told("workers", told_of) == "samples from 2 workers: 8/s"
 
 
 def test_the_events_of_workers_are_told_and_the_lost_ones_in_red(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "start_up": ("the first update was done {total_s} after the command",),
     "resume": ("resumed at update {step}",),
     "process_died": ("{error}",),
-    "workers": ("{workers} workers, samples: {samples_per_s}",),
+    "workers": ("samples from {workers} workers: {samples_per_s}",),
     "worker_joined": ("{name} joined",),
     "worker": (
         "{name} {state} after {seconds} s and {samples} samples: {why}",

@@ -1,6 +1,7 @@
 """Who does the work of a run: its processes and its workers, which of them are slow, and which died. No torch, no HTML.
 
-Which process is slow is told by record/slowest.py. Workers do not wait for each other: a slow one delivers less than SLOW_RATE of the samples/s of the middle one.
+record/slowest.py says which process is slow. Workers do not wait for each other: a slow one delivers less than SLOW_RATE
+of the samples/s of the middle one.
 """
 
 from collections import Counter
@@ -53,10 +54,8 @@ def _processes(run: Run) -> Crew | None:
     members, said = [], []
     for one in found[:LISTED]:
         waited = f"the others waited for it {format_share(one.waited)} of the time"
-        note, state = (
-            f"slowest in {one.often:.0%} of the updates; {waited}",
-            "slow" if one.slow else "working",
-        )
+        note = f"slowest in {one.often:.0%} of the updates; {waited}"
+        state = "slow" if one.slow else "working"
         members.append(Member(one.process, state, "", note, "bad" if one.slow else ""))
         if one.slow:
             said.append(f"{one.process} is slow: {waited}")
