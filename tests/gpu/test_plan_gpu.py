@@ -5,12 +5,12 @@ fitted to.
 """
 
 import pytest
+from trials import measure
 
 from redline.config.load import load_recipe
 from redline.machine.facts import read_facts
-from redline.measure.process import Child, Children
+from redline.measure.process import Child
 from redline.measure.trial import Timing, train_trial
-from redline.measure.turns import measure
 from redline.plan.hardware import hardware_here
 from redline.plan.planner import make_plan
 
@@ -31,7 +31,7 @@ def test_small_passes_are_as_slow_as_predicted(compile_mode: str) -> None:
             recipe = load_recipe("gpt2-124m", [*DATA, "train.batch_size=64", *pins])
             plan = make_plan(recipe, hardware)
             predicted = plan.prediction.attainable_tokens_per_s
-            measured = measure(train_trial(recipe, plan, Timing(block_s=0.5)), Children(), child)
+            measured = measure(train_trial(recipe, plan, Timing(block_s=0.5)), child)
             assert measured.outcome == "ok", measured.error
             assert predicted
             off.append(predicted / measured.tokens_per_s)

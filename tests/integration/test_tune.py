@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 from pipeline import Nano, events
+from trials import measure
 
 from redline.config.load import load_recipe
 from redline.config.recipe import Recipe
 from redline.machine.facts import read_facts
 from redline.machine.store import cached
-from redline.measure.process import Child, Children
+from redline.measure.process import Child
 from redline.measure.trial import Measurement, Timing, TrialFolder, train_trial
-from redline.measure.turns import measure
 from redline.plan.hardware import hardware_here
 from redline.plan.plan import Plan, check_fit, save
 from redline.plan.planner import make_plan
@@ -83,7 +83,7 @@ def test_one_child_measures_several_plans_and_the_guard_sees_numbers_that_differ
     with Child() as child:
 
         def measured(recipe: Recipe, plan: Plan) -> Measurement:
-            return measure(train_trial(recipe, plan, SHORT), Children(), child)
+            return measure(train_trial(recipe, plan, SHORT), child)
 
         reference = measured(recipe, plan)
         assert reference.memory is not None

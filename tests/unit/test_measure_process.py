@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from processes import wait_until_gone
+from trials import measure
 
 from redline.config.load import build, load_recipe
 from redline.errors import ConfigError
@@ -25,7 +26,6 @@ from redline.measure import child as inside
 from redline.measure import process as room
 from redline.measure.process import Child, ChildFailed, Children
 from redline.measure.trial import SCRATCH, Measurement, Timing, Trial, train_trial
-from redline.measure.turns import measure
 from redline.plan.hardware import hardware_as, hardware_here
 from redline.plan.planner import make_plan
 
@@ -87,7 +87,7 @@ def trial(tmp_path: Path, kind: str = "well", name: str = "a", limit_s: float = 
 
 
 def test_a_trial_that_ends_well_gives_all_it_measured(tmp_path: Path) -> None:
-    measured = measure(trial(tmp_path, step_s=0.5), Children())
+    measured = measure(trial(tmp_path, step_s=0.5))
     assert measured.outcome == "ok"
     assert measured.blocks_s == (0.5,) * 6
     assert measured.losses == (2.0, 1.0)
@@ -121,7 +121,7 @@ def test_a_trial_that_ends_well_gives_all_it_measured(tmp_path: Path) -> None:
 def test_a_failure_is_a_result_with_what_came_before_it(
     tmp_path: Path, behaviour: dict[str, Any], outcome: str, words: str, blocks: int
 ) -> None:
-    measured = measure(trial(tmp_path, **behaviour), Children())
+    measured = measure(trial(tmp_path, **behaviour))
     assert measured.outcome == outcome
     assert words in (measured.error or "")
     assert len(measured.blocks_s) == blocks
@@ -139,7 +139,7 @@ def test_a_hang_is_killed_with_everything_it_started(tmp_path: Path) -> None:
 
 def test_one_child_measures_several_settings_and_dies_with_its_parent_block(tmp_path: Path) -> None:
     with Child() as child:
-        results = [measure(trial(tmp_path, name=name), Children(), child) for name in "ab"]
+        results = [measure(trial(tmp_path, name=name), child) for name in "ab"]
         assert [measured.outcome for measured in results] == ["ok", "ok"]
         pid = child._process.pid
         assert psutil.pid_exists(pid)

@@ -12,7 +12,6 @@ not fit in memory together, each is measured alone, one after the other, and `pa
 the folder and is not repeated.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -126,18 +125,6 @@ class Arm:
                 action()
             except ChildFailed as failed:
                 self.failed = failed
-
-
-def measure(trial: Trial, children: Children, child: Child | None = None) -> Measurement:
-    """Run a trial's blocks in a new child, or in the one given."""
-    with contextlib.ExitStack() as stack:
-        if child is None:
-            child = stack.enter_context(children.take(trial.allocator))
-        arm = Arm(trial, child, children.clock)
-        arm.start()
-        for _ in range(trial.timing.blocks):
-            arm.block()
-        return arm.end()
 
 
 class Turns:

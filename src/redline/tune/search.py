@@ -15,7 +15,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from redline.config.load import to_toml
@@ -23,15 +22,15 @@ from redline.config.recipe import Recipe
 from redline.errors import ConfigError, MachineError, TrainingError
 from redline.measure.process import Children
 from redline.measure.statistics import hopeless
-from redline.measure.trial import Measurement, Pair, Timing, Trial, TrialFolder, train_trial
-from redline.measure.turns import Turns, measure
+from redline.measure.trial import Measurement, Pair, PeakMemory, Timing, Trial, TrialFolder, train_trial
+from redline.measure.turns import Turns
 from redline.plan.plan import PLANNED, Plan, Why
 from redline.plan.values import VALUES, effect_of
 from redline.record.files import write_atomic
 from redline.record.units import format_duration
 from redline.tune.candidates import WORTH, Candidate, candidates, changed, differing
 from redline.tune.guard import guard
-from redline.tune.memory import Probe, divisors, fit_memory, pick_micro_batch
+from redline.tune.memory import divisors, fit_memory
 from redline.tune.quality import Judge, Quality
 from redline.tune.store import TrialTable, TuningResult, keep, pinned
 
@@ -90,8 +89,8 @@ class _Search:
         self.table = TrialTable(turns.say)
         self.untried: list[str] = []
         self.why: dict[str, Why] = {}
-        self.probes: dict[tuple[Any, ...], dict[int, Probe]] = {}
-        """Readings by what memory depends on, and by micro-batch."""
+        self.seen: dict[tuple[Any, ...], dict[int, PeakMemory]] = {}
+        """Memory by what it depends on, and by micro-batch."""
         self.short = shorten(recipe, rules)
 
     # ---- the parts of a search ----
@@ -112,8 +111,7 @@ class _Search:
                 "was killed twice, maybe for lack of memory" if measured.was_killed else "ran out of memory"
             )
             failures.append(f"micro-batch {self.best.micro_batch} {what}")
-            smaller = self._smaller_size(failures[-1])
-            if smaller is None:
+            if (smaller := self._neighbour(up=False)) is None:
                 break
             self.table.add(RULES, measured=measured, note=f"{failures[-1]}: {measured.error}")
             self.best = changed(self.recipe, self.best, {"micro_batch": smaller})
@@ -127,7 +125,7 @@ class _Search:
         self.table.add(self.against, measured=measured, note="where the search starts", kept=True)
 
     def walk_micro_batch(self) -> None:
-        """Down, then up, for as long as it gets faster; two readings below show what larger passes would take."""
+        """Down, then up, for as long as it gets faster; the readings below show what larger passes would take."""
         for up in (False, True):
             while "micro_batch" not in self.fixed and (size := self._next_size(up)) is not None:
                 change = {"micro_batch": size}
@@ -305,44 +303,31 @@ class _Search:
         needed = 1.1 * plan.prediction.memory_bytes * seen.reserved_bytes / self.best.prediction.memory_bytes
         return seen.reserved_bytes + 2 * seen.other_bytes + needed <= plan.hardware.memory_bytes
 
-    def _smaller_size(self, failure: str) -> int | None:
-        """After running out of memory: what small probes say will fit, or the next smaller divisor."""
-        now = self.best.micro_batch
-        sizes = [size for size in divisors(now) if size < now]
-        if not sizes or self.best is not self.rules:
-            return sizes[-1] if sizes else None
-        self.turns.close()
-        self.turns.say(f"{failure}: probing smaller ones")
-        children, capacity_bytes = self.turns.children, self.best.hardware.memory_bytes
-        with children.take(self.best.allocator) as child:
-            probe = partial(measure, children=children, child=child)
-            pick = pick_micro_batch(self.recipe, self.best, probe, capacity_bytes=capacity_bytes)
-        return max((size for size in sizes if pick and size <= pick.micro_batch), default=sizes[-1])
-
-    def _next_size(self, up: bool) -> int | None:
-        """The next micro-batch in that direction worth a trial: a divisor not measured yet that should fit."""
+    def _neighbour(self, up: bool) -> int | None:
+        """The next divisor of the batch in that direction."""
         now, batch = self.best.micro_batch, self.short.rows_per_update
         sizes = [size for size in divisors(batch) if size < batch or self.short is self.recipe]
         if up:
-            size = next((size for size in sizes if size >= STEP * now), None)
-        else:
-            size = next((size for size in reversed(sizes) if size * STEP <= now), None)
-        probes, capacity = self.probes.get(_shape(self.best), {}), self.best.hardware.memory_bytes
-        if size is None or size in probes:
+            return next((size for size in sizes if size >= STEP * now), None)
+        return next((size for size in reversed(sizes) if size * STEP <= now), None)
+
+    def _next_size(self, up: bool) -> int | None:
+        """The next micro-batch in that direction worth a trial: one not measured yet that should fit."""
+        size, seen = self._neighbour(up), self.seen.get(_shape(self.best), {})
+        if size is None or size in seen:
             return None
-        if up and self.best.hardware.kind == "cuda" and len(probes) > 1:
-            fit = fit_memory([*probes.values()])
+        if up and self.best.hardware.kind == "cuda" and len(seen) > 1:
+            fit, capacity = fit_memory(seen), self.best.hardware.memory_bytes
             if not fit.fits(size, capacity):
                 needs = (fit.reserved_bytes(size) + fit.other_bytes) / 2**30
-                note = f"it would take {needs:.1f} of {capacity / 2**30:.1f} GiB, by {len(probes)} probes"
+                note = f"it would take {needs:.1f} of {capacity / 2**30:.1f} GiB, by {len(seen)} readings"
                 self.table.add(f"micro_batch {size}", note=f"not tried: {note}")
                 return None
         return size
 
     def _remember_memory(self, plan: Plan, measured: Measurement) -> None:
         if measured.outcome == "ok" and measured.memory is not None:
-            probe = Probe(micro_batch=plan.micro_batch, memory=measured.memory)
-            self.probes.setdefault(_shape(plan), {})[plan.micro_batch] = probe
+            self.seen.setdefault(_shape(plan), {})[plan.micro_batch] = measured.memory
 
     def _payback_steps(self, candidate: Candidate, pair: Pair) -> float:
         """Updates after which a longer start has paid for itself; 0 for what does not compile differently."""
