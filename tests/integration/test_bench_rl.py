@@ -1,6 +1,7 @@
 """`redline bench rl` really learns, on a CPU with a tiny model: our arms, TRL's where it is installed, and the page."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from redline.bench import rl
 from redline.bench.rl import WORKS
+from redline.config.recipe import Recipe
 from redline.machine.facts import read_facts
 from redline.measure.child import named
 
@@ -31,7 +33,8 @@ def test_our_side_and_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(rl, "rows_of", rows_of)
     told: list[str] = []
-    path = rl.bench_rl("quick", read_facts(), tmp_path, arms=tuple(rl.LABELS), progress=told.append)
+    arms = [arm for arm in rl.LABELS if arm != "redline_compiled"]  # compiling takes a minute here
+    path = rl.bench_rl("quick", read_facts(), tmp_path, arms=arms, progress=told.append)
     rows = {row["row"]: row for row in json.loads(path.with_suffix(".json").read_text())["rows"]}
     ours, actor = rows["redline"], rows["actor"]
     assert ours["rows"] == QUICK.questions[0] * QUICK.group_size
@@ -46,6 +49,20 @@ def test_our_side_and_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "A step of redline with 8 answers: generate " in text
     assert "Update alone: " in text
     assert len(told) == 4
+
+
+def test_the_compiled_arm_is_compiled_and_does_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Recipe] = []
+    monkeypatch.setattr(rl, "Trainer", lambda job, _process: asked.append(job.recipe))
+    monkeypatch.setattr(rl, "_steps", lambda *_: ({"step_tokens": 1.0}, [1.0, 1.0]))
+    for arm in (rl.redline, rl.redline_compiled):
+        assert list(arm({"name": "quick"}))
+    plain, compiled = asked
+    assert rl._plan(plain).compile == "off"
+    assert rl._plan(compiled).compile == "default"
+    assert replace(compiled, plan=plain.plan) == replace(plain, model=compiled.model), (
+        "only the folder differs"
+    )
 
 
 def test_trl_does_the_same_work() -> None:

@@ -25,7 +25,7 @@ import torch
 
 from redline.bench import theirs
 from redline.bench.results import SMOLLM2_360M, TINY, BenchRow, head, rows_of, shape, spread, table, write
-from redline.config.recipe import DEFAULTS, ModelConfig, Recipe, TrainConfig
+from redline.config.recipe import DEFAULTS, Compile, ModelConfig, PlanPins, Recipe, TrainConfig
 from redline.config.rl import RlConfig
 from redline.data.tokenizer import END_OF_TEXT
 from redline.errors import need
@@ -52,6 +52,7 @@ LABELS = {
     "trl": "TRL, `generate`",
     "trl_continuous": "TRL, transformers' continuous batching",
     "redline": "redline",
+    "redline_compiled": "redline, `plan.compile=default`",
     "actor": "redline, update alone",
 }
 PHASES = {
@@ -85,7 +86,7 @@ class RlWork:
 
 WORKS = {
     "full": RlWork(
-        model=SMOLLM2_360M, prompt_tokens=96, new_tokens=256, group_size=8, questions=(16, 64), pass_rows=64, steps=2,
+        model=SMOLLM2_360M, prompt_tokens=96, new_tokens=256, group_size=8, questions=(4, 16, 64), pass_rows=64, steps=3,
         actor=ModelConfig(
             vocab_size=32768, num_layers=24, hidden_size=2048, num_heads=16, num_kv_heads=8, ffn_size=5632,
             context_length=2048, tie_embeddings=False,
@@ -164,9 +165,9 @@ def _cells(row: BenchRow, rows: Sequence[BenchRow]) -> list[str]:
 
 def _findings(row: BenchRow, work: RlWork) -> list[str]:
     """What a row says beside its speed."""
-    if row["row"] == "redline" and "phases_s" in row:
+    if "phases_s" in row and row["row"] != "actor":
         parts = ", ".join(f"{name} {format_duration(part)}" for name, part in row["phases_s"].items())
-        return [f"A step of redline with {row['rows']:,} answers: {parts}.", ""]
+        return [f"A step of {LABELS[row['row']]} with {row['rows']:,} answers: {parts}.", ""]
     if row["row"] == "actor" and "seconds" in row:
         shares = ""
         if row["mfu_share"] is not None:
@@ -286,7 +287,12 @@ class _Whole(Task):
 
 
 def _recipe(
-    model: ModelConfig, work: RlWork, questions: int, new_tokens: int, init_from: str | None = None
+    model: ModelConfig,
+    work: RlWork,
+    questions: int,
+    new_tokens: int,
+    init_from: str | None = None,
+    compiled: Compile | None = None,
 ) -> Recipe:
     # one more than are run: the last step of a training ends with a validation
     given = {"batch_size": questions, "steps": 2 + work.steps, "eval_every": 0, "checkpoint_every": 0}
@@ -299,6 +305,7 @@ def _recipe(
             domains=("coin",), group_size=work.group_size, max_prompt_tokens=work.prompt_tokens,
             max_new_tokens=new_tokens, overlong="none", refills=0,
         ),
+        plan=PlanPins(compile=compiled),
     )  # fmt: skip
 
 
@@ -309,19 +316,24 @@ def _plan(recipe: Recipe) -> Plan:
     )
 
 
-def redline(setting: dict[str, str]) -> Iterator[BenchRow]:
+def redline(setting: dict[str, str], compiled: Compile | None = None) -> Iterator[BenchRow]:
     work = WORKS[setting["name"]]
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "model"
         tokenizer = words_tokenizer(work.model.vocab_size).text
         write_folder(weights, work.model, _weights(work), tokenizer, torch.bfloat16, eos_ids=(0,))
         for questions in work.questions:
-            yield _ours(work, questions, open_weights(weights))
+            yield _ours(work, questions, open_weights(weights), compiled)
 
 
-def _ours(work: RlWork, questions: int, opened: Opened) -> BenchRow:
+def redline_compiled(setting: dict[str, str]) -> Iterator[BenchRow]:
+    """A training of hundreds of steps earns the compiler's time back; here it is in the first step."""
+    return redline(setting, "default")
+
+
+def _ours(work: RlWork, questions: int, opened: Opened, compiled: Compile | None) -> BenchRow:
     empty()
-    recipe = _recipe(work.model, work, questions, work.new_tokens, str(opened.source))
+    recipe = _recipe(work.model, work, questions, work.new_tokens, str(opened.source), compiled)
     asked = [Question(str(number), "", "") for number in range(questions)]
     prompts = {
         question.id: Asked(question, tuple(ids), ())

@@ -33,7 +33,7 @@ ARMS = {
     "train": ("loop", "plain", "hf"),
     "generate": ("transformers", "redline"),
     "finetune": ("hf-seeds", "hf-best", "graph", "fp32"),
-    "rl": ("trl", "trl_continuous", "redline", "actor"),
+    "rl": ("trl", "trl_continuous", "redline", "redline_compiled", "actor"),
     "attention": ("flash", "cudnn", "favor"),
 }
 OUT = "--out DIR   folder of the results (default benchmarks)"
@@ -61,7 +61,7 @@ ARGUMENTS = {
 {OUT}""",
     "rl": f"""whole steps of reinforcement learning, and the update of a larger model
 {QUICK}
---arm ARM...   trl, redline or actor (default: all)
+--arm ARM...   trl, trl_continuous, redline, redline_compiled or actor (default: all)
 {AGAINST}
 {OUT}""",
     "attention": f"""kernel attention and flash attention by length
