@@ -362,11 +362,10 @@ def test_generate_and_evaluate_a_model_folder(made, capsys):
         (["plan", "gpt2-124m", "--as", "h100-80g", "--nproc", "7"], ["train.batch_size (512)", "7"]),
         (["train", "nano", "--nproc", "0"], ["--nproc must be at least 1, got 0"]),
         (["train", "nano", "--plan", "none.json"], ["no plan at none.json", "redline plan RECIPE --save"]),
-        (["generate", "MODEL", "--temperature", "-1"], ["temperature must be 0 (greedy) or", "got -1.0"]),
-        (
-            ["generate", "MODEL", "--samples", "0"],
-            ["samples must be greater than 0 and numbered from 0, got 0"],
-        ),
+        (["generate", "MODEL", "--temperature", "1e-9"], ["temperature must be 0 (greedy) or", "got 1e-09"]),
+        (["generate", "MODEL", "--temperature", "-1"], ["--temperature must be at least 0, got -1"]),
+        (["generate", "MODEL", "--samples", "0"], ["--samples must be at least 1, got 0"]),
+        (["generate", "MODEL", "--seed", "-1"], ["--seed must be at least 0, got -1"]),
         (["generate", "MODEL", "--seed", str(2**63)], ["seed must be a signed number of at most 64 bits"]),
         (["generate", "MODEL", "--top-p", "2"], ["top_p must be"]),
         (["generate", "MODEL", "--device", "tpu"], ["--device", "'tpu'", "cuda"]),
@@ -462,7 +461,7 @@ def test_a_corpus_that_is_missing_empty_or_no_text(capsys, tmp_path):
         ("--valid-fraction", "-0.5", 3),
         ("--workers", "0", 2),
         ("--workers", "-2", 2),
-        ("--vocab-size", "-1", 3),
+        ("--vocab-size", "-1", 2),
     ],
 )
 def test_a_build_with_an_absurd_number(made, capsys, option):

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from redline.cli.main import main
-from redline.cli.options import check_positive
 from redline.cli.tune import print_result, train_command
 from redline.config.load import load_recipe, to_toml
 from redline.errors import ConfigError, StorageError
@@ -118,11 +117,10 @@ def test_the_table_has_a_star_where_the_interval_has_less_than_95_per_cent(
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_time_is_finite_and_above_0(value: float, capsys: pytest.CaptureFixture[str]) -> None:
-    check_positive("--minutes", 1e-3)
-    with pytest.raises(ConfigError, match=f"--block-seconds must be a finite number above 0, got {value:g}"):
-        check_positive("--block-seconds", value)
-    assert main(["tune", "nano", f"--minutes={value}"]) == ConfigError.exit_code
-    assert capsys.readouterr().err == f"redline: --minutes must be a finite number above 0, got {value:g}\n"
+    for command, option in (("tune", "--minutes"), ("ablate", "--block-seconds")):
+        assert main([command, "nano", f"{option}={value}"]) == ConfigError.exit_code
+        rule = f"{option} must be a finite number above 0"
+        assert capsys.readouterr().err == f"redline: {rule}, got {value:g}\n"
 
 
 def test_the_command_that_trains_can_be_pasted() -> None:

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from redline.cli.arguments import JSON, QUALITY, RECIPE
-from redline.cli.options import check_positive, print_json, recipe_of, status, tokenise
+from redline.cli.options import print_json, recipe_of, status, tokenise
 from redline.cli.tune import judge_of
 from redline.config.load import shipped
 from redline.config.recipe import Recipe
@@ -50,8 +50,6 @@ ARGUMENTS = f"""
 
 
 def run(options: argparse.Namespace) -> None:
-    check_positive("--minutes", options.minutes)
-    check_positive("--block-seconds", options.block_seconds)
     only = [name.strip() for name in (options.only or "").split(",") if name.strip()]
     if options.only and not only:
         raise ConfigError(f"--only {options.only!r} names nothing")

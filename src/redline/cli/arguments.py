@@ -7,16 +7,20 @@
     --json                  a switch
 
 The name of a value decides its type (TYPES; any other is text). `(default 6)` in the help is the default;
-`(default: the recipe's)` only describes what happens without the option.
+`(default: the recipe's)` only describes what happens without the option. A number must be above 0, or may be 0 where
+the help speaks of 0.
 """
 
 import argparse
 import keyword
+import math
 import re
 import textwrap
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from redline.errors import ConfigError
 
 TYPES: dict[str, type] = (
     dict.fromkeys(("N", "K"), int)
@@ -86,6 +90,18 @@ def _examples(part: str) -> str:
     return "\n".join(shown)
 
 
+class _Number(argparse.Action):
+    """Checks a number where it is given."""
+
+    def __call__(self, _parser: object, options: argparse.Namespace, value: Any, name: Any = None) -> None:
+        may_be_0 = re.search(r"(?<![\w.])0(?![\w.])", self.help or "") is not None
+        if not 0 <= value < math.inf or (value == 0 and not may_be_0):
+            whole, real = f"at least {0 if may_be_0 else 1}", "a finite number above 0"
+            rule = whole if self.type is int or may_be_0 else real
+            raise ConfigError(f"{name} must be {rule}, got {str(value).removesuffix('.0')}")
+        setattr(options, self.dest, value)
+
+
 def declare(command: argparse.ArgumentParser, text: str) -> None:
     """Add every argument that the text lists."""
     for line in text.splitlines():
@@ -111,6 +127,7 @@ def _add(command: argparse.ArgumentParser, form: str, about: str) -> None:
         facts |= {"nargs": "+"} if many else {"nargs": "?"} if name.startswith("[") else {}
         name = value.lower()
     facts["type"] = kind = TYPES.get(value, str)
+    facts |= {"action": _Number} if kind in (int, float) and value != "SHARE" else {}
     if default := re.search(r"\(default ([^\s,:;)]+)", about):
         facts["default"] = kind(default[1])
     facts |= {"choices": value.strip("{}").split(",")} if value.startswith("{") else {"metavar": value}

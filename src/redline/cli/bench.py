@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from redline.bench.results import slower_than
-from redline.cli.options import check_least, status
+from redline.cli.options import status
 from redline.config.load import load_recipe
 from redline.errors import ConfigError, MachineError
 from redline.machine.facts import read_facts
@@ -85,8 +85,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> Path:
-    check_least("--blocks", options.blocks)
-    check_least("--steps-per-block", options.steps_per_block)
     data = [f'data.source="{options.data}"', 'data.tokenizer="bpe"', "data.valid_fraction=0.05"]
     standard = [(name, sets, options.arm or arms) for name, sets, arms in STANDARD]
     chosen = [(name, (), options.arm or ARMS["train"]) for name in options.recipe] or standard

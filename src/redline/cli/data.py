@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.cli.arguments import JSON
-from redline.cli.options import byte_progress, check_least, print_json, status
+from redline.cli.options import byte_progress, print_json, status
 from redline.data.build import build, build_part
 from redline.data.remote import folder_at, is_remote
 from redline.data.shards import Manifest, TokenDataset, check_tokenizer
@@ -55,7 +55,6 @@ def run(options: argparse.Namespace) -> None:
 def _build(options: argparse.Namespace) -> Manifest | None:
     if options.tokenizer == "bpe":
         status("training a byte-level BPE on the source first, at most 64 MiB of it")
-    check_least("--workers", options.workers)
     how = {
         "tokenizer": options.tokenizer,
         "vocab_size": options.vocab_size or (32768 if options.tokenizer == "bpe" else None),

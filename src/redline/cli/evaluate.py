@@ -7,7 +7,7 @@ redline evaluate hf-folder --data corpus.txt   on any text, JSONL, Parquet or da
 import argparse
 
 from redline.cli.arguments import DEVICE, JSON, MODEL
-from redline.cli.options import check_least, find_model, print_json
+from redline.cli.options import find_model, print_json
 from redline.data.read import find_source
 from redline.errors import ConfigError
 from redline.record.words import told_validation
@@ -26,8 +26,6 @@ ARGUMENTS = f"""
 
 def run(options: argparse.Namespace) -> None:
     model = find_model(options)
-    check_least("--seq-len", options.seq_len)
-    check_least("--sequences", options.sequences)
     if options.data is not None:
         find_source(options.data)
     elif model not in step_folders(model.parent).values():

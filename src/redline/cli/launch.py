@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.cli.arguments import JSON
-from redline.cli.options import answer, check_least, status
+from redline.cli.options import answer, status
 from redline.config.load import load_recipe
 from redline.errors import ConfigError
 from redline.launch.experiments import Job
@@ -69,8 +69,6 @@ def run(options: argparse.Namespace) -> int:
 
 def job_of(options: argparse.Namespace) -> Job:
     """What the options ask for; refused before anything is started."""
-    for name, least in (("nodes", 1), ("gpus", 0), ("cpus", 1)):
-        check_least(f"--{name}", getattr(options, name), least)
     for name, value, form, example in (
         ("memory", options.memory, SIZE, "256G"),
         ("time", options.time, LIMIT, "24:00:00 or 1-00"),

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from redline.cli.arguments import JSON, RECIPE
-from redline.cli.options import check_least, print_json, recipe_of, status, tokenise
+from redline.cli.options import print_json, recipe_of, status, tokenise
 from redline.config.load import shipped
 from redline.errors import ConfigError
 from redline.machine.facts import read_facts
@@ -34,7 +34,6 @@ ARGUMENTS = {
 
 
 def run(options: argparse.Namespace) -> None:
-    check_least("--seeds", options.seeds)
     try:
         lrs = [float(text) for text in (options.lrs or "1e-3,3e-3,1e-2").split(",")]
     except ValueError as error:

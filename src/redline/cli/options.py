@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -53,14 +52,8 @@ def typed_pins(options: argparse.Namespace) -> frozenset[str]:
     )
 
 
-def check_least(option: str, value: int | None, least: int = 1) -> None:
-    if value is not None and value < least:
-        raise ConfigError(f"{option} must be at least {least}, got {value}")
-
-
 def on_ray(options: argparse.Namespace) -> "OnRay | None":
     """Where samples are drawn, if not here."""
-    check_least("--workers", options.workers)
     if options.on != "ray":
         if options.workers is not None or options.ray_address is not None:
             raise ConfigError("--workers and --ray-address are for samples drawn on Ray: add --on ray")
@@ -69,11 +62,6 @@ def on_ray(options: argparse.Namespace) -> "OnRay | None":
     from redline.engine.ray import OnRay
 
     return OnRay(workers=options.workers, address=options.ray_address)
-
-
-def check_positive(option: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{option} must be a finite number above 0, got {value:g}")
 
 
 def tokenise(recipe: Recipe) -> None:

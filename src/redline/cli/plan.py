@@ -22,7 +22,7 @@ from rich.markup import escape
 
 from redline.cli.arguments import JSON, PREFER, RECIPE
 from redline.cli.capacity import print_capacity
-from redline.cli.options import answer, check_positive, recipe_of, status, typed_pins
+from redline.cli.options import answer, recipe_of, status, typed_pins
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError, MachineError
 from redline.machine.facts import read_facts
@@ -51,8 +51,6 @@ ARGUMENTS = f"""
 
 def run(options: argparse.Namespace) -> None:
     recipe = recipe_of(options)
-    if options.price is not None:
-        check_positive("--price", options.price)
     named = spec_of(options.as_).count if options.as_ else 1
     nproc = named if options.nproc is None else options.nproc
     if nproc != named > 1:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from redline.cli.arguments import JSON
-from redline.cli.options import check_least, check_positive, print_json, status, tokenise
+from redline.cli.options import print_json, status, tokenise
 from redline.config.load import load_recipe
 from redline.errors import ConfigError
 from redline.machine.facts import read_facts
@@ -39,15 +39,9 @@ RECIPE...                  shipped recipes or .toml files; RECIPE@TABLE.KEY=VALU
 
 
 def run(options: argparse.Namespace) -> int:
-    check_least("--seeds", options.seeds)
     sets = list(options.set)
-    for option, value, key in (
-        ("--target", options.target, "train.target_loss={:g}"),
-        ("--seconds", options.seconds and options.seconds / 3600, "train.max_hours={!r}"),
-    ):
-        if value is not None:
-            check_positive(option, value)
-            sets.append(key.format(value))
+    sets += [f"train.target_loss={options.target:g}"] if options.target else []
+    sets += [f"train.max_hours={options.seconds / 3600!r}"] if options.seconds else []
     arms = [_arm(text, sets) for text in options.recipe]
     check(arms)
     facts = read_facts()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from redline.cli.arguments import DEVICE, JSON, ON_RAY, PLAN, RECIPE
 from redline.cli.live import make_view
-from redline.cli.options import answer, check_least, on_ray, print_json, recipe_of, status
+from redline.cli.options import answer, on_ray, print_json, recipe_of, status
 from redline.cli.plan import chosen, outside_of
 from redline.cli.train import end_with_launcher
 from redline.config.recipe import Recipe
@@ -88,7 +88,6 @@ def run(options: argparse.Namespace) -> None:
 
 def _stage(options: argparse.Namespace) -> None:
     end_with_launcher()
-    check_least("--rounds", getattr(options, "rounds", None))
     outside = outside_of(options)
     recipe = recipe_of(options, *_rows(options), check=_check)
     recipe = fewer_samples(recipe, outside.profile, say=status)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from redline.cli.arguments import DEVICE, JSON, ON_RAY, PLAN, RECIPE
-from redline.cli.options import answer, check_least, on_ray, recipe_of, status
+from redline.cli.options import answer, on_ray, recipe_of, status
 from redline.cli.plan import chosen, print_plan
 from redline.cli.train import RUN, check_options, nodes_of, train
 from redline.config.recipe import Recipe
@@ -86,7 +86,6 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    check_least("--questions", options.questions)
     recipe = recipe_of(options, check=_check)
     plan = chosen(options, recipe, 1, say=status)
     from redline.rl.doctor import examine

@@ -21,7 +21,7 @@ from typing import Any
 
 from redline.cli.arguments import JSON, PLAN, PREFER, RECIPE
 from redline.cli.live import make_view
-from redline.cli.options import answer, byte_progress, check_least, recipe_of, status
+from redline.cli.options import answer, byte_progress, recipe_of, status
 from redline.cli.plan import chosen, make
 from redline.config.recipe import Recipe
 from redline.data.read import find_source
@@ -78,7 +78,6 @@ ARGUMENTS = f"""
 def run(options: argparse.Namespace) -> int:
     with startup.watched():
         check_options(options)
-        check_least("--steps", options.steps)
         steps = [f"train.steps={options.steps}"] if options.steps else []
         return train(options, recipe_of(options, *steps, check=partial(_check_workload, options)))
 
@@ -91,7 +90,6 @@ def _check_workload(options: argparse.Namespace, recipe: Recipe) -> None:
 
 def check_options(options: argparse.Namespace) -> None:
     """What can be refused before torch is imported."""
-    check_least("--nproc", options.nproc)
     nodes_of(options)
     check_names(options.export)
     if options.fork is not None and options.run is None:

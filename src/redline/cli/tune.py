@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from redline.cli.arguments import JSON, QUALITY, RECIPE
-from redline.cli.options import check_least, check_positive, print_json, recipe_of, status, tokenise
+from redline.cli.options import print_json, recipe_of, status, tokenise
 from redline.cli.plan import make
 from redline.machine.facts import MachineFacts, read_facts, software_key
 from redline.machine.store import cached
@@ -39,7 +39,6 @@ ARGUMENTS = f"""
 
 
 def run(options: argparse.Namespace) -> None:
-    check_positive("--minutes", options.minutes)
     recipe, facts = recipe_of(options), read_facts()
     if options.out:  # what can be refused before anything is measured
         check_folder(options.out, recipe)
@@ -66,10 +65,6 @@ def run(options: argparse.Namespace) -> None:
 
 def judge_of(options: argparse.Namespace, folder: Path, facts: MachineFacts) -> Judge | None:
     """Who trains both arms to the end, if --quality asks for it."""
-    check_least("--seeds", options.seeds)
-    check_positive("--seconds", options.seconds)
-    if options.margin is not None:
-        check_positive("--margin", options.margin)
     if not options.quality:
         return None
     return Judge(
