@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from redline.bench.results import slower_than
-from redline.cli.options import status
+from redline.cli.options import ceilings_of, status
 from redline.config.load import load_recipe
 from redline.errors import ConfigError, MachineError
 from redline.machine.facts import read_facts
@@ -90,10 +90,9 @@ def _train(options: argparse.Namespace) -> Path:
     chosen = [(name, (), options.arm or ARMS["train"]) for name in options.recipe] or standard
     cases = [(load_recipe(name, [*data, *sets, *options.set]), arms) for name, sets, arms in chosen]
     from redline.bench.train import bench_train
-    from redline.machine.ceilings import load_or_measure
 
     facts = read_facts()
-    hardware = hardware_here(facts, load_or_measure(facts, progress=status))
+    hardware = hardware_here(facts, ceilings_of(facts))
     blocks = {"blocks": options.blocks, "steps_per_block": options.steps_per_block}
     return bench_train(cases, hardware, facts, options.out, **blocks, progress=status)
 
@@ -105,9 +104,7 @@ def _measure(options: argparse.Namespace) -> Path:
         raise MachineError("the full benchmark needs a GPU, and this machine has none: use --quick")
     given = ["quick" if options.quick else "full", facts, options.out]
     if options.verb == "generate":
-        from redline.machine.ceilings import load_or_measure
-
-        given.insert(1, load_or_measure(facts, progress=status))
+        given.insert(1, ceilings_of(facts))
     module = importlib.import_module(f"redline.bench.{options.verb}")
     bench: Callable[..., Path] = getattr(module, f"bench_{options.verb}")
     return bench(*given, arms=options.arm or ARMS[options.verb], progress=status)

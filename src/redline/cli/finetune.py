@@ -20,7 +20,6 @@ from redline.cli.options import recipe_of, status
 from redline.cli.train import RUN, check_options, train
 from redline.data.examples import find_examples
 from redline.data.hub import is_hub_name
-from redline.errors import ConfigError
 from redline.record.files import read_text
 from redline.train.places import find, step_folders
 
@@ -45,11 +44,7 @@ def run(options: argparse.Namespace) -> int:
         text.strip().startswith("prompt.mode") for text in options.set
     ):
         named += _mode(options.model)
-    recipe = recipe_of(options, *named)
-    if recipe.workload != "finetune":
-        raise ConfigError(
-            f"{options.recipe} is a recipe of workload {recipe.workload}: give one of workload finetune"
-        )
+    recipe = recipe_of(options, *named, runs=("finetune",))
     options.run = options.run or Path("runs") / f"finetune-{Path(options.model).stem}"
     return train(options, recipe)
 

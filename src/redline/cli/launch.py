@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.cli.arguments import JSON
-from redline.cli.options import answer, status
+from redline.cli.options import answer, status, verb_of
 from redline.config.load import load_recipe
 from redline.errors import ConfigError
 from redline.launch.experiments import Job
@@ -30,7 +30,6 @@ from redline.report.view import view
 
 PLACES = {"local": "redline.launch.local", "slurm": "redline.launch.slurm", "ray": "redline.launch.ray"}
 """Where experiments run: the file that starts them."""
-VERBS = {"rft": ("rft", "run"), "rl": ("rl", "run")}
 ARGUMENTS = f"""
 RECIPE                     a shipped recipe (see `redline recipes`) or a .toml file
 --on {{{",".join(PLACES)}}}        where to run (default local)
@@ -83,7 +82,7 @@ def job_of(options: argparse.Namespace) -> Job:
         raise ConfigError(f"--nodes {options.nodes}: {where} takes one node; leave it out")
     job = Job(
         recipe=options.recipe,
-        verb=VERBS.get(workload, ("train",)),
+        verb=verb_of(workload),
         overrides=tuple(options.set),
         run=options.run or Path("runs") / recipe.name,
         nodes=options.nodes,

@@ -4,10 +4,10 @@ import argparse
 from dataclasses import asdict
 
 from redline.cli.arguments import JSON
-from redline.cli.options import answer, status
+from redline.cli.options import answer, ceilings_of
 from redline.machine.facts import MachineFacts, read_facts
 from redline.machine.specs import match_spec
-from redline.machine.store import Ceilings, cached
+from redline.machine.store import Ceilings
 from redline.record.units import DASH, format_bytes, format_limit_share
 from redline.report.grid import show
 
@@ -20,11 +20,7 @@ ARGUMENTS = f"""
 
 def run(options: argparse.Namespace) -> None:
     facts = read_facts()
-    ceilings = None if options.facts or options.refresh else cached(facts, progress=status)
-    if ceilings is None and not options.facts:
-        from redline.machine.ceilings import load_or_measure
-
-        ceilings = load_or_measure(facts, refresh=options.refresh, progress=status)
+    ceilings = None if options.facts else ceilings_of(facts, refresh=options.refresh)
     answer(
         options,
         {"facts": asdict(facts), "ceilings": asdict(ceilings) if ceilings else None},

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,8 @@ from redline.config.load import load_recipe
 from redline.config.recipe import Recipe
 from redline.data.build import prepare
 from redline.errors import ConfigError, need
+from redline.machine.facts import MachineFacts
+from redline.machine.store import Ceilings, cached
 from redline.record.units import format_rate, visible
 from redline.report.grid import Output
 from redline.train.places import find
@@ -20,22 +22,49 @@ if TYPE_CHECKING:
     from redline.engine.ray import OnRay
 
 
-def recipe_of(
-    options: argparse.Namespace, *more: str, check: Callable[[Recipe], None] | None = None
-) -> Recipe:
-    """The recipe with what the user set. A shape that it leaves out is read from the weights it starts from, which
-    needs torch: `check` runs before that."""
-    recipe = load_recipe(
-        options.recipe, [*options.set, *more], preset=getattr(options, "preset", None), say=status
-    )
-    if check is not None:
-        check(recipe)
+def recipe_of(options: argparse.Namespace, *more: str, runs: Sequence[str] = ()) -> Recipe:
+    """The recipe with what the user set. A command that trains says which workloads it `runs`. A shape that the recipe
+    leaves out is read from the weights it starts from, which needs torch: what can be refused is refused before."""
+    preset = getattr(options, "preset", None)
+    recipe = load_recipe(options.recipe, [*options.set, *more], preset=preset, say=status)
+    if runs:
+        _check_run(options.recipe, recipe, runs)
     if recipe.model.is_shaped or recipe.model.init_from is None:
         return recipe
     find(Path(recipe.model.init_from))  # report a missing file before importing torch
     from redline.train.restore import with_shape
 
     return with_shape(recipe)
+
+
+def _check_run(name: str, recipe: Recipe, workloads: Sequence[str]) -> None:
+    if recipe.workload not in workloads:
+        command = " ".join(verb_of(recipe.workload))
+        raise ConfigError(f"{name} is a recipe of workload {recipe.workload}: use `redline {command} {name}`")
+    if recipe.sample.sampler is not None:
+        find(Path(recipe.sample.sampler))
+    tasks = [(recipe.task.name, recipe.task.data)] if recipe.task else []
+    if (rl := recipe.rl) is not None:
+        tasks = [(task, rl.data_of(name)) for task, name in zip(rl.domains, rl.names, strict=True)]
+    for task, folder in tasks:
+        from redline.tasks.registry import load_task  # here: pre-training has none
+
+        load_task(task, folder)
+
+
+def verb_of(workload: str) -> tuple[str, ...]:
+    """The command that trains a recipe of this workload."""
+    return (workload, "run") if workload in ("rft", "rl") else ("train",)
+
+
+def ceilings_of(facts: MachineFacts, *, refresh: bool = False) -> Ceilings:
+    """What this machine can do at best, measured now if that is not known; only then is torch imported."""
+    if not refresh and (kept := cached(facts)) is not None:
+        return kept
+    from redline.machine.ceilings import load_or_measure
+
+    status("measuring this machine's ceilings")
+    return load_or_measure(facts, refresh=refresh, progress=status)
 
 
 def find_model(options: argparse.Namespace) -> Path:

@@ -14,11 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from redline.cli.arguments import JSON
-from redline.cli.options import print_json, status, tokenise
+from redline.cli.options import ceilings_of, print_json, status, tokenise
 from redline.config.load import load_recipe
 from redline.errors import ConfigError
 from redline.machine.facts import read_facts
-from redline.machine.store import cached
 from redline.record.read import read_runs
 from redline.record.units import DASH
 from redline.report.grid import show
@@ -45,11 +44,7 @@ def run(options: argparse.Namespace) -> int:
     arms = [_arm(text, sets) for text in options.recipe]
     check(arms)
     facts = read_facts()
-    if cached(facts) is None:  # or the first run would measure them, and its start-up would count it
-        from redline.machine.ceilings import load_or_measure
-
-        status("measuring this machine's ceilings")
-        load_or_measure(facts, progress=status)
+    ceilings_of(facts)  # or the first run would measure them, and its start-up would count it
     tokenise(arms[0].recipe)
     result = race(arms, options.out, facts, seeds=options.seeds, train=train_in_process, progress=status)
     folders = [options.out / f"{arm.name}-seed-0" for arm in arms]

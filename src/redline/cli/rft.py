@@ -30,9 +30,7 @@ from redline.record.run import RunFolder
 from redline.record.units import format_count, format_duration, format_rate, format_share, visible
 from redline.report.grid import show
 from redline.rft.stats import export, stats
-from redline.tasks.registry import load_task
 from redline.train.open_run import changes
-from redline.train.places import find
 
 if TYPE_CHECKING:
     from redline.engine.ray import OnRay
@@ -89,7 +87,7 @@ def run(options: argparse.Namespace) -> None:
 def _stage(options: argparse.Namespace) -> None:
     end_with_launcher()
     outside = outside_of(options)
-    recipe = recipe_of(options, *_rows(options), check=_check)
+    recipe = recipe_of(options, *_rows(options), runs=("rft",))
     recipe = fewer_samples(recipe, outside.profile, say=status)
     place = _on_ray(options, recipe)
     plan = chosen(options, recipe, 1, say=status)
@@ -118,17 +116,6 @@ def _stage(options: argparse.Namespace) -> None:
             if options.rounds > 1:
                 print(f"\nround {number} of {options.rounds}")
             print_stage("run", report, Path(report["run"]))
-
-
-def _check(recipe: Recipe) -> None:
-    """What can be refused before torch is imported."""
-    if recipe.workload != "rft" or recipe.task is None:
-        raise ConfigError(
-            f"{recipe.name} is a recipe of workload {recipe.workload}: use `redline train {recipe.name}`"
-        )
-    load_task(recipe.task.name, recipe.task.data)
-    if recipe.sample.sampler is not None:
-        find(Path(recipe.sample.sampler))
 
 
 def _on_ray(options: argparse.Namespace, recipe: Recipe) -> "OnRay | None":

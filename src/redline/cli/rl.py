@@ -19,7 +19,6 @@ from redline.cli.arguments import DEVICE, JSON, ON_RAY, PLAN, RECIPE
 from redline.cli.options import answer, on_ray, recipe_of, status
 from redline.cli.plan import chosen, print_plan
 from redline.cli.train import RUN, check_options, nodes_of, train
-from redline.config.recipe import Recipe
 from redline.errors import ConfigError
 from redline.plan.plan import to_json
 from redline.plan.predict import pcgrad_place
@@ -29,7 +28,6 @@ from redline.report.grid import show
 from redline.report.page import write_page
 from redline.report.reinforcement import compared
 from redline.report.view import view
-from redline.tasks.registry import load_task
 
 if TYPE_CHECKING:
     from redline.report.reinforcement import Compared
@@ -67,7 +65,7 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--on ray needs one training process, and --nproc and --nnodes ask for {processes}"
         )
-    recipe = recipe_of(options, check=_check)
+    recipe = recipe_of(options, runs=("rl",))
     if not options.dry_run:
         return train(options, recipe, on=workers)
     nodes = nodes_of(options)[1]
@@ -86,7 +84,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    recipe = recipe_of(options, check=_check)
+    recipe = recipe_of(options, runs=("rl",))
     plan = chosen(options, recipe, 1, say=status)
     from redline.rl.doctor import examine
     from redline.train.execution import set_allocator
@@ -107,14 +105,6 @@ def _compare(options: argparse.Namespace) -> int:
         status(f"page: {options.out}")
     answer(options, asdict(found), lambda: print_compared(found, (base.label, other.label)))
     return 0
-
-
-def _check(recipe: Recipe) -> None:
-    """What can be refused before torch is imported."""
-    if recipe.workload != "rl" or recipe.rl is None:
-        raise ConfigError(f"{recipe.name} is a recipe of workload {recipe.workload}: give one of workload rl")
-    for task, name in zip(recipe.rl.domains, recipe.rl.names, strict=True):
-        load_task(task, recipe.rl.data_of(name))
 
 
 LONGEST_TEXT = 300

@@ -21,7 +21,7 @@ from typing import Any
 
 from redline.cli.arguments import JSON, PLAN, PREFER, RECIPE
 from redline.cli.live import make_view
-from redline.cli.options import answer, byte_progress, recipe_of, status
+from redline.cli.options import answer, byte_progress, ceilings_of, recipe_of, status
 from redline.cli.plan import chosen, make
 from redline.config.recipe import Recipe
 from redline.data.read import find_source
@@ -79,13 +79,7 @@ def run(options: argparse.Namespace) -> int:
     with startup.watched():
         check_options(options)
         steps = [f"train.steps={options.steps}"] if options.steps else []
-        return train(options, recipe_of(options, *steps, check=partial(_check_workload, options)))
-
-
-def _check_workload(options: argparse.Namespace, recipe: Recipe) -> None:
-    if recipe.workload in ("rft", "rl"):
-        verb = f"redline {recipe.workload} run {options.recipe}"
-        raise ConfigError(f"{options.recipe} is a recipe of workload {recipe.workload}: use `{verb}`")
+        return train(options, recipe_of(options, *steps, runs=("pretrain", "finetune")))
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -145,12 +139,10 @@ def _plan(options: argparse.Namespace, recipe: Recipe, world_size: int, nodes: i
     """The plan, made with measured ceilings; on a new machine they are measured first."""
     facts, from_file = read_facts(), options.plan not in (None, "auto")
     if not from_file and not under_torchrun() and cached(facts) is None:
-        from redline.machine.ceilings import load_or_measure
         from redline.train.execution import set_allocator
 
-        status("measuring this machine's ceilings")
         set_allocator(make(options, recipe, nproc=world_size, nodes=nodes))
-        load_or_measure(facts, progress=status)
+        ceilings_of(facts)
     several = options.nproc > 1 or nodes_of(options)[1] > 1
     first = os.environ.get("RANK", "0") == "0" and (under_torchrun() or not several)
     return chosen(options, recipe, world_size, nodes, say=status if first else lambda text: None)

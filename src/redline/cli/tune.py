@@ -15,10 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from redline.cli.arguments import JSON, QUALITY, RECIPE
-from redline.cli.options import print_json, recipe_of, status, tokenise
+from redline.cli.options import ceilings_of, print_json, recipe_of, status, tokenise, verb_of
 from redline.cli.plan import make
 from redline.machine.facts import MachineFacts, read_facts, software_key
-from redline.machine.store import cached
 from redline.measure.statistics import FEWEST_BLOCKS
 from redline.measure.trial import TrialFolder
 from redline.plan.plan import PLANNED, Plan, to_json
@@ -43,11 +42,7 @@ def run(options: argparse.Namespace) -> None:
     if options.out:  # what can be refused before anything is measured
         check_folder(options.out, recipe)
     tokenise(recipe)
-    if cached(facts) is None:
-        from redline.machine.ceilings import load_or_measure
-
-        status("measuring this machine's ceilings")
-        load_or_measure(facts, progress=status)
+    ceilings_of(facts)
     rules = make(options, recipe, nproc=1)
     if options.out:  # the folder in the cache is named after the work and the pins
         check_folder(options.out, recipe, rules)
@@ -77,9 +72,8 @@ def train_command(options: argparse.Namespace, workload: str = "pretrain") -> st
     """What trains with the plan that was found. A plan from a file holds its pins and takes no others."""
     kept = [text for text in options.set if not (options.out and text.strip().startswith("plan."))]
     sets = [part for text in kept for part in ("--set", text)]
-    verb = [workload, "run"] if workload in ("rft", "rl") else ["train"]
     plan = str(options.out / "plan.json") if options.out else "auto"
-    return shlex.join(["redline", *verb, options.recipe, *sets, "--plan", plan])
+    return shlex.join(["redline", *verb_of(workload), options.recipe, *sets, "--plan", plan])
 
 
 def print_result(plan: Plan, result: TuningResult, folder: Path) -> None:
