@@ -39,6 +39,15 @@ ARMS = {
 OUT = "--out DIR   folder of the results (default benchmarks)"
 AGAINST = "--against FILE   compare our arms with the JSON of an earlier benchmark on this kind of machine"
 QUICK = "--quick   a tiny model, to see that everything runs; also on a CPU"
+
+
+def _fixed(verb: str, about: str, against: str = AGAINST) -> str:
+    """The arguments of a benchmark whose work is fixed."""
+    *arms, last = ARMS[verb]
+    named = f"--arm ARM...   {', '.join(arms)} or {last} (default: all)"
+    return f"{about}\n{QUICK}\n{named}\n{against}\n{OUT}"
+
+
 ARGUMENTS = {
     "train": f"""training speed
 --recipe RECIPE...         bench this instead of the standard set
@@ -49,25 +58,10 @@ ARGUMENTS = {
 --arm ARM...               loop, plain or hf (default: all)
 {AGAINST}
 {OUT}""",
-    "generate": f"""generation speed
-{QUICK}
---arm ARM...   transformers or redline (default: all)
-{AGAINST}
-{OUT}""",
-    "finetune": f"""LoRA fine-tuning speed
-{QUICK}
---arm ARM...   hf-seeds, hf-best, graph or fp32 (default: all)
-{AGAINST}
-{OUT}""",
-    "rl": f"""whole steps of reinforcement learning, and the update of a larger model
-{QUICK}
---arm ARM...   trl, trl_continuous, redline, redline_compiled or actor (default: all)
-{AGAINST}
-{OUT}""",
-    "attention": f"""kernel attention and flash attention by length
-{QUICK}
---arm ARM...   flash, cudnn or favor (default: all)
-{OUT}""",
+    "generate": _fixed("generate", "generation speed"),
+    "finetune": _fixed("finetune", "LoRA fine-tuning speed"),
+    "rl": _fixed("rl", "whole steps of reinforcement learning, and the update of a larger model"),
+    "attention": _fixed("attention", "kernel attention and flash attention by length", against=""),
 }
 
 

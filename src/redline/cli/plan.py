@@ -29,7 +29,7 @@ from redline.machine.facts import read_facts
 from redline.machine.specs import SPECS, spec_of
 from redline.machine.store import cached
 from redline.plan.bounds import Outside, find_profile
-from redline.plan.capacity import Capacity, capacity, nodes_of
+from redline.plan.capacity import capacity, nodes_of
 from redline.plan.hardware import hardware_as, hardware_here
 from redline.plan.plan import PLANNED, Hardware, Plan, load_for, save, to_json
 from redline.plan.planner import make_plan
@@ -55,7 +55,10 @@ def run(options: argparse.Namespace) -> None:
     nproc = named if options.nproc is None else options.nproc
     if nproc != named > 1:
         raise ConfigError(f"--as {options.as_} has {named} GPUs, one for each process; got --nproc {nproc}")
-    rows = _capacity(options, recipe, nproc)
+    hardware, price = _hardware(options), options.price
+    many = nproc > 1 or price is not None
+    known = hardware.link_bytes_per_s and recipe.workload in ("pretrain", "rl")  # the links, and all lengths
+    rows = capacity(recipe, hardware, nproc, outside_of(options)) if many and known else []
     found = {"capacity": [asdict(row) for row in rows]} if rows else {}
     try:
         plan = make(options, recipe, nproc=nproc)
@@ -63,31 +66,19 @@ def run(options: argparse.Namespace) -> None:
         if options.save or named == 1 or all(row.problem for row in rows):
             raise
         # Not on so many: the answer is on how many it runs.
-        hardware, price = _hardware(options), options.price
-        answer(
-            options,
-            found | {"problem": str(error)},
-            lambda: print_capacity(rows, recipe, hardware, price=price),
-        )
+        problem = found | {"problem": str(error)}
+        answer(options, problem, lambda: print_capacity(rows, recipe, hardware, price=price))
         return
     if options.save:
         save(plan, options.save)
         status(f"plan written to {options.save}")
-    answer(options, to_json(plan) | found, lambda: _print(plan, recipe, rows, options.price))
 
+    def print_all() -> None:
+        print_plan(plan, recipe)
+        if rows:
+            print_capacity(rows, recipe, hardware, plan=plan, price=price)
 
-def _print(plan: Plan, recipe: Recipe, rows: list[Capacity], price: float | None) -> None:
-    print_plan(plan, recipe)
-    if rows:
-        print_capacity(rows, recipe, plan.hardware, plan=plan, price=price)
-
-
-def _capacity(options: argparse.Namespace, recipe: Recipe, nproc: int) -> list[Capacity]:
-    """Nothing for one GPU, for links that nobody knows, and for examples whose lengths nobody knows."""
-    hardware = _hardware(options)
-    if (nproc == 1 and options.price is None) or recipe.workload not in ("pretrain", "rl"):
-        return []
-    return capacity(recipe, hardware, nproc, outside_of(options)) if hardware.link_bytes_per_s else []
+    answer(options, to_json(plan) | found, print_all)
 
 
 def outside_of(options: argparse.Namespace) -> Outside:

@@ -13,7 +13,6 @@ redline rft export runs/units-smollm2 rft.json           or .jsonl, .parquet
 
 import argparse
 import shlex
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -174,13 +173,16 @@ def describe(recipe: Recipe, folder: Path) -> str:
 
 def print_stage(verb: str, found: Any, folder: Path) -> None:
     """The outcome of one stage, or of all."""
-    tables: dict[str, Callable[[Any], None]] = {
-        "run": _print_run,
-        "sample": _print_sampled,
-        "train": _print_trained,
-        "test": print_accuracies,
-    }
-    tables[verb](found)
+    stages = found if verb == "run" else {verb: found}
+    if "sample" in stages:
+        _print_sampled(stages["sample"])
+    if "train" in stages:
+        _print_trained(stages["train"])
+    if tests := stages.get("test") or [stages[when] for when in ("before", "after") if stages.get(when)]:
+        print_accuracies(tests)
+    if times := stages.get("stages_s"):
+        told = ", ".join(f"{name} {format_duration(spent_s)}" for name, spent_s in times.items())
+        print(f"time: {told}; {format_duration(sum(times.values()))} in all")
     if isinstance(found, dict) and found["why"] != "finished":
         print(f"{found['why']}; to resume, run the same command again")
     name = visible(shlex.quote(str(folder)))
@@ -188,17 +190,6 @@ def print_stage(verb: str, found: Any, folder: Path) -> None:
     print(f"  redline report {name}                  accuracies, samples, speed, as one page")
     print(f"  redline diagnose {name}                what would make it faster")
     print(f"  redline rft export {name} rft.json     the correct answers; rft stats: figures of the samples")
-
-
-def _print_run(found: dict[str, Any]) -> None:
-    _print_sampled(found["sample"])
-    if "train" in found:
-        _print_trained(found["train"])
-    print_accuracies([line for line in (found.get("before"), found.get("after")) if line is not None])
-    if "stages_s" in found:
-        times = found["stages_s"]
-        told = ", ".join(f"{name} {format_duration(spent_s)}" for name, spent_s in times.items())
-        print(f"time: {told}; {format_duration(sum(times.values()))} in all")
 
 
 def _print_sampled(found: dict[str, Any]) -> None:

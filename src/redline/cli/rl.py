@@ -11,6 +11,7 @@ is RUN/adapter (RUN/model where all weights learn).
 """
 
 import argparse
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,8 +55,9 @@ OTHER        the run to judge, say one with PCGrad
 }
 
 
-def run(options: argparse.Namespace) -> int:
-    return {"run": _run, "doctor": _doctor, "compare": _compare}[options.verb](options)
+def run(options: argparse.Namespace) -> int | None:
+    verbs: dict[str, Callable[..., int | None]] = {"run": _run, "doctor": _doctor, "compare": _compare}
+    return verbs[options.verb](options)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -74,16 +76,16 @@ def _run(options: argparse.Namespace) -> int:
     kept = {"pcgrad_kept_on": {"value": place, "reason": why, "source": "rule"}}
     watched = recipe.rl is not None and recipe.rl.pcgrad != "off"
 
-    def show() -> None:
+    def print_all() -> None:
         print_plan(plan, recipe)
         if watched:
             print(f"PCGrad keeps the domains' gradients on the {place}: {why}")
 
-    answer(options, to_json(plan) | (kept if watched else {}), show)
+    answer(options, to_json(plan) | (kept if watched else {}), print_all)
     return 0
 
 
-def _doctor(options: argparse.Namespace) -> int:
+def _doctor(options: argparse.Namespace) -> None:
     recipe = recipe_of(options, runs=("rl",))
     plan = chosen(options, recipe, 1, say=status)
     from redline.rl.doctor import examine
@@ -94,17 +96,15 @@ def _doctor(options: argparse.Namespace) -> int:
     with join(plan.hardware.kind) as process:
         report = examine(recipe, plan, process, questions=options.questions)
     answer(options, asdict(report), lambda: print_doctor(report))
-    return 0
 
 
-def _compare(options: argparse.Namespace) -> int:
+def _compare(options: argparse.Namespace) -> None:
     base, other = read_runs([Path(options.baseline), Path(options.other)])
     found = compared(base, other)
     if options.out:
         write_page([view(base, 0), view(other, 1)], options.out)
         status(f"page: {options.out}")
     answer(options, asdict(found), lambda: print_compared(found, (base.label, other.label)))
-    return 0
 
 
 LONGEST_TEXT = 300
@@ -156,14 +156,8 @@ def _parts(report: "Report") -> str:
 
 def print_compared(found: "Compared", labels: tuple[str, str]) -> None:
     rows = [
-        (
-            one.domain,
-            str(one.base),
-            str(one.other),
-            f"{100 * one.low:+.1f} to {100 * one.high:+.1f}",
-            one.word,
-        )
-        for one in found.differences
+        (d.domain, str(d.base), str(d.other), f"{100 * d.low:+.1f} to {100 * d.high:+.1f}", d.word)
+        for d in found.differences
     ]
     show(("accuracy", *labels, "difference, points", ""), rows)
     for label, pairs in found.pairs.items():

@@ -73,6 +73,12 @@ ARGUMENTS = f"""
 {RUN}
 {JSON}
 """
+RUNS = {
+    "pretrain": ("redline.pretrain", "pretrain"),
+    "finetune": ("redline.finetune", "finetune"),
+    "rl": ("redline.rl.run", "reinforce"),
+}
+"""The function that trains a workload."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -153,10 +159,11 @@ def _train(options: argparse.Namespace, recipe: Recipe, folder: Path, **how: Any
     nodes = max(1, world_size // int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     plan = _plan(options, recipe, world_size, nodes if world_size % nodes == 0 else 1)
     startup.mark("plan")
-    from redline.pretrain import pretrain
     from redline.train.execution import set_allocator
     from redline.train.process import join
 
+    module, name = RUNS[recipe.workload]
+    run = getattr(import_module(module), name)  # each imports what only it needs
     startup.mark("import")
     set_allocator(plan)
     with join(plan.hardware.kind) as alone:
@@ -167,17 +174,9 @@ def _train(options: argparse.Namespace, recipe: Recipe, folder: Path, **how: Any
         if process.is_first:
             status(describe(recipe, plan, folder))
         watching = partial(observers_for, options, recipe, plan, folder)
-        if recipe.workload != "pretrain":
-            place, name = {"finetune": ("finetune", "finetune"), "rl": ("rl.run", "reinforce")}[
-                recipe.workload
-            ]
-            run = getattr(import_module(f"redline.{place}"), name)  # each imports what only it needs
-            outcome = run(recipe, plan, folder, process, observers=watching, fork=options.fork, **how)
-        else:
-            progress = byte_progress("tokenising") if process.is_first else None
-            outcome = pretrain(
-                recipe, plan, folder, process, observers=watching, progress=progress, fork=options.fork
-            )
+        if recipe.workload == "pretrain" and process.is_first:
+            how["progress"] = byte_progress("tokenising")
+        outcome = run(recipe, plan, folder, process, observers=watching, fork=options.fork, **how)
     code = STOPPED_CODE if UNDER_AGENT in os.environ and not outcome.complete else 0
     if not process.is_first:
         return code
