@@ -17,7 +17,6 @@ from typing import Any
 
 from redline.errors import ConfigError, nearest
 
-_MIB = 2**20
 _MEMORY_TOLERANCE = 0.06
 """Drivers and torch differ by up to 4 % in the total they report; variants of a board by far more."""
 
@@ -33,15 +32,15 @@ class GpuSpec:
     memory_bytes: int
     """What current drivers report: less than the name says if ECC or firmware takes a share."""
     compute_capability: tuple[int, int]
-    bf16_tflops: float | None
+    bf16_tflops: float | None = None
     fp16_tflops: float
-    tf32_tflops: float | None
-    fp32_tflops: float | None
-    fp8_tflops: float | None
+    tf32_tflops: float | None = None
+    fp32_tflops: float | None = None
+    fp8_tflops: float | None = None
     memory_bandwidth_bytes_per_s: float
-    link_bytes_per_s: float
-    """Of one GPU to the others in its node, each direction."""
-    network_bytes_per_s: float
+    link_bytes_per_s: float = 32e9
+    """Of one GPU to the others in its node, each direction; PCIe 4 if nobody says."""
+    network_bytes_per_s: float = 1.5625e9
     """The same out of the node: its network cards shared among its GPUs."""
     node_gpus: int = 8
     count: int = 1
@@ -54,64 +53,53 @@ class GpuSpec:
         return peak
 
 
-def _board(
-    name: str, title: str, match: str, memory_mib: int, capability: tuple[int, int],
-    bf16: float | None, fp16: float, tf32: float | None, fp32: float | None, fp8: float | None, gb_per_s: float,
-    links: tuple[float, float], source: str,
-) -> GpuSpec:  # fmt: skip
-    return GpuSpec(
-        name=name, title=title, match=match, memory_bytes=memory_mib * _MIB, compute_capability=capability,
-        bf16_tflops=bf16, fp16_tflops=fp16, tf32_tflops=tf32, fp32_tflops=fp32, fp8_tflops=fp8,
-        memory_bandwidth_bytes_per_s=gb_per_s * 1e9, link_bytes_per_s=links[0] * 1e9,
-        network_bytes_per_s=links[1] * 1e9, source=source,
-    )  # fmt: skip
-
-
-# GB/s of a GPU in each direction, inside and out of a node of eight: half of what NVLink's datasheets add up for both
+# Bytes/s of a GPU in each direction, inside and out of a node of eight: half of what NVLink's datasheets add up for both
 # directions, and the network cards of NVIDIA's own systems (DGX-1V: 4 x 100 Gbit/s; DGX A100: 8 x 200; DGX H100, H200
 # and B200: 8 x 400). Boards without NVLink: 16 lanes of PCIe, and 100 Gbit/s a node.
-_DGX_V100, _DGX_A100, _DGX_H100, _DGX_B200 = (150, 6.25), (300, 25), (450, 50), (900, 50)
-_PCIE3, _PCIE4, _PCIE5 = (16, 1.5625), (32, 1.5625), (64, 1.5625)
+_LINKS = {
+    "dgx-v100": (150e9, 6.25e9), "dgx-a100": (300e9, 25e9), "dgx-h100": (450e9, 50e9), "dgx-b200": (900e9, 50e9),
+    "pcie-3": (16e9, 1.5625e9), "pcie-4": (32e9, 1.5625e9), "pcie-5": (64e9, 1.5625e9),
+}  # fmt: skip
+PEAKS = ("bf16", "fp16", "tf32", "fp32", "fp8")
 
 # Memory is what `nvidia-smi` shows under drivers from 510 on; earlier ones show 32510 MiB (V100), 40536 (A100
 # 40 GB), 81251 (A100 80 GB, and torch there today) and 15109 (T4). Of the 192 GB on a B200, 180 are enabled.
 # A100 80 GB has the bandwidth of the SXM board (PCIe: 1935 GB/s). The L4 datasheet's tensor figures are
 # sparse and halved here. GeForce cards: fp8 with the fast accumulation that fp8 training uses in the forward
-# pass (half of it with full fp32 accumulation). Columns behind the capability: bf16, fp16, tf32, fp32, fp8, GB/s.
-_BOARDS = (
-    _board("t4-16g", "T4 16 GB", "T4", 15360, (7, 5),
-           None, 65, None, 8.1, None, 320, _PCIE3, "NVIDIA T4 datasheet"),
-    _board("v100-32g", "V100 SXM2 32 GB", "V100-SXM2-32GB", 32768, (7, 0),
-           None, 125, None, 15.7, None, 900, _DGX_V100, "NVIDIA V100 datasheet"),
-    _board("a10g-24g", "A10G 24 GB", "A10G", 23028, (8, 6),
-           70, 70, 35, 35, None, 600, _PCIE4, "NVIDIA A10G datasheet"),
-    _board("a100-40g", "A100 40 GB", "A100-(SXM4|PCIE)-40GB", 40960, (8, 0),
-           312, 312, 156, 19.5, None, 1555, _DGX_A100, "NVIDIA A100 datasheet"),
-    _board("a100-80g", "A100 80 GB", "A100(-SXM4-80GB| 80GB PCIe)", 81920, (8, 0),
-           312, 312, 156, 19.5, None, 2039, _DGX_A100, "NVIDIA A100 datasheet"),
-    _board("rtx-3090-24g", "RTX 3090 24 GB", "GeForce RTX 3090", 24576, (8, 6),
-           71, 71, 35.6, 35.6, None, 936, _PCIE4, "NVIDIA Ampere GA102 whitepaper"),
-    _board("rtx-4090-24g", "RTX 4090 24 GB", "GeForce RTX 4090", 24564, (8, 9),
-           165.2, 165.2, 82.6, 82.6, 660.6, 1008, _PCIE4, "NVIDIA Ada architecture whitepaper"),
-    _board("rtx-5090-32g", "RTX 5090 32 GB", "GeForce RTX 5090", 32607, (12, 0),
-           209.5, 209.5, 104.8, 104.8, 838, 1792, _PCIE5, "NVIDIA RTX Blackwell architecture whitepaper"),
-    _board("l4-24g", "L4 24 GB", "L4", 23034, (8, 9),
-           121, 121, 60, 30.3, 242.5, 300, _PCIE4, "NVIDIA L4 datasheet"),
-    _board("l40s-48g", "L40S 48 GB", "L40S", 46068, (8, 9),
-           362, 362, 183, 91.6, 733, 864, _PCIE4, "NVIDIA L40S datasheet"),
-    _board("h20-96g", "H20 96 GB", "H20", 97871, (9, 0),
-           148, 148, 74, 44, 296, 4000, _DGX_H100, "NVIDIA H20 datasheet"),
-    _board("h100-pcie-80g", "H100 PCIe 80 GB", "H100 PCIe", 81559, (9, 0),
-           756, 756, 378, 51, 1513, 2039, _PCIE5, "NVIDIA Hopper architecture whitepaper"),
-    _board("h100-80g", "H100 SXM 80 GB", "H100 80GB HBM3", 81559, (9, 0),
-           989, 989, 494, 67, 1979, 3350, _DGX_H100, "NVIDIA H100 datasheet"),
-    _board("h200-141g", "H200 SXM 141 GB", "H200", 143771, (9, 0),
-           989, 989, 494, 67, 1979, 4800, _DGX_H100, "NVIDIA H200 datasheet"),
-    _board("b200-192g", "B200 192 GB", "B200", 183359, (10, 0),
-           2250, 2250, 1125, 75, 4500, 8000, _DGX_B200, "NVIDIA HGX B200 datasheet"),
-)  # fmt: skip
-SPECS: dict[str, GpuSpec] = {spec.name: spec for spec in _BOARDS}
-PEAKS = ("bf16", "fp16", "tf32", "fp32", "fp8")
+# pass (half of it with full fp32 accumulation). Columns: id, title, name that NVML reports, MiB, compute
+# capability, dense TFLOP/s in bf16, fp16, tf32, fp32 and fp8, GB/s, links, and which document of NVIDIA's says so.
+_BOARDS = """
+t4-16g        | T4 16 GB        | T4                          |  15360 |  7.5 |     – |    65 |     – |   8.1 |     – |  320 | pcie-3   | T4 datasheet
+v100-32g      | V100 SXM2 32 GB | V100-SXM2-32GB              |  32768 |  7.0 |     – |   125 |     – |  15.7 |     – |  900 | dgx-v100 | V100 datasheet
+a10g-24g      | A10G 24 GB      | A10G                        |  23028 |  8.6 |    70 |    70 |    35 |    35 |     – |  600 | pcie-4   | A10G datasheet
+a100-40g      | A100 40 GB      | A100-(SXM4|PCIE)-40GB       |  40960 |  8.0 |   312 |   312 |   156 |  19.5 |     – | 1555 | dgx-a100 | A100 datasheet
+a100-80g      | A100 80 GB      | A100(-SXM4-80GB| 80GB PCIe) |  81920 |  8.0 |   312 |   312 |   156 |  19.5 |     – | 2039 | dgx-a100 | A100 datasheet
+rtx-3090-24g  | RTX 3090 24 GB  | GeForce RTX 3090            |  24576 |  8.6 |    71 |    71 |  35.6 |  35.6 |     – |  936 | pcie-4   | Ampere GA102 whitepaper
+rtx-4090-24g  | RTX 4090 24 GB  | GeForce RTX 4090            |  24564 |  8.9 | 165.2 | 165.2 |  82.6 |  82.6 | 660.6 | 1008 | pcie-4   | Ada architecture whitepaper
+rtx-5090-32g  | RTX 5090 32 GB  | GeForce RTX 5090            |  32607 | 12.0 | 209.5 | 209.5 | 104.8 | 104.8 |   838 | 1792 | pcie-5   | RTX Blackwell architecture whitepaper
+l4-24g        | L4 24 GB        | L4                          |  23034 |  8.9 |   121 |   121 |    60 |  30.3 | 242.5 |  300 | pcie-4   | L4 datasheet
+l40s-48g      | L40S 48 GB      | L40S                        |  46068 |  8.9 |   362 |   362 |   183 |  91.6 |   733 |  864 | pcie-4   | L40S datasheet
+h20-96g       | H20 96 GB       | H20                         |  97871 |  9.0 |   148 |   148 |    74 |    44 |   296 | 4000 | dgx-h100 | H20 datasheet
+h100-pcie-80g | H100 PCIe 80 GB | H100 PCIe                   |  81559 |  9.0 |   756 |   756 |   378 |    51 |  1513 | 2039 | pcie-5   | Hopper architecture whitepaper
+h100-80g      | H100 SXM 80 GB  | H100 80GB HBM3              |  81559 |  9.0 |   989 |   989 |   494 |    67 |  1979 | 3350 | dgx-h100 | H100 datasheet
+h200-141g     | H200 SXM 141 GB | H200                        | 143771 |  9.0 |   989 |   989 |   494 |    67 |  1979 | 4800 | dgx-h100 | H200 datasheet
+b200-192g     | B200 192 GB     | B200                        | 183359 | 10.0 |  2250 |  2250 |  1125 |    75 |  4500 | 8000 | dgx-b200 | HGX B200 datasheet
+"""
+
+
+def _board(row: str) -> GpuSpec:
+    name, title, match, mib, capability, *peaks, gb_per_s, links, source = map(str.strip, row.split(" | "))
+    major, minor = map(int, capability.split("."))
+    known: dict[str, Any] = {d: float(peak) for d, peak in zip(PEAKS, peaks, strict=True) if peak != "–"}
+    return GpuSpec(
+        name=name, title=title, match=match, memory_bytes=int(mib) * 2**20, compute_capability=(major, minor),
+        memory_bandwidth_bytes_per_s=float(gb_per_s) * 1e9, link_bytes_per_s=_LINKS[links][0],
+        network_bytes_per_s=_LINKS[links][1], source=f"NVIDIA {source}",
+        **{f"{dtype}_tflops": peak for dtype, peak in known.items()},
+    )  # fmt: skip
+
+
+SPECS: dict[str, GpuSpec] = {spec.name: spec for spec in map(_board, _BOARDS.strip().splitlines())}
 _UNITS: dict[str, dict[str, float]] = {
     "memory": {"gb": 2**30, "gib": 2**30},
     **{name: {"gb/s": 1e9, "tb/s": 1e12, "gbit/s": 1e9 / 8} for name in ("bandwidth", "link", "network")},
@@ -157,9 +145,11 @@ def spec_of(text: str) -> GpuSpec:
     if not {"memory", "bandwidth"} <= set(given) or not {"bf16", "fp16"} & set(given):
         raise ConfigError(f"{_SPECIFICATION}; got {text!r}")
     capability = (8, 9) if "fp8" in given else (8, 0) if "bf16" in given else (7, 0)
-    blank = _board("given", f"a GPU with {', '.join(pairs)}", "", 0, capability, None, given.get("bf16", 0.0), None,
-                   None, None, 0, _PCIE4, "as given with --as")  # fmt: skip
-    return replace(blank, **figures)
+    figures = {"fp16_tflops": given.get("bf16")} | figures
+    title, source = f"a GPU with {', '.join(pairs)}", "as given with --as"
+    return GpuSpec(
+        name="given", title=title, match="", compute_capability=capability, source=source, **figures
+    )
 
 
 def find_spec(name: str) -> GpuSpec:
