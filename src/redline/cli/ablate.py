@@ -18,7 +18,6 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from redline.cli.arguments import JSON, QUALITY, RECIPE
 from redline.cli.options import print_json, recipe_of, status, tokenise
 from redline.cli.tune import judge_of
 from redline.config.load import shipped
@@ -37,15 +36,15 @@ from redline.tune.ablate import ablate, chosen, judged
 from redline.tune.store import check_folder
 from redline.tune.waterfall_table import markdown
 
-ARGUMENTS = f"""
-{RECIPE}
+ARGUMENTS = """
+@RECIPE
 --only NAME,NAME          only these entries of `redline optimizations`; all else as the study starts
 --minutes MINUTES         time for all of it (default 30)
 --block-seconds SECONDS   length of a timed block (default 0.5); shorter is quicker and less sure
-{QUALITY}
+@QUALITY
 --out DIR                 the folder (default: runs/ablate-RECIPE, followed by the names of --only)
 --markdown                print the table as Markdown
-{JSON}
+@JSON
 """
 
 

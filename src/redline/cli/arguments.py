@@ -5,6 +5,7 @@
     --minutes MINUTES       time for all trials (default 6)
     --device {cuda,cpu}     one of these
     --json                  a switch
+    @PLAN                   what stands under that name in SHARED
 
 The name of a value decides its type (TYPES; any other is text). `(default 6)` in the help is the default;
 `(default: the recipe's)` only describes what happens without the option. A number must be above 0, or may be 0 where
@@ -28,29 +29,43 @@ TYPES: dict[str, type] = (
     | dict.fromkeys(("DIR", "FILE", "OUT", "PATH", "RUN"), Path)
 )
 
-RECIPE = """
+SHARED = {
+    "RECIPE": """
 RECIPE                     a shipped recipe (see `redline recipes`) or a .toml file
 --set TABLE.KEY=VALUE...   override a value, e.g. train.steps=100; =none removes it
-"""
-PLAN = "--plan FILE|auto   a plan saved by `redline plan --save`; auto: the plan `redline tune` found here, if any"
-PREFER = "--prefer {speed,memory}   what the planner goes for where it can choose (default speed)"
-MODEL = """
+""",
+    "PLAN": "--plan FILE|auto   a plan saved by `redline plan --save`; auto: the plan `redline tune` found here, if any",
+    "PREFER": "--prefer {speed,memory}   what the planner goes for where it can choose (default speed)",
+    "MODEL": """
 MODEL                a run folder, a checkpoint, a Hugging Face folder, a .gguf file or demo
 --checkpoint WHICH   of a run: last, best or step-N (default last)
-"""
-DEVICE = "--device {cuda,cpu}   where to compute (default: cuda where there is one)"
-QUALITY = """
+""",
+    "DEVICE": "--device {cuda,cpu}   where to compute (default: cuda where there is one)",
+    "RUN": """
+--run DIR          the run folder (default: runs/RECIPE)
+@PLAN
+@PREFER
+--fork RUN         start from the last checkpoint of this run (or from this checkpoint), under other values; needs --run
+--nproc N          processes on this machine, one a GPU (default 1)
+--nnodes N|MIN:MAX   machines; MIN:MAX goes on with those that are left, down to MIN (default 1)
+--rdzv HOST:PORT   where they meet: one of them and a free port there; start the same command on each of them
+--export NAME...   also send metrics to tensorboard, wandb or mlflow
+--quiet            no live view
+""",
+    "QUALITY": """
 --quality           keep only what also trains as well: validation loss (RFT and RL: accuracy) at the end of short runs
 --seeds N           runs of each arm, for --quality (default 3)
 --seconds SECONDS   length of a pre-training run before the change (default 60); other workloads train to their end
 --margin NUMBER     how much worse it may be (default: 0.01 of a loss, 0.05 of an accuracy)
-"""
-ON_RAY = """
+""",
+    "ON_RAY": """
 --on {ray}            draw the samples on a Ray cluster (default: in this process)
 --workers N           of that cluster (default: one for each GPU, or for each CPU without one)
 --ray-address PLACE   of that cluster (default: RAY_ADDRESS, or one on this machine, started if there is none)
-"""
-JSON = "--json   print JSON for programs instead of text for people"
+""",
+    "JSON": "--json   print JSON for programs instead of text for people",
+}
+"""What several commands take."""
 
 
 WIDTH = 80
@@ -106,7 +121,9 @@ def declare(command: argparse.ArgumentParser, text: str) -> None:
     """Add every argument that the text lists."""
     for line in text.splitlines():
         form, _, about = line.strip().partition("  ")
-        if form:
+        if form.startswith("@"):
+            declare(command, SHARED[form.removeprefix("@")])
+        elif form:
             _add(command, form, about.strip())
 
 

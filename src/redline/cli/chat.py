@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from redline.cli.arguments import DEVICE, MODEL
 from redline.cli.options import find_model, status
 from redline.engine.request import Request, Sampling
 from redline.errors import ConfigError
@@ -24,9 +23,9 @@ if TYPE_CHECKING:
     from redline.engine.local import LocalEngine
     from redline.train.restore import Opened
 
-ARGUMENTS = f"""
-{MODEL}
-{DEVICE}
+ARGUMENTS = """
+@MODEL
+@DEVICE
 --system TEXT          what the model is told first; needs a chat template
 --max-new-tokens N     length of an answer, at most (default 256)
 --temperature NUMBER   0 is greedy (default 0.7)

@@ -15,7 +15,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from redline.cli.arguments import JSON
 from redline.cli.options import byte_progress, print_json, status
 from redline.data.build import build, build_part
 from redline.data.remote import folder_at, is_remote
@@ -24,7 +23,7 @@ from redline.errors import ConfigError, RedlineError, need
 from redline.record.units import format_bytes
 
 ARGUMENTS = {
-    "build": f"""tokenise a corpus into memory-mapped shards; after a kill, run it again and it resumes
+    "build": """tokenise a corpus into memory-mapped shards; after a kill, run it again and it resumes
 SOURCE...                a file, a folder, tinyshakespeare, wikitext-2, wikipedia or hf://datasets/org/name; several make one corpus
 --out PLACE              the data folder to write, on disk or as s3://bucket/corpus (required)
 --tokenizer TOKENIZER    a tokenizer.json or a folder with one (default bpe: a byte-level BPE trained on the source)
@@ -33,13 +32,13 @@ SOURCE...                a file, a folder, tinyshakespeare, wikitext-2, wikipedi
 --valid-fraction SHARE   share of the documents held out (default 0.01)
 --workers N              threads (default: all cores); with --on ray, tasks (default: one for each CPU)
 --part K/N               build the K-th of N parts (default: in a SLURM array, the task's)
---on {{ray}}               build as tasks of a Ray cluster whose machines share --out (default: in this process)
+--on {ray}               build as tasks of a Ray cluster whose machines share --out (default: in this process)
 --ray-address ADDRESS    the cluster (default: RAY_ADDRESS, one that was started on this machine, or a local one)
-{JSON}""",
-    "info": f"""what a data folder holds
+@JSON""",
+    "info": """what a data folder holds
 PLACE      the data folder, on disk or as s3://bucket/corpus
 --verify   read every shard and compare its hash and the tokenizer's
-{JSON}""",
+@JSON""",
 }
 
 

@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 
-from redline.cli.arguments import JSON
 from redline.cli.options import print_json, status
 from redline.diagnose.answer import mfu, split, too_little, verdict, what_it_is
 from redline.diagnose.finding import Finding
@@ -38,12 +37,12 @@ from redline.record.units import (
 )
 from redline.report.grid import Grid, Output, show
 
-ARGUMENTS = f"""
+ARGUMENTS = """
 PATH...                     a run folder, a log, a table, a notebook or a Markdown page
 --map NAME=COLUMN[:UNIT]    what columns mean, with a unit where it differs: step=iter,step_s=dt:ms,memory_bytes=mem:GB
 --fact NAME=VALUE...        what the log does not say, e.g. gpu=h100-80g, parameters=454M, gpus=8
 --html FILE                 write it as one self-contained page, with the curves
-{JSON}
+@JSON
 """
 LARGE_BYTES = 4 * 2**20
 """A log of this size takes a second to read."""

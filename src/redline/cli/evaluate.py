@@ -6,21 +6,20 @@ redline evaluate hf-folder --data corpus.txt   on any text, JSONL, Parquet or da
 
 import argparse
 
-from redline.cli.arguments import DEVICE, JSON, MODEL
 from redline.cli.options import find_model, print_json
 from redline.data.read import find_source
 from redline.errors import ConfigError
 from redline.record.words import told_validation
 from redline.train.places import step_folders
 
-ARGUMENTS = f"""
-{MODEL}
-{DEVICE}
+ARGUMENTS = """
+@MODEL
+@DEVICE
 --data SOURCE        text files or a data folder (default: the run's validation split)
 --seq-len N          tokens in a sequence (default: the run's, else the model's context)
 --sequences N        sequences to read (default: as many as the run validates on, else 256)
 --text-field FIELD   field of a JSONL or Parquet row (default text)
-{JSON}
+@JSON
 """
 
 

@@ -5,14 +5,13 @@ redline export runs/nano out/nano-hf
 
 import argparse
 
-from redline.cli.arguments import MODEL
 from redline.cli.options import find_model
 from redline.record.files import check_vacant
 
-ARGUMENTS = f"""
-{MODEL}
+ARGUMENTS = """
+@MODEL
 OUT                        the folder to write; must be new or empty
---dtype {{fp32,bf16,fp16}}   dtype of the written weights (default fp32)
+--dtype {fp32,bf16,fp16}   dtype of the written weights (default fp32)
 """
 
 

@@ -15,22 +15,21 @@ import argparse
 import json
 from pathlib import Path
 
-from redline.cli.arguments import JSON
 from redline.cli.options import recipe_of, status
-from redline.cli.train import RUN, check_options, train
+from redline.cli.train import check_options, train
 from redline.data.examples import find_examples
 from redline.data.hub import is_hub_name
 from redline.record.files import read_text
 from redline.train.places import find, step_folders
 
-ARGUMENTS = f"""
+ARGUMENTS = """
 MODEL                      the model to start from
 EXAMPLES                   a file or folder of examples, or a data set on the Hugging Face Hub
 --full                     train all weights instead of an adapter
 --recipe RECIPE            a recipe of workload finetune (default finetune)
 --set TABLE.KEY=VALUE...   override a value, e.g. train.lr=1e-4
-{RUN}
-{JSON}
+@RUN
+@JSON
 """
 
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from redline.cli.arguments import DEVICE, JSON, MODEL
 from redline.cli.options import find_model, print_json, status
 from redline.engine.request import Request, Sampling
 from redline.plan.bounds import Outside, bounded_slots
@@ -19,9 +18,9 @@ from redline.record.units import visible
 if TYPE_CHECKING:
     from redline.train.restore import Opened
 
-ARGUMENTS = f"""
-{MODEL}
-{DEVICE}
+ARGUMENTS = """
+@MODEL
+@DEVICE
 --prompt TEXT...       a prompt (default: a new document)
 --chat                 put each prompt through the model's chat template, as a user's message
 --max-new-tokens N     tokens to generate at most (default 128)
@@ -30,7 +29,7 @@ ARGUMENTS = f"""
 --top-k K              sample from the K likeliest tokens
 --top-p NUMBER         sample from the likeliest tokens of this total probability (default 1)
 --seed N               the same seed gives the same texts (default 0)
-{JSON}
+@JSON
 """
 
 

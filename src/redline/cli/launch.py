@@ -17,7 +17,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from redline.cli.arguments import JSON
 from redline.cli.options import answer, status, verb_of
 from redline.config.load import load_recipe
 from redline.errors import ConfigError
@@ -28,11 +27,9 @@ from redline.report.page import write_page
 from redline.report.terminal import print_report
 from redline.report.view import view
 
-PLACES = {"local": "redline.launch.local", "slurm": "redline.launch.slurm", "ray": "redline.launch.ray"}
-"""Where experiments run: the file that starts them."""
-ARGUMENTS = f"""
+ARGUMENTS = """
 RECIPE                     a shipped recipe (see `redline recipes`) or a .toml file
---on {{{",".join(PLACES)}}}        where to run (default local)
+--on {local,slurm,ray}     where to run (default local)
 --set TABLE.KEY=VALUE...   override a value; values separated by commas give a run each: train.lr=1e-3,3e-3
 --run DIR                  the run folder; of several runs, how their names begin (default: runs/RECIPE)
 --nodes N                  nodes of a run, which share its folder (default 1)
@@ -41,13 +38,13 @@ RECIPE                     a shipped recipe (see `redline recipes`) or a .toml f
 --memory SIZE              memory of a node (default 256G)
 --time LIMIT               time limit: minutes, HH:MM:SS or D-HH:MM (default 1-00, a day)
 --dry-run                  print what would be started and start nothing
-{JSON}
+@JSON
 """
 SIZE, LIMIT = r"[1-9]\d*[KMGT]?", r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}"
 
 
 def run(options: argparse.Namespace) -> int:
-    place, job = import_module(PLACES[options.on]), job_of(options)
+    place, job = import_module(f"redline.launch.{options.on}"), job_of(options)
     if options.dry_run:
         text = place.script(job)
         answer(options, {"script": text}, lambda: print(text, end=""))

@@ -3,7 +3,6 @@
 import argparse
 from dataclasses import asdict
 
-from redline.cli.arguments import JSON
 from redline.cli.options import answer, ceilings_of
 from redline.machine.facts import MachineFacts, read_facts
 from redline.machine.specs import match_spec
@@ -11,10 +10,10 @@ from redline.machine.store import Ceilings
 from redline.record.units import DASH, format_bytes, format_limit_share
 from redline.report.grid import show
 
-ARGUMENTS = f"""
+ARGUMENTS = """
 --refresh   measure again instead of reading the kept result
 --facts     facts only: measure nothing, and do not load torch
-{JSON}
+@JSON
 """
 
 

@@ -11,7 +11,6 @@ import math
 from dataclasses import asdict
 from pathlib import Path
 
-from redline.cli.arguments import JSON, RECIPE
 from redline.cli.options import print_json, recipe_of, status, tokenise
 from redline.config.load import shipped
 from redline.errors import ConfigError
@@ -22,13 +21,13 @@ from redline.report.grid import show
 from redline.tune.okadfa import COLUMNS, RESULT, cells, study
 
 ARGUMENTS = {
-    "ablate": f"""the arms A0 to A7: softmax or kernel attention, orthogonality, the learning rule
-{RECIPE}
+    "ablate": """the arms A0 to A7: softmax or kernel attention, orthogonality, the learning rule
+@RECIPE
 --arms NAME,NAME   only these (default: all)
 --seeds N          runs of each arm at its best learning rate (default 3)
 --lrs LR,LR        learning rates that each arm tries (default: 1e-3,3e-3,1e-2)
 --out DIR          the folder (default: runs/RECIPE-ablation)
-{JSON}
+@JSON
 """
 }
 

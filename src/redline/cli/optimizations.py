@@ -14,7 +14,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from redline.cli.arguments import JSON
 from redline.cli.options import answer, print_json, recipe_of
 from redline.config.recipe import Recipe
 from redline.diagnose.answer import verdict
@@ -27,11 +26,11 @@ from redline.plan.hardware import hardware_as, hardware_here
 from redline.plan.plan import Hardware
 from redline.report.grid import Output, show
 
-ARGUMENTS = f"""
+ARGUMENTS = """
 [RECIPE]                   say whether each applies to this recipe and machine, or to this log
 --set TABLE.KEY=VALUE...   override a value of the recipe
 --as GPU                   for this GPU instead of the machine's own; needs a recipe
-{JSON}
+@JSON
 """
 Row = dict[str, Any]
 

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from redline.cli.arguments import JSON, PREFER, RECIPE
 from redline.cli.capacity import print_capacity
 from redline.cli.options import answer, recipe_of, status, typed_pins
 from redline.config.recipe import Recipe
@@ -38,14 +37,14 @@ from redline.record.units import format_bytes, format_count, format_duration, fo
 from redline.report.grid import Output, show
 
 ARGUMENTS = f"""
-{RECIPE}
+@RECIPE
 --as GPU         plan for this GPU: {", ".join(SPECS)}, or its figures; 8xGPU for eight
 --nproc N        processes, one a GPU (default: as many as --as says, else 1)
 --price NUMBER   price of one GPU-hour: what the run costs on many GPUs
 --profile NAME   upper bounds of a named profile: a100-80g, a100-40g, v100-32g, conservative
-{PREFER}
+@PREFER
 --save FILE      write the plan as JSON
-{JSON}
+@JSON
 """
 
 

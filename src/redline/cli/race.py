@@ -13,7 +13,6 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 
-from redline.cli.arguments import JSON
 from redline.cli.options import ceilings_of, print_json, status, tokenise
 from redline.config.load import load_recipe
 from redline.errors import ConfigError
@@ -25,7 +24,7 @@ from redline.report.page import write_page
 from redline.report.view import view
 from redline.tune.race import COLUMNS, RESULT, Arm, Result, check, race, rows, slower_than, train_in_process
 
-ARGUMENTS = f"""
+ARGUMENTS = """
 RECIPE...                  shipped recipes or .toml files; RECIPE@TABLE.KEY=VALUE is a variant of one
 --set TABLE.KEY=VALUE...   override a value of every recipe
 --seeds N                  runs of each recipe (default 3)
@@ -33,7 +32,7 @@ RECIPE...                  shipped recipes or .toml files; RECIPE@TABLE.KEY=VALU
 --seconds SECONDS          end a run after this time of training; the schedules decay to it
 --out DIR                  the folder (default runs/race)
 --against FILE             compare with the race.json of an earlier race on this kind of machine
-{JSON}
+@JSON
 """
 
 

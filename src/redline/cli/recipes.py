@@ -3,17 +3,16 @@
 import argparse
 from dataclasses import asdict
 
-from redline.cli.arguments import JSON
 from redline.cli.options import answer, print_json
 from redline.config.load import load_recipe, shipped, to_toml
 from redline.plan.arithmetic import parameters
 from redline.record.units import format_count
 from redline.report.grid import show
 
-ARGUMENTS = f"""
+ARGUMENTS = """
 [RECIPE]                   print this recipe with every default filled in
 --set TABLE.KEY=VALUE...   override a value
-{JSON}
+@JSON
 """
 
 

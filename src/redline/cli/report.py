@@ -14,7 +14,6 @@ from os.path import exists
 from pathlib import Path
 from typing import Any
 
-from redline.cli.arguments import JSON
 from redline.cli.options import print_json, status
 from redline.record.read import metrics_path, read_runs, rounds_of
 from redline.record.units import format_bytes
@@ -24,10 +23,10 @@ from redline.report.page import write_page
 from redline.report.terminal import print_report
 from redline.report.view import RunView, view
 
-ARGUMENTS = f"""
+ARGUMENTS = """
 RUN...       run folders
 --out FILE   where the page goes (default: report.html in the first run's folder, or here if that is read-only)
-{JSON}
+@JSON
 """
 LONG_BYTES = 8 * 2**20
 """Metrics that take more than about two seconds to read."""

@@ -17,7 +17,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redline.cli.arguments import DEVICE, JSON, ON_RAY, PLAN, RECIPE
 from redline.cli.live import make_view
 from redline.cli.options import answer, on_ray, print_json, recipe_of, status
 from redline.cli.plan import chosen, outside_of
@@ -35,26 +34,26 @@ if TYPE_CHECKING:
     from redline.engine.ray import OnRay
     from redline.rft.session import Session
 
-STAGE = f"""
-{RECIPE}
+STAGE = """
+@RECIPE
 --run DIR        the run folder (default: runs/RECIPE)
 --preset NAME    samples and temperature: quality (50, 0.5), balanced (30, 0.7), speed (20, 0.9)
 --profile NAME   upper bounds of a known GPU, as in `redline plan`
-{DEVICE}
-{PLAN}
+@DEVICE
+@PLAN
 --quiet          no live view
-{JSON}
+@JSON
 """
 ROWS = "--rows N|all   the first N questions of the test split, or all (default: the recipe's)"
 ARGUMENTS = {
     "run": f"""test, sample, train and test again; finished stages are not repeated
 {STAGE}
-{ON_RAY}
+@ON_RAY
 {ROWS}
 --rounds N   repeat the loop; each round samples from the last one's model (default 1)""",
     "sample": f"""sample answers to the training questions into the run's store
 {STAGE}
-{ON_RAY}""",
+@ON_RAY""",
     "train": f"""fine-tune on the correct samples, or on the reference solutions
 {STAGE}
 --on {{samples,answers}}   what to train on (default samples)""",
@@ -62,14 +61,14 @@ ARGUMENTS = {
 {STAGE}
 {ROWS}
 --weights {{base,answers,samples}}   only these (default: all there are)""",
-    "stats": f"""what the samples of a run say: solved share, pass@k, speed, hardest questions
+    "stats": """what the samples of a run say: solved share, pass@k, speed, hardest questions
 RUN   the run folder
-{JSON}""",
-    "export": f"""write the samples: rft.json triples, or all of them as .jsonl or .parquet
+@JSON""",
+    "export": """write the samples: rft.json triples, or all of them as .jsonl or .parquet
 RUN                the run folder
 OUT                a name that ends in .json, .jsonl or .parquet
 --per-question N   correct answers to keep for a question, 0 for all (default: the recipe's)
-{JSON}""",
+@JSON""",
 }
 
 

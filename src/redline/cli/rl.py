@@ -16,10 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from redline.cli.arguments import DEVICE, JSON, ON_RAY, PLAN, RECIPE
 from redline.cli.options import answer, on_ray, recipe_of, status
 from redline.cli.plan import chosen, print_plan
-from redline.cli.train import RUN, check_options, nodes_of, train
+from redline.cli.train import check_options, nodes_of, train
 from redline.errors import ConfigError
 from redline.plan.plan import to_json
 from redline.plan.predict import pcgrad_place
@@ -35,23 +34,23 @@ if TYPE_CHECKING:
     from redline.rl.doctor import Report
 
 ARGUMENTS = {
-    "run": f"""train a recipe of workload rl, or resume its run
-{RECIPE}
-{RUN}
-{ON_RAY}
+    "run": """train a recipe of workload rl, or resume its run
+@RECIPE
+@RUN
+@ON_RAY
 --dry-run   show the plan and run nothing
-{JSON}""",
-    "doctor": f"""draw a few answers of every domain and say what to change before training
-{RECIPE}
+@JSON""",
+    "doctor": """draw a few answers of every domain and say what to change before training
+@RECIPE
 --questions N   questions of every domain (default 8)
-{DEVICE}
-{PLAN}
-{JSON}""",
-    "compare": f"""two runs side by side, with a verdict
+@DEVICE
+@PLAN
+@JSON""",
+    "compare": """two runs side by side, with a verdict
 BASELINE     the run to compare with
 OTHER        the run to judge, say one with PCGrad
 --out FILE   also write both runs as one page
-{JSON}""",
+@JSON""",
 }
 
 

@@ -12,7 +12,6 @@ import argparse
 import os
 from typing import Any
 
-from redline.cli.arguments import JSON
 from redline.cli.options import answer, print_json
 from redline.errors import ConfigError, DataError
 from redline.record.files import read_text
@@ -22,14 +21,14 @@ from redline.tasks.pool import Pool
 from redline.tasks.registry import TASKS, load_task
 from redline.tasks.task import Question, accuracy, answer_rate, json_lines, prompt_text
 
-ARGUMENTS = f"""
+ARGUMENTS = """
 [TASK]          a task's name, or a file of your own and its function: my_task.py:make
 --data FOLDER   read the questions from files in this folder, one a split
 --split SPLIT   train, valid or test (default valid)
 --count N       the first N questions (default: 10, or all when scoring)
 --seed N        another draw of generated questions (default: 0); files keep their order
 --score FILE    score the completions in this .jsonl file: accuracy and answer rate
-{JSON}
+@JSON
 """
 
 

@@ -19,7 +19,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from redline.cli.arguments import JSON, PLAN, PREFER, RECIPE
 from redline.cli.live import make_view
 from redline.cli.options import answer, byte_progress, ceilings_of, recipe_of, status
 from redline.cli.plan import chosen, make
@@ -56,22 +55,11 @@ from redline.record.words import told_validation
 from redline.train.open_run import changes
 from redline.train.places import resolve
 
-RUN = f"""
---run DIR          the run folder (default: runs/RECIPE)
-{PLAN}
-{PREFER}
---fork RUN         start from the last checkpoint of this run (or from this checkpoint), under other values; needs --run
---nproc N          processes on this machine, one a GPU (default 1)
---nnodes N|MIN:MAX   machines; MIN:MAX goes on with those that are left, down to MIN (default 1)
---rdzv HOST:PORT   where they meet: one of them and a free port there; start the same command on each of them
---export NAME...   also send metrics to tensorboard, wandb or mlflow
---quiet            no live view
-"""
-ARGUMENTS = f"""
-{RECIPE}
+ARGUMENTS = """
+@RECIPE
 --steps N   updates of the run, as --set train.steps=N: 100 for a smoke test, into which the warm-up is made to fit
-{RUN}
-{JSON}
+@RUN
+@JSON
 """
 RUNS = {
     "pretrain": ("redline.pretrain", "pretrain"),

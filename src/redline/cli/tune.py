@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from redline.cli.arguments import JSON, QUALITY, RECIPE
 from redline.cli.options import ceilings_of, print_json, recipe_of, status, tokenise, verb_of
 from redline.cli.plan import make
 from redline.machine.facts import MachineFacts, read_facts, software_key
@@ -28,12 +27,12 @@ from redline.tune.race import train_in_process
 from redline.tune.search import FINAL, tune
 from redline.tune.store import TrialRow, TuningResult, check_folder, tuning_folder
 
-ARGUMENTS = f"""
-{RECIPE}
+ARGUMENTS = """
+@RECIPE
 --minutes MINUTES   time for all trials together (default 6)
-{QUALITY}
+@QUALITY
 --out DIR           the folder of the tuning (default: in the cache, where --plan auto looks)
-{JSON}
+@JSON
 """
 
 

@@ -14,15 +14,14 @@ from dataclasses import asdict
 
 from rich.text import Text
 
-from redline.cli.arguments import JSON, PLAN, RECIPE
 from redline.cli.options import print_json, recipe_of, status, tokenise
 from redline.cli.plan import chosen
 from redline.report.grid import show
 
-ARGUMENTS = f"""
-{RECIPE}
-{PLAN}
-{JSON}
+ARGUMENTS = """
+@RECIPE
+@PLAN
+@JSON
 """
 COLOURS = {"passed": "green", "failed": "bold red", "not applicable": "dim", "not checked": "yellow"}
 

@@ -12,6 +12,7 @@ advertised rate). Left out: sparsity doubles, int8, fp4, and any board whose fig
 """
 
 import re
+from ast import literal_eval
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,12 +70,12 @@ PEAKS = ("bf16", "fp16", "tf32", "fp32", "fp8")
 # pass (half of it with full fp32 accumulation). Columns: id, title, name that NVML reports, MiB, compute
 # capability, dense TFLOP/s in bf16, fp16, tf32, fp32 and fp8, GB/s, links, and which document of NVIDIA's says so.
 _BOARDS = """
-t4-16g        | T4 16 GB        | T4                          |  15360 |  7.5 |     – |    65 |     – |   8.1 |     – |  320 | pcie-3   | T4 datasheet
-v100-32g      | V100 SXM2 32 GB | V100-SXM2-32GB              |  32768 |  7.0 |     – |   125 |     – |  15.7 |     – |  900 | dgx-v100 | V100 datasheet
-a10g-24g      | A10G 24 GB      | A10G                        |  23028 |  8.6 |    70 |    70 |    35 |    35 |     – |  600 | pcie-4   | A10G datasheet
-a100-40g      | A100 40 GB      | A100-(SXM4|PCIE)-40GB       |  40960 |  8.0 |   312 |   312 |   156 |  19.5 |     – | 1555 | dgx-a100 | A100 datasheet
-a100-80g      | A100 80 GB      | A100(-SXM4-80GB| 80GB PCIe) |  81920 |  8.0 |   312 |   312 |   156 |  19.5 |     – | 2039 | dgx-a100 | A100 datasheet
-rtx-3090-24g  | RTX 3090 24 GB  | GeForce RTX 3090            |  24576 |  8.6 |    71 |    71 |  35.6 |  35.6 |     – |  936 | pcie-4   | Ampere GA102 whitepaper
+t4-16g        | T4 16 GB        | T4                          |  15360 |  7.5 |  None |    65 |  None |   8.1 |  None |  320 | pcie-3   | T4 datasheet
+v100-32g      | V100 SXM2 32 GB | V100-SXM2-32GB              |  32768 |  7.0 |  None |   125 |  None |  15.7 |  None |  900 | dgx-v100 | V100 datasheet
+a10g-24g      | A10G 24 GB      | A10G                        |  23028 |  8.6 |    70 |    70 |    35 |    35 |  None |  600 | pcie-4   | A10G datasheet
+a100-40g      | A100 40 GB      | A100-(SXM4|PCIE)-40GB       |  40960 |  8.0 |   312 |   312 |   156 |  19.5 |  None | 1555 | dgx-a100 | A100 datasheet
+a100-80g      | A100 80 GB      | A100(-SXM4-80GB| 80GB PCIe) |  81920 |  8.0 |   312 |   312 |   156 |  19.5 |  None | 2039 | dgx-a100 | A100 datasheet
+rtx-3090-24g  | RTX 3090 24 GB  | GeForce RTX 3090            |  24576 |  8.6 |    71 |    71 |  35.6 |  35.6 |  None |  936 | pcie-4   | Ampere GA102 whitepaper
 rtx-4090-24g  | RTX 4090 24 GB  | GeForce RTX 4090            |  24564 |  8.9 | 165.2 | 165.2 |  82.6 |  82.6 | 660.6 | 1008 | pcie-4   | Ada architecture whitepaper
 rtx-5090-32g  | RTX 5090 32 GB  | GeForce RTX 5090            |  32607 | 12.0 | 209.5 | 209.5 | 104.8 | 104.8 |   838 | 1792 | pcie-5   | RTX Blackwell architecture whitepaper
 l4-24g        | L4 24 GB        | L4                          |  23034 |  8.9 |   121 |   121 |    60 |  30.3 | 242.5 |  300 | pcie-4   | L4 datasheet
@@ -90,12 +91,11 @@ b200-192g     | B200 192 GB     | B200                        | 183359 | 10.0 | 
 def _board(row: str) -> GpuSpec:
     name, title, match, mib, capability, *peaks, gb_per_s, links, source = map(str.strip, row.split(" | "))
     major, minor = map(int, capability.split("."))
-    known: dict[str, Any] = {d: float(peak) for d, peak in zip(PEAKS, peaks, strict=True) if peak != "–"}
+    known = {f"{dtype}_tflops": literal_eval(peak) for dtype, peak in zip(PEAKS, peaks, strict=True)}
     return GpuSpec(
         name=name, title=title, match=match, memory_bytes=int(mib) * 2**20, compute_capability=(major, minor),
         memory_bandwidth_bytes_per_s=float(gb_per_s) * 1e9, link_bytes_per_s=_LINKS[links][0],
-        network_bytes_per_s=_LINKS[links][1], source=f"NVIDIA {source}",
-        **{f"{dtype}_tflops": peak for dtype, peak in known.items()},
+        network_bytes_per_s=_LINKS[links][1], source=f"NVIDIA {source}", **known,
     )  # fmt: skip
 
 
