@@ -16,8 +16,11 @@ mistake and keeps its traceback.
 
 import difflib
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import ModuleType
+
+Say = Callable[[str], None]
+"""Receives one line at a time for a person: what is being done, or what was changed."""
 
 
 class RedlineError(Exception):

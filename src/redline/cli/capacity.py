@@ -21,12 +21,7 @@ GUIDE_001, GUIDE_001_GPUS = ("guru-8gpu", "guru-8gpu-before"), 8
 
 
 def print_capacity(
-    rows: list[Capacity],
-    recipe: Recipe,
-    hardware: Hardware,
-    *,
-    plan: Plan | None = None,
-    price: float | None = None,
+    rows: list[Capacity], recipe: Recipe, hardware: Hardware, *, price: float | None, plan: Plan | None = None
 ) -> None:
     """The table over the numbers of GPUs, where it stops, and the assumptions; for a plan also the layouts."""
     console, steps, shares = Output(), recipe.train.steps, efficiency(rows)

@@ -62,6 +62,7 @@ def _print_ceilings(facts: MachineFacts, ceilings: Ceilings) -> None:
         shape, spread = f"best of {len(points)} shapes: {point.m}x{point.n}x{point.k}", f"{point.spread:.0%}"
         rows.append((f"matmul {dtype}", f"{best:,.0f} TFLOP/s", spread, datasheet, share, shape))
     within, tiny = "within its memory, read + written", "per tiny kernel, many queued"
+    threads = f"fp32, threads: {ceilings.cpu_threads}"
     others = (
         ("GPU copy", ceilings.copy_bytes_per_s, "{:,.1f} GB/s", 1e-9, within),
         ("host to GPU", ceilings.host_to_device_bytes_per_s, "{:,.1f} GB/s", 1e-9, "page-locked memory"),
@@ -69,13 +70,7 @@ def _print_ceilings(facts: MachineFacts, ceilings: Ceilings) -> None:
         ("CPU copy", ceilings.cpu_copy_bytes_per_s, "{:,.1f} GB/s", 1e-9, within),
         ("kernel launch", ceilings.launch_latency_s, "{:.2f} µs", 1e6, tiny),
         ("same in a CUDA graph", ceilings.graph_launch_latency_s, "{:.2f} µs", 1e6, tiny),
-        (
-            "CPU matmul",
-            ceilings.cpu_matmul_gflops,
-            "{:,.0f} GFLOP/s",
-            1,
-            f"fp32, threads: {ceilings.cpu_threads}",
-        ),
+        ("CPU matmul", ceilings.cpu_matmul_gflops, "{:,.0f} GFLOP/s", 1, threads),
     )
     for name, value, form, scale, note in others:
         if value is not None:

@@ -14,7 +14,6 @@ The environment is honoured and shown: A100_BATCH_SIZE and A100_GRAD_ACCUM set m
 
 import argparse
 import os
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from rich.markup import escape
 from redline.cli.capacity import print_capacity
 from redline.cli.options import answer, recipe_of, status, typed_pins
 from redline.config.recipe import Recipe
-from redline.errors import ConfigError, MachineError
+from redline.errors import ConfigError, MachineError, Say
 from redline.machine.facts import read_facts
 from redline.machine.specs import SPECS, spec_of
 from redline.machine.store import cached
@@ -109,14 +108,7 @@ def _hardware(options: argparse.Namespace) -> Hardware:
     return hardware_here(here, cached(facts, progress=status))
 
 
-def chosen(
-    options: argparse.Namespace,
-    recipe: Recipe,
-    world_size: int,
-    nodes: int = 1,
-    *,
-    say: Callable[[str], None],
-) -> Plan:
+def chosen(options: argparse.Namespace, recipe: Recipe, world_size: int, nodes: int = 1, *, say: Say) -> Plan:
     """The plan that --plan names: a file, `auto`, or without it the one that is made now."""
     if options.plan not in (None, "auto"):
         return load_for(Path(options.plan), recipe, world_size, typed=typed_pins(options))
@@ -124,7 +116,7 @@ def chosen(
     return plan if options.plan is None else _tuned(options, recipe, plan, say)
 
 
-def _tuned(options: argparse.Namespace, recipe: Recipe, rules: Plan, say: Callable[[str], None]) -> Plan:
+def _tuned(options: argparse.Namespace, recipe: Recipe, rules: Plan, say: Say) -> Plan:
     """The plan that tuning found for the same work, else the rules' plan; says which."""
     # Only here, because it takes a tenth of what a start without it does before torch.
     from redline.tune.store import tuned_plan, tuning_folder

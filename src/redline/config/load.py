@@ -11,7 +11,7 @@ import math
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from redline.config.recipe import DEFAULTS, TABLES, Recipe
 from redline.config.rft import PRESETS
 from redline.config.rules import check
-from redline.errors import ConfigError, nearest
+from redline.errors import ConfigError, Say, nearest
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ def load_recipe(
     overrides: Sequence[str] = (),
     *,
     preset: str | None = None,
-    say: Callable[[str], None] = lambda note: None,
+    say: Say = lambda note: None,
 ) -> Recipe:
     """Read a recipe by name or path, apply the preset and then the `table.key=value` overrides, and check every rule.
     `say` is told what was adjusted."""

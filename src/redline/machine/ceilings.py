@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from redline.errors import MachineError, StorageError
+from redline.errors import MachineError, Say, StorageError
 from redline.machine.facts import MachineFacts
 from redline.machine.specs import GpuSpec, match_spec
-from redline.machine.store import NOISY, Ceilings, MatmulPoint, Progress, cached, save
+from redline.machine.store import NOISY, Ceilings, MatmulPoint, cached, save
 
 _SHAPES_MNK = (
     (1024, 1024, 1024),
@@ -55,9 +55,7 @@ Clock = Callable[[Work, int], tuple[float, float]]
 """Seconds that so many calls take, and how many of them went to other programs."""
 
 
-def load_or_measure(
-    facts: MachineFacts, refresh: bool = False, progress: Progress = lambda _: None
-) -> Ceilings:
+def load_or_measure(facts: MachineFacts, refresh: bool = False, progress: Say = lambda _: None) -> Ceilings:
     """The ceilings kept for this kind of machine; measured if there are none or `refresh` asks for it."""
     unusable: list[str] = []
 
@@ -82,7 +80,7 @@ def load_or_measure(
     return ceilings
 
 
-def measure(progress: Progress = lambda _: None) -> Ceilings:
+def measure(progress: Say = lambda _: None) -> Ceilings:
     """Measure the CPU and, if there is one, the current GPU. Torch's random state and precision are kept."""
     progress("measuring the CPU")
     cpu_matmul_gflops, matmul_spread = _cpu_matmul_gflops()
@@ -107,7 +105,7 @@ def measure(progress: Progress = lambda _: None) -> Ceilings:
     return _measure_gpu(ceilings, progress) if torch.cuda.is_available() else ceilings
 
 
-def _measure_gpu(ceilings: Ceilings, tell: Progress) -> Ceilings:
+def _measure_gpu(ceilings: Ceilings, tell: Say) -> Ceilings:
     """The ceilings with the current GPU's values filled in."""
     device = torch.device("cuda", torch.cuda.current_device())
     properties = torch.cuda.get_device_properties(device)
@@ -141,7 +139,7 @@ def _measure_gpu(ceilings: Ceilings, tell: Progress) -> Ceilings:
 
 
 def _matmul_points(
-    properties: Any, random: torch.Generator, tell: Progress
+    properties: Any, random: torch.Generator, tell: Say
 ) -> tuple[tuple[MatmulPoint, ...], tuple[str, ...]]:
     """Every shape in every type that the GPU has hardware for, and a note for each that did not fit."""
     points, notes = [], []

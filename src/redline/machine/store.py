@@ -10,12 +10,11 @@ What was measured on a busy machine (`noisy`) holds for an hour, and what a run 
 import dataclasses
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from redline.config.load import build
-from redline.errors import ConfigError, DataError
+from redline.errors import ConfigError, DataError, Say
 from redline.machine.facts import MachineFacts, machine_key
 from redline.record.files import cache_folder, read_json, storage_errors, write_atomic
 
@@ -23,8 +22,6 @@ NOISY = 0.15
 """Spread from which a limit is measured again later: an H200's blocks differ by up to 7 %, a busy CPU's by any factor."""
 NOISY_FOR_S = 3600.0
 """How long they hold nevertheless: measuring at every start would cost more than it tells."""
-Progress = Callable[[str], None]
-"""Receives one line at a time about what is being done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +81,7 @@ class Ceilings:
         return max((point.tflops for point in self.matmul if point.dtype == dtype), default=None)
 
 
-def cached(facts: MachineFacts, progress: Progress | None = None) -> Ceilings | None:
+def cached(facts: MachineFacts, progress: Say | None = None) -> Ceilings | None:
     """The ceilings kept for this kind of machine; None when there are none, or none that can be used."""
     path = cache_path(facts)
     if not path.exists():
@@ -106,7 +103,7 @@ def save(facts: MachineFacts, ceilings: Ceilings) -> None:
     write_atomic(path, json.dumps(dataclasses.asdict(ceilings), indent=1) + "\n")
 
 
-def forget_if_beaten(facts: MachineFacts, share: float, say: Progress) -> None:
+def forget_if_beaten(facts: MachineFacts, share: float, say: Say) -> None:
     """Drop the ceilings if a run beats the measured matmul rate (`ceiling_share` above 1): the machine was busy
     then."""
     if share > 1 and (path := cache_path(facts)).exists():

@@ -3,12 +3,12 @@
 A profile is a named set of upper bounds from public RFT recipes. The planner derives its own values for any GPU; a
 profile only lowers them, and the plan says so."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from redline.config.recipe import Recipe
-from redline.errors import ConfigError, nearest
+from redline.errors import ConfigError, Say, nearest
 from redline.plan.plan import Why
 
 Decision = tuple[Any, Why]
@@ -41,7 +41,7 @@ def find_profile(name: str) -> Profile:
     return PROFILES[name]
 
 
-def fewer_samples(recipe: Recipe, profile: Profile | None, say: Callable[[str], None]) -> Recipe:
+def fewer_samples(recipe: Recipe, profile: Profile | None, say: Say) -> Recipe:
     """The recipe with at most the profile's samples per question; the user is told that this is another recipe."""
     wanted = recipe.sample.samples_per_question
     if recipe.workload != "rft" or profile is None or profile.samples_per_question >= wanted:

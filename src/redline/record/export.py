@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from redline.errors import ConfigError, nearest, need
+from redline.errors import ConfigError, Say, nearest, need
 from redline.record.files import write_atomic
 
 QUEUE_LINES = 10_000
@@ -31,7 +31,7 @@ class ExportedRun:
     folder: Path
     name: str
     config: dict[str, Any]
-    warn: Callable[[str], None]
+    warn: Say
     resume_step: int = 0
     """The last step that stays: the checkpoint's, or 0 for a new run."""
 
@@ -78,7 +78,7 @@ class Sink(Protocol):
 class Exporter:
     """An observer that hands every line to a sink in its own thread; the line must not change any more."""
 
-    def __init__(self, sink: Sink, warn: Callable[[str], None]) -> None:
+    def __init__(self, sink: Sink, warn: Say) -> None:
         self._sink, self._warn, self._said = sink, warn, False
         self._queue: queue.Queue[tuple[float, dict[str, Any]] | None] = queue.Queue(QUEUE_LINES)
         self._thread = threading.Thread(target=self._work, name=f"redline-export-{sink.title}", daemon=True)
