@@ -82,7 +82,7 @@ if triton is not None:
 
     @triton.jit
     def _capped(x, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
-        return CAP - 2 * CAP / (tl.exp(2 * x / CAP) + 1) if CAP else x  # CAP x tanh(x / CAP)
+        return CAP - 2 * CAP / (tl.exp(2 * x / CAP) + 1) if CAP != 0.0 else x  # CAP x tanh(x / CAP)
 
     @triton.jit
     def _loss_and_gradient(  # type: ignore[no-untyped-def]
@@ -111,6 +111,6 @@ if triton is not None:
             inside = start + lanes < vocab_size
             x = _capped(tl.load(row_ptr + start + lanes, mask=inside, other=0.0).to(tl.float32), CAP)
             gradient = tl.exp(x - log_sum) - tl.where(start + lanes == target, 1.0, 0.0)
-            gradient = gradient * (1 - (x / CAP) * (x / CAP)) if CAP else gradient
+            gradient = gradient * (1 - (x / CAP) * (x / CAP)) if CAP != 0.0 else gradient
             gradient = tl.where(counts, gradient, 0.0)
             tl.store(row_ptr + start + lanes, gradient.to(logits_ptr.dtype.element_ty), mask=inside)
