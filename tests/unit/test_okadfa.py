@@ -14,17 +14,18 @@ from redline.config.dfa import DfaConfig
 from redline.config.load import load_recipe
 from redline.config.recipe import ModelConfig
 from redline.data.loader import Batch
-from redline.errors import ConfigError
+from redline.errors import ConfigError, TrainingError
 from redline.machine.facts import read_facts
 from redline.model.transformer import Transformer, build_model
 from redline.plan.arithmetic import parameters
 from redline.plan.hardware import hardware_here
 from redline.plan.planner import make_plan
+from redline.pretrain import pretrain
 from redline.record.metrics import METRICS
 from redline.train.alignment import Diagnosis
 from redline.train.feedback import FeedbackAlignment
 from redline.train.objective import Sequences
-from redline.train.process import Process
+from redline.train.process import Process, join
 from redline.train.step import BackPropagation, Learner
 from redline.tune import okadfa
 from redline.tune.okadfa import ARMS, study
@@ -126,25 +127,48 @@ def test_recipes_have_the_sizes_that_their_guide_claims(name: str, millions: int
 def test_the_study_makes_every_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "cache"))
     recipe, hardware = load_recipe("okadfa/nano", TINY), hardware_here(read_facts(), None)
+
+    def train(recipe: Path, run: Path, _plan: Path | None) -> str | None:
+        if "lr-0.1-" in run.name:
+            return "the loss of step 3 is nan"
+        chosen = load_recipe(str(recipe))
+        with join("cpu") as process:
+            pretrain(chosen, make_plan(chosen, hardware), run, process)
+        return None
+
     made: list[str] = []
-    given: dict[str, Any] = {"arms": ("A0", "A6"), "seeds": 2, "lrs": (1e-3, 1e-2)}
-    rows = study(recipe, hardware, tmp_path, progress=made.append, **given)
+    given: dict[str, Any] = {"arms": ("A0", "A6"), "seeds": 2, "lrs": (1e-3, 1e-2, 0.1)}
+    rows = study(recipe, hardware.title, tmp_path, train=train, progress=made.append, **given)
     runs = {path.parent for path in tmp_path.glob("A*/*/metrics.jsonl")}
     assert len(runs) == 2 * (2 + 1)
     assert [row.name for row in rows] == ["A0", "A6"]
     for row in rows:
+        assert row.searched["0.1"] is None, "it diverged"
         assert row.searched[f"{row.lr:g}"] == min(loss for loss in row.searched.values() if loss is not None)
         assert [tokens for tokens, _ in row.curve] == [2 * 2 * 64, 4 * 2 * 64]
         assert row.losses[0] == row.searched[f"{row.lr:g}"]
         assert len(row.losses) == 2
     written = json.loads((tmp_path / okadfa.RESULT).read_text())
     assert written["rows"][0]["losses"] == rows[0].losses
-    monkeypatch.setattr(
-        "redline.pretrain.pretrain", lambda *_, **__: pytest.fail("a finished run was made again")
-    )
-    assert study(recipe, hardware, tmp_path, progress=made.append, **given) == rows
+
+    def again(recipe: Path, run: Path, _plan: Path | None) -> str | None:
+        assert "lr-0.1-" in run.name, "a finished run was made again"
+        return "the loss of step 3 is nan"
+
+    assert study(recipe, hardware.title, tmp_path, train=again, progress=made.append, **given) == rows
+    with pytest.raises(TrainingError, match="no memory"):
+        study(
+            recipe,
+            hardware.title,
+            tmp_path / "x",
+            train=lambda *_: "no memory",
+            progress=made.append,
+            **given,
+        )
     with pytest.raises(ConfigError, match="no arm 'A9'"):
-        study(recipe, hardware, tmp_path, progress=made.append, **{**given, "arms": ("A9",)})
+        study(
+            recipe, hardware.title, tmp_path, train=train, progress=made.append, **{**given, "arms": ("A9",)}
+        )
 
 
 def test_the_arms_differ_in_what_they_say() -> None:

@@ -15,10 +15,10 @@ from redline.cli.options import print_json, recipe_of, status, tokenise
 from redline.config.load import shipped
 from redline.errors import ConfigError
 from redline.machine.facts import read_facts
-from redline.machine.store import cached
 from redline.plan.hardware import hardware_here
 from redline.report.grid import show
 from redline.tune.okadfa import COLUMNS, RESULT, cells, study
+from redline.tune.race import train_in_process
 
 ARGUMENTS = {
     "ablate": """the arms A0 to A7: softmax or kernel attention, orthogonality, the learning rule
@@ -43,13 +43,15 @@ def run(options: argparse.Namespace) -> None:
     name = options.recipe if options.recipe in shipped() else recipe.name
     folder = options.out or Path("runs") / f"{name.replace('/', '-')}-ablation"
     folder.mkdir(parents=True, exist_ok=True)
-    hardware = hardware_here(facts, cached(facts))
+    hardware = hardware_here(facts, None).title
     tokenise(recipe)
-    arms = [name for name in (options.arms or "").split(",") if name]
-    rows = study(recipe, hardware, folder, arms=arms, seeds=options.seeds, lrs=lrs, progress=status)
+    rows = study(
+        recipe, hardware, folder, arms=[name for name in (options.arms or "").split(",") if name],
+        seeds=options.seeds, lrs=lrs, train=train_in_process, progress=status,
+    )  # fmt: skip
     if options.json:
         print_json([asdict(row) for row in rows])
         return
-    title = f"{name} on {hardware.title}: {options.seeds} seed(s), {len(lrs)} learning rates an arm"
+    title = f"{name} on {hardware}: {options.seeds} seed(s), {len(lrs)} learning rates an arm"
     show(COLUMNS, [cells(row) for row in rows], title=title)
     print(f"written to {folder / RESULT}")

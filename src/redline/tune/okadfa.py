@@ -1,11 +1,11 @@
 """The OKADFA study: the same model with softmax or kernel attention, with and without the orthogonality penalty, by
 back-propagation or by feedback alignment; several seeds, and as many learning rates for each arm as for another.
 
-    rows = study(recipe, hardware, folder, seeds=3, lrs=(1e-3, 3e-3, 1e-2), progress=print)
+    rows = study(recipe, folder, seeds=3, lrs=(1e-3, 3e-3, 1e-2), train=train_in_process, progress=print)
 
 Every arm runs with the first seed at each learning rate; the rate with the lowest validation loss is used for the
-other seeds. A run is an ordinary run folder: killed, the same call goes on, and `redline report` draws it. The
-result is written to okadfa.json.
+other seeds. A run is an ordinary run folder, made by `redline train`: if the study is killed, the same call resumes it,
+and `redline report` draws it. The result is written to okadfa.json. No torch.
 """
 
 import json
@@ -18,9 +18,10 @@ from typing import Any
 
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError, TrainingError
-from redline.plan.plan import Hardware
-from redline.plan.planner import make_plan
-from redline.record.read import read_run
+from redline.record.read import Run
+from redline.tune import race
+from redline.tune.quality import final
+from redline.tune.race import Train, trained
 
 RESULT = "okadfa.json"
 
@@ -67,7 +68,7 @@ class Row:
     searched: dict[str, float | None]
     """Validation loss of the first seed at every learning rate; None: it diverged."""
     losses: list[float]
-    """Validation loss at the end, one for each seed."""
+    """Validation loss at the end, one for each seed that did not diverge."""
     curve: list[tuple[int, float]]
     """Tokens and mean validation loss, validation by validation."""
     tokens: int
@@ -87,15 +88,17 @@ class Row:
 
 def study(
     recipe: Recipe,
-    hardware: Hardware,
+    hardware: str,
     folder: Path,
     *,
     arms: Sequence[str] = (),
     seeds: int,
     lrs: Sequence[float],
+    train: Train,
     progress: Callable[[str], None],
 ) -> list[Row]:
-    """Every arm, or those named; raises what training raises, but for a loss that is lost."""
+    """Every arm, or those named, on the hardware of this title; a training that fails ends it, but for one that
+    diverges."""
     known = {arm.name: arm for arm in ARMS}
     if odd := [name for name in arms if name not in known]:
         raise ConfigError(f"no arm {odd[0]!r}: the arms are {', '.join(known)}")
@@ -103,9 +106,9 @@ def study(
         raise ConfigError(f"{recipe.name}: the study needs a pretrain recipe with train.eval_every above 0")
     rows = []
     for arm in [known[name] for name in arms] or ARMS:
-        rows.append(_row(arm, recipe, hardware, folder, seeds, lrs, progress))
+        rows.append(_row(arm, recipe, folder, seeds, lrs, train, progress))
         progress(brief(rows[-1]))
-        said = {"recipe": recipe.name, "fingerprint": recipe.fingerprint, "hardware": hardware.title}
+        said = {"recipe": recipe.name, "fingerprint": recipe.fingerprint, "hardware": hardware}
         result = {**said, "seeds": seeds, "lrs": list(lrs), "rows": [asdict(row) for row in rows]}
         (folder / RESULT).write_text(json.dumps(result, indent=1) + "\n")
     return rows
@@ -114,27 +117,31 @@ def study(
 def _row(
     arm: Arm,
     recipe: Recipe,
-    hardware: Hardware,
     folder: Path,
     seeds: int,
     lrs: Sequence[float],
+    train: Train,
     progress: Callable[[str], None],
 ) -> Row:
-    def place(lr: float, seed: int) -> Path:
-        return folder / arm.name / f"lr-{lr:g}-seed-{seed}"
+    def run(lr: float, seed: int) -> Run | None:
+        """A finished run; None: its loss was lost."""
+        place = folder / arm.name / f"lr-{lr:g}-seed-{seed}"
+        found = trained(race.Arm(arm.name, arm.of(recipe, lr, seed)), place, seed, train, resume=True)
+        if isinstance(found, str) and "is nan" not in found and "is inf" not in found:
+            raise TrainingError(found)
+        return None if isinstance(found, str) else found
 
     first = recipe.train.seed
     searched: dict[float, float | None] = {}
     for lr in lrs:
-        searched[lr] = _loss(arm.of(recipe, lr, first), hardware, place(lr, first))
+        ended = run(lr, first)
+        searched[lr] = final(ended) if ended else None
         progress(f"{arm.name}, lr {lr:g}: validation loss {searched[lr]}")
     reached = {lr: loss for lr, loss in searched.items() if loss is not None}
     if not reached:
         raise TrainingError(f"{arm.name} lost its loss at every learning rate ({lrs}): give lower ones")
     best = min(reached, key=lambda lr: reached[lr])
-    for seed in range(first + 1, first + seeds):
-        _loss(arm.of(recipe, best, seed), hardware, place(best, seed))
-    runs = [read_run(place(best, seed)) for seed in range(first, first + seeds)]
+    runs = [found for seed in range(first, first + seeds) if (found := run(best, seed)) is not None]
     validated = [[line for line in run.metrics if "valid_loss" in line] for run in runs]
     curve = [
         (lines[0]["tokens"], statistics.fmean(line["valid_loss"] for line in lines))
@@ -153,29 +160,6 @@ def _row(
             (line.get("memory_bytes") or 0 for run in runs for line in run.metrics), default=None
         ),
     )
-
-
-def _loss(recipe: Recipe, hardware: Hardware, run: Path) -> float | None:
-    """The validation loss at the end of a run, which is made, resumed, or finished already."""
-    import torch
-
-    from redline.measure.child import empty
-    from redline.pretrain import pretrain
-    from redline.train.process import join
-
-    plan = make_plan(recipe, hardware)
-    torch.compiler.reset()  # torch compiles a block for a few models, and refuses more
-    empty()  # the run before is a circle of references, and would count
-    if not run.exists() or read_run(run).state.ending != "finished":
-        try:
-            with join(hardware.kind) as process:
-                pretrain(recipe, plan, run, process)
-        except TrainingError as error:
-            if "is nan" not in str(error) and "is inf" not in str(error):
-                raise
-            return None
-    found = [line["valid_loss"] for line in read_run(run).metrics if "valid_loss" in line]
-    return float(found[-1]) if found else None
 
 
 def brief(row: Row) -> str:
