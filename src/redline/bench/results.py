@@ -21,6 +21,7 @@ from redline.machine.facts import MachineFacts, same_kind
 from redline.measure.process import Child, ChildFailed
 from redline.measure.statistics import APART_SPREAD
 from redline.plan.arithmetic import parameters
+from redline.plan.hardware import hardware_here
 from redline.record.files import read_json, write_atomic
 
 BenchRow = dict[str, Any]
@@ -52,15 +53,11 @@ def spread(rates: Sequence[float], name: str) -> dict[str, float]:
     return {name: median(rates), "low": min(rates), "high": max(rates)}
 
 
-def machine_title(facts: MachineFacts) -> str:
-    return facts.gpus[0].name if facts.gpus else f"{facts.cpu_name}, {facts.cpu_cores} cores"
-
-
-def head(verb: str, what: str, facts: MachineFacts, *, on: str = "", quick: bool = False) -> list[str]:
-    """The first lines of a page: what was measured `on` what (default: this machine), and what made it."""
+def head(verb: str, what: str, facts: MachineFacts, *, quick: bool = False) -> list[str]:
+    """The first lines of a page: what was measured on which machine, and what made it."""
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version)
     made = f"Made by `redline bench {verb}`, {time.strftime('%Y-%m-%d')}; {versions}; Python {facts.python}."
-    return [f"# {what} on {on or machine_title(facts)}", "", made, *[MEANINGLESS] * quick]
+    return [f"# {what} on {hardware_here(facts, None).title}", "", made, *[MEANINGLESS] * quick]
 
 
 def shape(model: ModelConfig) -> str:
@@ -77,11 +74,9 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *filled)]
 
 
-def write(
-    out: Path, what: str, facts: MachineFacts, results: dict[str, Any], lines: Sequence[str], title: str = ""
-) -> Path:
+def write(out: Path, what: str, facts: MachineFacts, results: dict[str, Any], lines: Sequence[str]) -> Path:
     """Write the results as JSON, with the machine, and as a page; returns the page's path."""
-    name = re.sub(r"[^a-z0-9]+", "-", (title or machine_title(facts)).lower()).strip("-")
+    name = re.sub(r"[^a-z0-9]+", "-", hardware_here(facts, None).title.lower()).strip("-")
     base = out / f"{what}_{name}_{time.strftime('%Y%m%d')}"
     out.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"machine": asdict(facts), **results}, indent=1)

@@ -73,8 +73,7 @@ def bench_train(
             took_s = time.monotonic() - started_s
             progress(f"{recipe.name} {plan.precision} {arm}: {_brief(found)}  ({took_s:.0f} s)")
         results.append(entry)
-    lines = page(hardware, facts, results)
-    return write(out, "train", facts, {"results": results}, lines, title=hardware.title)
+    return write(out, "train", facts, {"results": results}, page(hardware, facts, results))
 
 
 def _run_fitting(arm: str, setting: dict[str, Any], plan: Plan) -> BenchRow:
@@ -100,7 +99,7 @@ def _brief(found: BenchRow) -> str:
 def page(hardware: Hardware, facts: MachineFacts, results: Sequence[BenchRow]) -> list[str]:
     """Markdown: a section for each recipe, a row for each arm."""
     lines = [
-        *head("train", "Training", facts, on=hardware.title),
+        *head("train", "Training", facts),
         "MFU: 6N + 12LdT per token over the dense bf16 datasheet peak. Median of the blocks; interval: slowest to"
         " fastest block.",
         "Rows of one loop are interleaved in one process; plain PyTorch and HF Trainer run in separate processes.",

@@ -28,6 +28,7 @@ from redline.measure.trial import GenerationSwitches
 from redline.model.lora import add_lora, merge
 from redline.model.transformer import Transformer, build_model
 from redline.optimizations.catalogue import Samples
+from redline.train.execution import plain_fp32
 
 TEMPERATURE = 0.8
 MOST_UNCACHED = 64
@@ -150,14 +151,10 @@ def spread(count: int, most: int) -> list[int]:
 def reference_logprobs(model: Transformer, prompts_BT: Tensor, chosen_BT: Tensor) -> Tensor:
     """Log-probabilities of the chosen tokens with the same weights in fp32."""
     kept, model.compute_dtype = model.compute_dtype, torch.float32
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
+    with plain_fp32():
         hidden_BTD = model.hidden(torch.cat([prompts_BT, chosen_BT], dim=1))
         logits_BTV = model.head(hidden_BTD[:, prompts_BT.shape[1] - 1 : -1])
-    finally:
-        model.compute_dtype = kept
-        torch.set_float32_matmul_precision(before)
+    model.compute_dtype = kept
     return logits_BTV.log_softmax(-1).gather(-1, chosen_BT[..., None])[..., 0]
 
 

@@ -1,6 +1,9 @@
 """From machine facts, a datasheet entry and measured ceilings to the one `Hardware` that the planner reads.
 No torch."""
 
+from collections.abc import Callable
+from typing import Any
+
 from redline.machine.facts import MachineFacts
 from redline.machine.specs import PEAKS, GpuSpec, match_spec, spec_of
 from redline.machine.store import Ceilings
@@ -10,8 +13,10 @@ from redline.plan.plan import Hardware
 def hardware_as(name: str, cores: int) -> Hardware:
     """A GPU that is not here, by its name or its figures; nothing of it is measured."""
     spec = spec_of(name)
-    source = f"datasheet ({spec.source}); nothing measured"
-    return _gpu(spec.title, spec.memory_bytes, spec.compute_capability, cores, spec, None, source)
+    return _gpu(
+        spec, None, title=spec.title, memory_bytes=spec.memory_bytes, cores=cores,
+        compute_capability=spec.compute_capability, source=f"datasheet ({spec.source}); nothing measured",
+    )  # fmt: skip
 
 
 def hardware_here(facts: MachineFacts, ceilings: Ceilings | None) -> Hardware:
@@ -32,40 +37,28 @@ def hardware_here(facts: MachineFacts, ceilings: Ceilings | None) -> Hardware:
     gpu = facts.gpus[0]
     spec = match_spec(gpu.name, gpu.memory_bytes)
     sheet = f"datasheet ({spec.source}) and" if spec else f"no datasheet entry for {gpu.name};"
-    capability = spec.compute_capability if spec else gpu.compute_capability
-    source = f"{sheet} {measured}"
-    return _gpu(gpu.name, gpu.memory_bytes, capability, facts.cpu_cores, spec, ceilings, source)
+    return _gpu(
+        spec, ceilings, title=gpu.name, memory_bytes=gpu.memory_bytes, cores=facts.cpu_cores,
+        compute_capability=spec.compute_capability if spec else gpu.compute_capability,
+        source=f"{sheet} {measured}",
+    )  # fmt: skip
 
 
-def _gpu(
-    title: str,
-    memory_bytes: int,
-    capability: tuple[int, int],
-    cores: int,
-    spec: GpuSpec | None,
-    ceilings: Ceilings | None,
-    source: str,
-) -> Hardware:
+def _gpu(spec: GpuSpec | None, ceilings: Ceilings | None, **about: Any) -> Hardware:
+    """A GPU as its datasheet says and as it was measured; either may be missing."""
     bandwidth = ceilings.copy_bytes_per_s if ceilings else None
-    peaks = {dtype: spec.peak_tflops(dtype) for dtype in PEAKS} if spec else {}
     return Hardware(
-        title=title,
+        **about,
         kind="cuda",
-        memory_bytes=memory_bytes,
-        compute_capability=capability,
-        cores=cores,
-        peak_tflops={dtype: peak for dtype, peak in peaks.items() if peak is not None},
-        measured_tflops=_measured(ceilings),
+        peak_tflops=_by_dtype(spec.peak_tflops) if spec else {},
+        measured_tflops=_by_dtype(ceilings.matmul_tflops) if ceilings else {},
         bandwidth_bytes_per_s=spec.memory_bandwidth_bytes_per_s if spec else bandwidth,
         launch_latency_s=ceilings.launch_latency_s if ceilings else None,
         link_bytes_per_s=spec.link_bytes_per_s if spec else None,
         network_bytes_per_s=spec.network_bytes_per_s if spec else None,
         node_gpus=spec.node_gpus if spec else 8,
-        source=source,
     )
 
 
-def _measured(ceilings: Ceilings | None) -> dict[str, float]:
-    if ceilings is None:
-        return {}
-    return {dtype: tflops for dtype in PEAKS if (tflops := ceilings.matmul_tflops(dtype)) is not None}
+def _by_dtype(rate: Callable[[str], float | None]) -> dict[str, float]:
+    return {dtype: tflops for dtype in PEAKS if (tflops := rate(dtype)) is not None}

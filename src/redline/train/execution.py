@@ -7,7 +7,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
@@ -102,13 +102,23 @@ def strip_compiled(model: Transformer) -> None:
         block._compiled_call_impl = None
 
 
-@contextmanager
-def in_force(plan: Plan) -> Iterator[None]:
+def in_force(plan: Plan) -> AbstractContextManager[None]:
     """The plan's process-wide switches, restored at the end: another model may need another attention kernel."""
+    kernels = list(_KERNELS.values()) if plan.attention == "auto" else [_KERNELS[plan.attention]]
+    return _switched("high" if plan.precision == "tf32" else "highest", kernels)
+
+
+def plain_fp32() -> AbstractContextManager[None]:
+    """No TF32, and explicit attention, whatever plan is in force."""
+    return _switched("highest", [SDPBackend.MATH])
+
+
+@contextmanager
+def _switched(matmul_precision: str, kernels: list[SDPBackend]) -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if plan.precision == "tf32" else "highest")
+    torch.set_float32_matmul_precision(matmul_precision)
     try:
-        with sdpa_kernel(list(_KERNELS.values()) if plan.attention == "auto" else _KERNELS[plan.attention]):
+        with sdpa_kernel(kernels):
             yield
     finally:
         torch.set_float32_matmul_precision(before)

@@ -16,8 +16,8 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from redline.config.dfa import DfaConfig
 from redline.config.recipe import IGNORED, Recipe
@@ -42,7 +41,7 @@ from redline.rft.sample import logprob_gap
 from redline.rft.session import Session, open_session
 from redline.rl.domains import open_domains
 from redline.rl.policy import Policy
-from redline.train.execution import COMPUTE_DTYPE
+from redline.train.execution import COMPUTE_DTYPE, plain_fp32
 from redline.train.feedback import rule_of
 from redline.train.loop import Trainer
 from redline.train.packed import Example, Packed
@@ -227,18 +226,6 @@ def _reference(
             loss = rule.learn(reference, x_T[None], y_T[None]).run(1 / targets, lambda phase: None)["loss"]
             total += float(loss) / targets
     return Numbers(total, {name: p.grad for name, p in reference.named_parameters() if p.grad is not None})
-
-
-@contextmanager
-def plain_fp32() -> Iterator[None]:
-    """No TF32, and explicit attention, whatever the plan being verified has set."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _in_fp32(model: Transformer) -> Transformer:
