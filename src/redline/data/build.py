@@ -58,17 +58,13 @@ def build(
     source: str | Sequence[str],
     out: str | Path,
     *,
-    tokenizer: str = "bpe",
-    vocab_size: int | None = None,
-    text_field: str = "text",
-    valid_fraction: float = 0.01,
     workers: int | None = None,
-    shard_tokens: int = SHARD_TOKENS,
     progress: Progress | None = None,
+    **how: Any,
 ) -> Manifest:
-    """Build the data folder `out` from one or several sources, or finish or return the one there. `vocab_size`: of
-    the BPE, or the most ids that a given tokenizer may have. For an object store, build in the cache and upload."""
-    inputs, given = _inputs(source, tokenizer, vocab_size, text_field, valid_fraction, shard_tokens)
+    """Build the data folder `out` from one or several sources, or finish or return the one there; `how` as `_inputs`
+    takes it. For an object store, build in the cache and upload."""
+    inputs, given = _inputs(source, **how)
     if not (isinstance(out, str) and is_remote(out)):
         return _build_all(Path(out), inputs, given, workers, progress)
     stored_manifest(out)  # fails now, not after the work, if the store cannot be reached
@@ -128,6 +124,8 @@ def _inputs(
     valid_fraction: float = 0.01,
     shard_tokens: int = SHARD_TOKENS,
 ) -> tuple[Inputs, Tokenizer | None]:
+    """What a data folder is made of, and the tokenizer if one is given. `vocab_size`: of the BPE to train, or the most
+    ids that the given tokenizer may have."""
     given = None if tokenizer == "bpe" else load_tokenizer(tokenizer)
     if given is None and vocab_size is None:
         raise DataError("training a BPE needs a vocabulary size: give one, or give a tokenizer.json")
@@ -311,7 +309,7 @@ def _write(
 
     def tell(document: Document, tokens_of_segment: int) -> None:
         if progress:
-            read_bytes = bytes_before[document.file] + document.offset_bytes
+            read_bytes = bytes_before[document.file] + document.row.offset_bytes
             progress(read_bytes, total_bytes, tokens + tokens_of_segment)
 
     for segment in own:

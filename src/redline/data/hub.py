@@ -60,23 +60,13 @@ def _fetch(name: str, kind: str, patterns: tuple[str, ...]) -> Path:
         folder = hub.snapshot_download(
             repository, repo_type=kind, revision=revision or None, allow_patterns=list(patterns)
         )
-    except (errors.HfHubHTTPError, errors.HFValidationError, errors.LocalEntryNotFoundError) as error:
-        if not isinstance(error, errors.LocalEntryNotFoundError):
-            raise DataError(
-                f"{name}: the Hugging Face Hub does not give this {kind} ({_short(error)}); check the name, and for a"
-                " gated one set HF_TOKEN"
-            ) from error
-        raise _unreachable(name, error) from error
+    except (errors.HfHubHTTPError, errors.HFValidationError) as error:
+        wrong = f"the Hugging Face Hub does not give this {kind} ({_short(error)})"
+        raise DataError(f"{name}: {wrong}; check the name, and for a gated one set HF_TOKEN") from error
     except (httpx.HTTPError, OSError) as error:
-        raise _unreachable(name, error) from error
+        wrong = f"not on this disk, and the Hugging Face Hub cannot be reached ({_short(error)})"
+        raise DataError(f"{name}: {wrong}; give a path, or try again with a connection") from error
     return Path(folder)
-
-
-def _unreachable(name: str, error: Exception) -> DataError:
-    return DataError(
-        f"{name}: not on this disk, and the Hugging Face Hub cannot be reached ({_short(error)}); give a path, or try"
-        " again with a connection"
-    )
 
 
 def _short(error: Exception) -> str:

@@ -19,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
@@ -164,27 +165,23 @@ def _read_text(path: Path, text_field: str, skip: int) -> Iterator[Row]:
     """Pieces that end at a blank line, or after LONGEST_PIECE_BYTES without one; joined they are the file."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     piece: list[str] = []
-    size_bytes = pieces = line_number = 0
+    size_bytes = pieces = 0
     with open(path, "rb") as file:
         # The limit is for files without line ends; the decoder keeps a character that it cuts in two.
-        while line := file.readline(LONGEST_PIECE_BYTES):
-            line_number += 1
+        lines = iter(partial(file.readline, LONGEST_PIECE_BYTES), b"")
+        for line_number, line in enumerate(itertools.chain(lines, [b""]), start=1):
             try:
-                piece.append(decoder.decode(line))
+                piece.append(decoder.decode(line, final=not line))
             except UnicodeDecodeError as error:
-                raise _not_utf8(path, line_number, error) from error
+                where = f"{path}, line {line_number - (not line)}"
+                raise DataError(f"{where}: not UTF-8 ({error.reason}); convert the file to UTF-8") from error
             size_bytes += len(line)
-            if size_bytes >= LONGEST_PIECE_BYTES or (size_bytes >= PIECE_BYTES and not line.strip()):
+            blank = size_bytes >= PIECE_BYTES and not line.strip()
+            if size_bytes >= LONGEST_PIECE_BYTES or blank or not line:
                 pieces += 1
-                if pieces > skip:
+                if pieces > skip and any(piece):
                     yield Row("".join(piece), file.tell())
                 piece, size_bytes = [], 0
-        try:
-            piece.append(decoder.decode(b"", final=True))
-        except UnicodeDecodeError as error:
-            raise _not_utf8(path, line_number, error) from error
-        if pieces >= skip and any(piece):
-            yield Row("".join(piece), file.tell())
 
 
 def _read_jsonl(path: Path, text_field: str, skip: int) -> Iterator[Row]:
@@ -255,10 +252,6 @@ def _read_parquet(path: Path, text_field: str, skip: int) -> Iterator[Row]:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error
 
 
-def _not_utf8(path: Path, line_number: int, error: UnicodeDecodeError) -> DataError:
-    return DataError(f"{path}, line {line_number}: not UTF-8 ({error.reason}); convert the file to UTF-8")
-
-
 _FORMATS: dict[str, Callable[[Path, str, int], Iterator[Row]]] = {
     ".txt": _read_text,
     ".md": _read_text,
@@ -293,15 +286,6 @@ class Document:
     """Its place in the file, counted from 0."""
     tokens: np.ndarray
     """With the end-of-text token."""
-
-    @property
-    def wrong(self) -> str:
-        """Why the row holds no text; empty if it does."""
-        return self.row.wrong
-
-    @property
-    def offset_bytes(self) -> int:
-        return self.row.offset_bytes
 
 
 def encoded(
@@ -358,4 +342,4 @@ def _batches(texts: Iterator[Document]) -> Iterator[list[Document]]:
 def _encode(batch: list[Document], tokenizer: Tokenizer) -> list[Document]:
     tokens = tokenizer.encode_documents([each.row.text for each in batch])
     pairs = zip(batch, tokens, strict=True)
-    return [each if each.wrong else replace(each, tokens=ids) for each, ids in pairs]
+    return [each if each.row.wrong else replace(each, tokens=ids) for each, ids in pairs]

@@ -83,9 +83,7 @@ def is_mirror(folder: Path) -> bool:
 
 
 def stored_manifest(url: str) -> bytes | None:
-    store, root = _open_store(url)
-    with _store_errors(url):
-        path = f"{root}/manifest.json"
+    with _store(url, "manifest.json") as (store, path):
         return store.cat_file(path) if store.exists(path) else None
 
 
@@ -95,8 +93,7 @@ def upload(folder: Path, url: str) -> None:
         return
     if there is not None:
         raise DataError(f"{url} holds another data folder: remove it, or choose another address")
-    store, root = _open_store(url)
-    with _store_errors(url):
+    with _store(url) as (store, root):
         if url.partition("://")[0] not in _STORES:  # there it would make a bucket
             store.makedirs(root, exist_ok=True)
         for path in (*sorted(folder.glob("*.bin")), folder / "tokenizer.json", folder / "manifest.json"):
@@ -277,40 +274,33 @@ def _room() -> Iterator[None]:
 # ---- the store ----
 
 
-def _open_store(url: str) -> tuple[Any, str]:
-    """fsspec's file system and the path on it."""
-    protocol = url.partition("://")[0]
-    if protocol in _STORES:
-        need(_STORES[protocol][0], extra=_STORES[protocol][1])
-    core: Any = importlib.import_module("fsspec.core")  # comes with torch
-    try:
-        return core.url_to_fs(url)
-    except (ValueError, ImportError) as error:
-        raise DataError(f"{url} cannot be read: {error}; s3:// and gs:// can") from error
-
-
 def _read(url: str, name: str) -> bytes:
-    store, root = _open_store(url)
-    with _store_errors(f"{url}/{name}"):
-        return store.cat_file(f"{root}/{name}")
+    with _store(url, name) as (store, path):
+        return store.cat_file(path)
 
 
 def _blocks(url: str, name: str) -> Iterator[bytes]:
-    store, root = _open_store(url)
-    with _store_errors(f"{url}/{name}"), store.open(f"{root}/{name}", "rb", block_size=BLOCK_BYTES) as file:
+    with _store(url, name) as (store, path), store.open(path, "rb", block_size=BLOCK_BYTES) as file:
         while block := file.read(BLOCK_BYTES):
             yield block
 
 
 @contextlib.contextmanager
-def _store_errors(address: str) -> Iterator[None]:
-    """Turn what the store refuses, after the retries of its package, into one line."""
-    protocol = address.partition("://")[0]
+def _store(url: str, name: str = "") -> Iterator[tuple[Any, str]]:
+    """fsspec's file system and the path on it, of the folder or of a file in it. What the store refuses, after the
+    retries of its package, becomes one line."""
+    address, protocol = f"{url}/{name}".rstrip("/"), url.partition("://")[0]
+    package, extra, credentials = _STORES.get(protocol, ("fsspec", "", "its settings in fsspec"))
+    need(package, extra=extra)  # fsspec itself comes with torch
     names = [name.rpartition(".") for name in _RAISED.get(protocol, ())]
     raised = tuple(getattr(importlib.import_module(where), name) for where, _, name in names)
-    _, _, credentials = _STORES.get(protocol, ("", "", "its settings in fsspec"))
+    core: Any = importlib.import_module("fsspec.core")
     try:
-        yield
+        store, path = core.url_to_fs(address)
+    except (ValueError, ImportError) as error:
+        raise DataError(f"{url} cannot be read: {error}; s3:// and gs:// can") from error
+    try:
+        yield store, path
     except FileNotFoundError as error:
         way_out = "check the bucket and the folder, which `redline data build` makes"
         raise DataError(f"{address} does not exist: {way_out}") from error

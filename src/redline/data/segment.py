@@ -77,7 +77,7 @@ class Segment:
         with _one_thread_a_call(), contextlib.closing(reading):
             for document in reading:
                 unit.add(document)
-                if document.wrong:
+                if document.row.wrong:
                     _check_skipped(state, unit, SKIPPED_EARLY)
                 if unit.tokens >= shard_tokens:
                     state = unit.finish(state, document.file, document.number + 1)
@@ -110,8 +110,8 @@ class _Unit:
         self.wrong = ""
 
     def add(self, document: Document) -> None:
-        if document.wrong:
-            self.skipped, self.wrong = self.skipped + 1, document.wrong
+        if document.row.wrong:
+            self.skipped, self.wrong = self.skipped + 1, document.row.wrong
             return
         self.documents += 1
         self._writers[document.split].add(document)

@@ -133,5 +133,5 @@ class StreamedWindows:
 
 def _need_text(document: Document) -> None:
     """Refuse a row without text: a stream does not count them."""
-    if document.wrong:
-        raise DataError(f"{document.wrong}; fix it, or build shards, which leave such rows out")
+    if document.row.wrong:
+        raise DataError(f"{document.row.wrong}; fix it, or build shards, which leave such rows out")
