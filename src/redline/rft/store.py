@@ -177,11 +177,8 @@ class Store:
     def open_source(self, model: str, settings: dict[str, Any]) -> Source:
         """The source of samples drawn from these weights with these settings; it becomes the latest one."""
         source = Source(model, fingerprint_of(settings))
-        with _errors(self.path):
-            self._db.execute(
-                "INSERT OR REPLACE INTO sources VALUES (?, ?, ?, ?)",
-                (*source, json.dumps(settings), time.time()),
-            )
+        opened = (*source, json.dumps(settings), time.time())
+        self._run("INSERT OR REPLACE INTO sources VALUES (?, ?, ?, ?)", *opened)
         return source
 
     def put_questions(self, questions: Sequence[Question]) -> None:
@@ -194,7 +191,7 @@ class Store:
             raise DataError(
                 f"a task must give every question of a split its own id, and {len(questions) - len(rows)} came twice"
             )
-        with _errors(self.path), self._transaction():
+        with self._transaction():
             known = dict(self._db.execute("SELECT id, text || char(10) || answer FROM questions"))
             for q in questions:
                 if known.get(q.id, same := f"{q.text}\n{q.answer}") != same:
@@ -206,25 +203,22 @@ class Store:
 
     def add(self, source: Source, samples: Sequence[Sample]) -> None:
         """Store samples in one transaction; when this returns they are on the disk."""
-        with _errors(self.path), self._transaction():
+        with self._transaction():
             self._db.executemany(_INSERT, [(*source, *sample) for sample in samples])
 
     # ---- reading ----
 
     def begun(self) -> bool:
         """Whether sampling has begun; the store is made before that."""
-        with _errors(self.path):
-            return self._db.execute("SELECT 1 FROM sources LIMIT 1").fetchone() is not None
+        return bool(self._run("SELECT 1 FROM sources LIMIT 1"))
 
     def latest(self) -> tuple[Source, dict[str, Any]]:
         """The source that was opened last, and its settings."""
-        with _errors(self.path):
-            row = self._db.execute(
-                "SELECT model, sampling, settings FROM sources ORDER BY opened_at DESC LIMIT 1"
-            ).fetchone()
-        if row is None:
+        rows = self._run("SELECT model, sampling, settings FROM sources ORDER BY opened_at DESC LIMIT 1")
+        if not rows:
             raise DataError(f"{self.path} holds no samples yet: draw some with `redline rft sample`")
-        return Source(row[0], row[1]), parse_json(row[2], f"{self.path} (settings)", dict)
+        model, sampling, settings = rows[0]
+        return Source(model, sampling), parse_json(settings, f"{self.path} (settings)", dict)
 
     def verdicts(self, source: Source) -> list[tuple[str, int, bool, str | None]]:
         """(question, number, correct, reasoning key) of every sample."""
@@ -232,10 +226,8 @@ class Store:
             "SELECT question, sample, correct, reasoning_key FROM samples WHERE model = ? AND sampling = ?"
             " ORDER BY question, sample"
         )
-        with _errors(self.path):
-            return [
-                (q, sample, bool(correct), key) for q, sample, correct, key in self._db.execute(query, source)
-            ]
+        rows = self._run(query, *source)
+        return [(question, sample, bool(correct), key) for question, sample, correct, key in rows]
 
     def tokens(self, source: Source) -> int:
         """New tokens of all samples together."""
@@ -247,13 +239,11 @@ class Store:
 
     def _total(self, source: Source, what: str) -> int:
         query = f"SELECT coalesce(sum({what}), 0) FROM samples WHERE model = ? AND sampling = ?"
-        with _errors(self.path):
-            return int(self._db.execute(query, source).fetchone()[0])
+        return int(self._run(query, *source)[0][0])
 
     def kept(self, source: Source, per_question: int) -> list[Kept]:
         """Correct answers that say something new, by question and number, at most `per_question` of each (0: all)."""
-        with _errors(self.path):
-            rows = [Kept._make(row) for row in self._db.execute(_SELECT_KEPT, source)]
+        rows = map(Kept._make, self._run(_SELECT_KEPT, *source))
         each = (list(same) for _, same in itertools.groupby(rows, key=lambda row: row.question))
         return [row for same in each for row in same[: per_question or None]]
 
@@ -265,16 +255,11 @@ class Store:
             " WHERE s.model = ? AND s.sampling = ? AND s.correct = ? GROUP BY s.question ORDER BY q.position"
             " LIMIT ?"
         )
-        with _errors(self.path):
-            found = self._db.execute(query, (*source, correct, most))
-            return [dict(row) | {"correct": correct} for row in found]
+        return [dict(row) | {"correct": correct} for row in self._run(query, *source, correct, most)]
 
     def questions(self) -> list[dict[str, Any]]:
         """Every question in its order: id, text, answer, meta."""
-        with _errors(self.path):
-            rows = list(
-                map(dict, self._db.execute("SELECT id, text, answer, meta FROM questions ORDER BY position"))
-            )
+        rows = map(dict, self._run("SELECT id, text, answer, meta FROM questions ORDER BY position"))
         where = f"{self.path} (question %.40r)"
         return [row | {"meta": parse_json(row["meta"], where % row["id"], dict)} for row in rows]
 
@@ -285,21 +270,21 @@ class Store:
             f"SELECT q.text question_text, q.answer question_answer, {', '.join(columns)} FROM samples s"
             " JOIN questions q ON q.id = s.question WHERE s.model = ? AND s.sampling = ? ORDER BY q.position, s.sample"
         )
+        for named in map(dict, self._run(query, *source)):
+            known = named["logprob_sum"] is not None and named["tokens"]
+            named["logprob_mean"] = named["logprob_sum"] / named["tokens"] if known else None
+            yield named | {"correct": bool(named["correct"]), "parsed": bool(named["parsed"])}
+
+    def _run(self, query: str, *values: object) -> list[sqlite3.Row]:
         with _errors(self.path):
-            for named in map(dict, self._db.execute(query, source)):
-                known = named["logprob_sum"] is not None and named["tokens"]
-                named["logprob_mean"] = named["logprob_sum"] / named["tokens"] if known else None
-                yield named | {"correct": bool(named["correct"]), "parsed": bool(named["parsed"])}
+            return self._db.execute(query, values).fetchall()
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
+        """All or nothing: SQLite's own context commits, or rolls back after an error."""
+        with _errors(self.path), self._db:
+            self._db.execute("BEGIN IMMEDIATE")
             yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
 
 
 def _address(path: Path, create: bool) -> str:
