@@ -7,7 +7,7 @@ import pytest
 
 from redline.config.rft import SampleConfig
 from redline.engine.request import Request, Sampling
-from redline.rft.budget import Asked, Budget
+from redline.rft.budget import Budget
 
 Key = tuple[str, int]
 HARDNESS = {f"q{i}": chance for i, chance in enumerate([0.0, 0.02, 0.1, 0.3, 0.5, 0.9, 1.0, 0.05, 0.0, 0.7])}
@@ -20,10 +20,13 @@ def verdict(question: str, sample: int) -> tuple[bool, str | None]:
     return correct, str(draw.randrange(6)) if correct else None
 
 
+def asked(name: str) -> Request:
+    return Request(prompt=f"prompt of {name}", sampling=Sampling(), tag=name)
+
+
 def make(settings: SampleConfig, done: dict[Key, tuple[bool, str | None]] | None = None) -> Budget:
-    questions = [Asked(name, f"prompt of {name}") for name in HARDNESS]
     known = [(*key, *value) for key, value in (done or {}).items()]
-    return Budget(questions, settings, Sampling(), seed=7, done=known)
+    return Budget([asked(name) for name in HARDNESS], settings, seed=7, done=known)
 
 
 def play(
@@ -119,12 +122,12 @@ def test_what_is_saved_on_easy_questions_is_spent_on_hard_ones():
 
 def test_a_sample_has_its_own_seed_whatever_the_other_questions():
 
-    alone = Budget([Asked("q3", "p")], SampleConfig(), Sampling(), seed=7)
+    alone = Budget([asked("q3")], SampleConfig(), seed=7)
     request = next(r for r in make(SETTINGS[0]).requests() if r is not None and r.tag == "q3")
     first = next(alone.requests())
     assert first is not None
     assert request.seed == first.seed
-    assert next(Budget([Asked("q3", "p")], SampleConfig(), Sampling(), seed=8).requests()).seed != first.seed
+    assert next(Budget([asked("q3")], SampleConfig(), seed=8).requests()).seed != first.seed
 
 
 def test_progress_counts_down_to_nothing():
@@ -138,7 +141,7 @@ def test_progress_counts_down_to_nothing():
 
 def test_what_is_left_is_never_more_than_was_said():
     settings = SampleConfig(samples_per_question=8, distinct_correct=1)
-    budget = Budget([Asked("easy", "p"), Asked("hard", "p")], settings, Sampling(), seed=0)
+    budget = Budget([asked("easy"), asked("hard")], settings, seed=0)
     said, drawn = [], 0
     for request in budget.requests():
         for number in range(request.samples if request else 0):

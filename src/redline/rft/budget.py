@@ -1,6 +1,6 @@
 """The budget: which samples to ask for, given the verdicts on those so far. Runs without torch.
 
-    budget = Budget(questions, settings, sampling, seed=0, done=store.verdicts(source))
+    budget = Budget(questions, settings, seed=0, done=store.verdicts(source))     # each a request, its id the tag
     for completion in engine.run(budget.requests()): ...      # the engine's thread
     budget.record(question_id, sample, correct, key)          # any thread, when a verdict is in the store
 
@@ -14,25 +14,16 @@ rounding depends on what shares its batch, a resumed run may write other texts t
 import threading
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from redline.config.rft import SampleConfig
-from redline.engine.request import Request, Sampling, consecutive
+from redline.engine.request import Request, consecutive
 
 ROUNDS = 4
 """Rounds in which a question gets its own samples: fewer waste samples on easy questions, more leave slots empty."""
 IDLE_S = 0.02
 """How long an idle engine waits for verdicts before it is told that there is nothing yet."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A question as the engine gets it; its id is the tag of its requests."""
-
-    id: str
-    prompt: str | tuple[int, ...]
-    messages: tuple[Mapping[str, str], ...] = ()
 
 
 @dataclass
@@ -52,16 +43,15 @@ class _State:
 class Budget:
     def __init__(
         self,
-        questions: Sequence[Asked],
+        questions: Sequence[Request],
         settings: SampleConfig,
-        sampling: Sampling,
         *,
         seed: int,
         done: Iterable[tuple[str, int, bool, str | None]] = (),
     ) -> None:
-        self._questions = {question.id: question for question in questions}
-        self._settings, self._sampling, self._seed = settings, sampling, seed
-        self._states = {question.id: _State() for question in questions}
+        self._questions = {question.tag: question for question in questions}
+        self._settings, self._seed = settings, seed
+        self._states = {question.tag: _State() for question in questions}
         self._changed = threading.Condition()
         self._ready: deque[Request] = deque()
         self._in_engine = 0
@@ -187,12 +177,9 @@ class Budget:
             else:
                 missing.append(sample)
         state.open += len(missing)
-        seed, asked = zlib.crc32(f"{self._seed}/{question}".encode()), self._questions[question]
+        asked = replace(self._questions[question], seed=zlib.crc32(f"{self._seed}/{question}".encode()))
         for start, samples in consecutive(missing):
-            self._ready.append(Request(
-                prompt=asked.prompt, messages=asked.messages, sampling=self._sampling, samples=samples,
-                first_sample=start, seed=seed, tag=question,
-            ))  # fmt: skip
+            self._ready.append(replace(asked, samples=samples, first_sample=start))
 
     @staticmethod
     def _count(state: _State, correct: bool, key: str | None) -> None:

@@ -25,9 +25,9 @@ from redline.config.recipe import fingerprint_of
 from redline.data.tokenizer import Tokenizer
 from redline.engine.local import LocalEngine
 from redline.engine.ray import RayEngine
-from redline.engine.request import Completion, Engine
+from redline.engine.request import Completion, Engine, Request
 from redline.model.transformer import Transformer
-from redline.rft.budget import Asked, Budget
+from redline.rft.budget import Budget
 from redline.rft.session import Prompts, Session
 from redline.rft.store import Sample, Source, Store, reasoning_key
 from redline.tasks.pool import Pool
@@ -95,7 +95,7 @@ class _Drawing:
         self.spent_s = 0.0
         self.samples = self.correct = self.cut = 0
         self.engine: Engine | None = None
-        self.budget = self._budget()
+        self.budget: Budget
 
     def run(self) -> str:
         """Run an engine until the budget is spent or the user stops it; returns which."""
@@ -120,14 +120,13 @@ class _Drawing:
         return STOPPED if self.budget.stopped else "finished"
 
     def outcome(self, why: str) -> Outcome:
-        verdicts = self.store.verdicts(self.source)
         return Outcome(
             why=why,
             questions=len(self.questions),
-            solved=len({question for question, _, correct, _ in verdicts if correct}),
-            samples=len(verdicts),
-            correct=sum(correct for _, _, correct, _ in verdicts),
-            cut=self.store.cut(self.source),
+            solved=len({question for question, _, correct, _ in self.store.verdicts(self.source) if correct}),
+            samples=self.samples,
+            correct=self.correct,
+            cut=self.cut,
             drawn=self.drawn,
             tokens=self.tokens,
             elapsed_s=round(self.spent_s, 3),
@@ -139,12 +138,14 @@ class _Drawing:
         recipe, done = self.session.recipe, self.store.verdicts(self.source)
         self.samples, self.correct = len(done), sum(correct for _, _, correct, _ in done)
         self.cut = self.store.cut(self.source)
-        own = self.prompts  # a server has its own tokenizer and gets texts
+        own, sampling = self.prompts, self.session.settings(self.prompts.stops)
+        # a server has its own tokenizer and gets texts
         prompts: Sequence[str | tuple[int, ...]] = own.texts if recipe.sample.server else own.ids
-        asked = list(map(Asked, self.questions, prompts, own.messages))
-        return Budget(
-            asked, recipe.sample, self.session.settings(own.stops), seed=recipe.train.seed, done=done
-        )
+        asked = [
+            Request(prompt=prompt, messages=messages, sampling=sampling, tag=name)
+            for name, prompt, messages in zip(self.questions, prompts, own.messages, strict=True)
+        ]
+        return Budget(asked, recipe.sample, seed=recipe.train.seed, done=done)
 
     def _draw(self, engine: Engine, keep: Keep) -> list[Completion]:
         """The engine's thread: hand everything over, and set some aside for the comparison."""

@@ -18,7 +18,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,10 +58,6 @@ class Speaker:
     opened: Opened
     model: Transformer
     tokenizer: Tokenizer
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        return stop_ids(self.opened.loaded, self.tokenizer)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -111,7 +107,8 @@ class Session:
     folder: RunFolder
     outside: Outside
     """What limits the plan's values from outside the recipe."""
-    observers: Observers = field(default_factory=Observers)
+    process: Process
+    observers: Observers
     on_ray: OnRay | None = None
     """Where samples are drawn; None: here."""
     opening_s: float = 0.0
@@ -120,6 +117,11 @@ class Session:
     """Of the last engine."""
     most_slots: int | None = None
     """After running out of memory: the most that the next engine may have."""
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """Record it and tell the observers."""
+        self.folder.event(kind, **facts)
+        self.observers.event(kind, facts)
 
     def note(self, text: str) -> None:
         """Tell the observers something that the record need not keep."""
@@ -132,9 +134,7 @@ class Session:
     def stage(self, name: str, title: str, **size: int) -> None:
         """Announce and record that a part of the run begins, with how much there is to do."""
         title = f"{self.recipe.name} · {title}"
-        facts = {"name": name, "title": title, "on_gpu": self.on_gpu, **size}
-        self.folder.event("stage", **facts)
-        self.observers.event("stage", facts)
+        self.event("stage", name=name, title=title, on_gpu=self.on_gpu, **size)
 
     @functools.cached_property
     def task(self) -> Task:
@@ -149,10 +149,6 @@ class Session:
     def start(self) -> str:
         assert self.recipe.model.init_from is not None  # likewise
         return self.recipe.model.init_from
-
-    @functools.cached_property
-    def process(self) -> Process:
-        return Process(0, 1, torch.device(self.plan.hardware.kind))
 
     @functools.cached_property
     def model(self) -> Speaker:
@@ -230,16 +226,10 @@ class Session:
         return prompts
 
     def settings(self, stops: tuple[str, ...], *, greedy: bool = False) -> Sampling:
-        s = self.recipe.sample
-        if greedy:
-            return Sampling(max_new_tokens=s.max_new_tokens, temperature=0.0, stop_strings=stops)
-        return Sampling(
-            max_new_tokens=s.max_new_tokens,
-            temperature=s.temperature,
-            top_p=s.top_p,
-            top_k=s.top_k,
-            stop_strings=stops,
-        )
+        s, how = self.recipe.sample, dict[str, Any](temperature=0.0)
+        if not greedy:
+            how = {"temperature": s.temperature, "top_p": s.top_p, "top_k": s.top_k}
+        return Sampling(max_new_tokens=s.max_new_tokens, stop_strings=stops, **how)
 
     def engine(
         self, speaker: Speaker, *, longest: int, sequences: int, on_ray: OnRay | None = None
@@ -252,14 +242,10 @@ class Session:
         save(self.plan, self.folder.plan_path)
         self.slots = slots
         how: dict[str, Any] = {"max_prompt_tokens": longest, "max_new_tokens": new, "slots": slots}
-        how |= {"eos_ids": speaker.stop_ids}
+        how["eos_ids"] = stop_ids(speaker.opened.loaded, speaker.tokenizer)
         if on_ray is not None:
-            return RayEngine(speaker.model, speaker.tokenizer, place=on_ray, event=self._worker, **how)
+            return RayEngine(speaker.model, speaker.tokenizer, place=on_ray, event=self.event, **how)
         return LocalEngine(speaker.model, speaker.tokenizer, **how)
-
-    def _worker(self, kind: str, **facts: Any) -> None:
-        self.folder.event(kind, **facts)
-        self.observers.event(kind, facts)
 
     def _slots(self, fitting: int, sequences: int) -> tuple[int, Why]:
         """As many as fit and pay here, at most one for each sequence, within the bounds."""
@@ -318,4 +304,4 @@ def open_session(
     process = Process(0, 1, torch.device(plan.hardware.kind))
     with open_run(recipe, plan, run, process) as opened:
         assert opened.folder is not None
-        yield Session(recipe, plan, opened.folder, outside, Observers(observers), on_ray)
+        yield Session(recipe, plan, opened.folder, outside, process, Observers(observers), on_ray)
