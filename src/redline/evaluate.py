@@ -23,7 +23,6 @@ from redline.data.tokenizer import Tokenizer
 from redline.engine.request import Completion, Engine, Request, Sampling
 from redline.errors import ConfigError, DataError
 from redline.model.transformer import Transformer
-from redline.tasks.task import Verdict, accuracy, answer_rate
 from redline.train.process import Process
 from redline.train.restore import Opened
 
@@ -144,20 +143,3 @@ def answer_greedily(
     asked = (Request(prompt=prompt, sampling=sampling, tag=place) for place, prompt in enumerate(prompts))
     for completion in engine.run(asked):
         yield completion.request.tag, completion
-
-
-def shares(verdicts: Sequence[Verdict]) -> dict[str, float]:
-    """Accuracy and answer rate, each with the ends of its 95 % interval."""
-    found: dict[str, float] = {"n": len(verdicts)}
-    for name, share in (("accuracy", accuracy(verdicts)), ("answer_rate", answer_rate(verdicts))):
-        low, high = interval_95(share, len(verdicts))
-        found |= {name: share, f"{name}_low": low, f"{name}_high": high}
-    return found
-
-
-def interval_95(share: float, n: int) -> tuple[float, float]:
-    """Wilson's interval for a share of n independent trials; unlike the plain one it holds near 0 and 1."""
-    z = 1.959964
-    centre, spread = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    scale = 1 + z * z / n
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)

@@ -22,7 +22,6 @@ from redline.config.recipe import LoraConfig
 from redline.engine.local import LocalEngine
 from redline.engine.request import Completion, Request
 from redline.errors import ConfigError, DataError, MachineError
-from redline.evaluate import interval_95, shares
 from redline.model.lora import add_lora, merged
 from redline.record.observe import SAMPLING, Observers
 from redline.record.run import read_lines
@@ -32,7 +31,7 @@ from redline.rft.session import Session
 from redline.rft.stats import export, stats
 from redline.rft.store import Store
 from redline.tasks.registry import load_task
-from redline.tasks.task import Verdict
+from redline.tasks.task import Verdict, interval_95, shares
 from redline.train.restore import open_weights
 
 

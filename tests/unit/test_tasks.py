@@ -13,16 +13,7 @@ from redline.cli.main import main
 from redline.errors import ConfigError, DataError
 from redline.tasks.pool import Pool
 from redline.tasks.registry import TASKS, load_task
-from redline.tasks.task import (
-    STOP,
-    Question,
-    Task,
-    Verdict,
-    accuracy,
-    answer_rate,
-    prompt_messages,
-    prompt_text,
-)
+from redline.tasks.task import STOP, Question, Task, Verdict, prompt_messages, prompt_text, shares
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "tasks.md"
 
@@ -69,10 +60,10 @@ def test_metrics_by_hand():
         Verdict(False, False, 0.0, None),
         Verdict(True, True, 1.0, "1"),
     ]
-    assert accuracy(verdicts) == 0.5
-    assert answer_rate(verdicts) == 0.75
+    found = shares(verdicts)
+    assert (found["accuracy"], found["answer_rate"]) == (0.5, 0.75)
     with pytest.raises(DataError, match="at least one verdict"):
-        accuracy([])
+        shares([])
 
 
 @pytest.mark.parametrize("name", [name for name in TASKS if name != "code"])
@@ -102,8 +93,8 @@ def test_the_documented_task_is_thirty_lines_and_works(tmp_path, capsys):
     assert task.questions("train", 2, 0) == train[:2]
     with Pool(f"{path}:make", workers=1) as pool:
         verdicts = pool.score([*((q, f"It is {q.solution}.") for q in train), (valid[0], "")])
-    assert accuracy(verdicts) == 6 / 7
-    assert answer_rate(verdicts) == 6 / 7
+    found = shares(verdicts)
+    assert (found["accuracy"], found["answer_rate"]) == (6 / 7, 6 / 7)
     assert main(["tasks", f"{path}:make", "--split", "train", "--count", "1", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown[0]["prompt"].startswith(

@@ -19,7 +19,7 @@ from redline.record.units import format_share, visible
 from redline.report.grid import show
 from redline.tasks.pool import Pool
 from redline.tasks.registry import TASKS, load_task
-from redline.tasks.task import Question, accuracy, answer_rate, json_lines, prompt_text
+from redline.tasks.task import Question, json_lines, prompt_text, shares
 
 ARGUMENTS = """
 [TASK]          a task's name, or a file of your own and its function: my_task.py:make
@@ -75,18 +75,19 @@ def _score(options: argparse.Namespace, questions: list[Question]) -> None:
     with Pool(options.task, options.data, workers=workers) as pool:
         verdicts = pool.score(items)
     failures = [verdict.reason for verdict in verdicts if verdict.reason is not None]
+    known = shares(verdicts)
     found = {
         "completions": len(items),
         "questions": len({question.id for question, _ in items}),
-        "accuracy": accuracy(verdicts),
-        "answer_rate": answer_rate(verdicts),
+        "accuracy": known["accuracy"],
+        "answer_rate": known["answer_rate"],
         "failures": failures,
     }
     if options.json:
         print_json(found)
         return
-    print(f"accuracy     {format_share(accuracy(verdicts))}")
-    print(f"answer rate  {format_share(answer_rate(verdicts))}")
+    print(f"accuracy     {format_share(known['accuracy'])}")
+    print(f"answer rate  {format_share(known['answer_rate'])}")
     print(f"{len(items):,} completions of {found['questions']:,} questions, {options.split} split")
     if failures:
         first = visible(failures[0])

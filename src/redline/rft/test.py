@@ -19,14 +19,14 @@ from typing import Any, Literal
 
 from redline.config.recipe import fingerprint_of
 from redline.errors import DataError
-from redline.evaluate import answer_greedily, shares
+from redline.evaluate import answer_greedily
 from redline.model.lora import merged
 from redline.record.files import write_atomic
 from redline.record.run import read_lines
 from redline.rft.session import Session, Speaker
 from redline.rft.train import place_of, read_done
 from redline.tasks.pool import Pool
-from redline.tasks.task import Question, Verdict
+from redline.tasks.task import Question, Verdict, shares
 from redline.train.adapter import read_adapter
 from redline.train.execution import COMPUTE_DTYPE
 from redline.train.restore import open_weights

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Callable
 from statistics import fmean
 
-from redline.evaluate import interval_95
 from redline.model.transformer import Transformer
 from redline.rl.domains import Domains
 from redline.rl.policy import Policy
+from redline.tasks.task import interval_95
 
 
 def make_validation(domains: Domains, policy: Policy) -> Callable[[Transformer, int], dict[str, float]]:

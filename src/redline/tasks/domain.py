@@ -69,10 +69,7 @@ def domain(
         found, read = (guru, functools.partial(guru_question, name)) if guru else (files, row)
 
         def questions(split: str, count: int | None, seed: int) -> list[Question]:
-            if split not in SPLITS:
-                raise ConfigError(
-                    f"task {name} has the splits {', '.join(SPLITS)}; got {split!r}{nearest(split, SPLITS)}"
-                )
+            check_split(name, split)
             if data is None:
                 return generate(name, draw, split, count, seed)
             return read_split_files(name, Path(data), split, found, read)[: at_most(count)]
@@ -88,6 +85,13 @@ def domain(
         )
 
     return make
+
+
+def check_split(task: str, split: str) -> None:
+    if split not in SPLITS:
+        raise ConfigError(
+            f"task {task} has the splits {', '.join(SPLITS)}; got {split!r}{nearest(split, SPLITS)}"
+        )
 
 
 def generate(name: str, draw: Draw, split: str, count: int | None, seed: int) -> list[Question]:

@@ -11,6 +11,7 @@ import re
 from decimal import Decimal
 
 from redline.errors import DataError
+from redline.tasks.answers import judged
 from redline.tasks.task import Question, Task, Verdict, at_most, json_lines, read_split
 
 # A minus is a sign only where no operand stands before it: "10-5" ends in 5. Exponents are bounded because
@@ -54,8 +55,7 @@ def parse_number(completion: str) -> Decimal | None:
 
 def score(question: Question, completion: str) -> Verdict:
     answer = parse_number(completion)
-    correct = answer is not None and answer == Decimal(question.answer)
-    return Verdict(correct, answer is not None, float(correct), None if answer is None else str(answer))
+    return judged(None, 0) if answer is None else judged(str(answer), answer == Decimal(question.answer))
 
 
 def load(data: str | None, split: str, count: int | None) -> list[Question]:

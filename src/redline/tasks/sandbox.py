@@ -128,17 +128,12 @@ def _missing(name: str) -> str:
 def _leaves_open(name: str) -> tuple[str, ...]:
     filtered = bool(cell.syscall_filter())
     if name != "limits":
-        return (
-            ()
-            if filtered
-            else ("memory that is not address space (no system-call filter for this processor)",)
-        )
-    found = ["the program sees which files exist, though not what is in them"]
+        unfiltered = "memory that is not address space (no system-call filter for this processor)"
+        return () if filtered else (unfiltered,)
+    files = "the program sees which files exist, though not what is in them"
     if not cell.landlock_version():
-        found = ["the program can read and write this user's files, and read the memory of its processes"]
-    if not filtered:
-        found.append("the program can open sockets, and start and signal processes")
-    return tuple(found)
+        files = "the program can read and write this user's files, and read the memory of its processes"
+    return (files,) if filtered else (files, "the program can open sockets, and start and signal processes")
 
 
 def _spec(layer: str, limits: Limits) -> dict[str, Any]:
@@ -154,12 +149,7 @@ def _spec(layer: str, limits: Limits) -> dict[str, Any]:
     }
     if layer == "namespaces" or not cell.syscall_filter():
         sizes["RLIMIT_NPROC"] = limits.threads  # elsewhere it would count what this user runs outside
-    walls: list[str] = [
-        shutil.which("bwrap") or "bwrap",
-        "--unshare-all",
-        "--die-with-parent",
-        "--new-session",
-    ]
+    walls = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--die-with-parent", "--new-session"]
     for root in roots:
         walls += ["--symlink", os.readlink(root), root] if os.path.islink(root) else ["--ro-bind", root, root]
     for device in cell.DEVICES:

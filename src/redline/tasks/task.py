@@ -10,6 +10,7 @@ untrusted or slow scorers through `redline.tasks.pool`. Left out on purpose: tok
 engine's).
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,20 +95,27 @@ def prompt_messages(task: Task, question: Question, shots: int | None = None) ->
     return [*messages, {"role": "user", "content": question.text}]
 
 
-def accuracy(verdicts: Sequence[Verdict]) -> float:
-    """Share of the completions that are correct."""
-    return _share([verdict.correct for verdict in verdicts])
-
-
-def answer_rate(verdicts: Sequence[Verdict]) -> float:
-    """Share of the completions from which an answer could be read."""
-    return _share([verdict.parsed for verdict in verdicts])
-
-
-def _share(holds: list[bool]) -> float:
-    if not holds:
+def shares(verdicts: Sequence[Verdict]) -> dict[str, float]:
+    """Accuracy and answer rate (an answer could be read), each with the ends of its 95 % interval."""
+    n = len(verdicts)
+    if not n:
         raise DataError("a share needs at least one verdict, got none: score some completions first")
-    return sum(holds) / len(holds)
+    found: dict[str, float] = {"n": n}
+    for name, count in (
+        ("accuracy", sum(verdict.correct for verdict in verdicts)),
+        ("answer_rate", sum(verdict.parsed for verdict in verdicts)),
+    ):
+        low, high = interval_95(count / n, n)
+        found |= {name: count / n, f"{name}_low": low, f"{name}_high": high}
+    return found
+
+
+def interval_95(share: float, n: int) -> tuple[float, float]:
+    """Wilson's interval for a share of n independent trials; unlike the plain one it holds near 0 and 1."""
+    z = 1.959964
+    centre, spread = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    scale = 1 + z * z / n
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
 def read_split(task: str, data: str | None, split: str, suffix: str) -> str:

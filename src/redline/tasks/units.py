@@ -22,8 +22,10 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
-from redline.errors import ConfigError, DataError, nearest
+from redline.errors import ConfigError, DataError
 from redline.record.files import parse_json
+from redline.tasks.answers import END, judged
+from redline.tasks.domain import SPLITS, check_split
 from redline.tasks.task import Question, Task, Verdict, at_most, read_split
 
 _YEAR_S = Fraction("365.24219878125") * 86400
@@ -114,12 +116,10 @@ TEMPLATES = (
     "What is the conversion from {a} to {b} for {n} units?",
 )
 NUMBERS = range(1, 11)
-SPLITS = ("train", "valid", "test")
 INSTRUCTION = (
     "Convert the units. Reason in one short line and end with the number in answer tags, like"
     " <answer>12.5</answer>."
 )
-END = "</answer>"
 EXAMPLES = (
     ("How many gram are there per 9 kg?", "1 kg is 1000 gram. 9 * 1000 = <answer>9000</answer>"),
     ("What is 3 ft in cm?", "1 ft is 30.48 cm. 3 * 30.48 = <answer>91.44</answer>"),
@@ -168,10 +168,9 @@ def is_correct(answer: float, reference: float) -> bool:
 def score(question: Question, completion: str) -> Verdict:
     answer = parse_answer(completion)
     if math.isnan(answer):
-        return Verdict(correct=False, parsed=False, reward=0.0, answer=None)
-    correct = is_correct(answer, float(question.answer))
+        return judged(None, 0)
     written = completion.split("<answer>")[1].split("</answer>")[0].strip()
-    return Verdict(correct=correct, parsed=True, reward=float(correct), answer=written)
+    return judged(written, is_correct(answer, float(question.answer)))
 
 
 def parse_question(text: str) -> Conversion | None:
@@ -184,10 +183,7 @@ def parse_question(text: str) -> Conversion | None:
 
 def generate(split: str, count: int | None, seed: int) -> list[Question]:
     """Distinct questions of one split, families in equal shares until one of them is used up."""
-    if split not in SPLITS:
-        raise ConfigError(
-            f"task units has the splits {', '.join(SPLITS)}; got {split!r}{nearest(split, SPLITS)}"
-        )
+    check_split("units", split)
     draw = random.Random(seed)
     left = {
         family: [(asked, t) for asked in conversions(family, split) for t in range(len(TEMPLATES))]
@@ -204,9 +200,8 @@ def generate(split: str, count: int | None, seed: int) -> list[Question]:
     while len(found) < (total if count is None else count):
         family = draw.choice([name for name, questions in left.items() if questions])
         asked, template = left[family].pop()
-        found.append(
-            _question(TEMPLATES[template].format(n=asked.number, a=asked.source, b=asked.target), asked)
-        )
+        text = TEMPLATES[template].format(n=asked.number, a=asked.source, b=asked.target)
+        found.append(_question(text, asked))
     return found
 
 
