@@ -210,7 +210,7 @@ class Broken:
 
 
 def test_an_error_behind_the_engine_ends_the_run_and_is_raised(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(Session, "sampling_engine", lambda self, **_: Broken())
+    monkeypatch.setattr(Session, "sampling_engine", lambda self, asked, **_: Broken())
     with pytest.raises(sqlite3.IntegrityError):
         draw(place, tmp_path / "run")
 
@@ -391,8 +391,8 @@ def test_what_is_trained_may_show_fewer_examples_than_the_sampler_saw(place: Pat
     with session_of(place / "letters.toml", tmp_path / "run", shots) as session:
         session.task = replace(session.task, examples=examples)
         questions = session.train_questions()[:1]
-        assert "Write 1" in session.prompts(questions, session.model).texts[0]
-        assert "Write 1" not in session.prompts(questions, session.model, trained=True).texts[0]
+        assert "Write 1" in session.ask(questions, session.model)[0].text
+        assert "Write 1" not in session.ask(questions, session.model, trained=True)[0].text
     assert same.prompt.shots_of(trained=True) == 1
 
 

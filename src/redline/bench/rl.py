@@ -28,6 +28,7 @@ from redline.bench.results import SMOLLM2_360M, TINY, BenchRow, head, rows_of, s
 from redline.config.recipe import DEFAULTS, Compile, ModelConfig, PlanPins, Recipe, TrainConfig
 from redline.config.rl import RlConfig
 from redline.data.tokenizer import END_OF_TEXT
+from redline.engine.prompt import Asked
 from redline.errors import need
 from redline.machine.facts import MachineFacts, read_facts
 from redline.measure.child import device, empty, half, peak_bytes, synchronize, timed
@@ -40,7 +41,7 @@ from redline.plan.planner import make_plan
 from redline.plan.predict import longest_row
 from redline.record.units import format_bytes, format_duration, format_share
 from redline.rl import rehearsal
-from redline.rl.domains import Asked, Domain, Domains
+from redline.rl.domains import Domain, Domains
 from redline.rl.run import job_of
 from redline.tasks.task import Question, Task, Verdict
 from redline.train.execution import equip
@@ -336,7 +337,7 @@ def _ours(work: RlWork, questions: int, opened: Opened, compiled: Compile | None
     recipe = _recipe(work.model, work, questions, work.new_tokens, str(opened.source), compiled)
     asked = [Question(str(number), "", "") for number in range(questions)]
     prompts = {
-        question.id: Asked(question, tuple(ids), ())
+        question.id: Asked(question, "", tuple(ids), ())
         for question, ids in zip(asked, prompts_of(work, questions), strict=True)
     }
     task = _Whole(

@@ -1,20 +1,45 @@
 """From a question to what the model reads: through its chat template, or as text to be continued.
 
-    text, stops = render(task, question, loaded, mode="chat", shots=2)     # stops: the texts that end an answer
-    ids = tokenizer.encode_prompt(text)                                    # with the template's special tokens
+    asked = ask(task, question, loaded, tokenizer, recipe.prompt)     # its text, token ids, what ends an answer
     answer = [*tokenizer.encode([answer_text(reasoning, mode)])[0], end_id(loaded, tokenizer, mode)]     # to train on
 
 Templates are rendered by `template`.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from redline.config.recipe import PromptMode
+from redline.config.recipe import PromptConfig, PromptMode
 from redline.data.tokenizer import Tokenizer
 from redline.engine.template import fill
 from redline.errors import ConfigError
 from redline.model.weights import Loaded
 from redline.tasks.task import STOP, Question, Task, prompt_messages, prompt_text
+
+
+class Asked(NamedTuple):
+    """A question as a model reads it."""
+
+    question: Question
+    text: str
+    prompt: tuple[int, ...]
+    """The text as token ids."""
+    stops: tuple[str, ...]
+    """Texts that end an answer."""
+
+
+def ask(
+    task: Task,
+    question: Question,
+    loaded: Loaded,
+    tokenizer: Tokenizer,
+    prompt: PromptConfig,
+    *,
+    trained: bool = False,
+) -> Asked:
+    """The question as the recipe presents it; `trained`: as training and what follows it do."""
+    text, stops = render(task, question, loaded, prompt.mode, prompt.shots_of(trained=trained))
+    return Asked(question, text, tuple(tokenizer.encode_prompt(text)), stops)
 
 
 def render(

@@ -24,14 +24,15 @@ import torch
 from redline.config.recipe import fingerprint_of
 from redline.data.tokenizer import Tokenizer
 from redline.engine.local import LocalEngine
+from redline.engine.prompt import Asked
 from redline.engine.ray import RayEngine
 from redline.engine.request import Completion, Engine, Request
 from redline.model.transformer import Transformer
 from redline.rft.budget import Budget
-from redline.rft.session import Prompts, Session
+from redline.rft.session import Session
 from redline.rft.store import Sample, Source, Store, reasoning_key
 from redline.tasks.pool import Pool
-from redline.tasks.task import Question, Task, Verdict
+from redline.tasks.task import Question, Task, Verdict, prompt_messages
 from redline.train.stop import STOPPED, stop_on_signal
 
 Keep = Callable[[Sequence[Completion]], None]
@@ -65,15 +66,15 @@ def sample(session: Session) -> Outcome:
     """Draw what the budget still asks for. Ctrl-C stops it; the same call resumes."""
     session.drop_adapters()
     questions = session.train_questions()
-    prompts = session.prompts(questions, session.sampler)
+    asked = session.ask(questions, session.sampler)
     with Store(session.folder.path / "samples.db") as store:
         store.put_questions(questions)
         settings = {
             **session.recipe.sampling,
-            "first_prompt": fingerprint_of(prompts.texts[0]),
+            "first_prompt": fingerprint_of(asked[0].text),
             "tokenizer": session.sampler.tokenizer.fingerprint,
         }
-        drawing = _Drawing(session, store, store.open_source(session.writer, settings), questions, prompts)
+        drawing = _Drawing(session, store, store.open_source(session.writer, settings), asked)
         why = session.until_it_fits("sample", drawing.run)
         outcome = drawing.outcome(why)
     if outcome.drawn:
@@ -86,11 +87,9 @@ def sample(session: Session) -> Outcome:
 class _Drawing:
     """One call of `sample`: what it draws from and into, and its running numbers."""
 
-    def __init__(
-        self, session: Session, store: Store, source: Source, questions: Sequence[Question], prompts: Prompts
-    ) -> None:
-        self.session, self.store, self.source, self.prompts = session, store, source, prompts
-        self.questions = {question.id: question for question in questions}
+    def __init__(self, session: Session, store: Store, source: Source, asked: Sequence[Asked]) -> None:
+        self.session, self.store, self.source, self.asked = session, store, source, asked
+        self.questions = {one.question.id: one.question for one in asked}
         self.drawn = self.tokens = self.failures = 0
         self.spent_s = 0.0
         self.samples = self.correct = self.cut = 0
@@ -108,9 +107,7 @@ class _Drawing:
         try:
             with ExitStack() as stack:
                 pool = stack.enter_context(Pool(self.session.asked.name, self.session.asked.data))
-                engine = self.session.sampling_engine(
-                    longest=self.prompts.longest, sequences=self.budget.samples_left()
-                )
+                engine = self.session.sampling_engine(self.asked, sequences=self.budget.samples_left())
                 self.engine = stack.enter_context(engine)
                 compared = self._draw(engine, lambda completions: self._keep(completions, pool, began_s))
             if not self.budget.stopped:
@@ -138,14 +135,18 @@ class _Drawing:
         recipe, done = self.session.recipe, self.store.verdicts(self.source)
         self.samples, self.correct = len(done), sum(correct for _, _, correct, _ in done)
         self.cut = self.store.cut(self.source)
-        own, sampling = self.prompts, self.session.settings(self.prompts.stops)
-        # a server has its own tokenizer and gets texts
-        prompts: Sequence[str | tuple[int, ...]] = own.texts if recipe.sample.server else own.ids
-        asked = [
-            Request(prompt=prompt, messages=messages, sampling=sampling, tag=name)
-            for name, prompt, messages in zip(self.questions, prompts, own.messages, strict=True)
+        sampling, task = self.session.settings(self.asked[0].stops), self.session.task
+        server, shots = recipe.sample.server, recipe.prompt.shots_of(trained=False)
+        requests = [
+            Request(
+                prompt=one.text if server else one.prompt,  # a server has its own tokenizer
+                messages=tuple(prompt_messages(task, one.question, shots)),
+                sampling=sampling,
+                tag=one.question.id,
+            )
+            for one in self.asked
         ]
-        return Budget(asked, recipe.sample, seed=recipe.train.seed, done=done)
+        return Budget(requests, recipe.sample, seed=recipe.train.seed, done=done)
 
     def _draw(self, engine: Engine, keep: Keep) -> list[Completion]:
         """The engine's thread: hand everything over, and set some aside for the comparison."""

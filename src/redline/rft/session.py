@@ -18,7 +18,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ from redline.config.recipe import Recipe, fingerprint_of
 from redline.config.rft import TaskConfig
 from redline.data.tokenizer import Tokenizer
 from redline.engine.local import LocalEngine, fitting_slots
-from redline.engine.prompt import render, stop_ids
+from redline.engine.prompt import Asked, ask, stop_ids
 from redline.engine.ray import OnRay, RayEngine
 from redline.engine.request import Engine, Sampling
 from redline.engine.server import ServerEngine
@@ -42,7 +42,7 @@ from redline.plan.plan import Plan, Why, save
 from redline.record.observe import Observer, Observers
 from redline.record.run import RunFolder
 from redline.tasks.registry import load_task
-from redline.tasks.task import Question, Task, prompt_messages
+from redline.tasks.task import Question, Task
 from redline.train.execution import COMPUTE_DTYPE
 from redline.train.open_run import open_run
 from redline.train.process import Process
@@ -84,22 +84,6 @@ def _tensors_fingerprint(tensors: Mapping[str, Tensor]) -> str:
         return hashlib.blake2b(b"".join(threads.map(digest, sorted(tensors))), digest_size=8).hexdigest()
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """Questions as a model reads them."""
-
-    texts: list[str]
-    ids: list[tuple[int, ...]]
-    messages: list[tuple[dict[str, str], ...]]
-    """The same for a server that is asked with messages."""
-    stops: tuple[str, ...]
-    """The texts that end an answer."""
-
-    @property
-    def longest(self) -> int:
-        return max(map(len, self.ids))
-
-
 @dataclass
 class Session:
     recipe: Recipe
@@ -117,6 +101,7 @@ class Session:
     """Of the last engine."""
     most_slots: int | None = None
     """After running out of memory: the most that the next engine may have."""
+    _open: dict[str, Speaker] = field(default_factory=dict)
 
     def event(self, kind: str, **facts: Any) -> None:
         """Record it and tell the observers."""
@@ -150,16 +135,15 @@ class Session:
         assert self.recipe.model.init_from is not None  # likewise
         return self.recipe.model.init_from
 
-    @functools.cached_property
+    @property
     def model(self) -> Speaker:
         """The model that is trained and tested."""
         return self._speaker(self.start)
 
-    @functools.cached_property
+    @property
     def sampler(self) -> Speaker:
         """The model that writes the samples; its tokenizer and template make their prompts."""
-        other = self.recipe.sample.sampler
-        return self.model if other is None else self._speaker(other)
+        return self._speaker(self.recipe.sample.sampler or self.start)
 
     @functools.cached_property
     def writer(self) -> str:
@@ -168,34 +152,35 @@ class Session:
         place = self.recipe.sample
         if place.server is not None:
             return fingerprint_of([place.server, place.server_model])
-        if place.sampler is None or "sampler" in self.__dict__:
+        if place.sampler is None or place.sampler in self._open:
             return self.sampler.fingerprint
         return weights_fingerprint(open_weights(Path(place.sampler)))
 
     def forget_model(self) -> None:
         """Open the model again when it is next needed, because a training has changed it."""
-        for name in ("model", "sampler"):
-            self.__dict__.pop(name, None)
+        self._open.pop(self.start, None)
 
     def drop_adapters(self) -> None:
         """Go back to the model as it was opened if a training in this session put adapters on it."""
-        if "model" in self.__dict__ and lora_layers(self.model.model):
+        if self.start in self._open and lora_layers(self.model.model):
             self.forget_model()
 
     def release_sampler(self) -> None:
         """Free a sampler that is not the model, once it has nothing more to write."""
-        if self.recipe.sample.sampler is not None:
-            self.__dict__.pop("sampler", None)
+        if self.recipe.sample.sampler not in (None, self.start):
+            self._open.pop(self.recipe.sample.sampler, None)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
     def _speaker(self, path: str) -> Speaker:
-        self.note(f"opening {path}")
-        began_s = time.monotonic()
-        opened = open_weights(Path(path))
-        model = opened.build(self.process.device, COMPUTE_DTYPE[self.plan.precision])
-        self.opening_s += time.monotonic() - began_s
-        return Speaker(opened, model, opened.tokenizer)
+        if path not in self._open:
+            self.note(f"opening {path}")
+            began_s = time.monotonic()
+            opened = open_weights(Path(path))
+            model = opened.build(self.process.device, COMPUTE_DTYPE[self.plan.precision])
+            self.opening_s += time.monotonic() - began_s
+            self._open[path] = Speaker(opened, model, opened.tokenizer)
+        return self._open[path]
 
     def questions(self, split: str, rows: int | None) -> list[Question]:
         seed = self.recipe.train.seed if split == self.asked.split else 0
@@ -207,23 +192,17 @@ class Session:
     def train_questions(self) -> list[Question]:
         return self.questions(self.asked.split, self.asked.rows)
 
-    def prompts(self, questions: Sequence[Question], speaker: Speaker, *, trained: bool = False) -> Prompts:
+    def ask(self, questions: Sequence[Question], speaker: Speaker, *, trained: bool = False) -> list[Asked]:
         """The questions as the model reads them; `trained`: as fine-tuning presents them."""
-        mode, shots = self.recipe.prompt.mode, self.recipe.prompt.shots_of(trained=trained)
-        made = [render(self.task, q, speaker.opened.loaded, mode, shots) for q in questions]
-        prompts = Prompts(
-            [text for text, _ in made],
-            [tuple(speaker.tokenizer.encode_prompt(text)) for text, _ in made],
-            [tuple(prompt_messages(self.task, question, shots)) for question in questions],
-            made[0][1],
-        )
+        how = speaker.opened.loaded, speaker.tokenizer, self.recipe.prompt
+        asked = [ask(self.task, question, *how, trained=trained) for question in questions]
         context, new = speaker.model.config.context_length, self.recipe.sample.max_new_tokens
-        if prompts.longest + new > context:
+        if (longest := max(len(one.prompt) for one in asked)) + new > context:
             raise ConfigError(
-                f"the longest prompt ({prompts.longest} tokens) and {new} new tokens do not fit the model's context of"
+                f"the longest prompt ({longest} tokens) and {new} new tokens do not fit the model's context of"
                 f" {context}: lower sample.max_new_tokens or prompt.shots"
             )
-        return prompts
+        return asked
 
     def settings(self, stops: tuple[str, ...], *, greedy: bool = False) -> Sampling:
         s, how = self.recipe.sample, dict[str, Any](temperature=0.0)
@@ -232,17 +211,17 @@ class Session:
         return Sampling(max_new_tokens=s.max_new_tokens, stop_strings=stops, **how)
 
     def engine(
-        self, speaker: Speaker, *, longest: int, sequences: int, on_ray: OnRay | None = None
+        self, speaker: Speaker, asked: Sequence[Asked], *, sequences: int, on_ray: OnRay | None = None
     ) -> Engine:
         """An engine on this machine, or workers on Ray, for that many sequences; the slots go into the plan."""
-        new = self.recipe.sample.max_new_tokens
-        fitting = fitting_slots(speaker.model, max_prompt_tokens=longest, max_new_tokens=new)
-        slots, why = self._slots(fitting, sequences)
-        self.plan = replace(self.plan, slots=slots, why={**self.plan.why, "slots": why})
+        how: dict[str, Any] = {
+            "max_prompt_tokens": max(len(one.prompt) for one in asked),
+            "max_new_tokens": self.recipe.sample.max_new_tokens,
+        }
+        self.slots, why = self._slots(fitting_slots(speaker.model, **how), sequences)
+        self.plan = replace(self.plan, slots=self.slots, why={**self.plan.why, "slots": why})
         save(self.plan, self.folder.plan_path)
-        self.slots = slots
-        how: dict[str, Any] = {"max_prompt_tokens": longest, "max_new_tokens": new, "slots": slots}
-        how["eos_ids"] = stop_ids(speaker.opened.loaded, speaker.tokenizer)
+        how |= {"slots": self.slots, "eos_ids": stop_ids(speaker.opened.loaded, speaker.tokenizer)}
         if on_ray is not None:
             return RayEngine(speaker.model, speaker.tokenizer, place=on_ray, event=self.event, **how)
         return LocalEngine(speaker.model, speaker.tokenizer, **how)
@@ -260,11 +239,11 @@ class Session:
             return self.most_slots, Why(reason=reason, source="measurement")
         return slots, why
 
-    def sampling_engine(self, *, longest: int, sequences: int) -> Engine:
+    def sampling_engine(self, asked: Sequence[Asked], *, sequences: int) -> Engine:
         """What writes the samples: the server that the recipe names, workers on Ray, or an engine here."""
         place = self.recipe.sample
         if place.server is None:
-            return self.engine(self.sampler, longest=longest, sequences=sequences, on_ray=self.on_ray)
+            return self.engine(self.sampler, asked, sequences=sequences, on_ray=self.on_ray)
         return ServerEngine(
             place.server, place.server_model, tokenizer=self.sampler.tokenizer, progress=self.note
         )

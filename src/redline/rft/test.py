@@ -95,13 +95,11 @@ def _answer(
     began_s, tokens, texts, cut = time.monotonic(), 0, [""] * count, [False] * count
     with ExitStack() as stack:
         speaker = stack.enter_context(_speaker(session, weights))
-        prompts = session.prompts(questions, speaker, trained=weights != "base")
-        engine = stack.enter_context(
-            session.engine(speaker, longest=prompts.longest, sequences=len(questions))
-        )
-        for done, (place, completion) in enumerate(
-            answer_greedily(engine, prompts.ids, session.settings(prompts.stops, greedy=True)), start=1
-        ):
+        asked = session.ask(questions, speaker, trained=weights != "base")
+        engine = stack.enter_context(session.engine(speaker, asked, sequences=count))
+        sampling = session.settings(asked[0].stops, greedy=True)
+        answers = answer_greedily(engine, [one.prompt for one in asked], sampling)
+        for done, (place, completion) in enumerate(answers, start=1):
             texts[place] = completion.text
             tokens += completion.new_tokens
             cut[place] = not session.task.finished(completion.text, completion.finish)

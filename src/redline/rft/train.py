@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from redline.config.load import build
 from redline.config.recipe import fingerprint_of
-from redline.engine.prompt import answer_text, end_id, render
+from redline.engine.prompt import answer_text, ask, end_id
 from redline.errors import CheckpointError, ConfigError, DataError
 from redline.finetune import check_result, job_of, prepare, write_result
 from redline.finetune import train as run_job
@@ -151,19 +151,17 @@ def _examples(session: Session, on: On) -> list[Example]:
             )
     else:
         pairs = _kept(session, {question.id: question for question in questions})
-    mode, shots = session.recipe.prompt.mode, session.recipe.prompt.shots_of(trained=True)
-    loaded, tokenizer = session.model.opened.loaded, session.model.tokenizer
-    end = end_id(loaded, tokenizer, mode)
-    answers = tokenizer.encode([answer_text(text, mode) for _, text, _ in pairs])
+    prompt, loaded, tokenizer = session.recipe.prompt, session.model.opened.loaded, session.model.tokenizer
+    end = end_id(loaded, tokenizer, prompt.mode)
+    answers = tokenizer.encode([answer_text(text, prompt.mode) for _, text, _ in pairs])
     prompts: dict[str, tuple[int, ...]] = {}
     examples = []
     for (question, _, sampled), spelt in zip(pairs, answers, strict=True):
         # several token sequences can spell a text: the model learns the one it sampled
         answer = spelt if sampled is None else array("i", sampled)
         if question.id not in prompts:
-            prompts[question.id] = tuple(
-                tokenizer.encode_prompt(render(session.task, question, loaded, mode, shots)[0])
-            )
+            asked = ask(session.task, question, loaded, tokenizer, prompt, trained=True)
+            prompts[question.id] = asked.prompt
         examples.append(Example(prompt=prompts[question.id], answer=(*answer, end)))
     return examples
 

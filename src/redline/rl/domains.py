@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from redline.config.recipe import Recipe
-from redline.engine.prompt import render
+from redline.engine.prompt import Asked, ask
 from redline.engine.request import Completion, Request, Sampling
 from redline.errors import ConfigError, DataError
 from redline.rl.policy import Run
@@ -26,16 +26,6 @@ from redline.tasks.pool import Pool
 from redline.tasks.registry import load_task
 from redline.tasks.task import Question, Task, Verdict
 from redline.train.restore import Opened
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A question as the model reads it."""
-
-    question: Question
-    prompt: tuple[int, ...]
-    stops: tuple[str, ...]
-    """Texts that end an answer."""
 
 
 @dataclass
@@ -162,11 +152,10 @@ class Domains:
     def _asked(self, domain: Domain, question: Question) -> Asked:
         if (known := domain._read.get(question.id)) is not None:
             return known
-        prompt, task = self.recipe.prompt, domain.task
-        text, stops = render(task, question, self.opened.loaded, prompt.mode, prompt.shots_of(trained=True))
-        stops += (task.end,) if task.end else ()
-        asked = Asked(question, tuple(self.tokenizer.encode_prompt(text)), stops)
-        return domain._read.setdefault(question.id, asked)
+        loaded, prompt, task = self.opened.loaded, self.recipe.prompt, domain.task
+        asked = ask(task, question, loaded, self.tokenizer, prompt, trained=True)
+        stops = (*asked.stops, task.end) if task.end else asked.stops
+        return domain._read.setdefault(question.id, asked._replace(stops=stops))
 
 
 class _Heard(NamedTuple):

@@ -132,10 +132,10 @@ def _answered(
 def _completions(session: Session) -> list[Completion]:
     rows = min(QUESTIONS, session.asked.rows or QUESTIONS)
     speaker, questions = session.model, session.questions(session.asked.split, rows)
-    prompts = session.prompts(questions, speaker)
-    settings, seed = session.settings(prompts.stops), session.recipe.train.seed
-    requests = [Request(prompt=ids, sampling=settings, seed=seed + i) for i, ids in enumerate(prompts.ids)]
-    with session.engine(speaker, longest=prompts.longest, sequences=len(requests)) as engine:
+    asked = session.ask(questions, speaker)
+    settings, seed = session.settings(asked[0].stops), session.recipe.train.seed
+    requests = [Request(prompt=one.prompt, sampling=settings, seed=seed + i) for i, one in enumerate(asked)]
+    with session.engine(speaker, asked, sequences=len(requests)) as engine:
         return list(engine.run(requests))
 
 
