@@ -422,7 +422,7 @@ class TestCommand:
         first = found["runs"][0]
         assert (first["plan"], first["events"]) == (plan(), EVENTS)
         assert [finding["cause"] for finding in first["findings"]] == [
-            shown.finding.cause for shown in view(read_run(tmp_path / "a")).findings or []
+            shown.cause for shown in view(read_run(tmp_path / "a")).findings or []
         ]
         assert [run["speed"]["update"]["value"] for run in found["runs"]] == [2000, 2000]
         assert (tmp_path / "both.html").exists()
@@ -487,7 +487,7 @@ class TestCommand:
             path = write_rft(tmp_path / name, correct=correct)
             (path / "train-samples" / "metrics.jsonl").unlink()
             found = view(read_run(path)).findings
-            assert (None if found is None else [each.finding.cause for each in found]) == causes
+            assert (None if found is None else [each.cause for each in found]) == causes
 
     def test_a_folder_of_rounds_is_reported_side_by_side(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

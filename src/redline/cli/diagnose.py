@@ -27,14 +27,7 @@ from redline.diagnose.observed import Observed
 from redline.diagnose.read import read
 from redline.diagnose.rules import diagnose
 from redline.errors import ConfigError
-from redline.record.units import (
-    DASH,
-    format_amount,
-    format_bytes,
-    format_count,
-    format_duration,
-    format_share,
-)
+from redline.record.units import DASH, format_bytes, format_count, format_duration, format_share
 from redline.report.grid import Grid, Output, show
 
 ARGUMENTS = """
@@ -136,13 +129,11 @@ def _split(observed: Observed) -> str:
 
 
 def _print_finding(console: Console, number: int, finding: Finding) -> None:
-    gain = f"  [green]{finding.gain.low:.2f}–{finding.gain.high:.2f}x[/green]" if finding.gain else ""
+    gain = f"  [green]{finding.gain}[/green]" if finding.gain else ""
     console.print(f"\n[bold]{number}. {escape(finding.title)}[/bold]{gain}")
-    rows = [(item.name, format_amount(item.value, item.unit)) for item in finding.evidence]
+    rows = [(item.name, item.amount) for item in finding.evidence]
     rows.append(("fix", finding.fix))
-    if gained := finding.gain:
-        expected = f"{gained.low:.2f} to {gained.high:.2f} times as fast, predicted: {gained.why}"
-        rows.append(("gain", expected))
+    rows += [("gain", finding.gain.why)] if finding.gain else []
     sure = next(word for least, word in _CERTAINTY if finding.confidence >= least)
     rows.append(("confidence", f"{sure} ({finding.confidence:.0%}); cause: {finding.cause}"))
     console.print(Padding(Grid(("", ""), rows), (0, 0, 0, 3)))

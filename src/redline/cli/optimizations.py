@@ -68,7 +68,7 @@ def _of_a_log(options: argparse.Namespace) -> None:
     rows = []
     for entry in catalogue().values():
         for found in (finding for finding in findings if finding.optimisation == entry.name):
-            gain = f"{found.gain.low:.2f} to {found.gain.high:.2f}x predicted" if found.gain else "no speed"
+            gain = str(found.gain or "no speed")
             here = {"applies": True, "cause": found.cause, "gain": gain, "fix": found.fix}
             rows.append(_row(entry) | here)
     if options.json:

@@ -59,7 +59,7 @@ def _figures(shown: RunView) -> dict[str, Any]:
     """Everything on the page but its curves, which are the folder's metrics.jsonl."""
     run = shown.run
     return asdict(shown.summary) | {
-        "findings": None if shown.findings is None else [asdict(found.finding) for found in shown.findings],
+        "findings": None if shown.findings is None else [asdict(finding) for finding in shown.findings],
         "plan": run.plan,
         "events": run.events,
         "evaluations": run.evaluations,

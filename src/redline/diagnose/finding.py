@@ -18,7 +18,7 @@ from typing import Any, Literal
 from redline.diagnose.data import table
 from redline.diagnose.trainers import Trainer
 from redline.optimizations.catalogue import catalogue
-from redline.record.units import format_duration
+from redline.record.units import format_amount, format_duration
 
 WORTH_SAYING = 0.05
 """Shares of the step below this are left alone: two runs of the same thing differ by as much."""
@@ -43,6 +43,9 @@ class Gain:
     high: float
     why: str
 
+    def __str__(self) -> str:
+        return f"{self.low:.2f} to {self.high:.2f}× predicted"
+
     @property
     def middle(self) -> float:
         return math.sqrt(self.low * self.high)
@@ -53,6 +56,13 @@ class Evidence:
     name: str
     value: float | str
     unit: str
+
+    @property
+    def amount(self) -> str:
+        return format_amount(self.value, self.unit)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.amount}"
 
 
 @dataclass(frozen=True, kw_only=True)

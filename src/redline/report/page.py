@@ -34,7 +34,6 @@ from redline.record.units import (
     format_share,
 )
 from redline.report.compare import comparable
-from redline.report.findings import shown as shown_finding
 from redline.report.reinforcement import Compared, compared
 from redline.report.series import CHARTS, Chart, curves
 from redline.report.view import RunView, side_by_side, when
@@ -176,7 +175,7 @@ def _view(observed: Observed, findings: list[Finding]) -> dict[str, Any]:
         "facts": what_it_is(observed),
         "notes": observed.notes,
         "verdict": verdict(observed, findings),
-        "findings": [shown_finding(finding) for finding in findings],
+        "findings": findings,
         "remark": "",
     }
 

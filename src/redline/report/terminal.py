@@ -138,10 +138,10 @@ def _findings(out: Printer, run: RunView) -> None:
         return
     out.part("Findings")
     for finding in run.findings:
-        out.line(finding.title, "bold", note=finding.gain, note_style="green")
-        because = [*finding.evidence, finding.gain_why] if finding.gain_why else finding.evidence
-        out.line(f"  {'; '.join(because)}")
-        out.line(f"  {finding.fix}", note=f"(confidence {finding.confidence})")
+        gain = finding.gain
+        out.line(finding.title, "bold", note=str(gain or ""), note_style="green")
+        out.line(f"  {'; '.join([*map(str, finding.evidence), *([gain.why] if gain else [])])}")
+        out.line(f"  {finding.fix}", note=f"(confidence {finding.confidence:.0%})")
     if run.remark:
         out.line(run.remark)
 

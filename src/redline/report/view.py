@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from redline.diagnose.answer import verdict
+from redline.diagnose.finding import Finding
+from redline.diagnose.readers import own
+from redline.diagnose.rules import diagnose
 from redline.record.read import Run, number, table, time_left_s, values
 from redline.record.units import (
     DASH,
@@ -28,7 +32,6 @@ from redline.report.ablation import Ablation, ablation
 from redline.report.compare import ratio
 from redline.report.crew import Crew, crew
 from redline.report.figures import Summary, summarise
-from redline.report.findings import FindingView, findings
 from redline.report.reinforcement import Reinforcement, reinforcement
 
 TESTED = {"base": "before", "answers": "after fine-tuning on the answers", "samples": "after RFT"}
@@ -99,7 +102,7 @@ class RunView:
     time_stack: list[Bar]
     memory_bars: list[Bar]
     memory_stack: list[Bar]
-    findings: list[FindingView] | None
+    findings: list[Finding] | None
     remark: str
     """Said beside the findings, or in their place."""
     plan: list[PlanRow]
@@ -150,6 +153,16 @@ def view(run: Run, place: int = 0) -> RunView:
         crew=crew(run),
         recipe_text=run.recipe_text,
     )  # fmt: skip
+
+
+def findings(run: Run) -> tuple[list[Finding] | None, str]:
+    """The findings, the most valuable first, and the verdict; None if there is nothing to diagnose."""
+    sampled = any(event["event"] == "sampling_end" for event in run.events)
+    if not run.metrics and not sampled:
+        return None, ""
+    observed = own.observed(run)
+    found = diagnose(observed)
+    return (found, verdict(observed, found).text) if run.metrics else (found or None, "")
 
 
 def samples_of(path: Path) -> dict[str, Any] | None:
