@@ -8,7 +8,7 @@ from redline.config.recipe import ENDS, Recipe
 
 def differences(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
     """What makes two fingerprints differ: `table.key` -> (value before, value now)."""
-    old, new = _flat(before.defining()), _flat(now.defining())
+    old, new = flat(before.defining()), flat(now.defining())
     keys = [*new, *(key for key in old if key not in new)]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
@@ -27,12 +27,12 @@ def unlike_data(first: Recipe, second: Recipe) -> dict[str, tuple[Any, Any]]:
     return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
 
 
-def _flat(tables: dict[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, table in tables.items():
-        inner = table.items() if isinstance(table, dict) else ()
-        flat |= {f"{name}.{key}": value for key, value in inner} or {name: table}
-    return flat
+def flat(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one, by `table.key`."""
+    found: dict[str, Any] = {}
+    for key, value in tables.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
 
 
 def extends(changed: dict[str, tuple[Any, Any]]) -> bool:

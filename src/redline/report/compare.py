@@ -8,7 +8,7 @@ on the same hardware. Different plans are no obstacle: they are what is being co
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from redline.config.differences import unlike_data
+from redline.config.differences import flat, unlike_data
 from redline.record.read import Run, table, values
 from redline.report.figures import Summary
 
@@ -102,20 +102,13 @@ def _tested_alike(runs: list[Run]) -> bool:
 
 def _differences(tables: list[dict[str, Any]]) -> list[str]:
     """`key: a | b` for every value that differs between the tables; nested tables by dotted keys."""
-    flat = [_flat(entry) for entry in tables]
-    keys = dict.fromkeys(key for entry in flat for key in entry)
+    all_ = [flat(entry) for entry in tables]
+    keys = dict.fromkeys(key for entry in all_ for key in entry)
     return [
-        f"{key}: {' | '.join(str(entry.get(key, 'not given')) for entry in flat)}"
+        f"{key}: {' | '.join(str(entry.get(key, 'not given')) for entry in all_)}"
         for key in keys
-        if any(entry.get(key) != flat[0].get(key) for entry in flat)
+        if any(entry.get(key) != all_[0].get(key) for entry in all_)
     ]
-
-
-def _flat(entry: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in entry.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
 
 
 def ratio(base: Summary, other: Summary) -> Ratio | None:

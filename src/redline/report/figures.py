@@ -192,12 +192,9 @@ def time_parts(run: Run) -> list[TimePart]:
     """Where the time went: parts that add up to the training time, or for an RFT run to the time of its stages."""
     if run.workload != "rft":
         return _training_parts(run)
+    about = "fine-tuning on the samples"
     tuned = [
-        replace(
-            part,
-            note=f"fine-tuning on the samples: {part.note}" if part.note else "fine-tuning on the samples",
-        )
-        for part in _training_parts(run)
+        replace(part, note=f"{about}: {part.note}" if part.note else about) for part in _training_parts(run)
     ]
     stages = [
         TimePart("sampling", _spent_s(run, "sampling_end"), "generation and scoring"),

@@ -17,6 +17,9 @@ BAR_COLUMNS = 20
 CURVE_COLUMNS = 48
 ASKED_COLUMNS = 200
 MOST_DIFFERENCES = 12
+ABLATION_COLUMNS = {"change": "name", "claimed": "claimed", "measured": "measured", "interval": "interval"}
+ABLATION_COLUMNS |= {"verdict": "judged"} | {name: name for name in ("speed", "memory", "numerics", "note")}
+"""Names of columns, with what they show of a row."""
 _LEVELS = {"yes": "green", "no": "red"}
 
 
@@ -150,27 +153,15 @@ def print_ablation(charts: list[Ablation], console: Console) -> None:
     """A table for each workload and stage of an ablation."""
     out = Printer(console)
     for chart in charts:
-        figures = " or ".join(dict.fromkeys(r.quality[0] for r in chart.rows if r.quality[0]))
-        columns = [
-            "change",
-            "claimed",
-            "measured",
-            "interval",
-            "verdict",
-            "speed",
-            "memory",
-            "numerics",
-            "note",
-        ]
-        rows = [
-            [r.name, r.claimed, r.measured, r.interval, r.judged, r.speed, r.memory, r.numerics, r.note]
-            for r in chart.rows
-        ]
-        told = [figures, *(r.quality[1] for r in chart.rows)] if figures else []
-        for row, quality in zip([columns, *rows], told, strict=False):
-            row.insert(5, quality)
+        figures = " or ".join(dict.fromkeys(row.quality[0] for row in chart.rows if row.quality[0]))
+        columns = {name: [getattr(row, of) for row in chart.rows] for name, of in ABLATION_COLUMNS.items()}
+        if figures:
+            last = {name: columns.pop(name) for name in ("speed", "memory", "numerics", "note")}
+            columns |= {figures: [row.quality[1] for row in chart.rows]} | last
         title = f"Ablation: {chart.title}" if chart.title else "Ablation"
-        grid = Grid(columns, rows, right=(1, 2, 3)) if rows else None
+        grid = (
+            Grid([*columns], [*zip(*columns.values(), strict=True)], right=(1, 2, 3)) if chart.rows else None
+        )
         out.part(title, grid, "measured is speed with the change over speed without it")
         if chart.not_applicable:
             out.line(f"not applicable here: {'; '.join(f'{n} ({why})' for n, why in chart.not_applicable)}")
