@@ -44,8 +44,9 @@ def read_log(path: Path, columns: Mapping[str, str], given: Mapping[str, Any]) -
     rows = _of_a_console(log, source) if source.lines else _of_a_table(log, source, name)
     if not rows:
         return _failed(source, trainer, given, name)
-    facts = _facts_around(rows, source, trainer) if source.lines else facts_of(trainer, source.text)
-    return _observed(rows, log, trainer, facts | dict(given), source, name)
+    run = _longest(rows, source.notes)
+    facts = _facts_around(run, source, trainer) if source.lines else facts_of(trainer, source.text)
+    return _observed(run, log, trainer, facts | dict(given), source, name)
 
 
 def _failed(source: Source, trainer: Trainer, given: Mapping[str, Any], name: str) -> Observed | None:
@@ -116,10 +117,22 @@ def _of_a_console(log: Log, source: Source) -> list[Row]:
     return rows if _trains(rows) else []
 
 
-def _facts_around(rows: Sequence[Row], source: Source, trainer: Trainer) -> dict[str, Any]:
-    """What stands before the longest run, at its beginning and at the end of the log."""
-    runs, _ = runs_of([Row(row.place, row.step, dict(row.values), counter=row.counter) for row in rows])
-    start, lines = max(reversed(runs), key=len)[0].place, source.lines
+def _longest(rows: Sequence[Row], notes: list[str]) -> list[Row]:
+    """Of the runs in a log the one that is read."""
+    runs, counted_on = runs_of(rows)
+    told = [sum(row.trained or "step_s" in row.values for row in each) for each in runs]
+    run = max(zip(told, map(len, runs), range(len(runs)), runs, strict=True))[-1]
+    if len(runs) > 1:
+        steps = f"steps {run[0].step:,} to {run[-1].step:,}"
+        notes.append(f"{len(runs)} runs in this log; the longest, {steps}, is read")
+    if counted_on:
+        notes.append(f"the step starts again with each epoch: counted on to {run[-1].step:,}")
+    return run
+
+
+def _facts_around(run: Sequence[Row], source: Source, trainer: Trainer) -> dict[str, Any]:
+    """What stands before a run, at its beginning and at the end of the log."""
+    start, lines = run[0].place, source.lines
     head = "\n".join(lines[:start])[-HEAD:], "\n".join(lines[start : start + 200]), "\n".join(lines[-200:])
     facts = facts_of(trainer, "\n".join(head))
     named = re.findall(r"(?i)\brank[ _]?(\d{1,4})\b", source.text[: 10 * HEAD])
@@ -230,17 +243,9 @@ def _mark_pauses(run: Sequence[Row], pauses: Sequence[tuple[int, str]]) -> None:
 
 
 def _observed(
-    rows: list[Row], log: Log, trainer: Trainer, facts: dict[str, Any], source: Source, name: str
+    run: list[Row], log: Log, trainer: Trainer, facts: dict[str, Any], source: Source, name: str
 ) -> Observed:
     notes = source.notes
-    runs, counted_on = runs_of(rows)
-    told = [sum(row.trained or "step_s" in row.values for row in each) for each in runs]
-    run = max(zip(told, map(len, runs), range(len(runs)), runs, strict=True))[-1]
-    if len(runs) > 1:
-        steps = f"steps {run[0].step:,} to {run[-1].step:,}"
-        notes.append(f"{len(runs)} runs in this log; the longest, {steps}, is read")
-    if counted_on:
-        notes.append(f"the step starts again with each epoch: counted on to {run[-1].step:,}")
     _mark_pauses(run, source.pauses)
     rate, batch = log.columns.get("tokens_per_s"), facts.get("batch_size")
     one_gpu = bool(trainer.entry.get("one_gpu")) or bool(rate and rate.one_gpu)
