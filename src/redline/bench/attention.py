@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from redline.bench.results import BenchRow, head, rows_of, table, write
 from redline.config.load import build
 from redline.config.recipe import ModelConfig
+from redline.errors import Say
 from redline.machine.facts import MachineFacts
 from redline.measure.child import device, half, timed
 from redline.model.attention import favor, softmax
@@ -62,12 +63,7 @@ WORK = {
 
 
 def bench_attention(
-    size: str,
-    facts: MachineFacts,
-    out: Path,
-    *,
-    arms: Sequence[str] = tuple(LABELS),
-    progress: Callable[[str], None],
+    size: str, facts: MachineFacts, out: Path, *, arms: Sequence[str] = tuple(LABELS), progress: Say
 ) -> Path:
     work, rows = WORK[size], list[BenchRow]()
     for arm in arms:

@@ -10,7 +10,7 @@ test`).
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -22,7 +22,7 @@ from torch import Tensor
 from redline.bench import theirs
 from redline.bench.results import SMOLLM2_360M, TINY, BenchRow, head, rows_of, shape, spread, table, write
 from redline.config.recipe import DataConfig, LoraConfig, ModelConfig, Recipe, TrainConfig
-from redline.errors import need
+from redline.errors import Say, need
 from redline.finetune import prepare
 from redline.machine.facts import MachineFacts, read_facts
 from redline.measure.child import device, peak_bytes, timed
@@ -90,9 +90,7 @@ WORKS = {
 """The thousand rows and the batch of 32 of tuning guide 003 (docs/claims.md); and one that a CPU runs in seconds."""
 
 
-def bench_finetune(
-    name: str, facts: MachineFacts, out: Path, *, arms: Sequence[str], progress: Callable[[str], None]
-) -> Path:
+def bench_finetune(name: str, facts: MachineFacts, out: Path, *, arms: Sequence[str], progress: Say) -> Path:
     """Run the arms and write the results; returns the path of the page."""
     work, rows = WORKS[name], list[BenchRow]()
     for arm in (arm for arm in arms if arm in work.updates):

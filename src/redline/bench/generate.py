@@ -11,13 +11,14 @@ stays a lower bound: logits, activations, writes, sampling.
 import heapq
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
 from redline.bench.results import SMOLLM2_360M, TINY, BenchRow, head, rows_of, shape, spread, table, write
 from redline.config.recipe import ModelConfig
+from redline.errors import Say
 from redline.machine.facts import MachineFacts
 from redline.machine.store import Ceilings
 from redline.plan.arithmetic import BYTES
@@ -86,13 +87,7 @@ def most_occupancy(work: GenerationWork) -> float:
 
 
 def bench_generate(
-    name: str,
-    ceilings: Ceilings,
-    facts: MachineFacts,
-    out: Path,
-    *,
-    arms: Sequence[str],
-    progress: Callable[[str], None],
+    name: str, ceilings: Ceilings, facts: MachineFacts, out: Path, *, arms: Sequence[str], progress: Say
 ) -> Path:
     """Run the arms and write the results; returns the path of the page."""
     work, rows = WORKS[name], list[BenchRow]()

@@ -27,7 +27,7 @@ from redline.config.load import from_toml, to_toml
 from redline.config.recipe import Recipe
 from redline.data.loader import Batch
 from redline.data.shards import TokenDataset
-from redline.errors import need
+from redline.errors import Say, need
 from redline.machine.facts import MachineFacts
 from redline.measure.child import peak_bytes, synchronize, timed
 from redline.measure.training import TrainingSubject
@@ -59,7 +59,7 @@ def bench_train(
     *,
     blocks: int,
     steps_per_block: int,
-    progress: Callable[[str], None],
+    progress: Say,
 ) -> Path:
     """Run the arms of each case and write the results; returns the path of the page."""
     results = []

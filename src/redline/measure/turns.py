@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, Protocol, Self, TypeVar
 
 from redline.config.load import build
+from redline.errors import Say
 from redline.measure.process import Child, ChildFailed, Children
 from redline.measure.statistics import NOISY_ROUNDS, noisy, plain
 from redline.measure.trial import Measurement, Pair, PeakMemory, Trial, TrialFolder, trial_key
@@ -129,13 +130,7 @@ class Arm:
 
 class Turns:
     def __init__(
-        self,
-        folder: TrialFolder,
-        children: Children,
-        *,
-        minutes: float,
-        progress: Callable[[str], None],
-        beside: str = "",
+        self, folder: TrialFolder, children: Children, *, minutes: float, progress: Say, beside: str = ""
     ) -> None:
         self.folder, self.children, self.clock = folder, children, children.clock
         self.began_s = self.clock()

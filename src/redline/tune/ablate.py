@@ -21,7 +21,7 @@ from typing import Literal
 
 from redline.config.load import to_toml
 from redline.config.recipe import Recipe
-from redline.errors import ConfigError, MachineError, StorageError
+from redline.errors import ConfigError, MachineError, Say, StorageError
 from redline.measure.process import Children
 from redline.measure.trial import Measurement, Pair, Timing, TrialFolder, trial_key
 from redline.measure.turns import Turns
@@ -102,7 +102,7 @@ def ablate(
     *,
     only: Sequence[str] = (),
     minutes: float,
-    progress: Callable[[str], None],
+    progress: Say,
     timing: Timing | None = None,
     samples: Samples | None = None,
     machine: str = "",

@@ -11,13 +11,13 @@ and `redline report` draws it. The result is written to okadfa.json. No torch.
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from redline.config.recipe import Recipe
-from redline.errors import ConfigError, TrainingError
+from redline.errors import ConfigError, Say, TrainingError
 from redline.record.read import Run
 from redline.tune import race
 from redline.tune.quality import final
@@ -95,7 +95,7 @@ def study(
     seeds: int,
     lrs: Sequence[float],
     train: Train,
-    progress: Callable[[str], None],
+    progress: Say,
 ) -> list[Row]:
     """Every arm, or those named, on the hardware of this title; a training that fails ends it, but for one that
     diverges."""
@@ -115,13 +115,7 @@ def study(
 
 
 def _row(
-    arm: Arm,
-    recipe: Recipe,
-    folder: Path,
-    seeds: int,
-    lrs: Sequence[float],
-    train: Train,
-    progress: Callable[[str], None],
+    arm: Arm, recipe: Recipe, folder: Path, seeds: int, lrs: Sequence[float], train: Train, progress: Say
 ) -> Row:
     def run(lr: float, seed: int) -> Run | None:
         """A finished run; None: its loss was lost."""

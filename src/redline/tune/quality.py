@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +23,7 @@ from typing import Literal
 
 from redline.config.load import to_toml
 from redline.config.recipe import PlanPins, Recipe
-from redline.errors import ConfigError
+from redline.errors import ConfigError, Say
 from redline.machine.facts import MachineFacts
 from redline.measure.statistics import MarginVerdict, paired, pairs_to_tell, within
 from redline.plan.plan import PLANNED, Plan, save
@@ -98,7 +98,7 @@ class Judge:
     margin: float | None
     """None: LOSS_MARGIN or ACCURACY_MARGIN."""
     train: Train
-    progress: Callable[[str], None]
+    progress: Say
 
     def same_training(self, before: Trained, after: Trained, tokens_per_s: float) -> Quality:
         """The same updates under both plans. `tokens_per_s`: of the first, which says how many fit the time."""

@@ -29,7 +29,7 @@ from typing import Any
 from redline.config.differences import data_of, unlike_data
 from redline.config.load import from_toml, to_toml
 from redline.config.recipe import Recipe
-from redline.errors import ConfigError, MachineError, StorageError
+from redline.errors import ConfigError, MachineError, Say, StorageError
 from redline.launch.processes import ERROR, LAUNCHER
 from redline.machine.facts import MachineFacts, same_kind
 from redline.measure.statistics import APART_SPREAD, difference
@@ -93,13 +93,7 @@ class Result:
 
 
 def race(
-    arms: Sequence[Arm],
-    folder: Path,
-    facts: MachineFacts,
-    *,
-    seeds: int,
-    train: Train,
-    progress: Callable[[str], None],
+    arms: Sequence[Arm], folder: Path, facts: MachineFacts, *, seeds: int, train: Train, progress: Say
 ) -> Result:
     """Train every arm with every seed, and write what they reached."""
     check(arms)

@@ -13,13 +13,12 @@ passes. Left out: several processes, and values that only pay together.
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from redline.config.load import to_toml
 from redline.config.recipe import Recipe
-from redline.errors import ConfigError, MachineError, TrainingError
+from redline.errors import ConfigError, MachineError, Say, TrainingError
 from redline.measure.process import Children
 from redline.measure.statistics import hopeless
 from redline.measure.trial import Measurement, Pair, PeakMemory, Timing, Trial, TrialFolder, train_trial
@@ -49,7 +48,7 @@ def tune(
     folder: TrialFolder,
     *,
     minutes: float,
-    progress: Callable[[str], None],
+    progress: Say,
     timing: Timing | None = None,
     children: Children | None = None,
     judge: Judge | None = None,

@@ -12,14 +12,13 @@ optimiser, adapters); the pins what the user fixed. Another of any of them is an
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from redline.config.load import build, from_toml
 from redline.config.recipe import Recipe, fingerprint_of
-from redline.errors import ConfigError, DataError, StorageError
+from redline.errors import ConfigError, DataError, Say, StorageError
 from redline.machine.facts import MachineFacts, machine_key
 from redline.measure.statistics import Comparison
 from redline.measure.trial import Measurement, Pair, TrialOutcome
@@ -80,7 +79,7 @@ class TuningResult:
 class TrialTable:
     """The rows of a search as they come; each is also printed."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Say) -> None:
         self.rows: list[TrialRow] = []
         self._say = say
 

@@ -16,7 +16,7 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from torch._dynamo.utils import counters
 from redline.config.dfa import DfaConfig
 from redline.config.recipe import IGNORED, Recipe
 from redline.engine.request import Completion, Request
+from redline.errors import Say
 from redline.finetune import check_result, job_of, prepare
 from redline.measure.child import synchronize
 from redline.measure.training import TrainingSubject
@@ -59,7 +60,7 @@ FAR = 0.9
 """Cosine with back-propagation's gradient that random feedback does not reach (docs/okadfa.md)."""
 
 
-def verify(recipe: Recipe, plan: Plan, *, progress: Callable[[str], None]) -> list[Check]:
+def verify(recipe: Recipe, plan: Plan, *, progress: Say) -> list[Check]:
     """Run a few updates under the plan and check every promise it makes. Raises what training would raise."""
     if recipe.workload == "rft":
         return _verify_rft(recipe, plan, progress)
@@ -77,7 +78,7 @@ def verify(recipe: Recipe, plan: Plan, *, progress: Callable[[str], None]) -> li
         subject.close()
 
 
-def _verify_rft(recipe: Recipe, plan: Plan, progress: Callable[[str], None]) -> list[Check]:
+def _verify_rft(recipe: Recipe, plan: Plan, progress: Say) -> list[Check]:
     with (
         tempfile.TemporaryDirectory() as folder,
         open_session(recipe, plan, Path(folder) / "run", Outside(environment=os.environ)) as session,
@@ -88,7 +89,7 @@ def _verify_rft(recipe: Recipe, plan: Plan, progress: Callable[[str], None]) -> 
         return _answered(recipe, session.plan, session.model.model, session.process, completions, progress)
 
 
-def _verify_rl(recipe: Recipe, plan: Plan, progress: Callable[[str], None]) -> list[Check]:
+def _verify_rl(recipe: Recipe, plan: Plan, progress: Say) -> list[Check]:
     check_result(recipe)
     rl, process = recipe.rl, Process(0, 1, torch.device(plan.hardware.kind))
     assert rl is not None
@@ -114,7 +115,7 @@ def _answered(
     model: Transformer,
     process: Process,
     completions: Sequence[Completion],
-    progress: Callable[[str], None],
+    progress: Say,
 ) -> list[Check]:
     """What the answers prove of generation, and a training on them of the update (RL's only weighs its losses)."""
     with plain_fp32():
@@ -151,7 +152,7 @@ def _learner_of(
     return Trainer(job_of(model, examples, replace(recipe, train=train), plan, process), process)
 
 
-def _watch(recipe: Recipe, plan: Plan, trainer: Trainer, progress: Callable[[str], None]) -> Case:
+def _watch(recipe: Recipe, plan: Plan, trainer: Trainer, progress: Say) -> Case:
     progress(f"{WARM_UP + WATCHED} updates")
     for _ in range(WARM_UP):
         trainer.turn()
