@@ -68,13 +68,10 @@ class Quality:
         if self.low is not None and self.high is not None:
             parts.append(self._interval(self.worse_by, self.low, self.high))
         timed = {"not worse": "sooner", "worse": "later"}.get(self.verdict, self.verdict)
-        by = (
-            f" by more than {self.margin:g}"
-            if self.verdict != "cannot tell"
-            else f" (margin {self.margin:g})"
-        )
+        unsure = self.verdict == "cannot tell"
+        by = f" (margin {self.margin:g})" if unsure else f" by more than {self.margin:g}"
         parts.append(timed if self.figure == "seconds to the loss" else self.verdict + by)
-        if self.verdict == "cannot tell":
+        if unsure:
             seeds = self.seeds_to_tell
             parts.append(f"about {seeds} seeds would tell" if seeds else "more seeds may tell")
         return ", ".join([*parts, self.note] if self.note else parts)
@@ -102,42 +99,36 @@ class Judge:
 
     def same_training(self, before: Trained, after: Trained, tokens_per_s: float) -> Quality:
         """The same updates under both plans. `tokens_per_s`: of the first, which says how many fit the time."""
-        arms = [
-            self._arm(_cut(recipe, self._updates(recipe, tokens_per_s)), plan)
-            for recipe, plan in (before, after)
+        short = [
+            (_cut(recipe, self._updates(recipe, tokens_per_s)), plan) for recipe, plan in (before, after)
         ]
+        arms = [self._arm(*each) for each in short]
         figure: Figure = "accuracy" if before[0].workload in ("rft", "rl") else "loss"
         margin = self.margin or (ACCURACY_MARGIN if figure == "accuracy" else LOSS_MARGIN)
         pairs: list[tuple[float, float]] = []
         for seed in range(self.seeds):
-            found = [
+            first, second = (
                 self._final(arm, seed, which) for arm, which in zip(arms, ("before", "after"), strict=True)
-            ]
-            if isinstance(found[0], str):
-                return Quality(
-                    figure=figure,
-                    verdict="cannot tell",
-                    margin=margin,
-                    note=f"seed {seed} before the change: {found[0]}",
-                )
-            if isinstance(found[1], str):
-                return Quality(
-                    figure=figure, verdict="worse", margin=margin, note=f"seed {seed} failed: {found[1]}"
-                )
-            pairs.append((found[0], found[1]))
+            )
+            if isinstance(first, str):
+                note = f"seed {seed} before the change: {first}"
+                return Quality(figure=figure, verdict="cannot tell", margin=margin, note=note)
+            if isinstance(second, str):
+                note = f"seed {seed} failed: {second}"
+                return Quality(figure=figure, verdict="worse", margin=margin, note=note)
+            pairs.append((first, second))
         return _judged(figure, pairs, margin)
 
     def other_training(self, before: Trained, after: Trained, tokens_per_s: float) -> Quality:
         """The same time for both recipes; refuses those whose losses do not compare."""
-        timed = [
-            _timed(recipe, self.seconds, self._updates(recipe, tokens_per_s)) for recipe, _ in (before, after)
+        arms = [
+            self._arm(_timed(recipe, self.seconds, self._updates(recipe, tokens_per_s)), plan)
+            for recipe, plan in (before, after)
         ]
-        arms = [self._arm(recipe, plan) for recipe, (_, plan) in zip(timed, (before, after), strict=True)]
 
         def say(text: str) -> None:
-            self.progress(
-                text.replace(arms[0].name, "before the change").replace(arms[1].name, "with the change")
-            )
+            named = text.replace(arms[0].name, "before the change")
+            self.progress(named.replace(arms[1].name, "with the change"))
 
         lanes = race(arms, self.folder, self.facts, seeds=self.seeds, train=self.train, progress=say).lanes
         for arm in arms:

@@ -19,12 +19,13 @@ import os
 import shutil
 import subprocess
 import sys
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import numpy as np
 
 from redline.config.differences import data_of, unlike_data
 from redline.config.load import from_toml, to_toml
@@ -185,17 +186,14 @@ def curve_of(run: Run) -> list[Point]:
     start_up_s = _start_up_s(run)
     # which its own clock does not count
     before_loop_s = _to_first_update_s(run) - run.metrics[0]["elapsed_s"]
-    energy = [
-        (line["elapsed_s"], joules)
-        for line in run.metrics
-        if (joules := number(line.get("energy_j"))) is not None
-    ]
+    metered = [line for line in run.metrics if number(line.get("energy_j")) is not None]
+    clock_s, energy_j = ([line[name] for line in metered] for name in ("elapsed_s", "energy_j"))
     curve: list[Point] = []
     for line in run.metrics:
         loss = number(line.get("valid_loss"))
         if loss is not None and (not curve or loss < curve[-1].loss):
             seconds = before_loop_s + line["elapsed_s"]
-            joules = _between(energy, line["elapsed_s"])
+            joules = float(np.interp(line["elapsed_s"], clock_s, energy_j)) if metered else None
             curve.append(Point(loss, seconds, seconds - start_up_s, line["tokens"], joules))
     return curve
 
@@ -212,33 +210,17 @@ def _start_up_s(run: Run) -> float:
     return max(0.0, _to_first_update_s(run) - (ordinary.value if ordinary else 0.0))
 
 
-def _between(points: Sequence[tuple[float, float]], at: float) -> float | None:
-    """The value at a place between two points, in a straight line; that of the nearest beyond the last."""
-    if not points:
-        return None
-    place = min(max(1, bisect_left(points, (at, -math.inf))), len(points) - 1)
-    if place == 0:
-        return points[0][1]
-    (x0, y0), (x1, y1) = points[place - 1], points[place]
-    share = min(1.0, max(0.0, (at - x0) / (x1 - x0))) if x1 > x0 else 1.0
-    return y0 + share * (y1 - y0)
-
-
 def reached(curve: Sequence[Point], loss: float) -> Point | None:
     """Where a run reached the loss: between the validation before and the first that is as low."""
-    place = next((i for i, point in enumerate(curve) if point.loss <= loss), None)
-    if place is None:
+    if not curve or curve[-1].loss > loss:
         return None
-    if place == 0:
-        return replace(curve[0], loss=loss)
-    before, after = curve[place - 1], curve[place]
-    share = (before.loss - loss) / (before.loss - after.loss)
 
-    def mix(name: str) -> Any:
-        a, b = getattr(before, name), getattr(after, name)
-        return None if a is None or b is None else a + share * (b - a)
+    def there(name: str) -> Any:
+        values = [getattr(point, name) for point in curve]
+        falling = [-point.loss for point in curve]
+        return None if None in values else float(np.interp(-loss, falling, values))
 
-    return Point(loss, *(mix(name) for name in ("seconds", "net_seconds", "tokens", "joules")))
+    return Point(loss, *(there(name) for name in ("seconds", "net_seconds", "tokens", "joules")))
 
 
 def ladder(lanes: Sequence[Lane]) -> list[float]:
