@@ -59,7 +59,7 @@ def raced(folder: Path, train: Trainings, *, seeds: int = 2, arms: tuple[Arm, ..
 
 def test_seconds_count_the_start_up_and_net_seconds_do_not(tmp_path: Path) -> None:
     fast, slow = raced(tmp_path, Trainings(joules=True), seeds=1).lanes
-    assert fast.start_up_s == slow.start_up_s == [8.0]
+    assert fast.start_up_s == slow.start_up_s == (8.0,)
     found = fast.at(4.0)[0]  # update 20
     assert (found.seconds, found.net_seconds, found.tokens) == (28.0, 20.0, 2000)
     assert found.joules == pytest.approx(50 * 23.0)
@@ -85,7 +85,7 @@ def test_a_failed_run_is_told_and_the_race_goes_on(tmp_path: Path) -> None:
     train = Trainings()
     train.fail = "slow-seed-0"
     result = raced(tmp_path, train)
-    assert result.lanes[1].failed == ["loss is nan at step 3"]
+    assert result.lanes[1].failed == ("loss is nan at step 3",)
     assert len(result.lanes[1].curves) == 1
     table = {(row[0], row[1]): row for row in rows(result)}
     assert table["2", "slow"][2] == "1 of 2"
@@ -118,7 +118,7 @@ def test_the_ladder_has_what_every_lane_reached_at_the_end(tmp_path: Path) -> No
     lanes = [lane("a", 5.0, 4.0, 3.3), lane("b", 6.0, 4.4567)]
     rungs = ladder(lanes)
     assert {3.3, 4.457} <= set(rungs)
-    assert rungs == sorted(rungs, reverse=True)
+    assert list(rungs) == sorted(rungs, reverse=True)
     assert rungs[0] <= 5.0
     assert all(any(lane.at(rung) for lane in lanes) for rung in rungs)
     assert ladder([replace(lanes[0], curves=[])]) == []

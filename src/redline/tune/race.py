@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from redline.config.differences import data_of, unlike_data
-from redline.config.load import from_toml, to_toml
+from redline.config.load import build, from_toml, to_toml
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError, MachineError, Say, StorageError
 from redline.launch.processes import ERROR, LAUNCHER
@@ -70,10 +70,10 @@ class Lane:
 
     name: str
     fingerprint: str
-    curves: list[list[Point]]
+    curves: tuple[tuple[Point, ...], ...]
     """Of every seed that ended, its validations with a better loss than before."""
-    start_up_s: list[float]
-    failed: list[str]
+    start_up_s: tuple[float, ...]
+    failed: tuple[str, ...]
 
     @property
     def final(self) -> list[float]:
@@ -89,8 +89,8 @@ class Result:
     machine: dict[str, Any]
     data: dict[str, Any]
     seeds: int
-    rungs: list[float]
-    lanes: list[Lane]
+    rungs: tuple[float, ...]
+    lanes: tuple[Lane, ...]
 
 
 def race(
@@ -111,16 +111,16 @@ def race(
             runs[arm.name].append(found)
             last = curve_of(found)[-1]
             progress(f"  validation loss {last.loss:.4f} after {last.seconds:.0f} s")
-    lanes = [
+    lanes = tuple(
         Lane(
             name=arm.name,
             fingerprint=arm.recipe.fingerprint,
-            curves=[curve_of(run) for run in runs[arm.name]],
-            start_up_s=[_start_up_s(run) for run in runs[arm.name]],
-            failed=failed[arm.name],
+            curves=tuple(curve_of(run) for run in runs[arm.name]),
+            start_up_s=tuple(_start_up_s(run) for run in runs[arm.name]),
+            failed=tuple(failed[arm.name]),
         )
         for arm in arms
-    ]
+    )
     result = Result(
         machine=asdict(facts), data=data_of(arms[0].recipe), seeds=seeds, rungs=ladder(lanes), lanes=lanes
     )
@@ -181,7 +181,7 @@ def train_in_process(recipe: Path, run: Path, plan: Path | None) -> str | None:
 # ---- curves and the ladder ----
 
 
-def curve_of(run: Run) -> list[Point]:
+def curve_of(run: Run) -> tuple[Point, ...]:
     """The validations of a run that were better than all before."""
     start_up_s = _start_up_s(run)
     # which its own clock does not count
@@ -195,7 +195,7 @@ def curve_of(run: Run) -> list[Point]:
             seconds = before_loop_s + line["elapsed_s"]
             joules = float(np.interp(line["elapsed_s"], clock_s, energy_j)) if metered else None
             curve.append(Point(loss, seconds, seconds - start_up_s, line["tokens"], joules))
-    return curve
+    return tuple(curve)
 
 
 def _to_first_update_s(run: Run) -> float:
@@ -223,19 +223,24 @@ def reached(curve: Sequence[Point], loss: float) -> Point | None:
     return Point(loss, *(there(name) for name in ("seconds", "net_seconds", "tokens", "joules")))
 
 
-def ladder(lanes: Sequence[Lane]) -> list[float]:
+def ladder(lanes: Sequence[Lane]) -> tuple[float, ...]:
     """Losses to compare at, from high to low: round ones between the first loss that every lane validated and the
     lowest of all, and of every lane the loss that all of its seeds reached."""
     curves = [curve for lane in lanes for curve in lane.curves if curve]
     if not curves:
-        return []
+        return ()
     top, bottom = min(curve[0].loss for curve in curves), min(curve[-1].loss for curve in curves)
     rough = max(top - bottom, 1e-3) / RUNGS
     size = 10.0 ** math.floor(math.log10(rough))
     step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough)
     rounds = [round(step * n, 6) for n in range(math.ceil(bottom / step), math.floor(top / step) + 1)]
-    finals = [math.ceil(max(lane.final) * 1000) / 1000 for lane in lanes if lane.curves]
-    return sorted({*rounds, *finals}, reverse=True)
+    finals = [_last(lane) for lane in lanes if lane.curves]
+    return tuple(sorted({*rounds, *finals}, reverse=True))
+
+
+def _last(lane: Lane) -> float:
+    """The loss that all of its seeds reached, rounded up."""
+    return math.ceil(max(lane.final) * 1000) / 1000
 
 
 # ---- what it says ----
@@ -289,38 +294,28 @@ def _spread(values: Sequence[float], form: str) -> str:
 def slower_than(result: Result, recorded: Path) -> list[str]:
     """What is slower than in a recorded race on the same kind of machine, beyond the interval over the seeds; refuses a
     record that cannot be compared."""
-    before = read_json(recorded, dict, error=ConfigError)
     try:
-        lanes = {
-            lane["name"]: Lane(
-                **{**lane, "curves": [[Point(**p) for p in curve] for curve in lane["curves"]]}
-            )
-            for lane in before["lanes"]
-        }
-        rungs, machine, data = [float(rung) for rung in before["rungs"]], before["machine"], before["data"]
-    except (KeyError, TypeError, ValueError) as error:
+        before = build(Result, read_json(recorded, dict, error=ConfigError), where="it")
+    except ConfigError as error:
         raise ConfigError(
-            f"{recorded} is not the race.json of a race ({error!r}): give one with --against"
+            f"{recorded} is not the race.json of a race ({error}): give one with --against"
         ) from error
-    if not same_kind(machine, result.machine):
+    if not same_kind(before.machine, result.machine):
         raise ConfigError(f"{recorded} was made on another kind of machine: record one here first")
-    if data != result.data:
+    if before.data != result.data:
         raise ConfigError(
             f"{recorded} is of other data or another validation set: record a race on this one first"
         )
-    both = [
-        (lane, lanes[lane.name]) for lane in result.lanes if lane.name in lanes and lanes[lane.name].curves
-    ]
+    then = {lane.name: lane for lane in before.lanes if lane.curves}
+    both = [(lane, then[lane.name]) for lane in result.lanes if lane.name in then]
     if not both:
         raise ConfigError(f"{recorded} holds none of these recipes: give the record of a race between them")
-    return [
-        why for now, then in both if (why := _slower(now, then, [*rungs, math.ceil(max(then.final) * 1e3) / 1e3]))
-    ]  # fmt: skip
+    return [why for pair in both if (why := _slower(*pair, before.rungs))]
 
 
 def _slower(now: Lane, then: Lane, rungs: Sequence[float]) -> str:
     """Judged at the lowest loss that all seeds of the record reached."""
-    loss = min(rung for rung in rungs if len(then.at(rung)) == len(then.curves))
+    loss = min(rung for rung in (*rungs, _last(then)) if len(then.at(rung)) == len(then.curves))
     before, here = ([math.log(p.seconds) for p in lane.at(loss)] for lane in (then, now))
     if len(here) < len(now.curves) or not here:
         return f"{now.name} reached a loss of {loss:g} with {len(here)} of {len(now.curves)} seeds, then with all"
