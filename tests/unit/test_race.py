@@ -121,7 +121,7 @@ def test_the_ladder_has_what_every_lane_reached_at_the_end(tmp_path: Path) -> No
     assert list(rungs) == sorted(rungs, reverse=True)
     assert rungs[0] <= 5.0
     assert all(any(lane.at(rung) for lane in lanes) for rung in rungs)
-    assert ladder([replace(lanes[0], curves=[])]) == []
+    assert ladder([replace(lanes[0], curves=[])]) == ()
 
 
 def test_a_gate_passes_the_same_times_and_names_what_became_slower(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from redline.config.load import to_toml
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError, MachineError, Say, TrainingError
 from redline.measure.process import Children
-from redline.measure.statistics import hopeless
+from redline.measure.statistics import Comparison, hopeless
 from redline.measure.trial import Measurement, Pair, PeakMemory, Timing, Trial, TrialFolder, train_trial
 from redline.measure.turns import Turns
 from redline.plan.plan import PLANNED, Plan, Why
@@ -39,7 +39,6 @@ STEP = 1.8
 """The micro-batch walks along divisors of the batch, each at least this many times the one before."""
 LONG_STEP_S = 0.5
 """An update predicted longer than this is cut short in trials."""
-NO_GAIN = (1.0, 1.0, 1.0)
 
 
 def tune(
@@ -83,8 +82,8 @@ class _Search:
         self.fixed = set(pinned(rules))
         self.best_measured = self.rules_measured = self.alone = Measurement(outcome="ok")
         """What the best plan gave; what the rules' plan gave; and what the latter gave alone, at the start."""
-        self.gain = NO_GAIN
-        """What the pairs say the best plan is worth, with its interval: the product of those that were kept."""
+        self.gains: list[Comparison] = []
+        """Those that were kept: what the best plan is worth is their product."""
         self.table = TrialTable(turns.say)
         self.untried: list[str] = []
         self.why: dict[str, Why] = {}
@@ -145,39 +144,34 @@ class _Search:
 
     def finish(self, judge: Judge | None) -> tuple[Plan, TuningResult]:
         """The winner against the rules' plan once more: a choice among many flatters the chosen one."""
-        gain, paired, unconfirmed = NO_GAIN, True, ""
-        quality: Quality | None = None
+        unconfirmed, quality = "", None
         if differing(self.rules, self.best):
-            pair = self._last_pair()
+            pair, name = self._last_pair(), f"{FINAL} {self.against}"
             if pair is None or (comparison := pair.comparison) is None:
-                gain, unconfirmed = self.gain, "the time was over"
-                if pair is not None:
-                    unconfirmed = str(pair.before.error or pair.after.error)
+                unconfirmed = str(pair.before.error or pair.after.error) if pair else "the time was over"
                 note = f"failed: {unconfirmed}; run the same command again to repeat it"
                 after = pair.after if pair else None
-                self.table.add(f"{FINAL} {self.against}", measured=after, note=note, verdict="not compared")
+                self.table.add(name, measured=after, note=note, verdict="not compared")
+            elif comparison.verdict == "faster":
+                self.table.add(name, pair=pair, kept=True)
+                self.best_measured, self.gains = pair.after, [comparison]
             else:
-                faster = comparison.verdict == "faster"
-                self.table.add(f"{FINAL} {self.against}", pair=pair, kept=faster)
-                if faster:
-                    self.best_measured, paired = pair.after, comparison.paired
-                    gain = comparison.ratio, comparison.low, comparison.high
-                else:
-                    self.turns.say(f"{self.against} stays")
-                    self.best, self.best_measured, self.why = self.rules, pair.before, {}
+                self.table.add(name, pair=pair)
+                self.turns.say(f"{self.against} stays")
+                self._stay(pair.before)
         if judge is not None and differing(self.rules, self.best):
             quality = self._trained(judge)
             if not quality.passed:
-                gain, paired, unconfirmed = NO_GAIN, True, ""
-                self.best, self.best_measured, self.why = self.rules, self.rules_measured, {}
-        plan = self._explained()
+                unconfirmed = ""
+                self._stay(self.rules_measured)
+        plan, gains = self._explained(), self.gains if differing(self.rules, self.best) else []
         result = TuningResult(
             tuned_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             against=self.against,
-            ratio=gain[0],
-            low=gain[1],
-            high=gain[2],
-            paired=paired,
+            ratio=math.prod((gain.ratio for gain in gains), start=1.0),
+            low=math.prod((gain.low for gain in gains), start=1.0),
+            high=math.prod((gain.high for gain in gains), start=1.0),
+            paired=bool(unconfirmed) or all(gain.paired for gain in gains),
             tokens_per_s=self.best_measured.tokens_per_s,
             trials=sum(row.outcome is not None for row in self.table.rows),
             elapsed_s=self.turns.clock() - self.turns.began_s,
@@ -188,6 +182,10 @@ class _Search:
         )
         keep(self.turns.folder.path, plan, result)
         return plan, result
+
+    def _stay(self, measured: Measurement) -> None:
+        """Go back to the rules' plan, which gave this."""
+        self.best, self.best_measured, self.why = self.rules, measured, {}
 
     def _trained(self, judge: Judge) -> Quality:
         before, after = (self.recipe, self.rules), (self.recipe, self.best)
@@ -222,12 +220,12 @@ class _Search:
         self._explain(candidate, pair, kept)
         if kept:
             self.best, self.best_measured = plan, pair.after
-            self.gain = _times(self.gain, pair)
+            self.gains.append(pair.comparison)
         if same_training and differing(self.asked, self.rules) and not differing(self.asked, plan):
             self.turns.say("the rules' plan runs after all: gains are measured against it from now on")
             self.rules, self.rules_measured = self.asked, pair.after
-            turned = Pair(before=pair.after, after=pair.before, paired=pair.paired)
-            self.gain = NO_GAIN if kept else _times(NO_GAIN, turned)
+            turned = Pair(before=pair.after, after=pair.before, paired=pair.paired).comparison
+            self.gains = [turned] if turned and not kept else []
         return kept
 
     def _judge(self, candidate: Candidate, plan: Plan, pair: Pair) -> tuple[bool, str, bool]:
@@ -372,12 +370,6 @@ def shorten(recipe: Recipe, plan: Plan) -> Recipe:
     # the recipe's do.
     few = next(d for d in divisors(batch) if d >= min(4 * micro, batch) and d % micro == 0)
     return recipe if few == batch else recipe.with_rows(few)
-
-
-def _times(gain: tuple[float, float, float], pair: Pair) -> tuple[float, float, float]:
-    found = pair.comparison
-    assert found is not None
-    return gain[0] * found.ratio, gain[1] * found.low, gain[2] * found.high
 
 
 def _shape(plan: Plan) -> tuple[Any, ...]:
