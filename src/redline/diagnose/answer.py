@@ -101,7 +101,7 @@ def too_little(observed: Observed) -> str | None:
         return "No update is recorded, so nothing can be said about speed."
     if not any(s.step_s for s in observed.steps):
         own = observed.format == "run"
-        how = "write `step_s` with every update" if own else observed.trainer.option("times")
+        how = "write `step_s` with every update" if own else observed.trainer.options["times"]
         return f"The log holds no times, so nothing can be said about speed: {how}."
     if not observed.enough:
         return f"Only {len(observed.steady)} timed update(s) after the warm-up, fewer than {FEWEST_UPDATES}: too few to judge the speed."

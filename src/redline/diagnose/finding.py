@@ -9,14 +9,13 @@ faster, but what was believed because of it should not be. How sure a finding is
 right.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, reduce
 from typing import Any, Literal
 
 from redline.diagnose.data import table
-from redline.diagnose.trainers import Trainer
+from redline.diagnose.observed import Range
 from redline.optimizations.catalogue import catalogue
 from redline.record.units import format_amount, format_duration
 
@@ -36,19 +35,13 @@ Shown = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Gain:
+class Gain(Range):
     """A predicted speed-up as a range, and the arithmetic behind it."""
 
-    low: float
-    high: float
     why: str
 
     def __str__(self) -> str:
         return f"{self.low:.2f} to {self.high:.2f}× predicted"
-
-    @property
-    def middle(self) -> float:
-        return math.sqrt(self.low * self.high)
 
 
 @dataclass(frozen=True)
@@ -103,16 +96,6 @@ def precision(cause: str) -> float:
     return float((right + PRIOR * prior) / (seen + PRIOR))
 
 
-@dataclass(frozen=True)
-class _Options:
-    """What a trainer calls its options, for templates: {option.workers}."""
-
-    trainer: Trainer
-
-    def __getattr__(self, name: str) -> str:
-        return self.trainer.option(name)
-
-
 class _Values(dict[str, Any]):
     """What the words of a finding may name: seconds in milliseconds too, bytes in GiB too."""
 
@@ -137,8 +120,8 @@ def found(
         return []
     mean_s = observed.mean("step_s")
     values = _Values(facts=observed.facts, update_s=mean_s or 0.0, speed=observed.tokens_per_s)
+    values["option"] = observed.trainer.options
     values |= {name: observed.median(name) for name in ("step_s", "tokens")} | dict(shown)
-    values["option"] = _Options(observed.trainer)
     gain, predicted = shown.get("gain") or entry.get("gain"), None
     saves = shown.get("saves") or [part * share for part in entry.get("saves", ()) if share is not None]
     if gain or saves:

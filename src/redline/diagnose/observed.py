@@ -6,7 +6,7 @@ convert or to guess says so in `notes`. None stands for what a log does not hold
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import pairwise
 from statistics import fmean, median
@@ -22,6 +22,11 @@ from redline.record.slowest import Slowest
 PHASES = ("generate_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "communication_s")
 FEWEST_UPDATES = 6
 """A share of the update is told from this many updates after the warm-up on: one or two may be anything."""
+
+
+def warm_up(count: int) -> int:
+    """How many of so many timed lines are left out."""
+    return min(WARM_UP, max(count // 3, count > 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +73,10 @@ class Step:
         """The wait for the loader that the step felt: on a GPU, the part that outlasted the update before it."""
         waited, idle = self.data_wait_s or 0.0, self.idle_s
         return waited if idle is None else min(waited, idle)
+
+
+MEASURED = {field.name for field in fields(Step)} - {"step", "not_a_number", "bad_norm", "cold", "more"}
+"""The numbers of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +233,7 @@ class Observed:
         timed = [s for s in self.steps if s.step_s]
         if any(s.cold is not None for s in timed):
             return tuple(s for s in timed if not s.cold)
-        return tuple(timed[min(WARM_UP, max(len(timed) // 3, len(timed) > 1)) :])
+        return tuple(timed[warm_up(len(timed)) :])
 
     @cached_property
     def stride(self) -> int:

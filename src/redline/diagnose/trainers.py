@@ -2,7 +2,7 @@
 there.
 
     trainer = recognise(text)
-    trainer.title, facts_of(trainer, head), trainer.option("micro_batch")
+    trainer.title, facts_of(trainer, head), trainer.options["micro_batch"]
 """
 
 import math
@@ -46,11 +46,10 @@ class Trainer:
     title: str
     entry: dict[str, Any]
 
-    def option(self, fix: str, *, own: bool = False) -> str:
-        """What a fix is called in this trainer's options; where it has no name for it, in general words, or nothing
-        where only its `own` will do."""
-        named = self.entry.get("options", {}).get(fix)
-        return str(named or ("" if own else table("trainers")["any"]["options"].get(fix, "")))
+    @property
+    def options(self) -> dict[str, str]:
+        """What each fix is called in this trainer's options; in general words where it has no name for one."""
+        return {**table("trainers")["any"]["options"], **self.entry.get("options", {})}
 
 
 def named(name: str) -> Trainer:

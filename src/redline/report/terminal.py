@@ -56,8 +56,7 @@ def print_report(runs: list[RunView], console: Console) -> None:
         _bars(out, "Memory", run.memory_bars if run.summary.memory.predicted_bytes else [], shares=False)
         print_ablation(run.ablation, console)
         if len(runs) == 1 and run.plan:
-            rows = [(row.name, row.value, row.source, row.reason) for row in run.plan]
-            out.part("Plan", Grid(("value", "", "source", "reason"), rows))
+            out.part("Plan", Grid(("value", "", "source", "reason"), run.plan))
         out.line()
     if len(runs) > 1:
         _comparison(out, runs)

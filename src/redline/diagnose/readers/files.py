@@ -39,10 +39,10 @@ _COMMAS = re.compile(r"[-+]?\d{1,15}(?:[.,]\d{1,20}){1,6}(?:[eE][-+]?\d+)?")
 _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?")
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*\x07?|[@-Z\\-_])")
 _LAUNCHER = re.compile(
-    r"\s*(?:\[(?:default|\w*rank)?[ _]?\d{1,5}\]:|\[\d+,\d+\]<std\w+>:|\((?:\w+) pid=\d+(?:, ip=[\d.]+)?\)|[\w.-]+: (?=\[?rank))\s?"
+    r"^\s*(?:\[(?:default|\w*rank)?[ _]?\d{1,5}\]:|\[\d+,\d+\]<std\w+>:|\((?:\w+) pid=\d+(?:, ip=[\d.]+)?\)|[\w.-]+: (?=\[?rank))\s?"
 )
 """torchrun's [rank0]: and [default0]:, mpirun's [1,0]<stdout>:, Ray's (TaskRunner pid=1)."""
-_NUMBERED = re.compile(r" {0,5}\d{1,5}: ")
+_NUMBERED = re.compile(r"^ {0,5}\d{1,5}: ")
 """`srun -l`; taken off only where most lines begin so, for a trainer may number its own lines."""
 
 
@@ -94,13 +94,8 @@ def lines_of(text: str) -> list[str]:
     lines = [line.rstrip() for line in lines]
     shown = [line for line in lines[:2000] if line]
     if sum(_NUMBERED.match(line) is not None for line in shown) > 0.5 * len(shown):
-        lines = [_without(_NUMBERED, line) for line in lines]
-    return [_without(_LAUNCHER, _without(_LAUNCHER, line)) for line in lines]  # a launcher inside a launcher
-
-
-def _without(prefix: re.Pattern[str], line: str) -> str:
-    found = prefix.match(line)
-    return line[found.end() :] if found else line
+        lines = [_NUMBERED.sub("", line) for line in lines]
+    return [_LAUNCHER.sub("", _LAUNCHER.sub("", line)) for line in lines]  # a launcher inside a launcher
 
 
 @dataclass

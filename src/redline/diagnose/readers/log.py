@@ -3,13 +3,12 @@
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from itertools import accumulate
 from pathlib import Path
 from statistics import mode
 from typing import Any
 
-from redline.diagnose.observed import Facts, Observed, Step
+from redline.diagnose.observed import MEASURED, Facts, Observed, Step
 from redline.diagnose.readers import physics
 from redline.diagnose.readers.cells import finite
 from redline.diagnose.readers.files import HEAD, Source, source_of
@@ -30,7 +29,6 @@ _LIST_OF_RUNS = {"Name", "State", "Runtime", "Created"}
 OF_A_RUN = {"block_size": "seq_len", "n_params": "parameters", "n_layer": "num_layers"}
 OF_A_RUN |= {"n_embd": "hidden_size"} | {name: name for name in ("batch_size", "eval_iters", "eval_interval")}
 """Columns of a table of runs that are facts."""
-STEP_VALUES = {field.name for field in fields(Step)} - {"step", "not_a_number", "bad_norm", "cold", "more"}
 
 
 def read_log(path: Path, columns: Mapping[str, str], given: Mapping[str, Any]) -> Observed | None:
@@ -276,7 +274,7 @@ def _observed(
 
 
 def _step(row: Row, lost: set[int]) -> Step:
-    values = {name: row.values[name] for name in STEP_VALUES if row.values.get(name) is not None}
+    values = {name: row.values[name] for name in MEASURED if row.values.get(name) is not None}
     values["tokens"] = values.get("tokens") or None  # type: ignore[assignment]
     gone = row.step in lost
     return Step(step=row.step, not_a_number=gone, bad_norm="grad_norm" in row.lost, more=row.more, **values)  # type: ignore[arg-type]

@@ -5,13 +5,12 @@ The folder of a watched loop (observe/) has no recipe: its plan.json holds what 
 machine.
 """
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from redline.config.load import from_toml
 from redline.config.recipe import Recipe
-from redline.diagnose.observed import Facts, Observed, Step
+from redline.diagnose.observed import MEASURED, Facts, Observed, Step
 from redline.diagnose.readers.cells import finite
 from redline.diagnose.trainers import named
 from redline.errors import ConfigError, DataError
@@ -21,9 +20,6 @@ from redline.plan.plan import Plan
 from redline.record import read
 from redline.record.run import RunFolder
 from redline.record.slowest import slowest
-
-_NAMES = {field.name for field in fields(Step)}
-_NAMES -= {"step", "tokens", "more", "not_a_number", "bad_norm", "cold"}
 
 
 def read_run(path: Path) -> Observed:
@@ -52,7 +48,8 @@ def observed(run: read.Run) -> Observed:
 
 
 def _step(line: dict[str, Any], *, cold: bool) -> Step:
-    known = {name: value for name in _NAMES & line.keys() if (value := finite(line[name])) is not None}
+    names = MEASURED & line.keys() - {"tokens"}
+    known = {name: value for name in names if (value := finite(line[name])) is not None}
     bad = any(name in line and finite(line[name]) is None for name in ("loss", "grad_norm"))
     lost = bad and not line.get("skipped")
     reward_s = finite(line.get("reward_s"))

@@ -12,6 +12,7 @@ from itertools import pairwise
 from statistics import linear_regression, median
 from typing import Any
 
+from redline.diagnose.observed import warm_up
 from redline.diagnose.readers.rows import Log, Row
 
 SHOWS = 0.05
@@ -47,7 +48,7 @@ class Timed:
     def typical(self, quantity: str) -> float | None:
         """Median of a quantity over the lines behind the warm-up."""
         values = [row.values[quantity] for row in self.rows if row.values.get(quantity)]
-        return _middle(values[min(5, max(len(values) // 3, len(values) > 1)) :])
+        return _middle(values[warm_up(len(values)) :])
 
 
 def timed(

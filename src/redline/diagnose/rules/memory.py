@@ -53,26 +53,26 @@ def shape_of(facts: Facts) -> ModelConfig | None:
 def recomputation(observed: Observed) -> list[Finding]:
     """Recomputation on, and memory that may be enough without it: what a device would need if every activation were kept,
     at the pass that the run has."""
-    facts, share, option = observed.facts, observed.memory_share, observed.trainer.option
+    facts, share, option = observed.facts, observed.memory_share, observed.trainer.options
     if observed.plan or not observed.steps or facts.recompute not in RECOMPUTING or (share or 0.0) > 0.6:
         return []
     named, low, high, costs = RECOMPUTING[facts.recompute]
     model, tokens, have = shape_of(facts), facts.tokens_a_pass, facts.memory_bytes
     used = observed.median("memory_bytes") or facts.memory_used_bytes
-    selective, needed_bytes = option("selective", own=True), None
+    selective, needed_bytes = observed.trainer.entry.get("options", {}).get("selective"), None
     if model and tokens and used:
         now = "selective" if facts.recompute == "selective" else "full"
         kept, every = (arithmetic.kept_bytes(model, "bf16", how, True) for how in (now, "none"))  # type: ignore[arg-type]
         needed_bytes = used + tokens * model.num_layers * (every - kept)
     if needed_bytes is None or have is None:
         first = f"{selective} first, then " if selective else ""
-        advice = f"{first}{option('recompute')}, if the memory suffices: it is not in the log"
+        advice = f"{first}{option['recompute']}, if the memory suffices: it is not in the log"
         low, strength = 1.0, 0.5 if share is None else 0.6
     elif needed_bytes <= FULL * have:
-        advice, strength = f"turn it off: {option('recompute')}", 1.0
+        advice, strength = f"turn it off: {option['recompute']}", 1.0
     else:
         smaller = max(1, math.floor((facts.micro_batch or 1) * FULL * have / needed_bytes))
-        passes = f"{option('micro_batch').removeprefix('a larger ')} {smaller}"
+        passes = f"{option['micro_batch'].removeprefix('a larger ')} {smaller}"
         other = f"{selective}; or " if selective else ""
         advice = f"{other}none of it with a smaller pass ({passes}): at this one it would not fit"
         low, high, strength = 1.02, min(high, 1.25), 0.8

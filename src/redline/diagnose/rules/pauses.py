@@ -215,7 +215,6 @@ def pauses(observed: Observed) -> list[Finding]:
     for what, times_s in lost.items():
         count, each_s = len(times_s), sum(times_s) / max(1, len(times_s))
         share = sum(times_s) / total_s if total_s > 0 else 0.0
-        less = observed.trainer.option(what)
         cause = ("host-gap", "logging") if what == "logging" else (f"{what}-pause", "")
         findings += found(cause[0], locals(), cause[1])
     return findings
@@ -228,7 +227,7 @@ def planned_pauses(observed: Observed) -> list[Finding]:
     lines = observed.format in ("runs", "csv", "jsonl")
     if not facts.eval_iters or not facts.eval_interval or told or not lines:
         return []
-    passes, less = 2 * facts.eval_iters, observed.trainer.option("validation")
+    passes = 2 * facts.eval_iters
     share = 1 / (1 + 1.5 * facts.eval_interval * (facts.accumulation or 1.0) / facts.eval_iters)
     return found("validation-pause", locals(), "settings", strength=0.6)
 

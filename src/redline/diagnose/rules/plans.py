@@ -176,5 +176,5 @@ def _mended(observed: Observed, share: float) -> tuple[float, str, str]:
         mend += "; then a faster link, or fewer processes"
         return 1 - left, mend, f"{left:.0%} of the passes wait as much each, or all of it is hidden"
     gloo = plan is not None and plan.hardware.kind != "cuda"
-    mend = observed.trainer.option("gloo" if gloo else "communication")
+    mend = observed.trainer.options["gloo" if gloo else "communication"]
     return FASTER_LINK, mend, "a link of twice the speed, or one that is hidden altogether"
