@@ -48,9 +48,8 @@ def split(observed: Observed) -> dict[str, float]:
 
 def mfu(observed: Observed) -> tuple[float, str] | None:
     """MFU with its convention: by arithmetic where the GPU is known, else as the log prints it."""
-    facts, rate, spec = observed.facts, achieved(observed), observed.spec
-    if rate and spec and facts.gpus and facts.mfu_scope == "the step":
-        peak = spec.bf16_tflops or spec.fp16_tflops
+    facts, rate, peak = observed.facts, achieved(observed), observed.peak_tflops
+    if rate and peak and facts.gpus and facts.mfu_scope == "the step":
         counted = "as the log counts FLOPs" if facts.flops_per_token else "6N + 12LdT"
         return rate[0] / peak, f"{counted}, against {peak:,.0f} TFLOP/s"
     printed = observed.median("mfu")

@@ -13,6 +13,7 @@ from typing import Any
 
 from redline.diagnose.data import table
 from redline.diagnose.readers.cells import COUNTS, amount, finite
+from redline.machine.specs import SPECS
 
 _NO_NUMBER = re.compile(r"\d{40,}")
 """Taken out before patterns look for numbers, which take long over a run of digits."""
@@ -24,10 +25,8 @@ _BOARDS = re.compile(
     _LISTED
     + r"((?:RTX )?(?:[ABHL]\d{1,3}S?|V100|P100|T4|GH200|RTX \d{4}|GeForce RTX \d{4})(?:[ -](?:\d+GB|HBM3e?|SXM\d?|PCIE|PCIe|NVL))*)"
 )
-_FAMILIES = {"H200": "h200-141g", "GH200": "h200-141g", "H100 PCIe": "h100-pcie-80g", "H100": "h100-80g"}
-_FAMILIES |= {"A100": "a100-80g", "V100": "v100-32g", "B200": "b200-192g", "L40S": "l40s-48g", "L4": "l4-24g"}
-_FAMILIES |= {"T4": "t4-16g", "RTX 3090": "rtx-3090-24g", "RTX 4090": "rtx-4090-24g"}
-"""Name in a log: board of the datasheet table."""
+FAMILIES = {name.rpartition("-")[0].replace("-", " "): name for name in SPECS} | {"gh200": "h200-141g"}
+"""Name in a log: board of the datasheet table, of several the largest."""
 _RUN_NAME = re.compile(
     r"(?:experiment|run|job)[_ ]?(?:name|id)\W{1,4}[\w.-]{0,60}?(v100|a100|h100|h200|b200)(?![a-z0-9])",
     re.IGNORECASE,
@@ -119,9 +118,10 @@ def _last(name: str, pattern: str, head: str) -> float | str | None:
 def _gpu(head: str) -> str | None:
     """The board that a log names as a device, with the vendor in front, or in the name that the run was given."""
     for found in _BOARDS.finditer(head):
-        name = found[1].strip().removeprefix("GeForce ")
-        board = next((board for family, board in _FAMILIES.items() if name.startswith(family)), None)
-        if board:
-            return "a100-40g" if board == "a100-80g" and "40GB" in name else board
+        name = found[1].lower().replace("-", " ").removeprefix("geforce ")
+        fits = [family for family in FAMILIES if re.match(rf"{family}\b", name)]
+        if fits:
+            board = FAMILIES[max(fits, key=len)]
+            return "a100-40g" if board == "a100-80g" and "40gb" in name else board
     named = _RUN_NAME.search(head)
-    return _FAMILIES[named[1].upper()] if named else None
+    return FAMILIES[named[1].lower()] if named else None

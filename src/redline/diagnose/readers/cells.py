@@ -21,7 +21,7 @@ SHARES = {"": 1.0, "%": 0.01}
 
 PARTS_S = (86400, 3600, 60, 1)
 _AMOUNT = re.compile(
-    r"(\d{1,3}(?:,\d{3})+(?:\.\d+)?|(?:\d++\.?\d*+|\.\d++)(?:e[-+]?\d+)?)\s*([a-z]*)", re.IGNORECASE
+    r"(\d{1,3}(?:,\d{3})+(?:\.\d+)?|(?:\d++\.?\d*+|\.\d++)(?:e[-+]?\d+)?)\s*([a-zµ%]*)", re.IGNORECASE
 )
 _CLOCK = re.compile(r"(?:(\d{1,6}) days?,? *)?(\d{1,6}):(\d\d)(?::(\d\d(?:[.,]\d+)?))?")
 _SPELT = re.compile(

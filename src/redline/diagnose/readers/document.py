@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from redline.diagnose.data import patterns
 from redline.diagnose.observed import Claim, Facts, Observed, Range, Setting
+from redline.diagnose.trainers import FAMILIES
 
 LONGEST_LINE = 20_000
 PAGE = patterns("page")
@@ -22,7 +23,7 @@ _NAMES = {
     "gpu_util": ("gpu utilization", "gpu util"),
 }
 _SCALE = {"K": 1e3, "M": 1e6, "B": 1e9}
-_BOARDS = {"H200": "h200-141g", "H100": "h100-80g", "A100": "a100-80g", "V100": "v100-32g"}
+_BOARDS = ("H200", "H100", "A100", "V100")
 
 
 def is_document(text: str) -> bool:
@@ -188,7 +189,7 @@ def canonical(name: str) -> str:
 def _facts(text: str, page: _Page) -> Facts:
     counts = {name: len(re.findall(rf"\b{name}", text)) for name in _BOARDS}
     named = max(counts, key=lambda name: counts[name])
-    boards = r"\b(\d{1,6})\s?(?:x ?)?(?:H200|H100|A100|V100)s?\b(?! ?\d)"
+    boards = rf"\b(\d{{1,6}})\s?(?:x ?)?(?:{'|'.join(_BOARDS)})s?\b(?! ?\d)"
     many = re.search(boards, text) or re.search(r"--num-gpus[= ](\d{1,6})\b", text)
     sizes = set(re.findall(r"(?<![\w.])(\d{1,6}(?:\.\d{1,3})?[MB]) param", text))
     setting = {s.name.split(".")[-1]: s.value for s in page.settings if s.when != "after"}
@@ -198,7 +199,7 @@ def _facts(text: str, page: _Page) -> Facts:
         return float(setting[name]) if re.fullmatch(r"\d{1,15}(\.\d{1,9})?", setting.get(name, "")) else None
 
     return Facts(
-        gpu=_BOARDS[named] if counts[named] else None,
+        gpu=FAMILIES[named.lower()] if counts[named] else None,
         gpus=float(many[1]) if many else None,
         parameters=quantities(sizes.pop())[0][0].low if len(sizes) == 1 else None,
         batch_size=value("train_batch_size"),

@@ -211,11 +211,6 @@ def _bar(log: Log, lines: Sequence[Row]) -> list[Row]:
         names = ("loss", "grad_norm", "tokens_total", "tokens")
         at.values = {name: row.values[name] for name in names if name in row.values} | at.values
         at.more, at.lost = at.more | row.more, at.lost | row.lost
-    sums = [(row.step, row.values.pop("tokens_total")) for row in bar if "tokens_total" in row.values]
-    if len(sums) > 2 and sums[-1][0] > sums[0][0]:  # an epoch of two digits does not place a line to the step
-        each = (sums[-1][1] - sums[0][1]) / (sums[-1][0] - sums[0][0])
-        for row in bar:
-            row.values.setdefault("tokens", each)
     return bar
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from redline.diagnose.readers.cells import BYTES, COUNTS, SECONDS, duration_s, finite, number
+from redline.diagnose.readers.cells import SECONDS, amount, duration_s, finite, number
 from redline.diagnose.readers.columns import Column, assign, is_held_out, plain, synonyms, units_of
 from redline.diagnose.readers.miner import Mined, seconds_of
 from redline.errors import ConfigError, DataError, nearest
@@ -209,15 +209,10 @@ def _value(raw: Any, quantity: str, column: Column) -> float | None:
         return None
     if quantity == "step":
         return number(text.partition("/")[0])
-    timed = units_of(quantity) is SECONDS
-    if timed and (seconds := duration_s(raw)) is not None:
+    units = units_of(quantity)
+    if units is SECONDS and (seconds := duration_s(raw)) is not None:
         return seconds
-    if text.endswith("%"):
-        return None if (share := number(text[:-1])) is None else share / 100
-    digits = text.rstrip("KMGTBkibms")
-    units = BYTES if quantity == "memory_bytes" else SECONDS if timed else COUNTS
-    factor, value = units.get(text[len(digits) :].lower()), number(digits)
-    return value * factor if value is not None and factor is not None else None
+    return amount(text, units)
 
 
 def _total(cells: Mapping[str, Any], columns: Mapping[str, Column]) -> float:
