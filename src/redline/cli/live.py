@@ -211,35 +211,21 @@ class PlainView:
 
 def figures(seen: Seen) -> list[tuple[str, str, str, str]]:
     """The known figures: name, value, note for the panel, form in a plain line (empty: not shown there)."""
-    line, sampled = seen.last, "samples" in seen.last
+    line, checked, sampled = seen.last, seen.validation, "samples" in seen.last
     drawn = line.get("samples") if line.get("samples") != line.get("questions_done") else None
     to_come = f"at most {line['samples_left']:,} to come" if line.get("samples_left") else ""
     typical = f"median {format_count(seen.median_of('tokens_per_s'))} · {format_duration(seen.median_of('step_s'))} a step"
     after = f"after {format_duration(line.get('elapsed_s'))}"
-    rewards = {name: value for name, value in line.items() if name.startswith("reward.")}
-    domains = [f"{name.removeprefix('reward.')} {_fixed(value, '.2f')}" for name, value in rewards.items()]
+    domains = [(name.removeprefix("reward."), line[name]) for name in line if name.startswith("reward.")]
+    rewards = [f"{name} {_fixed(value, '.2f')}" for name, value in domains]
+    rewarded = ", ".join([f"{format_share(line.get('accuracy'))} correct", *rewards])
     rows = [
         ("samples", _fixed(drawn, ","), to_come, "{} samples"),
         ("correct", format_share(success_rate(line)), "of the samples", "{} correct"),
-        (
-            "reward",
-            _fixed(line.get("reward"), ".3f"),
-            ", ".join([f"{format_share(line.get('accuracy'))} correct", *domains]),
-            "reward {}",
-        ),
+        ("reward", _fixed(line.get("reward"), ".3f"), rewarded, "reward {}"),
         ("loss", _fixed(seen.loss, ".3f"), f"smoothed {_fixed(seen.smoothed_loss, '.3f')}", "loss {}"),
-        (
-            "validation",
-            _fixed(seen.validation.get("valid_loss"), ".3f"),
-            " · ".join(told_validation(seen.validation)),
-            "",
-        ),
-        (
-            "held out",
-            format_share(seen.validation.get("valid_accuracy")),
-            "answered correctly",
-            "held out {}",
-        ),
+        ("validation", _fixed(checked.get("valid_loss"), ".3f"), " · ".join(told_validation(checked)), ""),
+        ("held out", format_share(checked.get("valid_accuracy")), "answered correctly", "held out {}"),
         ("lr", _fixed(line.get("lr"), ".1e"), "", "lr {}"),
         ("speed", format_rate(line.get("tokens_per_s"), "tok"), "new tokens" if sampled else typical, "{}"),
         ("workers", *_workers(line.get("workers"))),

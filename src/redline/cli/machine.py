@@ -20,11 +20,8 @@ ARGUMENTS = """
 def run(options: argparse.Namespace) -> None:
     facts = read_facts()
     ceilings = None if options.facts else ceilings_of(facts, refresh=options.refresh)
-    answer(
-        options,
-        {"facts": asdict(facts), "ceilings": asdict(ceilings) if ceilings else None},
-        lambda: print_machine(facts, ceilings),
-    )
+    found = {"facts": asdict(facts), "ceilings": asdict(ceilings) if ceilings else None}
+    answer(options, found, lambda: print_machine(facts, ceilings))
 
 
 def print_machine(facts: MachineFacts, ceilings: Ceilings | None) -> None:

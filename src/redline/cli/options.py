@@ -74,11 +74,8 @@ def find_model(options: argparse.Namespace) -> Path:
 
 def typed_pins(options: argparse.Namespace) -> frozenset[str]:
     """Names of the plan values that the user typed with --set."""
-    return frozenset(
-        text.partition("=")[0].strip().removeprefix("plan.")
-        for text in options.set
-        if text.strip().startswith("plan.")
-    )
+    keys = (text.partition("=")[0].strip() for text in options.set)
+    return frozenset(key.removeprefix("plan.") for key in keys if key.startswith("plan."))
 
 
 def on_ray(options: argparse.Namespace) -> "OnRay | None":

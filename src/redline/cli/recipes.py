@@ -19,11 +19,8 @@ ARGUMENTS = """
 def run(options: argparse.Namespace) -> None:
     if options.recipe is not None:
         recipe = load_recipe(options.recipe, options.set)
-        answer(
-            options,
-            {**asdict(recipe), "fingerprint": recipe.fingerprint},
-            lambda: print(f"# fingerprint {recipe.fingerprint}\n{to_toml(recipe)}", end=""),
-        )
+        text = f"# fingerprint {recipe.fingerprint}\n{to_toml(recipe)}"
+        answer(options, asdict(recipe) | {"fingerprint": recipe.fingerprint}, lambda: print(text, end=""))
         return
     recipes = {name: load_recipe(name) for name in shipped()}
     sizes = {name: parameters(r.model).total if r.model.is_shaped else None for name, r in recipes.items()}

@@ -149,11 +149,8 @@ def _one_stage(session: "Session", options: argparse.Namespace) -> Any:
 
 def _export(options: argparse.Namespace) -> None:
     count = export(options.run, options.out, per_question=options.per_question)
-    answer(
-        options,
-        {"out": str(options.out), "rows": count},
-        lambda: print(visible(f"{options.out}: {count:,} rows")),
-    )
+    found = {"out": str(options.out), "rows": count}
+    answer(options, found, lambda: print(visible(f"{options.out}: {count:,} rows")))
 
 
 _NAMES = {"base": "before", "answers": "after plain fine-tuning on the answers", "samples": "after RFT"}

@@ -56,11 +56,8 @@ def _list(options: argparse.Namespace) -> None:
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name} needs a task: one of {', '.join(TASKS)}, or my_task.py:make")
     about = {name: make(None).about for name, make in TASKS.items()}
-    answer(
-        options,
-        [{"name": name, "about": text} for name, text in about.items()],
-        lambda: show(("", ""), list(about.items())),
-    )
+    rows = [{"name": name, "about": text} for name, text in about.items()]
+    answer(options, rows, lambda: show(("", ""), list(about.items())))
 
 
 def _shown(question: Question, prompt: str) -> dict[str, Any]:

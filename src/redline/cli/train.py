@@ -170,11 +170,8 @@ def _train(options: argparse.Namespace, recipe: Recipe, folder: Path, **how: Any
         return code
     share = read_run(folder).typical("ceiling_share")
     forget_if_beaten(read_facts(), share.value if share else 0.0, status)
-    answer(
-        options,
-        {"run": str(folder), "step": outcome.step, "why": outcome.why, "metrics": outcome.metrics},
-        lambda: print_outcome(outcome.why, outcome.step, folder),
-    )
+    found = {"run": str(folder), "step": outcome.step, "why": outcome.why, "metrics": outcome.metrics}
+    answer(options, found, lambda: print_outcome(outcome.why, outcome.step, folder))
     return code
 
 

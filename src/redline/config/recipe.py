@@ -308,11 +308,8 @@ class Recipe:
     @property
     def work(self) -> str:
         """Hash of what decides the work of one update: if it is equal, speeds compare and a tuned plan holds."""
-        model = {
-            k: v
-            for k, v in asdict(self.model).items()
-            if k not in ("init_from", "init_std", "zero_init", "norm_eps")
-        }
+        free = ("init_from", "init_std", "zero_init", "norm_eps")
+        model = {name: value for name, value in asdict(self.model).items() if name not in free}
         update = {name: getattr(self.train, name) for name in ("batch_size", "optimizer", "rule")}
         update |= asdict(self.feedback) if self.feedback else {}
         clips, lora = self.train.clip_norm > 0, asdict(self.lora) if self.lora else None
@@ -394,12 +391,7 @@ def fingerprint_of(what: Any) -> str:
 
 def later_round(recipe: Recipe, before: str) -> Recipe:
     """The recipe of the next round: what was trained in that folder writes the samples, asked as it was trained."""
-    sample = replace(
-        recipe.sample,
-        temperature=recipe.sample.later_temperature,
-        sampler=before,
-        server=None,
-        server_model=None,
-    )
+    own = recipe.sample
+    sample = replace(own, sampler=before, server=None, server_model=None, temperature=own.later_temperature)
     prompt = replace(recipe.prompt, shots=recipe.prompt.shots_of(trained=True))
     return replace(recipe, sample=sample, prompt=prompt)

@@ -195,20 +195,12 @@ class Agent(SimpleElasticAgent):
             "TORCHELASTIC_RESTART_COUNT": 0,
             UNDER_AGENT: 1,
         }
-        self.members = [
-            Member(
-                worker.global_rank,
-                [*self.arguments, *self._smaller],
-                environment_of(
-                    nproc,
-                    RANK=worker.global_rank,
-                    LOCAL_RANK=worker.local_rank,
-                    WORLD_SIZE=worker.world_size,
-                    **place,
-                ),
-            )
-            for worker in group.workers
-        ]
+        self.members = []
+        for worker in group.workers:
+            ranks = {"RANK": worker.global_rank, "LOCAL_RANK": worker.local_rank}
+            environment = environment_of(nproc, WORLD_SIZE=worker.world_size, **ranks, **place)
+            arguments = [*self.arguments, *self._smaller]
+            self.members.append(Member(worker.global_rank, arguments, environment))
         if self._stopping:
             for member in self.members:
                 member.process.terminate()

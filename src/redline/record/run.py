@@ -217,11 +217,8 @@ class RunFolder:
         """Whether there is anything to lose: a line of metrics, a checkpoint, samples, tests. Until then the folder
         is not tied to its recipe."""
         made = ("samples.db", "evaluations.jsonl", "train-samples", "train-answers")
-        return (
-            bool(read_lines(self.metrics_path))
-            or any(self.checkpoints_path.glob("step-*"))
-            or any((self.path / name).exists() for name in made)
-        )
+        saved = any(self.checkpoints_path.glob("step-*")) or any((self.path / name).exists() for name in made)
+        return saved or bool(read_lines(self.metrics_path))
 
     def cut_metrics(self, step: int) -> int:
         """Drop the metrics after `step`, which will be computed again; return how many were dropped."""
