@@ -107,9 +107,9 @@ def test_a_model_to_start_from_brings_its_own_shape(minimal):
         minimal, ["model.init_from=m", *shape, "model.ffn_size=none", "model.context_length=none"]
     )
     assert not recipe.model.is_shaped
-    assert "model.ffn_size must be greater than 0, got 0" in refusal(
-        minimal, "model.init_from=m", "model.ffn_size=none"
-    )
+    for name in ("ffn_size", "num_heads"):
+        left_out = refusal(minimal, "model.init_from=m", f"model.{name}=none")
+        assert f"model.{name} must be greater than 0, got 0" in left_out
 
 
 def test_a_warm_up_longer_than_the_run_is_clipped_and_said(minimal):

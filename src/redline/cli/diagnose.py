@@ -67,18 +67,14 @@ def run(options: argparse.Namespace) -> None:
 
 def _as_json(observed: Observed, findings: list[Finding]) -> dict[str, Any]:
     share, said = mfu(observed), verdict(observed, findings)
-    return {
-        "source": observed.source,
-        "format": observed.format,
+    names = ("source", "format", "updates", "notes", "tokens_per_s")
+    return {name: getattr(observed, name) for name in names} | {
         "trainer": observed.trainer.name,
         "steps": len(observed.steps),
-        "updates": observed.updates,
-        "notes": observed.notes,
         "facts": asdict(observed.facts),
         "step_s": observed.median("step_s"),
         "mean_step_s": observed.mean("step_s"),
         "split_s": split(observed),
-        "tokens_per_s": observed.tokens_per_s,
         "mfu": share[0] if share else None,
         "too_little": too_little(observed),
         "verdict": asdict(said),

@@ -111,11 +111,9 @@ def _relations(recipe: Recipe) -> Iterator[Rule]:
     stops = not t.early_stop_evals or t.eval_every > 0
     yield stops, f"train.early_stop_evals ({t.early_stop_evals}) needs train.eval_every greater than 0"
     learns = workload in ("pretrain", "finetune")
-    yield (
-        t.target_loss is None or (bool(t.eval_every) and learns),
-        f"train.target_loss ({t.target_loss}) is a validation loss: it needs train.eval_every greater than 0, and"
-        " workload pretrain or finetune",
-    )
+    target = t.target_loss is None or (t.eval_every > 0 and learns)
+    needs = "it needs train.eval_every greater than 0, and workload pretrain or finetune"
+    yield target, f"train.target_loss ({t.target_loss}) is a validation loss: {needs}"
     own = t.embed_lr is not None or t.head_lr is not None
     yield not own or workload == "pretrain", "train.embed_lr and train.head_lr are for workload pretrain"
     untied = t.head_lr is None or not m.tie_embeddings
@@ -132,29 +130,23 @@ def _relations(recipe: Recipe) -> Iterator[Rule]:
 
 def _shape(recipe: Recipe) -> Iterator[Rule]:
     m, d = recipe.model, recipe.data
-    yield (
-        not recipe.train.orthogonality or (recipe.workload == "pretrain" and m.head_size <= m.hidden_size),
-        f"train.orthogonality is for workload pretrain and heads no wider ({m.head_size}) than model.hidden_size"
-        f" ({m.hidden_size}): leave it out",
-    )
-    yield (
-        m.own is None or recipe.workload == "pretrain",
-        f"workload {recipe.workload} writes a Hugging Face folder or an adapter, which cannot hold {m.own}: train it"
-        " further with workload pretrain and model.init_from",
-    )
-    yield (
-        recipe.train.rule == "backprop" or not (m.logit_cap or m.value_embeddings),
-        f"train.rule {recipe.train.rule} sends its signals past model.logit_cap and model.value_embeddings: leave them out",
-    )
     for name in _SHAPE:
         yield getattr(m, name) > 0, f"model.{name} must be greater than 0, got 0"
+    t, pretrains = recipe.train, recipe.workload == "pretrain"
+    heads = f"heads no wider ({m.head_size}) than model.hidden_size ({m.hidden_size})"
+    kept = not t.orthogonality or (pretrains and m.head_size <= m.hidden_size)
+    yield kept, f"train.orthogonality is for workload pretrain and {heads}: leave it out"
+    written = f"workload {recipe.workload} writes a Hugging Face folder or an adapter"
+    further = "train it further with workload pretrain and model.init_from"
+    yield m.own is None or pretrains, f"{written}, which cannot hold {m.own}: {further}"
+    carried = t.rule == "backprop" or not (m.logit_cap or m.value_embeddings)
+    past = f"train.rule {t.rule} sends its signals past model.logit_cap and model.value_embeddings"
+    yield carried, f"{past}: leave them out"
     grouped = m.num_heads % m.kv_heads == 0
     yield grouped, f"model.num_heads ({m.num_heads}) must be a multiple of model.num_kv_heads ({m.kv_heads})"
-    yield (
-        m.head_dim is not None or m.hidden_size % m.num_heads == 0,
-        f"model.hidden_size ({m.hidden_size}) must be a multiple of model.num_heads ({m.num_heads}); or give"
-        " model.head_dim",
-    )
+    split = m.head_dim is not None or m.hidden_size % m.num_heads == 0
+    sizes = f"model.hidden_size ({m.hidden_size}) must be a multiple of model.num_heads ({m.num_heads})"
+    yield split, f"{sizes}; or give model.head_dim"
     even = m.positions == "learned" or m.head_size % 2 == 0
     yield even, f"model.head_dim must be even for rope, got {m.head_size}"
     fits = d.seq_len <= m.context_length
@@ -170,29 +162,21 @@ def _plan(recipe: Recipe) -> Iterator[Rule]:
     yield not p.graph or fine_tunes, "plan.graph is for fine-tuning: leave it out"
     generates = recipe.workload in ("rft", "rl")
     yield p.slots is None or generates, "plan.slots is for workloads that generate text: leave it out"
-    yield (
-        p.micro_batch is None or size % p.micro_batch == 0,
-        f"train.batch_size{' x rl.group_size' if recipe.rl else ''} ({size}) must be a multiple of plan.micro_batch"
-        f" ({p.micro_batch})",
-    )
+    whole = p.micro_batch is None or size % p.micro_batch == 0
+    rows = f"train.batch_size{' x rl.group_size' if recipe.rl else ''} ({size})"
+    yield whole, f"{rows} must be a multiple of plan.micro_batch ({p.micro_batch})"
     if recipe.train.rule == "dfa":
         yield not p.graph, "plan.graph cannot capture train.rule dfa: leave it out"
-        layered = recipe.dfa.depth == "layer" and p.compile not in (None, "off")
-        yield (
-            not layered,
-            "dfa.depth layer cuts into the blocks and cannot be compiled: leave plan.compile out",
-        )
-        yield (
-            recipe.dfa.error != "residual" or recipe.dfa.depth == "block",
-            "dfa.error residual has no signal for single layers: set dfa.depth block",
-        )
+        blocks = recipe.dfa.depth == "block"
+        cuts = "dfa.depth layer cuts into the blocks and cannot be compiled: leave plan.compile out"
+        yield blocks or p.compile in (None, "off"), cuts
+        silent = "dfa.error residual has no signal for single layers: set dfa.depth block"
+        yield blocks or recipe.dfa.error != "residual", silent
     if p.precision == "fp8" and m.is_shaped:
         sides = (m.hidden_size, m.ffn_size, m.head_size * m.kv_heads)
-        yield (
-            all(side % 16 == 0 for side in sides),
-            f"plan.precision fp8 needs matrix sides that are multiples of 16: hidden_size {sides[0]}, ffn_size"
-            f" {sides[1]}, key/value width {sides[2]}",
-        )
+        named = f"hidden_size {sides[0]}, ffn_size {sides[1]}, key/value width {sides[2]}"
+        multiples = f"plan.precision fp8 needs matrix sides that are multiples of 16: {named}"
+        yield all(side % 16 == 0 for side in sides), multiples
         length = f"plan.precision fp8 needs data.seq_len to be a multiple of 16, got {d.seq_len}"
         yield d.seq_len % 16 == 0, length
 
@@ -204,10 +188,8 @@ def _rl(recipe: Recipe) -> Iterator[Rule]:
     count = len(r.domains)
     yield len(set(r.names)) == count, f"rl.domains names one of {list(r.names)} twice"
     weighted = not r.weights or (len(r.weights) == count and min(r.weights) > 0)
-    yield (
-        weighted,
-        f"rl.weights must hold {count} numbers greater than 0, one per domain, got {list(r.weights)}",
-    )
+    weights = f"rl.weights must hold {count} numbers greater than 0, one per domain"
+    yield weighted, f"{weights}, got {list(r.weights)}"
     asked = f"train.batch_size ({t.batch_size}) must be at least {count}, the number of rl.domains"
     yield t.batch_size >= count, f"{asked}: every step asks questions of every domain"
     yield bool(t.steps), "reinforcement learning counts train.steps, not train.epochs"
