@@ -586,10 +586,7 @@ def test_exporting_over_another_folder(made, capsys, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
     refused(
-        capsys,
-        ["export", str(made / "model"), "full"],
-        5,
-        "a model needs a new folder and full already exists",
+        capsys, ["export", str(made / "model"), "full"], 5, "a model needs a new folder, full already exists"
     )
     assert (tmp_path / "full" / "file").read_text() == "mine"
 

@@ -569,7 +569,7 @@ def test_a_wait_costs_what_the_host_does_behind_it(tmp_path: Path) -> None:
 
 def test_attention_is_not_counted_for_the_reason_that_is_given() -> None:
     model = nn.Linear(8, 8)
-    assert "length of a row is not known" in facts.flops_per_token(model, None)[1]
+    assert "row's length is not known" in facts.flops_per_token(model, None)[1]
     assert "no layers and width" in facts.flops_per_token(model, 32)[1]
 
 

@@ -87,10 +87,8 @@ def run(options: argparse.Namespace) -> None:
         print_ablation(ablation([asdict(row) for row in rows]), Output())
         print(f"written to {folder / 'ablation.json'}; `redline report {folder}` draws it")
     if left := sum(row.outcome == "not run" for row in rows):
-        status(
-            f"not run: {left} of {len(rows)} rows, for which {options.minutes:g} min were too short; run the same"
-            " command again to continue"
-        )
+        short = f"for which {options.minutes:g} min were too short"
+        status(f"not run: {left} of {len(rows)} rows, {short}; run the same command again to continue")
 
 
 def _where(options: argparse.Namespace, hardware: Hardware, facts: MachineFacts, recipe: Recipe) -> str:
@@ -98,11 +96,8 @@ def _where(options: argparse.Namespace, hardware: Hardware, facts: MachineFacts,
     given = [options.recipe, *(part for override in options.set for part in ("--set", override))]
     given += ["--only", options.only] if options.only else []
     given += ["--minutes", f"{options.minutes:g}", "--block-seconds", f"{options.block_seconds:g}"]
-    given += (
-        ["--quality", "--seeds", str(options.seeds), "--seconds", f"{options.seconds:g}"]
-        if options.quality
-        else []
-    )
+    if options.quality:
+        given += ["--quality", "--seeds", str(options.seeds), "--seconds", f"{options.seconds:g}"]
     return (
         f"Made by `redline ablate {shlex.join(given)}` on {time.strftime('%Y-%m-%d')}: {hardware.title};"
         f" {versions}; fingerprint {recipe.fingerprint}. Speed with the change over speed without it, on top"

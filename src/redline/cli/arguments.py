@@ -96,9 +96,8 @@ def _examples(part: str) -> str:
     if max(map(len, part.splitlines())) <= WIDTH:
         return part
     shown = list[str]()
-    for line in re.sub(
-        r"\n +", " ", part
-    ).splitlines():  # an indented line goes on with what the one before does
+    whole = re.sub(r"\n +", " ", part)  # an indented line goes on with what the one before does
+    for line in whole.splitlines():
         command, _, about = line.partition("  ")
         shown.append(" \\\n        ".join(wrap(command, WIDTH - 10)))
         shown += wrap(about.strip(), WIDTH, initial_indent="    ", subsequent_indent="    ")

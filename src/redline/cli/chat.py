@@ -123,9 +123,8 @@ def answer(engine: "LocalEngine", talk: Conversation, message: str, asked: Reque
         return
     if forgotten:
         status(f"(dropped the first {forgotten} {'messages' if talk.chats else 'tokens'} to make room)")
-    completion = engine.stream(
-        replace(asked, prompt=ids), lambda piece: print(visible(piece), end="", flush=True)
-    )
+    asked = replace(asked, prompt=ids)
+    completion = engine.stream(asked, lambda piece: print(visible(piece), end="", flush=True))
     print(flush=True)
     if completion.finish == "length" and talk.chats:
         status(f"(cut at {completion.new_tokens} tokens: --max-new-tokens)")

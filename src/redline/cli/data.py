@@ -66,9 +66,7 @@ def _build(options: argparse.Namespace) -> Manifest | None:
         raise ConfigError("--on ray builds all parts: leave out --part")
     part, manifest = _part(options), None
     if (part or options.on == "ray") and is_remote(options.out):
-        raise ConfigError(
-            f"the parts of a build share a folder, and {options.out} is none: build into one, then upload"
-        )
+        raise ConfigError(f"parts share a folder, and {options.out} is none: build into one, then upload it")
     if options.on == "ray":
         manifest = _build_on_ray(options, how)
     else:
@@ -79,10 +77,7 @@ def _build(options: argparse.Namespace) -> Manifest | None:
             status(f"part {part[0]}/{part[1]} is done; the part that finishes last joins them")
             return None
     if options.valid_fraction > 0 and not manifest.valid:
-        status(
-            "note: no document fell into the validation split; for one, build into a new folder with a"
-            " larger --valid-fraction"
-        )
+        status("note: the validation split is empty: build into a new folder with a larger --valid-fraction")
     return manifest
 
 

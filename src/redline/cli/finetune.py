@@ -39,9 +39,8 @@ def run(options: argparse.Namespace) -> int:
         find_examples(Path(options.examples).expanduser())
     named = [f"model.init_from={json.dumps(options.model)}", f"data.source={json.dumps(options.examples)}"]
     named += ["lora=none"] if options.full else []
-    if options.recipe == "finetune" and not any(
-        text.strip().startswith("prompt.mode") for text in options.set
-    ):
+    mode_given = any(text.strip().startswith("prompt.mode") for text in options.set)
+    if options.recipe == "finetune" and not mode_given:
         named += _mode(options.model)
     recipe = recipe_of(options, *named, runs=("finetune",))
     options.run = options.run or Path("runs") / f"finetune-{Path(options.model).stem}"
@@ -52,14 +51,9 @@ def _mode(model: str) -> list[str]:
     """Text mode for a run of ours or a Hugging Face folder that has no chat template."""
     folder = find(Path(model))
     ours = folder in step_folders(folder.parent).values()
-    told = (
-        "chat_template" in read_text(folder / "tokenizer_config.json", missing="")
-        if folder.is_dir()
-        else True
-    )
-    if ours or (
-        (folder / "config.json").is_file() and not told and not (folder / "chat_template.jinja").is_file()
-    ):
+    told = "chat_template" in read_text(folder / "tokenizer_config.json", missing="")
+    chats = told or (folder / "chat_template.jinja").is_file()
+    if ours or ((folder / "config.json").is_file() and not chats):
         status(f"{model} has no chat template: examples are plain text (prompt.mode=text)")
         return ["prompt.mode=text"]
     return []

@@ -34,12 +34,8 @@ ARGUMENTS = """
 
 
 def run(options: argparse.Namespace) -> None:
-    sampling = Sampling(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-    )
+    names = ("max_new_tokens", "temperature", "top_k", "top_p")
+    sampling = Sampling(**{name: getattr(options, name) for name in names})
     asked = Request(prompt="", sampling=sampling, samples=options.samples, seed=options.seed)
     path = find_model(options)
     from redline.engine.local import LocalEngine, fitting_slots
@@ -62,9 +58,8 @@ def run(options: argparse.Namespace) -> None:
     slots, _ = bounded_slots(wanted, Outside(environment=os.environ))
     ready: dict[tuple[int, int], str] = {}
     texts: list[dict[str, str | int]] = []
-    with LocalEngine(
-        model, opened.tokenizer, slots=slots, max_prompt_tokens=longest, max_new_tokens=new, eos_ids=stops
-    ) as engine:
+    sizes = {"slots": slots, "max_prompt_tokens": longest, "max_new_tokens": new}
+    with LocalEngine(model, opened.tokenizer, **sizes, eos_ids=stops) as engine:
         for completion in engine.run(requests):
             ready[completion.request.tag, completion.sample] = completion.text
             # in the order asked for, as soon as there

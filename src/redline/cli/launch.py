@@ -21,11 +21,10 @@ from redline.cli.options import answer, status, verb_of
 from redline.config.load import load_recipe
 from redline.errors import ConfigError
 from redline.launch.experiments import Job
-from redline.record.read import read_runs
 from redline.report.grid import Output
 from redline.report.page import write_page
 from redline.report.terminal import print_report
-from redline.report.view import view
+from redline.report.view import views
 
 ARGUMENTS = """
 RECIPE                     a shipped recipe (see `redline recipes`) or a .toml file
@@ -52,13 +51,11 @@ def run(options: argparse.Namespace) -> int:
     done = place.submit(job)
     failed = next((entry["exit_code"] for entry in done if entry.get("exit_code")), 0)
     if options.on == "local" and len(done) > 1 and not failed:
-        views = [
-            view(run, number) for number, run in enumerate(read_runs([Path(entry["run"]) for entry in done]))
-        ]
+        runs = views([Path(entry["run"]) for entry in done])
         done.append({"report": job.report[-1]})
-        write_page(views, Path(job.report[-1]))
+        write_page(runs, Path(job.report[-1]))
         if not options.json:
-            print_report(views, Output())
+            print_report(runs, Output())
     answer(options, done, lambda: _told(done))
     return failed
 

@@ -123,15 +123,11 @@ def _tuned(options: argparse.Namespace, recipe: Recipe, rules: Plan, say: Say) -
 
     folder = tuning_folder(read_facts(), rules)
     if rules.world_size > 1:
-        say(
-            f"--plan auto: tuning covers one process and this run has {rules.world_size}; using the rules' plan"
-        )
+        say(f"--plan auto: tuning covers one process, this run has {rules.world_size}; using the rules' plan")
         return rules
     if (found := tuned_plan(folder, recipe)) is None:
-        say(
-            "--plan auto: this recipe with these pins has not been tuned on this machine (redline tune"
-            f" {options.recipe}); using the rules' plan"
-        )
+        untuned = "this recipe with these pins has not been tuned on this machine"
+        say(f"--plan auto: {untuned} (redline tune {options.recipe}); using the rules' plan")
         return rules
     tuned, result = found
     say(
@@ -144,10 +140,8 @@ def _tuned(options: argparse.Namespace, recipe: Recipe, rules: Plan, say: Say) -
 def print_plan(plan: Plan, recipe: Recipe) -> None:
     console = Output()
     p = plan.prediction
-    console.print(
-        f"[bold]{escape(plan.recipe)}[/bold] on {plan.hardware.title}, {plan.world_size} process(es);"
-        f" work {plan.work}"
-    )
+    where = f"{plan.hardware.title}, {plan.world_size} process(es)"
+    console.print(f"[bold]{escape(plan.recipe)}[/bold] on {where}; work {plan.work}")
     console.print(f"hardware figures: {plan.hardware.source}")
     names = [name for name in PLANNED if name != "slots" or plan.slots]
     why = plan.why
@@ -158,11 +152,9 @@ def print_plan(plan: Plan, recipe: Recipe) -> None:
         f"{p.flops_per_token / 1e6:,.1f} MFLOP/token (6N + attention)"
     )
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in p.memory_parts_bytes.items() if size)
-    share = p.memory_bytes / plan.hardware.memory_bytes
-    console.print(
-        f"peak memory {format_bytes(p.memory_bytes)} ({share:.0%} of"
-        f" {format_bytes(plan.hardware.memory_bytes)}): {parts}"
-    )
+    there = plan.hardware.memory_bytes
+    share = f"{p.memory_bytes / there:.0%} of {format_bytes(there)}"
+    console.print(f"peak memory {format_bytes(p.memory_bytes)} ({share}): {parts}")
     if p.attainable_tokens_per_s and p.ceiling_tokens_per_s:
         run_s = recipe.tokens_per_step * recipe.train.steps / p.attainable_tokens_per_s
         console.print(

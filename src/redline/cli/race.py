@@ -17,11 +17,10 @@ from redline.cli.options import ceilings_of, print_json, status, tokenise
 from redline.config.load import load_recipe
 from redline.errors import ConfigError
 from redline.machine.facts import read_facts
-from redline.record.read import read_runs
 from redline.record.units import DASH
 from redline.report.grid import show
 from redline.report.page import write_page
-from redline.report.view import view
+from redline.report.view import views
 from redline.tune.race import COLUMNS, RESULT, Arm, Result, check, race, rows, slower_than, train_in_process
 
 ARGUMENTS = """
@@ -48,9 +47,7 @@ def run(options: argparse.Namespace) -> int:
     result = race(arms, options.out, facts, seeds=options.seeds, train=train_in_process, progress=status)
     folders = [options.out / f"{arm.name}-seed-0" for arm in arms]
     if runs := [folder for folder in folders if folder.exists()]:
-        write_page(
-            [view(run, place) for place, run in enumerate(read_runs(runs))], options.out / "report.html"
-        )
+        write_page(views(runs), options.out / "report.html")
     slower = slower_than(result, options.against) if options.against else []
     if options.json:
         print_json({**asdict(result), "slower": slower})

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from redline.cli.options import print_json, status
-from redline.record.read import metrics_path, read_runs, rounds_of
+from redline.record.read import metrics_path, rounds_of
 from redline.record.units import format_bytes
 from redline.report.compare import comparable
 from redline.report.grid import Output
 from redline.report.page import write_page
 from redline.report.terminal import print_report
-from redline.report.view import RunView, view
+from redline.report.view import RunView, views
 
 ARGUMENTS = """
 RUN...       run folders
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> None:
     for path in paths:
         if exists(place := metrics_path(path)) and (size := place.stat().st_size) > LONG_BYTES:
             status(f"reading {format_bytes(size)} of metrics in {path}")
-    runs = [view(run, place) for place, run in enumerate(read_runs(paths))]
+    runs = views(paths)
     out = options.out or _beside(options.run[0])
     write_page(runs, out)
     if options.json:

@@ -119,9 +119,7 @@ def _stage(options: argparse.Namespace) -> None:
 def _on_ray(options: argparse.Namespace, recipe: Recipe) -> "OnRay | None":
     """Where samples are drawn, if not here."""
     if getattr(options, "on", None) == "ray" and recipe.sample.server is not None:
-        raise ConfigError(
-            "--on ray draws samples with the model itself: remove sample.server from the recipe"
-        )
+        raise ConfigError("--on ray samples with the model itself: remove sample.server from the recipe")
     return on_ray(options) if options.verb in ("run", "sample") else None
 
 

@@ -63,9 +63,7 @@ def _run(options: argparse.Namespace) -> int:
     check_options(options)
     workers = on_ray(options)
     if workers is not None and (processes := options.nproc * nodes_of(options)[1]) > 1:
-        raise ConfigError(
-            f"--on ray needs one training process, and --nproc and --nnodes ask for {processes}"
-        )
+        raise ConfigError(f"--on ray needs one training process; --nproc and --nnodes ask for {processes}")
     recipe = recipe_of(options, runs=("rl",))
     if not options.dry_run:
         return train(options, recipe, on=workers)

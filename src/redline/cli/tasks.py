@@ -37,9 +37,7 @@ def run(options: argparse.Namespace) -> None:
         _list(options)
         return
     if options.seed is not None and options.data is not None:
-        raise ConfigError(
-            "--seed draws generated questions and files keep their order: leave out --seed or --data"
-        )
+        raise ConfigError("--seed draws generated questions, and files keep their order: leave out one")
     task = load_task(options.task, options.data)
     count = 10 if options.count is None and options.score is None else options.count
     questions = task.questions(options.split, count, options.seed or 0)
@@ -107,7 +105,5 @@ def _answers(options: argparse.Namespace, questions: list[Question]) -> list[tup
             raise DataError(f"{where}: no {key} {row[key]!r} among {among}")
         items.append((question, row["completion"]))
     if not items:
-        raise DataError(
-            f"{options.score} is empty: write a JSON object a line, with completion and id or question"
-        )
+        raise DataError(f"{options.score} is empty: it needs JSON lines with completion and id or question")
     return items

@@ -118,10 +118,8 @@ class _Notes:
         validations = sum(event["event"] == "validation" for event in shown.run.events)
         if shown.rl and shown.rl.said and validations > self.validations:
             self.validations, best = validations, shown.rl.said[0]
-            wrote = shorten(best.text, 200, placeholder=" …")
-            self.once(
-                f"{best.domain}: {shorten(best.question, 200, placeholder=' …')} It wrote: {wrote} ({best.note})"
-            )
+            asked, wrote = (shorten(text, 200, placeholder=" …") for text in (best.question, best.text))
+            self.once(f"{best.domain}: {asked} It wrote: {wrote} ({best.note})")
         if shown.crew is not None and (slow := [m.name for m in shown.crew.members if m.kind]) != self.slow:
             self.slow = slow
             for said in shown.crew.said if slow else ():

@@ -32,24 +32,20 @@ def shipped() -> dict[str, Path]:
 
 
 def load_recipe(
-    name_or_path: str,
-    overrides: Sequence[str] = (),
-    *,
-    preset: str | None = None,
-    say: Say = lambda note: None,
+    name: str, overrides: Sequence[str] = (), *, preset: str | None = None, say: Say = lambda note: None
 ) -> Recipe:
     """Read a recipe by name or path, apply the preset and then the `table.key=value` overrides, and check every rule.
     `say` is told what was adjusted."""
     if preset is not None and preset not in PRESETS:
         raise ConfigError(f"no preset {preset!r}{nearest(preset, PRESETS)}: known are {', '.join(PRESETS)}")
-    path = _find(name_or_path)
+    path = _find(name)
     table = _parse_file(path)
     first = [f"sample.{key}={value}" for key, value in PRESETS[preset].items()] if preset else []
     for override in (*first, *overrides):
         _apply(Recipe, table, override)
     _replace_the_other(table, {override.partition("=")[0].strip() for override in overrides})
     table.setdefault("name", path.stem)
-    recipe = _from_table(table, str(name_or_path))
+    recipe = _from_table(table, str(name))
     train = recipe.train
     if train.steps and train.warmup_steps > train.steps:
         clipped = max(1, train.steps // 10)
@@ -112,17 +108,15 @@ def _parse_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read as text: {error}") from error
 
 
-def _find(name_or_path: str) -> Path:
+def _find(name: str) -> Path:
     recipes = shipped()
-    if name_or_path in recipes:
-        return recipes[name_or_path]
-    path = Path(name_or_path)
+    if name in recipes:
+        return recipes[name]
+    path = Path(name)
     if path.is_file():
         return path
-    raise ConfigError(
-        f"no recipe {name_or_path!r}: give a path or one of"
-        f" {', '.join(recipes)}{nearest(name_or_path, recipes)}"
-    )
+    known = ", ".join(recipes)
+    raise ConfigError(f"no recipe {name!r}: give a path or one of {known}{nearest(name, recipes)}")
 
 
 def parse(text: str, where: str) -> dict[str, Any]:
@@ -160,10 +154,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         if value not in args:
-            raise ConfigError(
-                f"{where} must be one of {', '.join(map(str, args))}; got"
-                f" {value!r}{nearest(str(value), args)}"
-            )
+            known = ", ".join(map(str, args))
+            raise ConfigError(f"{where} must be one of {known}; got {value!r}{nearest(str(value), args)}")
         return value
     if origin in (dict, tuple):
         return _convert_many(origin, args, value, where)
@@ -215,9 +207,8 @@ def _taken_back(names: Sequence[str], kind: Any) -> bool:
     """Whether `none` means "not given": it does unless it is one of the field's values."""
     for name in names:
         kind = typing.get_type_hints(kind).get(name) if dataclasses.is_dataclass(kind) else None
-    return kind is not None and not any(
-        "none" in typing.get_args(hint) for hint in (kind, *typing.get_args(kind))
-    )
+    hints = (kind, *typing.get_args(kind))
+    return kind is not None and not any("none" in typing.get_args(hint) for hint in hints)
 
 
 def to_toml(recipe: Recipe) -> str:

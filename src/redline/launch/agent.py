@@ -212,9 +212,8 @@ class Agent(SimpleElasticAgent):
                 return RunResult(state=WorkerState.HEALTHY)
             self._wait()
         if not (failed := failures(self.members)):
-            return RunResult(
-                state=WorkerState.SUCCEEDED, return_values={worker.global_rank: 0 for worker in group.workers}
-            )
+            values = {worker.global_rank: 0 for worker in group.workers}
+            return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
         broken = [member for member in failed if member.process.returncode != STOPPED_CODE]
         if self._stopping:
             # one that the signal killed could not save yet, and whatever failed with it had nothing to save either
@@ -228,9 +227,8 @@ class Agent(SimpleElasticAgent):
             error = f"{broken[0].summary} on {socket.gethostname()}"
             RunFolder(self.run_folder).event("process_died", error=error)
         smaller = out_of_memory_override(self.run_folder / "events.jsonl")
-        if self._remaining_restarts == 0 or (
-            broken[0].has_said_why and (smaller is None or smaller in self._smaller)
-        ):
+        helps = smaller is not None and smaller not in self._smaller
+        if self._remaining_restarts == 0 or (broken[0].has_said_why and not helps):
             self.code = broken[0].tell()
         else:
             _say(f"{broken[0].summary}; starting again from the last checkpoint with the nodes that are left")

@@ -52,12 +52,8 @@ def start_processes(nproc: int, arguments: Sequence[str]) -> int:
     """Run `redline ARGUMENTS` on `nproc` processes; 0 if all succeeded. A user's error is raised here; any other is
     printed."""
     with reserved_port() as port:
-        place = {
-            "WORLD_SIZE": nproc,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "LOCAL_WORLD_SIZE": nproc,
-        }
+        sizes = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+        place = {**sizes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         return _watched([
             Member(rank, arguments, environment_of(nproc, RANK=rank, LOCAL_RANK=rank, **place))
             for rank in range(nproc)
@@ -150,10 +146,8 @@ class Member:
         if code == -signal.SIGTERM and self.stopped:
             raise KeyboardInterrupt  # asked to stop when it could not yet, or again and again
         if code < 0:
-            killed = f"{self.summary} and the others were stopped"
-            raise MachineError(
-                f"{killed}; run the same command again and it resumes from the last checkpoint"
-            )
+            again = "run the same command again and it resumes from the last checkpoint"
+            raise MachineError(f"{self.summary} and the others were stopped; {again}")
         if self.has_said_why:
             error = RedlineError(self.failure[0].removeprefix(ERROR).rstrip("\n"))
             error.exit_code = code

@@ -28,10 +28,8 @@ NAMESPACE = "redline"
 
 def script(job: Job) -> str:
     """What would be submitted, as JSON."""
-    return (
-        json.dumps({"namespace": NAMESPACE, "runtime_env": _environment(), "actors": _actors(job)}, indent=2)
-        + "\n"
-    )
+    submitted = {"namespace": NAMESPACE, "runtime_env": _environment(), "actors": _actors(job)}
+    return json.dumps(submitted, indent=2) + "\n"
 
 
 def submit(job: Job) -> list[dict[str, Any]]:
@@ -47,9 +45,8 @@ def submit(job: Job) -> list[dict[str, Any]]:
         for actor in actors:
             options = {**actor["options"], "lifetime": "detached", "max_restarts": -1}
             try:
-                ray.remote(_keeper()).options(**options).remote(
-                    actor["redline"], actor["log"], actor["limit_s"]
-                )
+                keeper = ray.remote(_keeper()).options(**options)
+                keeper.remote(actor["redline"], actor["log"], actor["limit_s"])
             except ValueError as error:  # the name is taken
                 raise ConfigError(f"{options['name']} is still running on the cluster: {error}") from error
             done.append({"job": options["name"], "run": actor["run"], "log": actor["log"]})

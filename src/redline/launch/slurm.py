@@ -117,9 +117,8 @@ def submit(job: Job) -> list[dict[str, Any]]:
         after = f"--dependency=afterany:{number}"
         log = f"--output={job.run}-report.log"
         name = f"--job-name={job.run.name}-report"
-        report = _sbatch(
-            "--time=30", "--cpus-per-task=1", log, name, after, f"--wrap={command_line(job.report)}"
-        )
+        wrapped = f"--wrap={command_line(job.report)}"
+        report = _sbatch("--time=30", "--cpus-per-task=1", log, name, after, wrapped)
         done.append({"job": report, "report": job.report[-1]})
     return done
 
@@ -127,7 +126,7 @@ def submit(job: Job) -> list[dict[str, Any]]:
 def _sbatch(*arguments: str) -> str:
     if shutil.which("sbatch") is None:
         raise MachineError(
-            "there is no sbatch here: submit on a machine of the cluster, or print the script with --dry-run"
+            "there is no sbatch here: submit on the cluster, or print the script with --dry-run"
         )
     done = subprocess.run(["sbatch", "--parsable", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:

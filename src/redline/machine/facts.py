@@ -167,11 +167,8 @@ def _cpu_quotas() -> Iterator[float]:
 def memory_bytes() -> int:
     """Memory that this process may use: the machine's, or its control group's."""
     total = psutil.virtual_memory().total
-    files = [
-        folder / name
-        for folder in _cgroup_folders("memory")
-        for name in ("memory.max", "memory.limit_in_bytes")
-    ]
+    names = ("memory.max", "memory.limit_in_bytes")
+    files = [folder / name for folder in _cgroup_folders("memory") for name in names]
     limits = [text for file in files if file.exists() and (text := file.read_text().strip()) != "max"]
     return min([total, *map(int, limits)])  # an unlimited group of version 1 reports nearly 2^63
 

@@ -10,7 +10,6 @@ with different GPUs, where it puts the fastest first; set CUDA_DEVICE_ORDER=PCI_
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -94,7 +93,4 @@ class GpuTelemetry:
 
 def process_rss_bytes() -> int:
     """Memory of this process that is in RAM."""
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return psutil.Process().memory_info().rss

@@ -69,10 +69,8 @@ class Ceilings:
     @property
     def noisy(self) -> tuple[str, ...]:
         """The limits that cannot be trusted, in words. On a machine with a GPU its host's rates do not matter."""
-        best = {
-            f"matmul {point.dtype}": point.spread
-            for point in sorted(self.matmul, key=lambda point: point.tflops)
-        }
+        rising = sorted(self.matmul, key=lambda point: point.tflops)
+        best = {f"matmul {point.dtype}": point.spread for point in rising}
         spread = best | {name: s for name, s in self.spread.items() if name.startswith("GPU") or not best}
         return tuple(f"{name} varied by {share:.0%}" for name, share in spread.items() if share > NOISY)
 

@@ -109,10 +109,7 @@ def flops_per_token(model: nn.Module, seq_len: int | None) -> tuple[int, str]:
     layers, width = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
     each = "6 a weight of a matrix product (4 if frozen)"
     if not seq_len:
-        return (
-            total,
-            f"{each}; attention not counted: the length of a row is not known (run.batches shows it)",
-        )
+        return total, f"{each}; attention not counted: a row's length is not known (run.batches shows it)"
     if not (isinstance(layers, int) and isinstance(width, int)):
         return total, f"{each}; attention not counted: no layers and width in model.config"
     return total + 12 * layers * width * seq_len, f"{each} + 12 L d T for attention"

@@ -148,9 +148,7 @@ class RedlineCallback(TrainerCallback):
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if self._training is None or self._run is None or logs is None or "loss" not in logs:
             return  # an evaluation's, or the summary of the end
         self._run.add(**{ours: float(logs[theirs]) for theirs, ours in LOGGED.items() if theirs in logs})
@@ -161,9 +159,7 @@ class RedlineCallback(TrainerCallback):
             self._training.logged()
         self._mark = self._computed(control)
 
-    def on_evaluate(
-        self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **_: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         found: dict[str, float] = {}
         if (loss := (metrics or {}).get("eval_loss")) is not None:
             found = {"valid_loss": float(loss), "valid_perplexity": math.exp(min(float(loss), 700.0))}

@@ -40,9 +40,8 @@ def check_names(names: Sequence[str]) -> None:
     """Refuse an unknown exporter before a corpus is read."""
     for name in names:
         if name not in _SINKS:
-            raise ConfigError(
-                f"an exporter is one of {', '.join(_SINKS)}; got {name!r}{nearest(name, _SINKS)}"
-            )
+            known = ", ".join(_SINKS)
+            raise ConfigError(f"an exporter is one of {known}; got {name!r}{nearest(name, _SINKS)}")
 
 
 def make_exporters(names: Sequence[str], run: ExportedRun) -> list["Exporter"]:

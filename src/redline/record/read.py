@@ -134,9 +134,8 @@ class Run:
         known = _rft_state(self.events, self.evaluations) if self.workload == "rft" else _state(self.events)
         # After running out of memory the launcher starts the next process.
         if known is None and self.lost and [e["event"] for e in self.events[-1:]] != ["out_of_memory"]:
-            return State(
-                "killed", f"process {self.lost} is gone without recording an end: killed, or crashed"
-            )
+            gone = f"process {self.lost} is gone without recording an end: killed, or crashed"
+            return State("killed", gone)
         if not self.metrics and not self.events and self.workload == "pretrain":
             return State("no training", "no update and no event is recorded in this folder")
         if known is not None and (known.ending != "between stages" or self.silent_s > SILENT_AFTER_S):
@@ -198,21 +197,18 @@ class Run:
 def read_run(path: Path) -> Run:
     """Everything in the folder; refuses a folder that is not a run's."""
     lost = lost_owner(path)  # first: what it had to say is then there
-    recipe = read_text(path / "recipe.toml", missing="")
+    recipe_path = path / "recipe.toml"
+    recipe = read_text(recipe_path, missing="")
     if not any(exists(path / name) for name in RECORDS):
         missing = "it has no recipe.toml and no metrics.jsonl"
-        raise DataError(
-            f"{path} is not a run folder ({missing}): give the folder of a `redline train` or `rft run`"
-        )
+        raise DataError(f"{path} is not a run folder ({missing}): give one of `redline train` or `rft run`")
     metrics, events = read_lines(metrics_path(path)), read_lines(RunFolder(path).events_path)
-    if exists(path / "recipe.toml") and not recipe.strip() and (metrics or events):
-        raise DataError(
-            f"{path / 'recipe.toml'} is empty, so what the run is cannot be told: put its recipe back"
-        )
+    if exists(recipe_path) and not recipe.strip() and (metrics or events):
+        raise DataError(f"{recipe_path} is empty, so what the run is cannot be told: put its recipe back")
     return Run(
         path=path,
         label=path.resolve().name,
-        recipe=parse(recipe, where=str(path / "recipe.toml")),
+        recipe=parse(recipe, where=str(recipe_path)),
         recipe_text=recipe,
         plan=_json(path / "plan.json", dict) or {},
         metrics=metrics,

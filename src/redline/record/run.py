@@ -20,9 +20,8 @@ import platform
 import re
 import time
 from collections.abc import Iterator
-from itertools import chain, count
+from itertools import chain, count, takewhile
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from redline.errors import DataError, RedlineError, StorageError
@@ -117,6 +116,11 @@ def lost_owner(path: Path) -> int | None:
     return pid
 
 
+def _numbered(path: Path) -> Iterator[Path]:
+    """PATH-2, PATH-3, and so on."""
+    return (path.with_name(f"{path.name}-{number}") for number in count(2))
+
+
 class FolderInUse(StorageError):
     """Another run owns the folder."""
 
@@ -138,9 +142,7 @@ class RunFolder:
         named = f" with {self._option}" if self._option else ""
         ours = (self.path / ".lock", self.recipe_path, self.metrics_path)
         if self.path.is_dir() and any(self.path.iterdir()) and not any(path.exists() for path in ours):
-            raise StorageError(
-                f"{self.path} holds files that are not a run's: give a new or empty folder{named}"
-            )
+            raise StorageError(f"{self.path} holds files that are not a run's: give an empty folder{named}")
         with storage_errors("the run folder", self.path):
             self.checkpoints_path.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / ".lock", "a")
@@ -159,7 +161,7 @@ class RunFolder:
     @classmethod
     def free(cls, path: Path) -> "RunFolder":
         """The folder, opened; if it holds a run, the first free one of PATH-2, PATH-3, ..."""
-        for place in chain([path], (path.with_name(f"{path.name}-{number}") for number in count(2))):
+        for place in chain([path], _numbered(path)):
             folder = cls(place, option=None)
             try:
                 folder.__enter__()
@@ -173,18 +175,12 @@ class RunFolder:
     @classmethod
     def last(cls, path: Path) -> "RunFolder":
         """The folder that `free` returned last, opened again."""
-        later = path
-        for number in count(2):
-            if not (place := path.with_name(f"{path.name}-{number}")).is_dir():
-                break
-            later = place
-        folder = cls(later, option=None)
+        *_, last = path, *takewhile(Path.is_dir, _numbered(path))
+        folder = cls(last, option=None)
         folder.__enter__()
         return folder
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._lock.truncate(0)
         self._lock.close()

@@ -16,7 +16,7 @@ from redline.diagnose.answer import verdict
 from redline.diagnose.finding import Finding
 from redline.diagnose.readers import own
 from redline.diagnose.rules import diagnose
-from redline.record.read import Run, number, table, time_left_s, values
+from redline.record.read import Run, number, read_runs, table, time_left_s, values
 from redline.record.units import (
     DASH,
     exact,
@@ -114,6 +114,11 @@ class RunView:
     crew: Crew | None
     """Who did the work, if there were several."""
     recipe_text: str
+
+
+def views(folders: list[Path]) -> list[RunView]:
+    """The runs in these folders, to be shown together."""
+    return [view(run, place) for place, run in enumerate(read_runs(folders))]
 
 
 def view(run: Run, place: int = 0) -> RunView:
