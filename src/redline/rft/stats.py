@@ -8,10 +8,11 @@ pass@k is estimated without bias from the samples that every question gets whate
 Samples that a budget adds or saves because of verdicts would bias it, and count only in the other figures.
 """
 
+import itertools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,60 +37,40 @@ def stats(run: Path) -> dict[str, Any]:
     """All figures of the samples that a run drew last."""
     with Store(run / "samples.db", create=False) as store:
         source, settings = store.latest()
-        questions, verdicts, tokens = store.questions(), store.verdicts(source), store.tokens(source)
-        cut = store.cut(source)
+        questions, verdicts = store.tallies(source), store.verdicts(source)
         right, wrong = (store.examples(source, correct=correct, most=2) for correct in (True, False))
-    drawn: dict[str, list[tuple[int, bool]]] = defaultdict(list)
-    keys: dict[str, set[str | None]] = defaultdict(set)
-    for question, sample, correct, key in verdicts:
-        drawn[question].append((sample, correct))
-        if correct:
-            keys[question].add(key)
-    asked = [question for question in questions if question["id"] in drawn]
-    correct_count = {id_: sum(correct for _, correct in samples) for id_, samples in drawn.items()}
-
-    def hardness(question: dict[str, Any]) -> tuple[float, int]:
-        samples = len(drawn[question["id"]])
-        return correct_count[question["id"]] / samples, -samples
-
+    asked = [question for question in questions if question["samples"]]
+    counted = ("samples", "correct", "cut", "distinct_correct", "tokens")
+    sums = {name: sum(question[name] for question in asked) for name in counted}
+    solved = sum(question["correct"] > 0 for question in asked)
+    hardest = sorted(asked, key=lambda q: (q["correct"] / q["samples"], -q["samples"]))[:HARDEST]
     # Of all attempts that ended; one that was killed left no record of its time.
     events, anyway = RunFolder(run).events_path, _drawn_anyway(run)
     sampling_s, sampled_tokens = (total(events, "sampling_end", name) for name in ("elapsed_s", "tokens"))
+    drawn = [_first(own)[:anyway] for _, own in itertools.groupby(verdicts, key=lambda verdict: verdict[0])]
     return {
         "run": str(run),
         "model": source.model,
         "settings": settings,
         "questions": len(questions),
         "asked": len(asked),
-        "solved": sum(count > 0 for count in correct_count.values()),
-        "solved_share": _share(sum(count > 0 for count in correct_count.values()), len(asked)),
-        "samples": len(verdicts),
-        "correct": sum(correct_count.values()),
-        "success_rate": _share(sum(correct_count.values()), len(verdicts)),
-        "cut": cut,
-        "distinct_correct": sum(map(len, keys.values())),
-        "tokens": tokens,
-        "tokens_per_sample": _share(tokens, len(verdicts)),
+        "solved": solved,
+        "solved_share": _share(solved, len(asked)),
+        **sums,
+        "success_rate": _share(sums["correct"], sums["samples"]),
+        "tokens_per_sample": _share(sums["tokens"], sums["samples"]),
         "sampling_s": sampling_s,
         "tokens_per_s": _share(sampled_tokens, sampling_s) if sampled_tokens else None,
-        "pass_at": _pass_curve([_first(sorted(samples))[:anyway] for samples in drawn.values()]),
-        "families": _families(asked, drawn),
+        "pass_at": _pass_curve(drawn),
+        "families": _families(asked),
         "examples": [*right, *wrong][:3] if right else wrong,
-        "hardest": [
-            {
-                "id": q["id"],
-                "text": q["text"],
-                "samples": len(drawn[q["id"]]),
-                "correct": correct_count[q["id"]],
-            }
-            for q in sorted(asked, key=hardness)[:HARDEST]
-        ],
+        "hardest": [{name: q[name] for name in ("id", "text", "samples", "correct")} for q in hardest],
     }
 
 
-def _first(samples: Sequence[tuple[int, bool]]) -> list[bool]:
+def _first(verdicts: Iterable[tuple[str, int, bool, str | None]]) -> list[bool]:
     """Verdicts on samples 0, 1, ... up to the first missing one: later ones came early because they were short."""
-    return [correct for place, (number, correct) in enumerate(samples) if number == place]
+    return [correct for place, (_, number, correct, _) in enumerate(verdicts) if number == place]
 
 
 def _drawn_anyway(run: Path) -> int | None:
@@ -113,22 +94,19 @@ def _pass_curve(verdicts: Sequence[Sequence[bool]]) -> dict[int, float]:
     return {k: sum(pass_at_k(n, count, k) for count in counts) / len(counts) for k in ks}
 
 
-def _families(
-    asked: Sequence[dict[str, Any]], drawn: dict[str, list[tuple[int, bool]]]
-) -> dict[str, dict[str, Any]]:
+def _families(asked: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Questions, solved share and success rate by family, for questions whose meta names one."""
-    families: dict[str, list[list[bool]]] = defaultdict(list)
+    families: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for question in asked:
         if "family" in question["meta"]:
-            verdicts = [correct for _, correct in drawn[question["id"]]]
-            families[str(question["meta"]["family"])].append(verdicts)
+            families[str(question["meta"]["family"])].append(question)
     return {
         name: {
-            "questions": len(rows),
-            "solved_share": _share(sum(map(any, rows)), len(rows)),
-            "success_rate": _share(sum(map(sum, rows)), sum(map(len, rows))),
+            "questions": len(own),
+            "solved_share": _share(sum(q["correct"] > 0 for q in own), len(own)),
+            "success_rate": _share(sum(q["correct"] for q in own), sum(q["samples"] for q in own)),
         }
-        for name, rows in sorted(families.items())
+        for name, own in sorted(families.items())
     }
 
 

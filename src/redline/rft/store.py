@@ -229,16 +229,9 @@ class Store:
         rows = self._run(query, *source)
         return [(question, sample, bool(correct), key) for question, sample, correct, key in rows]
 
-    def tokens(self, source: Source) -> int:
-        """New tokens of all samples together."""
-        return self._total(source, "tokens")
-
     def cut(self, source: Source) -> int:
         """Samples that ran out of tokens before the answer was complete."""
-        return self._total(source, "finish = 'length'")
-
-    def _total(self, source: Source, what: str) -> int:
-        query = f"SELECT coalesce(sum({what}), 0) FROM samples WHERE model = ? AND sampling = ?"
+        query = "SELECT count(*) FROM samples WHERE model = ? AND sampling = ? AND finish = 'length'"
         return int(self._run(query, *source)[0][0])
 
     def kept(self, source: Source, per_question: int) -> list[Kept]:
@@ -257,10 +250,15 @@ class Store:
         )
         return [dict(row) | {"correct": correct} for row in self._run(query, *source, correct, most)]
 
-    def questions(self) -> list[dict[str, Any]]:
-        """Every question in its order: id, text, answer, meta."""
-        rows = map(dict, self._run("SELECT id, text, answer, meta FROM questions ORDER BY position"))
-        where = f"{self.path} (question %.40r)"
+    def tallies(self, source: Source) -> list[dict[str, Any]]:
+        """Every question in its order, with what was drawn of it."""
+        query = (
+            "SELECT q.id, q.text, q.meta, count(s.sample) samples, sum(s.correct) correct, sum(s.tokens) tokens,"
+            " sum(s.finish = 'length') cut, count(DISTINCT s.reasoning_key) distinct_correct FROM questions q"
+            " LEFT JOIN samples s ON s.question = q.id AND s.model = ? AND s.sampling = ? GROUP BY q.id"
+            " ORDER BY q.position"
+        )
+        rows, where = map(dict, self._run(query, *source)), f"{self.path} (question %.40r)"
         return [row | {"meta": parse_json(row["meta"], where % row["id"], dict)} for row in rows]
 
     def rows(self, source: Source) -> Iterator[dict[str, Any]]:
