@@ -76,11 +76,11 @@ def test_files(tmp_path):
     assert second.answer == "1000"
     assert gsm8k.score(second, second.solution).correct
     (tmp_path / "test.jsonl").write_text(json.dumps({"question": "x", "answer": "4"}))
-    with pytest.raises(DataError, match=r"test-0: .*'#### number'"):
-        gsm8k.load(str(tmp_path), "test", None)
+    with pytest.raises(DataError, match=r"test.jsonl, row 0: .*'#### number'"):
+        gsm8k.make(str(tmp_path)).questions("test", None, 0)
     (tmp_path / "test.jsonl").write_text("\n{")
     with pytest.raises(DataError, match="line 2 is damaged"):
-        gsm8k.load(str(tmp_path), "test", None)
+        gsm8k.make(str(tmp_path)).questions("test", None, 0)
     with pytest.raises(ConfigError, match="--data FOLDER"):
         gsm8k.make(None).questions("train", 1, 0)
 
@@ -88,7 +88,7 @@ def test_files(tmp_path):
 @pytest.mark.skipif(not REAL.exists(), reason="the real files are not shipped")
 @pytest.mark.parametrize(("split", "rows"), [("train", 7473), ("test", 1319)])
 def test_the_real_files(split, rows):
-    questions = gsm8k.load(str(REAL), split, None)
+    questions = gsm8k.make(str(REAL)).questions(split, None, 0)
     assert len(questions) == rows
     assert all(gsm8k.score(question, question.solution).correct for question in questions)
     assert not [

@@ -219,18 +219,18 @@ def test_files_keep_their_order_and_need_not_be_of_the_grammar(tmp_path):
 def test_a_row_that_is_no_question(tmp_path, row):
     (tmp_path / "train.json").write_text(f'[["What is 3 in in cm?", 7.62], {row}]')
     with pytest.raises(DataError, match=r"train.json, row 1: \[question, finite number\] is needed"):
-        units.load(str(tmp_path), "train", None)
+        units.make(str(tmp_path)).questions("train", None, 0)
 
 
 def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "train.json").write_text("{}")
     with pytest.raises(DataError, match="must hold a list"):
-        units.load(str(tmp_path), "train", None)
+        units.make(str(tmp_path)).questions("train", None, 0)
     with pytest.raises(DataError, match=r"no split 'valid' here: .* holds train$"):
-        units.load(str(tmp_path), "valid", None)
+        units.make(str(tmp_path)).questions("valid", None, 0)
     (tmp_path / "train.json").write_text("[")
     with pytest.raises(DataError, match="is damaged"):
-        units.load(str(tmp_path), "train", None)
+        units.make(str(tmp_path)).questions("train", None, 0)
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="the real files are not shipped")
@@ -242,7 +242,7 @@ def test_the_grammar_covers_the_real_files_and_agrees_with_every_answer():
         for c in units.conversions(family, s)
     }
     for split in ("train", "valid"):
-        questions = units.load(str(REAL), split, None)
+        questions = units.make(str(REAL)).questions(split, None, 0)
         assert len(questions) == 1000
         for question in questions:
             asked = units.parse_question(question.text)

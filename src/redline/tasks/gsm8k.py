@@ -9,10 +9,10 @@ with train.jsonl and test.jsonl.
 
 import re
 from decimal import Decimal
+from typing import Any
 
-from redline.errors import DataError
 from redline.tasks.answers import judged
-from redline.tasks.task import Question, Task, Verdict, at_most, json_lines, read_split
+from redline.tasks.task import Question, Task, Verdict, read_split
 
 # A minus is a sign only where no operand stands before it: "10-5" ends in 5. Exponents are bounded because
 # Decimal's are.
@@ -58,36 +58,26 @@ def score(question: Question, completion: str) -> Verdict:
     return judged(None, 0) if answer is None else judged(str(answer), answer == Decimal(question.answer))
 
 
-def load(data: str | None, split: str, count: int | None) -> list[Question]:
-    """The first questions of `split`.jsonl in a folder."""
-    where = f"{data}/{split}.jsonl"
-    rows = json_lines(where, read_split("gsm8k", data, split, ".jsonl"))
-    return [_question(f"{split}-{index}", row, where) for index, row in enumerate(rows[: at_most(count)])]
-
-
-def make(data: str | None) -> Task:
-    def questions(split: str, count: int | None, seed: int) -> list[Question]:
-        return load(data, split, count)
-
-    about = "maths word problems, exact numeric match: JSONL files of GSM8K"
-    return Task(
-        name="gsm8k",
-        about=about,
-        questions=questions,
-        score=score,
-        instruction=INSTRUCTION,
-        examples=EXAMPLES,
-    )
-
-
-def _question(name: str, row: dict[str, object], where: str) -> Question:
-    match row:
+def row(name: str, fields: Any) -> Question | None:
+    match fields:
         case {"question": str(text), "answer": str(worked)} if (
             "####" in worked and (number := parse_number(worked)) is not None
         ):
             steps = _CALCULATOR.sub("", worked.rpartition("####")[0]).strip()
             return Question(name, text, str(number), f"{steps}\n<answer>{number}</answer>")
-    raise DataError(
-        f"{where}, {name}: a question and an answer that ends in '#### number' are needed, got"
-        f" {str(row)[:100]}"
+    return None
+
+
+def make(data: str | None) -> Task:
+    def questions(split: str, count: int | None, seed: int) -> list[Question]:
+        needs = "a question and an answer that ends in '#### number' are needed"
+        return read_split("gsm8k", data, split, count, suffix=".jsonl", row=row, needs=needs)
+
+    return Task(
+        name="gsm8k",
+        about="maths word problems, exact numeric match: JSONL files of GSM8K",
+        questions=questions,
+        score=score,
+        instruction=INSTRUCTION,
+        examples=EXAMPLES,
     )

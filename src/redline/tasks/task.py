@@ -10,6 +10,7 @@ untrusted or slow scorers through `redline.tasks.pool`. Left out on purpose: tok
 engine's).
 """
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,18 +119,35 @@ def interval_95(share: float, n: int) -> tuple[float, float]:
     return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
-def read_split(task: str, data: str | None, split: str, suffix: str) -> str:
-    """The text of the split's file in the folder that the user named."""
+def read_split(
+    task: str,
+    data: str | None,
+    split: str,
+    count: int | None,
+    *,
+    suffix: str,
+    row: Callable[[str, Any], Question | None],
+    needs: str,
+) -> list[Question]:
+    """The first questions of the split's file, JSON lines or one list, in the folder that the user named. `row` makes a
+    question of an id and a row; one that it cannot read is refused, with what it needs."""
     if data is None:
         raise ConfigError(
             f"task {task} reads files: name the folder that holds train{suffix} with --data FOLDER"
         )
     path = Path(data) / f"{split}{suffix}"
     try:
-        return read_text(path)
+        text = read_text(path)
     except DataError as error:
         there = ", ".join(sorted(p.stem for p in Path(data).glob(f"*{suffix}"))) or f"no {suffix} file"
         raise DataError(f"task {task} has no split {split!r} here: {error}; {data} holds {there}") from error
+    rows = json_lines(str(path), text) if suffix == ".jsonl" else parse_json(text, path, list)
+    found = []
+    for index, fields in enumerate(rows[: at_most(count)]):
+        if (question := row(f"{split}-{index}", fields)) is None:
+            raise DataError(f"{path}, row {index}: {needs}, got {json.dumps(fields)[:100]}")
+        found.append(question)
+    return found
 
 
 def json_lines(name: str, text: str) -> list[dict[str, Any]]:

@@ -13,17 +13,15 @@ decimals; 'nan' is no answer, 'inf' is a wrong one.
 
 import functools
 import hashlib
-import json
 import math
 import random
 import re
 import zlib
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from redline.errors import ConfigError, DataError
-from redline.record.files import parse_json
+from redline.errors import ConfigError
 from redline.tasks.answers import END, judged
 from redline.tasks.domain import SPLITS, check_split
 from redline.tasks.task import Question, Task, Verdict, at_most, read_split
@@ -205,34 +203,24 @@ def generate(split: str, count: int | None, seed: int) -> list[Question]:
     return found
 
 
-def load(data: str, split: str, count: int | None) -> list[Question]:
-    """The first questions of `split`.json in a folder: a list of [question, answer]."""
-    rows = parse_json(read_split("units", data, split, ".json"), f"{data}/{split}.json", list)
-    questions = []
-    for index, row in enumerate(rows[: at_most(count)]):
-        match row:
-            case [str(text), int() | float() as answer] if math.isfinite(answer) and not isinstance(
-                answer, bool
-            ):
-                solution = f"<answer>{_written(answer)}</answer>"
-                meta = _meta(parse_question(text))
-                questions.append(Question(f"{split}-{index}", text, repr(float(answer)), solution, meta))
-            case _:
-                raise DataError(
-                    f"{data}/{split}.json, row {index}: [question, finite number] is needed, got"
-                    f" {json.dumps(row)[:80]}"
-                )
-    return questions
+def row(name: str, fields: Any) -> Question | None:
+    match fields:
+        case [str(text), int() | float() as answer] if math.isfinite(answer) and not isinstance(answer, bool):
+            solution, meta = f"<answer>{_written(answer)}</answer>", _meta(parse_question(text))
+            return Question(name, text, repr(float(answer)), solution, meta)
+    return None
 
 
 def make(data: str | None) -> Task:
     def questions(split: str, count: int | None, seed: int) -> list[Question]:
-        return generate(split, count, seed) if data is None else load(data, split, count)
+        if data is None:
+            return generate(split, count, seed)
+        needs = "[question, finite number] is needed"
+        return read_split("units", data, split, count, suffix=".json", row=row, needs=needs)
 
-    about = "unit conversion, right within 5 %: generated, or [question, answer] JSON files"
     return Task(
         name="units",
-        about=about,
+        about="unit conversion, right within 5 %: generated, or [question, answer] JSON files",
         questions=questions,
         score=score,
         instruction=INSTRUCTION,
