@@ -17,7 +17,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 
@@ -32,7 +31,7 @@ from redline.rft.budget import Budget
 from redline.rft.session import Session
 from redline.rft.store import Sample, Source, Store, reasoning_key
 from redline.tasks.pool import Pool
-from redline.tasks.task import Question, Task, Verdict, prompt_messages
+from redline.tasks.task import Question, Task, prompt_messages
 from redline.train.stop import STOPPED, stop_on_signal
 
 Keep = Callable[[Sequence[Completion]], None]
@@ -172,23 +171,19 @@ class _Drawing:
         self.cut += sum(row.finish == "length" for row in rows)
         self.tokens += sum(row.tokens for row in rows)
         self.failures += sum(row.reason is not None for row in rows)
-        self.session.observers.metrics(self._facts(self.spent_s + time.monotonic() - began_s))
-
-    def _facts(self, elapsed_s: float) -> dict[str, Any]:
-        left = self.budget.samples_left()
-        return {
-            "questions": len(self.questions),
-            "questions_done": self.budget.questions_done,
-            "samples": self.samples,
-            "samples_left": left,
-            "correct": self.correct,
-            "cut": self.cut,
-            "tokens_per_s": self.tokens / elapsed_s if self.tokens else None,
-            "elapsed_s": elapsed_s,
-            "left_s": left * elapsed_s / self.drawn,
-            "memory_bytes": self.session.memory_bytes(),
-            "workers": self.engine.rates() if isinstance(self.engine, RayEngine) else None,
-        }
+        left, elapsed_s = self.budget.samples_left(), self.spent_s + time.monotonic() - began_s
+        self.session.progress(
+            self.tokens,
+            elapsed_s,
+            questions=len(self.questions),
+            questions_done=self.budget.questions_done,
+            left_s=left * elapsed_s / self.drawn,
+            samples=self.samples,
+            samples_left=left,
+            correct=self.correct,
+            cut=self.cut,
+            workers=self.engine.rates() if isinstance(self.engine, RayEngine) else None,
+        )
 
     def _compare(self, engine: Engine, compared: Sequence[Completion]) -> None:
         """Record how full our engine's slots were and how far it is from the training forward."""
@@ -243,11 +238,19 @@ def score(
     # a server may cut a character in two, and half of one cannot be stored
     texts = [task.answer_of(c.text.encode("utf-8", "replace").decode()) for c in completions]
     asked = [questions[c.request.tag] for c in completions]
-    verdicts, now_s = pool.score(list(zip(asked, texts, strict=True))), time.time()
-    return [
-        _row(completion, text, verdict, task.finished(text, completion.finish), now_s, tokenizer)
-        for completion, text, verdict in zip(completions, texts, verdicts, strict=True)
-    ]
+    verdicts, now_s, rows = pool.score(list(zip(asked, texts, strict=True))), time.time(), list[Sample]()
+    for completion, text, verdict in zip(completions, texts, verdicts, strict=True):
+        finished, logprobs = task.finished(text, completion.finish), completion.logprobs
+        correct = verdict.correct and finished
+        ids = spelling(completion.tokens, text, tokenizer) if verdict.correct and completion.tokens else None
+        rows.append(Sample(
+            question=completion.request.tag, sample=completion.sample, text=text, tokens=completion.new_tokens,
+            logprob_sum=sum(logprobs) if logprobs else None, logprob_min=min(logprobs) if logprobs else None,
+            finish="stop" if finished else "length", correct=correct, parsed=verdict.parsed, reward=verdict.reward,
+            answer=verdict.answer, reason=verdict.reason, reasoning_key=reasoning_key(text) if correct else None,
+            seed=completion.request.seed, at=now_s, ids=None if ids is None else array("i", ids).tobytes(),
+        ))  # fmt: skip
+    return rows
 
 
 def spelling(tokens: Sequence[int], text: str, tokenizer: Tokenizer) -> tuple[int, ...] | None:
@@ -258,31 +261,6 @@ def spelling(tokens: Sequence[int], text: str, tokenizer: Tokenizer) -> tuple[in
         return None
     count = bisect_left(range(len(tokens)), end, key=lambda n: len(tokenizer.decode(list(tokens[:n]))))
     return tuple(tokens[:count]) if tokenizer.decode(list(tokens[:count])) == whole[:end] else None
-
-
-def _row(
-    completion: Completion, text: str, verdict: Verdict, finished: bool, at: float, tokenizer: Tokenizer
-) -> Sample:
-    ids = spelling(completion.tokens, text, tokenizer) if verdict.correct and completion.tokens else None
-    logprobs, correct = completion.logprobs, verdict.correct and finished
-    return Sample(
-        question=completion.request.tag,
-        sample=completion.sample,
-        text=text,
-        tokens=completion.new_tokens,
-        logprob_sum=sum(logprobs) if logprobs else None,
-        logprob_min=min(logprobs) if logprobs else None,
-        finish="stop" if finished else "length",
-        correct=correct,
-        parsed=verdict.parsed,
-        reward=verdict.reward,
-        answer=verdict.answer,
-        reason=verdict.reason,
-        reasoning_key=reasoning_key(text) if correct else None,
-        seed=completion.request.seed,
-        at=at,
-        ids=None if ids is None else array("i", ids).tobytes(),
-    )
 
 
 @torch.no_grad()

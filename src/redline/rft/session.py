@@ -121,6 +121,12 @@ class Session:
         title = f"{self.recipe.name} · {title}"
         self.event("stage", name=name, title=title, on_gpu=self.on_gpu, **size)
 
+    def progress(self, tokens: int, elapsed_s: float, **facts: Any) -> None:
+        """Tell the observers how far a stage is (`record.observe.SAMPLING`)."""
+        tokens_per_s = tokens / max(1e-9, elapsed_s) if tokens else None
+        speed = {"tokens_per_s": tokens_per_s, "elapsed_s": elapsed_s, "memory_bytes": self.memory_bytes()}
+        self.observers.metrics(facts | speed)
+
     @functools.cached_property
     def task(self) -> Task:
         return load_task(self.asked.name, self.asked.data)

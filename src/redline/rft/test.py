@@ -103,8 +103,17 @@ def _answer(
             texts[place] = completion.text
             tokens += completion.new_tokens
             cut[place] = not session.task.finished(completion.text, completion.finish)
-            session.observers.metrics(
-                _facts(done, count, tokens, time.monotonic() - began_s, session.memory_bytes())
+            elapsed_s = time.monotonic() - began_s
+            left_s = (count - done) * elapsed_s / done
+            # scored when all of them are there
+            session.progress(
+                tokens,
+                elapsed_s,
+                questions=count,
+                questions_done=done,
+                samples=done,
+                correct=None,
+                left_s=left_s,
             )
     with Pool(session.asked.name, session.asked.data) as pool:
         verdicts = pool.score(list(zip(questions, texts, strict=True)))
@@ -113,19 +122,6 @@ def _answer(
         for verdict, was_cut in zip(verdicts, cut, strict=True)
     ]
     return whole, tokens, sum(cut)
-
-
-def _facts(done: int, questions: int, tokens: int, elapsed_s: float, memory_bytes: int) -> dict[str, Any]:
-    return {
-        "questions": questions,
-        "questions_done": done,
-        "samples": done,
-        "correct": None,  # scored when all of them are there
-        "tokens_per_s": tokens / max(1e-9, elapsed_s),
-        "elapsed_s": elapsed_s,
-        "left_s": (questions - done) * elapsed_s / done,
-        "memory_bytes": memory_bytes,
-    }
 
 
 @contextmanager
