@@ -1,12 +1,11 @@
-"""How good a model is: mean loss, perplexity and bits per byte on held-out tokens; accuracy and answer rate on a task's
-questions.
+"""How good a model is: mean loss, perplexity and bits per byte on held-out tokens.
 
 Losses are computed eagerly even if the model is compiled: compiling a second graph for a few batches would take longer
 than it saves.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ from redline.data.remote import folder_at, is_remote
 from redline.data.shards import Manifest, TokenDataset, check_vocab
 from redline.data.stream import TokenStream
 from redline.data.tokenizer import Tokenizer
-from redline.engine.request import Completion, Engine, Request, Sampling
 from redline.errors import ConfigError, DataError
 from redline.model.transformer import Transformer
 from redline.train.process import Process
@@ -132,14 +130,3 @@ def _held_out(opened: Opened, source: str | None, text_field: str, *, tokens: in
         wrong = f"wrong tokenizer: {folder} was not built with that of {opened.source}"
         raise DataError(f"{wrong}; evaluate on its text instead")
     return TokenDataset.open(folder, "valid")
-
-
-def answer_greedily(
-    engine: Engine, prompts: Sequence[tuple[int, ...]], sampling: Sampling
-) -> Iterator[tuple[int, Completion]]:
-    """The likeliest completion of each prompt with the prompt's place, in the order in which they finish."""
-    if sampling.temperature != 0:
-        raise ConfigError(f"accuracy needs greedy decoding (temperature 0), got {sampling.temperature}")
-    asked = (Request(prompt=prompt, sampling=sampling, tag=place) for place, prompt in enumerate(prompts))
-    for completion in engine.run(asked):
-        yield completion.request.tag, completion

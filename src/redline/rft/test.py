@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from redline.config.recipe import fingerprint_of
+from redline.engine.request import Completion, Request
 from redline.errors import DataError
-from redline.evaluate import answer_greedily
 from redline.model.lora import merged
 from redline.record.files import write_atomic
 from redline.record.run import read_lines
@@ -92,36 +92,29 @@ def _answer(
     """Verdicts, tokens, and how many answers were cut off, which count as wrong."""
     count = len(questions)
     session.stage("test", f"testing {_SAID[weights]} on {count:,} questions", questions=count)
-    began_s, tokens, texts, cut = time.monotonic(), 0, [""] * count, [False] * count
+    began_s, tokens, heard = time.monotonic(), 0, list[Completion]()
     with ExitStack() as stack:
         speaker = stack.enter_context(_speaker(session, weights))
         asked = session.ask(questions, speaker, trained=weights != "base")
         engine = stack.enter_context(session.engine(speaker, asked, sequences=count))
         sampling = session.settings(asked[0].stops, greedy=True)
-        answers = answer_greedily(engine, [one.prompt for one in asked], sampling)
-        for done, (place, completion) in enumerate(answers, start=1):
-            texts[place] = completion.text
-            tokens += completion.new_tokens
-            cut[place] = not session.task.finished(completion.text, completion.finish)
-            elapsed_s = time.monotonic() - began_s
-            left_s = (count - done) * elapsed_s / done
+        requests = [Request(prompt=one.prompt, sampling=sampling, tag=i) for i, one in enumerate(asked)]
+        for completion in engine.run(requests):
+            heard.append(completion)
+            done, tokens = len(heard), tokens + completion.new_tokens
             # scored when all of them are there
-            session.progress(
-                tokens,
-                elapsed_s,
-                questions=count,
-                questions_done=done,
-                samples=done,
-                correct=None,
-                left_s=left_s,
-            )
+            facts = {"questions": count, "questions_done": done, "samples": done, "correct": None}
+            elapsed_s = time.monotonic() - began_s
+            session.progress(tokens, elapsed_s, left_s=(count - done) * elapsed_s / done, **facts)
+    heard.sort(key=lambda one: one.request.tag)
     with Pool(session.asked.name, session.asked.data) as pool:
-        verdicts = pool.score(list(zip(questions, texts, strict=True)))
-    whole = [
-        verdict._replace(correct=False) if was_cut else verdict
-        for verdict, was_cut in zip(verdicts, cut, strict=True)
+        verdicts = pool.score([(question, one.text) for question, one in zip(questions, heard, strict=True)])
+    whole = [session.task.finished(one.text, one.finish) for one in heard]
+    counted = [
+        verdict if ended else verdict._replace(correct=False)
+        for verdict, ended in zip(verdicts, whole, strict=True)
     ]
-    return whole, tokens, sum(cut)
+    return counted, tokens, whole.count(False)
 
 
 @contextmanager

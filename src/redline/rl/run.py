@@ -124,18 +124,18 @@ def job_of(
         ),
         opened=opened,
         validate=make_validation(domains, policy),
-        combine=_combination(recipe, plan, opened.event) if rl.pcgrad != "off" else None,
+        combine=_combination(recipe, plan, opened.event),
         derived=make_derived(plan),
     )
 
 
 def _combination(
     recipe: Recipe, plan: Plan, event: Callable[..., None]
-) -> Callable[[Learner, Callable[[], int]], Combination]:
-    """The domains' gradients kept apart, compared, and projected if the recipe says so."""
+) -> Callable[[Learner, Callable[[], int]], Combination] | None:
+    """The domains' gradients kept apart, compared, and projected, as far as the recipe says so."""
     rl = recipe.rl
-    assert rl is not None
-    assert rl.pcgrad != "off"
+    if rl is None or rl.pcgrad == "off":
+        return None
     mode: Mode = rl.pcgrad
     place, why = pcgrad_place(recipe, plan)
     event("pcgrad", mode=mode, kept_on=place, why=why)
