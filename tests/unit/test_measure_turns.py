@@ -194,7 +194,7 @@ def test_what_ran_before_and_crashes_is_started_once_more_and_never_written_down
     here = lab(b=Behaviour(starts={2: "out_of_memory", 3: "out_of_memory"}))
     with turns(here, tmp_path / "other") as each:
         each.alone("b", B)
-        each.close()
+        each.aside(lambda: None)  # ends the arms
         pair = each.pair("b", A, B)
         assert pair is not None
         assert pair.after.outcome == "out_of_memory"

@@ -90,6 +90,10 @@ class Arm:
         self.failed: ChildFailed | None = None
         self.began_s = clock()
 
+    @property
+    def tokens_per_step(self) -> int:
+        return int(self.started["tokens_per_step"])
+
     def start(self) -> None:
         self._attempt(lambda: self.started.update(self.child.start(self.trial, self._limit_s())))
 
@@ -147,16 +151,12 @@ class Turns:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-        self.children.close()
-
-    def close(self) -> None:
-        """End the arms: what comes next needs their memory."""
         self._make_room()
+        self.children.close()
 
     def aside(self, work: Callable[[], T]) -> T:
         """Something long that needs the machine to itself and is not part of the time given."""
-        self.close()
+        self._make_room()
         began_s = self.clock()
         found = work()
         self.deadline_s += self.clock() - began_s
@@ -344,9 +344,5 @@ def _why_apart(pair: Pair | None) -> str:
 
 
 def _enough(enough: Enough, *arms: Arm | Measurement) -> bool:
-    each_s = [[block_s / _tokens(arm) for block_s in arm.blocks_s] for arm in arms]
+    each_s = [[block_s / arm.tokens_per_step for block_s in arm.blocks_s] for arm in arms]
     return all(each_s) and enough(*each_s)
-
-
-def _tokens(arm: Arm | Measurement) -> int:
-    return arm.tokens_per_step if isinstance(arm, Measurement) else int(arm.started["tokens_per_step"])

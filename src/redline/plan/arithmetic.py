@@ -347,11 +347,8 @@ def _workspace_bytes(
     """Weights cast for the backward of so many layers, gathered weights, and the directions of kernel attention."""
     hidden = parameters(model).hidden
     directions = model.num_layers * model.kv_heads * model.features * model.head_size
-    casts = (
-        BYTES[precision] * hidden * layers // model.num_layers
-        if precision in ("bf16", "fp16") and recompute == "none" and world_size == 1
-        else 0
-    )
+    cast = precision in ("bf16", "fp16") and recompute == "none" and world_size == 1
+    casts = BYTES[precision] * hidden * layers // model.num_layers if cast else 0
     largest = max(hidden // model.num_layers, model.vocab_size * model.hidden_size)
     fixed = CUBLAS_BYTES + (4 * directions if model.attention == "favor" else 0)
     return fixed + casts + (2 * 4 * largest if world_size > 1 else 0)

@@ -322,11 +322,8 @@ class _Decider:
             "full": traded + "every block is computed twice",
         }[recompute]
         self.record("recompute", pins["recompute"] or _rule(recompute, cost))
-        why = (
-            "logits fit in one piece, which is fastest"
-            if chunks == 1
-            else "logits in pieces: less memory, the head is computed twice"
-        )
+        pieces = "logits in pieces: less memory, the head is computed twice"
+        why = "logits fit in one piece, which is fastest" if chunks == 1 else pieces
         self.record("loss_chunks", pins["loss_chunks"] or _rule(chunks, why))
 
     def _why_micro_batch(self, best: tuple[int, str, int], share: int) -> Why:
@@ -406,18 +403,16 @@ class _Decider:
         parts = self._memory(values["micro_batch"], values["recompute"], values["loss_chunks"])
         model, how = self.recipe.model, (self.recipe.lora, self.recipe.feedback)
         flops = arithmetic.flops_per_token(model, longest_row(self.recipe), *how)
-        rate = self.hardware.rate_tflops(values["precision"])
+        rate, speed = self.hardware.rate_tflops(values["precision"]), None
+        if self.pretraining:  # a pass of packed examples has no length until they are read
+            speed = attainable_tokens_per_s(self.recipe, self.hardware, self.world_size, values)
         return Prediction(
             parameters=arithmetic.parameters(self.recipe.model).total,
             flops_per_token=flops,
             memory_parts_bytes=asdict(parts),
             memory_bytes=parts.total,
             ceiling_tokens_per_s=self.world_size * rate * 1e12 / flops if rate else None,
-            attainable_tokens_per_s=(
-                attainable_tokens_per_s(self.recipe, self.hardware, self.world_size, values)
-                if self.pretraining
-                else None  # a pass of packed examples has no length until they are read
-            ),
+            attainable_tokens_per_s=speed,
         )
 
 

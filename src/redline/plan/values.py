@@ -56,12 +56,9 @@ def _half(_recipe: Recipe, _hardware: Hardware, beside: Beside) -> str | None:
 
 
 def _unscaled(_recipe: Recipe, _hardware: Hardware, beside: Beside) -> str | None:
-    scaled = beside.get("precision") == "fp16"
-    return (
-        "fp16's loss scaler reads every update's gradient norm, which a graph cannot wait for"
-        if scaled
-        else None
-    )
+    if beside.get("precision") != "fp16":
+        return None
+    return "fp16's loss scaler reads every update's gradient norm, which a graph cannot wait for"
 
 
 def needs_softmax(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:

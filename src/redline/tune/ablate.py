@@ -41,7 +41,7 @@ from redline.plan.arithmetic import flops_per_token
 from redline.plan.plan import Hardware
 from redline.plan.predict import longest_row
 from redline.record.files import read_json, write_atomic
-from redline.tune.arms import CHANGES, Arms, Switches, arms_for, naive, samples_of
+from redline.tune.arms import CHANGES, Arms, Switches, UpdateArms, arms_for, naive, samples_of
 from redline.tune.candidates import differing
 from redline.tune.guard import guard, guard_logprobs
 from redline.tune.quality import Judge, Quality
@@ -305,6 +305,7 @@ class _Waterfall:
         """What the state before and the candidate train to; None if no plan value differs, as with padding."""
         if self.sound is None:
             return None
+        assert isinstance(self.arms, UpdateArms), "generation is no training"
         state, tokens_per_s = (self.state, self.sound[1]) if entry.change else self.sound
         before, after = self.arms.plan(state), self.arms.plan(candidate)
         try:

@@ -83,18 +83,10 @@ class GenerationArms:
     def held(self, state: Switches) -> Switches:
         return state  # nothing here is left to a rule
 
-    def plan(self, state: Switches) -> tuple[Recipe, Plan]:
-        raise NotImplementedError("generation is no training")
-
     def trial(self, state: Switches) -> Trial:
         how, samples = asdict(GenerationSwitches(**state).in_force()), asdict(self.samples)
-        setting = {
-            "recipe": to_toml(self.recipe),
-            "device": self.hardware.kind,
-            "samples": samples,
-            "how": how,
-        }
-        return Trial(subject=GENERATION, setting=setting, timing=self.timing)
+        on = {"recipe": to_toml(self.recipe), "device": self.hardware.kind}
+        return Trial(subject=GENERATION, setting={**on, "samples": samples, "how": how}, timing=self.timing)
 
     def precision(self, state: Switches) -> str:
         return GenerationSwitches(**state).precision

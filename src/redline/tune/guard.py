@@ -45,15 +45,11 @@ class Guard:
     def __str__(self) -> str:
         if self.steps == 0:
             return "not checked: no losses"
-        numbers = (
-            f"loss {self.loss_difference:.0e}, gradient norm {self.grad_norm_difference:.0e} over"
-            f" {self.steps} steps"
-        )
-        return (
-            f"same training ({self.effect}: {numbers})"
-            if self.passed
-            else f"refused: outside the {self.effect} band of {self.band:.0e}: {numbers}"
-        )
+        numbers = f"loss {self.loss_difference:.0e}, gradient norm {self.grad_norm_difference:.0e}"
+        over = f"{numbers} over {self.steps} steps"
+        if self.passed:
+            return f"same training ({self.effect}: {over})"
+        return f"refused: outside the {self.effect} band of {self.band:.0e}: {over}"
 
 
 def guard(reference: Measurement, measured: Measurement, effect: Effect, *, precision: str) -> Guard:

@@ -105,9 +105,8 @@ class _Search:
             assert measured is not None, "no time bounds it"
             if not measured.lacked_memory or "micro_batch" in self.fixed:
                 break
-            what = (
-                "was killed twice, maybe for lack of memory" if measured.was_killed else "ran out of memory"
-            )
+            killed = "was killed twice, maybe for lack of memory"
+            what = killed if measured.was_killed else "ran out of memory"
             failures.append(f"micro-batch {self.best.micro_batch} {what}")
             if (smaller := self._neighbour(up=False)) is None:
                 break
@@ -236,11 +235,8 @@ class _Search:
         wins = pair.comparison.verdict == "faster" and numbers.passed
         payback, steps = self._payback_steps(candidate, pair), self.recipe.train.steps
         if wins and payback > steps:
-            run = (
-                f"the run has {steps:,}"
-                if steps
-                else "the recipe counts epochs: pin plan.compile for a long run"
-            )
+            epochs = "the recipe counts epochs: pin plan.compile for a long run"
+            run = f"the run has {steps:,}" if steps else epochs
             return False, f"compiling pays back after {payback:,.0f} updates; {run}", True
         return wins, str(numbers), numbers.passed
 

@@ -72,9 +72,6 @@ def _answer(quote: Quote, part: StudyPart, rows: Sequence[AblationRow]) -> str:
 
 
 def _stage(row: AblationRow) -> str:
-    left_out = row.stage == "leave one out"
-    return (
-        "left out of the best, one at a time"
-        if left_out
-        else "one by one, each on top of those kept before it"
-    )
+    if row.stage == "leave one out":
+        return "left out of the best, one at a time"
+    return "one by one, each on top of those kept before it"
