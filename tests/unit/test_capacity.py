@@ -21,7 +21,6 @@ from redline.plan.capacity import (
     NETWORK_HOP_S,
     NVLINK_HOP_S,
     Capacity,
-    Layout,
     capacity,
     efficiency,
     exchanged,
@@ -94,20 +93,22 @@ def test_bytes_of_each_layout_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "rate", "far", "hops_s"),
+    ("shards", "replicas", "rate", "far", "hops_s"),
     [
         # in a node: seven hops over NVLink
-        (Layout(shards=8, replicas=1), 450e9, None, 7 * NVLINK_HOP_S),
+        (8, 1, 450e9, None, 7 * NVLINK_HOP_S),
         # eight nodes: the cards of a node together carry a ring, 400 GB/s
-        (Layout(shards=64, replicas=1), 400e9, None, 56 * NVLINK_HOP_S + 7 * NETWORK_HOP_S),
+        (64, 1, 400e9, None, 56 * NVLINK_HOP_S + 7 * NETWORK_HOP_S),
         # sharded in the node; eight rings between the nodes, a card each
-        (Layout(shards=8, replicas=8), 450e9, 50e9, 7 * NVLINK_HOP_S),
+        (8, 8, 450e9, 50e9, 7 * NVLINK_HOP_S),
     ],
 )
-def test_the_time_of_the_collectives(layout: Layout, rate: float, far: float | None, hops_s: float) -> None:
+def test_the_time_of_the_collectives(
+    shards: int, replicas: int, rate: float, far: float | None, hops_s: float
+) -> None:
     recipe = load_recipe("gpt-1.3b", [])
-    plan = make_plan(recipe, H100, world_size=layout.shards * layout.replicas)
-    found = exchanged(recipe, plan, layout)
+    plan = replace(make_plan(recipe, H100, world_size=shards * replicas), shards=shards)
+    found = exchanged(recipe, plan)
     t, round_s = found.traffic, BASE_S + hops_s
     expected_s = (t.gathered + t.scattered) / (LINK_SHARE * rate) + (t.gathers + t.scatters) * round_s
     if far is not None:

@@ -1,17 +1,10 @@
 """What `redline plan` prints of a recipe on many GPUs. The arithmetic is in plan/capacity.py."""
 
+from dataclasses import replace
 from math import ceil
 
 from redline.config.recipe import Recipe
-from redline.plan.capacity import (
-    LINK_SHARE,
-    Capacity,
-    Layout,
-    efficiency,
-    exchanged,
-    layout_of,
-    where_it_stops,
-)
+from redline.plan.capacity import LINK_SHARE, Capacity, efficiency, exchanged, layout, where_it_stops
 from redline.plan.plan import Hardware, Plan
 from redline.record.units import DASH, exact, format_bytes, format_count, format_duration, format_share
 from redline.report.grid import Output, show
@@ -67,20 +60,18 @@ def print_capacity(
 
 def _print_layouts(recipe: Recipe, plan: Plan) -> None:
     """What each GPU receives in an update if the weights lie one way or another."""
-    own, gpus = layout_of(plan), plan.world_size
+    gpus, node = plan.world_size, plan.hardware.node_gpus
     cells = []
-    for shards in sorted(
-        {1, own.shards, gpus, *([node] if gpus % (node := plan.hardware.node_gpus) == 0 else [])}
-    ):
-        way = Layout(shards=shards, replicas=gpus // shards)
-        found = exchanged(recipe, plan, way)
+    for shards in sorted({1, plan.shards, gpus, *([node] if gpus % node == 0 else [])}):
+        way = replace(plan, shards=shards)
+        found = exchanged(recipe, way)
         kept = sum(plan.prediction.memory_parts_bytes[part] for part in ("weights", "gradients", "optimizer"))
-        memory = plan.prediction.memory_bytes - kept + kept * own.shards // shards
+        memory = plan.prediction.memory_bytes - kept + kept * plan.shards // shards
         sizes = (found.traffic.gathered, found.traffic.scattered, found.traffic.reduced)
         received = [format_bytes(size) if size else DASH for size in sizes]
         fits = "" if memory <= plan.hardware.memory_bytes else "does not fit"
-        note = "planned" if way == own else fits
-        cells.append((way.name, format_bytes(memory), *received, format_duration(found.elapsed_s), note))
+        note = "planned" if way == plan else fits
+        cells.append((layout(way), format_bytes(memory), *received, format_duration(found.elapsed_s), note))
     columns = ("layout", "memory", "gathered", "reduce-scattered", "all-reduced", "comm.", "")
     show(columns, cells, title=f"\nWhat each of {gpus:,} GPUs receives in an update", right=range(1, 6))
 

@@ -39,20 +39,6 @@ PAYS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How the weights lie: whole on one GPU (1 shard: data parallelism), or spread over `shards`, `replicas` times."""
-
-    shards: int
-    replicas: int
-
-    @property
-    def name(self) -> str:
-        if self.replicas == 1:
-            return "FSDP" if self.shards > 1 else "one GPU"
-        return "data parallel" if self.shards == 1 else f"HSDP {self.replicas}x{self.shards}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Exchange:
     """The communication of one update: what a GPU receives, and the time it takes if nothing hides it."""
 
@@ -120,8 +106,7 @@ def nodes_of(gpus: int, node_gpus: int) -> int:
 
 def on(recipe: Recipe, plan: Plan) -> Capacity:
     """What a plan should do."""
-    hardware, layout = plan.hardware, layout_of(plan)
-    exchange = exchanged(recipe, plan, layout)
+    hardware, exchange = plan.hardware, exchanged(recipe, plan)
     values = {name: getattr(plan, name) for name in PLANNED}
     speed = attainable_tokens_per_s(recipe, hardware, plan.world_size, values)
     if speed is None:
@@ -133,14 +118,14 @@ def on(recipe: Recipe, plan: Plan) -> Capacity:
     eager = hardware.kind == "cuda" and plan.compile == "off"
     compute_s = tokens / speed / (EAGER_SHARE if eager else 1.0)
     update_s = updates * exchange.step_s(compute_s)
-    parts = _step_of_rl(recipe, plan, layout, update_s) if recipe.rl else {"update": update_s}
+    parts = _step_of_rl(recipe, plan, update_s) if recipe.rl else {"update": update_s}
     around_s = sum(parts.values()) - update_s
     hidden, exposed = max(compute_s, exchange.elapsed_s), compute_s + exchange.elapsed_s
     peak = hardware.peak_tflops.get(plan.precision if plan.precision != "fp8" else "bf16")
     flops = updates * tokens * plan.prediction.flops_per_token / plan.world_size
     return Capacity(
         gpus=plan.world_size,
-        layout=layout.name,
+        layout=layout(plan),
         memory_bytes=plan.prediction.memory_bytes,
         compute_s=updates * compute_s,
         communication_s=updates * exchange.elapsed_s,
@@ -152,16 +137,20 @@ def on(recipe: Recipe, plan: Plan) -> Capacity:
     )
 
 
-def layout_of(plan: Plan) -> Layout:
-    return Layout(shards=plan.shards, replicas=plan.world_size // plan.shards)
+def layout(plan: Plan) -> str:
+    """How the weights lie: whole on every GPU, or spread over the shards, once or several times."""
+    shards, replicas = plan.shards, plan.world_size // plan.shards
+    if replicas == 1:
+        return "FSDP" if shards > 1 else "one GPU"
+    return "data parallel" if shards == 1 else f"HSDP {replicas}x{shards}"
 
 
 # ---- communication ----
 
 
-def exchanged(recipe: Recipe, plan: Plan, layout: Layout) -> Exchange:
-    """What an update of this plan exchanges if the weights lie this way."""
-    model, S, R = recipe.model, layout.shards, layout.replicas
+def exchanged(recipe: Recipe, plan: Plan) -> Exchange:
+    """What an update of this plan exchanges."""
+    model, S, R = recipe.model, plan.shards, plan.world_size // plan.shards
     how = {"precision": plan.precision, "accumulation": plan.accumulation, "shards": S, "replicas": R}
     found = arithmetic.traffic(model, recipe.lora, **how)  # type: ignore[arg-type]
     if plan.world_size == 1:
@@ -192,11 +181,11 @@ def _ring(hardware: Hardware, ranks: int, nodes: int, *, rings: int) -> tuple[fl
 # ---- a step of reinforcement learning ----
 
 
-def _step_of_rl(recipe: Recipe, plan: Plan, layout: Layout, update_s: float) -> dict[str, float]:
+def _step_of_rl(recipe: Recipe, plan: Plan, update_s: float) -> dict[str, float]:
     """Where the time of a step goes. Rewards are computed beside generation; a forward pass is a third of an update."""
     assert recipe.rl is not None
     parts = {
-        "weights to the engine": _weights_s(recipe, plan, layout),
+        "weights to the engine": _weights_s(recipe, plan),
         "generate": _generate_s(recipe, plan),
         "reward": 0.0,
     }
@@ -207,17 +196,17 @@ def _step_of_rl(recipe: Recipe, plan: Plan, layout: Layout, update_s: float) -> 
     return parts | {"update": update_s}
 
 
-def _weights_s(recipe: Recipe, plan: Plan, layout: Layout) -> float:
+def _weights_s(recipe: Recipe, plan: Plan) -> float:
     """Every process gathers the weights in fp32, tensor by tensor, and casts them for its engine."""
     count, bandwidth = arithmetic.parameters(recipe.model).total, plan.hardware.bandwidth_bytes_per_s
     assert bandwidth is not None  # or there would be no speed
     if plan.world_size == 1 and (recipe.lora is not None or BYTES[plan.precision] == 4):
         return 0.0
     cast_s = (4 + BYTES[plan.precision]) * count / (COPY_SHARE[plan.hardware.kind] * bandwidth)
-    if layout.shards == 1:
+    if plan.shards == 1:
         return cast_s
-    rate, _ = _ring(plan.hardware, layout.shards, ceil(layout.shards / plan.hardware.node_gpus), rings=1)
-    return cast_s + 4 * count * (layout.shards - 1) / layout.shards / rate
+    rate, _ = _ring(plan.hardware, plan.shards, ceil(plan.shards / plan.hardware.node_gpus), rings=1)
+    return cast_s + 4 * count * (plan.shards - 1) / plan.shards / rate
 
 
 def _generate_s(recipe: Recipe, plan: Plan) -> float:
