@@ -19,7 +19,7 @@ from redline.machine.facts import read_facts
 from redline.machine.store import cached
 from redline.measure.child import named
 from redline.plan.arithmetic import parameters
-from redline.plan.roofline import Asked, generation_floor_s
+from redline.plan.roofline import generation_floor_s
 
 QUICK = WORKS["quick"]
 
@@ -102,11 +102,11 @@ def test_the_floor_counted_by_hand() -> None:
     model = ModelConfig(
         vocab_size=10, num_layers=1, hidden_size=4, num_heads=2, num_kv_heads=1, ffn_size=8, context_length=16
     )
-    work = Asked(prompts=2, prompt_tokens=3, new_tokens=[3, 3, 3, 3], slots=4)
+    work = {"prompts": 2, "prompt_tokens": 3, "new_tokens": [3, 3, 3, 3], "slots": 4}
 
     def seconds(*, bytes_per_s: float = 1e30, flops_per_s: float = 1e30, shared: bool = False) -> float:
         return generation_floor_s(
-            model, work, bytes_per_value=2, bytes_per_s=bytes_per_s, flops_per_s=flops_per_s, shared=shared
+            model, **work, bytes_per_value=2, bytes_per_s=bytes_per_s, flops_per_s=flops_per_s, shared=shared
         )
 
     # Two steps; each of the four sequences reads 3 + 1, then 3 + 2 tokens. Shared: the two prompts once a
@@ -122,12 +122,21 @@ def test_the_floor_counted_by_hand() -> None:
 
 def test_the_floor_of_mixed_lengths_fills_every_slot() -> None:
     model = QUICK.model
-    even = Asked(prompts=8, prompt_tokens=4, new_tokens=[5] * 8, slots=4)
-    uneven = Asked(prompts=8, prompt_tokens=4, new_tokens=[2, 8] * 4, slots=4)
-    options = {"bytes_per_value": 4, "bytes_per_s": 1.0, "flops_per_s": 1e30, "shared": False}
+    even, uneven = [5] * 8, [2, 8] * 4
+    options = {
+        "prompts": 8,
+        "prompt_tokens": 4,
+        "slots": 4,
+        "bytes_per_value": 4,
+        "bytes_per_s": 1.0,
+        "flops_per_s": 1e30,
+        "shared": False,
+    }
     weights = parameters(model).matmul * 4
     kv = 4 * 2 * model.num_layers * model.kv_heads * model.head_size
-    assert generation_floor_s(model, even, **options) == pytest.approx(8 * weights + kv * (32 * 4 + 8 * 10))
-    assert generation_floor_s(model, uneven, **options) == pytest.approx(
+    assert generation_floor_s(model, new_tokens=even, **options) == pytest.approx(
+        8 * weights + kv * (32 * 4 + 8 * 10)
+    )
+    assert generation_floor_s(model, new_tokens=uneven, **options) == pytest.approx(
         8 * weights + kv * (32 * 4 + 4 * (1 + 28))
     )

@@ -22,7 +22,7 @@ from redline.errors import Say
 from redline.machine.facts import MachineFacts
 from redline.machine.store import Ceilings
 from redline.plan.arithmetic import BYTES
-from redline.plan.roofline import Asked, generation_floor_s
+from redline.plan.roofline import generation_floor_s
 from redline.record.units import format_bytes, format_duration
 
 TEMPERATURE = 0.8
@@ -113,13 +113,11 @@ def _floors(row: BenchRow, work: GenerationWork, ceilings: Ceilings) -> dict[str
     if not bandwidth or not rate:
         return {}
     lengths = mixed_lengths(work) if row["row"] == "redline_mixed" else [work.new_tokens] * row["sequences"]
-    asked = Asked(
-        prompts=row["prompts"], prompt_tokens=work.prompt_tokens, new_tokens=lengths, slots=row["slots"]
-    )
     found: dict[str, float] = {}
     for name, shared in (("floor", False), ("floor_shared", True)):
         seconds = generation_floor_s(
-            work.model, asked, bytes_per_value=BYTES[dtype], bytes_per_s=bandwidth, flops_per_s=rate,
+            work.model, prompts=row["prompts"], prompt_tokens=work.prompt_tokens, new_tokens=lengths,
+            slots=row["slots"], bytes_per_value=BYTES[dtype], bytes_per_s=bandwidth, flops_per_s=rate,
             shared=shared,
         )  # fmt: skip
         found |= {f"{name}_s": seconds, f"share_of_{name}": seconds / median(row["seconds"])}

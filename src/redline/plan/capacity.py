@@ -21,7 +21,7 @@ from redline.plan.bounds import Outside
 from redline.plan.plan import PLANNED, Hardware, Plan
 from redline.plan.planner import make_plan
 from redline.plan.predict import longest_row
-from redline.plan.roofline import COPY_SHARE, Asked, attainable_tokens_per_s, generation_floor_s
+from redline.plan.roofline import COPY_SHARE, attainable_tokens_per_s, generation_floor_s
 
 LINK_SHARE = 0.8
 """Of a link's datasheet rate that large collectives reach: NCCL itself reckons with 235 of an A100's 300 GB/s."""
@@ -218,12 +218,11 @@ def _generate_s(recipe: Recipe, plan: Plan) -> float:
     assert bandwidth is not None
     questions = ceil(recipe.train.batch_size / plan.world_size)
     answers = questions * rl.group_size
-    asked = Asked(
-        prompts=questions, prompt_tokens=rl.max_prompt_tokens, new_tokens=[rl.max_new_tokens] * answers,
-        slots=plan.slots,
+    floor_s = generation_floor_s(
+        model, prompts=questions, prompt_tokens=rl.max_prompt_tokens, new_tokens=[rl.max_new_tokens] * answers,
+        slots=plan.slots, bytes_per_value=BYTES[plan.precision], bytes_per_s=bandwidth, flops_per_s=rate * 1e12,
+        shared=False,
     )  # fmt: skip
-    figures = {"bytes_per_s": bandwidth, "flops_per_s": rate * 1e12}
-    floor_s = generation_floor_s(model, asked, bytes_per_value=BYTES[plan.precision], shared=False, **figures)
     steps = rl.max_new_tokens * ceil(answers / plan.slots)
     return floor_s + steps * model.num_layers * DECODE_LAYER_S
 

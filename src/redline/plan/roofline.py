@@ -8,7 +8,6 @@ anything a compiler does worse than it could.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from redline.config.recipe import ModelConfig, Recipe
@@ -120,42 +119,30 @@ def _moved_bytes(model: ModelConfig, precision: str) -> float:
 # ---- generation ----
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What is generated: sequences of `prompt_tokens` and their new tokens, at most `slots` at a time."""
-
-    prompts: int
-    prompt_tokens: int
-    new_tokens: Sequence[int]
-    """Of each sequence."""
-    slots: int
-
-
 def generation_floor_s(
     model: ModelConfig,
-    work: Asked,
     *,
+    prompts: int,
+    prompt_tokens: int,
+    new_tokens: Sequence[int],
+    slots: int,
     bytes_per_value: int,
     bytes_per_s: float,
     flops_per_s: float,
     shared: bool,
 ) -> float:
-    """Least time. `shared`: a prompt's keys and values are read once a step for all of its samples."""
-    count, samples = arithmetic.parameters(model), len(work.new_tokens) / work.prompts
+    """Least time for sequences of `prompt_tokens` and their own `new_tokens`, at most `slots` at a time. `shared`: a
+    prompt's keys and values are read once a step for all of its samples."""
+    count, read_by = arithmetic.parameters(model), len(new_tokens) / prompts if shared else 1
     # the first new token comes from the prompt's pass, the others from steps that read all tokens before theirs
-    decoded = [length - 1 for length in work.new_tokens]
-    steps = max(max(decoded), -(-sum(decoded) // work.slots))
-    prompt_reads = sum(decoded) * work.prompt_tokens
+    decoded = [length - 1 for length in new_tokens]
+    steps = max(max(decoded), -(-sum(decoded) // slots))
+    prompt_reads = sum(decoded) * prompt_tokens
     own_reads = sum(length * (length + 1) // 2 for length in decoded)
     kv_bytes = 2 * model.num_layers * model.kv_heads * model.head_size * bytes_per_value
-    read_bytes = steps * count.matmul * bytes_per_value + kv_bytes * (
-        own_reads + prompt_reads / (samples if shared else 1)
-    )
-    head = model.vocab_size * model.hidden_size
-    prefill = work.prompts * (count.hidden * work.prompt_tokens + head)
-    attended = prompt_reads + own_reads + work.prompts * work.prompt_tokens * (work.prompt_tokens + 1) // 2
-    flops = (
-        2 * (prefill + count.matmul * sum(decoded))
-        + 4 * model.num_layers * model.num_heads * model.head_size * attended
-    )
+    read_bytes = steps * count.matmul * bytes_per_value + kv_bytes * (own_reads + prompt_reads / read_by)
+    prefill = prompts * (count.hidden * prompt_tokens + model.vocab_size * model.hidden_size)
+    attended = prompt_reads + own_reads + prompts * prompt_tokens * (prompt_tokens + 1) // 2
+    attention = 4 * model.num_layers * model.num_heads * model.head_size * attended
+    flops = 2 * (prefill + count.matmul * sum(decoded)) + attention
     return read_bytes / bytes_per_s + flops / flops_per_s
