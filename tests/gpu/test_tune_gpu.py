@@ -174,5 +174,5 @@ def test_every_way_to_fine_tune_is_the_same_training(way: str) -> None:
     reference, found = (measure(arms.trial(state)) for state in ({}, WAYS[way]))
     assert (reference.outcome, found.outcome) == ("ok", "ok"), (reference.error, found.error)
     verdict = guard(reference, found, "rounding", precision="bf16")
-    assert verdict.passed, str(verdict)
-    assert verdict.steps == 5
+    assert verdict.passed, verdict.words
+    assert "over 5 steps" in verdict.words

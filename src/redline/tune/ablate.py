@@ -374,8 +374,7 @@ class _Waterfall:
         against = pair.before if effect == "exact" or self.reference is None else self.reference
         if against.outcome != "ok":
             return True, "no reference ran"
-        verdict = guard(against, pair.after, effect, precision=precision)
-        return verdict.passed, str(verdict)
+        return guard(against, pair.after, effect, precision=precision)
 
 
 def _with_speed(row: AblationRow, measured: Measurement) -> AblationRow:

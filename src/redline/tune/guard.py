@@ -13,7 +13,7 @@ A plan cannot change the training itself; only a recipe can. A plan that fails i
 """
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from redline.measure.trial import Measurement
 from redline.plan.values import Effect
@@ -29,47 +29,32 @@ NORM_FACTOR = 10.0
 """A gradient norm may differ by this many times the loss's band: no mean smooths its sum of squares."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Guard:
-    """A verdict with its numbers."""
-
+class Guarded(NamedTuple):
     passed: bool
-    effect: Effect
-    steps: int
-    """Steps that both have; with 0 nothing is compared, which passes as "not checked"."""
-    loss_difference: float
-    """Largest relative difference."""
-    grad_norm_difference: float
-    band: float
-
-    def __str__(self) -> str:
-        if self.steps == 0:
-            return "not checked: no losses"
-        numbers = f"loss {self.loss_difference:.0e}, gradient norm {self.grad_norm_difference:.0e}"
-        over = f"{numbers} over {self.steps} steps"
-        if self.passed:
-            return f"same training ({self.effect}: {over})"
-        return f"refused: outside the {self.effect} band of {self.band:.0e}: {over}"
+    words: str
+    """With the figures."""
 
 
-def guard(reference: Measurement, measured: Measurement, effect: Effect, *, precision: str) -> Guard:
-    """Compare the first steps of two trials of one recipe."""
+def guard(reference: Measurement, measured: Measurement, effect: Effect, *, precision: str) -> Guarded:
+    """Compare the first steps of two trials of one recipe; with no steps to compare it passes as "not checked"."""
     band = EXACT_BAND[precision] if effect == "exact" else ROUNDING_BAND
     losses = [_difference(a, b) for a, b in zip(reference.losses, measured.losses, strict=False)]
     norms = [_difference(a, b) for a, b in zip(reference.grad_norms, measured.grad_norms, strict=False)]
-    loss, norm = max(losses, default=0.0), max(norms, default=0.0)
-    return Guard(
-        passed=loss <= band and norm <= NORM_FACTOR * band, effect=effect, steps=len(losses),
-        loss_difference=loss, grad_norm_difference=norm, band=band,
-    )  # fmt: skip
+    if not losses:
+        return Guarded(True, "not checked: no losses")
+    loss, norm = max(losses), max(norms, default=0.0)
+    figures = f"loss {loss:.0e}, gradient norm {norm:.0e} over {len(losses)} steps"
+    if loss <= band and norm <= NORM_FACTOR * band:
+        return Guarded(True, f"same training ({effect}: {figures})")
+    return Guarded(False, f"refused: outside the {effect} band of {band:.0e}: {figures}")
 
 
-def guard_logprobs(measured: Measurement, precision: str) -> tuple[bool, str]:
+def guard_logprobs(measured: Measurement, precision: str) -> Guarded:
     """For generation, whose subject keeps differences of log-probabilities from fp32 in place of losses."""
     worst = max(math.inf if difference is None else difference for difference in measured.losses)
     band = LOGPROB_BAND[precision]
     where = "within" if worst <= band else "OUTSIDE"
-    return worst <= band, f"{where} {band:g}: log-probabilities differ from fp32 by {worst:.1e}"
+    return Guarded(worst <= band, f"{where} {band:g}: log-probabilities differ from fp32 by {worst:.1e}")
 
 
 def _difference(reference: float | None, value: float | None) -> float:

@@ -238,7 +238,7 @@ class _Search:
             epochs = "the recipe counts epochs: pin plan.compile for a long run"
             run = f"the run has {steps:,}" if steps else epochs
             return False, f"compiling pays back after {payback:,.0f} updates; {run}", True
-        return wins, str(numbers), numbers.passed
+        return wins, numbers.words, numbers.passed
 
     def _explain(self, candidate: Candidate, pair: Pair, kept: bool) -> None:
         """What was measured becomes the reason for the value that was tried."""
