@@ -40,6 +40,7 @@ from redline.data.shards import (
 )
 from redline.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from redline.errors import DataError
+from redline.machine.facts import cpu_cores
 from redline.record.files import cache_folder, storage_errors, sync_path, write_atomic
 
 Progress = Callable[[int, int, int], None]
@@ -174,7 +175,7 @@ def _build_into(
                 return finished
             tokenizer = _claim(out, inputs, given)
             own = segments(out, inputs)[part - 1 :: parts]
-            _write(own, inputs, tokenizer, workers or _cores(), progress)
+            _write(own, inputs, tokenizer, workers or cpu_cores(), progress)
             # Let go before asking, so that of several that finish together the last one gets it.
             fcntl.flock(lock, fcntl.LOCK_UN)
             try:
@@ -193,11 +194,6 @@ def segments(out: Path, inputs: Inputs) -> list[Segment]:
             found.append(Segment(out / PARTS / f"{len(found):05d}", range(first, number)))
             first, size_bytes = number, 0
     return found
-
-
-def _cores() -> int:
-    """Cores that this process may use, if the system tells."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _finished(out: Path, inputs: Inputs) -> Manifest | None:

@@ -186,13 +186,10 @@ def _read_text(path: Path, text_field: str, skip: int) -> Iterator[Row]:
 
 def _read_jsonl(path: Path, text_field: str, skip: int) -> Iterator[Row]:
     with open(path, "rb") as file:
-        rows = 0
-        for line_number, line in enumerate(decompressed(path, file), start=1):
-            if not line.strip():
-                continue
-            rows += 1
-            if rows > skip:
-                yield _row_of_json(line, text_field, f"{path}, line {line_number}", file.tell())
+        numbered = enumerate(decompressed(path, file), start=1)
+        rows = ((number, line) for number, line in numbered if line.strip())
+        for number, line in itertools.islice(rows, skip, None):
+            yield _row_of_json(line, text_field, f"{path}, line {number}", file.tell())
 
 
 def decompressed(path: Path, file: BinaryIO) -> BinaryIO:
@@ -236,18 +233,11 @@ def _read_parquet(path: Path, text_field: str, skip: int) -> Iterator[Row]:
             if text_field not in file.schema_arrow.names:
                 names = ", ".join(file.schema_arrow.names)
                 raise DataError(f"{path}: no column '{text_field}'; it has {names}: set text_field")
-            row = 0
-            for group in range(file.metadata.num_row_groups):
-                group_rows = file.metadata.row_group(group).num_rows
-                if row + group_rows <= skip:
-                    row += group_rows
-                    continue
-                for batch in file.iter_batches(batch_size=256, row_groups=[group], columns=[text_field]):
-                    for text in batch.column(0).to_pylist():
-                        row += 1
-                        if row > skip:
-                            offset_bytes = size_bytes * row // file.metadata.num_rows
-                            yield _row(text, text_field, f"{path}, row {row}", offset_bytes)
+            batches = file.iter_batches(batch_size=256, columns=[text_field])
+            texts = (text for batch in batches for text in batch.column(0).to_pylist())
+            for row, text in enumerate(itertools.islice(texts, skip, None), start=skip + 1):
+                offset_bytes = size_bytes * row // file.metadata.num_rows
+                yield _row(text, text_field, f"{path}, row {row}", offset_bytes)
     except arrow_error as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error
 

@@ -75,7 +75,7 @@ def read_facts() -> MachineFacts:
         gpu_trouble=trouble,
         cuda_driver=cuda_driver,
         cpu_name=cpu_name(),
-        cpu_cores=_cpu_cores(),
+        cpu_cores=cpu_cores(),
         memory_bytes=memory_bytes(),
         disk_free_bytes=shutil.disk_usage(Path.cwd()).free,
         os=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -145,7 +145,7 @@ def _read_gpu(index: int, handle: Any, driver: str) -> GpuFacts:
     )
 
 
-def _cpu_cores() -> int:
+def cpu_cores() -> int:
     """Processors this process may keep busy; a fractional quota is rounded down, as threads beyond it are
     throttled."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -14,6 +14,7 @@ passes. Left out: several processes, and values that only pay together.
 import math
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from redline.config.load import to_toml
@@ -30,7 +31,7 @@ from redline.record.units import format_duration
 from redline.tune.candidates import WORTH, Candidate, candidates, changed, differing
 from redline.tune.guard import guard
 from redline.tune.memory import divisors, fit_memory
-from redline.tune.quality import Judge, Quality
+from redline.tune.quality import Judge
 from redline.tune.store import TrialTable, TuningResult, keep, pinned
 
 RULES = "the rules' plan"
@@ -159,7 +160,9 @@ class _Search:
                 self.turns.say(f"{self.against} stays")
                 self._stay(pair.before)
         if judge is not None and differing(self.rules, self.best):
-            quality = self._trained(judge)
+            both = (self.recipe, self.rules), (self.recipe, self.best)
+            train = partial(judge.same_training, *both, self.rules_measured.tokens_per_s)
+            quality = self.turns.aside(train)
             if not quality.passed:
                 unconfirmed = ""
                 self._stay(self.rules_measured)
@@ -185,11 +188,6 @@ class _Search:
     def _stay(self, measured: Measurement) -> None:
         """Go back to the rules' plan, which gave this."""
         self.best, self.best_measured, self.why = self.rules, measured, {}
-
-    def _trained(self, judge: Judge) -> Quality:
-        before, after = (self.recipe, self.rules), (self.recipe, self.best)
-        tokens_per_s = self.rules_measured.tokens_per_s
-        return self.turns.aside(lambda: judge.same_training(before, after, tokens_per_s))
 
     # ---- one candidate ----
 
