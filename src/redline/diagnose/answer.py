@@ -92,8 +92,7 @@ def what_it_is(observed: Observed) -> list[tuple[str, str]]:
 
 
 def too_little(observed: Observed) -> str | None:
-    """Why nothing, or not much, can be said about the speed of a log, and how to get what is missing; None where there is
-    enough."""
+    """Why little can be said about the speed of a log, and how to get what is missing; else None."""
     if observed.format in ("document", "runs"):
         return None
     if not observed.steps:

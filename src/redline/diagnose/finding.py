@@ -150,8 +150,7 @@ def worth(finding: Finding) -> float:
 
 
 def ordered(findings: Iterable[Finding]) -> list[Finding]:
-    """Failures first, for the speed of a run that failed comes second; then most worth; what brings no speed after it,
-    the surest first."""
+    """Failures first; then what is worth most; then what brings no speed, the surest first."""
     return sorted(findings, key=_place)
 
 

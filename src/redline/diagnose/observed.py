@@ -267,8 +267,7 @@ class Observed:
         return fmean(found) if (found := self._told(name)) else None
 
     def share(self, name: str) -> float:
-        """Share of the steady steps' time that one part takes, all of them together: a step without it has spent none
-        on it."""
+        """Share of the steady steps' time that one part takes; a step without it spent none on it."""
         total_s = sum(s.step_s or 0.0 for s in self.steady)
         return min(1.0, sum(getattr(s, name) or 0.0 for s in self.steady) / total_s) if total_s else 0.0
 

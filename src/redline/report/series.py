@@ -85,8 +85,7 @@ def curves(lines: list[dict[str, Any]], most_points: int = MOST_POINTS) -> dict[
 
 
 def own_names(lines: list[dict[str, Any]]) -> list[str]:
-    """Names of the user's own metrics, logged by a watched loop (`run.log`), and the rewards of every domain. The other
-    metrics of domains and their pairs are shown in tables."""
+    """The user's own metrics (`run.log`) and the domains' rewards; tables show the rest of domains."""
     some = lines[:: max(1, len(lines) // 200)]  # a name is in more than one line
     kinds = {name.partition(".")[0] for name in METRICS if "." in name} - {"reward"}
     names = dict.fromkeys(name for line in some for name in line if name not in METRICS)

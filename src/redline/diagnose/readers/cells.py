@@ -61,8 +61,7 @@ def duration_s(text: str) -> float | None:
 
 
 def amount(text: str, units: Mapping[str, float]) -> float | None:
-    """The whole of a text as a positive number with one of the units, large or small letters; None where anything
-    else is in it."""
+    """A whole text as a positive number with one of the units, in any case; None for anything else."""
     found = _AMOUNT.fullmatch(text.strip())
     if found is None or (factor := units.get(found[2].lower())) is None:
         return None

@@ -168,8 +168,7 @@ def settings_in(text: str) -> list[tuple[str, str]]:
 
 
 def quantities(text: str) -> list[tuple[Range, str]]:
-    """Every number or range in a text with its unit: `%`, `x`, `gb`, `tok/s`, or nothing; K, M and B are multiplied out
-    (`50-60K` as well as `50k-60k`)."""
+    """Every number or range in a text (`50-60K` is 50,000 to 60,000) and its unit, or none."""
     found = []
     for low, low_scale, high, scale, unit in PAGE["quantity"].findall(text):
         last = _SCALE.get((scale or low_scale).upper(), 1.0)

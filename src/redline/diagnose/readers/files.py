@@ -235,8 +235,7 @@ def _plain(cell: Any, decimal: bool) -> Any:
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
-    """A TensorBoard event file: one row for the values that were written together. A record is its length, a checksum,
-    the event and another checksum."""
+    """The rows of a TensorBoard event file. A record is its length, a checksum, the event, a checksum."""
     event_of = need("tensorboard.compat.proto.event_pb2", extra="tensorboard").Event.FromString
     raw, rows, at = bytes_of(path), list[dict[str, Any]](), 0
     while at + 12 <= len(raw) and (size := int.from_bytes(raw[at : at + 8], "little")) <= len(raw) - at - 12:

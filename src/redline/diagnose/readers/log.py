@@ -226,8 +226,7 @@ def _attach(rows: Sequence[Row], others: Sequence[Row]) -> None:
 
 
 def _mark_pauses(run: Sequence[Row], pauses: Sequence[tuple[int, str]]) -> None:
-    """Lines that tell of a validation or a checkpoint, to the update behind them; where the rows tell of them, those
-    count."""
+    """Mark updates behind a line about a validation or a checkpoint, unless the rows tell of them."""
     places = [row.place for row in run]
     told = any(took for row in run for took in row.pauses.values())
     for place, kind in pauses if not told else ():

@@ -40,8 +40,7 @@ def whole(value: float, *, near: float = NEAR) -> float | None:
 
 
 def solve(known: Known, run: Timed, trainer: Trainer, *, one_gpu: bool, summary: dict[str, float]) -> Facts:
-    """The facts with what follows from them. What was concluded is said in the run's notes; the tokens of an update go
-    into the rows."""
+    """The facts and what follows from them (the run's notes say it); tokens go into the rows."""
     _model_and_memory(known, run, trainer, summary)
     step_s, rate = run.typical("step_s"), run.typical("tokens_per_s")
     _batch(known, run, step_s, summary)

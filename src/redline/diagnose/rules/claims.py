@@ -147,8 +147,7 @@ def accumulation_as_speed(observed: Observed) -> list[Finding]:
 
 
 def parameter_counts(observed: Observed) -> list[Finding]:
-    """Sizes that a document states beside a command line, counted: 12 L d^2 in the blocks (feed-forward 4 d), V d in the
-    embedding."""
+    """Stated model sizes, counted again: 12 L d^2 parameters in the blocks, V d in the embedding."""
     conventions, evidence = set(), []
     for claim in (c for c in observed.claims if c.name == "parameters" and c.before):
         above = [s for s in observed.settings if s.line < claim.line and s.value.isdigit()]

@@ -70,8 +70,7 @@ def _phase(observed: Observed, least: float = 0.2) -> _Phase | None:
 
 
 def nested(observed: Observed) -> list[Finding]:
-    """A generation phase that mostly does not generate: weights are copied into the engine, it wakes up and goes to
-    sleep."""
+    """A generation phase that mostly copies weights into the engine, wakes it and puts it to sleep."""
     phase = _phase(observed)
     if phase is None or phase.inside_s is None or phase.inside_s > 0.5 * phase.gen_s:
         return []
@@ -134,8 +133,7 @@ def eager(observed: Observed) -> list[Finding]:
 
 
 def uncached_loop(observed: Observed) -> list[Finding]:
-    """A watched loop: the model's calls were noted in some updates, and those that computed the prefix again are
-    counted."""
+    """A watched loop in which the model was seen to compute the prefix again for every token."""
     last, share = observed.last_event("generation"), observed.share("generate_s")
     if "repeated_s" not in last or not observed.mean("step_s") or not share:
         return []
@@ -167,8 +165,7 @@ def uncached_page(observed: Observed) -> list[Finding]:
 
 
 def real_batch(observed: Observed) -> list[Finding]:
-    """Samples drawn one question at a time in chunks: the batch on the GPU is the chunk, whatever the batch settings
-    say."""
+    """Samples drawn one question at a time in chunks: the chunk is the batch, whatever the settings say."""
     limit = re.findall(r"num_return_sequences >= (\d{1,9})", observed.text)
     names = ("CHUNK_SIZE", "MICRO_BATCH_SIZE", "oversample")
     chunk, claimed, drawn = (observed.setting(name, "after") or observed.setting(name) for name in names)

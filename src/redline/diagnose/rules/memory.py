@@ -51,8 +51,7 @@ def shape_of(facts: Facts) -> ModelConfig | None:
 
 
 def recomputation(observed: Observed) -> list[Finding]:
-    """Recomputation on, and memory that may be enough without it: what a device would need if every activation were kept,
-    at the pass that the run has."""
+    """Recomputation is on, and the memory may be enough to keep all activations of a pass."""
     facts, share, option = observed.facts, observed.memory_share, observed.trainer.options
     if observed.plan or not observed.steps or facts.recompute not in RECOMPUTING or (share or 0.0) > 0.6:
         return []
@@ -83,8 +82,7 @@ def recomputation(observed: Observed) -> list[Finding]:
 
 
 def _training(observed: Observed) -> Observed:
-    """The updates without the time in which they drew texts: over all of it, an MFU counts that as time in which nothing
-    was trained."""
+    """The updates without the time in which they drew texts, in which nothing was trained."""
 
     def without(step: Step) -> Step:
         if not step.step_s or not step.generate_s:
@@ -96,8 +94,7 @@ def _training(observed: Observed) -> Observed:
 
 
 def _from_larger_passes(tokens: float | None) -> float:
-    """What the largest passes bring over those of some tokens, at most: as measured at 8k and 32k, in between by the
-    logarithm."""
+    """What the largest passes bring at most: measured at 8k and 32k tokens, in between by the logarithm."""
     (few, most), (many, least) = LARGER_PASSES
     far = math.log(tokens / few) / math.log(many / few) if tokens else 0.0
     return most + (least - most) * min(1.0, max(0.0, far))
@@ -156,8 +153,7 @@ def offload(observed: Observed) -> list[Finding]:
 
 
 def slow_precision(observed: Observed) -> list[Finding]:
-    """fp32 or TF32 on a GPU that has bf16, or bf16 on one that has not: by the matrix products alone, at the share of the
-    datasheet that Hardware.rate_tflops assumes."""
+    """fp32 or TF32 on a GPU with bf16, or bf16 on one without; counts the matrix products alone."""
     facts, spec = observed.facts, observed.spec
     step_s, tokens = observed.median("step_s"), observed.median("tokens")
     if observed.plan is not None or spec is None or not step_s:

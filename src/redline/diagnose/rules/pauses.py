@@ -173,8 +173,7 @@ def _logs_s(observed: Observed) -> list[float]:
 
 
 def _own_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
-    """Of our own runs: validations and checkpoints stand between updates, and the events say which was which. Also the
-    run's time."""
+    """Of our own runs: validations and checkpoints, named by the events; and the run's time."""
     lines = observed.steps
     events = {(event.get("event"), event.get("step")): event for event in observed.events}
     ended_s = events.get(("end", lines[-1].step), {}).get("elapsed_s") or 0.0
@@ -191,8 +190,7 @@ def _own_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
 
 
 def _told_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
-    """Of other logs: the validations and checkpoints whose time they show, beside the updates and what the first took
-    longer."""
+    """Of other logs: validations and checkpoints whose time they show; and the run's time."""
     lost: dict[str, list[float]] = {}
     for event in observed.events:
         if "took_s" in event:
@@ -221,8 +219,7 @@ def pauses(observed: Observed) -> list[Finding]:
 
 
 def planned_pauses(observed: Observed) -> list[Finding]:
-    """Evaluations that the settings make long, where no line tells their time: forward passes of two splits beside
-    updates of three passes each."""
+    """Evaluations that are long by the settings, where no line tells their time."""
     facts, told = observed.facts, any("took_s" in event for event in observed.events)
     lines = observed.format in ("runs", "csv", "jsonl")
     if not facts.eval_iters or not facts.eval_interval or told or not lines:

@@ -77,8 +77,7 @@ def crash(observed: Observed) -> list[Finding]:
 
 
 def _lost(steps: Sequence[Step]) -> list[int]:
-    """Updates whose loss is none, or whose gradient is: an update that a loss scaler skips is among them only where they
-    are many, or the last ones."""
+    """Updates whose loss or gradient is none; a loss scaler's skips only if many, or the last."""
     norms = [s.step for s in steps if s.bad_norm]
     skipped = 0 < len(norms) <= SKIPS * len(steps) and not steps[-1].bad_norm
     return [s.step for s in steps if s.not_a_number or (s.bad_norm and not skipped)]
