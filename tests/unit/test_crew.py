@@ -137,7 +137,7 @@ def test_the_events_of_workers_are_told_and_the_lost_ones_in_red(tmp_path: Path)
     assert told("worker", dict(WORKERS[3])) == "worker-2 died after 10 s and 40 samples: it was killed"
     assert told("worker", dict(WORKERS[5])) == "worker-1 ended: 200 samples in 50 s"
     rows = event_rows(read_run(of_four(tmp_path, 0.4, workers=WORKERS)))
-    assert [row.text for row in rows if row.kind] == [
+    assert [text for _, text, kind in rows if kind] == [
         "worker-2 died after 10 s and 40 samples: it was killed"
     ]
 

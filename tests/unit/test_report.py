@@ -520,7 +520,8 @@ class TestCommand:
 def test_large_numbers_of_a_plan_are_read_by_their_groups(tmp_path: Path) -> None:
     changed = {"flops_per_token": {"value": 2949120, "source": "observed", "reason": "6 a weight"}}
     values = {
-        row.name: row.value for row in plan_rows(read_run(write_run(tmp_path / "a", plan_changes=changed)))
+        name: value
+        for name, value, *_ in plan_rows(read_run(write_run(tmp_path / "a", plan_changes=changed)))
     }
     assert (values["flops_per_token"], values["micro_batch"]) == ("2,949,120", "10")
 
@@ -532,5 +533,5 @@ def test_a_plan_of_another_version_is_shown(tmp_path: Path) -> None:
         "hardware": 7,
     }
     run = read_run(write_run(tmp_path / "a", plan_changes=changed))
-    assert [row.name for row in view(run).plan] == ["precision", "micro_batch", "new_value"]
+    assert [name for name, *_ in view(run).plan] == ["precision", "micro_batch", "new_value"]
     assert dataclasses.asdict(summarise(run))["hardware"] is None

@@ -78,7 +78,8 @@ def _identity(out: Printer, run: RunView) -> None:
     if s.missing:
         out.line(s.missing, "yellow")
     if run.progress:
-        out.line(f"{_bar(run.progress.percent)} {run.progress.text}")
+        percent, text = run.progress
+        out.line(f"{_bar(percent)} {text}")
     losses = values(run.run.metrics, "loss")
     if run.tiles:
         out.part("Outcome", Grid(("", "", ""), [(t.label, t.value, t.note) for t in run.tiles], right=(1,)))

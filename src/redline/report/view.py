@@ -60,24 +60,6 @@ class Bar(NamedTuple):
     note: str
 
 
-class Progress(NamedTuple):
-    percent: float
-    text: str
-
-
-class PlanRow(NamedTuple):
-    name: str
-    value: str
-    source: str
-    reason: str
-
-
-class EventRow(NamedTuple):
-    at: str
-    text: str
-    kind: str
-
-
 class Test(NamedTuple):
     name: str
     n: int
@@ -93,8 +75,8 @@ class RunView:
     run: Run
     place: int
     summary: Summary
-    progress: Progress | None
-    """None if the run has ended or its end is not known."""
+    progress: tuple[float, str] | None
+    """Percent and words; None if the run has ended or its end is not known."""
     tiles: list[Tile]
     speed_bars: list[Bar]
     floor_s: float | None
@@ -105,15 +87,16 @@ class RunView:
     findings: list[Finding] | None
     remark: str
     """Said beside the findings, or in their place."""
-    plan: list[PlanRow]
-    events: list[EventRow]
+    plan: list[tuple[str, str, str, str]]
+    """Name, value, source and reason."""
+    events: list[tuple[str, str, str]]
+    """When, what, and `bad` for what went wrong."""
     ablation: list[Ablation]
     tests: list[Test]
     samples: dict[str, Any] | None
     rl: Reinforcement | None
     crew: Crew | None
     """Who did the work, if there were several."""
-    recipe_text: str
 
 
 def views(folders: list[Path]) -> list[RunView]:
@@ -156,7 +139,6 @@ def view(run: Run, place: int = 0) -> RunView:
         samples=samples,
         rl=rl,
         crew=crew(run),
-        recipe_text=run.recipe_text,
     )  # fmt: skip
 
 
@@ -190,14 +172,14 @@ def when(at: float) -> str:
         return DASH
 
 
-def progress(run: Run, summary: Summary, samples: dict[str, Any] | None) -> Progress | None:
+def progress(run: Run, summary: Summary, samples: dict[str, Any] | None) -> tuple[float, str] | None:
     """How far a running run is: by updates or hours, whichever ends it first, or by questions asked."""
     if run.state.over:
         return None
     stage = next((event for event in reversed(run.events) if event["event"] == "stage"), {})
     if questions := number(stage.get("questions")):
         asked = samples["asked"] if samples and stage.get("name") == "sample" else 0
-        return Progress(100 * asked / questions, f"{stage['title']}: {asked:,} of {questions:,.0f} asked")
+        return 100 * asked / questions, f"{stage['title']}: {asked:,} of {questions:,.0f} asked"
     total = summary.planned_updates
     max_hours = number(table(run.recipe.get("train")).get("max_hours"))
     shares = [summary.updates / total] if total else []
@@ -207,7 +189,8 @@ def progress(run: Run, summary: Summary, samples: dict[str, Any] | None) -> Prog
     left_s = time_left_s(run.metrics[-RECENT:], total, max_hours)
     left = f", {format_duration(left_s)} left" if left_s is not None and run.state.ending == "running" else ""
     done = f"update {summary.updates:,}" + (f" of {total:,.0f}" if total else "")
-    return Progress(100 * min(1.0, max(shares)), f"{format_share(min(1.0, max(shares)))}, {done}{left}")
+    share = min(1.0, max(shares))
+    return 100 * share, f"{format_share(share)}, {done}{left}"
 
 
 # ---- tiles and bars ----
@@ -303,7 +286,7 @@ def _stack(parts: list[tuple[str, float, str, str]]) -> list[Bar]:
 # ---- tables ----
 
 
-def plan_rows(run: Run) -> list[PlanRow]:
+def plan_rows(run: Run) -> list[tuple[str, str, str, str]]:
     """Every value of the plan that has a reason."""
     rows = []
     for name, entry in run.plan.items():
@@ -311,19 +294,19 @@ def plan_rows(run: Run) -> list[PlanRow]:
             given = entry["value"]
             large = isinstance(given, int) and abs(given) >= 10_000  # flops_per_token: read by its groups
             value = DASH if given in ("", None) else f"{given:,}" if large else str(given)
-            rows.append(PlanRow(name, value, str(entry.get("source", "")), str(entry.get("reason", ""))))
+            rows.append((name, value, str(entry.get("source", "")), str(entry.get("reason", ""))))
     return rows
 
 
-def event_rows(run: Run) -> list[EventRow]:
+def event_rows(run: Run) -> list[tuple[str, str, str]]:
     """The events; if there are many, the first and the last, so that the page of a long run stays short."""
     rows = []
     for event in (*run.events[:FIRST_EVENTS], *run.events[FIRST_EVENTS:][-LAST_EVENTS:]):
         bad = event["event"] in BAD or (event["event"] == "worker" and event.get("state") in LOST)
-        at, kind = when(number(event.get("at")) or math.inf), "bad" if bad else ""
-        rows.append(EventRow(at, told(event["event"], event), kind))
+        at = when(number(event.get("at")) or math.inf)
+        rows.append((at, told(event["event"], event), "bad" if bad else ""))
     if left_out := len(run.events) - len(rows):
-        rows.insert(FIRST_EVENTS, EventRow("", f"{left_out:,} more in events.jsonl", ""))
+        rows.insert(FIRST_EVENTS, ("", f"{left_out:,} more in events.jsonl", ""))
     return rows
 
 
