@@ -163,9 +163,6 @@ class Range:
     def shown(self) -> str:
         return f"{self.low:.1f}–{self.high:.1f}"
 
-    def scaled(self, factor: float) -> "Range":
-        return Range(self.low * factor, self.high * factor)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:

@@ -37,19 +37,16 @@ class Crew:
 
 def crew(run: Run) -> Crew | None:
     """None for one process without workers."""
-    found = [part for part in (_processes(run), _workers(run.events)) if part is not None]
-    if not found:
-        return None
-    return Crew(
-        [one for part in found for one in part.members], [text for part in found for text in part.said]
-    )
+    processes, workers = _processes(run), _workers(run.events)
+    found = Crew(processes.members + workers.members, processes.said + workers.said)
+    return found if found.members or found.said else None
 
 
-def _processes(run: Run) -> Crew | None:
+def _processes(run: Run) -> Crew:
     last = run.attempts[-1] if run.attempts else {}
     count, hosts = int(number(last.get("world_size")) or 1), table(last.get("hosts"))
     if count < 2:
-        return None
+        return Crew([], [])
     found = slowest(run)
     members, said = [], []
     for one in found[:LISTED]:
@@ -68,7 +65,7 @@ def _processes(run: Run) -> Crew | None:
     return Crew(members, said or ([f"{where}, none of them slow"] if found else [where]))
 
 
-def _workers(events: list[Line]) -> Crew | None:
+def _workers(events: list[Line]) -> Crew:
     """From the events `worker` and `workers`: what each delivered over all its lives, and how it stands."""
     found: dict[str, list[Line]] = {}
     for event in events:
@@ -78,8 +75,6 @@ def _workers(events: list[Line]) -> Crew | None:
             for name, done in table(event.get("delivered")).items():
                 if (own := found.get(name)) and own[-1].get("state") in ("joined", "working"):
                     own[-1] = {**own[-1], **table(done), "state": "working"}
-    if not found:
-        return None
     rates = {name: rate for name, own in found.items() if (rate := _rate(own)) is not None}
     middle = median(rates.values()) if len(rates) > 1 else 0.0
     members, said = [], []

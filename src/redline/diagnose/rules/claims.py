@@ -56,7 +56,7 @@ def per_gpu_throughput(observed: Observed) -> list[Finding]:
     gpus, speed = observed.facts.gpus or 0, observed.start("tokens_per_s")
     if "perf/throughput" not in observed.text or gpus < 2 or speed is None:
         return []
-    every = str(speed.scaled(gpus))
+    every = str(Range(gpus * speed.low, gpus * speed.high))
     return found("per-gpu-throughput", locals() | {"speed": str(speed)})
 
 
