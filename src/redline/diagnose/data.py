@@ -12,10 +12,13 @@ def table(name: str) -> dict[str, Any]:
     return tomllib.loads((files("redline.diagnose") / f"{name}.toml").read_text(encoding="utf-8"))
 
 
+def compiled(pattern: str, file: str) -> re.Pattern[str]:
+    """A regular expression with what a file has under [words] put in for <NAME>."""
+    for word, stands_for in table(file)["words"].items():
+        pattern = pattern.replace(f"<{word}>", stands_for)
+    return re.compile(pattern)
+
+
 @cache
 def patterns(section: str) -> dict[str, re.Pattern[str]]:
-    """A section of patterns.toml, compiled."""
-    found = dict(table("patterns")[section])
-    for word, stands_for in table("patterns")["words"].items():
-        found = {name: pattern.replace(f"<{word}>", stands_for) for name, pattern in found.items()}
-    return {name: re.compile(pattern) for name, pattern in found.items()}
+    return {name: compiled(text, "patterns") for name, text in table("patterns")[section].items()}

@@ -23,16 +23,9 @@ from redline import __version__
 from redline.diagnose.answer import verdict, what_it_is
 from redline.diagnose.finding import Finding
 from redline.diagnose.observed import Observed, Step
+from redline.record import units
 from redline.record.files import write_atomic
 from redline.record.metrics import METRICS, Metric
-from redline.record.units import (
-    exact,
-    format_bytes,
-    format_count,
-    format_duration,
-    format_limit_share,
-    format_share,
-)
 from redline.report.compare import comparable
 from redline.report.reinforcement import Compared, compared
 from redline.report.series import CHARTS, Chart, curves
@@ -123,8 +116,8 @@ def _templates() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "bytes": format_bytes, "count": format_count, "duration": format_duration, "share": format_share,
-        "limit_share": format_limit_share, "exact": exact, "when": when,
+        "bytes": units.format_bytes, "count": units.format_count, "duration": units.format_duration,
+        "share": units.format_share, "limit_share": units.format_limit_share, "exact": units.exact, "when": when,
     }  # fmt: skip
     environment.globals |= {"side_by_side": side_by_side, "judged": _judged}
     return environment

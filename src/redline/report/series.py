@@ -28,17 +28,16 @@ class Chart:
     title: str
     format: str
     first: bool = False
-    """Whether it is the outcome, above what explains it."""
+    """Whether it is the outcome: wide, and above what explains it."""
     main: bool = False
-    wide: bool = False
     smooth: bool = False
     validation: bool = False
     from_zero: bool = False
 
 
 CHARTS = {
-    "reward": Chart("Reward", "plain", first=True, main=True, wide=True, smooth=True),
-    "loss": Chart("Loss", "plain", first=True, main=True, wide=True, smooth=True, validation=True),
+    "reward": Chart("Reward", "plain", first=True, main=True, smooth=True),
+    "loss": Chart("Loss", "plain", first=True, main=True, smooth=True, validation=True),
     "tokens_per_s": Chart("Speed", "count", main=True, from_zero=True),
     "rows_per_s": Chart("Rows", "count", main=True, from_zero=True),
     "memory_bytes": Chart("Memory", "bytes", main=True, from_zero=True),
@@ -70,18 +69,16 @@ def curves(lines: list[dict[str, Any]], most_points: int = MOST_POINTS) -> dict[
     """Axes and curves of a run's updates. `each`: how many updates a point stands for."""
     each = 1 if len(lines) <= MOST_UPDATES else max(1, -(-len(lines) // most_points))
     blocks = [lines[i : i + each] for i in range(0, len(lines), each)]
-    found: dict[str, Any] = {
+    names = [name for name in (*CHARTS, *own_names(lines)) if values(lines, name)]
+    tested = [line for line in lines if number(line.get("valid_loss")) is not None]
+    valid = {name: [_plain(number(line.get(name))) for line in tested] for name in (*AXES, "valid_loss")}
+    return {
         "each": each,
         "axes": {axis: [_plain(number(block[-1].get(axis))) for block in blocks] for axis in AXES},
+        "curves": {name: _curve(blocks, name) for name in names},
+        "broken": broken(lines),
+        "validation": valid,
     }
-    names = (*CHARTS, *own_names(lines))
-    found["curves"] = {name: _curve(blocks, name) for name in names if values(lines, name)}
-    tested = [line for line in lines if number(line.get("valid_loss")) is not None]
-    found["broken"] = broken(lines)
-    found["validation"] = {
-        name: [_plain(number(line.get(name))) for line in tested] for name in (*AXES, "valid_loss")
-    }
-    return found
 
 
 def own_names(lines: list[dict[str, Any]]) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
-from redline.diagnose.data import table
+from redline.diagnose.data import compiled, table
 from redline.diagnose.readers.cells import BYTES, COUNTS, SECONDS, SHARES
 
 _UNITS = SECONDS | {"%": 0.01, "percent": 0.01}
@@ -27,10 +27,8 @@ _ONE_GPU = re.compile(r"\b(gpu|device|chip|rank)\b")
 @cache
 def synonyms() -> dict[str, list[re.Pattern[str]]]:
     """Of each quantity the names that it goes by, the surest first. `--map` may name any of them."""
-    known = dict(table("columns")["quantities"])
-    for word, stands_for in table("columns")["words"].items():
-        known = {of: [name.replace(f"<{word}>", stands_for) for name in names] for of, names in known.items()}
-    return {quantity: [re.compile(name) for name in names] for quantity, names in known.items()}
+    known = table("columns")["quantities"]
+    return {quantity: [compiled(name, "columns") for name in names] for quantity, names in known.items()}
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ function options(state, width) {
   const ink = css("--muted"), grid = { stroke: css("--line"), width: 1 }, font = "11px system-ui, sans-serif";
   const look = { stroke: ink, grid, ticks: { show: false }, font };
   return {
-    width, height: state.chart.wide ? 270 : 200, legend: { show: false }, cursor: { sync: { key: "redline" }, points: { show: false }, y: false },
+    width, height: state.chart.first ? 270 : 200, legend: { show: false }, cursor: { sync: { key: "redline" }, points: { show: false }, y: false },
     padding: [8, 10, 0, 0],
     scales: { x: { time: false }, y: { range: range(state) } },
     axes: [{ ...look, values: ticks(AXES[axis][1]), size: 28, space: 70, ...(axis === "elapsed_s" ? {} : { incrs: WHOLE }) }, { ...look, values: ticks(state.form), size: 62, space: 34, ...(state.chart.format === "bytes" ? { incrs: BINARY } : {}) }],
@@ -167,7 +167,7 @@ function frame(chart, into) {
   const state = { chart, form: FORMATS[chart.format], content: content(chart) };
   if (!state.content.curves.length) return [];
   const figure = document.createElement("figure"), caption = document.createElement("figcaption"), unit = document.createElement("span"), plot = document.createElement("div");
-  figure.className = "chart" + (chart.wide ? " wide" : ""); figure.dataset.chart = chart.name; figure.title = chart.meaning;
+  figure.className = "chart" + (chart.first ? " wide" : ""); figure.dataset.chart = chart.name; figure.title = chart.meaning;
   unit.className = "unit"; unit.textContent = chart.unit; caption.append(chart.title, unit);
   if (several || state.content.curves.filter(c => c.label).length > 1) caption.append(keyOf(state));
   figure.append(caption, plot); into.appendChild(figure);
