@@ -47,7 +47,12 @@ def run(options: argparse.Namespace) -> None:
         if (manifest := _build(options)) is not None:
             _print(options.out, manifest, options.json)
     else:
-        manifest = _inspect(folder_at(options.place), options.verify)
+        folder = folder_at(options.place)
+        manifest = Manifest.load(folder)
+        for split in ("train", "valid"):
+            TokenDataset.open(folder, split, verify=options.verify)
+        if options.verify:
+            check_tokenizer(folder, manifest)
         _print(options.place, manifest, options.json, verified=options.verify)
 
 
@@ -120,15 +125,6 @@ def _build_on_ray(options: argparse.Namespace, how: dict[str, Any]) -> Manifest:
         if ours:
             ray.shutdown()
     return build(sources, out, **how)  # the last task joined the parts; if it died, this does
-
-
-def _inspect(folder: Path, verify: bool) -> Manifest:
-    manifest = Manifest.load(folder)
-    for split in ("train", "valid"):
-        TokenDataset.open(folder, split, verify=verify)
-    if verify:
-        check_tokenizer(folder, manifest)
-    return manifest
 
 
 def _print(folder: str, manifest: Manifest, as_json: bool, *, verified: bool = False) -> None:

@@ -31,7 +31,6 @@ from redline.rft.stats import export, stats
 from redline.train.open_run import changes
 
 if TYPE_CHECKING:
-    from redline.engine.ray import OnRay
     from redline.rft.session import Session
 
 STAGE = """
@@ -77,7 +76,9 @@ def run(options: argparse.Namespace) -> None:
         found = stats(options.run)
         answer(options, found, lambda: print_stats(found))
     elif options.verb == "export":
-        _export(options)
+        count = export(options.run, options.out, per_question=options.per_question)
+        written = {"out": str(options.out), "rows": count}
+        answer(options, written, lambda: print(visible(f"{options.out}: {count:,} rows")))
     else:
         _stage(options)
 
@@ -87,23 +88,24 @@ def _stage(options: argparse.Namespace) -> None:
     outside = outside_of(options)
     recipe = recipe_of(options, *_rows(options), runs=("rft",))
     recipe = fewer_samples(recipe, outside.profile, say=status)
-    place = _on_ray(options, recipe)
+    if getattr(options, "on", None) == "ray" and recipe.sample.server is not None:
+        raise ConfigError("--on ray samples with the model itself: remove sample.server from the recipe")
+    place = on_ray(options) if options.verb in ("run", "sample") else None  # None: drawn here
     plan = chosen(options, recipe, 1, say=status)
     folder = options.run or Path("runs") / recipe.name
     if getattr(options, "rounds", 1) == 1:
         changes(RunFolder(folder), recipe)
     status(describe(recipe, folder))
     with closing(make_view(quiet=options.quiet or options.json)) as view:
+        how: dict[str, Any] = {"observers": [view], "on_ray": place}
         if options.verb == "run":
             from redline.rft.run import run_rounds
 
-            found: Any = run_rounds(
-                recipe, plan, folder, outside, options.rounds, observers=[view], on_ray=place
-            )
+            found: Any = run_rounds(recipe, plan, folder, outside, options.rounds, **how)
         else:
             from redline.rft.session import open_session
 
-            with open_session(recipe, plan, folder, outside, observers=[view], on_ray=place) as session:
+            with open_session(recipe, plan, folder, outside, **how) as session:
                 found = _one_stage(session, options)
     if options.json:
         print_json(found[0] if options.verb == "run" and options.rounds == 1 else found)
@@ -114,13 +116,6 @@ def _stage(options: argparse.Namespace) -> None:
             if options.rounds > 1:
                 print(f"\nround {number} of {options.rounds}")
             print_stage("run", report, Path(report["run"]))
-
-
-def _on_ray(options: argparse.Namespace, recipe: Recipe) -> "OnRay | None":
-    """Where samples are drawn, if not here."""
-    if getattr(options, "on", None) == "ray" and recipe.sample.server is not None:
-        raise ConfigError("--on ray samples with the model itself: remove sample.server from the recipe")
-    return on_ray(options) if options.verb in ("run", "sample") else None
 
 
 def _rows(options: argparse.Namespace) -> list[str]:
@@ -143,12 +138,6 @@ def _one_stage(session: "Session", options: argparse.Namespace) -> Any:
         return {"run": str(path), **train(session, options.on)}
     chosen = [options.weights] if options.weights else trained(path)
     return [run_test(session, weights) for weights in chosen]
-
-
-def _export(options: argparse.Namespace) -> None:
-    count = export(options.run, options.out, per_question=options.per_question)
-    found = {"out": str(options.out), "rows": count}
-    answer(options, found, lambda: print(visible(f"{options.out}: {count:,} rows")))
 
 
 _NAMES = {"base": "before", "answers": "after plain fine-tuning on the answers", "samples": "after RFT"}

@@ -39,13 +39,16 @@ def load_recipe(
     if preset is not None and preset not in PRESETS:
         raise ConfigError(f"no preset {preset!r}{nearest(preset, PRESETS)}: known are {', '.join(PRESETS)}")
     path = _find(name)
-    table = _parse_file(path)
+    try:
+        table = parse(path.read_text(encoding="utf-8-sig"), where=str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as text: {error}") from error
     first = [f"sample.{key}={value}" for key, value in PRESETS[preset].items()] if preset else []
     for override in (*first, *overrides):
         _apply(Recipe, table, override)
     _replace_the_other(table, {override.partition("=")[0].strip() for override in overrides})
     table.setdefault("name", path.stem)
-    recipe = _from_table(table, str(name))
+    recipe = _from_table(table, name)
     train = recipe.train
     if train.steps and train.warmup_steps > train.steps:
         clipped = max(1, train.steps // 10)
@@ -101,22 +104,13 @@ def _under(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in defaults.items() if key not in dropped} | given
 
 
-def _parse_file(path: Path) -> dict[str, Any]:
-    try:
-        return parse(path.read_text(encoding="utf-8-sig"), where=str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as text: {error}") from error
-
-
 def _find(name: str) -> Path:
     recipes = shipped()
-    if name in recipes:
-        return recipes[name]
-    path = Path(name)
-    if path.is_file():
-        return path
-    known = ", ".join(recipes)
-    raise ConfigError(f"no recipe {name!r}: give a path or one of {known}{nearest(name, recipes)}")
+    path = recipes.get(name, Path(name))
+    if not path.is_file():
+        known = ", ".join(recipes)
+        raise ConfigError(f"no recipe {name!r}: give a path or one of {known}{nearest(name, recipes)}")
+    return path
 
 
 def parse(text: str, where: str) -> dict[str, Any]:

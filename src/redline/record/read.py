@@ -141,7 +141,8 @@ class Run:
         if known is not None and (known.ending != "between stages" or self.silent_s > SILENT_AFTER_S):
             return known
         told = f"{known.text}; " if known is not None else ""
-        if self.silent_s <= silence_limit_s(self.metrics):
+        recent = values(self.metrics[-20:], "step_s")
+        if self.silent_s <= max(SILENT_AFTER_S, 10 * median(recent) if recent else 0.0):
             return State("running", f"{told}last line {format_duration(round(self.silent_s))} ago")
         ago = f"last line {format_duration(self.silent_s)} ago"
         return State("no end recorded", f"{ago}; killed, or on a machine whose clock differs")
@@ -162,8 +163,9 @@ class Run:
     def warm(self) -> list[Line]:
         """The updates that speeds are measured over."""
         begun = sorted({0, *(int(number(event.get("step")) or 0) for event in self.attempts)})
-        attempts = groupby(self.metrics, key=lambda line: bisect_left(begun, line["step"]))
-        return [line for _, group in attempts for line in without_warm_up(list(group))]
+        groups = groupby(self.metrics, key=lambda line: bisect_left(begun, line["step"]))
+        attempts = [list(group) for _, group in groups]
+        return [line for lines in attempts for line in lines[min(WARM_UP, len(lines) // 3) :]]
 
     def typical(self, name: str) -> Measured | None:
         """Median of a metric over the warm updates."""
@@ -270,11 +272,6 @@ def values(lines: list[Line], name: str) -> list[float]:
 # ---- definitions ----
 
 
-def without_warm_up(lines: list[Line]) -> list[Line]:
-    """The warm lines of one attempt."""
-    return lines[min(WARM_UP, len(lines) // 3) :]
-
-
 def measured(found: list[float]) -> Measured | None:
     """Median and interval of values in the order of time."""
     if not found:
@@ -322,12 +319,6 @@ def time_left_s(recent: list[Line], total_steps: float | None, max_hours: float 
     spent_s = number(recent[-1].get("elapsed_s")) or 0.0
     by_hours_s = max_hours * 3600 - spent_s if max_hours else math.inf
     return max(0.0, min(by_steps_s, by_hours_s))
-
-
-def silence_limit_s(metrics: list[Line]) -> float:
-    """How long a running run may write nothing."""
-    recent = values(metrics[-20:], "step_s")
-    return max(SILENT_AFTER_S, 10 * median(recent) if recent else 0.0)
 
 
 def silent_s(path: Path) -> float:
