@@ -6,7 +6,7 @@ redline evaluate hf-folder --data corpus.txt   on any text, JSONL, Parquet or da
 
 import argparse
 
-from redline.cli.options import find_model, print_json
+from redline.cli.options import answer, find_model
 from redline.data.read import find_source
 from redline.errors import ConfigError
 from redline.record.words import told_validation
@@ -42,9 +42,6 @@ def run(options: argparse.Namespace) -> None:
         sequences=options.sequences,
     )
     result = {"model": str(opened.source), "tokens": found.tokens, **found.metrics()}
-    if options.json:
-        print_json(result)
-        return
-    print(f"{opened.source}: {found.tokens:,} tokens")
     told = ", ".join(told_validation(found.metrics()))
-    print(f"loss {found.loss:.4f} nats/token, {told} ({found.bytes_per_token:.2f} bytes/token)")
+    losses = f"loss {found.loss:.4f} nats/token, {told} ({found.bytes_per_token:.2f} bytes/token)"
+    answer(options, result, lambda: print(f"{opened.source}: {found.tokens:,} tokens\n{losses}"))

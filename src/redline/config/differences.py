@@ -8,9 +8,7 @@ from redline.config.recipe import ENDS, Recipe
 
 def differences(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
     """What makes two fingerprints differ: `table.key` -> (value before, value now)."""
-    old, new = flat(before.defining()), flat(now.defining())
-    keys = [*new, *(key for key in old if key not in new)]
-    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
+    return _unlike(flat(before.defining()), flat(now.defining()))
 
 
 def data_of(recipe: Recipe) -> dict[str, Any]:
@@ -23,8 +21,11 @@ def data_of(recipe: Recipe) -> dict[str, Any]:
 
 def unlike_data(first: Recipe, second: Recipe) -> dict[str, tuple[Any, Any]]:
     """Where two recipes differ in that; empty: their validation losses compare."""
-    old, new = data_of(first), data_of(second)
-    return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
+    return _unlike(data_of(first), data_of(second))
+
+
+def _unlike(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {key: (old.get(key), new.get(key)) for key in new | old if old.get(key) != new.get(key)}
 
 
 def flat(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
