@@ -59,12 +59,8 @@ def run(options: argparse.Namespace) -> None:
 def _build(options: argparse.Namespace) -> Manifest | None:
     if options.tokenizer == "bpe":
         status("training a byte-level BPE on the source first, at most 64 MiB of it")
-    how = {
-        "tokenizer": options.tokenizer,
-        "vocab_size": options.vocab_size or (32768 if options.tokenizer == "bpe" else None),
-        "text_field": options.text_field,
-        "valid_fraction": options.valid_fraction,
-    }
+    how = {name: getattr(options, name) for name in ("tokenizer", "text_field", "valid_fraction")}
+    how["vocab_size"] = options.vocab_size or (32768 if options.tokenizer == "bpe" else None)
     if options.on is None and options.ray_address is not None:
         raise ConfigError("--ray-address is for a build on Ray: add --on ray")
     if options.on == "ray" and options.part is not None:

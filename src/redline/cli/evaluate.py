@@ -33,14 +33,8 @@ def run(options: argparse.Namespace) -> None:
     from redline.train.restore import open_on
 
     opened, built = open_on(model, options.checkpoint, options.device)
-    found = evaluate_opened(
-        opened,
-        built,
-        source=options.data,
-        text_field=options.text_field,
-        seq_len=options.seq_len,
-        sequences=options.sequences,
-    )
+    how = {name: getattr(options, name) for name in ("text_field", "seq_len", "sequences")}
+    found = evaluate_opened(opened, built, source=options.data, **how)
     result = {"model": str(opened.source), "tokens": found.tokens, **found.metrics()}
     told = ", ".join(told_validation(found.metrics()))
     losses = f"loss {found.loss:.4f} nats/token, {told} ({found.bytes_per_token:.2f} bytes/token)"

@@ -125,15 +125,8 @@ def own_address(host: str) -> str:
 
 def _meet(nodes: Nodes) -> DynamicRendezvousHandler:
     host, _, port = nodes.endpoint.rpartition(":")
-    meeting = RendezvousParameters(
-        backend="c10d",
-        endpoint=nodes.endpoint,
-        run_id=nodes.job,
-        min_nodes=nodes.least,
-        max_nodes=nodes.most,
-        local_addr=own_address(host),
-        **TIMES_S,
-    )
+    own = own_address(host)
+    meeting = RendezvousParameters("c10d", nodes.endpoint, nodes.job, nodes.least, nodes.most, own, **TIMES_S)
     backend, store = create_backend(meeting)
     count = str(nodes.least) if nodes.least == nodes.most else f"{nodes.least} to {nodes.most}"
     _say(f"waiting for {count} nodes at {host}:{getattr(store, 'port', port)}")

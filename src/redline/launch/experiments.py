@@ -10,15 +10,13 @@ brackets, braces or quotes belong to a value, so a list stays one value.
 
 import re
 import shlex
-import sys
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
 
 from redline.errors import ConfigError
-
-PROGRAM = (sys.executable, "-m", "redline.cli.main")
+from redline.launch.processes import PROGRAM
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from typing import Any
 from redline.errors import MachineError, RedlineError
 from redline.record.run import read_lines
 
+PROGRAM = (sys.executable, "-m", "redline.cli.main")
 LAUNCHER = "REDLINE_LAUNCHER"
 """The process id that a process must end with."""
 UNDER_AGENT = "REDLINE_AGENT"
@@ -108,13 +109,8 @@ class Member:
     ) -> None:
         self.rank = rank
         # In its own session, so that Ctrl-C reaches only the launcher, which asks all to stop.
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "redline.cli.main", *arguments],
-            env=environment,
-            stdout=stdout,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        how: dict[str, Any] = {"stdout": stdout, "stderr": subprocess.PIPE, "start_new_session": True}
+        self.process = subprocess.Popen([*PROGRAM, *arguments], env=environment, **how)
         self.failure: list[str] = []
         self.stopped = False
         self.reader = threading.Thread(target=self._pass_on, daemon=True)

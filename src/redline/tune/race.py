@@ -18,7 +18,6 @@ import math
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,7 +30,7 @@ from redline.config.differences import data_of, unlike_data
 from redline.config.load import build, from_toml, to_toml
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError, MachineError, Say, StorageError
-from redline.launch.processes import ERROR, LAUNCHER
+from redline.launch.processes import ERROR, LAUNCHER, PROGRAM
 from redline.machine.facts import MachineFacts, same_kind
 from redline.measure.statistics import APART_SPREAD, difference
 from redline.record.files import read_json, write_atomic
@@ -166,7 +165,7 @@ def train_in_process(recipe: Path, run: Path, plan: Path | None) -> str | None:
     """`redline train` (for RFT and RL their `run`) in a process that ends with this one."""
     workload = from_toml(recipe.read_text(encoding="utf-8"), str(recipe)).workload
     verb = [workload, "run"] if workload in ("rft", "rl") else ["train"]
-    command = [sys.executable, "-m", "redline.cli.main", *verb, str(recipe), "--run", str(run), "--quiet"]
+    command = [*PROGRAM, *verb, str(recipe), "--run", str(run), "--quiet"]
     command += ["--plan", str(plan)] if plan is not None else []
     environment = {**os.environ, LAUNCHER: str(os.getpid())}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
