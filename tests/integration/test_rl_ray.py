@@ -15,7 +15,7 @@ from test_rl_workers import BEHIND, Near, versions
 
 from redline.engine.ray import OnRay, RayEngine
 from redline.record.run import read_lines
-from redline.rl import workers
+from redline.rl import policy
 from redline.rl.domains import Domains
 
 ray = pytest.importorskip("ray")
@@ -56,7 +56,7 @@ def test_none_behind_is_the_run_on_one_machine_though_a_worker_is_killed(
             yield key, samples
 
     run_rl(recipe, tmp_path / "here", ["train.steps=3"])
-    monkeypatch.setattr(workers, "RayEngine", Seen)
+    monkeypatch.setattr(policy, "RayEngine", Seen)
     monkeypatch.setattr(Domains, "answers", killing)
     run_rl(recipe, tmp_path / "there", ["train.steps=3", "rl.max_versions_behind=0"], on=OnRay(workers=1))
     assert training(tmp_path / "there") == training(tmp_path / "here")
@@ -72,6 +72,6 @@ def test_one_behind_draws_beside_the_update(
     run_rl(recipe, tmp_path / "there", sets, on=OnRay(workers=1))
     assert versions(tmp_path / "there", 3) == [{0}, {0}, {1}]
     assert "beside_s" in read_lines(tmp_path / "there" / "metrics.jsonl")[-1]
-    monkeypatch.setattr(workers, "RayEngine", Near)
+    monkeypatch.setattr(policy, "RayEngine", Near)
     run_rl(recipe, tmp_path / "near", sets, on=OnRay())
     assert training(tmp_path / "there") == training(tmp_path / "near")

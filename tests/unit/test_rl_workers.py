@@ -21,7 +21,7 @@ from redline.engine.request import Completion, Request
 from redline.errors import ConfigError
 from redline.model.lora import merge
 from redline.record.run import read_lines
-from redline.rl import workers
+from redline.rl import policy
 from redline.rl.domains import Domains
 from redline.rl.samples import Samples
 from redline.train.checkpoint import read_tensors
@@ -33,7 +33,7 @@ CAP = 1.02
 
 
 class Near:
-    """What `Workers` needs of a RayEngine."""
+    """What a policy needs of a RayEngine."""
 
     def __init__(self, model: Any, tokenizer: Any, *, place: OnRay, event: Any, **settings: Any) -> None:
         self.tokenizer, self.settings, self.version = tokenizer, settings, -1
@@ -56,7 +56,7 @@ class Near:
 
 @pytest.fixture(autouse=True)
 def _near(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "RayEngine", Near)
+    monkeypatch.setattr(policy, "RayEngine", Near)
 
 
 @pytest.fixture(scope="module")

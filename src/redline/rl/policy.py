@@ -1,17 +1,24 @@
 """The policy as an engine: the model that learns, asked for answers.
 
-    with policy.speaking() as run:
+    with policy.speaking() as run:                # the weights as they are now, by this process's engine
         for completion in run(requests): ...
+    voice = policy.voice()                        # the same; with workers (`on`) this version whenever it is used
+    with voice() as run: ...                      # later, in another thread
 
 On one process the engine computes with the trainer's own weights: nothing is copied unless they are kept in another
 dtype, and adapters are merged in place while it speaks. Spread over several processes, the weights are gathered into
 a model that each process holds whole, because generation is its own business on each. The engine stays open between
 the steps: its slots and CUDA graphs are made once.
+
+With workers apart from the trainer (engine/ray.py) answers can be drawn beside an update. Validations stay with the
+engine here: they need the newest weights, and workers go on with the next step.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +27,9 @@ from torch import Tensor
 from redline.config.rl import RlConfig
 from redline.engine.local import LocalEngine
 from redline.engine.prompt import stop_ids
+from redline.engine.ray import OnRay, RayEngine
 from redline.engine.request import Completion, Request
-from redline.errors import MachineError
+from redline.errors import ConfigError, MachineError
 from redline.model.lora import lora_layers, merged
 from redline.model.transformer import Transformer, build_model
 from redline.train.process import Process, full
@@ -34,9 +42,6 @@ Voice = Callable[[], AbstractContextManager[Run]]
 
 
 class Policy:
-    behind = 0
-    """Steps that may be drawn before the updates that they follow: none, because the engine has the trainer's weights."""
-
     def __init__(
         self,
         model: Transformer,
@@ -47,8 +52,14 @@ class Policy:
         slots: int,
         event: Callable[..., None] = lambda kind, **facts: None,
         phase: Callable[[str | None], None] = lambda name: None,
+        on: OnRay | None = None,
     ) -> None:
-        """`event` and `phase` are told what happens and which part of a step begins, here and by who draws from it."""
+        """`event` and `phase` are told what happens and which part of a step begins, here and by who draws from it. `on`:
+        workers that draw the answers."""
+        if on is not None:
+            _check_workers(process, rl)
+        self.on, self.behind = on, rl.max_versions_behind if on is not None else 0
+        """Steps that may be drawn before the updates that they follow: none where the engine has the trainer's weights."""
         self.model, self.process, self.rl, self.slots = model, process, rl, slots
         self.event, self.phase = event, phase
         self.tokenizer, self.stop_ids = opened.tokenizer, stop_ids(opened.loaded, opened.tokenizer)
@@ -56,9 +67,29 @@ class Policy:
         self.weights_s = 0.0
         """Spent on putting the weights into the engine, over its life."""
         self._engine: LocalEngine | None = None
+        self._workers: RayEngine | None = None
+        self._told: deque[tuple[str, dict[str, Any]]] = deque()
+        """Events of a thread that draws, until the one that trains passes them on."""
 
     def voice(self) -> Voice:
-        return self.speaking
+        """The weights as they are now; the first call starts the workers."""
+        if self.on is None:
+            return self.speaking
+        self._tell()
+        if self._workers is None:
+            self._workers = RayEngine(
+                self.model,
+                self.tokenizer,
+                place=self.on,
+                event=lambda kind, **facts: self._told.append((kind, facts)),
+                **self.settings(),
+            )
+        else:
+            began_s = time.perf_counter()
+            self._workers.publish(self.model)
+            self.weights_s += time.perf_counter() - began_s
+        run = partial(self._workers.run, version=self._workers.version)
+        return lambda: nullcontext(run)
 
     @contextmanager
     def speaking(self) -> Iterator[Run]:
@@ -94,6 +125,10 @@ class Policy:
 
     def fewer_slots(self, error: torch.OutOfMemoryError) -> None:
         """Memory ran out while generating: go on with half of the slots."""
+        if self.on is not None:
+            raise MachineError(
+                f"a worker ran out of memory with {self.slots} slots: set plan.slots={self.slots // 2}"
+            ) from error
         if self.slots == 1:
             raise MachineError(
                 "out of memory while generating one answer at a time: use a smaller model"
@@ -103,12 +138,23 @@ class Policy:
         self.slots //= 2
 
     def stop(self) -> None:
-        """Nothing is drawn in another thread."""
+        """End what is being drawn in another thread."""
+        if self._workers is not None:
+            self._workers.stop()
 
     def close(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+        self._tell()
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+
+    def _tell(self) -> None:
+        while self._told:
+            kind, facts = self._told.popleft()
+            self.event(kind, **facts)
 
     def _copy(self) -> Transformer:
         """A model of the whole weights without adapters, in the compute dtype; filled before every use."""
@@ -132,3 +178,13 @@ class Policy:
                     + full(layer.lora_b.detach()) @ full(layer.lora_a.detach()) * layer.config.scale
                 )
             own[name].copy_(value)
+
+
+def _check_workers(process: Process, rl: RlConfig) -> None:
+    if process.world_size > 1:
+        raise ConfigError(f"--on ray needs one training process, and there are {process.world_size}")
+    if rl.max_versions_behind and not rl.importance_cap:
+        raise ConfigError(
+            f"with rl.max_versions_behind {rl.max_versions_behind} answers come from older weights, which"
+            " rl.importance_cap corrects: set it above 0, or rl.max_versions_behind=0"
+        )

@@ -27,7 +27,6 @@ from redline.rl.algorithm import Algorithm, Part, Row
 from redline.rl.domains import Domains
 from redline.rl.policy import Policy, Run, Voice
 from redline.rl.samples import Group, Key, Sample, Samples, read_group, write_group
-from redline.rl.workers import Workers
 from redline.train.process import Process
 from redline.train.step import Update
 
@@ -87,7 +86,7 @@ class _Drawing:
 
 class Rollouts:
     def __init__(
-        self, domains: Domains, policy: Policy | Workers, algorithm: Algorithm, samples: Samples, *, done: int
+        self, domains: Domains, policy: Policy, algorithm: Algorithm, samples: Samples, *, done: int
     ) -> None:
         self.domains, self.policy, self.algorithm, self.samples = domains, policy, algorithm, samples
         self.process, self.rl, self.phase, self.done = policy.process, policy.rl, policy.phase, done

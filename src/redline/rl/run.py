@@ -34,7 +34,6 @@ from redline.rl.samples import Samples
 from redline.rl.speed import make_derived
 from redline.rl.validation import make_validation
 from redline.rl.watchdog import Watchdog
-from redline.rl.workers import Workers
 from redline.train.execution import COMPUTE_DTYPE, check_device, equip
 from redline.train.loop import Outcome, Trainer
 from redline.train.objective import Job
@@ -106,16 +105,13 @@ def job_of(
         reference = base.build(process.device, dtype).requires_grad_(False)
         if process.world_size > 1:
             shard(reference, process, dtype)
-    policy = Policy(model, base, process, rl, slots=plan.slots, event=opened.event, phase=phase)
-    drawn_from = Workers(policy, on) if on is not None else policy
+    policy = Policy(model, base, process, rl, slots=plan.slots, event=opened.event, phase=phase, on=on)
     return Job(
         recipe=recipe,
         plan=plan,
         steps=recipe.train.steps,
         model=model,
-        source=lambda position: Rollouts(
-            domains, drawn_from, algorithm, Samples(opened.run), done=position or 0
-        ),
+        source=lambda position: Rollouts(domains, policy, algorithm, Samples(opened.run), done=position or 0),
         objective=Policies(algorithm, recipe, process, pass_size=plan.micro_batch, reference=reference),
         executor=partial(Updates, critic=critic),
         state=critic.state if critic is not None else {},
