@@ -9,12 +9,12 @@ in progress when a run was stopped or killed is drawn again. At the end the engi
 completions are compared with the training forward's, and the difference is written into the events.
 """
 
-import queue
-import threading
 import time
 from array import array
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 
@@ -197,32 +197,25 @@ class _Drawing:
 
 @contextmanager
 def _in_background(keep: Keep, stop: Callable[[], None]) -> Iterator[Callable[[Completion], None]]:
-    """A thread that keeps completions in batches. Its error stops the engine and is raised here at the end."""
-    waiting: queue.SimpleQueue[Completion | None] = queue.SimpleQueue()
-    failed: list[BaseException] = []
+    """A thread that at each turn keeps what has come since the last. Its error stops the engine and is raised here at
+    the end."""
+    waiting, failed = deque[Completion](), list[BaseException]()
 
-    def work() -> None:
-        more = True
-        while more:
-            batch = [waiting.get()]
-            while len(batch) < SCORED_AT_ONCE and not waiting.empty():
-                batch.append(waiting.get())
-            more = None not in batch
-            completions = [completion for completion in batch if completion is not None]
-            if completions and not failed:
-                try:
-                    keep(completions)
-                except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits for this one
-                    failed.append(error)
-                    stop()
+    def turn() -> None:
+        batch = [waiting.popleft() for _ in range(min(len(waiting), SCORED_AT_ONCE))]
+        if batch and not failed:
+            try:
+                keep(batch)
+            except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits for this one
+                failed.append(error)
+                stop()
 
-    thread = threading.Thread(target=work, name="redline-score-and-store")
-    thread.start()
-    try:
-        yield waiting.put
-    finally:
-        waiting.put(None)
-        thread.join()
+    def hand_over(completion: Completion) -> None:
+        waiting.append(completion)
+        thread.submit(turn)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="redline-score-and-store") as thread:
+        yield hand_over
     if failed:
         raise failed[0]
 
