@@ -196,18 +196,15 @@ def arm(setting: dict[str, str]) -> Iterator[BenchRow]:
     yield found | {"memory_bytes": peak_bytes()}
 
 
-def _rows(work: FinetuningWork) -> list[Example]:
-    rows = random_rows(work.model.vocab_size, work.padded_to)
-    return whole_batches(rows, work.batch_size)
-
-
 def _block_size(name: str, work: FinetuningWork) -> int:
     return max(1, (work.updates[name] - WARM_UP) // BLOCKS)
 
 
-def _block(work: FinetuningWork, updates: int, seconds: float, tokens_per_update: float) -> dict[str, Any]:
-    tokens, examples = updates * tokens_per_update, updates * work.batch_size
-    return {"updates": updates, "examples": examples, "tokens": tokens, "seconds": seconds}
+def _timed(
+    work: FinetuningWork, size: int, blocks_s: Sequence[float], tokens_per_update: float
+) -> list[BenchRow]:
+    block = {"updates": size, "examples": size * work.batch_size, "tokens": size * tokens_per_update}
+    return [{**block, "seconds": seconds} for seconds in blocks_s]
 
 
 # ---- ours ----
@@ -225,7 +222,7 @@ def _ours(name: str, work: FinetuningWork) -> BenchRow:
         blocks_s = [timed(size, subject.step, subject.drain) for _ in range(BLOCKS)]
     finally:
         subject.close()
-    blocks = [_block(work, size, seconds, subject.tokens_per_step) for seconds in blocks_s]
+    blocks = _timed(work, size, blocks_s, subject.tokens_per_step)
     return {"losses": subject.losses, "blocks": blocks, "first_update_s": first_update_s}
 
 
@@ -253,7 +250,8 @@ def peft_model(work: FinetuningWork) -> Any:
 
 
 def _huggingface(name: str, work: FinetuningWork) -> BenchRow:
-    model, rows, size = peft_model(work), _rows(work), _block_size(name, work)
+    model, size = peft_model(work), _block_size(name, work)
+    rows = whole_batches(random_rows(work.model.vocab_size, work.padded_to), work.batch_size)
     as_seeds = name == "hf-seeds"
     with tempfile.TemporaryDirectory() as scratch:
         arguments = theirs.arguments(
@@ -279,7 +277,7 @@ def _huggingface(name: str, work: FinetuningWork) -> BenchRow:
     tokens = exact(rows).tokens / (len(rows) // work.batch_size)
     return {
         "losses": [float(loss) for loss in trainer.losses],
-        "blocks": [_block(work, size, seconds, tokens) for seconds in clock.blocks_s[:BLOCKS]],
+        "blocks": _timed(work, size, clock.blocks_s[:BLOCKS], tokens),
         "first_update_s": clock.first_step_s,
     }
 

@@ -83,21 +83,14 @@ def _rows(path: Path) -> Iterator[Any]:
     try:
         with open(path, "rb") as raw:
             file = decompressed(path, raw)
-            if path.suffix == ".json":
-                yield from _json_list(file.read(), path)
-                return
-            for line in file:
-                if line.strip():
-                    yield _parsed(line)
+            if path.suffix != ".json":
+                yield from (_parsed(line) for line in file if line.strip())
+            elif isinstance(found := _parsed(file.read()), list):
+                yield from found
+            else:
+                raise DataError(f"{path} must hold a list of examples, got {type(found).__name__}")
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-
-
-def _json_list(raw: bytes, path: Path) -> list[Any]:
-    value = _parsed(raw)
-    if not isinstance(value, list):
-        raise DataError(f"{path} must hold a list of examples, got {type(value).__name__}")
-    return value
 
 
 def _parsed(raw: bytes) -> Any:

@@ -1,4 +1,4 @@
-"""The table of an ablation, claimed beside measured: as Markdown, or as cells for the terminal. No torch."""
+"""The table of an ablation as Markdown, claimed beside measured. No torch."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ WORKLOADS = {"train": "pre-training", "generate": "generation", "finetune": "LoR
 
 
 def cells(row: AblationRow, figures: str = "") -> tuple[str, ...]:
-    """A row's cells; `figures`: what the training reached, if any row says it."""
+    """`figures`: what the training reached, if any row says it."""
     measured = f"{row.measured_ratio:.2f}x" if row.measured_ratio is not None else ""
     brief = "*" if row.rounds is not None and row.rounds < FEWEST_BLOCKS else ""
     interval = f"{row.low:.2f}-{row.high:.2f}x{brief}" if row.low is not None and row.high is not None else ""
