@@ -12,6 +12,7 @@ once.
 """
 
 from collections import deque
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -56,15 +57,8 @@ class StreamedWindows:
     """Windows of seq_len + 1 tokens, seq_len apart, over the training split. Jobs must run one by one, in order."""
 
     def __init__(self, stream: TokenStream, *, seq_len: int, position: Position | None, threads: int) -> None:
-        start = position or {"epoch": 0, "file": 0, "document": 0, "token": 0}
-        self._stream = stream
-        self._threads = threads
-        self._seq_len = seq_len
-        self._epoch = start["epoch"]
-        self._buffer: deque[Document] = deque()
-        self._held = -start["token"]
-        self._offset = start["token"]
-        self._restart(start["file"], start["document"])
+        self._stream, self._seq_len, self._threads = stream, seq_len, threads
+        self._windows = self._from(**position or {"epoch": 0, "file": 0, "document": 0, "token": 0})
 
     def claim(self, count: int, rows: slice) -> Job:
         """A job that reads the next `count` windows and keeps those that `rows` selects."""
@@ -74,61 +68,36 @@ class StreamedWindows:
         """Nothing to let go of."""
 
     def _read(self, count: int, rows: slice) -> tuple[np.ndarray, Position]:
-        windows = np.stack([self._window() for _ in range(count)])
-        return windows[rows], self._position()
+        read = [next(self._windows) for _ in range(count)]
+        return np.stack([window for window, _ in read])[rows], read[-1][1]
 
-    def _restart(self, file: int, document: int) -> None:
-        self._start = (file, document)
-        at = {"file": file, "document": document}
-        self._documents = encoded(
-            self._stream.corpus, self._stream.tokenizer, splits=("train",), workers=self._threads, **at
-        )
-        self._windows_since_start = 0
-
-    def _window(self) -> np.ndarray:
-        while not self._fill():
-            if not self._windows_since_start and self._start == (0, 0) and not self._offset:
-                found = f"{self._stream.name} has {self._held} training tokens"
-                needed = f"one sequence needs {self._seq_len + 1}"
-                raise DataError(f"{found} and {needed}: give more text, or a smaller data.seq_len")
-            self._epoch += 1
-            self._buffer.clear()
-            self._held = self._offset = 0
-            self._restart(0, 0)
-        self._windows_since_start += 1
-        return self._take()
-
-    def _fill(self) -> bool:
-        """Read until a window is held; false at the end of the corpus, whose last tokens make no window."""
-        while self._held < self._seq_len + 1:
-            document = next(self._documents, None)
-            if document is None:
-                return False
-            _need_text(document)
-            self._buffer.append(document)
-            self._held += len(document.tokens)
-        return True
-
-    def _take(self) -> np.ndarray:
-        row = np.empty(self._seq_len + 1, dtype=np.int64)
-        filled = 0
-        for document in self._buffer:
-            skip = self._offset if filled == 0 else 0
-            part = document.tokens[skip : skip + len(row) - filled]
-            row[filled : filled + len(part)] = part
-            filled += len(part)
-            if filled == len(row):
-                break
-        self._held -= self._seq_len
-        self._offset += self._seq_len
-        while self._offset >= len(self._buffer[0].tokens):
-            self._offset -= len(self._buffer.popleft().tokens)
-        return row
-
-    def _position(self) -> Position:
-        """The next window starts with the last token of this one, so the buffer is never empty here."""
-        head = self._buffer[0]
-        return {"epoch": self._epoch, "file": head.file, "document": head.number, "token": self._offset}
+    def _from(
+        self, epoch: int, file: int, document: int, token: int
+    ) -> Iterator[tuple[np.ndarray, Position]]:
+        """Windows, each with the position after it, epoch after epoch; the last tokens of an epoch make none."""
+        corpus, tokenizer = self._stream.corpus, self._stream.tokenizer
+        while True:
+            held, tokens = deque[Document](), np.empty(0, dtype=np.int64)
+            whole, found = not (file or document or token), False
+            at = {"file": file, "document": document}
+            for read in encoded(corpus, tokenizer, splits=("train",), workers=self._threads, **at):
+                _need_text(read)
+                held.append(read)
+                tokens = np.concatenate([tokens, read.tokens])
+                while len(tokens) - token > self._seq_len:
+                    window = tokens[token : token + self._seq_len + 1]
+                    token += self._seq_len
+                    # the next window starts with the last token of this one, so a document is always held
+                    while token >= (used := len(held[0].tokens)):
+                        held.popleft()
+                        tokens, token = tokens[used:], token - used
+                    found, place = True, {"file": held[0].file, "document": held[0].number}
+                    yield window, {"epoch": epoch, **place, "token": token}
+            if whole and not found:
+                has = f"{self._stream.name} has {len(tokens)} training tokens"
+                needs = f"one sequence needs {self._seq_len + 1}"
+                raise DataError(f"{has} and {needs}: give more text, or a smaller data.seq_len")
+            epoch, file, document, token = epoch + 1, 0, 0, 0
 
 
 def _need_text(document: Document) -> None:
