@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal, Self, TypeVar
 
@@ -259,8 +259,8 @@ class ShuffledWindows:
         if not self._windows:
             raise DataError(f"no shard of {dataset.name} holds a whole sequence: use a smaller data.seq_len")
         self._next = position["sequence"] if position else 0
-        self._epochs: dict[int, tuple[list[np.ndarray], np.ndarray]] = {}
-        self._permutations: dict[tuple[int, int], np.ndarray] = {}
+        self._groups = lru_cache(maxsize=3)(self._deal)
+        self._permutation = lru_cache(maxsize=2)(self._shuffle)
         self._unread: Counter[tuple[int, int]] = Counter()
         self._wanted: tuple[set[int], set[int]] | None = None
         self._lock = threading.Lock()
@@ -315,31 +315,22 @@ class ShuffledWindows:
                 found[epoch, group] = here, places[here] - (ends[group - 1] if group else 0)
         return found
 
-    def _groups(self, epoch: int) -> tuple[list[np.ndarray], np.ndarray]:
+    def _deal(self, epoch: int) -> tuple[list[np.ndarray], np.ndarray]:
         """The shards of each group, and the number of windows up to its end."""
-        if epoch not in self._epochs:
-            shards = len(self._inside)
-            order = _shuffled(shards, self._seed, epoch) if self._grouped else np.arange(shards)
-            groups = np.split(order, range(MIXED_SHARDS, shards, MIXED_SHARDS))
-            sizes = (
-                [np.diff(self._inside[group]).sum() for group in groups] if self._grouped else [self._windows]
-            )
-            self._epochs = {e: found for e, found in self._epochs.items() if abs(e - epoch) == 1}
-            self._epochs[epoch] = groups, np.cumsum(sizes)
-        return self._epochs[epoch]
+        shards = len(self._inside)
+        if not self._grouped:
+            return [np.arange(shards)], np.array([self._windows])
+        groups = np.split(_shuffled(shards, self._seed, epoch), range(MIXED_SHARDS, shards, MIXED_SHARDS))
+        return groups, np.cumsum([np.diff(self._inside[group]).sum() for group in groups])
 
-    def _permutation(self, epoch: int, group: int) -> np.ndarray:
-        if (epoch, group) not in self._permutations:
-            if self._grouped:
-                inside = self._inside[self._groups(epoch)[0][group]]
-                windows = np.concatenate([np.arange(first, end) for first, end in inside])
-                windows = windows[_shuffled(len(windows), self._seed, epoch, group)]
-            else:
-                windows = _shuffled(self._windows, self._seed, epoch)
-            kept = list(self._permutations.items())[-1:]
-            dtype = np.uint32 if self._dataset.tokens < 2**32 else np.uint64
-            self._permutations = dict(kept) | {(epoch, group): windows.astype(dtype)}
-        return self._permutations[epoch, group]
+    def _shuffle(self, epoch: int, group: int) -> np.ndarray:
+        if self._grouped:
+            inside = self._inside[self._groups(epoch)[0][group]]
+            windows = np.concatenate([np.arange(first, end) for first, end in inside])
+            windows = windows[_shuffled(len(windows), self._seed, epoch, group)]
+        else:
+            windows = _shuffled(self._windows, self._seed, epoch)
+        return windows.astype(np.uint32 if self._dataset.tokens < 2**32 else np.uint64)
 
 
 def _shuffled(count: int, *seed: int) -> np.ndarray:
