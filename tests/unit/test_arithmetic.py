@@ -2,7 +2,6 @@
 torch's own counter."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -150,9 +149,16 @@ def test_feedback_alignment_holds_the_activations_of_one_block():
 
     def bytes_of(layers: int, dfa: DfaConfig | None) -> Memory:
         recipe = load_recipe("gpt2-124m", [f"model.num_layers={layers}"])
-        how: dict[str, Any] = {"micro_batch": 16, "accumulation": 2, "precision": "bf16", "recompute": "none"}
-        how |= {"loss_chunks": 1, "world_size": 1, "fused": True, "fused_loss": True, "seq_len": 1024}
-        return memory(recipe.model, recipe.train, dfa=dfa, **how)
+        if dfa is not None:
+            recipe = replace(recipe, dfa=dfa, train=replace(recipe.train, rule="dfa"))
+        values = {
+            "precision": "bf16",
+            "recompute": "none",
+            "loss_chunks": 1,
+            "shards": 1,
+            "cross_entropy": "fused",
+        }
+        return memory(recipe, values, tokens=16 * 1024, accumulation=2, fused=True)
 
     shared = DfaConfig(shared=True)
     deep, shallow = bytes_of(24, shared), bytes_of(12, shared)

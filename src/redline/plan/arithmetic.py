@@ -5,10 +5,12 @@ every shipped recipe). Memory and attainable speed are models of what torch does
 were seen to hold.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from redline.config.dfa import DfaConfig
-from redline.config.recipe import LoraConfig, ModelConfig, Recompute, TrainConfig
+from redline.config.recipe import LoraConfig, ModelConfig, Recipe, Recompute
 
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of an activation; FP8 holds its activations in bf16 and converts at the matrix products."""
@@ -210,38 +212,28 @@ CUBLAS_BYTES = 64 * 2**20
 
 
 def memory(
-    model: ModelConfig,
-    train: TrainConfig,
-    *,
-    lora: LoraConfig | None = None,
-    dfa: DfaConfig | None = None,
-    seq_len: int,
-    micro_batch: int,
-    accumulation: int,
-    precision: str,
-    recompute: Recompute,
-    loss_chunks: int,
-    world_size: int,
-    fused: bool,
-    fused_loss: bool,
+    recipe: Recipe, values: Mapping[str, Any], *, tokens: int, accumulation: int, fused: bool
 ) -> Memory:
-    """Peak bytes of one process: weights, gradients and optimiser state are sharded, activations are its own.
+    """Peak bytes of one process in passes of so many tokens under the values of a plan: weights, gradients and optimiser
+    state are sharded, activations are its own.
 
     The peak is in the head (all activations, the logits and their gradient) or in the backward of the last block (all
     activations and its temporaries). With a single pass gradients appear while activations go, so the larger of the two
     counts. `fused`: norms, gates and rotations keep no copies (`fuses`). Feedback alignment (`dfa`) has its peak in the
     head, where it holds what the first block reads, or in the second run of its last block, with all gradients."""
-    count, tokens = parameters(model), micro_batch * seq_len
+    model, lora, dfa, count = recipe.model, recipe.lora, recipe.feedback, parameters(recipe.model)
+    precision, recompute, shards = values["precision"], values["recompute"], values["shards"]
     learning = count.total if lora is None else adapter_parameters(model, lora)
-    states = 8 * learning - (4 * count.hidden if train.optimizer == "muon" and lora is None else 0)
-    head = _head_bytes(model, tokens, precision, loss_chunks, fused_loss)
+    states = 8 * learning - (4 * count.hidden if recipe.train.optimizer == "muon" and lora is None else 0)
+    fused_loss = values["cross_entropy"] == "fused"
+    head = _head_bytes(model, tokens, precision, values["loss_chunks"], fused_loss)
     block = tokens * _block_temporaries(model, precision, recompute, fused)
     below = feedback_blocks(model, dfa) if dfa else 0
     activations = tokens * (model.num_layers - below) * kept_bytes(model, precision, recompute, fused)
     if model.value_embeddings:  # one row a token, for all blocks
         activations += tokens * model.kv_heads * model.head_size * BYTES[precision]
-    gradients = 4 * learning // world_size
-    fixed = _workspace_bytes(model, precision, recompute, world_size, model.num_layers - below)
+    gradients = 4 * learning // shards
+    fixed = _workspace_bytes(model, precision, recompute, shards, model.num_layers - below)
     counted = gradients if accumulation > 1 else max(0, gradients - activations - head)
     temporaries = max(0, block - head)
     if dfa is not None and below:
@@ -252,9 +244,9 @@ def memory(
         temporaries = feedback_bytes(model, dfa, precision) + over - (counted if accumulation == 1 else 0)
         activations += tokens * BYTES[precision] * model.hidden_size
     return Memory(
-        weights=4 * (count.total + (learning if lora else 0)) // world_size,
+        weights=4 * (count.total + (learning if lora else 0)) // shards,
         gradients=counted,
-        optimizer=states // world_size,
+        optimizer=states // shards,
         activations=activations,
         logits=head,
         workspace=fixed + temporaries,

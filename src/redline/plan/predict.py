@@ -33,19 +33,11 @@ def predicted_memory(
     """What a plan of these values should take on one device; in RL with the engine and the models beside it."""
     cuda, precision = hardware.kind == "cuda", values["precision"]
     training = memory(
-        recipe.model,
-        recipe.train,
-        lora=recipe.lora,
-        dfa=recipe.feedback,
-        seq_len=longest_row(recipe),
-        micro_batch=values["micro_batch"],
+        recipe,
+        values,
+        tokens=values["micro_batch"] * longest_row(recipe),
         accumulation=recipe.rows_per_update // world_size // values["micro_batch"],
-        precision=precision,
-        recompute=values["recompute"],
-        loss_chunks=values["loss_chunks"],
-        world_size=values["shards"],
         fused=fuses(compiled=values["compile"] != "off", cuda=cuda, precision=precision),
-        fused_loss=values["cross_entropy"] == "fused",
     )
     if recipe.rl is None:
         return training
