@@ -234,14 +234,9 @@ def _claim(out: Path, inputs: Inputs, given: Tokenizer | None) -> Tokenizer:
                 path.unlink(missing_ok=True)
             write_atomic(out / STATE, json.dumps(asdict(inputs)))
         if not (out / "tokenizer.json").exists():
-            tokenizer = given or train_bpe(_sample(_corpus(inputs)), inputs.vocab_size or 0)
+            tokenizer = given or train_bpe(_sample(inputs.corpus), inputs.vocab_size or 0)
             tokenizer.save(out / "tokenizer.json")
     return load_tokenizer(out)
-
-
-def _corpus(inputs: Inputs) -> Corpus:
-    paths = tuple(Path(source.path) for source in inputs.sources)
-    return Corpus(paths, inputs.text_field, inputs.valid_fraction)
 
 
 def _join(out: Path, inputs: Inputs, tokenizer: Tokenizer) -> Manifest | None:
@@ -310,7 +305,5 @@ def _write(
 
     for segment in own:
         with _alone(segment.place.with_suffix(".lock")):
-            state = segment.write(
-                _corpus(inputs), tokenizer, shard_tokens=inputs.shard_tokens, workers=workers, tell=tell
-            )
+            state = segment.write(inputs, tokenizer, workers, tell)
         tokens += state.tokens

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from redline.data.read import SPLITS, Corpus, Document, encoded
-from redline.data.shards import Shard, read_table
+from redline.data.read import SPLITS, Document, encoded
+from redline.data.shards import Inputs, Shard, read_table
 from redline.data.tokenizer import Tokenizer
 from redline.errors import DataError
 from redline.record.files import sync_path, write_atomic
@@ -60,26 +60,20 @@ class Segment:
         return read_table(State, path) if path.exists() else State(self.files.start)
 
     def write(
-        self,
-        corpus: Corpus,
-        tokenizer: Tokenizer,
-        *,
-        shard_tokens: int,
-        workers: int,
-        tell: Callable[[Document, int], None],
+        self, inputs: Inputs, tokenizer: Tokenizer, workers: int, tell: Callable[[Document, int], None]
     ) -> State:
         """Write what is missing. `tell` gets each document and the tokens of the segment so far."""
         if (state := self.state).file == self.files.stop:
             return state
         unit = _Unit(self.place, tokenizer.dtype)
         span = {"file": state.file, "document": state.document, "end_file": self.files.stop}
-        reading = encoded(corpus, tokenizer, splits=SPLITS, workers=workers, **span)
+        reading = encoded(inputs.corpus, tokenizer, splits=SPLITS, workers=workers, **span)
         with _one_thread_a_call(), contextlib.closing(reading):
             for document in reading:
                 unit.add(document)
                 if document.row.wrong:
                     _check_skipped(state, unit, SKIPPED_EARLY)
-                if unit.tokens >= shard_tokens:
+                if unit.tokens >= inputs.shard_tokens:
                     state = unit.finish(state, document.file, document.number + 1)
                     unit = _Unit(self.place, tokenizer.dtype)
                 tell(document, state.tokens + unit.tokens)

@@ -21,7 +21,7 @@ import numpy as np
 
 from redline.config.load import build
 from redline.config.recipe import fingerprint_of
-from redline.data.read import Split
+from redline.data.read import Corpus, Split
 from redline.data.remote import FetchedShards, is_mirror
 from redline.data.tokenizer import load_tokenizer
 from redline.errors import ConfigError, DataError
@@ -65,6 +65,11 @@ class Inputs:
     @property
     def key(self) -> str:
         return fingerprint_of(asdict(self))
+
+    @property
+    def corpus(self) -> Corpus:
+        paths = tuple(Path(source.path) for source in self.sources)
+        return Corpus(paths, self.text_field, self.valid_fraction)
 
 
 @dataclass(frozen=True)
