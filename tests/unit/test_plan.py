@@ -162,10 +162,16 @@ def test_a_short_run_is_not_compiled():
     assert "s; compiling takes" in plan.why["compile"].reason
 
 
-def test_reinforcement_learning_is_compiled_only_where_somebody_asks():
-    recipe = replace(shaped("rl/units-smollm2"), lora=None)
-    assert make_plan(recipe, gpu("h100-80g")).compile == "off"
-    assert make_plan(replace(recipe, plan=PlanPins(compile="default")), gpu("h100-80g")).compile == "default"
+def test_reinforcement_learning_is_compiled_where_its_updates_earn_it_back():
+    short = shaped("rl/units-smollm2")
+    long = replace(short, train=replace(short.train, steps=100 * short.train.steps))
+    critic = replace(long, rl=replace(long.rl, algorithm="ppo"))
+    pinned = replace(critic, plan=PlanPins(compile="default"))
+    chosen = {name: make_plan(recipe, gpu("h100-80g")) for name, recipe in locals().items()}
+    assert {name: plan.compile for name, plan in chosen.items()} == {
+        "short": "off", "long": "default", "critic": "off", "pinned": "default",
+    }  # fmt: skip
+    assert "critic" in chosen["critic"].why["compile"].reason
 
 
 def test_fp8_is_taken_where_the_gpu_has_it_and_refused_where_not():

@@ -155,6 +155,6 @@ def test_a_saved_plan_and_the_update_as_a_trial(recipe: Path, tmp_path: Path, ca
     assert main(["optimizations", str(recipe), "--as", "h200", "--json"]) == 0
     rows = {row["name"]: row["why_not"] for row in json.loads(capsys.readouterr().out)}
     assert rows["finetune-passes"] is rows["slots"] is None
-    assert "plan.compile=default turns it on" in rows["compile"]
+    assert rows["compile"] is None, "the tuner may try it"
     _, pinned, _ = planned(recipe, ["plan.compile=default"])
     assert pinned.compile == "default"

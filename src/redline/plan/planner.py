@@ -18,7 +18,7 @@ from redline.plan.bounds import Decision, Outside, bounded_slots, positive
 from redline.plan.plan import Hardware, Plan, Prediction, Why
 from redline.plan.predict import MEMORY_SHARE, RL_GENERATION_SHARE, longest_row, predicted_memory, shards_of
 from redline.plan.roofline import attainable_tokens_per_s
-from redline.plan.values import COMPILED_RL, NEEDED_CAPABILITY, why_not
+from redline.plan.values import NEEDED_CAPABILITY, why_not
 
 FULL_PASS_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 """Tokens in a pass where speed levels off (H200, share of the speed at 64k: at 124M 32k give 96 %, 8k 80 %, 1k 11
@@ -30,7 +30,9 @@ MOST_SLOTS = {"cuda": 2048, "cpu": 64}
 GENERATION_SHARE = 0.85
 """Share of the memory free when the engine opens; the rest is for activations, graphs and later allocations."""
 COMPILE_PAYS_S = 120.0
-"""Compiling takes 10 to 60 s; a run predicted shorter than this is not worth it."""
+"""Compiling takes 10 to 60 s; a run whose updates are predicted to be shorter than this is not worth it."""
+ROLLOUT_SHARE = 0.2
+"""Of the most tokens a rollout may have: an H200 run on unit conversion took 17 % (LOG.md). Nobody knows before."""
 
 
 def make_plan(
@@ -191,21 +193,21 @@ class _Decider:
             return _rule("off", "compiling takes 15 to 30 s on a CPU and a small run does not earn it back")
         if self.recipe.feedback is not None and self.recipe.feedback.depth == "layer":
             return _rule("off", "feedback to single layers cuts into blocks, which compiled ones cannot take")
-        if self.recipe.rl is not None:
-            return _rule("off", COMPILED_RL)
-        if not self.pretraining:
+        if self.recipe.rl is not None and self.recipe.rl.algorithm == "ppo":
+            return _rule("off", "not measured with a critic; plan.compile=default turns it on")
+        if not self.pretraining and self.recipe.rl is None:
             return _rule("off", "inside a captured update compiled blocks measured 0.59x (docs/claims.md)")
-        rate = self.hardware.rate_tflops(self.chosen["precision"])
-        train = self.recipe.train
+        rate, train = self.hardware.rate_tflops(self.chosen["precision"]), self.recipe.train
+        longest, filled = longest_row(self.recipe), 1.0 if self.pretraining else ROLLOUT_SHARE
         a_token = arithmetic.flops_per_token(
-            self.recipe.model, self.recipe.data.seq_len, dfa=self.recipe.feedback
+            self.recipe.model, longest, self.recipe.lora, dfa=self.recipe.feedback
         )
-        flops = a_token * self.recipe.tokens_per_step * train.steps
+        flops = a_token * self.recipe.rows_per_step * longest * filled * train.steps
         run_s = flops / (0.3 * 1e12 * rate * self.world_size) if rate else float("inf")
         if train.max_hours is not None:
             run_s = min(run_s, train.max_hours * 3600)
         if run_s < COMPILE_PAYS_S:
-            return _rule("off", f"the whole run should take {run_s:.0f} s; compiling takes 10 to 60 s")
+            return _rule("off", f"all updates should take {run_s:.0f} s; compiling takes 10 to 60 s")
         return _rule("default", "fused kernels; the run is long enough to earn back 10 to 60 s of compiling")
 
     def graph(self) -> Decision:

@@ -89,17 +89,6 @@ def _steady_shapes(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str 
     return None if recipe.rl is None else "the rows of every rollout have other lengths"
 
 
-COMPILED_RL = (
-    "off by choice in reinforcement learning: 1.27x on an H200 with rows of one length, not measured with rollouts of"
-    " changing lengths (LOG.md)"
-)
-
-
-def _chosen_in_rl(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
-    """Keeps the tuner from compiling RL; a user may pin it."""
-    return None if recipe.rl is None else f"{COMPILED_RL}; plan.compile=default turns it on"
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlanValue:
     effect: Effect
@@ -136,7 +125,6 @@ VALUES: dict[str, PlanValue] = {
     "compile": PlanValue(
         effect="rounding", choices=get_args(Compile), proof=("compilation", "no recompilation"),
         shapes_memory=True, lasting=True,
-        needs={mode: (_chosen_in_rl,) for mode in get_args(Compile) if mode != "off"},
     ),
     "recompute": PlanValue(
         effect="exact", choices=get_args(Recompute), proof=("recomputation",), shapes_memory=True
