@@ -257,11 +257,14 @@ def test_mfu_counts_what_a_workload_computes() -> None:
     """Training: 6 FLOPs a weight and token and the scores of attention; a third of it forward, two thirds
     without the gradients of weights."""
     flops, peak = flops_per_token(RECIPE.model, RECIPE.data.seq_len), 989e12
+    row = AblationRow(
+        name="x", stage="all", workload="train", title="", claimed=None, source="", tokens_per_s=1000.0
+    )
     for workload, thirds in (("train", 3), ("finetune", 2), ("generate", 1)):
-        found = mfu(workload, 1000.0, RECIPE, H200)  # type: ignore[arg-type]
+        found = mfu(replace(row, workload=workload), RECIPE, H200)
         assert found == pytest.approx(1000 * flops * thirds / 3 / peak, rel=1e-3)
-    assert mfu("train", None, RECIPE, H200) is None
-    assert mfu("train", 1000.0, RECIPE, CPU) is None, "no peak is known"
+    assert mfu(replace(row, tokens_per_s=None), RECIPE, H200) is None
+    assert mfu(row, RECIPE, CPU) is None, "no peak is known"
 
 
 def test_a_change_that_fails_the_guard_is_never_kept(tmp_path: Path) -> None:

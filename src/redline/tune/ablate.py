@@ -239,7 +239,7 @@ class _Waterfall:
     # ---- a row ----
 
     def _write(self, row: AblationRow) -> None:
-        self.write(replace(row, mfu=mfu(row.workload, row.tokens_per_s, self.recipe, self.hardware)))
+        self.write(replace(row, mfu=mfu(row, self.recipe, self.hardware)))
 
     def _baseline(self) -> AblationRow:
         row = AblationRow(
@@ -401,14 +401,12 @@ def _compared_row(row: AblationRow, pair: Pair, *, runs: bool) -> AblationRow:
     )
 
 
-def mfu(
-    workload: WorkloadName, tokens_per_s: float | None, recipe: Recipe, hardware: Hardware
-) -> float | None:
+def mfu(row: AblationRow, recipe: Recipe, hardware: Hardware) -> float | None:
     peak = hardware.peak_tflops.get("bf16")
-    if tokens_per_s is None or peak is None:
+    if row.tokens_per_s is None or peak is None:
         return None
-    flops = THIRDS_OF_TRAINING[workload] / 3 * flops_per_token(recipe.model, longest_row(recipe))
-    return tokens_per_s * flops / (peak * 1e12)
+    flops = THIRDS_OF_TRAINING[row.workload] / 3 * flops_per_token(recipe.model, longest_row(recipe))
+    return row.tokens_per_s * flops / (peak * 1e12)
 
 
 def brief(row: AblationRow) -> str:
