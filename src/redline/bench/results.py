@@ -115,13 +115,12 @@ def slower(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
             "the recorded result has no arm of this benchmark on the same work: record one first"
         )
     found = []
-    for name in here.keys() & then.keys():
+    for name in sorted(here.keys() & then.keys()):
         (rate, high), (old, low) = here[name][::2], then[name][:2]
         if old and high < low * (1 - APART_SPREAD):
-            found.append(
-                f"{name}: {rate:,.0f}/s, at most {high:,.0f}; recorded {old:,.0f}, at least {low:,.0f}"
-            )
-    return sorted(found)
+            is_now = f"{rate:,.0f}/s, at most {high:,.0f}"
+            found.append(f"{name}: {is_now}; recorded {old:,.0f}, at least {low:,.0f}")
+    return found
 
 
 def _speeds(results: dict[str, Any]) -> dict[str, tuple[float, float, float]]:
@@ -137,13 +136,9 @@ def _speeds(results: dict[str, Any]) -> dict[str, tuple[float, float, float]]:
     for row in results.get("rows", ()):
         named = " ".join(f"{name} {row[name]}" for name in NAMING if name in row)
         rows.append((f"{named}, {results['setting']['name']}", row))
-    ours = [(name, row) for name, row in rows if row["row"] not in THEIRS]
-    return {
-        name: (
-            row.get("rows_per_s") or row.get("tokens_per_s", 0.0),
-            row.get("low", 0.0),
-            row.get("high", 0.0),
-        )
-        for name, row in ours
-        if "low" in row or "failed" in row
-    }
+    found = {}
+    for name, row in rows:
+        if row["row"] not in THEIRS and ("low" in row or "failed" in row):
+            rate = row.get("rows_per_s") or row.get("tokens_per_s", 0.0)
+            found[name] = rate, row.get("low", 0.0), row.get("high", 0.0)
+    return found
