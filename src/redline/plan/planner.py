@@ -48,28 +48,26 @@ def make_plan(
             f"train.batch_size ({recipe.train.batch_size}) must be a multiple of {world_size} processes"
         )
     decide = _Decider(recipe, hardware, world_size, nodes, outside)
-    values: dict[str, Any] = {
-        "precision": decide.supported(decide.pinned("precision", decide.precision)),
-        "attention": decide.pinned("attention", decide.attention),
-        "compile": decide.pinned("compile", decide.compile),
-        "graph": decide.possible("graph", decide.pinned("graph", decide.graph)),
-        "cross_entropy": decide.pinned("cross_entropy", decide.cross_entropy),
-        "update": decide.pinned("update", decide.update),
-        "slots": decide.record("slots", decide.slots()),  # before the batch: in RL they share the memory
-        "shards": decide.dividing(decide.pinned("shards", decide.shards)),
-        **decide.batch(),
-        "loader_threads": decide.pinned("loader_threads", decide.loader_threads),
-        "prefetch": decide.pinned("prefetch", decide.prefetch),
-        "allocator": decide.record("allocator", decide.allocator()),
-    }
+    decide.supported(decide.pinned("precision", decide.precision))
+    decide.pinned("attention", decide.attention)
+    decide.pinned("compile", decide.compile)
+    decide.possible("graph", decide.pinned("graph", decide.graph))
+    decide.pinned("cross_entropy", decide.cross_entropy)
+    decide.pinned("update", decide.update)
+    decide.record("slots", decide.slots())  # before the batch: in RL they share the memory
+    decide.dividing(decide.pinned("shards", decide.shards))
+    decide.batch()
+    decide.pinned("loader_threads", decide.loader_threads)
+    decide.pinned("prefetch", decide.prefetch)
+    decide.record("allocator", decide.allocator())
     return Plan(
         recipe=recipe.name,
         work=recipe.work,
         hardware=hardware,
         world_size=world_size,
-        prediction=decide.prediction(values),
+        prediction=decide.prediction(),
         why=decide.why,
-        **values,
+        **decide.chosen,
     )
 
 
@@ -127,14 +125,13 @@ class _Decider:
             " host sync an update",
         )
 
-    def possible(self, name: str, value: Any) -> Any:
+    def possible(self, name: str, value: Any) -> None:
         """Refuse a pinned value that the others of the plan rule out."""
         if self._pin(name) and value and self.hardware.kind == "cuda" and not self._takes(name, value):
             why = why_not(name, value, self.recipe, self.hardware, self.chosen)
             raise ConfigError(f"plan.{name} {value} is not possible: {why}; leave it out")
-        return value
 
-    def supported(self, precision: str) -> str:
+    def supported(self, precision: str) -> None:
         """Refuse a pinned precision that the GPU lacks. A CPU emulates FP8, and the plan says so."""
         if self.hardware.kind == "cpu" and precision == "fp8":
             why = self.why["precision"]
@@ -147,7 +144,6 @@ class _Decider:
                 f"plan.precision {precision} needs compute capability {_dotted(needs)}, {self.hardware.title}"
                 f" has {_dotted(has)}: leave it to the planner with --set plan.precision=none"
             )
-        return precision
 
     def attention(self) -> Decision:
         if self.recipe.model.attention != "softmax":
@@ -228,25 +224,22 @@ class _Decider:
     def shards(self) -> Decision:
         return _rule(*shards_of(self.recipe, self.hardware, self.world_size, self.nodes, self.chosen))
 
-    def dividing(self, shards: int) -> int:
+    def dividing(self, shards: int) -> None:
         if self.world_size % shards:
             raise ConfigError(f"plan.shards ({shards}) must divide the {self.world_size} processes")
-        return shards
 
-    def batch(self) -> dict[str, Any]:
+    def batch(self) -> None:
         """Micro-batch, accumulation, recomputation and loss chunks together, because they share one memory."""
         rows = self.recipe.rows_per_update
         share = rows // self.world_size
-        micro, recompute, chunks = self._fit(share)
-        accumulation = share // micro
+        micro = self._fit(share)
         reason = f"{rows} sequences an update / ({micro} a pass x {self.world_size} process(es))"
         source = self.why["micro_batch"].source
         why = Why(reason=reason, source="environment" if source == "environment" else "rule")
-        self.record("accumulation", (accumulation, why))
-        names = ("micro_batch", "accumulation", "recompute", "loss_chunks")
-        return dict(zip(names, (micro, accumulation, recompute, chunks), strict=True))
+        self.record("accumulation", (share // micro, why))
 
-    def _fit(self, share: int) -> tuple[int, str, int]:
+    def _fit(self, share: int) -> int:
+        """Decide the other three; returns the micro-batch."""
         pins = {
             name: self._forced_micro_batch(share) if name == "micro_batch" else self._pin(name)
             for name in ("micro_batch", "recompute", "loss_chunks")
@@ -273,7 +266,7 @@ class _Decider:
         if self.outside.prefer == "memory":
             best = min(wide or fitting, key=lambda way: self._memory(*way).total)
         self._explain(best, pins, share)
-        return best
+        return best[0]
 
     def _forced_micro_batch(self, share: int) -> Decision | None:
         """A100_BATCH_SIZE / A100_GRAD_ACCUM, or the pin; it must divide the batch."""
@@ -401,8 +394,9 @@ class _Decider:
             chosen = _rule(most, "all answers of a step together" if whole else few)
         return bounded_slots(chosen, self.outside, pin=self._pin("slots"))
 
-    def prediction(self, values: dict[str, Any]) -> Prediction:
-        parts = self._memory(values["micro_batch"], values["recompute"], values["loss_chunks"])
+    def prediction(self) -> Prediction:
+        values = self.chosen
+        parts = predicted_memory(self.recipe, self.hardware, self.world_size, values)
         model, how = self.recipe.model, (self.recipe.lora, self.recipe.feedback)
         flops = arithmetic.flops_per_token(model, longest_row(self.recipe), *how)
         rate, speed = self.hardware.rate_tflops(values["precision"]), None
