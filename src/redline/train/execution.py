@@ -108,9 +108,9 @@ def in_force(plan: Plan) -> AbstractContextManager[None]:
     return _switched("high" if plan.precision == "tf32" else "highest", kernels)
 
 
-def plain_fp32() -> AbstractContextManager[None]:
-    """No TF32, and explicit attention, whatever plan is in force."""
-    return _switched("highest", [SDPBackend.MATH])
+def plain_fp32(*, explicit_attention: bool = True) -> AbstractContextManager[None]:
+    """No TF32, and explicit attention or any kernel that takes fp32, whatever plan is in force."""
+    return _switched("highest", [SDPBackend.MATH] if explicit_attention else list(_KERNELS.values()))
 
 
 @contextmanager

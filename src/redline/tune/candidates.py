@@ -86,7 +86,11 @@ def _candidate(
     """The attempt on this plan; None if it does not apply."""
     now = getattr(plan, name)
     to = 2 * now if attempt.to == "twice" else attempt.to
-    if now == to or attempt.origin not in (None, now) or not _possible(recipe, plan, name, to):
+    if now == to or attempt.origin not in (None, now):
+        return None
+    if why_not(name, to, recipe, plan.hardware, vars(plan)) is not None:
+        return None
+    if to == "fp8" and importlib.util.find_spec("torchao") is None:
         return None
     if attempt.predicted_by == "data wait":
         if data_wait_share <= WAITING:
@@ -100,12 +104,6 @@ def _candidate(
         if plan.hardware.kind == "cpu":  # measured on a GPU
             gain, reason = 1.0, f"{reason}; unknown on a CPU"
     return Candidate(change={name: to}, predicted=gain, reason=reason, compile_s=attempt.compile_s)
-
-
-def _possible(recipe: Recipe, plan: Plan, name: str, to: Any) -> bool:
-    if (name, to) == ("precision", "fp8") and importlib.util.find_spec("torchao") is None:
-        return False
-    return why_not(name, to, recipe, plan.hardware, vars(plan)) is None
 
 
 def _by_roofline(recipe: Recipe, plan: Plan, change: dict[str, Any]) -> tuple[float, str]:
