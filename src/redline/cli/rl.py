@@ -26,11 +26,10 @@ from redline.record.read import read_runs
 from redline.record.units import DASH, format_bytes, format_duration, format_share, visible
 from redline.report.grid import show
 from redline.report.page import write_page
-from redline.report.reinforcement import compared
+from redline.report.reinforcement import Compared, compared
 from redline.report.view import view
 
 if TYPE_CHECKING:
-    from redline.report.reinforcement import Compared
     from redline.rl.doctor import Report
 
 ARGUMENTS = {
@@ -151,7 +150,7 @@ def _parts(report: "Report") -> str:
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes if size)
 
 
-def print_compared(found: "Compared", labels: tuple[str, str]) -> None:
+def print_compared(found: Compared, labels: tuple[str, str]) -> None:
     rows = [
         (d.domain, str(d.base), str(d.other), f"{100 * d.low:+.1f} to {100 * d.high:+.1f}", d.word)
         for d in found.differences

@@ -72,12 +72,10 @@ def _from_table(table: dict[str, Any], where: str) -> Recipe:
     it would have no effect."""
     workload = table.get("workload", "pretrain")
     if isinstance(workload, str) and workload in TABLES:
-        for name, value in table.items():
-            unread = name in Recipe.__dataclass_fields__ and name not in tables_of(workload)
-            if isinstance(value, dict) and unread:
-                raise ConfigError(
-                    f"{where}: workload {workload!r} does not read [{name}]: remove it, or correct workload"
-                )
+        for name in Recipe.__dataclass_fields__:
+            if isinstance(table.get(name), dict) and name not in tables_of(workload):
+                unread = f"workload {workload!r} does not read [{name}]"
+                raise ConfigError(f"{where}: {unread}: remove it, or correct workload")
         for name, values in DEFAULTS.get(workload, {}).items():
             given = table.setdefault(name, {})
             if isinstance(given, dict):
@@ -129,9 +127,8 @@ def build(kind: type[T], table: Any, where: str) -> T:
     hints = typing.get_type_hints(kind)
     for key in table:
         if key not in fields:
-            raise ConfigError(
-                f"{where}: unknown key {key!r}{nearest(key, fields)}; known: {', '.join(fields)}"
-            )
+            unknown = f"unknown key {key!r}{nearest(key, fields)}"
+            raise ConfigError(f"{where}: {unknown}; known: {', '.join(fields)}")
     values = {key: _convert(hints[key], value, f"{where}: {key}") for key, value in table.items()}
     for name, f in fields.items():
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING

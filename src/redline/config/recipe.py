@@ -212,14 +212,10 @@ class LoraConfig:
             raise ConfigError(f"lora.alpha must be greater than 0 and below 1e30, got {self.alpha}")
         for name in self.targets:
             if name not in LORA_TARGETS:
-                known = ", ".join(LORA_TARGETS)
-                raise ConfigError(
-                    f"lora.targets must be among {known}, got {name!r}{nearest(name, LORA_TARGETS)}"
-                )
+                known, near = ", ".join(LORA_TARGETS), nearest(name, LORA_TARGETS)
+                raise ConfigError(f"lora.targets must be among {known}, got {name!r}{near}")
         if not self.targets or len(set(self.targets)) < len(self.targets):
-            raise ConfigError(
-                f"lora.targets must name at least one layer, and none twice; got {list(self.targets)}"
-            )
+            raise ConfigError(f"lora.targets must name at least one, none twice; got {list(self.targets)}")
 
     @property
     def scale(self) -> float:

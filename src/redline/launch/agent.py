@@ -88,9 +88,8 @@ def run_on_nodes(nodes: Nodes, nproc: int, arguments: Sequence[str], run: Path) 
         few = f"fewer than {nodes.least} nodes came to {nodes.endpoint} within {TIMES_S['join_timeout']} s"
         raise MachineError(f"{few}: {again}") from None
     except (RendezvousConnectionError, DistError):  # the second where ranks are given out
-        raise MachineError(
-            f"nothing answers at {nodes.endpoint}, which the node of that name holds: check that it runs; {again}"
-        ) from None
+        silent = f"nothing answers at {nodes.endpoint}, which the node of that name holds"
+        raise MachineError(f"{silent}: check that it runs; {again}") from None
 
 
 def _run_agent(

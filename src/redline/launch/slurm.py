@@ -125,9 +125,7 @@ def submit(job: Job) -> list[dict[str, Any]]:
 
 def _sbatch(*arguments: str) -> str:
     if shutil.which("sbatch") is None:
-        raise MachineError(
-            "there is no sbatch here: submit on the cluster, or print the script with --dry-run"
-        )
+        raise MachineError("there is no sbatch here: submit on the cluster, or see the script with --dry-run")
     done = subprocess.run(["sbatch", "--parsable", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise MachineError(f"sbatch refused the job: {done.stderr.strip() or f'exit code {done.returncode}'}")
