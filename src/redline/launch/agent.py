@@ -53,14 +53,8 @@ from redline.train.places import step_folders
 
 RESTARTS = 3
 """Without a new checkpoint between them."""
-TIMES_S = {
-    "join_timeout": 600,
-    "last_call_timeout": 30,
-    "keep_alive_interval": 5,
-    "keep_alive_max_attempt": 3,
-}
-"""Of the meeting, torch's defaults: how long to wait for enough nodes, then for more; a node that has not been heard of
-for the product of the last two is lost."""
+TIMES_S = {"join_timeout": 600}
+"""How long to wait for enough nodes. Torch waits 30 s for more of them, and gives up one that is silent for 15 s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,15 +93,14 @@ def _run_agent(
     try:
         with on_stop(agent.request_stop):
             agent.run()
-        handler.shutdown()
-        return agent.code
     except Stopped:
-        if nodes.least == nodes.most:  # else the others go on
-            handler.shutdown()
-        return agent.code
+        if nodes.least < nodes.most:  # the others go on
+            return agent.code
     except RedlineError:
         handler.shutdown()
         raise
+    handler.shutdown()
+    return agent.code
 
 
 def own_address(host: str) -> str:
