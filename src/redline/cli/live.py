@@ -240,8 +240,7 @@ def figures(seen: Seen) -> list[tuple[str, str, str, str]]:
 
 
 def _workers(rates: dict[str, float] | None) -> tuple[str, str, str]:
-    """How many there are, and their samples a second: in the panel the slowest and the fastest by name, in a line the
-    mean."""
+    """How many there are, and samples a second: in the panel of the slowest and the fastest, in a line their mean."""
     if not rates:
         return DASH, "", ""
     slow, fast = min(rates, key=rates.__getitem__), max(rates, key=rates.__getitem__)

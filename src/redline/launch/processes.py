@@ -50,8 +50,7 @@ def under_torchrun() -> bool:
 
 
 def start_processes(nproc: int, arguments: Sequence[str]) -> int:
-    """Run `redline ARGUMENTS` on `nproc` processes; 0 if all succeeded. A user's error is raised here; any other is
-    printed."""
+    """Run `redline ARGUMENTS` on `nproc` processes; 0 if all succeeded. A user's error is raised, any other printed."""
     with reserved_port() as port:
         sizes = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
         place = {**sizes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

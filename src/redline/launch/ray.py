@@ -63,8 +63,6 @@ def _environment() -> dict[str, Any]:
 
 
 def _actors(job: Job) -> list[dict[str, Any]]:
-    if job.nodes > 1:
-        raise ConfigError("a run on Ray has one node: for several use --on slurm, or --rdzv on every node")
     share = {"num_cpus": job.cpus, "num_gpus": job.gpus, "memory": _bytes(job.memory)}
     return [
         {

@@ -146,8 +146,7 @@ def _read_gpu(index: int, handle: Any, driver: str) -> GpuFacts:
 
 
 def cpu_cores() -> int:
-    """Processors this process may keep busy; a fractional quota is rounded down, as threads beyond it are
-    throttled."""
+    """Processors this process may keep busy. A fractional quota is rounded down: threads beyond it are throttled."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min([allowed, *_cpu_quotas()])))
 

@@ -102,8 +102,7 @@ def save(facts: MachineFacts, ceilings: Ceilings) -> None:
 
 
 def forget_if_beaten(facts: MachineFacts, share: float, say: Say) -> None:
-    """Drop the ceilings if a run beats the measured matmul rate (`ceiling_share` above 1): the machine was busy
-    then."""
+    """Drop the ceilings if a run beats the measured matmul rate: the machine was busy when that was measured."""
     if share > 1 and (path := cache_path(facts)).exists():
         with storage_errors("the measured ceilings", path.parent):
             path.unlink(missing_ok=True)
