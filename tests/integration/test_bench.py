@@ -16,6 +16,7 @@ from redline.config.load import load_recipe
 from redline.machine.facts import read_facts
 from redline.plan.hardware import hardware_here
 from redline.plan.planner import make_plan
+from redline.train.process import join
 
 
 @pytest.mark.slow
@@ -45,6 +46,16 @@ def test_the_loop_and_the_bare_step_are_measured_on_the_same_work(nano: Nano, tm
     table = path.with_suffix(".md").read_text()
     assert f"{loop['speeds']['loop']['tokens_per_s']:,.0f}" in table
     assert entry["plan"]["work"] in table
+
+
+def test_the_arm_of_plain_pytorch_trains(tmp_path: Path, nano: Nano, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDLINE_CACHE", str(nano.cache))
+    recipe = load_recipe(str(nano.recipe(tmp_path, "plan.compile=off")))
+    plan = make_plan(recipe, hardware_here(read_facts(), None))
+    with join("cpu") as process:
+        step = bench._plain_step(recipe, plan, process)
+        losses = [float(step().numbers["loss"]) for _ in range(8)]
+    assert losses[-1] < losses[0], "the same batch again and again is learned"
 
 
 def test_an_arm_that_runs_out_of_memory_is_tried_with_smaller_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ from redline.train.execution import build
 from redline.train.objective import Eager, Sequences
 from redline.train.optimizer import make_optimizers
 from redline.train.process import Process, join
-from redline.train.step import Learner
+from redline.train.step import BackPropagation, Learner, Pass, backpropagated
 
 LABELS = {
     "loop": "redline, the real loop",
@@ -225,27 +225,21 @@ def _plain_step(recipe: Recipe, plan: Plan, process: Process) -> Callable[[], ob
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
 
-    def autocast_forward(*args: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=plan.precision != "fp32"):
-            return forward(*args)
+    class Autocast(BackPropagation):
+        def learn(self, _model: Any, tokens: Any, targets: Any, packing: Any = None) -> Pass:
+            def loss() -> torch.Tensor:
+                with torch.autocast(device.type, dtype=torch.bfloat16, enabled=plan.precision != "fp32"):
+                    return forward(tokens, targets)
 
-    learner = Learner(model, make_optimizers(model, recipe.train), process, recipe.train.clip_norm)
-    learner.model = _Called(model, autocast_forward)  # type: ignore[assignment]
+            return backpropagated(loss)
+
+    optimizers, clip_norm = make_optimizers(model, recipe.train), recipe.train.clip_norm
+    learner = Learner(model, optimizers, process, clip_norm, rule=Autocast())
     shape, vocab = (recipe.train.batch_size, recipe.data.seq_len), recipe.model.vocab_size
     inputs, targets = (torch.randint(0, vocab, shape, device=device) for _ in range(2))
     executor = Eager(learner, Sequences(pass_size=plan.micro_batch, share=recipe.train.batch_size))
     batch, tokens = Batch(inputs, targets, {}), float(recipe.tokens_per_step)
     return lambda: executor.take(batch, targets=tokens, lr_factor=1.0)
-
-
-class _Called:
-    """A model whose forward is another function."""
-
-    def __init__(self, model: torch.nn.Module, forward: Callable[..., torch.Tensor]) -> None:
-        self.parameters, self._forward = model.parameters, forward
-
-    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
-        return self._forward(*args)
 
 
 # ---- Hugging Face's Trainer ----
