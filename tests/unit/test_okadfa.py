@@ -141,6 +141,8 @@ def test_the_study_makes_every_run_once(tmp_path: Path, monkeypatch: pytest.Monk
     rows = study(recipe, hardware.title, tmp_path, train=train, progress=made.append, **given)
     runs = {path.parent for path in tmp_path.glob("A*/*/metrics.jsonl")}
     assert len(runs) == 2 * (2 + 1)
+    kept = {path.parent.name for path in tmp_path.glob("A*/*/checkpoints")}
+    assert kept == {f"lr-{row.lr:g}-seed-{seed}" for row in rows for seed in (0, 1)}, "only at the best rate"
     assert [row.name for row in rows] == ["A0", "A6"]
     for row in rows:
         assert row.searched["0.1"] is None, "it diverged"

@@ -4,12 +4,14 @@ back-propagation or by feedback alignment; several seeds, and as many learning r
     rows = study(recipe, folder, seeds=3, lrs=(1e-3, 3e-3, 1e-2), train=train_in_process, progress=print)
 
 Every arm runs with the first seed at each learning rate; the rate with the lowest validation loss is used for the
-other seeds. A run is an ordinary run folder, made by `redline train`: if the study is killed, the same call resumes it,
-and `redline report` draws it. The result is written to okadfa.json. No torch.
+other seeds, and the checkpoints of the other rates are deleted. A run is an ordinary run folder, made by `redline
+train`: if the study is killed, the same call resumes it, and `redline report` draws it. The result is written to
+okadfa.json. No torch.
 """
 
 import json
 import math
+import shutil
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -117,10 +119,13 @@ def study(
 def _row(
     arm: Arm, recipe: Recipe, folder: Path, seeds: int, lrs: Sequence[float], train: Train, progress: Say
 ) -> Row:
+    def place(lr: float, seed: int) -> Path:
+        return folder / arm.name / f"lr-{lr:g}-seed-{seed}"
+
     def run(lr: float, seed: int) -> Run | None:
         """A finished run; None: its loss was lost."""
-        place = folder / arm.name / f"lr-{lr:g}-seed-{seed}"
-        found = trained(race.Arm(arm.name, arm.of(recipe, lr, seed)), place, seed, train, resume=True)
+        racing = race.Arm(arm.name, arm.of(recipe, lr, seed))
+        found = trained(racing, place(lr, seed), seed, train, resume=True)
         if isinstance(found, str) and "is nan" not in found and "is inf" not in found:
             raise TrainingError(found)
         return None if isinstance(found, str) else found
@@ -135,6 +140,8 @@ def _row(
     if not reached:
         raise TrainingError(f"{arm.name} lost its loss at every learning rate ({lrs}): give lower ones")
     best = min(reached, key=lambda lr: reached[lr])
+    for lr in set(lrs) - {best}:  # eight arms of 124M would leave 36 GB
+        shutil.rmtree(place(lr, first) / "checkpoints", ignore_errors=True)
     runs = [found for seed in range(first, first + seeds) if (found := run(best, seed)) is not None]
     validated = [[line for line in run.metrics if "valid_loss" in line] for run in runs]
     curve = [
