@@ -14,12 +14,11 @@ from redline.diagnose.readers.cells import finite
 from redline.diagnose.readers.files import HEAD, Source, source_of
 from redline.diagnose.readers.miner import LINE, seconds_of
 from redline.diagnose.readers.rows import TIMES, Log, Row, refuse_unknown, rows_of, runs_of
-from redline.diagnose.readers.updates import Timed, timed
+from redline.diagnose.readers.updates import TIMERS, Timed, timed
 from redline.diagnose.trainers import Trainer, facts_of, recognise
 
-FOLLOWS = {"forward_s", "backward_s", "optimizer_s", "communication_s", "generate_s", "data_wait_s", "mfu"}
-FOLLOWS |= {"memory_bytes", "tokens_per_s", "samples_per_s", "updates_per_s", "tokens_total", "tokens"}
-FOLLOWS |= {"tflops", "loss", "step_s"}
+FOLLOWS = {*TIMERS, "step_s", "loss", "mfu", "tflops", "memory_bytes", "tokens", "tokens_total"}
+FOLLOWS |= {"tokens_per_s", "samples_per_s", "updates_per_s"}
 """What may stand on a line of its own behind that of its update."""
 TRAINS = re.compile(r"\b(?:torch|transformers|accelerate|deepspeed|jax|tensorflow|lightning)/", re.IGNORECASE)
 """Libraries in whose folders a traceback is one of a training."""

@@ -50,7 +50,11 @@ def solve(known: Known, run: Timed, trainer: Trainer, *, one_gpu: bool, summary:
     if tokens is None and known.get("row_tokens") and known.get("batch_size"):
         tokens = known["row_tokens"] * known["batch_size"]
     if rate and step_s:
-        tokens = tokens or _from_rate(known, rate * step_s, one_gpu, run.notes)
+        if not tokens and one_gpu and known["gpus"] is None:
+            unknown = "tokens/s is of one GPU, and the log does not say how many there are (--fact gpus=N)"
+            run.notes.append(unknown)
+        elif not tokens:
+            tokens = rate * step_s * (known["gpus"] if one_gpu else 1.0)
         _whose_rate(known, (tokens or 0.0) / (rate * step_s), rate, one_gpu, run.notes)
     if trainer.entry.get("frames") and known.get("frames"):
         tokens = None
@@ -114,14 +118,6 @@ def _whose_rate(known: Known, ratio: float, rate: float, one_gpu: bool, notes: l
     if factor and factor == gpus and factor > 1:
         one = f"the printed {rate:,.0f} tokens/s are of one GPU"
         notes.append(f"{one}; all {gpus:.0f} together make {rate * gpus:,.0f}")
-
-
-def _from_rate(known: Known, tokens: float, one_gpu: bool, notes: list[str]) -> float | None:
-    """Tokens an update where only a rate tells them."""
-    if one_gpu and known.get("gpus") is None:
-        notes.append("tokens/s is of one GPU, and the log does not say how many there are (--fact gpus=N)")
-        return None
-    return tokens * (known["gpus"] if one_gpu else 1.0)
 
 
 def _gpus(known: Known, run: Timed, trainer: Trainer, tokens: float | None) -> None:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import linear_regression, median
 from typing import Any
 
-from redline.diagnose.observed import warm_up
+from redline.diagnose.observed import PHASES, warm_up
 from redline.diagnose.readers.rows import Log, Row
 
 SHOWS = 0.05
@@ -29,7 +29,7 @@ RATES = ("tokens over tokens/s", "samples over samples/s", "updates/s")
 CLOCK = 1.4
 """A rate that is this far from the clock is not that of an update."""
 PAUSES = {"validation", "checkpoint"}
-TIMERS = ("generate_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "communication_s", "data_wait_s")
+TIMERS = (*PHASES, "data_wait_s")
 Times = list[float | None]
 
 
