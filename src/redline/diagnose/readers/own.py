@@ -15,10 +15,8 @@ from redline.diagnose.readers.cells import finite
 from redline.diagnose.trainers import named
 from redline.errors import ConfigError, DataError
 from redline.machine.specs import match_spec
-from redline.plan import plan as plans
-from redline.plan.plan import Plan
+from redline.plan.plan import Plan, from_json
 from redline.record import read
-from redline.record.run import RunFolder
 from redline.record.slowest import slowest
 
 
@@ -29,7 +27,7 @@ def read_run(path: Path) -> Observed:
 
 def observed(run: read.Run) -> Observed:
     watched = any(event.get("loop") == "watched" for event in run.events)
-    recipe, plan, notes = (None, None, ()) if watched else _plan_and_recipe(RunFolder(run.path))
+    recipe, plan, notes = (None, None, ()) if watched else _plan_and_recipe(run)
     warm = {line["step"] for line in run.warm}
     whose = "watched" if recipe is None else "redline-rl" if recipe.rl else "redline"
     return Observed(
@@ -59,13 +57,12 @@ def _step(line: dict[str, Any], *, cold: bool) -> Step:
     return Step(step=line["step"], not_a_number=lost, cold=cold, tokens=tokens, more=more, **known)  # type: ignore[arg-type]
 
 
-def _plan_and_recipe(folder: RunFolder) -> tuple[Recipe | None, Plan | None, tuple[str, ...]]:
+def _plan_and_recipe(run: read.Run) -> tuple[Recipe | None, Plan | None, tuple[str, ...]]:
     """Both, or neither and why: another workload's, or written by another version."""
     try:
-        recipe = from_toml(folder.recipe_path.read_text(encoding="utf-8"), where=folder.recipe_path.name)
-        return recipe, plans.load(folder.plan_path), ()
-    except (FileNotFoundError, ConfigError) as error:
-        why = "this is an RFT run" if (folder.path / "samples.db").exists() else str(error)
+        return from_toml(run.recipe_text, where="recipe.toml"), from_json(run.plan, where="plan.json"), ()
+    except ConfigError as error:
+        why = "this is an RFT run" if (run.path / "samples.db").exists() else str(error)
         return None, None, (f"nothing is said about the plan of pre-training: {why}",)
 
 
