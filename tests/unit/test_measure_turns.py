@@ -26,9 +26,9 @@ def lab(**how: Behaviour) -> Lab:
 
 
 @contextmanager
-def turns(lab: Lab, folder: Path, minutes: float = 60.0, **more: Any) -> Iterator[Turns]:
+def turns(lab: Lab, folder: Path, minutes: float = 60.0, machine: str = "", **more: Any) -> Iterator[Turns]:
     with (
-        TrialFolder(folder) as trials,
+        TrialFolder(folder, machine) as trials,
         Turns(trials, lab, minutes=minutes, progress=more.pop("say", lambda text: None), **more) as found,
     ):
         yield found
@@ -285,10 +285,10 @@ def test_without_time_for_the_shortest_nothing_is_begun(tmp_path: Path) -> None:
 
 
 def test_finished_trials_are_not_repeated_and_cost_no_time(tmp_path: Path) -> None:
-    with turns(lab(b=Behaviour(step_s=0.5)), tmp_path, beside="here") as each:
+    with turns(lab(b=Behaviour(step_s=0.5)), tmp_path, machine="here") as each:
         alone, pair = each.alone("a", A), each.pair("b", A, B)
     here = lab()
-    with turns(here, tmp_path, minutes=0.0, beside="here") as each:
+    with turns(here, tmp_path, minutes=0.0, machine="here") as each:
         assert each.alone("a", A) == alone
         assert each.pair("b", A, B) == pair
         assert each.knows(A, B)
@@ -299,7 +299,7 @@ def test_finished_trials_are_not_repeated_and_cost_no_time(tmp_path: Path) -> No
         assert each.pair("the other way", B, A) is None
         assert each.pair("once more", A, B, again=" final") is None
     assert not here.started
-    with turns(lab(), tmp_path, minutes=0.0, beside="elsewhere") as each:
+    with turns(lab(), tmp_path, minutes=0.0, machine="elsewhere") as each:
         assert each.alone("a", A) is None, "another machine measures for itself"
 
 

@@ -186,14 +186,13 @@ def train_trial(recipe: Recipe, plan: Plan, timing: Timing | None = None, *, pad
     )
 
 
-def trial_key(trial: Trial, *beside: str) -> str:
+def trial_key(trial: Trial) -> str:
     """A hash of what decides a trial's outcome; the reasons in its plan do not."""
     setting = dict(trial.setting)
     if "plan" in setting:
         plan = setting["plan"]
         setting["plan"] = {name: plan[name]["value"] for name in PLANNED} | {"world_size": plan["world_size"]}
-    what = [trial.subject, setting, trial.allocator, asdict(trial.timing), *beside]
-    return fingerprint_of(what)
+    return fingerprint_of([trial.subject, setting, trial.allocator, asdict(trial.timing)])
 
 
 # ---- those that are finished ----

@@ -133,13 +133,11 @@ class Arm:
 
 
 class Turns:
-    def __init__(
-        self, folder: TrialFolder, children: Children, *, minutes: float, progress: Say, beside: str = ""
-    ) -> None:
+    def __init__(self, folder: TrialFolder, children: Children, *, minutes: float, progress: Say) -> None:
         self.folder, self.children, self.clock = folder, children, children.clock
         self.began_s = self.clock()
         self.deadline_s = self.began_s + 60 * minutes
-        self._progress, self._beside = progress, beside
+        self._progress = progress
         self._alive: dict[str, Arm] = {}
         self._spare: dict[str, Child] = {}
         """Children of arms no longer needed, by what else they can measure."""
@@ -171,7 +169,7 @@ class Turns:
         self, name: str, trial: Trial, *, blocks: int | None = None, until_s: float | None = None
     ) -> Measurement | None:
         """A trial alone; None if there is no time. With fewer `blocks` it does not stand in for one of a pair."""
-        key = self._key(trial) + (f" {blocks} blocks" if blocks else "")
+        key = trial_key(trial) + (f" {blocks} blocks" if blocks else "")
         until_s = self.deadline_s if until_s is None else until_s
         if (measured := self.folder.find(key)) is None:
             if not self._time_for(name, until_s):
@@ -199,7 +197,7 @@ class Turns:
     ) -> Pair | None:
         """Two trials in turns or, if they do not fit `together`, one after the other; None if the time is up before
         it is decided. `again` names a repetition."""
-        key = self._pair_key(before, after, again)
+        key = _pair_key(before, after, again)
         until_s = self.deadline_s if until_s is None else until_s
         if (pair := self.folder.find_pair(key)) is None:
             if not self._time_for(name, until_s):
@@ -215,14 +213,14 @@ class Turns:
             if self._over(until_s) and not (pair.comparison and done):
                 return None
             found = ((before, pair.before), (after, pair.after))
-            if not any(m.outcome != "ok" and self._key(trial) in self._ran for trial, m in found):
+            if not any(m.outcome != "ok" and trial_key(trial) in self._ran for trial, m in found):
                 self.folder.add(key, name, pair.after, beside=pair.before, paired=pair.paired)
         self._remember((before, pair.before), (after, pair.after))
         return pair
 
     def knows(self, before: Trial, after: Trial) -> bool:
         """Whether a pair is in the folder already."""
-        return self.folder.find_pair(self._pair_key(before, after)) is not None
+        return self.folder.find_pair(_pair_key(before, after)) is not None
 
     # ---- parts ----
 
@@ -231,7 +229,7 @@ class Turns:
             arms = [self._arm(before, self.deadline_s), self._arm(after, until_s)]
             self._rounds(arms, after.timing.blocks, until_s, partial(_enough, enough, *arms))
             pair = Pair(before=arms[0].end(), after=arms[1].end(), paired=True)
-            ran = [pair.before] + [pair.after] * (self._key(after) in self._ran)
+            ran = [pair.before] + [pair.after] * (trial_key(after) in self._ran)
             chance = next((m for m in ran if m.outcome not in ("ok", "out_of_memory")), None)
             if last or chance is None or self._over(until_s):
                 break
@@ -278,7 +276,7 @@ class Turns:
 
     def _arm(self, trial: Trial, until_s: float) -> Arm:
         """The trial's arm: the warm one, else one in a spare child, else (or if that crashed) in a new one."""
-        arm = self._alive.get(self._key(trial))
+        arm = self._alive.get(trial_key(trial))
         if arm is None or arm.failed is not None:
             spare = self._spare.pop(trial.process, None)
             arm = self._start(trial, spare or self.children.take(trial.allocator), until_s)
@@ -289,14 +287,14 @@ class Turns:
         return arm
 
     def _start(self, trial: Trial, child: Child, until_s: float) -> Arm:
-        arm = self._alive[self._key(trial)] = Arm(trial, child, self.clock)
+        arm = self._alive[trial_key(trial)] = Arm(trial, child, self.clock)
         arm.until_s = until_s
         arm.start()
         return arm
 
     def _make_room(self, *needed: Trial) -> None:
         """End every arm but those of these trials; keep children that can measure a trial that is not warm."""
-        keys = [self._key(trial) for trial in needed]
+        keys = [trial_key(trial) for trial in needed]
         wanted = {t.process for t, key in zip(needed, keys, strict=True) if key not in self._alive} - {""}
         for key in [key for key in self._alive if key not in keys]:
             arm = self._alive.pop(key)
@@ -308,7 +306,7 @@ class Turns:
             self._spare.pop(process).close()
 
     def _remember(self, *found: tuple[Trial, Measurement]) -> None:
-        self._ran |= {self._key(trial) for trial, measured in found if measured.outcome == "ok"}
+        self._ran |= {trial_key(trial) for trial, measured in found if measured.outcome == "ok"}
 
     def _time_for(self, name: str, until_s: float) -> bool:
         # by the shortest so far: an ablation's naive state is the slowest by far and says little about the next
@@ -323,11 +321,9 @@ class Turns:
     def _spent(self, began_s: float) -> None:
         self._shortest_s = min(self._shortest_s or math.inf, self.clock() - began_s)
 
-    def _key(self, trial: Trial) -> str:
-        return trial_key(trial, self._beside)
 
-    def _pair_key(self, before: Trial, after: Trial, again: str = "") -> str:
-        return f"{self._key(before)}>{self._key(after)}{again}"
+def _pair_key(before: Trial, after: Trial, again: str = "") -> str:
+    return f"{trial_key(before)}>{trial_key(after)}{again}"
 
 
 def _apart_may_help(pair: Pair) -> bool:

@@ -116,7 +116,7 @@ def ablate(
         _check_list(folder / "ablation.json", parts)
         write_atomic(folder / "recipe.toml", to_toml(recipe))
         children = children or Children.on(hardware)
-        with Turns(trials, children, minutes=minutes, progress=progress, beside=hardware.title) as turns:
+        with Turns(trials, children, minutes=minutes, progress=progress) as turns:
 
             def write(row: AblationRow) -> None:
                 rows.append(row)
