@@ -51,6 +51,23 @@ def test_our_side_and_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(told) == 4
 
 
+def test_what_is_finished_is_kept_when_it_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"rows": 8, "tokens": 112.0, "first_step_s": 2.0, "seconds": [56.0], "memory_bytes": None}
+
+    def rows_of(function: str, _setting: dict[str, Any]) -> Any:
+        if function.endswith(":redline"):
+            raise KeyboardInterrupt
+        return [row]
+
+    monkeypatch.setattr(rl, "rows_of", rows_of)
+    with pytest.raises(KeyboardInterrupt):
+        rl.bench_rl("quick", read_facts(), tmp_path, arms=("trl", "redline"), progress=lambda _: None)
+    (written,) = tmp_path.glob("*.json")
+    assert [row["row"] for row in json.loads(written.read_text())["rows"]] == ["trl"]
+
+
 def test_the_compiled_arm_is_compiled_and_does_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Recipe] = []
     monkeypatch.setattr(rl, "Trainer", lambda job, _process: asked.append(job.recipe))

@@ -89,17 +89,18 @@ def most_occupancy(work: GenerationWork) -> float:
 def bench_generate(
     name: str, ceilings: Ceilings, facts: MachineFacts, out: Path, *, arms: Sequence[str], progress: Say
 ) -> Path:
-    """Run the arms and write the results; returns the path of the page."""
-    work, rows = WORKS[name], list[BenchRow]()
+    """Run the arms and write the results after each; returns the path of the page."""
+    work, rows, path = WORKS[name], list[BenchRow](), out
+    what = "generate" if name == "full" else f"generate-{name}"
     for arm in arms:
         started_s = time.monotonic()
         for row in rows_of(f"redline.bench.generate_arms:{arm}", {"name": name}):
             rows.append(_summary({"row": arm, **row}, work, ceilings))
             progress(_brief(rows[-1]))
         progress(f"{arm} took {time.monotonic() - started_s:.0f} s in all")
-    results = {"ceilings": asdict(ceilings), "setting": {"name": name, **asdict(work)}, "rows": rows}
-    what = "generate" if name == "full" else f"generate-{name}"
-    return write(out, what, facts, results, page(facts, work, rows))
+        results = {"ceilings": asdict(ceilings), "setting": {"name": name, **asdict(work)}, "rows": rows}
+        path = write(out, what, facts, results, page(facts, work, rows))
+    return path
 
 
 # ---- the floor ----

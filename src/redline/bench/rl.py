@@ -104,14 +104,15 @@ WORKS = {
 def bench_rl(
     name: str, facts: MachineFacts, out: Path, *, arms: Sequence[str], progress: Callable[[str], None]
 ) -> Path:
-    """Run the arms and write the results; returns the path of the table."""
-    work, rows = WORKS[name], list[BenchRow]()
+    """Run the arms and write the results after each; returns the path of the table."""
+    work, rows, path = WORKS[name], list[BenchRow](), out
     for arm in arms:
         for row in rows_of(f"redline.bench.rl:{arm}", {"name": name}):
             rows.append(_summary({"row": arm, **row}))
             progress(_brief(rows[-1]))
-    results = {"setting": {"name": name, **asdict(work)}, "rows": rows}
-    return write(out, "rl" if name == "full" else f"rl-{name}", facts, results, page(facts, work, rows))
+        results = {"setting": {"name": name, **asdict(work)}, "rows": rows}
+        path = write(out, "rl" if name == "full" else f"rl-{name}", facts, results, page(facts, work, rows))
+    return path
 
 
 def _summary(row: BenchRow) -> BenchRow:

@@ -61,8 +61,8 @@ def bench_train(
     steps_per_block: int,
     progress: Say,
 ) -> Path:
-    """Run the arms of each case and write the results; returns the path of the page."""
-    results = []
+    """Run the arms of each case and write the results after each case; returns the path of the page."""
+    results, path = [], out
     for recipe, arms in cases:
         plan = make_plan(recipe, hardware)
         entry: dict[str, Any] = {"recipe": asdict(recipe), "plan": to_json(plan), "arms": {}}
@@ -73,7 +73,8 @@ def bench_train(
             took_s = time.monotonic() - started_s
             progress(f"{recipe.name} {plan.precision} {arm}: {_brief(found)}  ({took_s:.0f} s)")
         results.append(entry)
-    return write(out, "train", facts, {"results": results}, page(hardware, facts, results))
+        path = write(out, "train", facts, {"results": results}, page(hardware, facts, results))
+    return path
 
 
 def _run_fitting(arm: str, setting: dict[str, Any], plan: Plan) -> BenchRow:
