@@ -189,8 +189,8 @@ class _Decider:
             return _rule("off", "compiling takes 15 to 30 s on a CPU and a small run does not earn it back")
         if self.recipe.feedback is not None and self.recipe.feedback.depth == "layer":
             return _rule("off", "feedback to single layers cuts into blocks, which compiled ones cannot take")
-        if self.recipe.rl is not None and self.recipe.rl.algorithm == "ppo":
-            return _rule("off", "not measured with a critic; plan.compile=default turns it on")
+        if self.recipe.rl is not None and (self.recipe.rl.algorithm == "ppo" or self.world_size > 1):
+            return _rule("off", "measured with one GPU and no critic; plan.compile=default turns it on")
         if not self.pretraining and self.recipe.rl is None:
             return _rule("off", "inside a captured update compiled blocks measured 0.59x (docs/claims.md)")
         rate, train = self.hardware.rate_tflops(self.chosen["precision"]), self.recipe.train
