@@ -148,8 +148,12 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
             known = ", ".join(map(str, args))
             raise ConfigError(f"{where} must be one of {known}; got {value!r}{nearest(str(value), args)}")
         return value
+    if origin is dict and isinstance(value, dict):
+        return {key: _convert(args[1], entry, f"{where}.{key}") for key, entry in value.items()}
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_convert(args[0], entry, where) for entry in value)
     if origin in (dict, tuple):
-        return _convert_many(origin, args, value, where)
+        raise ConfigError(f"{where} must be a {'table' if origin is dict else 'list'}, got {value!r}")
     if origin in (types.UnionType, typing.Union):
         inner = [a for a in args if a is not types.NoneType]
         return None if value is None else _convert(inner[0], value, where)
@@ -163,15 +167,6 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if hint is float and not math.isfinite(value):
         raise ConfigError(f"{where} must be a finite number, got {value}")
     return value
-
-
-def _convert_many(origin: type, args: tuple[Any, ...], value: Any, where: str) -> Any:
-    """A table (`dict[str, T]`) or a list (`tuple[T, ...]`) of values of one type."""
-    if origin is dict and isinstance(value, dict):
-        return {key: _convert(args[1], entry, f"{where}.{key}") for key, entry in value.items()}
-    if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_convert(args[0], entry, where) for entry in value)
-    raise ConfigError(f"{where} must be a {'table' if origin is dict else 'list'}, got {value!r}")
 
 
 def _apply(kind: type, table: dict[str, Any], override: str) -> None:

@@ -58,13 +58,10 @@ Clock = Callable[[Work, int], tuple[float, float]]
 def load_or_measure(facts: MachineFacts, refresh: bool = False, progress: Say = lambda _: None) -> Ceilings:
     """The ceilings kept for this kind of machine; measured if there are none or `refresh` asks for it."""
     unusable: list[str] = []
-
-    def hear(line: str) -> None:
-        unusable.append(line)
-        progress(line)
-
-    if not refresh and (kept := cached(facts, hear)) is not None:
+    if not refresh and (kept := cached(facts, unusable.append)) is not None:
         return kept
+    for line in unusable:
+        progress(line)
     ceilings = measure(progress)
     ceilings = dataclasses.replace(ceilings, notes=(*unusable, *ceilings.notes))
     if ceilings.noisy:

@@ -100,18 +100,16 @@ def _board(row: str) -> GpuSpec:
 
 
 SPECS: dict[str, GpuSpec] = {spec.name: spec for spec in map(_board, _BOARDS.strip().splitlines())}
-_UNITS: dict[str, dict[str, float]] = {
-    "memory": {"gb": 2**30, "gib": 2**30},
-    **{name: {"gb/s": 1e9, "tb/s": 1e12, "gbit/s": 1e9 / 8} for name in ("bandwidth", "link", "network")},
-    "node": {"": 1.0},
-    **{name: {"": 1.0, "tflop/s": 1.0, "tflops": 1.0} for name in PEAKS},
+_PER_S = {"gb/s": 1e9, "tb/s": 1e12, "gbit/s": 1e9 / 8}
+_FIGURES: dict[str, tuple[str, dict[str, float]]] = {
+    "memory": ("memory_bytes", {"gb": 2**30, "gib": 2**30}),
+    "bandwidth": ("memory_bandwidth_bytes_per_s", _PER_S),
+    "link": ("link_bytes_per_s", _PER_S),
+    "network": ("network_bytes_per_s", _PER_S),
+    "node": ("node_gpus", {"": 1.0}),
+    **{name: (f"{name}_tflops", {"": 1.0, "tflop/s": 1.0, "tflops": 1.0}) for name in PEAKS},
 }
-"""GB of memory are binary on every datasheet, GB/s are not."""
-
-_FIELDS = {
-    "memory": "memory_bytes", "bandwidth": "memory_bandwidth_bytes_per_s", "link": "link_bytes_per_s",
-    "network": "network_bytes_per_s", "node": "node_gpus", **{name: f"{name}_tflops" for name in PEAKS},
-}  # fmt: skip
+"""What a user may give, and its units: GB of memory are binary on every datasheet, GB/s are not."""
 _SPECIFICATION = (
     "a GPU is given by a name or by memory, bandwidth and dense TFLOP/s in bf16 or fp16 (more: tf32, fp32, fp8),"
     ' such as "memory=24GB,bf16=165,bandwidth=1008GB/s"; many by their number and an x before it, with the GB/s of'
@@ -129,14 +127,14 @@ def spec_of(text: str) -> GpuSpec:
     for pair in pairs:
         key, _, raw = (part.strip().lower() for part in pair.partition("="))
         found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z/]*)", raw)
-        unit = _UNITS.get(key, {}).get(found[2]) if found else None
+        unit = _FIGURES[key][1].get(found[2]) if found and key in _FIGURES else None
         if found is None or unit is None or not float(found[1]):
             raise ConfigError(f"{_SPECIFICATION}; got {pair!r}")
         given[key] = float(found[1]) * unit
     count = int(many[1]) if many else 1
     if not count or not float(given.get("node", 1)).is_integer():
         raise ConfigError(f"{_SPECIFICATION}; got {text!r}")
-    figures: dict[str, Any] = {_FIELDS[key]: value for key, value in given.items()} | {"count": count}
+    figures: dict[str, Any] = {_FIGURES[key][0]: value for key, value in given.items()} | {"count": count}
     figures |= {key: int(figures[key]) for key in ("memory_bytes", "node_gpus") if key in figures}
     if name:
         spec = find_spec(name)
