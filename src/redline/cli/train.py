@@ -168,8 +168,7 @@ def _train(options: argparse.Namespace, recipe: Recipe, folder: Path, **how: Any
     code = STOPPED_CODE if UNDER_AGENT in os.environ and not outcome.complete else 0
     if not process.is_first:
         return code
-    share = read_run(folder).typical("ceiling_share")
-    forget_if_beaten(read_facts(), share.value if share else 0.0, status)
+    forget_if_beaten(read_facts(), read_run(folder).typical("ceiling_share") or 0.0, status)
     found = {"run": str(folder), "step": outcome.step, "why": outcome.why, "metrics": outcome.metrics}
     answer(options, found, lambda: print_outcome(outcome.why, outcome.step, folder))
     return code
@@ -258,6 +257,6 @@ def _speed(run: Run) -> str:
     mfu = run.typical("mfu")
     memory = max((number(line.get("memory_bytes")) or 0.0 for line in run.metrics), default=0.0)
     return f"median speed {exact(run.speed.value)} {unit}" + "".join([
-        f", MFU {format_limit_share(mfu.value)}" if mfu else "",
+        f", MFU {format_limit_share(mfu)}" if mfu is not None else "",
         f", peak memory {format_bytes(memory)}" if memory else "",
     ])  # fmt: skip

@@ -167,9 +167,10 @@ class Run:
         attempts = [list(group) for _, group in groups]
         return [line for lines in attempts for line in lines[min(WARM_UP, len(lines) // 3) :]]
 
-    def typical(self, name: str) -> Measured | None:
+    def typical(self, name: str) -> float | None:
         """Median of a metric over the warm updates."""
-        return measured(values(self.warm, name))
+        found = values(self.warm, name)
+        return median(found) if found else None
 
     @property
     def rate(self) -> str:
@@ -178,7 +179,7 @@ class Run:
 
     @cached_property
     def speed(self) -> Measured | None:
-        return self.typical(self.rate)
+        return measured(values(self.warm, self.rate))
 
     @property
     def whole_run_speed(self) -> float | None:

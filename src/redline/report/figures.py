@@ -164,7 +164,6 @@ def speed(run: Run) -> Speed:
     dtype = "bf16" if precision == "fp8" else precision
     peak = number(table(run.hardware.get("peak_tflops")).get(dtype))
     matmul = number(table(run.hardware.get("measured_tflops")).get(precision))
-    mfu, share, step_s = (run.typical(name) for name in ("mfu", "ceiling_share", "step_s"))
     each, datasheet, measured = "6N + 12LdT per token, of", "no datasheet peak is known", "nothing measured"
     if peak:
         datasheet = f"{each} {peak:,.0f} TFLOP/s, dense {dtype} datasheet peak"
@@ -174,10 +173,10 @@ def speed(run: Run) -> Speed:
         unit=METRICS[run.rate].unit,
         update=run.speed,
         whole_run=run.whole_run_speed,
-        step_s=step_s.value if step_s else None,
-        mfu=mfu.value if mfu else None,
+        step_s=run.typical("step_s"),
+        mfu=run.typical("mfu"),
         mfu_note=datasheet,
-        ceiling_share=share.value if share else None,
+        ceiling_share=run.typical("ceiling_share"),
         ceiling_note=measured,
         attainable=number(run.prediction.get("attainable_tokens_per_s")),
         ceiling=number(run.prediction.get("ceiling_tokens_per_s")),
@@ -229,10 +228,9 @@ def _training_parts(run: Run) -> list[TimePart]:
 
 def _warm_up_s(run: Run) -> float:
     """How much longer the first updates of each attempt took than the median of the others."""
-    warm = {line["step"] for line in run.warm}
-    typical = run.typical("step_s")
+    warm, typical_s = {line["step"] for line in run.warm}, run.typical("step_s")
     cold = values([line for line in run.metrics if line["step"] not in warm], "step_s")
-    return max(0.0, sum(cold) - len(cold) * typical.value) if typical else 0.0
+    return max(0.0, sum(cold) - len(cold) * typical_s) if typical_s is not None else 0.0
 
 
 def _update_parts(run: Run, update_s: float) -> list[TimePart]:

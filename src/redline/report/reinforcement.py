@@ -267,15 +267,15 @@ def _costs(base: Run, other: Run) -> list[tuple[str, str, str]]:
     rows = [(name, first[name], second[name]) for name in first if {first[name], second[name]} != {DASH}]
     steps = [run.typical("step_s") for run in (base, other)]
     if steps[0] and steps[1]:
-        rows.insert(1, ("relative to the first", "1×", f"{factor(steps[1].value / steps[0].value)}×"))
+        rows.insert(1, ("relative to the first", "1×", f"{factor(steps[1] / steps[0])}×"))
     return rows
 
 
 def _cost(run: Run) -> dict[str, str]:
-    step, combine = run.typical("step_s"), run.typical("combine_s")
-    combining = combine.value / step.value if combine and step else None
+    step_s, combine_s = run.typical("step_s"), run.typical("combine_s")
+    combining = combine_s / step_s if combine_s is not None and step_s else None
     return {
-        "time per step": format_duration(step.value if step else None),
+        "time per step": format_duration(step_s),
         "spent combining gradients": format_share(combining),
         "peak memory": format_bytes(max(values(run.metrics, "memory_bytes"), default=None)),
         "training time": format_duration(run.elapsed_s),

@@ -205,8 +205,7 @@ def _to_first_update_s(run: Run) -> float:
 
 def _start_up_s(run: Run) -> float:
     """The same, less the time of an ordinary update."""
-    ordinary = run.typical("step_s")
-    return max(0.0, _to_first_update_s(run) - (ordinary.value if ordinary else 0.0))
+    return max(0.0, _to_first_update_s(run) - (run.typical("step_s") or 0.0))
 
 
 def reached(curve: Sequence[Point], loss: float) -> Point | None:
