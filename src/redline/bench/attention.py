@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from redline.bench.results import BenchRow, head, rows_of, table, write
-from redline.config.load import build
 from redline.config.recipe import ModelConfig
 from redline.errors import Say
 from redline.machine.facts import MachineFacts
@@ -68,14 +67,14 @@ def bench_attention(
     work, rows = WORK[size], list[BenchRow]()
     for arm in arms:
         progress(f"training with {LABELS[arm]}")
-        setting = {"arm": arm, "work": asdict(work)}
+        setting = {"arm": arm, "name": size}
         rows += rows_of("redline.bench.attention:training", setting)
         if arm != "cudnn":  # the engine has one kernel for softmax attention
             progress(f"generation with {LABELS[arm]}")
             rows += rows_of("redline.bench.attention:generation", setting)
     crossings = crossing_lengths(rows)
     results = {"work": asdict(work), "rows": rows, "crossing_tokens": crossings}
-    return write(out, "attention", facts, results, _page(work, rows, crossings, facts, quick=size == "quick"))
+    return write(out, "attention", facts, results, page(facts, work, rows, crossings))
 
 
 def crossing_lengths(rows: Sequence[BenchRow]) -> dict[str, float | None]:
@@ -110,35 +109,25 @@ def _times(rows: Sequence[BenchRow]) -> dict[tuple[str, str], dict[int, float]]:
     return found
 
 
-def _page(
-    work: Work,
-    rows: Sequence[BenchRow],
-    crossings: Mapping[str, float | None],
-    facts: MachineFacts,
-    *,
-    quick: bool,
+def page(
+    facts: MachineFacts, work: Work, rows: Sequence[BenchRow], crossings: Mapping[str, float | None]
 ) -> list[str]:
-    lines = head("attention", "Kernel attention", facts, quick=quick)
-    lines += [
-        "",
-        f"{work.heads} heads of {work.head_size}, {work.features} features each. A layer's attention alone.",
-    ]
-    for what, title in (
-        ("training", f"Forward and backward, {work.tokens:,} tokens: ms, and memory beyond the inputs"),
-        (
-            "generation",
-            f"A decode step of {work.sequences} sequences: ms, and memory of a sequence in a layer",
-        ),
-    ):
+    heads = f"{work.heads} heads of {work.head_size}, {work.features} features each"
+    lines = head("attention", "Kernel attention", facts, quick=work is WORK["quick"])
+    lines += ["", f"{heads}. A layer's attention alone."]
+    titles = {
+        "training": f"Forward and backward, {work.tokens:,} tokens: ms, and memory beyond the inputs",
+        "generation": f"A decode step of {work.sequences} sequences: ms, and memory of a sequence in a layer",
+    }
+    for what, title in titles.items():
         here = [row for row in rows if row.get("what") == what]
         arms = list(dict.fromkeys(row["arm"] for row in here))
         cells = {(row["arm"], row["seq_len"]): _cell(row) for row in here}
         body = [[f"{n:,}", *(cells.get((arm, n), "failed") for arm in arms)] for n in work.lengths]
         lines += ["", f"## {title}", "", *table(["tokens", *(SHOWN[arm] for arm in arms)], body)]
     lines += ["", "## From which length kernel attention is faster", ""]
-    lines += [
-        f"- {name}: {'not up to there' if n is None else f'{n:,.0f} tokens'}" for name, n in crossings.items()
-    ]
+    for name, length in crossings.items():
+        lines.append(f"- {name}: {'not up to there' if length is None else f'{length:,.0f} tokens'}")
     return [*lines, *(f"\nAn arm failed: {row['failed']}" for row in rows if "failed" in row)]
 
 
@@ -154,9 +143,9 @@ STEPS = 10
 """Decode steps in a graph."""
 
 
-def training(setting: dict[str, Any]) -> Iterator[BenchRow]:
+def training(setting: dict[str, str]) -> Iterator[BenchRow]:
     """Forward and backward of one layer's attention, as many tokens at every length."""
-    work, arm, on = build(Work, setting["work"], "work"), setting["arm"], device()
+    work, arm, on = WORK[setting["name"]], setting["arm"], device()
     shape, dtype = (work.heads, work.head_size), half()
     w = favor.draw(_config(work, "favor"), 0).to(on, dtype)
     for seq_len in work.lengths:
@@ -181,9 +170,9 @@ def training(setting: dict[str, Any]) -> Iterator[BenchRow]:
 
 
 @torch.no_grad()
-def generation(setting: dict[str, Any]) -> Iterator[BenchRow]:
+def generation(setting: dict[str, str]) -> Iterator[BenchRow]:
     """One decode step of one layer for sequences that have so many tokens behind them."""
-    work, on = build(Work, setting["work"], "work"), device()
+    work, on = WORK[setting["name"]], device()
     kind = "favor" if setting["arm"] == "favor" else "softmax"
     config = _config(work, kind)
     attn = build_model(config, device=on, seed=0).blocks[0].attn
