@@ -77,19 +77,15 @@ def roofline_tokens_per_s(
     once_more: float = 2 * arithmetic.recomputed_weights(model) if values["recompute"] == "full" else 0
     if (dfa := recipe.feedback) is not None:
         below = arithmetic.feedback_blocks(model, dfa) / model.num_layers
-        again, once_more = (
-            below * 4 / 3 + (1 - below) * again,
-            (1 - below) * once_more + 2 * below * count.hidden,
-        )
+        again = below * 4 / 3 + (1 - below) * again
+        once_more = (1 - below) * once_more + 2 * below * count.hidden
         once_more += 2 * arithmetic.feedback_weights(model, dfa)
     # Of the weights that adapters leave as they are no gradients are computed.
     learning, each = count.total, 6
     if recipe.lora is not None:
         learning, each = arithmetic.adapter_parameters(model, recipe.lora), 4
         once_more += 6 * learning
-    products = (
-        (each * count.hidden + once_more) / rate + each * (count.matmul - count.hidden) / dense
-    ) / 1e12
+    products = (each * count.hidden + once_more) / rate + each * (count.matmul - count.hidden) / dense
     if model.attention == "favor":
         pairs, share = arithmetic.attention_flops(model, T), FAVOR_SHARE[hardware.kind]
     else:  # half of the square: causal
@@ -99,7 +95,7 @@ def roofline_tokens_per_s(
     moved = again * _moved_bytes(model, values["precision"])
     update = 40 * learning / (recipe.rows_per_update * T)  # clip, AdamW: 10 passes of 4 bytes
     traffic = (moved + update) / (COPY_SHARE[hardware.kind] * bandwidth)
-    return world_size / (products + attention + traffic)
+    return world_size / (products / 1e12 + attention + traffic)
 
 
 def _moved_bytes(model: ModelConfig, precision: str) -> float:
