@@ -1,7 +1,7 @@
 """The OKADFA study: the same model with softmax or kernel attention, with and without the orthogonality penalty, by
 back-propagation or by feedback alignment; several seeds, and as many learning rates for each arm as for another.
 
-    rows = study(recipe, folder, seeds=3, lrs=(1e-3, 3e-3, 1e-2), train=train_in_process, progress=print)
+    rows = study(recipe, title, folder, seeds=3, lrs=(1e-3, 3e-3, 1e-2), train=train_in_process, progress=print)
 
 Every arm runs with the first seed at each learning rate; the rate with the lowest validation loss is used for the
 other seeds, and the checkpoints of the other rates are deleted. A run is an ordinary run folder, made by `redline
