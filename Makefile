@@ -2,6 +2,7 @@
 # make test      set up .venv and run every check and the tests (what CI runs)
 # make slow      the tests that take longest
 # make check     format, lint, types, import contracts
+# make kernels   compile every Triton kernel for Hopper and Ampere, on a machine without a GPU
 # make fuzz      attack every reader with random input for some minutes
 # make numerics  the tests of numerics on six instruction sets, as other CPUs would run them
 # make timing    the tests that watch a real clock; wants a quiet machine
@@ -20,7 +21,11 @@ PIP := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip
 # even where the environment says otherwise; for the tests, which import torch a hundred times, all is compiled on all cores
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check slow numerics timing fuzz gpu-test claims format clean
+# In a folder of its own: all other tests run as torch for CPUs is installed, without Triton. Not in constraints.txt: torch
+# for CUDA asks for a version of its own.
+TRITON := triton==3.6.0
+
+.PHONY: demo test check kernels slow numerics timing fuzz gpu-test claims format clean
 
 .venv/core: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -32,6 +37,12 @@ unexport PYTHONDONTWRITEBYTECODE
 	@echo "installing what the tests need (a minute or two)"
 	$(PIP) --editable '.[dev]'
 	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true # some packages hold templates that are no Python
+	@touch $@
+
+.venv/triton: Makefile | .venv/dev
+	@echo "installing Triton, to compile our kernels with (some seconds)"
+	rm -rf $@
+	$(PIP) --no-deps --target $@ $(TRITON)
 	@touch $@
 
 demo: .venv/core
@@ -63,9 +74,12 @@ check: .venv/dev
 	$(BIN)/lint-imports
 
 # Numerics run once, under instructions that most CPUs do not default to; `make numerics` runs them under all.
-test: check
-	$(PYTEST) $(PARALLEL) -m 'not numerics and not slow and not timing'
+test: check kernels
+	$(PYTEST) $(PARALLEL) --ignore tests/kernels -m 'not numerics and not slow and not timing'
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) $(PARALLEL) -m 'numerics and not slow' $(NUMERICS)
+
+kernels: .venv/dev .venv/triton
+	PYTHONPATH=.venv/triton $(PYTEST) tests/kernels
 
 slow: .venv/dev
 	$(PYTEST) $(PARALLEL) -m slow
